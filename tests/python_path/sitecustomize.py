@@ -1,0 +1,14 @@
+"""Loaded by every Python process that a test launches: SIGUSR1 writes its stacks to a file.
+
+`tests.launch` puts this directory on PYTHONPATH and asks only processes whose file exists, because SIGUSR1 would
+kill any other. faulthandler needs no GIL, so a rank stuck inside MPI or a native wait answers as well.
+"""
+
+import faulthandler
+import os
+import signal
+
+_directory = os.environ.get("TEST_STACKS")
+if _directory and hasattr(signal, "SIGUSR1"):
+    _stacks = open(os.path.join(_directory, f"{os.getpid()}.txt"), "w")  # noqa: SIM115 - lives as long as the process
+    faulthandler.register(signal.SIGUSR1, file=_stacks, all_threads=True)

@@ -1,0 +1,73 @@
+"""The harness itself: it must notice what it promises to notice."""
+
+import signal
+import time
+
+import pytest
+
+from tests.launch import LaunchFailed, run_ranks, start_ranks
+
+SAY = """
+import os
+from tests.worker import report
+rank = next((int(os.environ[n]) for n in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK") if n in os.environ), 0)
+report("where", [rank, os.environ["TEST_RANKS"]], rank=rank)
+"""
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_every_rank_reports(launcher, ranks):
+    result = run_ranks(SAY, ranks, launcher)
+    assert result.values("where") == [[rank, str(ranks)] for rank in range(ranks)]
+
+
+def test_a_status_other_than_zero_fails_with_the_output():
+    with pytest.raises(LaunchFailed, match="(?s)status 3.*last words"):
+        run_ranks("print('last words'); raise SystemExit(3)")
+    assert run_ranks("raise SystemExit(3)", check=False).returncode == 3
+
+
+def test_a_time_out_shows_where_each_process_waits():
+    with pytest.raises(LaunchFailed, match="(?s)still running.*stacks of pid.*in wait_here"):
+        run_ranks("import time\ndef wait_here():\n    time.sleep(60)\nwait_here()", timeout=1)
+
+
+ORPHAN = """
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+"""
+
+
+def test_a_process_left_alive_is_found_and_ended(monkeypatch):
+    monkeypatch.setattr("tests.launch.GRACE_SECONDS", 0.2)
+    with start_ranks(ORPHAN) as job:
+        with pytest.raises(LaunchFailed, match="(?s)left alive.*time.sleep"):
+            job.wait()
+        assert job.processes() == []
+
+
+@pytest.mark.parametrize("path", ["/dev/shm/ring_test_leftover", "$TMPDIR/ring_leftover"])
+def test_a_file_left_behind_is_found(path, tmp_path):
+    script = f"import os\nfile = os.path.expandvars({path!r})\nopen(file, 'w').close()\n"
+    try:
+        with pytest.raises(LaunchFailed, match="files left behind: .*ring_.*leftover"):
+            run_ranks(script)
+    finally:
+        if path.startswith("/dev"):
+            run_ranks(f"import os; os.unlink({path!r})")
+
+
+def test_one_rank_can_be_signalled():
+    with start_ranks(
+        """
+        import os, time
+        from tests.worker import report
+        report("pid", os.getpid(), rank=0)
+        time.sleep(60)
+        """,
+        ranks=1,
+    ) as job:
+        job.send_signal(0, signal.SIGKILL)
+        started = time.monotonic()
+        assert job.wait().returncode == -signal.SIGKILL
+        assert time.monotonic() - started < 3
