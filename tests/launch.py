@@ -307,9 +307,10 @@ class Job:
         return "".join(f"--- stacks of pid {pid}: {command}\n{file.read_text()}\n" for pid, command, file in asked)
 
     def _result(self) -> Result:
+        status = self.process.poll()
         return Result(
             command=self.command,
-            returncode=self.process.poll() if self.process.poll() is not None else -1,
+            returncode=-1 if status is None else status,
             stdout=(self.directory / "stdout").read_text(errors="replace"),
             stderr=(self.directory / "stderr").read_text(errors="replace"),
             seconds=time.monotonic() - self._started,
@@ -339,7 +340,7 @@ def find_mpirun() -> str | None:
 
 @functools.cache
 def _is_open_mpi(mpirun: str) -> bool:
-    return "Open MPI" in subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout
+    return "Open MPI" in subprocess.run([mpirun, "--version"], check=True, capture_output=True, text=True).stdout
 
 
 def _free_port() -> int:

@@ -10,7 +10,7 @@ RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK", "RING
 
 
 def report(key: str, value: Any, rank: int | None = None) -> None:
-    """Hand `value` (anything JSON can hold, numpy and torch arrays included) to the test as `Result.reports[rank][key]`.
+    """Hand `value` (what JSON can hold, or an array) to the test as `Result.reports[rank][key]`.
 
     Written through at once, so that it survives the SIGKILL that may follow. The last value of a key counts.
     """
