@@ -1,0 +1,76 @@
+"""Averages gradients among processes: one core for PyTorch, Lightning and plain numpy.
+
+`ring_plugins.init()` joins the processes that mpirun, torchrun or srun started, or lets a script that was
+started alone grow; the functions below then work on arrays of all ranks.
+"""
+
+from ring_plugins.core.errors import (
+    ArgumentError,
+    DeadlockError,
+    LaunchError,
+    MismatchError,
+    MissingDependency,
+    NotInitialised,
+    PeerFailed,
+    PeerLeft,
+    RingError,
+    SharedMemoryError,
+    TimeoutExceeded,
+)
+from ring_plugins.core.functions import (
+    all_gather,
+    all_gather_object,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    broadcast_object,
+    local_rank,
+    local_size,
+    node_rank,
+    num_nodes,
+    rank,
+    reduce_scatter,
+    size,
+)
+from ring_plugins.core.operations import AVERAGE, MAX, MIN, PRODUCT, SUM, Op
+from ring_plugins.core.world import init, is_initialised, shutdown
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AVERAGE",
+    "MAX",
+    "MIN",
+    "PRODUCT",
+    "SUM",
+    "ArgumentError",
+    "DeadlockError",
+    "LaunchError",
+    "MismatchError",
+    "MissingDependency",
+    "NotInitialised",
+    "Op",
+    "PeerFailed",
+    "PeerLeft",
+    "RingError",
+    "SharedMemoryError",
+    "TimeoutExceeded",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "init",
+    "is_initialised",
+    "local_rank",
+    "local_size",
+    "node_rank",
+    "num_nodes",
+    "rank",
+    "reduce_scatter",
+    "shutdown",
+    "size",
+]

@@ -1,0 +1,1 @@
+"""The core: averages memory among processes. It knows no framework."""

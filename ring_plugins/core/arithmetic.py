@@ -1,0 +1,123 @@
+"""Sums and other reductions of numpy memory: the only place where numbers are combined.
+
+Reductions are done in pieces small enough to stay in a core's cache, so that dividing after the sum,
+or widening 16-bit floats to float32 and back, does not read main memory again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ring_plugins.core.operations import Op
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+#: Bytes of one piece: the target, one source and a float32 scratch fit a 1 MiB second-level cache.
+PIECE_BYTES = 128 * 1024
+
+_UFUNC: dict[Op, Callable[..., Array]] = {
+    Op.AVERAGE: np.add,
+    Op.SUM: np.add,
+    Op.MIN: np.minimum,
+    Op.MAX: np.maximum,
+    Op.PRODUCT: np.multiply,
+}
+
+
+def reduce_into(target: Array, sources: Sequence[Array], op: Op, dtype: str, divisor: int = 1) -> None:
+    """Combine `sources` in their order and write the result to `target`.
+
+    Args:
+        target: 1-d storage array; may be `sources[0]` itself, but no other source.
+        sources: at least one 1-d storage array of the same length.
+        op: the reduction; AVERAGE sums here, the division is `divisor`'s.
+        dtype: element type by name (storage alone cannot tell bfloat16 from uint16).
+        divisor: the result is divided by this; 1 for none.
+
+    16-bit floats are combined in float32 and rounded once, to nearest even.
+    """
+    if dtype in ("float16", "bfloat16"):
+        _reduce_half(target, sources, op, dtype, divisor)
+        return
+    ufunc = _UFUNC[op]
+    step = max(1, PIECE_BYTES // max(1, target.itemsize))
+    for start in range(0, target.size, step):
+        piece = target[start : start + step]
+        if len(sources) == 1:
+            if sources[0] is not target:
+                np.copyto(piece, sources[0][start : start + step])
+        else:
+            ufunc(sources[0][start : start + step], sources[1][start : start + step], out=piece)
+            for source in sources[2:]:
+                ufunc(piece, source[start : start + step], out=piece)
+        if divisor != 1:
+            divide(piece, divisor)
+
+
+def divide(piece: Array, divisor: int) -> None:
+    """Divide floats in place.
+
+    A power of two is exact as a multiplication, which is faster; anything else is truly divided, so
+    that the average of equal values is that value.
+    """
+    if divisor & (divisor - 1) == 0:
+        np.multiply(piece, piece.dtype.type(1.0 / divisor), out=piece)
+    else:
+        np.divide(piece, piece.dtype.type(divisor), out=piece)
+
+
+def _reduce_half(target: Array, sources: Sequence[Array], op: Op, dtype: str, divisor: int) -> None:
+    widen, narrow = _CONVERSIONS[dtype]
+    ufunc = _UFUNC[op]
+    step = PIECE_BYTES // 4
+    length = min(step, target.size)
+    total, other = np.empty(length, np.float32), np.empty(length, np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, target.size, step):
+            piece = target[start : start + step]
+            accumulated = total[: piece.size]
+            widen(sources[0][start : start + step], accumulated)
+            for source in sources[1:]:
+                term = other[: piece.size]
+                widen(source[start : start + step], term)
+                ufunc(accumulated, term, out=accumulated)
+            if divisor != 1:
+                divide(accumulated, divisor)
+            narrow(accumulated, piece)
+
+
+def _widen_float16(source: Array, out: Array) -> None:
+    np.copyto(out, source)
+
+
+def _narrow_float16(source: Array, out: Array) -> None:
+    np.copyto(out, source, casting="unsafe")
+
+
+def _widen_bfloat16(source: Array, out: Array) -> None:
+    bits = out.view(np.uint32)
+    np.copyto(bits, source)
+    np.left_shift(bits, 16, out=bits)
+
+
+def _narrow_bfloat16(source: Array, out: Array) -> None:
+    """Round to nearest even on the bits: a bfloat16 is the upper half of a float32."""
+    bits = source.view(np.uint32)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
+    not_a_number = np.isnan(source)
+    if not_a_number.any():
+        rounded[not_a_number] = 0x7FC0
+    np.copyto(out, rounded, casting="unsafe")
+
+
+_CONVERSIONS: dict[str, tuple[Callable[[Array, Array], None], Callable[[Array, Array], None]]] = {
+    "float16": (_widen_float16, _narrow_float16),
+    "bfloat16": (_widen_bfloat16, _narrow_bfloat16),
+}

@@ -1,0 +1,1 @@
+"""Collectives: what a communicator promises, and one file an implementation."""

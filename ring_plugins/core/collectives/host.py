@@ -1,0 +1,331 @@
+"""Collectives on the memory of CPUs: through shared memory inside a host, over a plane between hosts."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from ring_plugins.core.arithmetic import reduce_into
+from ring_plugins.core.collectives.lane import Lane
+from ring_plugins.core.collectives.node import SMALL, Node, create_segment
+from ring_plugins.core.collectives.protocol import Statistics
+from ring_plugins.core.collectives.signature import Signature, signature
+from ring_plugins.core.collectives.transport import Transport
+from ring_plugins.core.collectives.work import CommunicationThread, Work
+from ring_plugins.core.dtypes import check_reducible
+from ring_plugins.core.errors import ArgumentError, RingError
+from ring_plugins.core.memory import HostMemory
+from ring_plugins.core.operations import Op
+from ring_plugins.core.plane import Plane
+from ring_plugins.core.presence import Neighbourhood
+from ring_plugins.core.shared_memory import Address, SharedBuffer, is_available
+from ring_plugins.core.waiting import Wait
+
+T = TypeVar("T")
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Member(NamedTuple):
+    """What a process brings to a new communicator.
+
+    Attributes:
+        rank: world rank.
+        node: key of the (possibly virtual) host; equal for ranks that share memory.
+        address: its segment, or None where memory cannot be shared.
+        tag: the first message tag that is free there.
+    """
+
+    rank: int
+    node: str
+    address: Address | None
+    tag: int
+
+
+#: Gives every member's payload in rank order; how members of a new communicator meet.
+Gather = Callable[[Any], list[Any]]
+
+
+def _blocking(method: Callable[..., T]) -> Callable[..., T]:
+    """Run a method in the caller's thread, in order with what was started, and remember a failure."""
+
+    @functools.wraps(method)
+    def call(self: HostCommunicator, *args: Any, **kwargs: Any) -> T:
+        return self._in_order(method, args, kwargs)
+
+    return call
+
+
+class HostCommunicator:
+    """A `Communicator` for host memory.
+
+    Args:
+        name: for texts, equal on all members.
+        rank: world rank of this process.
+        node: key of its host.
+        tag: first free message tag of this process; `next_tag` is the first free one afterwards.
+        gather: how the members meet.
+        neighbourhood: ranks of this host to watch while waiting.
+        plane: between hosts; None if all members are on one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        node: str,
+        tag: int,
+        gather: Gather,
+        neighbourhood: Neighbourhood | None,
+        plane: Plane | None,
+    ) -> None:
+        own = create_segment() if is_available() else None
+        members = [Member(*m) for m in gather(tuple(Member(rank, node, own.address if own else None, tag)))]
+        self.name = name
+        self.ranks = tuple(member.rank for member in members)
+        self.rank, self.size = self.ranks.index(rank), len(members)
+        self.statistics = Statistics()
+        self._wait = Wait(name, neighbourhood)
+        self._lock = threading.RLock()
+        self._thread: CommunicationThread | None = None
+        self._broken: BaseException | None = None
+        first_tag = max(member.tag for member in members)
+        self.next_tag = first_tag + 2
+
+        nodes: dict[str, list[Member]] = {}
+        for member in members:
+            nodes.setdefault(member.node, []).append(member)
+        here = nodes[node]
+        position = [member.rank for member in here].index(rank)
+        self._node: Node | None = None
+        if len(here) > 1:
+            assert own is not None
+            addresses = [member.address for member in here if member.address is not None]
+            self._node = Node(own, addresses, [m.rank for m in here], position, self._wait, name)
+        self._owners = min(map(len, nodes.values()))
+        self._lane: Lane | None = None
+        if len(nodes) > 1:
+            if plane is None:
+                raise RingError(
+                    f"{name}: the ranks {self.ranks} do not share memory, and nothing carries data between them; "
+                    "start the job with mpirun or torchrun."
+                )
+            if position < self._owners:
+                lane = [group[position].rank for group in nodes.values()]
+                self._lane = Lane(plane, lane, lane.index(rank), first_tag, self._wait, name)
+            flat = Lane(plane, self.ranks, self.rank, first_tag + 1, self._wait, name)
+            self._transport: Transport = flat
+        else:
+            assert self._node is not None
+            self._transport = self._node
+        self._spans_hosts = len(nodes) > 1
+
+    # Order and failure ----------------------------------------------------------------------------
+
+    def _in_order(self, method: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any]) -> T:
+        thread = self._thread
+        if thread is None or thread.is_current():
+            return self._run(method, args, kwargs)
+        if not thread.is_idle():
+            return self.start(method.__name__, lambda: self._run(method, args, kwargs)).wait()
+        return self._run(method, args, kwargs)
+
+    def _run(self, method: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any]) -> T:
+        with self._lock:
+            if self._broken is not None:
+                raise self._broken
+            started = time.perf_counter()
+            try:
+                result = method(self, *args, **kwargs)
+            except ArgumentError:
+                raise
+            except RingError as error:
+                self._broken = error
+                raise
+            except BaseException as error:
+                self._broken = RingError(
+                    f"{self.name} was interrupted in {method.__name__} by {type(error).__name__} and is out of step "
+                    "with the other ranks; call ring_plugins.shutdown() and init() on all ranks to go on."
+                )
+                raise
+            elapsed = time.perf_counter() - started
+            statistics = self.statistics
+            statistics.operations += 1
+            statistics.working += elapsed
+            if self._thread is None or not self._thread.is_current():
+                statistics.waited += elapsed
+            return result
+
+    def _caller_waits(self, since: float) -> None:
+        """A caller starts (positive time) or ends (negative) to wait for a work."""
+        if since > 0:
+            self._wait.caller_blocked_since = since
+        else:
+            self._wait.caller_blocked_since = 0.0
+            self.statistics.waited += time.monotonic() + since
+
+    def start(self, description: str, function: Callable[[], T]) -> Work[T]:
+        if self._thread is None:
+            self._thread = CommunicationThread(self.name)
+        work = Work(description, function, self._caller_waits)
+        self._thread.give(work)
+        return work
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
+        self._broken = self._broken or RingError(f"{self.name} has been closed.")
+        self._node = None
+
+    # Memory ---------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> SharedBuffer:
+        everyones = self.all_gather_object(nbytes)
+        if len(set(everyones)) > 1:
+            raise ArgumentError(f"allocate(nbytes) must be equal on all ranks; got {everyones} in rank order.")
+        return self._allocate(nbytes)
+
+    @_blocking
+    def _allocate(self, nbytes: int) -> SharedBuffer:
+        if self._node is None:
+            return SharedBuffer([np.zeros(nbytes, np.uint8)], 0)
+        node = self._node
+
+        def exchange(address: Address) -> list[Address]:
+            mine = np.array(address, np.int64)
+            rows = np.empty((node.size, mine.size), np.int64)
+            parts = [row.view(np.uint8) for row in rows]
+            node.all_gather(mine.view(np.uint8), parts, signature("allocate", count=nbytes, dtype="bytes"))
+            return [(int(pid), int(fd), int(size)) for pid, fd, size in rows]
+
+        return node.allocate(nbytes, exchange)
+
+    def release(self, buffer: SharedBuffer) -> None:
+        if self._node is not None:
+            self._node.release(buffer)
+
+    # Collectives ----------------------------------------------------------------------------------
+
+    @_blocking
+    def all_reduce(self, memory: HostMemory, op: Op) -> None:
+        array, dtype = memory
+        check_reducible(dtype, op)
+        sign = signature("all_reduce", dtype, array.size, op.value)
+        divisor = self.size if op is Op.AVERAGE else 1
+        self.statistics.nbytes += array.nbytes
+        if not self._spans_hosts:
+            assert self._node is not None
+            self._node.all_reduce(array, op, dtype, divisor, sign)
+            return
+        lane = self._lane
+        if self._node is None:
+            assert lane is not None
+            lane.all_reduce(array, op, dtype, sign)
+            if divisor != 1:
+                reduce_into(array, [array], op, dtype, divisor)
+            return
+        owners = 1 if array.nbytes <= SMALL else self._owners
+        self._node.all_reduce(
+            array,
+            op,
+            dtype,
+            divisor,
+            sign,
+            owners,
+            lambda part: lane.all_reduce(part, op, dtype, sign) if lane is not None else None,
+        )
+
+    @_blocking
+    def broadcast(self, memory: HostMemory, root: int) -> None:
+        self._check_root(root)
+        array, dtype = memory
+        self.statistics.nbytes += array.nbytes
+        self._transport.broadcast(array.view(np.uint8), root, signature("broadcast", dtype, array.size, f"root {root}"))
+
+    @_blocking
+    def all_gather(self, mine: HostMemory, out: HostMemory, counts: Sequence[int]) -> None:
+        self.statistics.nbytes += mine.array.nbytes
+        parts = _split(out.array, counts, "counts")
+        sign = signature("all_gather", mine.dtype, sum(counts))
+        self._transport.all_gather(mine.array.view(np.uint8), parts, sign)
+
+    @_blocking
+    def reduce_scatter(self, full: HostMemory, out: HostMemory, counts: Sequence[int], op: Op) -> None:
+        check_reducible(full.dtype, op)
+        self.statistics.nbytes += full.array.nbytes
+        terms = np.empty((self.size, out.array.size), out.array.dtype)
+        self._transport.all_to_all(
+            _split(full.array, counts, "counts"),
+            [row.view(np.uint8) for row in terms],
+            signature("reduce_scatter", full.dtype, full.array.size, op.value),
+        )
+        reduce_into(out.array, list(terms), op, full.dtype, self.size if op is Op.AVERAGE else 1)
+
+    @_blocking
+    def all_to_all(
+        self, send: HostMemory, send_counts: Sequence[int], out: HostMemory, out_counts: Sequence[int]
+    ) -> None:
+        self.statistics.nbytes += send.array.nbytes
+        self._transport.all_to_all(
+            _split(send.array, send_counts, "send_counts"),
+            _split(out.array, out_counts, "out_counts"),
+            signature("all_to_all", send.dtype),
+        )
+
+    @_blocking
+    def barrier(self) -> None:
+        self._transport.barrier(signature("barrier"))
+
+    @_blocking
+    def broadcast_object(self, item: Any, root: int = 0) -> Any:
+        self._check_root(root)
+        sign = signature("broadcast_object", detail=f"root {root}")
+        data = _pickled(item) if self.rank == root else np.empty(0, np.uint8)
+        length = np.array([data.size])
+        self._transport.broadcast(length.view(np.uint8), root, sign)
+        if self.rank != root:
+            data = np.empty(int(length[0]), np.uint8)
+        self._transport.broadcast(data, root, sign)
+        return item if self.rank == root else pickle.loads(data.data)
+
+    @_blocking
+    def all_gather_object(self, item: Any) -> list[Any]:
+        return self._all_gather_object(item, signature("all_gather_object"))
+
+    def _all_gather_object(self, item: Any, sign: Signature) -> list[Any]:
+        data = _pickled(item)
+        lengths = np.empty(self.size, np.int64)
+        mine = np.array([data.size], np.int64)
+        self._transport.all_gather(mine.view(np.uint8), _split(lengths, [1] * self.size, "counts"), sign)
+        out = np.empty(int(lengths.sum()), np.uint8)
+        parts = _split(out, lengths.tolist(), "counts")
+        self._transport.all_gather(data, parts, sign)
+        return [pickle.loads(part.data) for part in parts]
+
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self.size:
+            raise ArgumentError(f"root={root} is not a rank of {self.name}, which has {self.size}.")
+
+
+def _pickled(item: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.frombuffer(pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
+
+
+def _split(array: Array, counts: Sequence[int], name: str) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
+    """Views of consecutive `counts` elements, as bytes."""
+    if sum(counts) != array.size or any(count < 0 for count in counts):
+        raise ArgumentError(f"{name}={list(counts)} do not add up to the {array.size} elements given.")
+    data, parts, start = array.view(np.uint8), [], 0
+    for count in counts:
+        parts.append(data[start : start + count * array.itemsize])
+        start += count * array.itemsize
+    return parts
+
+
+__all__ = ["Gather", "HostCommunicator", "Member"]

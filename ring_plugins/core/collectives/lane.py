@@ -1,0 +1,120 @@
+"""Collectives among ranks on different hosts, over a plane that moves bytes between pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ring_plugins.core.arithmetic import reduce_into
+from ring_plugins.core.collectives.node import slices
+from ring_plugins.core.collectives.signature import Signature, mismatch
+from ring_plugins.core.operations import Op
+from ring_plugins.core.plane import Bytes, Pending, Plane
+from ring_plugins.core.waiting import Wait
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+_HEADER = 192
+#: Up to this size everyone sends everything to everyone: one round instead of two.
+SMALL = 16 * 1024
+
+
+class Lane:
+    """A `Transport` over a `Plane`.
+
+    Args:
+        plane: carries the bytes.
+        ranks: world ranks of the members.
+        position: which of them this process is.
+        tag: not used by any other lane of these ranks.
+        wait: how to wait.
+        name: of the communicator.
+    """
+
+    def __init__(self, plane: Plane, ranks: Sequence[int], position: int, tag: int, wait: Wait, name: str) -> None:
+        self.position, self.size, self.name = position, len(ranks), name
+        self._plane = plane
+        self._ranks = tuple(ranks)
+        self._others = [i for i in range(len(ranks)) if i != position]
+        self._tag = tag
+        self._wait = wait
+
+    def _finish(self, pending: Pending, signature: Signature) -> None:
+        self._wait.until(
+            pending.done,
+            lambda: [self._ranks[i] for i in self._others],
+            lambda: f"{self.name}: {signature.text} between hosts",
+        )
+
+    def _swap(
+        self, outgoing: Sequence[Bytes | None], incoming: Sequence[Bytes | None], signature: Signature
+    ) -> None:
+        """Send `outgoing[i]` to member i and fill `incoming[i]` from it, None for nothing.
+
+        Ahead of the data goes a header that says which operation this is, so that members in different
+        operations find out before they wait for data that never comes.
+        """
+        text = np.zeros(_HEADER, np.uint8)
+        said = signature.text.encode()[: _HEADER - 8]
+        text[:8] = np.array([signature.code]).view(np.uint8)
+        text[8 : 8 + len(said)] = np.frombuffer(said, np.uint8)
+        heads = np.empty((self.size, _HEADER), np.uint8)
+        heads[self.position] = text
+        ranks, others = self._ranks, self._others
+        headers = self._plane.exchange([(ranks[i], text) for i in others], [(ranks[i], heads[i]) for i in others], self._tag)
+        data = self._plane.exchange(
+            [(ranks[i], part) for i in others if (part := outgoing[i]) is not None and part.size],
+            [(ranks[i], part) for i in others if (part := incoming[i]) is not None and part.size],
+            self._tag,
+        )
+        self._finish(headers, signature)
+        if not np.array_equal(heads[:, :8], np.broadcast_to(text[:8], (self.size, 8))):
+            calls = {r: bytes(heads[i, 8:]).rstrip(b"\0").decode(errors="replace") for i, r in enumerate(ranks)}
+            raise mismatch(self.name, calls)
+        self._finish(data, signature)
+        own_out, own_in = outgoing[self.position], incoming[self.position]
+        if own_out is not None and own_in is not None and own_out is not own_in:
+            own_in[:] = own_out
+
+    def barrier(self, signature: Signature) -> None:
+        nothing: list[Bytes | None] = [None] * self.size
+        self._swap(nothing, nothing, signature)
+
+    def all_gather(self, mine: Bytes, parts: Sequence[Bytes], signature: Signature) -> None:
+        self._swap([mine] * self.size, parts, signature)
+
+    def all_to_all(self, outgoing: Sequence[Bytes], incoming: Sequence[Bytes], signature: Signature) -> None:
+        self._swap(outgoing, incoming, signature)
+
+    def broadcast(self, data: Bytes, root: int, signature: Signature) -> None:
+        """The root sends everyone one part, then all gather: no rank sends the whole more than about once."""
+        at_root = self.position == root
+        if data.size <= SMALL:
+            outgoing: list[Bytes | None] = [data if at_root else None] * self.size
+            incoming: list[Bytes | None] = [data if i == root and not at_root else None for i in range(self.size)]
+            self._swap(outgoing, incoming, signature)
+            return
+        parts = [data[cut] for cut in slices(data.size, self.size, 1)]
+        mine = parts[self.position]
+        self._swap(
+            [part if at_root else None for part in parts],
+            [mine if i == root and not at_root else None for i in range(self.size)],
+            signature,
+        )
+        self.all_gather(mine, parts, signature)
+
+    def all_reduce(self, array: Array, op: Op, dtype: str, signature: Signature) -> None:
+        """Reduce in place. Each part is combined by one member only, so all get the same bits."""
+        if array.nbytes <= SMALL:
+            everyones = np.empty((self.size, array.size), array.dtype)
+            self.all_gather(array.view(np.uint8), [row.view(np.uint8) for row in everyones], signature)
+            reduce_into(array, list(everyones), op, dtype)
+            return
+        parts = [array[cut] for cut in slices(array.size, self.size, array.itemsize)]
+        mine = parts[self.position]
+        terms = [mine if i == self.position else np.empty_like(mine) for i in range(self.size)]
+        self._swap([part.view(np.uint8) for part in parts], [term.view(np.uint8) for term in terms], signature)
+        reduce_into(mine, [mine, *(terms[i] for i in self._others)], op, dtype)
+        self.all_gather(mine.view(np.uint8), [part.view(np.uint8) for part in parts], signature)

@@ -1,0 +1,336 @@
+"""Collectives inside one host, over shared memory.
+
+Each member owns one segment: a control page, then a staging area of two halves. The control page holds a
+*milestone*, a number that only its owner raises; a barrier is raising the own and waiting until all others
+are as high. Uses of the staging area alternate between its halves, and every use contains a barrier, so that
+a half is only written again after all have passed the barrier of the use between, which they do after
+reading. No second barrier is needed to protect it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ring_plugins.core.arithmetic import reduce_into
+from ring_plugins.core.collectives.signature import Signature, mismatch
+from ring_plugins.core.operations import Op
+from ring_plugins.core.shared_memory import Address, Segment, SharedBuffer, publish
+from ring_plugins.core.waiting import Wait
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+_CONTROL = 4096
+_SIGNATURES = 8  # word of the first of two signatures, a cache line away from the milestone
+_TEXT = 1024
+
+#: Bytes of one half of the staging area: two of them and the piece being summed stay in a core's cache.
+HALF = 512 * 1024
+#: Up to this size every member reads everything: one barrier instead of two. Measured crossover.
+SMALL = 32 * 1024
+#: Piece of a large reduction in place: its second pass finds the data in cache.
+CHUNK = 4 * 1024 * 1024
+_ALIGN = 64
+
+
+def slices(count: int, parts: int, itemsize: int) -> list[slice]:
+    """Cut `count` elements into `parts` ranges that start on cache lines; late ones may be empty."""
+    line = max(1, _ALIGN // itemsize)
+    each = -(-count // parts // line) * line if count else 0
+    each = max(each, line) if each * parts < count else each
+    return [slice(min(i * each, count), min((i + 1) * each, count)) for i in range(parts)]
+
+
+def create_segment() -> Segment:
+    """The segment that a member brings to `Node`."""
+    return Segment.create(_CONTROL + 2 * HALF)
+
+
+class Node:
+    """The members of a communicator that live on this host; a `Transport` among them.
+
+    Args:
+        own: this member's segment from `create_segment`.
+        addresses: all members' segments in rank order.
+        ranks: their world ranks.
+        position: which of them this process is.
+        wait: how to wait.
+        name: of the communicator.
+    """
+
+    def __init__(
+        self, own: Segment, addresses: Sequence[Address], ranks: Sequence[int], position: int, wait: Wait, name: str
+    ) -> None:
+        self.position, self.size, self.name = position, len(ranks), name
+        self._ranks = tuple(ranks)
+        self._wait = wait
+        segments = [
+            own if i == position else Segment.open(address, rank)
+            for i, (address, rank) in enumerate(zip(addresses, ranks, strict=True))
+        ]
+        self._clocks = [memoryview(segment.array[:_CONTROL]).cast("B").cast("q") for segment in segments]
+        self._clock = self._clocks[position]
+        self._others = [clock for i, clock in enumerate(self._clocks) if i != position]
+        self._texts = [segment.array[_TEXT:_CONTROL] for segment in segments]
+        self._staging = [
+            (segment.array[_CONTROL : _CONTROL + HALF], segment.array[_CONTROL + HALF :]) for segment in segments
+        ]
+        self._milestone = 0
+        self._operation = 0
+        self._use = 0
+        self._current: Signature = Signature(0, "start")
+        self._buffers: list[SharedBuffer] = []
+        self._arrive(self._current)
+        for segment in segments:
+            segment.close_file()
+
+    # Milestones -----------------------------------------------------------------------------------
+
+    def _raise_milestone(self) -> int:
+        self._milestone += 1
+        publish()
+        self._clock[0] = self._milestone
+        return self._milestone
+
+    def _await(self, milestone: int) -> None:
+        """Wait until all others have raised their milestone this far."""
+        for clock in self._others:
+            if clock[0] < milestone:
+                break
+        else:
+            return
+        others = self._others
+        for _ in range(50):
+            for clock in others:
+                if clock[0] < milestone:
+                    break
+            else:
+                return
+        self._wait.until(
+            lambda: all(clock[0] >= milestone for clock in others),
+            lambda: [rank for rank, clock in zip(self._ranks, self._clocks, strict=True) if clock[0] < milestone],
+            lambda: f"{self.name}: {self._current.text}",
+        )
+
+    def _barrier(self) -> None:
+        self._await(self._raise_milestone())
+
+    def _arrive(self, signature: Signature) -> None:
+        """The first barrier of an operation, which also finds members that are in another one."""
+        self._current = signature
+        self._operation += 1
+        slot = _SIGNATURES + (self._operation & 1)
+        self._clock[slot] = signature.code
+        self._barrier()
+        for clock in self._others:
+            if clock[slot] != signature.code:
+                self._report_mismatch(slot)
+
+    def _report_mismatch(self, slot: int) -> None:
+        """Exchange texts and raise: all members see the difference, so all come here."""
+        text = np.frombuffer(self._current.text.encode()[: _CONTROL - _TEXT - 1], np.uint8)
+        own = self._texts[self.position]
+        own[1 : 1 + text.size] = text
+        own[1 + text.size :] = 0
+        own[0] = 1
+        end = time.monotonic() + 2.0
+        while time.monotonic() < end and not all(t[0] for t in self._texts):
+            time.sleep(0.001)
+        calls = {
+            rank: bytes(t[1:]).rstrip(b"\0").decode(errors="replace") or "another operation"
+            for rank, t in zip(self._ranks, self._texts, strict=True)
+        }
+        raise mismatch(self.name, calls)
+
+    def _next_half(self) -> int:
+        self._use ^= 1
+        return self._use
+
+    # Transport ------------------------------------------------------------------------------------
+
+    def barrier(self, signature: Signature) -> None:
+        self._arrive(signature)
+
+    def broadcast(self, data: Bytes, root: int, signature: Signature) -> None:
+        for i, start in enumerate(range(0, max(data.size, 1), HALF)):
+            piece = data[start : start + HALF]
+            staged = self._staging[root][self._next_half()][: piece.size]
+            if self.position == root:
+                staged[:] = piece
+            self._arrive(signature) if i == 0 else self._barrier()
+            if self.position != root:
+                piece[:] = staged
+
+    def all_gather(self, mine: Bytes, parts: Sequence[Bytes], signature: Signature) -> None:
+        for i, start in enumerate(range(0, max(1, *(part.size for part in parts)), HALF)):
+            half = self._next_half()
+            piece = mine[start : start + HALF]
+            self._staging[self.position][half][: piece.size] = piece
+            self._arrive(signature) if i == 0 else self._barrier()
+            for part, staging in zip(parts, self._staging, strict=True):
+                piece = part[start : start + HALF]
+                piece[:] = staging[half][: piece.size]
+
+    def all_to_all(self, outgoing: Sequence[Bytes], incoming: Sequence[Bytes], signature: Signature) -> None:
+        longest = np.array([max(part.size for part in outgoing)])
+        everyones = np.empty(self.size, longest.dtype)
+        self.all_gather(longest.view(np.uint8), np.split(everyones.view(np.uint8), self.size), signature)
+        room = HALF // self.size // _ALIGN * _ALIGN
+        for start in range(0, int(everyones.max()), room):
+            half = self._next_half()
+            for i, part in enumerate(outgoing):
+                piece = part[start : start + room]
+                self._staging[self.position][half][i * room : i * room + piece.size] = piece
+            self._barrier()
+            for part, staging in zip(incoming, self._staging, strict=True):
+                piece = part[start : start + room]
+                at = self.position * room
+                piece[:] = staging[half][at : at + piece.size]
+
+    # Reductions -----------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, exchange: Callable[[Address], list[Address]]) -> SharedBuffer:
+        """Memory that all members map and in which `all_reduce` works in place; collective."""
+        own = Segment.create(nbytes)
+        segments = [
+            own if i == self.position else Segment.open(address, rank)
+            for i, (address, rank) in enumerate(zip(exchange(own.address), self._ranks, strict=True))
+        ]
+        self._barrier()
+        for segment in segments:
+            segment.close_file()
+        buffer = SharedBuffer([segment.array for segment in segments], self.position)
+        self._buffers.append(buffer)
+        return buffer
+
+    def release(self, buffer: SharedBuffer) -> None:
+        """Forget a buffer; its memory goes with the last view of it."""
+        self._buffers.remove(buffer)
+
+    def all_reduce(
+        self,
+        array: Array,
+        op: Op,
+        dtype: str,
+        divisor: int,
+        signature: Signature,
+        owners: int | None = None,
+        between: Callable[[Array], None] | None = None,
+    ) -> None:
+        """Reduce `array` of all members in place.
+
+        Args:
+            array: 1-d storage array, the same length everywhere.
+            op, dtype, divisor: as in `reduce_into`.
+            signature: of the operation.
+            owners: how many members, from the first on, own a slice of the result; all by default.
+            between: what an owner does with its slice before it is divided and handed to the others: the
+                reduction over other hosts. Called by every owner equally often.
+        """
+        if array.nbytes <= SMALL and between is None:
+            self._reduce_small(array, op, dtype, divisor, signature)
+            return
+        owners = owners or self.size
+        for buffer in self._buffers:
+            offset = buffer.offset_of(array)
+            if offset is not None:
+                inputs = [part[offset : offset + array.nbytes].view(array.dtype) for part in buffer.parts]
+                self._reduce_shared(inputs, op, dtype, divisor, signature, owners, between)
+                return
+        self._reduce_staged(array, op, dtype, divisor, signature, owners, between)
+
+    def _reduce_small(self, array: Array, op: Op, dtype: str, divisor: int, signature: Signature) -> None:
+        """Everyone reads everything, in rank order, so that all get the same bits."""
+        half, nbytes = self._next_half(), array.nbytes
+        staged = [staging[half][:nbytes].view(array.dtype) for staging in self._staging]
+        staged[self.position][:] = array
+        self._arrive(signature)
+        reduce_into(array, staged, op, dtype, divisor)
+
+    def _own(
+        self, target: Array, sources: list[Array], op: Op, dtype: str, divisor: int, between: Callable[[Array], None] | None
+    ) -> None:
+        if between is None:
+            reduce_into(target, sources, op, dtype, divisor)
+            return
+        reduce_into(target, sources, op, dtype)
+        between(target)
+        if divisor != 1:
+            reduce_into(target, [target], op, dtype, divisor)
+
+    def _reduce_shared(
+        self,
+        inputs: list[Array],
+        op: Op,
+        dtype: str,
+        divisor: int,
+        signature: Signature,
+        owners: int,
+        between: Callable[[Array], None] | None,
+    ) -> None:
+        """Each owner sums its slice of a chunk into its own memory, a barrier, the others copy it from there.
+
+        The sum of the next chunk is done before waiting for this one's, so that nobody waits for a
+        neighbour that is a little late.
+        """
+        mine = inputs[self.position]
+        step = max(1, CHUNK // mine.itemsize) if between is None else max(1, mine.size)
+        self._arrive(signature)
+        pending: tuple[int, int, list[slice]] | None = None
+        for start in range(0, mine.size, step):
+            cuts = slices(min(step, mine.size - start), owners, mine.itemsize)
+            if self.position < owners:
+                cut = cuts[self.position]
+                own, rest = start + cut.start, start + cut.stop
+                order = [self.position, *(i for i in range(self.size) if i != self.position)]
+                self._own(mine[own:rest], [inputs[i][own:rest] for i in order], op, dtype, divisor, between)
+            milestone = self._raise_milestone()
+            if pending is not None:
+                self._take(inputs, *pending)
+            pending = milestone, start, cuts
+        if pending is not None:
+            self._take(inputs, *pending)
+        self._barrier()  # neighbours may still read; the caller is free to overwrite after this
+
+    def _take(self, inputs: list[Array], milestone: int, start: int, cuts: list[slice]) -> None:
+        self._await(milestone)
+        mine = inputs[self.position]
+        for i, cut in enumerate(cuts):
+            if i != self.position:
+                mine[start + cut.start : start + cut.stop] = inputs[i][start + cut.start : start + cut.stop]
+
+    def _reduce_staged(
+        self,
+        array: Array,
+        op: Op,
+        dtype: str,
+        divisor: int,
+        signature: Signature,
+        owners: int,
+        between: Callable[[Array], None] | None,
+    ) -> None:
+        """Ordinary memory goes through the staging areas: to each owner its slice, and back the sum."""
+        step = HALF // array.itemsize
+        for i, start in enumerate(range(0, max(array.size, 1), step)):
+            chunk = array[start : start + step]
+            half = self._next_half()
+            cuts = slices(chunk.size, owners, chunk.itemsize)
+            staged = [staging[half][: chunk.nbytes].view(chunk.dtype) for staging in self._staging]
+            outbox = staged[self.position]
+            for owner, cut in enumerate(cuts):
+                if owner != self.position:
+                    outbox[cut] = chunk[cut]
+            self._arrive(signature) if i == 0 else self._barrier()
+            if self.position < owners:
+                cut = cuts[self.position]
+                sources = [chunk[cut], *(s[cut] for j, s in enumerate(staged) if j != self.position)]
+                self._own(outbox[cut], sources, op, dtype, divisor, between)
+            self._barrier()
+            for owner, cut in enumerate(cuts):
+                chunk[cut] = staged[owner][cut]
+
+

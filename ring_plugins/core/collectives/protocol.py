@@ -1,0 +1,92 @@
+"""What a communicator promises, said once for all implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from ring_plugins.core.collectives.work import Work
+from ring_plugins.core.memory import HostMemory
+from ring_plugins.core.operations import Op
+from ring_plugins.core.shared_memory import SharedBuffer
+
+T = TypeVar("T")
+
+
+@dataclass
+class Statistics:
+    """What a communicator has done so far.
+
+    Attributes:
+        operations: collectives finished.
+        nbytes: bytes given to them.
+        waited: seconds in which callers waited for them.
+        working: seconds in which the communication thread, or a blocked caller, ran them.
+    """
+
+    operations: int = 0
+    nbytes: int = 0
+    waited: float = 0.0
+    working: float = 0.0
+
+
+class Communicator(Protocol):
+    """A group of ranks that make the same calls in the same order.
+
+    Calls block the calling thread, but work given to `start` before comes first. After an error that
+    leaves members out of step every further call raises it again; build a new communicator to go on.
+
+    Attributes:
+        name: for texts.
+        rank, size: within the group.
+        ranks: the members' world ranks.
+        statistics: what was done so far.
+
+    All methods raise `PeerFailed` if a member is gone, `MismatchError` if members call different things,
+    `DeadlockError` and `TimeoutExceeded` as their names say.
+    """
+
+    name: str
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    statistics: Statistics
+
+    def all_reduce(self, memory: HostMemory, op: Op) -> None:
+        """Combine everyone's memory, in place, to the same bits on all ranks."""
+
+    def broadcast(self, memory: HostMemory, root: int) -> None:
+        """Overwrite everyone's memory with the root's."""
+
+    def all_gather(self, mine: HostMemory, out: HostMemory, counts: Sequence[int]) -> None:
+        """Fill `out` with everyone's memory in rank order; `counts` elements each, equal on all ranks."""
+
+    def reduce_scatter(self, full: HostMemory, out: HostMemory, counts: Sequence[int], op: Op) -> None:
+        """Combine everyone's `full` and leave `counts[rank]` elements of it in `out`; `full` is only read."""
+
+    def all_to_all(
+        self, send: HostMemory, send_counts: Sequence[int], out: HostMemory, out_counts: Sequence[int]
+    ) -> None:
+        """Send `send_counts[i]` elements to rank i, receive `out_counts[i]` from it, in rank order."""
+
+    def barrier(self) -> None:
+        """Return when all ranks have called."""
+
+    def broadcast_object(self, item: Any, root: int = 0) -> Any:
+        """The root's object (pickled) on every rank."""
+
+    def all_gather_object(self, item: Any) -> list[Any]:
+        """Everyone's object (pickled) in rank order."""
+
+    def start(self, description: str, function: Callable[[], T]) -> Work[T]:
+        """Run `function`, which calls the methods above, after all started before, while the caller goes on."""
+
+    def allocate(self, nbytes: int) -> SharedBuffer:
+        """Memory in which `all_reduce` is fastest; all ranks call with the same size."""
+
+    def release(self, buffer: SharedBuffer) -> None:
+        """Give back memory from `allocate`; views of it stay valid."""
+
+    def close(self) -> None:
+        """End the communication thread and forget the memory."""

@@ -1,0 +1,55 @@
+"""Element types by name, and how numpy stores them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.operations import Op
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+SIGNED = ("int8", "int16", "int32", "int64")
+UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
+COMPLEX = ("complex64", "complex128")
+
+#: Name -> numpy type of the same bytes. numpy has no bfloat16: its bits travel as uint16.
+STORAGE: dict[str, np.dtype[Any]] = {
+    name: np.dtype(name) for name in (*FLOATS, *SIGNED, *UNSIGNED, *COMPLEX, "bool") if name != "bfloat16"
+}
+STORAGE["bfloat16"] = np.dtype("uint16")
+
+_NAMES = {dtype: name for name, dtype in STORAGE.items() if name != "bfloat16"}
+
+
+def name_of(dtype: np.dtype[Any]) -> str:
+    """Name of a numpy dtype, also of the bfloat16 that JAX registers with numpy.
+
+    Raises:
+        ArgumentError: a type that cannot be reduced or moved (strings, objects, records).
+    """
+    known = _NAMES.get(dtype)
+    if known is not None:
+        return known
+    name = dtype.name
+    if name not in STORAGE or not dtype.isnative:
+        raise ArgumentError(
+            f"dtype={dtype} cannot be sent; use one of {', '.join(sorted(STORAGE))}, "
+            "or all_gather_object / broadcast_object for arbitrary Python objects."
+        )
+    return name
+
+
+def check_reducible(dtype: str, op: Op) -> None:
+    """Refuse combinations of type and reduction that have no meaning.
+
+    Raises:
+        ArgumentError: an average of integers or booleans, an order of complex numbers.
+    """
+    if op is Op.AVERAGE and dtype not in FLOATS and dtype not in COMPLEX:
+        raise ArgumentError(
+            f"op=AVERAGE of dtype={dtype} would round; convert to float32 first, or use op=SUM."
+        )
+    if op in (Op.MIN, Op.MAX) and dtype in COMPLEX:
+        raise ArgumentError(f"op={op.name} of dtype={dtype}: complex numbers have no order.")

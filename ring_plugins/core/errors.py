@@ -1,0 +1,58 @@
+"""Every error a user can meet. Each says what happened, on which rank, and what to do about it."""
+
+from __future__ import annotations
+
+
+class RingError(RuntimeError):
+    """Base of all errors raised by ring_plugins."""
+
+
+class NotInitialised(RingError):
+    """A function that needs the other ranks was called before `ring_plugins.init()`."""
+
+
+class LaunchError(RingError):
+    """The processes of a job could not find each other."""
+
+
+class MissingDependency(RingError, ImportError):
+    """An optional package is needed here and is not installed; the text names the pip command."""
+
+
+class ArgumentError(RingError, ValueError):
+    """An argument has a value that cannot be used; the text names argument, value and remedy."""
+
+
+class SharedMemoryError(RingError):
+    """Processes of one host could not share memory."""
+
+
+class MismatchError(RingError):
+    """Ranks called different operations, or the same one with different sizes or types."""
+
+
+class PeerFailed(RingError):
+    """Another rank failed, so this operation can never complete.
+
+    Attributes:
+        rank: world rank of the process that failed.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[type[PeerFailed], tuple[str, int]]:
+        return type(self), (self.args[0], self.rank)
+
+
+class PeerLeft(PeerFailed):
+    """Another rank ended its part normally while this one still waits for it."""
+
+
+class DeadlockError(RingError):
+    """Two ranks wait for each other in different operations."""
+
+
+class TimeoutExceeded(RingError, TimeoutError):
+    """An operation waited longer than RING_TIMEOUT."""

@@ -1,0 +1,275 @@
+"""The functions of `import ring_plugins`: collectives on arrays and tensors of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ring_plugins.core.collectives.protocol import Communicator
+from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.memory import HostMemory, host_array, host_memory
+from ring_plugins.core.operations import Op
+from ring_plugins.core.world import current
+
+
+def rank() -> int:
+    """Rank of this process in the job, from 0."""
+    return current().place.rank
+
+
+def size() -> int:
+    """Number of processes in the job."""
+    return current().place.size
+
+
+def local_rank() -> int:
+    """Rank among the processes of this host, from 0."""
+    return current().place.local_rank
+
+
+def local_size() -> int:
+    """Number of processes on this host."""
+    return current().place.local_size
+
+
+def node_rank() -> int:
+    """Number of this host among the job's hosts, from 0."""
+    return current().place.node_rank
+
+
+def num_nodes() -> int:
+    """Number of hosts."""
+    return current().place.num_nodes
+
+
+def all_reduce(x: Any, op: Op = Op.AVERAGE, *, out: Any = None, wait: bool = True) -> Any:
+    """Combine `x` of all ranks; every rank gets the same bits.
+
+    Args:
+        x: numpy array, torch CPU tensor or number, of equal shape and dtype on all ranks. Floats and complex
+            numbers for AVERAGE, no complex for MIN and MAX; 16-bit floats are summed in float32.
+        op: AVERAGE, SUM, MIN, MAX or PRODUCT.
+        out: where to put the result, `x` itself to reduce in place; a new array or tensor by default.
+        wait: False returns at once, with a `Work` whose `wait()` gives the result; do not touch `x` and
+            `out` before.
+
+    Returns:
+        The result, of the kind that `x` is (numpy for numbers).
+
+    Raises:
+        ArgumentError: a dtype or op that cannot be, memory that is read-only, not on the CPU.
+        MismatchError: ranks gave different shapes, dtypes or ops.
+        PeerFailed: another rank is gone.
+    """
+    return _in_place("all_reduce", x, out, wait, lambda communicator, memory: communicator.all_reduce(memory, op))
+
+
+def broadcast(x: Any, root: int = 0, *, out: Any = None, wait: bool = True) -> Any:
+    """The root's `x` on every rank.
+
+    Args:
+        x: array, tensor or number, of equal shape and dtype on all ranks; its values count on the root only.
+        root: a rank.
+        out: where to put the result, `x` itself to overwrite it; new by default.
+        wait: False returns a `Work`.
+
+    Raises:
+        ArgumentError: `root` is no rank; memory as in `all_reduce`.
+    """
+    _check_root(root, current().communicator)
+    return _in_place("broadcast", x, out, wait, lambda communicator, memory: communicator.broadcast(memory, root))
+
+
+def all_gather(x: Any, *, wait: bool = True) -> Any:
+    """Everyone's `x`, one after the other along the first dimension.
+
+    Args:
+        x: array, tensor or number. All dimensions but the first must be equal on all ranks; a 0-d `x` counts
+            as one element.
+        wait: False returns a `Work`.
+
+    Returns:
+        Array or tensor of shape (sum of first dimensions, ...).
+
+    Raises:
+        MismatchError: dtypes or trailing dimensions differ.
+    """
+    communicator = current().communicator
+
+    def run() -> Any:
+        source, dtype = host_array(x)
+        source = np.atleast_1d(np.ascontiguousarray(source))
+        trailing = source.shape[1:]
+        lengths = _gather_shapes(communicator, source.shape[0], trailing, dtype)
+        result = _empty(x, source.dtype, dtype, (sum(lengths), *trailing))
+        each = int(np.prod(trailing, dtype=np.int64))
+        communicator.all_gather(
+            HostMemory(source.reshape(-1), dtype), host_memory(result), [length * each for length in lengths]
+        )
+        return result
+
+    return _go(communicator, "all_gather", run, wait)
+
+
+def reduce_scatter(x: Any, op: Op = Op.AVERAGE, *, wait: bool = True) -> Any:
+    """Combine `x` of all ranks and give each rank one part of it.
+
+    Args:
+        x: array or tensor of at least one dimension, of equal shape and dtype on all ranks. The first
+            dimension is cut into as many parts as there are ranks; the first parts are one longer where it
+            does not divide evenly.
+        op: as in `all_reduce`.
+        wait: False returns a `Work`.
+
+    Returns:
+        This rank's part.
+    """
+    communicator = current().communicator
+
+    def run() -> Any:
+        source, dtype = host_array(x)
+        if source.ndim == 0:
+            raise ArgumentError("x has no dimension to cut; reduce_scatter takes an array of at least one.")
+        source = np.ascontiguousarray(source)
+        quotient, rest = divmod(source.shape[0], communicator.size)
+        lengths = [quotient + (i < rest) for i in range(communicator.size)]
+        each = int(np.prod(source.shape[1:], dtype=np.int64))
+        result = _empty(x, source.dtype, dtype, (lengths[communicator.rank], *source.shape[1:]))
+        communicator.reduce_scatter(
+            HostMemory(source.reshape(-1), dtype), host_memory(result), [length * each for length in lengths], op
+        )
+        return result
+
+    return _go(communicator, "reduce_scatter", run, wait)
+
+
+def all_to_all(x: Any, splits: Sequence[int] | None = None, *, wait: bool = True) -> Any:
+    """Send part i of `x` to rank i, and receive a part from everyone.
+
+    Args:
+        x: array or tensor of at least one dimension; dtype and trailing dimensions equal on all ranks.
+        splits: how many rows of `x` go to each rank, adding up to its first dimension; equal parts by default.
+        wait: False returns a `Work`.
+
+    Returns:
+        The received parts in rank order along the first dimension.
+
+    Raises:
+        ArgumentError: `splits` do not add up, or `x` cannot be cut equally.
+    """
+    communicator = current().communicator
+    source, dtype = host_array(x)
+    if source.ndim == 0:
+        raise ArgumentError("x has no dimension to cut; all_to_all takes an array of at least one.")
+    rows = source.shape[0]
+    if splits is None and rows % communicator.size:
+        raise ArgumentError(f"x has {rows} rows, which {communicator.size} ranks cannot share equally; pass splits.")
+    send = [rows // communicator.size] * communicator.size if splits is None else [int(s) for s in splits]
+    if len(send) != communicator.size or sum(send) != rows or min(send) < 0:
+        raise ArgumentError(f"splits={send} must be {communicator.size} numbers that add up to the {rows} rows of x.")
+
+    def run() -> Any:
+        data = np.ascontiguousarray(source)
+        trailing = data.shape[1:]
+        everyones = communicator.all_gather_object((send, trailing, dtype))
+        _check_equal([(t, d) for _, t, d in everyones], "all_to_all")
+        receive = [other[0][communicator.rank] for other in everyones]
+        each = int(np.prod(trailing, dtype=np.int64))
+        result = _empty(x, data.dtype, dtype, (sum(receive), *trailing))
+        communicator.all_to_all(
+            HostMemory(data.reshape(-1), dtype),
+            [count * each for count in send],
+            host_memory(result),
+            [count * each for count in receive],
+        )
+        return result
+
+    return _go(communicator, "all_to_all", run, wait)
+
+
+def barrier() -> None:
+    """Return when all ranks have called."""
+    current().communicator.barrier()
+
+
+def broadcast_object(item: Any, root: int = 0) -> Any:
+    """The root's object, which must be picklable, on every rank."""
+    communicator = current().communicator
+    _check_root(root, communicator)
+    return communicator.broadcast_object(item, root)
+
+
+def all_gather_object(item: Any) -> list[Any]:
+    """Everyone's object, which must be picklable, in rank order."""
+    return current().communicator.all_gather_object(item)
+
+
+def _check_root(root: int, communicator: Communicator) -> None:
+    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < communicator.size:
+        raise ArgumentError(f"root={root!r} is not a rank of this job of {communicator.size}.")
+
+
+def _in_place(
+    name: str, x: Any, out: Any, wait: bool, operate: Callable[[Communicator, HostMemory], None]
+) -> Any:
+    """Copy `x` to `out`, or to new memory, and operate on that in place."""
+    communicator = current().communicator
+    source, dtype = host_array(x)
+    result = _empty_like(x, source) if out is None else out
+    memory, finish = _writable(result, "out")
+    if memory.dtype != dtype or memory.array.size != source.size:
+        raise ArgumentError(
+            f"out has {memory.array.size} elements of {memory.dtype}, but x has {source.size} of {dtype}."
+        )
+
+    def run() -> Any:
+        if out is not x:
+            np.copyto(memory.array.reshape(source.shape), source)
+        operate(communicator, memory)
+        finish()
+        return result
+
+    return _go(communicator, name, run, wait)
+
+
+def _go(communicator: Communicator, name: str, run: Callable[[], Any], wait: bool) -> Any:
+    return run() if wait else communicator.start(name, run)
+
+
+def _empty_like(x: Any, source: np.ndarray[Any, Any]) -> Any:
+    if hasattr(x, "new_empty"):
+        return x.new_empty(x.shape)
+    if isinstance(x, np.ndarray):
+        return np.empty(x.shape, x.dtype)
+    return np.empty(source.shape, source.dtype)
+
+
+def _empty(x: Any, storage: np.dtype[Any], dtype: str, shape: tuple[int, ...]) -> Any:
+    if hasattr(x, "new_empty"):
+        return x.new_empty(shape)
+    return np.empty(shape, x.dtype if isinstance(x, np.ndarray) else storage)
+
+
+def _writable(result: Any, name: str) -> tuple[HostMemory, Callable[[], None]]:
+    """Contiguous memory for a result, and what to do when it is there."""
+    array, dtype = host_array(result, name)
+    if not array.flags.writeable:
+        raise ArgumentError(f"{name} is read-only memory and cannot take the result; pass a writable copy.")
+    if array.flags.c_contiguous:
+        return HostMemory(array if array.ndim == 1 else array.reshape(-1), dtype), lambda: None
+    staged = np.ascontiguousarray(array)
+    return HostMemory(staged.reshape(-1), dtype), lambda: np.copyto(array, staged)
+
+
+def _gather_shapes(communicator: Communicator, length: int, trailing: tuple[int, ...], dtype: str) -> list[int]:
+    everyones = communicator.all_gather_object((length, trailing, dtype))
+    _check_equal([(t, d) for _, t, d in everyones], "all_gather")
+    return [other[0] for other in everyones]
+
+
+def _check_equal(values: Sequence[tuple[tuple[int, ...], str]], what: str) -> None:
+    if len(set(values)) > 1:
+        said = ", ".join(f"rank {i}: (*, {', '.join(map(str, t))}) {d}" for i, (t, d) in enumerate(values))
+        raise ArgumentError(f"x of {what} must have equal trailing dimensions and dtype on all ranks, but {said}.")

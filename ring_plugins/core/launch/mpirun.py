@@ -1,0 +1,47 @@
+"""Started by mpirun, mpiexec, or a scheduler that speaks MPI's start-up protocol (PMI, PMIx)."""
+
+from __future__ import annotations
+
+import os
+
+from ring_plugins.core import mpi
+from ring_plugins.core.errors import LaunchError
+from ring_plugins.core.launch.record import Connection, LaunchRecord, integer
+
+#: (rank, size, local rank, local size), launcher. The first whose rank is set counts.
+_VARIABLES = [
+    (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"), "Open MPI"),
+    (("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"), "MVAPICH"),
+    (("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), "MPICH or Intel MPI"),
+    (("PMIX_RANK", "SLURM_NTASKS", "SLURM_LOCALID", ""), "PMIx"),
+]  # fmt: skip
+
+
+def detect() -> LaunchRecord | None:
+    if os.environ.get("TORCHELASTIC_RUN_ID"):  # torchrun agents may themselves be started by mpirun, one a host
+        return None
+    for (rank, size, local_rank, local_size), by in _VARIABLES:
+        if integer(rank) is not None:
+            return LaunchRecord(
+                "mpi", f"mpirun ({by})", integer(rank), integer(size), integer(local_rank), integer(local_size)
+            )
+    if mpi.world_size_if_initialised() > 1:
+        return LaunchRecord("mpi", "MPI")
+    return None
+
+
+def connect(record: LaunchRecord) -> Connection:
+    """Meet the other ranks.
+
+    Raises:
+        MissingDependency: no mpi4py, no libmpi.
+        LaunchError: MPI sees another number of ranks than the launcher started.
+    """
+    plane = mpi.MpiPlane()
+    if record.size is not None and record.size != plane.size:
+        raise LaunchError(
+            f"{record.by} started {record.size} ranks, but mpi4py's MPI sees {plane.size}: mpirun and mpi4py belong to "
+            f"different MPI libraries. Use the mpirun of {plane.mpi.Get_library_version().splitlines()[0].strip()}, "
+            "or install mpi4py for this one."
+        )
+    return Connection(plane.rank, plane.size, plane.all_gather_object, plane, plane.close)

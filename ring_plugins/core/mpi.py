@@ -1,0 +1,116 @@
+"""The plane over MPI, by mpi4py: the only file that calls MPI."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from ring_plugins.core.errors import MissingDependency, RingError
+from ring_plugins.core.plane import Bytes
+
+#: MPI counts are 32-bit before MPI 4.
+_LARGEST = 1 << 30
+
+_INSTALL = 'pip install "ring_plugins[mpi]"'
+
+
+def load() -> Any:
+    """mpi4py's MPI module, initialising MPI on first use.
+
+    Raises:
+        MissingDependency: mpi4py or libmpi is missing; the text says which pip command adds it.
+    """
+    os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # prints a harmless error otherwise; we use no windows
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise MissingDependency(
+            f"the job was started by an MPI launcher, but mpi4py is not installed ({error}): {_INSTALL}"
+        ) from error
+    except RuntimeError as error:  # what mpi4py raises when it finds no libmpi
+        raise MissingDependency(
+            f"mpi4py is installed, but finds no MPI library ({str(error).splitlines()[0]}). Load your site's MPI, "
+            f"or add one by pip: {_INSTALL}"
+        ) from error
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    return MPI
+
+
+def world_size_if_initialised() -> int:
+    """Size of MPI's world if this process has initialised MPI by itself, else 0; never starts MPI."""
+    module = sys.modules.get("mpi4py.MPI")
+    if module is None or not module.Is_initialized() or module.Is_finalized():
+        return 0
+    size: int = module.COMM_WORLD.Get_size()
+    return size
+
+
+class _Transfers:
+    """Requests of one exchange."""
+
+    def __init__(self, plane: MpiPlane, requests: list[Any]) -> None:
+        self._plane, self._requests = plane, requests
+
+    def done(self) -> bool:
+        if not self._requests:
+            return True
+        with self._plane.exclusive, self._plane.errors():
+            finished: bool = self._plane.mpi.Request.Testall(self._requests)
+        if finished:
+            self._requests = []
+        return finished
+
+
+class MpiPlane:
+    """A `Plane` over a duplicate of MPI's world communicator."""
+
+    name = "mpi"
+
+    def __init__(self) -> None:
+        self.mpi = load()
+        self._comm = self.mpi.COMM_WORLD.Dup()
+        self._comm.Set_errhandler(self.mpi.ERRORS_RETURN)
+        self.rank: int = self._comm.Get_rank()
+        self.size: int = self._comm.Get_size()
+        # A script that initialised MPI without full thread support gets its calls from us one at a time.
+        together = self.mpi.Query_thread() == self.mpi.THREAD_MULTIPLE
+        self.exclusive: Any = contextlib.nullcontext() if together else threading.Lock()
+
+    @contextlib.contextmanager
+    def errors(self) -> Any:
+        try:
+            yield
+        except self.mpi.Exception as error:
+            raise RingError(f"MPI on rank {self.rank}: {error}") from error
+
+    def all_gather_object(self, item: Any) -> list[Any]:
+        with self.exclusive, self.errors():
+            items: list[Any] = self._comm.allgather(item)
+        return items
+
+    def exchange(
+        self, outgoing: Sequence[tuple[int, Bytes]], incoming: Sequence[tuple[int, Bytes]], tag: int
+    ) -> _Transfers:
+        byte = self.mpi.BYTE
+        with self.exclusive, self.errors():
+            requests = [self._comm.Irecv([p, byte], rank, tag) for rank, data in incoming for p in _pieces(data)]
+            requests += [self._comm.Isend([p, byte], rank, tag) for rank, data in outgoing for p in _pieces(data)]
+        return _Transfers(self, requests)
+
+    def abort(self, code: int) -> None:
+        self.mpi.COMM_WORLD.Abort(code)
+
+    def close(self) -> None:
+        if not self.mpi.Is_finalized():
+            self._comm.Free()
+
+
+def _pieces(data: Bytes) -> list[Bytes]:
+    if data.size <= _LARGEST:
+        return [data]
+    return [data[start : start + _LARGEST] for start in range(0, data.size, _LARGEST)]

@@ -1,0 +1,49 @@
+"""What carries bytes between hosts: MPI, or gloo where there is no MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Pending(Protocol):
+    """Transfers under way."""
+
+    def done(self) -> bool:
+        """Whether all have finished; polls, never blocks.
+
+        Raises:
+            RingError: a transfer failed.
+        """
+
+
+class Plane(Protocol):
+    """Point-to-point transfers among all ranks of the job. Arithmetic is never done here."""
+
+    name: str
+    rank: int
+    size: int
+
+    def all_gather_object(self, item: Any) -> list[Any]:
+        """Everyone's item in rank order. Used while starting up only."""
+
+    def exchange(
+        self, outgoing: Sequence[tuple[int, Bytes]], incoming: Sequence[tuple[int, Bytes]], tag: int
+    ) -> Pending:
+        """Start sending to and receiving from world ranks.
+
+        Args:
+            outgoing: (rank, 1-d uint8 contiguous array) to send; must not change until done.
+            incoming: (rank, array) to fill; of the size that was sent.
+            tag: messages of equal rank and tag arrive in order.
+        """
+
+    def abort(self, code: int) -> None:
+        """End every process of the job."""
+
+    def close(self) -> None:
+        """Release what the plane holds."""

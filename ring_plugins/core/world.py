@@ -1,0 +1,326 @@
+"""Who this process is among the others, and the life of the job."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from ring_plugins.core.collectives.alone import AloneCommunicator
+from ring_plugins.core.collectives.host import Gather, HostCommunicator
+from ring_plugins.core.collectives.protocol import Communicator
+from ring_plugins.core.errors import ArgumentError, LaunchError, NotInitialised, PeerFailed
+from ring_plugins.core.launch import Connection, connect, detect, grow, rendezvous
+from ring_plugins.core.presence import Neighbourhood, Presence
+from ring_plugins.core.shared_memory import domain, is_available
+
+#: Seconds that a script has to notice a failed peer by itself before its process is ended.
+_GRACE = 5.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands.
+
+    Attributes:
+        rank, size: in the job.
+        local_rank, local_size: on its host.
+        node_rank, num_nodes: of its host among the hosts.
+        hosts: the hosts' names in node order.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node_rank: int
+    num_nodes: int
+    hosts: tuple[str, ...]
+
+
+class World:
+    """A connected job. Made by `init`; there is one a process at a time.
+
+    Attributes:
+        place: who this process is.
+        communicator: all ranks, for the public functions.
+        launcher: "mpi", "rendezvous", "grown" or "alone".
+    """
+
+    def __init__(self, connection: Connection, launcher: str) -> None:
+        self._connection = connection
+        self._pid = os.getpid()
+        self.launcher = launcher
+        rank = connection.rank
+        own = Presence.create(rank) if connection.size > 1 and is_available() else None
+        told = connection.gather([domain(), socket.gethostname(), list(own.address) if own else None])
+        domains = [str(item[0]) for item in told]
+        self._nodes = virtual_nodes(domains, os.environ.get("RING_VIRTUAL_NODES", ""))
+        if len(set(self._nodes)) > 1 and connection.plane is None:
+            raise LaunchError("RING_VIRTUAL_NODES needs a launcher that carries data between hosts: mpirun or torchrun.")
+        self.place = _place(rank, self._nodes, [str(item[1]) for item in told])
+        self._neighbourhood: Neighbourhood | None = None
+        if own is not None:
+            others = [
+                Presence.open(tuple(item[2]), other)
+                for other, item in enumerate(told)
+                if other != rank and domains[other] == domains[rank]
+            ]
+            connection.gather(None)  # everyone has opened what it needs before anyone may leave
+            self._neighbourhood = Neighbourhood(own, others)
+        self._next_tag = 1
+        self._communicators: list[Communicator] = []
+        self._closed = threading.Event()
+        self.communicator = self.new_communicator("ring", gather=connection.gather)
+        if self._neighbourhood is not None:
+            threading.Thread(target=self._guard, name="ring:guard", daemon=True).start()
+
+    def new_communicator(
+        self, name: str, ranks: Sequence[int] | None = None, gather: Gather | None = None
+    ) -> Communicator:
+        """A communicator of its own, with its own order of operations; called by all members.
+
+        Args:
+            name: for texts.
+            ranks: world ranks of the members, all by default.
+            gather: how the members meet; by default over `communicator`, which needs all ranks.
+
+        Raises:
+            ArgumentError: `ranks` are not distinct ranks of this job.
+        """
+        size = self.place.size
+        members = tuple(range(size)) if ranks is None else tuple(ranks)
+        if len(set(members)) != len(members) or not all(0 <= rank < size for rank in members):
+            raise ArgumentError(f"ranks={list(members)} are not distinct ranks of a job of {size}.")
+        if gather is None:
+            if len(members) != size:
+                raise ArgumentError(f"ranks={list(members)} is a part of the job; pass gather, so that its members can meet.")
+            gather = self.communicator.all_gather_object
+        if len(members) == 1:
+            communicator: Communicator = AloneCommunicator(name, members[0])
+        else:
+            host = HostCommunicator(
+                name,
+                self.place.rank,
+                self._nodes[self.place.rank],
+                self._next_tag,
+                gather,
+                self._neighbourhood,
+                self._connection.plane,
+            )
+            self._next_tag = host.next_tag
+            communicator = host
+        self._communicators.append(communicator)
+        return communicator
+
+    # Failure --------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one failed, so that they stop waiting. The first call counts."""
+        if self._neighbourhood is None or os.getpid() != self._pid:
+            return
+        if isinstance(error, PeerFailed):
+            root, cause = error.rank, str(error).split(" failed: ", 1)[-1]
+        else:
+            root, cause = self.place.rank, _summary(error)
+        self._neighbourhood.own.fail(root, cause)
+
+    def abort(self) -> None:
+        """End the whole job where the launcher offers that."""
+        if self._connection.plane is not None:
+            self._connection.plane.abort(1)
+
+    def _guard(self) -> None:
+        """End this process if a peer failed and the script does not notice: it computes, or waits elsewhere."""
+        neighbourhood = self._neighbourhood
+        assert neighbourhood is not None
+        while not self._closed.wait(0.25):
+            failure = neighbourhood.failure()
+            if failure is None:
+                continue
+            if not self._closed.wait(_GRACE) and not neighbourhood.told:
+                print(
+                    f"ring_plugins: rank {self.place.rank} ends because {failure}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                self.fail(failure)
+                self.abort()
+                os._exit(1)
+            return
+
+    def close(self) -> None:
+        """Leave the job; peers that still wait for this rank are told."""
+        if self._closed.is_set() or os.getpid() != self._pid:
+            return
+        self._closed.set()
+        if self._neighbourhood is not None:
+            self._neighbourhood.own.leave()
+        for communicator in self._communicators:
+            communicator.close()
+
+
+def virtual_nodes(domains: Sequence[str], setting: str) -> list[str]:
+    """A key a rank that tells which ranks count as one host.
+
+    Args:
+        domains: what ranks that can share memory have in common, in rank order.
+        setting: RING_VIRTUAL_NODES. "" for the real hosts; "2" splits every host's ranks into two;
+            "1,2" into one of one rank and one of two, and so on.
+
+    Raises:
+        LaunchError: a setting that does not fit.
+    """
+    if not setting:
+        return list(domains)
+    keys = list(domains)
+    for host in dict.fromkeys(domains):
+        members = [rank for rank, other in enumerate(domains) if other == host]
+        try:
+            numbers = [int(part) for part in setting.split(",")]
+        except ValueError:
+            numbers = []
+        if len(numbers) == 1 and 0 < numbers[0] <= len(members):
+            nodes = numbers[0]
+            numbers = [len(members) * (i + 1) // nodes - len(members) * i // nodes for i in range(nodes)]
+        if not numbers or min(numbers) < 1 or sum(numbers) != len(members):
+            raise LaunchError(
+                f"RING_VIRTUAL_NODES={setting!r} does not fit {len(members)} ranks: give a number of nodes, "
+                'or ranks per node that add up, as in "1,2".'
+            )
+        labels = [node for node, number in enumerate(numbers) for _ in range(number)]
+        for rank, label in zip(members, labels, strict=True):
+            keys[rank] = f"{host}/virtual{label}"
+    return keys
+
+
+def _place(rank: int, nodes: Sequence[str], hosts: Sequence[str]) -> Place:
+    order = list(dict.fromkeys(nodes))
+    mine = [other for other, node in enumerate(nodes) if node == nodes[rank]]
+    names = tuple(hosts[nodes.index(node)] for node in order)
+    return Place(rank, len(nodes), mine.index(rank), len(mine), order.index(nodes[rank]), len(order), names)
+
+
+def _summary(error: BaseException) -> str:
+    """An error in a line, with the place in the user's code where it happened."""
+    frames = traceback.extract_tb(error.__traceback__)
+    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{text}{where}"
+
+
+# The one world of this process ------------------------------------------------------------------------
+
+_world: World | None = None
+_generation = 0
+_failed = False
+_hooks_installed = False
+
+
+def init(ranks: int | None = None) -> World:
+    """Join the other processes of the job; calling it again changes nothing.
+
+    Started by mpirun, torchrun, srun or another launcher it finds the ranks that were started. Started
+    alone, the process stays alone, or starts itself `ranks - 1` times more.
+
+    Args:
+        ranks: how many processes a script that was started alone becomes.
+
+    Returns:
+        The world, which most users need not keep.
+
+    Raises:
+        ArgumentError: `ranks` is not a positive integer.
+        LaunchError: the processes cannot find each other.
+        MissingDependency: the launcher needs a package that is missing.
+    """
+    global _world, _generation
+    if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
+        raise ArgumentError(f"ranks={ranks!r} is not a positive number of processes.")
+    if _world is not None and _world._pid == os.getpid():
+        return _world
+    _install_hooks()
+    connection = connect(ranks, _generation)
+    _generation += 1
+    kind = detect().kind
+    launcher = "alone" if connection.size == 1 else "grown" if kind == "alone" else kind
+    _world = World(connection, launcher)
+    if launcher == "rendezvous" and connection.rank == 0:
+        rendezvous.say_what_is_lost(_world.place.num_nodes)
+    return _world
+
+
+def shutdown() -> None:
+    """Leave the job. `init` may be called again afterwards, by all ranks."""
+    global _world
+    world, _world = _world, None
+    if world is not None:
+        world.close()
+        world._connection.close()
+
+
+def is_initialised() -> bool:
+    """Whether `init` has been called in this process, and `shutdown` not since."""
+    return _world is not None
+
+
+def current() -> World:
+    """The world that `init` made.
+
+    Raises:
+        NotInitialised: it has not been called.
+    """
+    if _world is None:
+        raise NotInitialised("call ring_plugins.init() before this.")
+    return _world
+
+
+def _install_hooks() -> None:
+    """See to it that the other ranks learn how this process ends."""
+    global _hooks_installed
+    if _hooks_installed:
+        return
+    _hooks_installed = True
+    atexit.register(_at_exit)
+    previous = sys.excepthook
+
+    def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        global _failed
+        _failed = True
+        world = _world
+        if world is None or world.place.size == 1:
+            previous(kind, error, trace)
+            return
+        if isinstance(error, PeerFailed):
+            print(f"ring_plugins: rank {world.place.rank} ends because {error}", file=sys.stderr, flush=True)
+        else:
+            print(f"ring_plugins: rank {world.place.rank} failed:", file=sys.stderr, flush=True)
+            previous(kind, error, trace)
+        sys.stderr.flush()
+        sys.stdout.flush()
+        world.fail(error)
+        if isinstance(error, PeerFailed):
+            time.sleep(0.2)  # let the rank that failed first end the job
+        world.abort()
+
+    sys.excepthook = uncaught
+
+
+def _at_exit() -> None:
+    world = _world
+    if world is not None and world._pid != os.getpid():
+        return
+    shutdown()
+    status = grow.wait_for_children(_failed)
+    if status and not _failed:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
