@@ -1,0 +1,46 @@
+"""The examples run as printed, learn, and speak once."""
+
+import re
+
+import pytest
+
+from tests.launch import REPOSITORY, Result, run_ranks
+
+EXAMPLES = REPOSITORY / "examples"
+CLOSING_LINE = re.compile(
+    r"^ranks (?P<ranks>\d+), (?P<seconds>[\d.]+) s, validation accuracy (?P<accuracy>[\d.]+), "
+    r"(?P<waiting>\d+)% of a step spent waiting for communication$",
+    re.MULTILINE,
+)
+
+
+def check(result: Result, ranks: int) -> None:
+    found = list(CLOSING_LINE.finditer(result.stdout))
+    assert len(found) == 1, f"one rank, and only one, must print the closing line\n{result}"
+    assert int(found[0]["ranks"]) == ranks
+    assert float(found[0]["accuracy"]) >= 0.97
+    assert float(found[0]["seconds"]) < 60
+    assert 0 <= int(found[0]["waiting"]) < 100
+    assert ranks > 1 or int(found[0]["waiting"]) == 0
+
+
+@pytest.mark.slow
+def test_lightning_digits(launcher):
+    result = run_ranks(EXAMPLES / "lightning_digits.py", 2, launcher, timeout=120)
+    check(result, ranks=2)
+    # Lightning's notices and its progress bar come from rank 0 alone.
+    assert result.output.count("GPU available") == 1, result
+    assert result.output.count("`Trainer.fit` stopped") == 1, result
+
+
+@pytest.mark.slow
+def test_torch_loop(launcher):
+    result = run_ranks(EXAMPLES / "torch_loop.py", 2, launcher, timeout=120)
+    check(result, ranks=2)
+    assert re.findall(r"^epoch (\d+),", result.stdout, re.MULTILINE) == [str(epoch + 1) for epoch in range(20)], result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("example", "option"), [("lightning_digits.py", "--devices"), ("torch_loop.py", "--ranks")])
+def test_one_process(example, option):
+    check(run_ranks(EXAMPLES / example, 1, args=[option, "1"], timeout=120), ranks=1)
