@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from tests.launch import LAUNCHERS, find_mpirun
+from tests.launchers import LAUNCHERS, find_mpirun
 
 DEFAULT_RANKS = (2,)
 

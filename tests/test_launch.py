@@ -2,6 +2,7 @@
 
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -46,15 +47,21 @@ def test_a_process_left_alive_is_found_and_ended(monkeypatch):
         assert job.processes() == []
 
 
-@pytest.mark.parametrize("path", ["/dev/shm/ring_test_leftover", "$TMPDIR/ring_leftover"])
-def test_a_file_left_behind_is_found(path, tmp_path):
-    script = f"import os\nfile = os.path.expandvars({path!r})\nopen(file, 'w').close()\n"
+@pytest.mark.parametrize("name", ["/dev/shm/ring_left", "$TMPDIR/ring_left", "/dev/shm/anything_left"])
+def test_a_file_left_behind_is_found(name):
+    script = f"""
+    import mmap, os, time
+    with open(os.path.expandvars({name!r}), "wb+") as file:
+        file.truncate(4096)
+        mapped = mmap.mmap(file.fileno(), 4096)
+        time.sleep(0.5)
+    """
     try:
-        with pytest.raises(LaunchFailed, match="files left behind: .*ring_.*leftover"):
+        with pytest.raises(LaunchFailed, match="files left behind: .*_left"):
             run_ranks(script)
     finally:
-        if path.startswith("/dev"):
-            run_ranks(f"import os; os.unlink({path!r})")
+        for file in Path("/dev/shm").glob("*_left"):
+            file.unlink()
 
 
 def test_one_rank_can_be_signalled():

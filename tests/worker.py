@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK", "RING_RANK")
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK")
 
 
 def report(key: str, value: Any, rank: int | None = None) -> None:

@@ -1,0 +1,264 @@
+"""Whoever fails, nobody hangs: every process ends within ten seconds, and the first cause can be read.
+
+`Job.wait` fails the test where a process, a file in shared memory or a temporary file is left.
+"""
+
+import re
+import signal
+import textwrap
+
+import pytest
+
+from tests.launch import Job, Result, run_ranks, start_ranks
+
+SECONDS = 10
+
+PREAMBLE = """
+import os, sys, time
+import torch
+import ring_plugins as ring
+from ring_plugins.torch import DistributedOptimizer
+from tests.worker import report, report_pid, wait_for_go
+
+ring.init(ranks=int(os.environ["TEST_RANKS"]))
+torch.manual_seed(0)
+
+def learner(outputs=2):
+    model = torch.nn.Linear(4, outputs)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    def step():
+        optimizer.zero_grad()
+        model(torch.ones(8, 4)).sum().backward()
+        optimizer.step()
+    return step
+
+"""
+
+FOR_EVER = """
+step = learner()
+step()
+report_pid()
+while True:
+    step()
+    time.sleep(0.01)
+"""
+
+# One rank is inside a collective, the other far away from any.
+BUSY = """
+step = learner()
+step()
+report_pid()
+if ring.rank() == 0:
+    time.sleep(600)
+while True:
+    step()
+"""
+
+
+def script(body: str) -> str:
+    return PREAMBLE + textwrap.dedent(body)
+
+
+def after(job: Job, *causes: str) -> Result:
+    """The end of a job that something was done to: in time, with a bad status, and with every cause in its output."""
+    result = job.wait(SECONDS)
+    return explained(result, *causes)
+
+
+def explained(result: Result, *causes: str) -> Result:
+    assert result.returncode != 0, result
+    for cause in causes:
+        assert re.search(cause, result.output), f"nothing about {cause!r} in\n{result}"
+    return result
+
+
+# A rank ends by a signal --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("body", [FOR_EVER, BUSY], ids=["in step", "peer busy"])
+@pytest.mark.parametrize("launcher", ["grown", "mpirun"])
+def test_signal_to_rank_1(launcher, body, number):
+    with start_ranks(script(body), 2, launcher) as job:
+        job.send_signal(1, number)
+        after(job, r"rank 1\b", r"died|killed|signal|terminated")
+
+
+@pytest.mark.parametrize("launcher", ["grown", "mpirun"])
+def test_sigkill_of_rank_0(launcher):
+    with start_ranks(script(FOR_EVER), 2, launcher) as job:
+        job.send_signal(0, signal.SIGKILL)
+        # Grown, rank 0 is the process in the user's terminal, and the shell says "Killed".
+        after(job, *([r"rank 0\b"] if launcher == "mpirun" else []))
+
+
+def test_sigkill_of_a_rank_under_torchrun():
+    with start_ranks(script(FOR_EVER), 2, "torchrun") as job:
+        job.send_signal(1, signal.SIGKILL)
+        after(job, r"rank\W+1\b")
+
+
+def test_sigkill_of_one_among_three():
+    with start_ranks(script(FOR_EVER), 3) as job:
+        job.send_signal(2, signal.SIGKILL)
+        after(job, r"rank 2\b.*died")
+
+
+# The user, or a scheduler, ends the job -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("body", [FOR_EVER, BUSY], ids=["in step", "peer busy"])
+def test_ctrl_c(launcher, body):
+    with start_ranks(script(body), 2, launcher) as job:
+        job.pids()
+        job.interrupt()
+        after(job)
+
+
+def test_sigterm_to_what_the_user_started(launcher):
+    with start_ranks(script(FOR_EVER), 2, launcher) as job:
+        job.pids()
+        job.signal_parent(signal.SIGTERM)
+        after(job)
+
+
+def test_sigkill_to_what_the_user_started(launcher):
+    with start_ranks(script(FOR_EVER), 2, launcher) as job:
+        job.pids()
+        job.signal_parent(signal.SIGKILL)
+        # Open MPI's own segments, which a killed mpirun cannot remove.
+        explained(job.wait(SECONDS, ignore_files=["sm_segment.*", "*openmpi*", "prte*"]))
+
+
+# The script goes wrong on one rank --------------------------------------------------------------------
+
+
+RAISES = """
+step = learner()
+for number in range(100000):
+    if ring.rank() == FAILING and number == 5:
+        raise ValueError("the loss is not finite")
+    step()
+"""
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_exception_on_one_rank(launcher, failing):
+    result = run_ranks(script(RAISES.replace("FAILING", str(failing))), 2, launcher, timeout=30, check=False)
+    explained(result, rf"rank {failing} failed", r"script.py\", line \d+", "ValueError: the loss is not finite")
+    if launcher != "torchrun":  # whose agent adds a traceback of its own
+        assert result.output.count("Traceback (most recent call last)") == 1, f"a cascade\n{result}"
+
+
+def test_exception_on_one_rank_while_the_other_computes(launcher):
+    body = """
+    learner()()
+    if ring.rank() == 0:
+        time.sleep(600)
+    raise ValueError("the loss is not finite")
+    """
+    result = run_ranks(script(body), 2, launcher, timeout=30, check=False)
+    explained(result, "rank 1 failed", "ValueError: the loss is not finite")
+
+
+def test_exception_inside_backward(launcher):
+    body = """
+    step = learner()
+    step()
+    model = torch.nn.Linear(4, 2)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    loss = model(torch.ones(8, 4)).sum()
+    def explode(gradient):
+        raise ValueError("no such gradient")
+    if ring.rank() == 1:
+        loss.register_hook(explode)
+    loss.backward()
+    optimizer.step()
+    step()
+    """
+    result = run_ranks(script(body), 2, launcher, timeout=30, check=False)
+    explained(result, "rank 1 failed", "ValueError: no such gradient")
+
+
+def test_different_models(launcher):
+    body = """
+    step = learner(outputs=2 + ring.rank())
+    step()
+    """
+    result = run_ranks(script(body), 2, launcher, timeout=30, check=False)
+    explained(result, "weight", r"rank 1\b", "MismatchError")
+
+
+def test_different_numbers_of_steps(launcher):
+    body = """
+    step = learner()
+    for _ in range(5 + ring.rank()):
+        step()
+    """
+    result = run_ranks(script(body), 2, launcher, timeout=30, check=False)
+    explained(result, r"rank 0\b.* ended", "different numbers of steps")
+
+
+def test_one_rank_waits_in_another_operation(launcher):
+    body = """
+    step = learner()
+    step()
+    if ring.rank() == 0:
+        ring.barrier()
+    else:
+        step()
+        step()
+    """
+    result = run_ranks(script(body), 2, launcher, timeout=40, check=False)
+    explained(result, r"rank [01]\b")
+
+
+def test_exit_with_a_status_on_one_rank(launcher):
+    body = """
+    step = learner()
+    for number in range(100000):
+        if ring.rank() == 1 and number == 5:
+            sys.exit(3)
+        step()
+    """
+    result = run_ranks(script(body), 2, launcher, timeout=30, check=False)
+    explained(result, r"rank\W+1\b")
+
+
+def test_exit_with_a_status_at_the_end_is_the_status_of_the_job(launcher):
+    body = """
+    learner()()
+    sys.exit(3 * ring.rank())
+    """
+    result = run_ranks(script(body), 2, launcher, timeout=30, check=False)
+    explained(result)
+    if launcher != "torchrun":  # which always ends with 1
+        assert result.returncode == 3, result
+
+
+def test_exit_before_init(launcher):
+    body = "import os\n" + textwrap.dedent(
+        """
+        if os.environ.get("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))) == "1":
+            raise ValueError("no data on this rank")
+        """
+    )
+    result = run_ranks(body + PREAMBLE, 2, launcher, timeout=30, check=False)
+    explained(result, "ValueError: no data on this rank")
+
+
+# What is not a failure ---------------------------------------------------------------------------------
+
+
+def test_init_twice_and_again_after_shutdown(launcher):
+    body = """
+    first = ring.init()
+    assert ring.init() is first
+    learner()()
+    ring.shutdown()
+    ring.shutdown()
+    ring.init(ranks=int(os.environ["TEST_RANKS"]))
+    learner()()
+    report("size", ring.size())
+    """
+    assert run_ranks(script(body), 2, launcher).values("size") == [2, 2]
