@@ -80,7 +80,7 @@ class World:
         self._communicators: list[Communicator] = []
         self._closed = threading.Event()
         self.communicator = self.new_communicator("ring", gather=connection.gather)
-        if self._neighbourhood is not None:
+        if self.place.size > 1:
             threading.Thread(target=self._guard, name="ring:guard", daemon=True).start()
 
     def new_communicator(
@@ -139,23 +139,29 @@ class World:
             self._connection.plane.abort(1)
 
     def _guard(self) -> None:
-        """End this process if a peer failed and the script does not notice: it computes, or waits elsewhere."""
-        neighbourhood = self._neighbourhood
-        assert neighbourhood is not None
+        """End this process where its script cannot notice that the job is over.
+
+        That is when a peer failed while the script computes or waits elsewhere, and when the launcher that
+        should end all ranks was killed itself.
+        """
+        parent = os.getppid()
+        launched = self.launcher in ("mpi", "grown") or "TORCHELASTIC_RUN_ID" in os.environ
         while not self._closed.wait(0.25):
-            failure = neighbourhood.failure()
+            if launched and parent != 1 and os.getppid() != parent:
+                self._end(f"the launcher (process {parent}) is gone")
+            failure = self._neighbourhood.failure() if self._neighbourhood is not None else None
             if failure is None:
                 continue
-            if not self._closed.wait(_GRACE) and not neighbourhood.told:
-                print(
-                    f"ring_plugins: rank {self.place.rank} ends because {failure}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            assert self._neighbourhood is not None
+            if not self._closed.wait(_GRACE) and not self._neighbourhood.told:
                 self.fail(failure)
-                self.abort()
-                os._exit(1)
+                self._end(str(failure))
             return
+
+    def _end(self, reason: str) -> None:
+        print(f"ring_plugins: rank {self.place.rank} ends because {reason}", file=sys.stderr, flush=True)
+        self.abort()
+        os._exit(1)
 
     def close(self) -> None:
         """Leave the job; peers that still wait for this rank are told."""

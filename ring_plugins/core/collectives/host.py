@@ -13,7 +13,7 @@ import numpy as np
 
 from ring_plugins.core.arithmetic import reduce_into
 from ring_plugins.core.collectives.lane import Lane
-from ring_plugins.core.collectives.node import SMALL, Node, create_segment
+from ring_plugins.core.collectives.node import SMALL, Node, create_segment, slices
 from ring_plugins.core.collectives.protocol import Statistics
 from ring_plugins.core.collectives.signature import Signature, signature
 from ring_plugins.core.collectives.transport import Transport
@@ -107,6 +107,7 @@ class HostCommunicator:
             assert own is not None
             addresses = [member.address for member in here if member.address is not None]
             self._node = Node(own, addresses, [m.rank for m in here], position, self._wait, name)
+        self._position = position
         self._owners = min(map(len, nodes.values()))
         self._lane: Lane | None = None
         if len(nodes) > 1:
@@ -223,23 +224,16 @@ class HostCommunicator:
             assert self._node is not None
             self._node.all_reduce(array, op, dtype, divisor, sign)
             return
-        lane = self._lane
-        if self._node is None:
-            assert lane is not None
-            lane.all_reduce(array, op, dtype, sign)
+        cuts = slices(array.size, 1 if array.nbytes <= SMALL else self._owners, array.itemsize)
+        if self._node is not None:
+            self._node.reduce_to_owners(array, cuts, op, dtype, sign)
+        if self._lane is not None and self._position < len(cuts):
+            own = array[cuts[self._position]]
+            self._lane.all_reduce(own, op, dtype, sign)
             if divisor != 1:
-                reduce_into(array, [array], op, dtype, divisor)
-            return
-        owners = 1 if array.nbytes <= SMALL else self._owners
-        self._node.all_reduce(
-            array,
-            op,
-            dtype,
-            divisor,
-            sign,
-            owners,
-            lambda part: lane.all_reduce(part, op, dtype, sign) if lane is not None else None,
-        )
+                reduce_into(own, [own], op, dtype, divisor)
+        if self._node is not None:
+            self._node.share_from_owners(array, cuts, sign)
 
     @_blocking
     def broadcast(self, memory: HostMemory, root: int) -> None:

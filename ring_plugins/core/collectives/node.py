@@ -211,37 +211,33 @@ class Node:
         """Forget a buffer; its memory goes with the last view of it."""
         self._buffers.remove(buffer)
 
-    def all_reduce(
-        self,
-        array: Array,
-        op: Op,
-        dtype: str,
-        divisor: int,
-        signature: Signature,
-        owners: int | None = None,
-        between: Callable[[Array], None] | None = None,
-    ) -> None:
+    def all_reduce(self, array: Array, op: Op, dtype: str, divisor: int, signature: Signature) -> None:
         """Reduce `array` of all members in place.
 
         Args:
             array: 1-d storage array, the same length everywhere.
             op, dtype, divisor: as in `reduce_into`.
             signature: of the operation.
-            owners: how many members, from the first on, own a slice of the result; all by default.
-            between: what an owner does with its slice before it is divided and handed to the others: the
-                reduction over other hosts. Called by every owner equally often.
         """
-        if array.nbytes <= SMALL and between is None:
+        if array.nbytes <= SMALL:
             self._reduce_small(array, op, dtype, divisor, signature)
             return
-        owners = owners or self.size
+        shared = self._everyones(array)
+        if shared is not None:
+            self._reduce_shared(shared, op, dtype, divisor, signature)
+        else:
+            self._reduce_staged(array, op, dtype, divisor, signature)
+
+    def _everyones(self, array: Array) -> list[Array] | None:
+        """The same memory of all members, if it lies in a buffer that they share."""
         for buffer in self._buffers:
             offset = buffer.offset_of(array)
             if offset is not None:
-                inputs = [part[offset : offset + array.nbytes].view(array.dtype) for part in buffer.parts]
-                self._reduce_shared(inputs, op, dtype, divisor, signature, owners, between)
-                return
-        self._reduce_staged(array, op, dtype, divisor, signature, owners, between)
+                return [part[offset : offset + array.nbytes].view(array.dtype) for part in buffer.parts]
+        return None
+
+    def _own_first(self, parts: Sequence[Array]) -> list[Array]:
+        return [parts[self.position], *(part for i, part in enumerate(parts) if i != self.position)]
 
     def _reduce_small(self, array: Array, op: Op, dtype: str, divisor: int, signature: Signature) -> None:
         """Everyone reads everything, in rank order, so that all get the same bits."""
@@ -251,86 +247,91 @@ class Node:
         self._arrive(signature)
         reduce_into(array, staged, op, dtype, divisor)
 
-    def _own(
-        self, target: Array, sources: list[Array], op: Op, dtype: str, divisor: int, between: Callable[[Array], None] | None
-    ) -> None:
-        if between is None:
-            reduce_into(target, sources, op, dtype, divisor)
-            return
-        reduce_into(target, sources, op, dtype)
-        between(target)
-        if divisor != 1:
-            reduce_into(target, [target], op, dtype, divisor)
-
-    def _reduce_shared(
-        self,
-        inputs: list[Array],
-        op: Op,
-        dtype: str,
-        divisor: int,
-        signature: Signature,
-        owners: int,
-        between: Callable[[Array], None] | None,
-    ) -> None:
-        """Each owner sums its slice of a chunk into its own memory, a barrier, the others copy it from there.
+    def _reduce_shared(self, parts: list[Array], op: Op, dtype: str, divisor: int, signature: Signature) -> None:
+        """Each member sums its slice of a chunk into its own memory, a barrier, the others copy it from there.
 
         The sum of the next chunk is done before waiting for this one's, so that nobody waits for a
         neighbour that is a little late.
         """
-        mine = inputs[self.position]
-        step = max(1, CHUNK // mine.itemsize) if between is None else max(1, mine.size)
+        mine = parts[self.position]
+        step = max(1, CHUNK // mine.itemsize)
         self._arrive(signature)
         pending: tuple[int, int, list[slice]] | None = None
         for start in range(0, mine.size, step):
-            cuts = slices(min(step, mine.size - start), owners, mine.itemsize)
-            if self.position < owners:
-                cut = cuts[self.position]
-                own, rest = start + cut.start, start + cut.stop
-                order = [self.position, *(i for i in range(self.size) if i != self.position)]
-                self._own(mine[own:rest], [inputs[i][own:rest] for i in order], op, dtype, divisor, between)
+            chunk = [part[start : start + step] for part in parts]
+            cuts = slices(chunk[0].size, self.size, mine.itemsize)
+            own = self._own_first([part[cuts[self.position]] for part in chunk])
+            reduce_into(own[0], own, op, dtype, divisor)
             milestone = self._raise_milestone()
             if pending is not None:
-                self._take(inputs, *pending)
+                self._take(parts, *pending)
             pending = milestone, start, cuts
         if pending is not None:
-            self._take(inputs, *pending)
+            self._take(parts, *pending)
         self._barrier()  # neighbours may still read; the caller is free to overwrite after this
 
-    def _take(self, inputs: list[Array], milestone: int, start: int, cuts: list[slice]) -> None:
+    def _take(self, parts: list[Array], milestone: int, start: int, cuts: list[slice]) -> None:
+        """Copy the others' slices once they are there."""
         self._await(milestone)
-        mine = inputs[self.position]
+        mine = parts[self.position]
         for i, cut in enumerate(cuts):
             if i != self.position:
-                mine[start + cut.start : start + cut.stop] = inputs[i][start + cut.start : start + cut.stop]
+                mine[start + cut.start : start + cut.stop] = parts[i][start + cut.start : start + cut.stop]
 
-    def _reduce_staged(
-        self,
-        array: Array,
-        op: Op,
-        dtype: str,
-        divisor: int,
-        signature: Signature,
-        owners: int,
-        between: Callable[[Array], None] | None,
-    ) -> None:
-        """Ordinary memory goes through the staging areas: to each owner its slice, and back the sum."""
+    def _reduce_staged(self, array: Array, op: Op, dtype: str, divisor: int, signature: Signature) -> None:
+        """Ordinary memory goes through the staging areas: to each member its slice, and back the sum."""
         step = HALF // array.itemsize
-        for i, start in enumerate(range(0, max(array.size, 1), step)):
+        for i, start in enumerate(range(0, array.size, step)):
             chunk = array[start : start + step]
             half = self._next_half()
-            cuts = slices(chunk.size, owners, chunk.itemsize)
+            cuts = slices(chunk.size, self.size, chunk.itemsize)
             staged = [staging[half][: chunk.nbytes].view(chunk.dtype) for staging in self._staging]
             outbox = staged[self.position]
             for owner, cut in enumerate(cuts):
                 if owner != self.position:
                     outbox[cut] = chunk[cut]
             self._arrive(signature) if i == 0 else self._barrier()
-            if self.position < owners:
-                cut = cuts[self.position]
-                sources = [chunk[cut], *(s[cut] for j, s in enumerate(staged) if j != self.position)]
-                self._own(outbox[cut], sources, op, dtype, divisor, between)
+            cut = cuts[self.position]
+            sources = [chunk[cut], *(s[cut] for j, s in enumerate(staged) if j != self.position)]
+            reduce_into(outbox[cut], sources, op, dtype, divisor)
             self._barrier()
             for owner, cut in enumerate(cuts):
                 chunk[cut] = staged[owner][cut]
 
+    # The two halves of a reduction that goes on between hosts --------------------------------------
 
+    def reduce_to_owners(self, array: Array, cuts: Sequence[slice], op: Op, dtype: str, signature: Signature) -> None:
+        """Leave in `array[cuts[i]]` of member i the reduction over all members; members past `cuts` own nothing."""
+        shared = self._everyones(array)
+        if shared is not None:
+            self._arrive(signature)
+            if self.position < len(cuts):
+                own = self._own_first([part[cuts[self.position]] for part in shared])
+                reduce_into(own[0], own, op, dtype)
+            return
+        room = HALF // len(cuts) // _ALIGN * _ALIGN // array.itemsize
+        longest = max(cut.stop - cut.start for cut in cuts)
+        for i, start in enumerate(range(0, max(longest, 1), room)):
+            half = self._next_half()
+            staged = [staging[half].view(array.dtype) for staging in self._staging]
+            for owner, cut in enumerate(cuts):
+                if owner != self.position:
+                    piece = array[cut][start : start + room]
+                    staged[self.position][owner * room : owner * room + piece.size] = piece
+            self._arrive(signature) if i == 0 else self._barrier()
+            if self.position < len(cuts):
+                piece, at = array[cuts[self.position]][start : start + room], self.position * room
+                others = [s[at : at + piece.size] for j, s in enumerate(staged) if j != self.position]
+                reduce_into(piece, [piece, *others], op, dtype)
+
+    def share_from_owners(self, array: Array, cuts: Sequence[slice], signature: Signature) -> None:
+        """Give everyone `array[cuts[i]]` of member i."""
+        shared = self._everyones(array)
+        if shared is not None:
+            self._raise_milestone()
+            self._take(shared, self._milestone, 0, list(cuts))
+            self._barrier()
+            return
+        parts = [array[cut].view(np.uint8) for cut in cuts]
+        parts += [parts[0][:0]] * (self.size - len(cuts))
+        self.all_gather(parts[self.position], parts, signature)

@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -144,6 +145,8 @@ def command() -> list[str]:
 
 def _start(ranks: int) -> Meeting:
     again = command()
+    if threading.current_thread() is not threading.main_thread():
+        raise LaunchError("a script can only grow from its main thread: the kernel ends children with the thread that made them.")
     segment = Segment.create(Meeting.nbytes(ranks))
     children: list[subprocess.Popen[bytes]] = []
     sys.stdout.flush()

@@ -1,0 +1,99 @@
+"""When which bucket is reduced."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ring_plugins.core.collectives.protocol import Communicator
+from ring_plugins.core.collectives.work import Work
+from ring_plugins.core.fusion import Bucket, FusionBuffer
+from ring_plugins.core.operations import Op
+
+
+class GradientReducer:
+    """Launches the reduction of each bucket as soon as all its gradients, and all earlier buckets, are ready.
+
+    Buckets are launched in the order of the plan on every rank, whatever order gradients become ready in,
+    so ranks never have to ask each other what comes next. A pass goes from the first `mark_ready` to
+    `finish`, which launches what is left; a gradient that never became ready is whatever `fill` puts there.
+
+    Args:
+        buffer: the buckets' memory.
+        communicator: reduces it; used by nobody else, so that its order of operations is this one.
+        fill: called once a pass for every bucket, before its launch, to put its gradients into the memory.
+        op: the reduction.
+    """
+
+    def __init__(
+        self, buffer: FusionBuffer, communicator: Communicator, fill: Callable[[Bucket], None], op: Op = Op.AVERAGE
+    ) -> None:
+        self._buffer, self._communicator, self._fill, self._op = buffer, communicator, fill, op
+        self._buckets = buffer.plan.buckets
+        self._bucket_of = [0] * len(buffer.plan.entries)
+        for bucket in self._buckets:
+            for entry in bucket.entries:
+                self._bucket_of[entry] = bucket.index
+        #: Seconds in which `finish` waited, bytes reduced, passes finished.
+        self.waited = 0.0
+        self.reduced_bytes = 0
+        self.passes = 0
+        self._start_pass()
+
+    def _start_pass(self) -> None:
+        self._ready = bytearray(len(self._bucket_of))
+        self._missing = [len(bucket.entries) for bucket in self._buckets]
+        self._next = 0
+        self._works: list[Work[None]] = []
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a pass has begun and not been finished."""
+        return self._next > 0 or any(self._ready)
+
+    def is_launched(self, entry: int) -> bool:
+        """Whether the bucket of this gradient is already being reduced."""
+        return self._bucket_of[entry] < self._next
+
+    def is_ready(self, entry: int) -> bool:
+        """Whether this gradient has been marked in this pass."""
+        return bool(self._ready[entry])
+
+    def mark_ready(self, entry: int) -> None:
+        """A gradient is complete; marking it twice changes nothing."""
+        if self._ready[entry]:
+            return
+        self._ready[entry] = 1
+        bucket = self._bucket_of[entry]
+        self._missing[bucket] -= 1
+        if self._missing[bucket] == 0 and bucket == self._next:
+            while self._next < len(self._buckets) and self._missing[self._next] == 0:
+                self._launch(self._fill)
+
+    def finish(self) -> None:
+        """Launch what is left and wait until every bucket is reduced."""
+        self._complete(self._fill)
+
+    def abandon(self) -> None:
+        """End a pass that failed on this rank: peers get their reductions, memory is sent as it is."""
+        self._complete(lambda bucket: None)
+
+    def _launch(self, fill: Callable[[Bucket], None]) -> None:
+        bucket = self._buckets[self._next]
+        fill(bucket)
+        memory, communicator, op = self._buffer.memories[bucket.index], self._communicator, self._op
+        self._works.append(communicator.start(f"bucket {bucket.index}", lambda: communicator.all_reduce(memory, op)))
+        self._next += 1
+        self.reduced_bytes += bucket.nbytes
+
+    def _complete(self, fill: Callable[[Bucket], None]) -> None:
+        try:
+            while self._next < len(self._buckets):
+                self._launch(fill)
+            started = time.perf_counter()
+            for work in self._works:
+                work.wait()
+            self.waited += time.perf_counter() - started
+            self.passes += 1
+        finally:
+            self._start_pass()

@@ -1,0 +1,82 @@
+"""The same start on all ranks: weights and optimizer state of one rank for everyone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ring_plugins.core.errors import MismatchError
+from ring_plugins.core.functions import all_gather_object, broadcast, broadcast_object, rank
+from ring_plugins.core.world import current
+
+
+def broadcast_parameters(
+    parameters: nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], root: int = 0
+) -> None:
+    """Overwrite tensors with the root's, in place; collective.
+
+    Args:
+        parameters: a module (its parameters and buffers), a state dict, or (name, tensor) pairs.
+        root: the rank whose values everyone gets.
+
+    Raises:
+        MismatchError: names, shapes or dtypes differ among ranks; the text names the first that does.
+    """
+    if isinstance(parameters, nn.Module):
+        named = [*parameters.named_parameters(), *parameters.named_buffers()]
+    else:
+        named = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
+    said = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in named]
+    _check_equal(said)
+    with torch.no_grad():
+        for _, tensor in named:
+            broadcast(tensor.detach(), root, out=tensor.detach())
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -> None:
+    """Give every rank's optimizer the root's state and options; collective.
+
+    Args:
+        optimizer: may be a `DistributedOptimizer`; its state may be empty on any rank.
+        root: the rank whose state everyone gets.
+    """
+    if current().place.size == 1:
+        return
+    state: Any = optimizer.state_dict() if rank() == root else None
+    leaves, tree = tree_flatten(state)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    outline = [_Outline(leaf.dtype, tuple(leaf.shape)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    outline, tree = broadcast_object((outline, tree), root)
+    if rank() != root:
+        tensors = [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in outline if isinstance(leaf, _Outline)]
+    for tensor in tensors:
+        broadcast(tensor, root, out=tensor)
+    if rank() != root:
+        filled = iter(tensors)
+        leaves = [next(filled) if isinstance(leaf, _Outline) else leaf for leaf in outline]
+        optimizer.load_state_dict(tree_unflatten(leaves, tree))
+
+
+class _Outline:
+    """A tensor without its values."""
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self.dtype, self.shape = dtype, shape
+
+
+def _check_equal(said: list[tuple[str, str, tuple[int, ...]]]) -> None:
+    everyones = all_gather_object(said)
+    for other, theirs in enumerate(everyones):
+        if theirs == everyones[0]:
+            continue
+        for i in range(max(len(theirs), len(everyones[0]))):
+            one, two = (e[i] if i < len(e) else "no such tensor" for e in (everyones[0], theirs))
+            if one != two:
+                raise MismatchError(
+                    f"tensors to broadcast differ at number {i}: rank 0 has {one}, rank {other} has {two}. "
+                    "Build the same model on all ranks."
+                )

@@ -1,0 +1,49 @@
+"""Sparse gradients: gathered from all ranks instead of summed in buckets."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ring_plugins.core.collectives.protocol import Communicator
+from ring_plugins.core.memory import host_memory
+
+
+def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """Weights of the embeddings that were built with `sparse=True`."""
+    embeddings = (m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    return {m.weight for m in embeddings if m.sparse}
+
+
+def average_sparse(parameter: nn.Parameter, communicator: Communicator) -> None:
+    """Let `parameter.grad` be the average over all ranks, sparse; collective.
+
+    A rank without a gradient takes part with no rows; if no rank has one it stays None. A dense gradient
+    is turned into a sparse one of all its rows.
+    """
+    gradient = parameter.grad
+    if gradient is not None:
+        gradient = gradient.detach()
+        gradient = gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)
+    said = (None if gradient is None else gradient._nnz(), None if gradient is None else gradient.sparse_dim())
+    everyones = communicator.all_gather_object(said)
+    counts = [rows or 0 for rows, _ in everyones]
+    dimensions = {dims for _, dims in everyones if dims is not None}
+    if not dimensions:
+        return
+    sparse_dim = dimensions.pop()
+    trailing = parameter.shape[sparse_dim:]
+    if gradient is None:
+        indices = torch.empty((0, sparse_dim), dtype=torch.int64)
+        values = torch.empty((0, *trailing), dtype=parameter.dtype)
+    else:
+        indices, values = gradient.indices().t().contiguous(), gradient.values().contiguous()
+    total = sum(counts)
+    all_indices = torch.empty((total, sparse_dim), dtype=torch.int64)
+    all_values = torch.empty((total, *trailing), dtype=parameter.dtype)
+    communicator.all_gather(host_memory(indices), host_memory(all_indices), [n * sparse_dim for n in counts])
+    row = trailing.numel()
+    communicator.all_gather(host_memory(values), host_memory(all_values), [n * row for n in counts])
+    averaged = all_values / communicator.size
+    summed = torch.sparse_coo_tensor(all_indices.t(), averaged, parameter.shape, check_invariants=False)
+    parameter.grad = summed.coalesce()
