@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import socket
 import sys
@@ -76,7 +77,7 @@ class World:
             ]
             connection.gather(None)  # everyone has opened what it needs before anyone may leave
             self._neighbourhood = Neighbourhood(own, others)
-        self._next_tag = 1
+        self._tags = itertools.count(rank, connection.size)  # no two ranks ever offer the same
         self._communicators: list[Communicator] = []
         self._closed = threading.Event()
         self.communicator = self.new_communicator("ring", gather=connection.gather)
@@ -111,12 +112,11 @@ class World:
                 name,
                 self.place.rank,
                 self._nodes[self.place.rank],
-                self._next_tag,
+                2 * next(self._tags),
                 gather,
                 self._neighbourhood,
                 self._connection.plane,
             )
-            self._next_tag = host.next_tag
             communicator = host
         self._communicators.append(communicator)
         return communicator

@@ -38,7 +38,7 @@ class Member(NamedTuple):
         rank: world rank.
         node: key of the (possibly virtual) host; equal for ranks that share memory.
         address: its segment, or None where memory cannot be shared.
-        tag: the first message tag that is free there.
+        tag: the first of two message tags that no other communicator uses.
     """
 
     rank: int
@@ -68,7 +68,7 @@ class HostCommunicator:
         name: for texts, equal on all members.
         rank: world rank of this process.
         node: key of its host.
-        tag: first free message tag of this process; `next_tag` is the first free one afterwards.
+        tag: the first of two message tags that this process offers; those of the first member are taken.
         gather: how the members meet.
         neighbourhood: ranks of this host to watch while waiting.
         plane: between hosts; None if all members are on one.
@@ -94,8 +94,7 @@ class HostCommunicator:
         self._lock = threading.RLock()
         self._thread: CommunicationThread | None = None
         self._broken: BaseException | None = None
-        first_tag = max(member.tag for member in members)
-        self.next_tag = first_tag + 2
+        first_tag = members[0].tag
 
         nodes: dict[str, list[Member]] = {}
         for member in members:
@@ -130,13 +129,9 @@ class HostCommunicator:
 
     def _in_order(self, method: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any]) -> T:
         thread = self._thread
-        if thread is None or thread.is_current():
-            return self._run(method, args, kwargs)
-        if not thread.is_idle():
-            return self.start(method.__name__, lambda: self._run(method, args, kwargs)).wait()
-        return self._run(method, args, kwargs)
-
-    def _run(self, method: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any]) -> T:
+        inside = thread is not None and thread.is_current()
+        if thread is not None and not inside and not thread.is_idle():
+            return self.start(method.__name__, lambda: self._in_order(method, args, kwargs)).wait()
         with self._lock:
             if self._broken is not None:
                 raise self._broken
@@ -158,7 +153,7 @@ class HostCommunicator:
             statistics = self.statistics
             statistics.operations += 1
             statistics.working += elapsed
-            if self._thread is None or not self._thread.is_current():
+            if not inside:
                 statistics.waited += elapsed
             return result
 

@@ -10,6 +10,7 @@ import numpy as np
 from ring_plugins.core.arithmetic import reduce_into
 from ring_plugins.core.collectives.node import slices
 from ring_plugins.core.collectives.signature import Signature, mismatch
+from ring_plugins.core.errors import MismatchError
 from ring_plugins.core.operations import Op
 from ring_plugins.core.plane import Bytes, Pending, Plane
 from ring_plugins.core.waiting import Wait
@@ -53,27 +54,40 @@ class Lane:
     ) -> None:
         """Send `outgoing[i]` to member i and fill `incoming[i]` from it, None for nothing.
 
-        Ahead of the data goes a header that says which operation this is, so that members in different
-        operations find out before they wait for data that never comes.
+        Ahead of the data goes a header that says which operation this is and how much is coming. Data is
+        received only after the header was found right: members in different operations find out, and no
+        message ever meets memory of another size, for which gloo would end the process.
         """
-        text = np.zeros(_HEADER, np.uint8)
-        said = signature.text.encode()[: _HEADER - 8]
-        text[:8] = np.array([signature.code]).view(np.uint8)
-        text[8 : 8 + len(said)] = np.frombuffer(said, np.uint8)
-        heads = np.empty((self.size, _HEADER), np.uint8)
-        heads[self.position] = text
         ranks, others = self._ranks, self._others
-        headers = self._plane.exchange([(ranks[i], text) for i in others], [(ranks[i], heads[i]) for i in others], self._tag)
-        data = self._plane.exchange(
-            [(ranks[i], part) for i in others if (part := outgoing[i]) is not None and part.size],
-            [(ranks[i], part) for i in others if (part := incoming[i]) is not None and part.size],
-            self._tag,
+        heads = np.zeros((self.size, _HEADER), np.uint8)
+        said = signature.text.encode()[: _HEADER - 16]
+        heads[:, 16 : 16 + len(said)] = np.frombuffer(said, np.uint8)
+        words = heads[:, :16].view(np.int64)
+        words[:, 0] = signature.code
+        words[:, 1] = [0 if part is None else part.size for part in outgoing]
+        theirs = heads.copy()
+        headers = self._plane.exchange(
+            [(ranks[i], heads[i]) for i in others], [(ranks[i], theirs[i]) for i in others], self._tag
         )
+        parts = [(ranks[i], part) for i in others if (part := outgoing[i]) is not None and part.size]
+        sent = self._plane.exchange(parts, [], self._tag) if parts else None
         self._finish(headers, signature)
-        if not np.array_equal(heads[:, :8], np.broadcast_to(text[:8], (self.size, 8))):
-            calls = {r: bytes(heads[i, 8:]).rstrip(b"\0").decode(errors="replace") for i, r in enumerate(ranks)}
+        codes, sizes = theirs[:, :16].view(np.int64).T
+        if (codes != signature.code).any():
+            calls = {r: bytes(theirs[i, 16:]).rstrip(b"\0").decode(errors="replace") for i, r in enumerate(ranks)}
             raise mismatch(self.name, calls)
-        self._finish(data, signature)
+        for i in others:
+            part = incoming[i]
+            if sizes[i] != (0 if part is None else part.size):
+                raise MismatchError(
+                    f"ranks disagree in {self.name}: {signature.text}: rank {ranks[i]} sends {sizes[i]} bytes to rank "
+                    f"{ranks[self.position]}, which expects {0 if part is None else part.size}. Sizes must agree in pairs."
+                )
+        parts = [(ranks[i], part) for i in others if (part := incoming[i]) is not None and part.size]
+        if parts:
+            self._finish(self._plane.exchange([], parts, self._tag), signature)
+        if sent is not None:
+            self._finish(sent, signature)
         own_out, own_in = outgoing[self.position], incoming[self.position]
         if own_out is not None and own_in is not None and own_out is not own_in:
             own_in[:] = own_out
