@@ -10,6 +10,7 @@ The only line that knows about several processes is `strategy=RingStrategy()`.
 
 import argparse
 import time
+import warnings
 
 import lightning as L
 import torch
@@ -30,6 +31,8 @@ epochs = 20  # with the learning rate falling to nothing over them; more epochs 
 validation_digits = 360  # a fifth of the 1,797; divides by 2, 3 and 4 ranks, so that no digit counts twice
 seed = 1
 
+# torch's notice to Lightning 2.6, about which a script can do nothing.
+warnings.filterwarnings("ignore", message=".*LeafSpec.*")
 torch.set_num_threads(1)  # ranks share the cores of this machine; more threads each would only get in their way
 
 

@@ -5,7 +5,7 @@
     mpirun -n 2 python examples/torch_loop.py                        # mpirun starts the processes
     torchrun --nproc-per-node 2 examples/torch_loop.py               # torchrun does
 
-What differs from a loop for one process: `ring.init`, a sampler, equal weights to begin with, and the optimizer's wrapper.
+What differs from a loop for one process: `ring.init`, a sampler, equal weights to begin with, a wrapped optimizer.
 """
 
 import argparse

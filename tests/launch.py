@@ -167,11 +167,11 @@ class Job:
             **(extra or {}),
         }
 
-    def pids(self, timeout: float = 30) -> dict[int, int]:
+    def pids(self, timeout: float = 60) -> dict[int, int]:
         """Rank to process id, once every rank has called `tests.worker.report_pid()`."""
         return self.wait_for("pid", timeout)
 
-    def wait_for(self, key: str, timeout: float = 30) -> dict[int, Any]:
+    def wait_for(self, key: str, timeout: float = 60) -> dict[int, Any]:
         """Rank to its last `report(key, ...)`, once every rank has made one."""
         deadline = time.monotonic() + timeout
         while True:

@@ -14,8 +14,12 @@ CLOSING_LINE = re.compile(
 )
 
 
+# Open MPI gives the ranks a terminal, so that Lightning's bar is drawn in colour there.
+TERMINAL_CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
+
+
 def check(result: Result, ranks: int) -> None:
-    found = list(CLOSING_LINE.finditer(result.stdout))
+    found = list(CLOSING_LINE.finditer(TERMINAL_CODES.sub("\n", result.stdout)))
     assert len(found) == 1, f"one rank, and only one, must print the closing line\n{result}"
     assert int(found[0]["ranks"]) == ranks
     assert float(found[0]["accuracy"]) >= 0.97
