@@ -43,18 +43,24 @@ def reduce_into(target: Array, sources: Sequence[Array], op: Op, dtype: str, div
         _reduce_half(target, sources, op, dtype, divisor)
         return
     ufunc = _UFUNC[op]
-    step = max(1, PIECE_BYTES // max(1, target.itemsize))
+    if target.nbytes <= PIECE_BYTES:
+        _combine(target, sources, ufunc, divisor)
+        return
+    step = PIECE_BYTES // target.itemsize
     for start in range(0, target.size, step):
-        piece = target[start : start + step]
-        if len(sources) == 1:
-            if sources[0] is not target:
-                np.copyto(piece, sources[0][start : start + step])
-        else:
-            ufunc(sources[0][start : start + step], sources[1][start : start + step], out=piece)
-            for source in sources[2:]:
-                ufunc(piece, source[start : start + step], out=piece)
-        if divisor != 1:
-            divide(piece, divisor)
+        end = start + step
+        _combine(target[start:end], [source[start:end] for source in sources], ufunc, divisor)
+
+
+def _combine(target: Array, sources: Sequence[Array], ufunc: Callable[..., Array], divisor: int) -> None:
+    if len(sources) == 1:
+        np.copyto(target, sources[0])
+    else:
+        ufunc(sources[0], sources[1], target)
+        for source in sources[2:]:
+            ufunc(target, source, target)
+    if divisor != 1:
+        divide(target, divisor)
 
 
 def divide(piece: Array, divisor: int) -> None:
@@ -64,9 +70,9 @@ def divide(piece: Array, divisor: int) -> None:
     that the average of equal values is that value.
     """
     if divisor & (divisor - 1) == 0:
-        np.multiply(piece, piece.dtype.type(1.0 / divisor), out=piece)
+        np.multiply(piece, 1.0 / divisor, piece)
     else:
-        np.divide(piece, piece.dtype.type(divisor), out=piece)
+        np.divide(piece, divisor, piece)
 
 
 def _reduce_half(target: Array, sources: Sequence[Array], op: Op, dtype: str, divisor: int) -> None:

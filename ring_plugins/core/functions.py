@@ -217,6 +217,9 @@ def _in_place(
     """Copy `x` to `out`, or to new memory, and operate on that in place."""
     communicator = current().communicator
     source, dtype = host_array(x)
+    if out is x and wait and source.flags.c_contiguous and source.flags.writeable:
+        operate(communicator, HostMemory(source if source.ndim == 1 else source.reshape(-1), dtype))
+        return x
     result = _empty_like(x, source) if out is None else out
     memory, finish = _writable(result, "out")
     if memory.dtype != dtype or memory.array.size != source.size:

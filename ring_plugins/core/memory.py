@@ -75,9 +75,9 @@ def host_array(x: Any, name: str = "x") -> tuple[Array, str]:
         return _from_dlpack(x, name)
     try:
         array = np.asarray(x)
-        return array, name_of(array.dtype)
     except (ValueError, TypeError) as error:
         raise ArgumentError(f"{name}={type(x).__name__} is not an array, a tensor or a number.") from error
+    return array, name_of(array.dtype)
 
 
 def host_memory(x: Any, name: str = "x", *, writable: bool = False) -> HostMemory:

@@ -103,21 +103,28 @@ class Lane:
         self._swap(outgoing, incoming, signature)
 
     def broadcast(self, data: Bytes, root: int, signature: Signature) -> None:
-        """The root sends everyone one part, then all gather: no rank sends the whole more than about once."""
-        at_root = self.position == root
+        """The root sends everyone one part of its own, then everyone sends theirs to all but the root.
+
+        Nobody sends more than about the whole once, the root neither.
+        """
+        at_root, from_root = self.position == root, [i == root for i in range(self.size)]
         if data.size <= SMALL:
             outgoing: list[Bytes | None] = [data if at_root else None] * self.size
-            incoming: list[Bytes | None] = [data if i == root and not at_root else None for i in range(self.size)]
+            incoming: list[Bytes | None] = [data if source and not at_root else None for source in from_root]
             self._swap(outgoing, incoming, signature)
             return
         parts = [data[cut] for cut in slices(data.size, self.size, 1)]
         mine = parts[self.position]
         self._swap(
             [part if at_root else None for part in parts],
-            [mine if i == root and not at_root else None for i in range(self.size)],
+            [mine if source and not at_root else None for source in from_root],
             signature,
         )
-        self.all_gather(mine, parts, signature)
+        self._swap(
+            [None if target else mine for target in from_root],
+            [None if at_root else part for part in parts],
+            signature,
+        )
 
     def all_reduce(self, array: Array, op: Op, dtype: str, signature: Signature) -> None:
         """Reduce in place. Each part is combined by one member only, so all get the same bits."""

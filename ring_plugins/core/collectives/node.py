@@ -79,6 +79,7 @@ class Node:
         self._staging = [
             (segment.array[_CONTROL : _CONTROL + HALF], segment.array[_CONTROL + HALF :]) for segment in segments
         ]
+        self._typed: dict[np.dtype[Any], tuple[list[Array], list[Array]]] = {}
         self._milestone = 0
         self._operation = 0
         self._use = 0
@@ -236,14 +237,23 @@ class Node:
                 return [part[offset : offset + array.nbytes].view(array.dtype) for part in buffer.parts]
         return None
 
+    def _typed_staging(self, storage: np.dtype[Any]) -> tuple[list[Array], list[Array]]:
+        """Both halves of everyone's staging area as arrays of a type; kept, since making views takes time."""
+        typed = self._typed.get(storage)
+        if typed is None:
+            first, second = zip(*self._staging, strict=True)
+            typed = [half.view(storage) for half in first], [half.view(storage) for half in second]
+            self._typed[storage] = typed
+        return typed
+
     def _own_first(self, parts: Sequence[Array]) -> list[Array]:
         return [parts[self.position], *(part for i, part in enumerate(parts) if i != self.position)]
 
     def _reduce_small(self, array: Array, op: Op, dtype: str, divisor: int, signature: Signature) -> None:
         """Everyone reads everything, in rank order, so that all get the same bits."""
-        half, nbytes = self._next_half(), array.nbytes
-        staged = [staging[half][:nbytes].view(array.dtype) for staging in self._staging]
-        staged[self.position][:] = array
+        size, halves = array.size, self._typed_staging(array.dtype)
+        staged = [half[:size] for half in halves[self._next_half()]]
+        np.copyto(staged[self.position], array)
         self._arrive(signature)
         reduce_into(array, staged, op, dtype, divisor)
 
@@ -280,12 +290,12 @@ class Node:
 
     def _reduce_staged(self, array: Array, op: Op, dtype: str, divisor: int, signature: Signature) -> None:
         """Ordinary memory goes through the staging areas: to each member its slice, and back the sum."""
-        step = HALF // array.itemsize
+        step, halves = HALF // array.itemsize, self._typed_staging(array.dtype)
         for i, start in enumerate(range(0, array.size, step)):
             chunk = array[start : start + step]
             half = self._next_half()
             cuts = slices(chunk.size, self.size, chunk.itemsize)
-            staged = [staging[half][: chunk.nbytes].view(chunk.dtype) for staging in self._staging]
+            staged = [area[: chunk.size] for area in halves[half]]
             outbox = staged[self.position]
             for owner, cut in enumerate(cuts):
                 if owner != self.position:
@@ -313,7 +323,7 @@ class Node:
         longest = max(cut.stop - cut.start for cut in cuts)
         for i, start in enumerate(range(0, max(longest, 1), room)):
             half = self._next_half()
-            staged = [staging[half].view(array.dtype) for staging in self._staging]
+            staged = self._typed_staging(array.dtype)[half]
             for owner, cut in enumerate(cuts):
                 if owner != self.position:
                     piece = array[cut][start : start + room]

@@ -1,0 +1,35 @@
+"""All collectives, on one to four ranks, under every launcher, on one host and on pretended several."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.launch import run_ranks
+
+CHECKS = Path(__file__).with_name("checks_collectives.py")
+
+CASES = [
+    ("grown", 1, ""),
+    ("grown", 2, ""),
+    ("grown", 3, ""),
+    ("grown", 4, ""),
+    ("mpirun", 2, ""),
+    ("mpirun", 2, "2"),
+    ("mpirun", 3, "1,2"),
+    ("mpirun", 4, "2"),
+    ("torchrun", 3, "2,1"),
+]
+
+
+@pytest.mark.parametrize(("started_by", "processes", "nodes"), CASES)
+def test_collectives(started_by, processes, nodes):
+    result = run_ranks(CHECKS, processes, started_by, env={"RING_VIRTUAL_NODES": nodes} if nodes else {}, timeout=150)
+    for rank in range(processes):
+        failed = {name: said for name, said in result.reports[rank].items() if said != "ok" and name != "place"}
+        assert not failed
+    places = result.values("place")
+    assert [place["rank"] for place in places] == list(range(processes))
+    assert {place["size"] for place in places} == {processes}
+    if nodes == "1,2":
+        seen = [(p["node_rank"], p["local_rank"], p["local_size"], p["num_nodes"]) for p in places]
+        assert seen == [(0, 0, 1, 2), (1, 0, 2, 2), (1, 1, 2, 2)]
