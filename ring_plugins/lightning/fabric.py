@@ -1,0 +1,140 @@
+"""The strategy for Fabric, written against neither spelling of Lightning (see `tree`)."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, Literal
+
+from torch.nn import Module
+from typing_extensions import override
+
+from ring_plugins.core.errors import ArgumentError
+from ring_plugins.lightning.environment import RingEnvironment
+from ring_plugins.lightning.launcher import RingFabricLauncher
+from ring_plugins.lightning.parallel import RingParallelLogic, StartMethod
+from ring_plugins.lightning.strategy import DEFAULT_BUCKET_BYTES
+from ring_plugins.torch.broadcast import broadcast_parameters
+from ring_plugins.torch.gradients import GradientAverager
+
+
+class RingFabricLogic(RingParallelLogic):
+    """Data parallelism over `ring_plugins` for Fabric: ``Fabric(strategy=RingFabricStrategy())`` or ``"ring"``.
+
+    Modules given to ``fabric.setup`` are not wrapped: their gradients are averaged by hooks while backward runs. See
+    `RingStrategy` for how ranks come about and for the arguments.
+
+    Buffers are brought from rank 0 once, by ``fabric.setup``: there is no wrapped forward in which they could be
+    renewed. A model whose running statistics are to agree at all times wants synchronised batch norm.
+
+    """
+
+    def __init__(
+        self,
+        accelerator: Any | None = None,
+        parallel_devices: list[Any] | None = None,
+        cluster_environment: RingEnvironment | None = None,
+        checkpoint_io: Any | None = None,
+        precision: Any | None = None,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        sparse: Literal["gather", "densify"] = "gather",
+        timeout: timedelta | None = None,
+        start_method: StartMethod | None = None,
+    ) -> None:
+        self.arguments = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment or RingEnvironment(),
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+        )
+        self._averager_arguments: dict[str, Any] = {"bucket_bytes": bucket_bytes, "sparse": sparse}
+        self._timeout = timeout
+        self._start_method = start_method
+        self._backward_sync_control: BackwardSyncControl = BackwardSyncControl()
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds in which this process stood still for the gradients of its modules to be averaged."""
+        return self._backward_sync_control.waited_seconds
+
+    def _set_world_ranks(self) -> None:
+        """Called by Fabric's constructor, by name (fabric/connector.py:518)."""
+        self._learn_ranks()
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._launcher = self._choose_launcher(RingFabricLauncher, self.tree.fabric_launcher)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._join()
+
+    @override
+    def setup_module(self, module: Module) -> Module:
+        """Average the gradients of `module` from now on."""
+        if self.world_size > 1:
+            broadcast_parameters(module)
+            self._backward_sync_control.add(module, GradientAverager(module, **self._averager_arguments))
+        return module
+
+    @override
+    def module_to_device(self, module: Module) -> None:
+        """Move `module` to this rank's device."""
+        module.to(self.root_device)
+
+    @override
+    def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Combine a tensor over all ranks; anything else is returned as it is. See `reduction.all_reduce`."""
+        return self._reduce(tensor, group, reduce_op)
+
+    @override
+    def teardown(self) -> None:
+        """Remove the hooks from all modules."""
+        self._backward_sync_control.close()
+        super().teardown()
+
+
+class BackwardSyncControl:
+    """Fabric's ``_BackwardSyncControl``: switches averaging off for a module that `setup_module` has seen."""
+
+    def __init__(self) -> None:
+        # A module may define equality, so it cannot be a key; there are few of them.
+        self._averagers: list[tuple[Module, GradientAverager]] = []
+
+    def add(self, module: Module, averager: GradientAverager) -> None:
+        """Remember who averages the gradients of `module`; a module set up twice keeps one."""
+        for index, (known, before) in enumerate(self._averagers):
+            if known is module:
+                before.close()
+                del self._averagers[index]
+                break
+        self._averagers.append((module, averager))
+
+    @property
+    def waited_seconds(self) -> float:
+        """Over all modules."""
+        return sum(averager.waited_seconds for _, averager in self._averagers)
+
+    def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
+        """Let the gradients of `module` accumulate on this rank while inside."""
+        if not enabled:
+            return nullcontext()
+        for known, averager in self._averagers:
+            if known is module:
+                return averager.no_sync()
+        if not self._averagers:
+            return nullcontext()
+        raise ArgumentError(
+            f"no_backward_sync() was given a {type(module).__name__} that has not been set up. Did you forget to call"
+            " `model = fabric.setup(model)`?"
+        )
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        for _, averager in self._averagers:
+            averager.close()
+        self._averagers.clear()

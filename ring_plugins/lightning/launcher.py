@@ -1,0 +1,79 @@
+"""The launcher: it starts the missing ranks, or finds that all of them run already."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import ring_plugins as ring
+from ring_plugins.core import world
+from ring_plugins.lightning.environment import RingEnvironment
+from ring_plugins.lightning.failure import peers_were_told, tell_peers
+from ring_plugins.lightning.process_group import leave_process_group
+
+
+class RingLauncher:
+    """Brings up the `World` and calls Lightning's function in it.
+
+    A process that was started alone starts the others: each runs the script again from its first line and joins when
+    it arrives here. Where a launcher has started every rank, this one joins them.
+    """
+
+    def __init__(self, environment: RingEnvironment) -> None:
+        self._environment = environment
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """A notebook has no script that could be run again, but it can be one rank of a job started from outside."""
+        return self._environment.creates_processes_externally
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Call ``function(*args, **kwargs)`` on every rank; `trainer` is not handed on."""
+        return self._launch(function, args, kwargs)
+
+    def kill(self, signum: int) -> None:
+        """Called by Lightning when this process is signalled.
+
+        The ranks started from here need no copy of the signal: they end when this process does, and hear of an orderly
+        stop through the job itself.
+        """
+
+    def _launch(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        join_world(self._environment)
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            # Before Lightning's own handling: callbacks may wait for peers that are already on their way out.
+            tell_peers(error)
+            raise
+
+
+class RingFabricLauncher(RingLauncher):
+    """The same for Fabric, whose functions take any keyword."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``function(*args, **kwargs)`` on every rank."""
+        return self._launch(function, args, kwargs)
+
+
+def join_world(environment: RingEnvironment) -> world.World:
+    """The `World`, brought up on the first call of a process, and anew after a failure that the script survived."""
+    if peers_were_told():
+        # All ranks come here, or none: an error that not all of them caught ends the job within seconds.
+        leave_process_group()
+        ring.shutdown()
+    if not world.is_initialised():
+        ring.init(ranks=environment.world_size() if not environment.creates_processes_externally else None)
+        _share_cores(environment.local_world_size())
+    return world.current()
+
+
+def _share_cores(local_world_size: int) -> None:
+    """Give each rank of this node its share of the cores, unless OMP_NUM_THREADS says otherwise."""
+    if "OMP_NUM_THREADS" in os.environ or local_world_size == 1:
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, cores // local_world_size)
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)

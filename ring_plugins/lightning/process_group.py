@@ -1,0 +1,48 @@
+"""The torch.distributed process group that everything in Lightning which is not a gradient talks through.
+
+torchmetrics, Lightning's SIGTERM check and `prepare_data` barrier, object collectives and users' own code call
+torch.distributed without asking the strategy. With its default group on our communicators they need no special case,
+and a rank that waits in any of them hears of a failed peer.
+"""
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from ring_plugins.core.errors import LaunchError
+from ring_plugins.core.world import World
+from ring_plugins.torch.registration import register
+from ring_plugins.torch.rendezvous import store_from_world
+
+BACKEND = "ring"
+
+
+def ensure_process_group(world: World, timeout: timedelta | None = None) -> None:
+    """Initialise torch.distributed over `world` unless that was done before, by us or by the user.
+
+    Raises:
+        LaunchError: If a process group exists that numbers the processes differently.
+    """
+    place = world.place
+    if dist.is_initialized():
+        if (dist.get_rank(), dist.get_world_size()) != (place.rank, place.size):
+            raise LaunchError(
+                f"torch.distributed calls this process rank {dist.get_rank()} of {dist.get_world_size()}, ring_plugins"
+                f" rank {place.rank} of {place.size}. Let RingStrategy initialise torch.distributed, or start the job"
+                " with one launcher that both follow."
+            )
+        return
+    register()
+    timeout = default_pg_timeout if timeout is None else timeout
+    # Our own store, not the launcher's: under torchrun MASTER_PORT belongs to the agent's
+    # (TORCHELASTIC_USE_AGENT_STORE). Our backend could do without one, but ``new_group(backend="gloo")``, which
+    # Lightning calls around `prepare_data`, cannot.
+    store, rank, size = store_from_world(timeout)
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def leave_process_group() -> None:
+    """Destroy the process group if it is ours."""
+    if dist.is_initialized() and dist.get_backend() == BACKEND:
+        dist.destroy_process_group()

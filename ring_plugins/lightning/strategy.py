@@ -1,0 +1,211 @@
+"""The strategy for Lightning's Trainer, written against neither spelling of Lightning (see `tree`)."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+from torch.nn import Module
+from typing_extensions import override
+
+from ring_plugins.lightning.environment import RingEnvironment
+from ring_plugins.lightning.failure import give_status, tell_peers
+from ring_plugins.lightning.launcher import RingLauncher
+from ring_plugins.lightning.parallel import RingParallelLogic, StartMethod
+from ring_plugins.lightning.sigterm import note_sigterm_without_broadcast
+from ring_plugins.lightning.states import broadcast_buffers
+from ring_plugins.lightning.sync_batchnorm import for_device
+from ring_plugins.torch.broadcast import broadcast_parameters
+from ring_plugins.torch.gradients import GradientAverager
+
+DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
+
+
+class RingTrainerLogic(RingParallelLogic):
+    """Data parallelism over `ring_plugins`: one process a rank, gradients averaged while backward runs.
+
+    ``Trainer(strategy=RingStrategy())`` or, once `ring_plugins.lightning` is imported, ``Trainer(strategy="ring")``.
+
+    The ranks are those of mpirun, torchrun or SLURM; a script that was started alone grows to ``devices`` processes by
+    itself. In a notebook workers are forked (``strategy="ring_notebook"``). At world size 1 the strategy behaves like
+    ``SingleDeviceStrategy``: no launcher, no process group, no hooks, no sampler.
+
+    It derives from ``ParallelStrategy`` and not from ``DDPStrategy``: the module is not wrapped, and nearly everything
+    ``DDPStrategy`` adds (the wrapper, its forward redirection, communication hooks, static graphs, model averaging,
+    the assumption of being distributed at world size 1, a mean that truncates integers) would have to be switched off
+    again. What it would have brought, permission to train compiled modules, is one line in `registration`.
+
+    Args:
+        accelerator: See ``Trainer(accelerator=...)``.
+        parallel_devices: One device for each rank of this node; derived from the launcher by default.
+        cluster_environment: A `RingEnvironment`; made by default.
+        checkpoint_io: Lightning's plugin for files.
+        precision_plugin: Lightning's plugin for precision.
+        bucket_bytes: Gradients travel together in buckets of about this many bytes.
+        sparse: What to do with sparse gradients: "gather" rows from all ranks, or "densify" them.
+        broadcast_buffers: Whether every rank uses the buffers (such as running statistics) of rank 0, renewed before
+            each training step as in ``DistributedDataParallel``, and before evaluation.
+        timeout: For calls through torch.distributed; its default by default.
+        start_method: How a script that was started alone makes the other ranks: "popen" runs the script again, "fork",
+            "forkserver" and "spawn" run only the Trainer's function. By default "fork" in a notebook, else "popen".
+
+    """
+
+    strategy_name = "ring"
+    model: Module | None
+    lightning_module: Any
+
+    def __init__(
+        self,
+        accelerator: Any | None = None,
+        parallel_devices: list[Any] | None = None,
+        cluster_environment: RingEnvironment | None = None,
+        checkpoint_io: Any | None = None,
+        precision_plugin: Any | None = None,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        sparse: Literal["gather", "densify"] = "gather",
+        broadcast_buffers: bool = True,
+        timeout: timedelta | None = None,
+        start_method: StartMethod | None = None,
+    ) -> None:
+        self.arguments = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment or RingEnvironment(),
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self._averager_arguments: dict[str, Any] = {"bucket_bytes": bucket_bytes, "sparse": sparse}
+        self._broadcast_buffers = broadcast_buffers
+        self._timeout = timeout
+        self._start_method = start_method
+        self._averager: GradientAverager | None = None
+        self._applied_layer_sync: Any | None = None
+        self._waited_seconds = 0.0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning asks this before it injects samplers and synchronises logged values."""
+        return self.world_size > 1
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds in which this process stood still for gradients to be averaged, over all calls of ``fit``."""
+        return self._waited_seconds + (0.0 if self._averager is None else self._averager.waited_seconds)
+
+    def set_world_ranks(self) -> None:
+        """Called by the Trainer's constructor, by name (accelerator_connector.py:530)."""
+        self._learn_ranks()
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._launcher = self._choose_launcher(RingLauncher, self.tree.trainer_launcher)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.tree.reset_seed()
+        self._join()
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        is_fitting = trainer.state.fn == "fit"
+        if is_fitting and self.is_distributed and self._layer_sync:
+            self._applied_layer_sync = for_device(self._layer_sync, self.root_device)
+            self.model = self._applied_layer_sync.apply(self.model)
+        super().setup(trainer)
+        if is_fitting and self.is_distributed:
+            assert self.lightning_module is not None
+            self._averager = GradientAverager(self.lightning_module, **self._averager_arguments)
+
+    @override
+    def _setup_model(self, model: Module) -> Module:
+        if self.is_distributed:
+            broadcast_parameters(model)
+        return model
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._renew_buffers()
+        return super().training_step(*args, **kwargs)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Let gradients accumulate on this rank while inside."""
+        if self._averager is None:
+            yield
+        else:
+            with self._averager.no_sync():
+                yield
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Combine a tensor over all ranks; anything else is returned as it is. See `reduction.all_reduce`."""
+        return self._reduce(tensor, group, reduce_op)
+
+    @override
+    def on_train_start(self) -> None:
+        note_sigterm_without_broadcast(self._trainer)
+
+    @override
+    def on_train_end(self) -> None:
+        self._renew_buffers()
+
+    @override
+    def on_validation_start(self) -> None:
+        self._on_evaluation_start()
+
+    @override
+    def on_test_start(self) -> None:
+        self._on_evaluation_start()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._on_evaluation_start()
+
+    def _on_evaluation_start(self) -> None:
+        note_sigterm_without_broadcast(self._trainer)
+        self._renew_buffers()
+
+    @property
+    def _trainer(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    def _renew_buffers(self) -> None:
+        if self._broadcast_buffers and self.is_distributed:
+            assert self.model is not None
+            broadcast_buffers(self.model)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        give_status(exception)
+        tell_peers(exception)
+
+    @override
+    def teardown(self) -> None:
+        if self._averager is not None:
+            self._waited_seconds += self._averager.waited_seconds
+            self._averager.close()
+            self._averager = None
+        if self._applied_layer_sync is not None:
+            self.model = self._applied_layer_sync.revert(self.model)
+            self._applied_layer_sync = None
+        super().teardown()
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        # Hooks and communication threads stay in the process they belong to.
+        state: dict[str, Any] = super().__getstate__()
+        state["_averager"] = None
+        return state

@@ -1,0 +1,156 @@
+"""Batch norm over the batches of all ranks, on the CPU, where torch's own ``SyncBatchNorm`` refuses to work."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
+
+
+def for_device(layer_sync: Any, device: torch.device) -> Any:
+    """The plugin to use where the Trainer chose `layer_sync`: ours in place of torch's, on the CPU."""
+    is_torchs = type(layer_sync).__name__ == "TorchSyncBatchNorm"
+    return HostSyncBatchNorm() if is_torchs and device.type == "cpu" else layer_sync
+
+
+class HostSyncBatchNorm:
+    """A Lightning ``LayerSync``: batch norm layers compute their statistics over the whole batch of all ranks."""
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Replace every batch norm layer; parameters and buffers are shared with the replacement."""
+        return _replace(model, _synchronised)
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        """Put the original layers back, with what was learned meanwhile."""
+        return _replace(model, _original)
+
+
+class SynchronisedBatchNorm(_BatchNorm):
+    """Batch norm whose statistics in training are those of the batches of all ranks together."""
+
+    original: _BatchNorm
+
+    @override
+    def _check_input_dim(self, input: Tensor) -> None:
+        self.original._check_input_dim(input)  # type: ignore[no-untyped-call]
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        self._check_input_dim(input)
+        output: Tensor
+        output, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
+        self._remember(mean, variance, count)
+        return output
+
+    @torch.no_grad()
+    def _remember(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None:
+            return
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        unbiased = variance * (count / (count - 1).clamp(min=1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
+
+
+class _Normalise(torch.autograd.Function):
+    """``(x - mean) / sqrt(variance + eps) * weight + bias`` with mean and variance over all ranks.
+
+    Forward exchanges a count, a mean and a sum of squared deviations for each channel and rank, and combines them by
+    the pairwise formula of Chan, Golub and LeVeque (1979), in float64: ranks may have batches of different size, or
+    none, and no precision is lost to the difference of large sums. Backward exchanges two sums for each channel.
+    """
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, ...]:
+        precise = torch.promote_types(x.dtype, torch.float32)
+        values = x.to(precise)
+        own_count = x.numel() // x.shape[1]
+        mean, variance, count = _statistics(values, own_count)
+        inverse_deviation = (variance + eps).rsqrt()
+        normalised = (values - _channels(mean.to(precise), x)) * _channels(inverse_deviation.to(precise), x)
+        output = normalised
+        if weight is not None and bias is not None:
+            output = output * _channels(weight.to(precise), x) + _channels(bias.to(precise), x)
+        ctx.save_for_backward(normalised, weight, inverse_deviation.to(precise), count)
+        ctx.input_dtype = x.dtype
+        ctx.mark_non_differentiable(mean, variance, count)
+        return output.to(x.dtype), mean, variance, count
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        normalised, weight, inverse_deviation, count = ctx.saved_tensors
+        gradient = grad_output.to(normalised.dtype)
+        dimensions = _all_but_channels(gradient)
+        grad_bias = gradient.sum(dimensions)
+        grad_weight = (gradient * normalised).sum(dimensions)
+        sums = torch.stack([grad_bias, grad_weight]).to(torch.float64)
+        dist.all_reduce(sums)
+        # A batch that is empty everywhere has no gradient to scale.
+        mean_gradient, mean_product = (sums / count.clamp(min=1)).to(gradient.dtype)
+        grad_input = gradient - _channels(mean_gradient, gradient) - normalised * _channels(mean_product, gradient)
+        scale = inverse_deviation if weight is None else inverse_deviation * weight.to(gradient.dtype)
+        grad_input = grad_input * _channels(scale, gradient)
+        if weight is None:
+            return grad_input.to(ctx.input_dtype), None, None, None
+        return grad_input.to(ctx.input_dtype), grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None
+
+
+def _statistics(values: Tensor, own_count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, biased variance and number of values of each channel over all ranks, in float64."""
+    own = torch.zeros(3, values.shape[1], dtype=torch.float64)
+    if own_count:
+        variance, mean = torch.var_mean(values, _all_but_channels(values), correction=0)
+        own[0], own[1], own[2] = own_count, mean, variance.to(torch.float64) * own_count
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own)
+    counts, means, squares = torch.stack(gathered, dim=1)
+    count = counts.sum(0)
+    divisor = count.clamp(min=1)
+    mean = (counts * means).sum(0) / divisor
+    variance = (squares + counts * (means - mean) ** 2).sum(0) / divisor
+    return mean, variance, count[:1]
+
+
+def _all_but_channels(x: Tensor) -> list[int]:
+    return [dimension for dimension in range(x.dim()) if dimension != 1]
+
+
+def _channels(statistic: Tensor, like: Tensor) -> Tensor:
+    return statistic.view(1, -1, *([1] * (like.dim() - 2)))
+
+
+def _replace(module: nn.Module, replacement: Any) -> nn.Module:
+    for name, child in module.named_children():
+        setattr(module, name, _replace(child, replacement))
+    new: nn.Module = replacement(module)
+    return new
+
+
+def _synchronised(module: nn.Module) -> nn.Module:
+    if not isinstance(module, _BatchNorm) or isinstance(module, SynchronisedBatchNorm):
+        return module
+    twin = SynchronisedBatchNorm(module.num_features, module.eps, module.momentum, module.affine, False)
+    twin.track_running_stats = module.track_running_stats
+    twin.train(module.training)
+    # Not a submodule: it must not appear in the state dict.
+    object.__setattr__(twin, "original", module)
+    return _share(module, twin)
+
+
+def _original(module: nn.Module) -> nn.Module:
+    return _share(module, module.original) if isinstance(module, SynchronisedBatchNorm) else module
+
+
+def _share(source: nn.Module, target: nn.Module) -> nn.Module:
+    target._parameters = source._parameters
+    target._buffers = source._buffers
+    target.train(source.training)
+    return target

@@ -1,0 +1,53 @@
+"""Fabric with ours gives what Fabric with DDP gives."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.launch import run_ranks
+
+WORKER = Path(__file__).with_name("fabric_worker.py")
+
+
+@pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])
+def test_same_weights_as_ddp(package: str) -> None:
+    """Also that one RingFabricStrategy serves both spellings of Fabric."""
+    result = run_ranks(WORKER, env={"TEST_PACKAGE": package})
+    for name in ("name", "class", "half"):
+        assert result.values(name) == [0.0, 0.0]
+    assert result.values("same_on_all") == [True, True]
+    for rank, answers in enumerate(result.values("answers")):
+        assert answers == {
+            "place": [rank, 0, 2],
+            "mean_of_integers": 0.5,
+            "sum": [1.0],
+            "gathered": [[0], [1]],
+            "broadcast": "from 1",
+        }
+
+
+def test_alone_it_is_a_single_device() -> None:
+    result = run_ranks(WORKER, ranks=1)
+    assert result.values("same") == [True]
+    assert result.values("launcher") == [True]
+
+
+FAILS = """
+from lightning.fabric import Fabric
+import ring_plugins.lightning
+
+def loop(fabric):
+    if fabric.global_rank == 1:
+        raise ValueError("the first cause")
+    fabric.barrier()
+
+if __name__ == "__main__":
+    Fabric(accelerator="cpu", devices=2, strategy="ring").launch(loop)
+"""
+
+
+def test_an_exception_on_one_rank() -> None:
+    result = run_ranks(FAILS, check=False, timeout=30)
+    assert result.returncode != 0
+    assert "ValueError: the first cause" in result.stderr
+    assert "rank 0 ends because rank 1 failed: ValueError: the first cause" in result.stderr

@@ -1,0 +1,140 @@
+"""Whatever ends one rank ends all of them, soon, with a status other than zero and the cause visible."""
+
+import re
+import signal
+import time
+
+import pytest
+
+from tests.launch import Job, Result, start_ranks
+
+TRAIN = """
+import sys, time
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from ring_plugins.lightning import RingStrategy
+from tests.worker import report_pid, report
+
+class Model(BoringModel):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 4:
+            report_pid()
+        if {condition}:
+            {action}
+        time.sleep(0.005)
+        return super().training_step(batch, batch_idx)
+
+class Cleanup(Callback):
+    def on_exception(self, trainer, module, exception):
+        report("on_exception", type(exception).__name__)
+        trainer.strategy.barrier("cleanup")  # must not hang
+
+if __name__ == "__main__":
+    data = torch.utils.data.DataLoader(torch.randn(20000, 32))
+    Trainer(strategy=RingStrategy(), devices=2, accelerator="cpu", max_epochs=1, logger=False, callbacks=[Cleanup()],
+            enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False).fit(Model(), data)
+"""
+
+
+def training(condition: str = "False", action: str = "pass") -> str:
+    return TRAIN.format(condition=condition, action=action)
+
+
+def ends_in_time(job: Job, since: float) -> Result:
+    result = job.wait(20)
+    assert time.monotonic() - since < 10
+    assert result.returncode != 0
+    return result
+
+
+def test_an_exception_on_one_rank() -> None:
+    script = training("batch_idx == 6 and self.global_rank == 1", "raise ValueError('the first cause')")
+    with start_ranks(script) as job:
+        job.pids(40)
+        result = ends_in_time(job, time.monotonic())
+    # The failing rank's own traceback, and one line from the other.
+    assert re.search(r"Traceback.*training_step.*ValueError: the first cause", result.stderr, re.DOTALL)
+    assert re.search(r"rank 0 ends because rank 1 failed: ValueError: the first cause", result.stderr)
+    assert result.values("on_exception") == ["PeerFailed", "ValueError"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ctrl_c_reaching_one_rank(rank: int) -> None:
+    with start_ranks(training()) as job:
+        job.pids(40)
+        job.send_signal(rank, signal.SIGINT)
+        result = ends_in_time(job, time.monotonic())
+    assert result.values("on_exception")[rank] == "KeyboardInterrupt"
+    assert "KeyboardInterrupt" in result.output
+
+
+@pytest.mark.parametrize("signalled", [[0], [1], [0, 1]])
+def test_sigterm(signalled: list[int]) -> None:
+    with start_ranks(training()) as job:
+        job.pids(40)
+        since = time.monotonic()
+        for rank in signalled:
+            job.send_signal(rank, signal.SIGTERM)
+        result = ends_in_time(job, since)
+    assert "SIGTERMException" in result.values("on_exception")
+
+
+DIFFERENT = """
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.utilities import rank_zero_only
+import ring_plugins.lightning
+
+class Model(BoringModel):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(32, 2, bias=rank_zero_only.rank == 0)
+
+if __name__ == "__main__":
+    Trainer(strategy="ring", devices=2, accelerator="cpu", max_epochs=1, logger=False, limit_train_batches=4,
+            enable_checkpointing=False, enable_progress_bar=False).fit(Model())
+"""
+
+
+def test_different_models() -> None:
+    with start_ranks(DIFFERENT) as job:
+        result = job.wait(40)
+    assert result.returncode != 0
+    assert "layer.bias" in result.stderr
+
+
+SURVIVOR = """
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from tests.worker import report
+import ring_plugins.lightning
+
+class TooLarge(BoringModel):
+    def training_step(self, batch, batch_idx):
+        raise MemoryError("too large")
+
+def trainer():
+    return Trainer(strategy="ring", devices=2, accelerator="cpu", max_epochs=1, logger=False, limit_train_batches=4,
+                   enable_checkpointing=False, enable_progress_bar=False)
+
+if __name__ == "__main__":
+    try:
+        trainer().fit(TooLarge())
+    except MemoryError:
+        model = BoringModel()
+        own = trainer()
+        own.fit(model)
+        report("weights", model.layer.weight.detach(), own.global_rank)
+"""
+
+
+def test_an_error_that_all_ranks_catch_is_survived() -> None:
+    with start_ranks(SURVIVOR) as job:
+        result = job.wait(40)
+    assert result.returncode == 0, result
+    first, second = result.values("weights")
+    assert first == second
