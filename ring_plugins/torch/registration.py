@@ -1,0 +1,76 @@
+"""Makes `torch.distributed.init_process_group("ring")` known to torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch re-exports these unmarked
+
+from ring_plugins.core import launch, world
+from ring_plugins.core.collectives.protocol import Communicator
+from ring_plugins.core.errors import LaunchError
+from ring_plugins.torch.point_to_point import PointToPoint, Stream
+from ring_plugins.torch.process_group import RingProcessGroup
+from ring_plugins.torch.rendezvous import adopt, exchange_through_store, replace_env_rendezvous
+
+#: How often this process created a group of a name. All members count alike, so a group that is created again after
+#: it was destroyed finds keys of its own in a store that still holds the old ones.
+_created: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+
+
+def register() -> None:
+    """Register the "ring" backend and the rendezvous that serves it; harmless to call again."""
+    if not dist.is_available() or "ring" in dist.Backend.backend_list:
+        return
+    dist.Backend.register_backend("ring", create_process_group, extended_api=True, devices=["cpu"])
+    replace_env_rendezvous()
+
+
+def create_process_group(options: Any, _backend_options: Any = None) -> RingProcessGroup:
+    """What torch calls on every member of a new group.
+
+    Args:
+        options: torch's `_DistributedBackendOptions`: store, group_rank, group_size, group_id.
+
+    Raises:
+        LaunchError: the group is larger than the job that ring_plugins sees.
+    """
+    rank, size, group_id = options.group_rank, options.group_size, options.group_id
+    # A connection of our own where torch has that (2.5): its threads must not wait for the script's use of the store.
+    base = options.store.clone() if hasattr(options.store, "clone") else options.store
+    store = PrefixStore(f"ring/{next(_created[group_id])}", base)
+    if size > 1 and not world.is_initialised() and launch.detect().kind == "alone":
+        # The script started its processes itself and gave torch their ranks.
+        adopt(PrefixStore("world", store), rank, size)
+    own = world.init()
+    if size > own.place.size:
+        raise LaunchError(
+            f"torch.distributed was asked for {size} ranks, but ring_plugins runs {own.place.size} "
+            f"(launch: {own.launcher}). Start the script with mpirun or torchrun, or call ring_plugins.init(ranks=...) "
+            "first with that number."
+        )
+    world_ranks = exchange_through_store(store, "ranks", rank, size, own.place.rank)
+
+    def meet(
+        name: str, position: int, ranks: tuple[int, ...], cancelled: Callable[[], bool] = lambda: False
+    ) -> Communicator:
+        rounds = itertools.count()
+
+        def gather(payload: Any) -> list[Any]:
+            key = f"{name}/{next(rounds)}"
+            return exchange_through_store(store, key, position, len(ranks), payload, cancelled)
+
+        return own.new_communicator(f"process group {name}", ranks, gather)
+
+    def connect(stream: Stream, cancelled: Callable[[], bool]) -> Communicator:
+        sender, receiver, tag = stream
+        position = 0 if sender == rank else 1
+        ends = (world_ranks[sender], world_ranks[receiver])
+        return meet(f"{group_id}, {sender} to {receiver}, tag {tag}", position, ends, cancelled)
+
+    communicator = meet(group_id, rank, tuple(world_ranks))
+    return RingProcessGroup(store, communicator, PointToPoint(rank, size, connect))

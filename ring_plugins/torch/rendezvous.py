@@ -1,0 +1,229 @@
+"""How the ranks of a job find each other through a torch store, and how torch finds them through ours."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, cast
+
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]  # torch re-exports these unmarked
+
+from ring_plugins.core.errors import LaunchError, RingError, TimeoutExceeded
+
+#: What a torchrun-style launcher sets.
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SOON = timedelta(seconds=300)
+
+
+def rendezvous_store(generation: int = 0, timeout: timedelta = _SOON) -> tuple[Store, int, int]:
+    """A store of ring_plugins' own, shared by the ranks that a torchrun-style launcher started.
+
+    Args:
+        generation: how many stores this job opened so before, the same on all ranks.
+        timeout: how long ranks may take to arrive.
+
+    Returns:
+        The store, this process's rank, and the world size.
+
+    Raises:
+        LaunchError: the environment is incomplete, or the ranks did not meet in time.
+    """
+    missing = [name for name in VARIABLES if not os.environ.get(name)]
+    if missing:
+        raise LaunchError(
+            f"{', '.join(missing)} not set in the environment; start with torchrun, with mpirun, "
+            f"or set all of {', '.join(VARIABLES)}."
+        )
+    rank, size, host = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
+    adopted = _adopted.pop() if _adopted else None
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+    def shared() -> Store:
+        if adopted is not None:
+            return adopted
+        # torch's own rendezvous knows whether torchrun's agent hosts the store (TORCHELASTIC_USE_AGENT_STORE) or
+        # rank 0 does, and then lets several users share the port.
+        arrivals = rendezvous("env://", timeout=timeout)
+        store = next(arrivals)[0]
+        store.set_timeout(timeout)
+        return PrefixStore(f"ring_plugins/{restart}/{generation}", store)
+
+    try:
+        return _private_store(shared, rank, size, host, timeout), rank, size
+    except (RuntimeError, ValueError) as error:
+        raise LaunchError(
+            f"rank {rank} of {size} could not meet the others at MASTER_ADDR={host} "
+            f"MASTER_PORT={os.environ['MASTER_PORT']}: {error}. Are all ranks running, and is the port free and open?"
+        ) from error
+
+
+def _private_store(open_shared: Callable[[], Store], rank: int, size: int, host: str, timeout: timedelta) -> Store:
+    """A store hosted by rank 0 on a port of its own, whose address the shared store hands round.
+
+    Were the shared one kept open, a script that destroys its process group and initialises it again would meet the
+    old group's keys. So it is let go, and it does not matter whether the script opens it before or after us.
+    """
+    shared = open_shared()
+    if rank == 0:
+        own = _listen(host, size, timeout)
+        shared.set("port", str(own.port))
+    else:
+        own = TCPStore(host, int(shared.get("port")), size, False, timeout, wait_for_workers=False)
+    # All have our store before the shared one goes away, and it has gone before anyone returns: who comes back to
+    # its port must not meet the old server in its last moment.
+    exchange_through_store(own, "arrived", rank, size, None)
+    del shared
+    exchange_through_store(own, "left", rank, size, None)
+    return own
+
+
+#: At most one store, which the next `rendezvous_store` uses instead of the launcher's.
+_adopted: list[Store] = []
+
+
+def adopt(store: Store, rank: int, size: int) -> None:
+    """Let the next `init` meet through a store that torch.distributed was given, with the ranks given there.
+
+    For scripts that start their processes themselves, as torch.multiprocessing.spawn does: from here on the
+    environment says what they said to `init_process_group`.
+    """
+    base: Any = innermost(store)
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(size)
+    os.environ["MASTER_ADDR"] = getattr(base, "host", "127.0.0.1")
+    os.environ["MASTER_PORT"] = str(getattr(base, "port", 0))
+    _adopted[:] = [store]
+
+
+def innermost(store: Store) -> Store:
+    """The store under all prefixes."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def exchange_through_store(
+    store: Store, name: str, rank: int, size: int, item: Any, cancelled: Callable[[], bool] = lambda: False
+) -> list[Any]:
+    """One picklable item from every rank, in rank order.
+
+    Args:
+        store: shared by the ranks.
+        name: never used before in this store.
+        rank: the caller's place among those who exchange.
+        size: how many exchange.
+        item: this rank's.
+        cancelled: becomes true when nobody is interested any more.
+
+    Raises:
+        TimeoutExceeded: a rank did not come within the store's time-out.
+        RingError: cancelled.
+    """
+    cast(Any, store).set(f"{name}/{rank}", pickle.dumps(item))  # torch's stub forgets that bytes will do
+    found = []
+    for other in range(size):
+        value = _get(store, f"{name}/{other}", f"rank {rank} of {size} waited for rank {other} in {name}", cancelled)
+        found.append(pickle.loads(value))
+    return found
+
+
+def _get(store: Store, key: str, what: str, cancelled: Callable[[], bool]) -> bytes:
+    """The value of a key, looked for again and again: a blocking `get` locks out all other threads of the store."""
+    patience = cast("timedelta", cast(Any, store).timeout).total_seconds()
+    started, pause = time.monotonic(), 0.001
+    while not store.check([key]):
+        if cancelled():
+            raise RingError(f"{what}, but the process group was closed meanwhile.")
+        if time.monotonic() - started > patience:
+            raise TimeoutExceeded(
+                f"{what} for {patience:g} s. All ranks of a group must create it, and a message needs both ends; "
+                "look for the error that the missing rank printed."
+            )
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.02)
+    return store.get(key)
+
+
+def replace_env_rendezvous() -> None:
+    """Let `init_process_group` work where the launcher is not torchrun: mpirun, or a script that grew by itself.
+
+    torch 2.13, torch/distributed/rendezvous.py:229-275 raises where RANK is missing, and
+    `register_rendezvous_handler` (lines 27-49) refuses a scheme that is taken; hence the private table. Where RANK
+    and the other variables are there, torch's own handler does everything as before.
+    """
+    handlers = cast("dict[str, Callable[..., Iterator[tuple[Store, int, int]]]]", _handlers())
+    torch_handler = handlers["env"]
+    if getattr(torch_handler, "asks_ring_plugins", False):
+        return
+
+    def env_handler(url: str, timeout: timedelta = _SOON, **options: Any) -> Iterator[tuple[Store, int, int]]:
+        if "rank=" in url or all(os.environ.get(name) for name in VARIABLES) or _half_set():
+            return torch_handler(url, timeout=timeout, **options)
+        return iter([store_from_world(timeout)])
+
+    env_handler.asks_ring_plugins = True  # type: ignore[attr-defined]
+    handlers["env"] = env_handler
+
+
+def _half_set() -> bool:
+    """Whether someone began to set torch's variables where nothing else started this process: torch names the rest."""
+    from ring_plugins.core import launch, world
+
+    if world.is_initialised() or launch.detect().kind != "alone":
+        return False
+    return any(os.environ.get(name) for name in VARIABLES)
+
+
+def store_from_world(timeout: timedelta = _SOON) -> tuple[Store, int, int]:
+    """A new store among the ranks of ring_plugins' world, with their rank and the world size; all call it."""
+    from ring_plugins.core import world
+
+    own = world.init()
+    place = own.place
+    if place.size == 1:
+        return HashStore(), 0, 1
+    if place.rank == 0:
+        one_host = place.num_nodes == 1
+        addresses = ["127.0.0.1"] if one_host else _own_addresses()
+        store = _listen(addresses[0] if one_host else "0.0.0.0", place.size, timeout)
+        own.communicator.broadcast_object((addresses, store.port), root=0)
+    else:
+        addresses, port = own.communicator.broadcast_object(None, root=0)
+        store = _connect(addresses, port, place.size, timeout)
+    return store, place.rank, place.size
+
+
+def _handlers() -> Any:
+    # The package attribute of this name is the function; only sys.modules has the module.
+    return sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
+
+
+def _listen(host: str, size: int, timeout: timedelta) -> TCPStore:
+    return TCPStore(host, 0, size, True, timeout, wait_for_workers=False)
+
+
+def _connect(addresses: list[str], port: int, size: int, timeout: timedelta) -> TCPStore:
+    for address in addresses:
+        try:
+            with socket.create_connection((address, port), timeout=10):
+                pass
+        except OSError:
+            continue
+        return TCPStore(address, port, size, False, timeout, wait_for_workers=False)
+    raise LaunchError(
+        f"{socket.gethostname()} reaches rank 0 on port {port} under none of {', '.join(addresses)}; "
+        "do the hosts' names resolve, and does a firewall close ports between them?"
+    )
+
+
+def _own_addresses() -> list[str]:
+    name = socket.gethostname()
+    found = [name]
+    with contextlib.suppress(OSError):
+        found += [str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    return list(dict.fromkeys(address for address in found if not address.startswith("127.")))
