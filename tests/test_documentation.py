@@ -1,0 +1,124 @@
+"""No command in the documentation goes unrun without saying why.
+
+A fenced block of Python is run on its own. A block of shell commands says in a comment on the line above who runs it:
+
+    <!-- run by .ci/run: NAME ... -->       .ci/run reads it from here, or runs a command that contains it
+    <!-- tested by tests/PATH.py -->        that test runs every script, test file and option the block names
+    <!-- collected by tests/test_documentation.py -->   a block of pytest commands, each of which must select tests
+    <!-- not run: REASON -->
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.launch import REPOSITORY, run_ranks
+
+DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+BLOCK = re.compile(
+    r"(?:^<!-- (?P<marker>[^\n]*) -->\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
+)
+SHELLS = ("bash", "console", "shell", "sh")
+
+
+@dataclass(frozen=True)
+class Block:
+    document: Path
+    line: int
+    marker: str
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.document.name}:{self.line}"
+
+
+def blocks() -> list[Block]:
+    return [
+        Block(document, text.count("\n", 0, match.start()) + 1, match["marker"] or "", match["language"], match["text"])
+        for document in DOCUMENTS
+        for text in [document.read_text()]
+        for match in BLOCK.finditer(text)
+    ]
+
+
+def is_excused(block: Block) -> bool:
+    return re.fullmatch(r"not run: \S.{9,}", block.marker) is not None
+
+
+@pytest.mark.parametrize("block", [block for block in blocks() if block.language in SHELLS], ids=str)
+def test_shell_commands_are_run_somewhere(block):
+    if is_excused(block):
+        return
+    if block.marker == "collected by tests/test_documentation.py":
+        for line in block.text.splitlines():
+            command = shlex.split(line, comments=True)
+            assert command[0] == "pytest"
+            selected = subprocess.run(
+                [sys.executable, "-m", *command, "--collect-only", "-q"],
+                cwd=REPOSITORY,
+                check=False,
+                capture_output=True,
+                text=True,
+            )
+            assert selected.returncode == 0, f"{line}\n{selected.stdout}{selected.stderr}"
+            if "--ranks 3" in line:
+                assert re.search(r"\[\w+-3\]$", selected.stdout, re.MULTILINE), selected.stdout
+        return
+    if block.marker.startswith("run by .ci/run: "):
+        name = block.marker.removeprefix("run by .ci/run: ")
+        read_there = f'"$(readme_command {name})"' in (REPOSITORY / ".ci" / "run").read_text()
+        readme = (REPOSITORY / "README.md").read_text()
+        assert read_there or block.text.strip() in readme, f"{block}: .ci/run does not run this"
+        return
+    assert block.marker.startswith("tested by "), f"{block}: say above this block who runs it, or why nobody can"
+    test = (REPOSITORY / block.marker.removeprefix("tested by ")).read_text()
+    for named in re.findall(r"[\w/]+\.py\b", block.text):
+        assert Path(named).name in test, f"{block}: {block.marker.removeprefix('tested by ')} never mentions {named}"
+
+
+@pytest.mark.parametrize(
+    "block", [block for block in blocks() if block.language == "python" and not is_excused(block)], ids=str
+)
+def test_python_runs_as_printed(block):
+    run_ranks(block.text, timeout=120)
+
+
+def test_the_fragment_of_a_test_passes():
+    """CONTRIBUTING's example of a test, with what pytest would give it."""
+    (fragment,) = [block for block in blocks() if block.language == "python" and is_excused(block)]
+    namespace: dict[str, object] = {}
+    exec(fragment.text, namespace)
+    namespace["test_sum"](ranks=2, launcher="grown")
+
+
+def test_links_inside_the_repository_lead_somewhere():
+    broken = [
+        f"{document.name}: {target}"
+        for document in DOCUMENTS
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", document.read_text())
+        if not (document.parent / target).exists()
+    ]
+    assert broken == []
+
+
+def test_every_variable_in_the_source_is_documented():
+    set_by_ourselves = {"RING_GROWN"}
+    used = {
+        name
+        for source in (REPOSITORY / "ring_plugins").rglob("*.py")
+        for name in re.findall(r"""["'](RING_[A-Z_]+)["']""", source.read_text())
+    }
+    documented = set(re.findall(r"^\| `(RING_[A-Z_]+)`", (REPOSITORY / "README.md").read_text(), re.MULTILINE))
+    assert used - set_by_ourselves == documented
+
+
+def test_every_error_is_documented():
+    defined = set(re.findall(r"^class (\w+)\(", (REPOSITORY / "ring_plugins/core/errors.py").read_text(), re.MULTILINE))
+    documented = set(re.findall(r"^\| `(\w+)`", (REPOSITORY / "docs/failures.md").read_text(), re.MULTILINE))
+    assert defined - {"RingError"} == documented
