@@ -103,13 +103,13 @@ def _from_dlpack(x: Any, name: str) -> tuple[Array, str]:
     resolve = getattr(x, "resolve_conj", None)  # torch's lazily conjugated views have no DLPack form
     if resolve is not None:
         x = resolve().resolve_neg()
-    device = x.__dlpack_device__()
-    if int(device[0]) != _CPU:
-        raise ArgumentError(f"{name} is on device {getattr(x, 'device', device)}; this operation takes CPU memory.")
     try:
-        capsule = x.__dlpack__()
+        device = x.__dlpack_device__()
+        capsule = x.__dlpack__() if int(device[0]) == _CPU else None
     except Exception as error:
         raise ArgumentError(f"{name} ({type(x).__name__}) cannot be read as memory: {error}") from error
+    if capsule is None:
+        raise ArgumentError(f"{name} is on device {getattr(x, 'device', device)}; this operation takes CPU memory.")
     tensor = _Tensor.from_address(_capsule_pointer(capsule, b"dltensor"))
     dtype = _CODES.get(tensor.code, f"type {tensor.code} with ") + ("" if tensor.code == 6 else str(tensor.bits))
     if dtype not in STORAGE or tensor.lanes != 1:

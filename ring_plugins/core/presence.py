@@ -146,6 +146,10 @@ class Neighbourhood:
                 )
         return None
 
+    def has_lost_a_process(self) -> bool:
+        """Whether a neighbour's process is gone, without having left."""
+        return any(other.state != LEFT and other.has_died() for other in self.others.values())
+
     def check(self, missing: Sequence[int], what: str) -> None:
         """Raise if what this rank waits for cannot happen any more.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
 import socket
@@ -20,7 +21,7 @@ from ring_plugins.core.collectives.host import Gather, HostCommunicator
 from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.errors import ArgumentError, LaunchError, NotInitialised, PeerFailed
 from ring_plugins.core.launch import Connection, connect, detect, grow, rendezvous
-from ring_plugins.core.presence import Neighbourhood, Presence
+from ring_plugins.core.presence import FAILED, Neighbourhood, Presence
 from ring_plugins.core.shared_memory import domain, is_available
 
 #: Seconds that a script has to notice a failed peer by itself before its process is ended.
@@ -146,22 +147,23 @@ class World:
         """
         parent = os.getppid()
         launched = self.launcher in ("mpi", "grown") or "TORCHELASTIC_RUN_ID" in os.environ
+        neighbourhood = self._neighbourhood
         while not self._closed.wait(0.25):
             if launched and parent != 1 and os.getppid() != parent:
-                self._end(f"the launcher (process {parent}) is gone")
-            failure = self._neighbourhood.failure() if self._neighbourhood is not None else None
-            if failure is None:
+                _say(f"rank {self.place.rank} ends because the launcher (process {parent}) is gone")
+                os._exit(1)
+            failure = neighbourhood.failure() if neighbourhood is not None else None
+            if failure is None or neighbourhood is None or neighbourhood.told:
                 continue
-            assert self._neighbourhood is not None
-            if not self._closed.wait(_GRACE) and not self._neighbourhood.told:
+            if neighbourhood.own.state == FAILED and not neighbourhood.has_lost_a_process():
+                continue  # ranks failed alike, and their scripts may be about to try again
+            if not self._closed.wait(_GRACE) and not neighbourhood.told:
                 self.fail(failure)
-                self._end(str(failure))
-            return
-
-    def _end(self, reason: str) -> None:
-        print(f"ring_plugins: rank {self.place.rank} ends because {reason}", file=sys.stderr, flush=True)
-        self.abort()
-        os._exit(1)
+                _say(f"rank {self.place.rank} ends because {failure}")
+                aborting = threading.Thread(target=self.abort, daemon=True)  # may block where MPI is broken too
+                aborting.start()
+                aborting.join(2.0)
+                os._exit(1)
 
     def close(self) -> None:
         """Leave the job; peers that still wait for this rank are told."""
@@ -172,6 +174,12 @@ class World:
             self._neighbourhood.own.leave()
         for communicator in self._communicators:
             communicator.close()
+
+
+def _say(text: str) -> None:
+    """Print for the user, where there is still somewhere to print to: the launcher's end of the pipe may be gone."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"ring_plugins: {text}", file=sys.stderr, flush=True)
 
 
 def virtual_nodes(domains: Sequence[str], setting: str) -> list[str]:
@@ -306,12 +314,13 @@ def _install_hooks() -> None:
             previous(kind, error, trace)
             return
         if isinstance(error, PeerFailed):
-            print(f"ring_plugins: rank {world.place.rank} ends because {error}", file=sys.stderr, flush=True)
+            _say(f"rank {world.place.rank} ends because {error}")
         else:
-            print(f"ring_plugins: rank {world.place.rank} failed:", file=sys.stderr, flush=True)
+            _say(f"rank {world.place.rank} failed:")
             previous(kind, error, trace)
-        sys.stderr.flush()
-        sys.stdout.flush()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         world.fail(error)
         if isinstance(error, PeerFailed):
             time.sleep(0.2)  # let the rank that failed first end the job
@@ -327,6 +336,7 @@ def _at_exit() -> None:
     shutdown()
     status = grow.wait_for_children(_failed)
     if status and not _failed:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(status)

@@ -116,6 +116,8 @@ class GradientAverager:
         """Plan, memory and hooks for the parameters as they are now; collective."""
         self._forget()
         named = self._named()
+        if self._module is not None:
+            self._hooks.append(self._module.register_forward_pre_hook(self._before_forward))
         self._seen_registrations = registrations()
         self._all = [p for _, p in named]
         self._seen_flags = [p.requires_grad for p in self._all]
@@ -186,16 +188,35 @@ class GradientAverager:
         """
         if not self._synchronise or self._end_of_backward() is not None:
             return False
-        self.abandon()
-        changed = self._has_changed()
-        if changed:
-            self._build()
+        changed = self.prepare()
         self._passes += 1
         self._accumulates = self._passes < self._passes_per_step
         end = _EndOfBackward(self)
         self._end_of_backward = weakref.ref(end)
         Variable._execution_engine.queue_callback(end)
         return changed
+
+    def prepare(self) -> bool:
+        """Look whether parameters were frozen, unfrozen or added, and plan anew if so; collective in that case.
+
+        The forward of a module given at construction, and the first gradient of a backward, call this by
+        themselves. Call it before a forward that neither of them would notice: one of a list of parameters,
+        after which only newly unfrozen ones get a gradient.
+
+        Returns:
+            Whether the plan was built anew.
+        """
+        if self._reducer is None:
+            return False
+        self.abandon()
+        changed = self._has_changed()
+        if changed:
+            self._build()
+        return changed
+
+    def _before_forward(self, _module: nn.Module, _inputs: Any) -> None:
+        if torch.is_grad_enabled() and self._synchronise and self._end_of_backward() is None:
+            self.prepare()
 
     def abandon(self) -> None:
         """Bring this rank in step after a backward that raised; does nothing after one that did not.
@@ -261,8 +282,8 @@ class GradientAverager:
         """
         if self._reducer is None:
             return
-        if self._end_of_backward() is None and not self._reducer.is_under_way and self._has_changed():
-            self._build()
+        if self._end_of_backward() is None and not self._reducer.is_under_way:
+            self.prepare()
         self._end_of_backward = lambda: None
         self._passes, self._accumulates = 0, False
         self._reducer.finish()

@@ -98,7 +98,7 @@ class DistributedOptimizer(Optimizer):
         self.averager.set_parameters(self._named())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.averager.abandon()
+        self.averager.prepare()
         self._reductions_so_far = self.averager.steps
         self.optimizer.zero_grad(set_to_none)
 

@@ -186,7 +186,8 @@ def wait_for_children(failed: bool) -> int:
     if bad and not failed:
         rank, code = bad[0]
         logging.shutdown()
-        print(f"ring_plugins: rank {rank} ended with {_ending(code)}.", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):
+            print(f"ring_plugins: rank {rank} ended with {_ending(code)}.", file=sys.stderr, flush=True)
     return next((code if code > 0 else 128 - code for _, code in bad), 0)
 
 

@@ -1,0 +1,67 @@
+import numpy as np
+import pytest
+import torch
+
+from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.memory import host_array, host_memory
+
+DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool",
+          "complex64", "complex128", "uint16", "uint32", "uint64"]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torch_memory_is_shared_not_copied(dtype):
+    tensor = torch.ones(5, dtype=getattr(torch, dtype))
+    memory = host_memory(tensor)
+    assert memory.dtype == dtype
+    memory.array[:] = 0
+    assert not tensor.to(torch.complex128).any()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).reshape(2, 3).t(),
+        torch.tensor(3),
+        torch.zeros(0, 4),
+        torch.ones(4, dtype=torch.complex64).conj() * 2j,
+        torch.ones(2, requires_grad=True),
+        torch.arange(20, dtype=torch.bfloat16).reshape(4, 5)[1:, ::2],
+        torch.zeros(3, 0, dtype=torch.bfloat16),
+    ],
+)
+def test_shape_strides_and_values_survive(tensor):
+    array, dtype = host_array(tensor)
+    assert array.shape == tuple(tensor.shape)
+    back = torch.from_numpy(np.ascontiguousarray(array)).view(getattr(torch, dtype))
+    assert torch.equal(back.reshape(tensor.shape), tensor.detach().resolve_conj())
+
+
+def test_memory_outlives_the_tensor_it_came_from():
+    array = host_memory(torch.full((1000,), 7, dtype=torch.bfloat16)).array
+    torch.full((1000,), 1, dtype=torch.bfloat16)
+    assert np.all(array == array[0])
+
+
+@pytest.mark.parametrize(
+    ("x", "said"),
+    [
+        (np.array(["a"]), "cannot be sent"),
+        (np.ones((4, 4))[:, ::2], "not contiguous"),
+        (torch.ones(4, device="meta"), "cannot be read"),
+        (np.ones(3, ">f4"), "cannot be sent"),
+        ([[1], [1, 2]], "not an array"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_with_its_name(x, said):
+    with pytest.raises(ArgumentError, match=said) as error:
+        host_memory(x, "gradient")
+    assert "gradient" in str(error.value) or "dtype" in str(error.value)
+
+
+def test_read_only_memory_cannot_take_a_result():
+    x = np.ones(3)
+    x.flags.writeable = False
+    host_memory(x)
+    with pytest.raises(ArgumentError, match="read-only"):
+        host_memory(x, writable=True)

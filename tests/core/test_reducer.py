@@ -1,0 +1,80 @@
+import itertools
+
+import pytest
+
+from ring_plugins.core.collectives.alone import AloneCommunicator
+from ring_plugins.core.fusion import Entry, FusionBuffer, FusionPlan
+from ring_plugins.core.reducer import GradientReducer
+
+
+class Recorder(AloneCommunicator):
+    """Writes down which bucket was filled and which was reduced, in order."""
+
+    def __init__(self):
+        super().__init__("recorder")
+        self.log = []
+
+    def start(self, description, function):
+        self.log.append(description)
+        return super().start(description, function)
+
+
+def reducer(entries=4):
+    plan = FusionPlan([Entry(str(i), "float32", 16) for i in range(entries)], bucket_bytes=64, first_bucket_bytes=64)
+    recorder = Recorder()
+    made = GradientReducer(
+        FusionBuffer(plan, recorder), recorder, lambda bucket: recorder.log.append(f"fill {bucket.index}")
+    )
+    return made, recorder.log
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_buckets_go_out_in_the_order_of_the_plan_whatever_order_gradients_come_in(order):
+    made, log = reducer()
+    for entry in order:
+        made.mark_ready(entry)
+    made.finish()
+    assert log == [said for i in range(4) for said in (f"fill {i}", f"bucket {i}")]
+
+
+def test_a_bucket_goes_out_as_soon_as_it_and_all_before_it_are_ready():
+    made, log = reducer()
+    made.mark_ready(2)
+    assert log == []
+    made.mark_ready(3)
+    assert log == ["fill 0", "bucket 0", "fill 1", "bucket 1"]
+
+
+def test_what_never_became_ready_goes_out_at_the_end():
+    made, log = reducer()
+    made.mark_ready(0)
+    made.finish()
+    assert [said for said in log if said.startswith("bucket")] == [f"bucket {i}" for i in range(4)]
+
+
+def test_marking_twice_changes_nothing():
+    made, log = reducer()
+    made.mark_ready(3)
+    made.mark_ready(3)
+    assert log == ["fill 0", "bucket 0"]
+    assert made.is_launched(3)
+    assert not made.is_launched(2)
+
+
+def test_a_pass_starts_anew_after_the_last_and_counts():
+    made, log = reducer(2)
+    for _ in range(3):
+        assert not made.is_under_way
+        made.mark_ready(1)
+        assert made.is_under_way
+        made.finish()
+    assert (made.passes, made.reduced_bytes) == (3, 3 * made._buffer.plan.nbytes)
+    assert len(log) == 12
+
+
+def test_an_abandoned_pass_sends_the_rest_without_filling():
+    made, log = reducer()
+    made.mark_ready(3)
+    made.abandon()
+    assert log == ["fill 0", "bucket 0", "bucket 1", "bucket 2", "bucket 3"]
+    assert not made.is_under_way

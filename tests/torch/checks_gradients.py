@@ -1,0 +1,478 @@
+"""Averaged gradients against one process on the concatenated batch. Run by test_gradients.py at any world size."""
+
+import gc
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import ring_plugins as ring
+from ring_plugins.torch import DistributedOptimizer, GradientAverager, broadcast_optimizer_state, broadcast_parameters
+from tests.worker import report
+
+torch.set_num_threads(1)
+ring.init(ranks=int(os.environ["TEST_RANKS"]))
+RANK, SIZE = ring.rank(), ring.size()
+CHECKS: list[Callable[[], None]] = []
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS.append(function)
+    return function
+
+
+def shard(x: torch.Tensor) -> torch.Tensor:
+    return x[RANK::SIZE]
+
+
+def same_everywhere(tensors) -> bool:
+    flat = torch.cat([t.detach().to_dense().flatten().double() for t in tensors])
+    rows = ring.all_gather(flat[None])
+    return all(torch.equal(rows[0], row) for row in rows)
+
+
+def close(model: nn.Module, reference: nn.Module, tolerance: float = 1e-6) -> bool:
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return all(torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance) for a, b in pairs)
+
+
+class Net(nn.Module):
+    """Convolution (channels_last), a shared layer used twice, a 0-d and an empty parameter, two dtypes."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.conv = nn.Conv2d(1, 4, 3).to(memory_format=torch.channels_last)
+        self.twice = nn.Linear(36, 36)
+        self.wide = nn.Linear(144, 36, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.head = nn.Linear(36, 10, bias=False)
+        self.alias = self.head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(x.to(memory_format=torch.channels_last)).relu().flatten(1)
+        x = self.wide(x.double()).float() * self.scale + self.empty.sum()
+        return self.alias(self.twice(self.twice(x).relu()))
+
+
+def batches(steps: int, rows: int = 12) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(rows, 1, 8, 8, generator=generator), torch.randint(0, 10, (rows,), generator=generator))
+        for _ in range(steps)
+    ]
+
+
+def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(x), y)
+
+
+@check
+def equals_one_process_on_the_concatenated_batch() -> None:
+    for make in (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), lambda p: torch.optim.Adam(p, 0.01)):
+        for bucket_bytes in (1, 4096, 25 << 20):
+            reference, model = Net(), Net()
+            plain, ours = make(reference.parameters()), make(model.parameters())
+            ours = DistributedOptimizer(ours, model.named_parameters(), bucket_bytes=bucket_bytes)
+            for x, y in batches(6):
+                for net, optimizer, part in ((reference, plain, lambda t: t), (model, ours, shard)):
+                    optimizer.zero_grad()
+                    loss(net, part(x), part(y)).backward()
+                    nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+                    optimizer.step()
+            assert close(model, reference, 2e-5), bucket_bytes
+            assert same_everywhere(model.parameters())
+            ours.close()
+
+
+@check
+def gradients_are_views_of_the_buckets_laid_out_like_their_parameters() -> None:
+    model = Net()
+    averager = GradientAverager(model)
+    x, y = batches(1)[0]
+    loss(model, shard(x), shard(y)).backward()
+    if SIZE > 1:
+        for parameter, view in zip(averager._parameters, averager._views, strict=True):
+            assert parameter.grad is view
+            assert parameter.grad.stride() == parameter.stride()
+    averager.close()
+
+
+@check
+def zeroed_in_place_or_set_to_none_is_the_same() -> None:
+    models = [Net(), Net()]
+    optimizers = [DistributedOptimizer(torch.optim.SGD(m.parameters(), 0.1), m.named_parameters()) for m in models]
+    for x, y in batches(4):
+        for model, optimizer, to_none in zip(models, optimizers, (True, False), strict=True):
+            optimizer.zero_grad(set_to_none=to_none)
+            loss(model, shard(x), shard(y)).backward()
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(*(m.parameters() for m in models), strict=True))
+    for optimizer in optimizers:
+        optimizer.close()
+
+
+@check
+def accumulation_announced_or_not() -> None:
+    """Two backwards a step: with no_sync, with backward_passes_per_step, and simply called twice."""
+    reference = Net()
+    plain = torch.optim.SGD(reference.parameters(), 0.1)
+    models = [Net() for _ in range(3)]
+    optimizers = [
+        DistributedOptimizer(
+            torch.optim.SGD(m.parameters(), 0.1), m.named_parameters(), backward_passes_per_step=2 if i == 1 else 1
+        )
+        for i, m in enumerate(models)
+    ]
+    data = batches(6)
+    for (x1, y1), (x2, y2) in zip(data[::2], data[1::2], strict=True):
+        plain.zero_grad()
+        (loss(reference, x1, y1) + loss(reference, x2, y2)).backward()
+        plain.step()
+        for i, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            if i == 0:
+                with optimizer.no_sync():
+                    loss(model, shard(x1), shard(y1)).backward()
+            else:
+                loss(model, shard(x1), shard(y1)).backward()
+            loss(model, shard(x2), shard(y2)).backward()
+            optimizer.step()
+    assert all(close(model, reference, 2e-5) for model in models)
+    assert all(same_everywhere(model.parameters()) for model in models)
+    if SIZE > 1:
+        assert [optimizer.averager.steps for optimizer in optimizers] == [3, 3, 6]
+    for optimizer in optimizers:
+        optimizer.close()
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.sometimes, self.never = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, branch: bool) -> torch.Tensor:
+        y = self.always(x)
+        return (self.sometimes(y) if branch else y).sum()
+
+
+@check
+def unused_parameters() -> None:
+    model = Branches()
+    averager = GradientAverager(model, bucket_bytes=64, first_bucket_bytes=64)
+    for used_on in (0, SIZE - 1, None):
+        model.zero_grad()
+        model(torch.full((2, 4), RANK + 1.0), used_on == RANK).backward()
+        assert model.never.weight.grad is None
+        if used_on is None:
+            assert model.sometimes.weight.grad is None
+        else:
+            x = torch.full((2, 4), used_on + 1.0)
+            expected = torch.autograd.grad(model(x, True), model.sometimes.weight)[0] / SIZE
+            assert torch.allclose(model.sometimes.weight.grad, expected)
+        used = [p.grad for p in model.parameters() if p.grad is not None]
+        assert same_everywhere(used)
+    averager.close()
+
+
+@check
+def a_rank_without_any_backward_takes_part_with_zeros() -> None:
+    model = nn.Linear(3, 1, bias=False)
+    broadcast_parameters(model)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 1.0), model.named_parameters())
+    before = model.weight.detach().clone()
+    optimizer.zero_grad()
+    if RANK == 0:
+        model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert torch.allclose(model.weight, before - 1 / SIZE)
+    optimizer.close()
+
+
+@check
+def frozen_unfrozen_and_added_parameters() -> None:
+    model = Branches()
+    model.never.requires_grad_(False)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    x = torch.full((2, 4), RANK + 1.0)
+    mean = sum(range(1, SIZE + 1)) / SIZE
+    model(x, True).backward()
+    optimizer.step()
+    model.never.requires_grad_(True)
+    model.always.requires_grad_(False)
+    optimizer.zero_grad()
+    model.never(x).sum().backward()
+    assert torch.allclose(model.never.weight.grad, torch.full((4, 4), 2 * mean))
+    assert model.always.weight.grad is None
+    model.extra = nn.Linear(4, 1, bias=False)
+    broadcast_parameters(model)
+    optimizer.add_param_group({"params": model.extra.parameters()})
+    optimizer.zero_grad()
+    (model.never(x).sum() + model.extra(x).sum()).backward()
+    assert torch.allclose(model.extra.weight.grad, torch.full((1, 4), 2 * mean))
+    optimizer.step()
+    optimizer.close()
+    whole = GradientAverager(model)
+    model.later = nn.Linear(4, 1, bias=False)
+    model.always.requires_grad_(True)
+    (model(x, True) + model.later(x).sum()).backward()
+    assert torch.allclose(model.later.weight.grad, torch.full((1, 4), 2 * mean))
+    whole.close()
+
+
+class Words(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(50, 4, sparse=sparse)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(words).mean(1)).square().sum()
+
+
+@check
+def sparse_gradients_gathered_or_densified() -> None:
+    generator = torch.Generator().manual_seed(2)
+    steps = [torch.randint(0, 50, (12, 3), generator=generator) for _ in range(4)]
+    for sparse in ("gather", "densify"):
+        for known in (True, False):
+            reference, model = Words(False), Words(True)
+            plain = torch.optim.SGD(reference.parameters(), 0.1)
+            ours = torch.optim.SGD(model.parameters(), 0.1)
+            parameters = model if known else model.named_parameters()
+            averager = GradientAverager(parameters, sparse=sparse)
+            for words in steps:
+                plain.zero_grad()
+                (reference(words) / SIZE).backward()
+                plain.step()
+                ours.zero_grad()
+                model(shard(words)).backward()
+                if SIZE > 1:
+                    assert model.table.weight.grad.is_sparse == (sparse == "gather")
+                ours.step()
+            assert close(model, reference, 2e-5), (sparse, known)
+            assert same_everywhere(model.parameters())
+            averager.close()
+
+
+@check
+def sparse_gradient_on_one_rank_only() -> None:
+    model = Words(True)
+    averager = GradientAverager(model)
+    if RANK == 0:
+        model(torch.tensor([[1, 2]])).backward()
+    else:
+        model.head(torch.ones(1, 4)).sum().backward()
+    gradient = model.table.weight.grad
+    assert gradient.is_sparse
+    assert gradient._nnz() == 2
+    assert same_everywhere([gradient])
+    averager.close()
+
+
+class Boom(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        raise ValueError("boom")
+
+
+@check
+def a_clean_step_after_an_exception_in_backward() -> None:
+    for in_place in (False, True):
+        reference, model = Net(), Net()
+        plain = torch.optim.SGD(reference.parameters(), 0.1)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), bucket_bytes=64)
+        for i, (x, y) in enumerate(batches(4)):
+            plain.zero_grad()
+            loss(reference, x, y).backward()
+            plain.step()
+            if i % 2:
+                optimizer.zero_grad(set_to_none=not in_place)
+                try:
+                    hidden = model.wide(torch.ones(1, 144).double()).float()
+                    model.head(model.twice(Boom.apply(hidden))).sum().backward()
+                except ValueError:
+                    gc.collect()
+            optimizer.zero_grad(set_to_none=not in_place)
+            loss(model, shard(x), shard(y)).backward()
+            optimizer.step()
+        assert close(model, reference, 2e-5), in_place
+        assert same_everywhere(model.parameters())
+        optimizer.close()
+
+
+@check
+def retained_graphs_and_second_order() -> None:
+    model = nn.Linear(3, 3, bias=False)
+    broadcast_parameters(model)
+    averager = GradientAverager(model)
+    out = (model(torch.full((1, 3), RANK + 1.0)) ** 2).sum()
+    out.backward(retain_graph=True)
+    once = model.weight.grad.clone()
+    out.backward()
+    assert torch.allclose(model.weight.grad, 2 * once, rtol=1e-5)
+    model.zero_grad()
+    out = (model(torch.full((1, 3), RANK + 1.0)) ** 2).sum()
+    out.backward(create_graph=True)
+    assert torch.allclose(model.weight.grad, once, rtol=1e-5)
+    assert same_everywhere([model.weight.grad])
+    averager.close()
+
+
+@check
+def checkpointed_layers() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    for reentrant in (False, True):
+        model = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        broadcast_parameters(model)
+        averager = GradientAverager(model, bucket_bytes=64, first_bucket_bytes=64)
+        x = torch.full((2, 4), RANK + 1.0, requires_grad=True)
+        y = x
+        for layer in model:
+            y = checkpoint(layer, y, use_reentrant=reentrant)
+        y.square().sum().backward()
+        reference = []
+        for rank in range(SIZE):
+            z = torch.full((2, 4), rank + 1.0)
+            for layer in model:
+                z = layer(z)
+            reference.append(torch.autograd.grad(z.square().sum(), list(model.parameters())))
+        for parameter, *gradients in zip(model.parameters(), *reference, strict=True):
+            assert torch.allclose(parameter.grad, sum(gradients) / SIZE, rtol=1e-4, atol=1e-5), reentrant
+        averager.close()
+
+
+@check
+def compiled_model() -> None:
+    reference, model = Net(), Net()
+    plain = torch.optim.SGD(reference.parameters(), 0.1)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), bucket_bytes=256)
+    compiled = torch.compile(model, backend="aot_eager")
+    for x, y in batches(3):
+        plain.zero_grad()
+        loss(reference, x, y).backward()
+        plain.step()
+        optimizer.zero_grad()
+        loss(compiled, shard(x), shard(y)).backward()
+        optimizer.step()
+    assert close(model, reference, 2e-5)
+    assert same_everywhere(model.parameters())
+    optimizer.close()
+
+
+@check
+def bfloat16_model() -> None:
+    model = nn.Linear(8, 8).to(torch.bfloat16)
+    broadcast_parameters(model)
+    averager = GradientAverager(model)
+    x = torch.full((2, 8), RANK + 1.0, dtype=torch.bfloat16)
+    model(x).sum().backward()
+    assert torch.allclose(model.weight.grad.float(), torch.full((8, 8), sum(range(1, SIZE + 1)) * 2 / SIZE), rtol=1e-2)
+    assert same_everywhere(p.grad for p in model.parameters())
+    averager.close()
+
+
+@check
+def scaler_skips_on_all_ranks_when_one_overflows() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    broadcast_parameters(model)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = model.weight.detach().clone()
+    optimizer.zero_grad()
+    scaler.scale(model(torch.full((1, 2), float("inf") if RANK == SIZE - 1 else 1.0)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(model.weight, before)
+    assert scaler.get_scale() == 512.0
+    optimizer.close()
+
+
+@check
+def optimizer_looks_like_the_one_it_wraps() -> None:
+    model = nn.Linear(2, 1)
+    inner = torch.optim.Adam(model.parameters(), 0.1)
+    optimizer = DistributedOptimizer(inner, model.named_parameters())
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is inner.param_groups
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    assert inner.param_groups[0]["lr"] == 0.05
+    optimizer.load_state_dict(optimizer.state_dict())
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        out = model(torch.full((1, 2), RANK + 1.0)).square().sum()
+        out.backward()
+        return out
+
+    assert optimizer.step(closure) > 0
+    assert same_everywhere(model.parameters())
+    optimizer.close()
+    try:
+        DistributedOptimizer(inner, [("only", model.weight)])
+    except ring.ArgumentError as error:
+        assert "named_parameters lacks 1" in str(error)
+    else:
+        raise AssertionError("a missing parameter was not refused")
+
+
+@check
+def broadcast_of_parameters_and_optimizer_state() -> None:
+    model = Net(seed=RANK)
+    optimizer = torch.optim.Adam(model.parameters(), 0.1 * (RANK + 1))
+    if RANK == 0:
+        x, y = batches(1)[0]
+        loss(model, x, y).backward()
+        optimizer.step()
+    broadcast_parameters(model)
+    broadcast_optimizer_state(optimizer)
+    assert same_everywhere(model.parameters())
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    states = [optimizer.state[p]["exp_avg"] for p in model.parameters() if p in optimizer.state]
+    assert len(states) == len(list(model.parameters()))
+    assert same_everywhere(states)
+    if SIZE > 1:
+        try:
+            broadcast_parameters(nn.Linear(2, 2 + RANK))
+        except ring.MismatchError as error:
+            assert "number 0" in str(error)
+        else:
+            raise AssertionError("different models were not refused")
+
+
+@check
+def different_models_are_refused_by_name() -> None:
+    if SIZE == 1:
+        return
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5 if RANK == SIZE - 1 else 4))
+    try:
+        GradientAverager(model)
+    except ring.MismatchError as error:
+        assert "1.weight" in str(error), error
+        assert f"rank {SIZE - 1}" in str(error), error
+    else:
+        raise AssertionError("different models were not refused")
+
+
+for function in CHECKS:
+    try:
+        function()
+        report(function.__name__, "ok")
+    except Exception:
+        report(function.__name__, traceback.format_exc())
+        traceback.print_exc()
+        sys.exit(1)
