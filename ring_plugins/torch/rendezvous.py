@@ -49,7 +49,7 @@ def rendezvous_store(generation: int = 0, timeout: timedelta = _SOON) -> tuple[S
             return adopted
         # torch's own rendezvous knows whether torchrun's agent hosts the store (TORCHELASTIC_USE_AGENT_STORE) or
         # rank 0 does, and then lets several users share the port.
-        arrivals = rendezvous("env://", timeout=timeout)
+        arrivals = rendezvous("env://", rank, size, timeout=timeout)
         store = next(arrivals)[0]
         store.set_timeout(timeout)
         return PrefixStore(f"ring_plugins/{restart}/{generation}", store)
@@ -154,20 +154,39 @@ def replace_env_rendezvous() -> None:
 
     torch 2.13, torch/distributed/rendezvous.py:229-275 raises where RANK is missing, and
     `register_rendezvous_handler` (lines 27-49) refuses a scheme that is taken; hence the private table. Where RANK
-    and the other variables are there, torch's own handler does everything as before.
+    and the other variables are there, torch's own handler does as before, the first time.
     """
     handlers = cast("dict[str, Callable[..., Iterator[tuple[Store, int, int]]]]", _handlers())
     torch_handler = handlers["env"]
     if getattr(torch_handler, "asks_ring_plugins", False):
         return
 
+    served = 0
+
     def env_handler(url: str, timeout: timedelta = _SOON, **options: Any) -> Iterator[tuple[Store, int, int]]:
-        if "rank=" in url or all(os.environ.get(name) for name in VARIABLES) or _half_set():
+        nonlocal served
+        if "rank=" in url:
+            return torch_handler(url, timeout=timeout, **options)
+        complete = all(os.environ.get(name) for name in VARIABLES)
+        # From the second time on, the address that the launcher gave is worn: there may be keys of the group that was
+        # destroyed, or rank 0 may still be closing its store there while another rank connects to it.
+        worn = served > 0 and _world_is_the_environment()
+        served += 1
+        if (complete and not worn) or _half_set():
             return torch_handler(url, timeout=timeout, **options)
         return iter([store_from_world(timeout)])
 
     env_handler.asks_ring_plugins = True  # type: ignore[attr-defined]
     handlers["env"] = env_handler
+
+
+def _world_is_the_environment() -> bool:
+    from ring_plugins.core import world
+
+    if not world.is_initialised():
+        return False
+    place = world.current().place
+    return [str(place.rank), str(place.size)] == [os.environ.get("RANK"), os.environ.get("WORLD_SIZE")]
 
 
 def _half_set() -> bool:

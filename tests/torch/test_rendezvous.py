@@ -1,0 +1,113 @@
+"""How ranks meet: the script's own process groups and ours, in any order, from any launch."""
+
+import os
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+import ring_plugins.torch  # noqa: F401 - registers the rendezvous
+from ring_plugins.core.errors import LaunchError, RingError, TimeoutExceeded
+from ring_plugins.torch.rendezvous import VARIABLES, exchange_through_store, rendezvous_store
+from tests.launch import REPOSITORY, run_ranks
+
+BOTH = """
+import torch, torch.distributed as dist
+import ring_plugins as ring, ring_plugins.torch
+
+def check():
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    assert value.item() == 2
+    assert ring.all_reduce(torch.ones(1), op=ring.SUM).item() == 2
+
+dist.init_process_group("gloo")  # the script first, on the launcher's port
+ring.init()
+check()
+for backend in ("gloo", "ring", "gloo", "ring"):
+    dist.destroy_process_group()
+    dist.init_process_group(backend)
+    check()
+dist.destroy_process_group()
+for _ in range(2):
+    ring.shutdown()
+    ring.init()  # ours first
+    assert ring.all_reduce(torch.ones(1), op=ring.SUM).item() == 2
+dist.init_process_group("gloo")
+check()
+print("both work")
+"""
+
+
+def test_the_scripts_groups_and_ours_meet_in_any_order_under_torchrun():
+    result = run_ranks(BOTH, 2, "torchrun", env={"RING_VIRTUAL_NODES": "2"})
+    assert result.stdout.count("both work") == 2
+
+
+def test_the_scripts_groups_and_ours_meet_in_any_order_without_an_agent():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RING_", "TORCHELASTIC"))}
+    environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": str(REPOSITORY), "RING_VIRTUAL_NODES": "2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", BOTH], env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [process.communicate(timeout=60)[0] for process in processes] == ["both work\n"] * 2
+    finally:
+        for process in processes:
+            process.kill()
+
+
+SPAWN = """
+import sys
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+import ring_plugins as ring, ring_plugins.torch
+
+def main(rank, directory):
+    dist.init_process_group("ring", init_method=f"file://{directory}/meet", rank=rank, world_size=2)
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    assert (value.item(), ring.rank(), ring.size()) == (2, rank, 2)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.start_processes(main, (sys.argv[1],), nprocs=2, start_method="fork")
+    try:
+        ring.init()
+        dist.init_process_group("ring", store=dist.HashStore(), rank=0, world_size=2)
+    except ring.LaunchError as error:
+        print(error)
+"""
+
+
+def test_a_script_that_forks_its_own_ranks_needs_no_launcher(tmp_path):
+    result = run_ranks(SPAWN, 1, "grown", args=[str(tmp_path)])
+    assert "torch.distributed was asked for 2 ranks, but ring_plugins runs 1" in result.stdout
+
+
+def test_what_is_missing_from_the_environment_is_named(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(LaunchError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"):
+        rendezvous_store()
+    with pytest.raises(ValueError, match="environment variable WORLD_SIZE expected"):  # torch's own words
+        dist.init_process_group("ring")
+
+
+def test_a_rank_that_does_not_come_is_named():
+    store = dist.PrefixStore("p", dist.HashStore())
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(TimeoutExceeded, match="rank 0 of 2 waited for rank 1 in roll-call for 0.1 s"):
+        exchange_through_store(store, "roll-call", 0, 2, "here")
+    with pytest.raises(RingError, match="closed meanwhile"):
+        exchange_through_store(store, "roll-call", 0, 2, "here", cancelled=lambda: True)

@@ -1,0 +1,64 @@
+"""Works and futures, without other ranks."""
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+
+from ring_plugins.core.collectives.alone import AloneCommunicator
+from ring_plugins.core.errors import MismatchError, TimeoutExceeded
+from ring_plugins.torch.work import RingWork
+
+
+@pytest.mark.parametrize("future_first", [True, False])
+def test_a_future_is_fulfilled_whether_it_was_asked_for_before_or_after_the_end(future_first):
+    output = torch.ones(2)
+    work = RingWork("all_reduce", [output])
+    future = work.get_future() if future_first else None
+    assert not work.is_completed()
+    work.finish()
+    future = future or work.get_future()
+    assert future.wait()[0] is output
+    assert work.get_future() is future
+    assert work.wait()
+    assert work.result() == [output]
+
+
+@pytest.mark.parametrize("future_first", [True, False])
+def test_an_error_crosses_whole_to_the_waiter_and_as_text_to_the_future(future_first):
+    work = RingWork("all_reduce", [])
+    future = work.get_future() if future_first else None
+    error = MismatchError("sizes differ")
+    work.finish(error)
+    with pytest.raises(MismatchError) as caught:
+        work.wait()
+    assert caught.value is error is work.exception()
+    assert work.is_completed()
+    assert not work.is_success()
+    with pytest.raises(RuntimeError, match="MismatchError: sizes differ"):
+        (future or work.get_future()).wait()
+
+
+def test_callbacks_run_when_another_thread_finishes_the_work():
+    work = RingWork("all_reduce", [torch.tensor(3.0)])
+    doubled = work.get_future().then(lambda future: 2 * future.value()[0])
+    threading.Timer(0.05, work.finish).start()
+    assert doubled.wait() == 6
+
+
+def test_wait_gives_up_after_its_time():
+    work = RingWork("all_reduce in process group 'x'", [])
+    with pytest.raises(TimeoutExceeded, match=r"all_reduce in process group 'x' was not complete after .*0:00:00.1"):
+        work.wait(timedelta(seconds=0.1))
+    work.finish()
+    assert work.wait(timedelta(seconds=0.1))
+
+
+def test_an_error_inside_the_operation_is_the_works():
+    def fail():
+        raise MismatchError("no")
+
+    work = RingWork.start(AloneCommunicator("alone"), "barrier", [], fail)
+    with pytest.raises(MismatchError, match="no"):
+        work.wait()
