@@ -34,13 +34,20 @@ class LaunchFailed(AssertionError):
 
 @dataclass(frozen=True)
 class Result:
-    """How a launch ended. `seconds` runs from the start to the end of the last process."""
+    """How a launch ended.
+
+    Attributes:
+        seconds: from the start to the end of the last process.
+        ended: when that was, as `time.time` says it.
+        reports: rank to key to the value that the rank reported last.
+    """
 
     command: list[str]
     returncode: int
     stdout: str
     stderr: str
     seconds: float
+    ended: float
     reports: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -312,6 +319,7 @@ class Job:
             stdout=(self.directory / "stdout").read_text(errors="replace"),
             stderr=(self.directory / "stderr").read_text(errors="replace"),
             seconds=time.monotonic() - self._started,
+            ended=time.time(),
             reports=self.reports(),
         )
 

@@ -10,6 +10,7 @@ import textwrap
 import pytest
 
 from tests.launch import Job, Result, run_ranks, start_ranks
+from tests.launchers import Launcher
 
 SECONDS = 10
 
@@ -19,6 +20,9 @@ import ring_plugins as ring
 from tests.worker import report, report_pid
 
 ring.init(ranks=int(os.environ["TEST_RANKS"]))
+
+def goes_wrong():
+    report("wrong", time.time())
 """
 
 # A step of each kind. Numpy's starts in a tenth of the time; PyTorch's is the one with hooks and buckets.
@@ -71,6 +75,13 @@ def script(body: str, learner: str = NUMPY) -> str:
 def after(job: Job, *causes: str) -> Result:
     """The end of a job that something was done to: in time, with a bad status, and with every cause in its output."""
     result = job.wait(SECONDS)
+    return explained(result, *causes)
+
+
+def run(body: str, launcher: Launcher, *causes: str) -> Result:
+    """A script that fails by itself; the ten seconds begin when a rank first calls `goes_wrong()`."""
+    result = run_ranks(script(body, TORCH), 2, launcher, timeout=60, check=False)
+    assert result.ended - min(result.values("wrong")) <= SECONDS, result
     return explained(result, *causes)
 
 
@@ -153,6 +164,7 @@ RAISES = """
 step = learner()
 for number in range(100000):
     if ring.rank() == FAILING and number == 5:
+        goes_wrong()
         raise ValueError("the loss is not finite")
     step()
 """
@@ -160,8 +172,10 @@ for number in range(100000):
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_exception_on_one_rank(launcher, failing):
-    result = run_ranks(script(RAISES.replace("FAILING", str(failing)), TORCH), 2, launcher, timeout=30, check=False)
-    explained(result, rf"rank {failing} failed", r"script.py\", line \d+", "ValueError: the loss is not finite")
+    body = RAISES.replace("FAILING", str(failing))
+    result = run(
+        body, launcher, rf"rank {failing} failed", r"script.py\", line \d+", "ValueError: the loss is not finite"
+    )
     if launcher != "torchrun":  # whose agent adds a traceback of its own
         assert result.output.count("Traceback (most recent call last)") == 1, f"a cascade\n{result}"
 
@@ -171,12 +185,13 @@ def test_exception_on_one_rank_while_the_other_computes(launcher):
     learner()()
     if ring.rank() == 0:
         time.sleep(600)
+    goes_wrong()
     raise ValueError("the loss is not finite")
     """
-    result = run_ranks(script(body), 2, launcher, timeout=30, check=False)
-    explained(result, "rank 1 failed", "ValueError: the loss is not finite")
+    run(body, launcher, "rank 1 failed", "ValueError: the loss is not finite")
 
 
+@pytest.mark.parametrize("launcher", ["grown", "mpirun"])
 def test_exception_inside_backward(launcher):
     body = """
     step = learner()
@@ -185,6 +200,7 @@ def test_exception_inside_backward(launcher):
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
     loss = model(torch.ones(8, 4)).sum()
     def explode(gradient):
+        goes_wrong()
         raise ValueError("no such gradient")
     if ring.rank() == 1:
         loss.register_hook(explode)
@@ -192,17 +208,16 @@ def test_exception_inside_backward(launcher):
     optimizer.step()
     step()
     """
-    result = run_ranks(script(body, TORCH), 2, launcher, timeout=30, check=False)
-    explained(result, "rank 1 failed", "ValueError: no such gradient")
+    run(body, launcher, "rank 1 failed", "ValueError: no such gradient")
 
 
 def test_different_models(launcher):
     body = """
-    step = learner(outputs=2 + ring.rank())
-    step()
+    learner()()
+    goes_wrong()
+    learner(outputs=2 + ring.rank())()
     """
-    result = run_ranks(script(body, TORCH), 2, launcher, timeout=30, check=False)
-    explained(result, "weight", r"rank 1\b", "MismatchError")
+    run(body, launcher, "weight", r"rank 1\b", "MismatchError")
 
 
 def test_different_numbers_of_steps(launcher):
@@ -210,23 +225,24 @@ def test_different_numbers_of_steps(launcher):
     step = learner()
     for _ in range(5 + ring.rank()):
         step()
+    goes_wrong()
     """
-    result = run_ranks(script(body, TORCH), 2, launcher, timeout=30, check=False)
-    explained(result, r"rank 0\b.* ended", "different numbers of steps")
+    run(body, launcher, r"rank 0\b.* ended", "different numbers of steps")
 
 
+@pytest.mark.parametrize("launcher", ["grown", "mpirun"])
 def test_one_rank_waits_in_another_operation(launcher):
     body = """
     step = learner()
     step()
+    goes_wrong()
     if ring.rank() == 0:
         ring.barrier()
     else:
         step()
         step()
     """
-    result = run_ranks(script(body), 2, launcher, timeout=40, check=False)
-    explained(result, r"rank [01]\b")
+    run(body, launcher, r"rank [01]\b", "barrier")
 
 
 def test_exit_with_a_status_on_one_rank(launcher):
@@ -234,22 +250,21 @@ def test_exit_with_a_status_on_one_rank(launcher):
     step = learner()
     for number in range(100000):
         if ring.rank() == 1 and number == 5:
+            goes_wrong()
             sys.exit(3)
         step()
     """
-    result = run_ranks(script(body), 2, launcher, timeout=30, check=False)
-    explained(result, r"rank\W+1\b")
+    run(body, launcher, r"rank\W+1\b")
 
 
+@pytest.mark.parametrize("launcher", ["grown", "mpirun"])
 def test_exit_with_a_status_at_the_end_is_the_status_of_the_job(launcher):
     body = """
     learner()()
+    goes_wrong()
     sys.exit(3 * ring.rank())
     """
-    result = run_ranks(script(body), 2, launcher, timeout=30, check=False)
-    explained(result)
-    if launcher != "torchrun":  # which always ends with 1
-        assert result.returncode == 3, result
+    assert run(body, launcher).returncode == 3
 
 
 def test_exit_before_init(launcher):
