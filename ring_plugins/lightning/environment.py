@@ -29,7 +29,7 @@ class RingEnvironment:
     @property
     def creates_processes_externally(self) -> bool:
         """Whether all ranks run already, so that there is nothing to start."""
-        return world.is_initialised() or self._record.kind != "alone"
+        return _is_connected() or self._record.kind != "alone"
 
     @property
     def main_address(self) -> str:
@@ -81,7 +81,7 @@ class RingEnvironment:
 
     def _place(self) -> "world.Place | _Foretold | None":
         """Where this process stands in its job, or None for one that was started alone and has not grown yet."""
-        if world.is_initialised():
+        if _is_connected():
             return world.current().place
         if self._record.kind == "alone":
             return None
@@ -109,6 +109,11 @@ class RingEnvironment:
         self._record = detect()
         # Such processes end without running what `atexit` holds, and must not look as if they had crashed.
         multiprocessing.util.Finalize(None, world.shutdown, exitpriority=0)
+
+
+def _is_connected() -> bool:
+    """Whether this process has met others. A world of one, made by an earlier Trainer, does not bind the next."""
+    return world.is_initialised() and world.current().launcher != "alone"
 
 
 class _Foretold(NamedTuple):

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 import ring_plugins as ring
 from ring_plugins.core import world
-from ring_plugins.lightning.environment import RingEnvironment
+from ring_plugins.lightning.environment import RingEnvironment, announce_rank
 from ring_plugins.lightning.failure import peers_were_told, tell_peers
 from ring_plugins.lightning.process_group import leave_process_group
 
@@ -58,14 +59,20 @@ class RingFabricLauncher(RingLauncher):
 
 
 def join_world(environment: RingEnvironment) -> world.World:
-    """The `World`, brought up on the first call of a process, and anew after a failure that the script survived."""
-    if peers_were_told():
-        # All ranks come here, or none: an error that not all of them caught ends the job within seconds.
+    """The `World`, brought up on the first call of a process.
+
+    It is brought up anew after a failure that the script survived (on all ranks: an error that not all of them catch
+    ends the job within seconds), and where it had one rank and now shall have more.
+    """
+    if peers_were_told() or (world.is_initialised() and environment.world_size() != world.current().place.size):
         leave_process_group()
         ring.shutdown()
     if not world.is_initialised():
         ring.init(ranks=environment.world_size() if not environment.creates_processes_externally else None)
         _share_cores(environment.local_world_size())
+        announce_rank()
+        place, launcher = world.current().place, world.current().launcher
+        rank_zero_info(f"ring_plugins: {place.size} ranks on {place.num_nodes} nodes, launcher: {launcher}")
     return world.current()
 
 

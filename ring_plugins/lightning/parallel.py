@@ -131,7 +131,6 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `tree.Pa
         if not environment.creates_processes_externally and self.world_size > 1:
             environment.become_worker()
         own_world = join_world(environment)
-        announce_rank(own_world.place.rank)
         if own_world.place.size == 1:
             return
         if self.root_device.type != "cpu":

@@ -17,6 +17,9 @@ from ring_plugins.torch.rendezvous import store_from_world
 
 BACKEND = "ring"
 
+# The world over which we initialised torch.distributed: after `ring_plugins.shutdown()` the group is of no more use.
+_over: list[World] = []
+
 
 def ensure_process_group(world: World, timeout: timedelta | None = None) -> None:
     """Initialise torch.distributed over `world` unless that was done before, by us or by the user.
@@ -25,6 +28,8 @@ def ensure_process_group(world: World, timeout: timedelta | None = None) -> None
         LaunchError: If a process group exists that numbers the processes differently.
     """
     place = world.place
+    if _over and _over[0] is not world:
+        leave_process_group()
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (place.rank, place.size):
             raise LaunchError(
@@ -39,10 +44,12 @@ def ensure_process_group(world: World, timeout: timedelta | None = None) -> None
     # (TORCHELASTIC_USE_AGENT_STORE). Our backend could do without one, but ``new_group(backend="gloo")``, which
     # Lightning calls around `prepare_data`, cannot.
     store, rank, size = store_from_world(timeout)
+    _over[:] = [world]
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def leave_process_group() -> None:
     """Destroy the process group if it is ours."""
+    _over.clear()
     if dist.is_initialized() and dist.get_backend() == BACKEND:
         dist.destroy_process_group()

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
+from torch import Tensor
 from torch.nn import Module
 from typing_extensions import override
 
@@ -15,7 +16,7 @@ from ring_plugins.lightning.failure import give_status, tell_peers
 from ring_plugins.lightning.launcher import RingLauncher
 from ring_plugins.lightning.parallel import RingParallelLogic, StartMethod
 from ring_plugins.lightning.sigterm import note_sigterm_without_broadcast
-from ring_plugins.lightning.states import broadcast_buffers
+from ring_plugins.lightning.states import BufferBroadcast
 from ring_plugins.lightning.sync_batchnorm import for_device
 from ring_plugins.torch.broadcast import broadcast_parameters
 from ring_plugins.torch.gradients import GradientAverager
@@ -45,8 +46,8 @@ class RingTrainerLogic(RingParallelLogic):
         precision_plugin: Lightning's plugin for precision.
         bucket_bytes: Gradients travel together in buckets of about this many bytes.
         sparse: What to do with sparse gradients: "gather" rows from all ranks, or "densify" them.
-        broadcast_buffers: Whether every rank uses the buffers (such as running statistics) of rank 0, renewed before
-            each training step as in ``DistributedDataParallel``, and before evaluation.
+        broadcast_buffers: Whether every rank uses the buffers (such as running statistics) of rank 0, as with
+            ``DistributedDataParallel``; see `states`.
         timeout: For calls through torch.distributed; its default by default.
         start_method: How a script that was started alone makes the other ranks: "popen" runs the script again, "fork",
             "forkserver" and "spawn" run only the Trainer's function. By default "fork" in a notebook, else "popen".
@@ -84,6 +85,8 @@ class RingTrainerLogic(RingParallelLogic):
         self._timeout = timeout
         self._start_method = start_method
         self._averager: GradientAverager | None = None
+        self._accumulates = False
+        self._buffers: BufferBroadcast | None = None
         self._applied_layer_sync: Any | None = None
         self._waited_seconds = 0.0
 
@@ -108,7 +111,9 @@ class RingTrainerLogic(RingParallelLogic):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self.tree.reset_seed()
+        if self.is_distributed:
+            # Building models and data took random numbers on each rank before; not always the same.
+            self.tree.reset_seed()
         self._join()
 
     @override
@@ -120,6 +125,7 @@ class RingTrainerLogic(RingParallelLogic):
         super().setup(trainer)
         if is_fitting and self.is_distributed:
             assert self.lightning_module is not None
+            self._buffers = BufferBroadcast(self.lightning_module) if self._broadcast_buffers else None
             self._averager = GradientAverager(self.lightning_module, **self._averager_arguments)
 
     @override
@@ -135,8 +141,15 @@ class RingTrainerLogic(RingParallelLogic):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._renew_buffers()
+        if self._buffers is not None:
+            self._buffers.before_training_step()
         return super().training_step(*args, **kwargs)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        # `toggle_model` freezes and thaws within a training step, which is never one call of the module's forward.
+        if self._averager is not None and not self._accumulates:
+            self._averager.prepare()
 
     @contextmanager
     @override
@@ -145,8 +158,12 @@ class RingTrainerLogic(RingParallelLogic):
         if self._averager is None:
             yield
         else:
-            with self._averager.no_sync():
-                yield
+            before, self._accumulates = self._accumulates, True
+            try:
+                with self._averager.no_sync():
+                    yield
+            finally:
+                self._accumulates = before
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
@@ -185,7 +202,7 @@ class RingTrainerLogic(RingParallelLogic):
     def _renew_buffers(self) -> None:
         if self._broadcast_buffers and self.is_distributed:
             assert self.model is not None
-            broadcast_buffers(self.model)
+            BufferBroadcast(self.model).everything()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -197,7 +214,7 @@ class RingTrainerLogic(RingParallelLogic):
         if self._averager is not None:
             self._waited_seconds += self._averager.waited_seconds
             self._averager.close()
-            self._averager = None
+            self._averager = self._buffers = None
         if self._applied_layer_sync is not None:
             self.model = self._applied_layer_sync.revert(self.model)
             self._applied_layer_sync = None

@@ -106,6 +106,20 @@ class WithBatchNorm(Classifier):
         self.net = nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, CLASSES))
 
 
+class WithCodeBook(WithBatchNorm):
+    """A buffer that training reads and writes, differently on each rank: all use that of rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(FEATURES))
+
+    def loss(self, batch: Any) -> Tensor:
+        x = batch[0]
+        if self.training:
+            self.center.lerp_(x.mean(0), 0.5)
+        return super().loss((x - self.center, *batch[1:]))
+
+
 class WithConvolution(Classifier):
     """Batch norm with spatial dimensions, without affine parameters once, with a cumulative average once."""
 

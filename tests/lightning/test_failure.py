@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.launch import Job, Result, start_ranks
+from tests.launch import Job, Launcher, Result, start_ranks
 
 TRAIN = """
 import sys, time
@@ -49,9 +49,9 @@ def ends_in_time(job: Job, since: float) -> Result:
     return result
 
 
-def test_an_exception_on_one_rank() -> None:
+def test_an_exception_on_one_rank(launcher: Launcher) -> None:
     script = training("batch_idx == 6 and self.global_rank == 1", "raise ValueError('the first cause')")
-    with start_ranks(script) as job:
+    with start_ranks(script, launcher=launcher) as job:
         job.pids(40)
         result = ends_in_time(job, time.monotonic())
     # The failing rank's own traceback, and one line from the other.

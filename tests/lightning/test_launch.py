@@ -48,7 +48,6 @@ def test_under_a_launcher_its_counts_win(launcher: Launcher) -> None:
 
 
 FORKED = """
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 import ring_plugins.lightning
@@ -58,23 +57,28 @@ class Model(BoringModel):
     def on_train_end(self):
         strategy = self.trainer.strategy
         own = [self.trainer.global_rank, self.trainer.world_size, strategy._averager is not None]
-        report("inside", [own, self.layer.weight.sum().item()], self.trainer.global_rank)
+        report(f"inside_{self.trainer.world_size}", [own, self.layer.weight.sum().item()], self.trainer.global_rank)
+
+def trainer(devices):
+    return Trainer(strategy="ring_notebook", devices=devices, accelerator="cpu", max_epochs=1, limit_train_batches=4,
+                   limit_val_batches=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
 
 if __name__ == "__main__":
     model = Model()
+    trainer(1).fit(model)  # in this process, which must not tie the next trainer to one rank
     before = model.layer.weight.sum().item()
-    trainer = Trainer(strategy="ring_notebook", devices=2, accelerator="cpu", max_epochs=1, limit_train_batches=4,
-                      limit_val_batches=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    assert trainer.strategy.launcher.is_interactive_compatible
-    trainer.fit(model)
+    two = trainer(2)
+    assert two.strategy.launcher.is_interactive_compatible
+    two.fit(model)
     report("outside", [before, model.layer.weight.sum().item()], 0)
-    trainer.validate(model, verbose=False)
+    two.validate(model, verbose=False)
 """
 
 
 def test_a_notebook_forks_its_ranks() -> None:
     result = run_ranks(FORKED)
-    (first, first_sum), (second, second_sum) = result.values("inside")
+    assert [own for own, _ in result.values("inside_1")] == [[0, 1, False]]
+    (first, first_sum), (second, second_sum) = result.values("inside_2")
     assert [first, second] == [[0, 2, True], [1, 2, True]]
     assert first_sum == second_sum
     [(before, after)] = result.values("outside")
