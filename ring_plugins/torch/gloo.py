@@ -11,10 +11,8 @@ import ctypes
 import functools
 import os
 import pickle
-import queue
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -23,6 +21,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]  # torch re-exports these unmarked
 
 from ring_plugins.core.errors import ArgumentError, LaunchError, PeerFailed, RingError
+from ring_plugins.torch.gloo_pending import GlooPending, Waiters
 from ring_plugins.torch.network import choose_devices, first_line
 from ring_plugins.torch.rendezvous import rendezvous_store
 
@@ -63,7 +62,7 @@ class GlooPlane:
     ) -> None:
         self.rank = rank
         self.size = size
-        self._waiters = _Waiters()
+        self._waiters = Waiters()
         self._group: Any = None
         if size == 1:
             return
@@ -80,17 +79,19 @@ class GlooPlane:
             ) from error
 
     def all_gather_object(self, item: Any) -> list[Any]:
-        """One picklable item from every rank, in rank order; all ranks call it."""
+        """One picklable item from every rank, in rank order; all ranks call it.
+
+        Raises:
+            LaunchError: a rank went away.
+        """
         if self.size == 1:
             return [pickle.loads(pickle.dumps(item))]
         mine = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._group.allgather([sizes], [torch.tensor([mine.numel()])]).wait(_PATIENCE)
+        sizes = self._all_gather(torch.tensor([mine.numel()]))
         longest = max(int(size) for size in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: mine.numel()] = mine
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        self._group.allgather([parts], [padded]).wait(_PATIENCE)
+        parts = self._all_gather(padded)
         return [pickle.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
     def exchange(
@@ -106,23 +107,23 @@ class GlooPlane:
         Raises:
             ArgumentError: a tag or a rank out of range.
             PeerFailed: a peer's connection is closed already.
+            RingError: the plane is closed.
         """
-        if not 0 <= tag < _NEVER_SENT:
-            raise ArgumentError(f"tag={tag} on rank {self.rank} is not in 0..{_NEVER_SENT - 1}.")
+        self._check(tag, [peer for peer, _ in (*outgoing, *incoming)])
         _copy_to_self(self.rank, outgoing, incoming)
         works: dict[int, list[Any]] = {}
         keep: list[torch.Tensor] = []
-        # Receives first, so that gloo writes an early message straight to its place.
-        for start, messages in ((self._receive, incoming), (self._send, outgoing)):
-            for peer, array in messages:
-                if peer == self.rank:
-                    continue
-                for piece in _pieces(array):
-                    keep.append(piece)
-                    works.setdefault(peer, []).append(start(piece, peer, tag))
-        pending = GlooPending(len(works), (keep, outgoing, incoming))
-        for peer, of_peer in works.items():
-            self._waiters.submit(functools.partial(self._finish, pending, peer, of_peer))
+        try:
+            # Receives first, so that gloo writes an early message straight to its place.
+            for verb, messages in (("recv", incoming), ("send", outgoing)):
+                for peer, array in messages:
+                    for piece in _pieces(array) if peer != self.rank else ():
+                        keep.append(piece)
+                        works.setdefault(peer, []).append(self._start(verb, piece, peer, tag))
+        finally:  # what was started before an error runs on, and needs its memory
+            pending = GlooPending(len(works), (keep, outgoing, incoming))
+            for peer, of_peer in works.items():
+                self._waiters.submit(functools.partial(self._finish, pending, peer, of_peer))
         return pending
 
     def abort(self, code: int) -> None:
@@ -145,17 +146,29 @@ class GlooPlane:
             _break_connections(group, peer=(self.rank + 1) % self.size)
         self._waiters.close()
 
-    def _send(self, piece: torch.Tensor, peer: int, tag: int) -> Any:
-        return self._start(self._group.send, piece, peer, tag)
-
-    def _receive(self, piece: torch.Tensor, peer: int, tag: int) -> Any:
-        return self._start(self._group.recv, piece, peer, tag)
-
-    def _start(self, operation: Callable[..., Any], piece: torch.Tensor, peer: int, tag: int) -> Any:
-        if not 0 <= peer < self.size:
-            raise ArgumentError(f"rank {self.rank} was asked to exchange with rank {peer} of {self.size}.")
+    def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
         try:
-            return operation([piece], peer, tag)
+            self._group.allgather([parts], [mine]).wait(_PATIENCE)
+        except RuntimeError as error:
+            raise LaunchError(
+                f"rank {self.rank} lost another rank while starting up ({first_line(error)}); "
+                "look for the error that it printed."
+            ) from error
+        return parts
+
+    def _check(self, tag: int, peers: Sequence[int]) -> None:
+        if not 0 <= tag < _NEVER_SENT:
+            raise ArgumentError(f"tag={tag} on rank {self.rank} is not in 0..{_NEVER_SENT - 1}.")
+        for peer in peers:
+            if not 0 <= peer < self.size:
+                raise ArgumentError(f"rank {self.rank} was asked to exchange with rank {peer} of {self.size}.")
+        if self._group is None and any(peer != self.rank for peer in peers):
+            raise RingError(f"the gloo plane of rank {self.rank} has been closed.")
+
+    def _start(self, verb: str, piece: torch.Tensor, peer: int, tag: int) -> Any:
+        try:
+            return getattr(self._group, verb)([piece], peer, tag)
         except RuntimeError as error:
             raise self._broken(peer, error) from error
 
@@ -174,85 +187,6 @@ class GlooPlane:
             f"({first_line(error)}). Look for the error that rank {peer} printed.",
             peer,
         )
-
-
-class GlooPending:
-    """Transfers under way. `done()` is a plain look at memory.
-
-    torch's point-to-point works report completion only from a blocking `wait` (2.13,
-    ProcessGroupGloo.hpp, SendWork and RecvWork), so waiting threads do that and count here.
-
-    Args:
-        peers: how many peers are still to be heard of.
-        keep: what must stay alive until then.
-    """
-
-    def __init__(self, peers: int, keep: Any) -> None:
-        self._left = peers
-        self._keep = keep
-        self._error: RingError | None = None
-        self._lock = threading.Lock()
-
-    def done(self) -> bool:
-        """Whether all transfers are complete.
-
-        Raises:
-            PeerFailed: a peer's connection broke; others may still be under way.
-        """
-        if self._error is not None:
-            raise self._error
-        return self._left == 0
-
-    def finish_one(self, error: RingError | None) -> None:
-        """One peer's transfers ended, with an error or without."""
-        with self._lock:
-            self._error = self._error or error
-            self._left -= 1
-            if self._left == 0:
-                self._keep = None
-
-
-class _Waiters:
-    """Threads that block on behalf of those who may only look; as many as there are waits at one time.
-
-    Fewer would not do: a wait that finishes late must never hide one that finished early, or two ranks could wait
-    for each other. Daemons, so that a wait that never ends cannot keep the process alive.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._idle = 0
-        self._threads: list[threading.Thread] = []
-
-    @property
-    def busy(self) -> bool:
-        """Whether some thread still waits for a transfer."""
-        with self._lock:
-            return self._idle < len(self._threads)
-
-    def submit(self, job: Callable[[], None]) -> None:
-        with self._lock:
-            if self._idle > 0:
-                self._idle -= 1
-            else:
-                thread = threading.Thread(target=self._serve, name=f"ring:gloo-{len(self._threads)}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
-        self._jobs.put(job)
-
-    def close(self) -> None:
-        """End the threads. One that returned from gloo while Python ends would crash the process."""
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            thread.join(timeout=2.0)
-
-    def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-            with self._lock:
-                self._idle += 1
 
 
 def open_plane(generation: int = 0) -> GlooPlane:

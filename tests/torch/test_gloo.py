@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from ring_plugins.core.errors import ArgumentError, LaunchError, PeerFailed
+from ring_plugins.core.errors import ArgumentError, LaunchError, PeerFailed, RingError
 from ring_plugins.torch import gloo, network
 
 
@@ -100,6 +100,9 @@ def test_wrong_arguments_are_named(planes):
         planes[0].exchange([], [], tag=-1)
     with pytest.raises(ArgumentError, match=r"rank 0 was asked to exchange with rank 7 of 2"):
         planes[0].exchange([(7, np.zeros(1, np.uint8))], [], tag=0)
+    planes[0].close()
+    with pytest.raises(RingError, match="plane of rank 0 has been closed"):
+        planes[0].exchange([(1, np.zeros(1, np.uint8))], [], tag=0)
 
 
 def _peer(port):

@@ -45,3 +45,24 @@ def test_check(launched: tuple[int, Result], check: str) -> None:
 
 def test_every_launch_ends_well(launched: tuple[int, Result]) -> None:
     assert launched[1].returncode == 0, launched[1]
+
+
+FAILING = """
+import torch, torch.distributed as dist
+import ring_plugins as ring, ring_plugins.torch
+
+ring.init(ranks=2)
+dist.init_process_group("ring")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+for step in range(5):
+    if step == 3 and dist.get_rank() == 1:
+        raise ValueError("a bad batch")
+    model(torch.ones(2, 3)).sum().backward()
+"""
+
+
+def test_a_rank_that_fails_ends_the_others_inside_backward() -> None:
+    result = run_ranks(FAILING, 2, timeout=30, check=False)
+    assert result.returncode != 0
+    assert "ValueError: a bad batch" in result.stderr
+    assert "rank 1 failed: ValueError: a bad batch" in result.stderr  # and so rank 0 was told
