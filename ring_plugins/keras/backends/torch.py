@@ -1,0 +1,116 @@
+"""torch: gradients are averaged by hooks while backward runs, as in `ring_plugins.torch`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.memory import host_array
+from ring_plugins.keras.averaging import Averaging
+from ring_plugins.torch.gradients import GradientAverager
+
+
+class GradientAveraging(Averaging):
+    """Puts hooks on the variables' parameters, and replaces `apply` to see that they did their work.
+
+    `backward()` leaves averages in `variable.value.grad`. Gradients that did not come from there (of
+    `torch.autograd.grad`, or changed since) are averaged when they are applied; that costs time, never exactness,
+    since the average of equal values is that value.
+    """
+
+    methods = ("apply",)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.averager: GradientAverager | None = None
+        self._seen = 0
+        self._variables: list[Any] = []
+
+    @property
+    def reductions(self) -> int:
+        return super().reductions + (self.averager.steps if self.averager else 0)
+
+    @property
+    def waited_seconds(self) -> float:
+        return super().waited_seconds + (self.averager.waited_seconds if self.averager else 0.0)
+
+    @property
+    def reduced_bytes(self) -> int:
+        return super().reduced_bytes + (self.averager.reduced_bytes if self.averager else 0)
+
+    def build(self, variables: Sequence[Any]) -> None:
+        self._variables = list(variables)
+        names = [entry.name for entry in self.entries(variables)]
+        self.averager = GradientAverager(
+            [(name, variable.value) for name, variable in zip(names, variables, strict=True)],
+            bucket_bytes=self.bucket_bytes,
+            first_bucket_bytes=self.first_bucket_bytes,
+            sparse="densify",
+        )
+
+    def close(self) -> None:
+        if self.averager is not None:
+            self.averager.close()
+
+    @torch.compiler.disable  # a compiled update would call the collectives while it is traced
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Stands in for the optimizer's `apply`; takes the same."""
+        given = self.optimizer._trainable_variables if trainable_variables is None else trainable_variables
+        variables, gradients = list(given), list(grads)
+        self.prepare(self.optimizer._trainable_variables if self.optimizer.built else variables)
+        assert self.averager is not None
+        averaged = self.averager.steps > self._seen and all(
+            gradient is variable.value.grad for gradient, variable in zip(gradients, variables, strict=True)
+        )
+        self._seen = self.averager.steps
+        if not averaged:
+            gradients = self._average(gradients, variables)
+        self.previous("apply")(gradients, trainable_variables)
+
+    def _average(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        """Average what did not come through the hooks."""
+        if self.buckets is None:
+            super().build(self._variables)
+        assert self.buckets is not None
+        dense = {
+            self.index(variable): (gradient.to_dense() if gradient.is_sparse else gradient).detach().contiguous()
+            for gradient, variable in zip(gradients, variables, strict=True)
+            if gradient is not None
+        }
+        self.buckets.give(list(dense), [host_array(gradient)[0] for gradient in dense.values()])
+        averages = self.buckets.finish()
+        for i, gradient in dense.items():
+            flat = torch.from_numpy(averages[i])
+            dense[i] = (flat.view(torch.bfloat16) if gradient.dtype == torch.bfloat16 else flat).clone()
+        return [
+            None if gradient is None else dense[self.index(variable)]
+            for gradient, variable in zip(gradients, variables, strict=True)
+        ]
+
+
+def refuse_other_parallelism(model: Any) -> None:
+    """See the protocol."""
+    # Keras 3.16's TorchTrainer wraps the model in DistributedDataParallel wherever torch.distributed is initialised.
+    if getattr(model, "ddp_model", None) is not None:
+        raise ArgumentError(
+            "Keras has wrapped the model in DistributedDataParallel, which averages gradients itself. Do not call "
+            "torch.distributed.init_process_group() in this script."
+        )
+
+
+def is_lazy(model: Any) -> bool:
+    """See the protocol; Keras builds a model on this backend before any callback is called."""
+    return False
+
+
+def make_train_function(model: Any) -> None:
+    """See the protocol."""
+    model.make_train_function(force=True)
+
+
+def before_first_step(model: Any, action: Callable[[], None]) -> None:
+    """See the protocol."""
+    action()

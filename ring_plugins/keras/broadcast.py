@@ -1,0 +1,192 @@
+"""The callback that makes `model.fit` train on all ranks together."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import keras
+
+from ring_plugins.core.collectives.protocol import Communicator
+from ring_plugins.core.errors import ArgumentError, MismatchError, RingError
+from ring_plugins.core.fusion import BUCKET_BYTES
+from ring_plugins.keras.averaging import Averaging, averaging_of, optimizers_of
+from ring_plugins.keras.backends import backend
+from ring_plugins.keras.callback_list import arrange, enclosing_list
+from ring_plugins.keras.connection import check_root, connect
+from ring_plugins.keras.refusals import refuse_other_parallelism, refuse_unequal_steps
+from ring_plugins.keras.state import broadcast_state, build_optimizers, settle_moving_statistics
+from ring_plugins.keras.stopping import StopTogether
+
+
+class BroadcastCallback(keras.callbacks.Callback):
+    """Starts all ranks from one state and keeps them together.
+
+    Before the first update every rank gets the root's weights, optimizer state and moving statistics; seeds are
+    offset by rank, so that each drops other units out. Gradients are averaged from then on, unless the optimizer
+    already is a `DistributedOptimizer`; all of that is undone when `fit` is over. A rank that wants to stop
+    (`EarlyStopping`, `model.stop_training`) stops all of them after the same step, and only the root writes
+    checkpoints, logs and the progress bar.
+
+    It moves itself to the end of the list of callbacks, behind those that restore a state or decide to stop.
+
+    Args:
+        root_rank: whose state everyone starts from, and who writes.
+        average_gradients: False only broadcasts; the replicas then drift apart.
+        moving_statistics: "average" makes the non-trainable weights (moving means and variances of
+            BatchNormalization) equal by averaging them before each validation and at the end of each epoch; "local"
+            leaves each rank its own. Normalisation itself uses the statistics of the rank's own batch either way.
+        write_on_root_only: False lets checkpoints and logs be written by every rank; give them paths of their own.
+        bucket_bytes: size in bytes of the buckets in which gradients are averaged.
+
+    With one rank it does nothing. All ranks use it alike, with as many steps.
+
+    Raises:
+        ArgumentError: an argument has no meaning, or something else already trains the model in parallel.
+        MismatchError: models, optimizers or numbers of steps differ among ranks.
+        RingError: a step was taken without averaging, as happens when `train_step` updates with an optimizer that
+            the model does not hold.
+    """
+
+    def __init__(
+        self,
+        root_rank: int = 0,
+        *,
+        average_gradients: bool = True,
+        moving_statistics: Literal["average", "local"] = "average",
+        write_on_root_only: bool = True,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        super().__init__()
+        if moving_statistics not in ("average", "local"):
+            raise ArgumentError(f'moving_statistics={moving_statistics!r} must be "average" or "local".')
+        self.root_rank = root_rank
+        self.average_gradients = average_gradients
+        self.moving_statistics = moving_statistics
+        self.write_on_root_only = write_on_root_only
+        self.bucket_bytes = bucket_bytes
+        self._installed: list[Averaging] = []
+        self._communicators: list[Communicator] = []
+        self._stop: StopTogether | None = None
+        self._under_way = False
+        self._reductions = -1
+        self._settled = False
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        world = connect()
+        check_root(self.root_rank, world)
+        callbacks = enclosing_list(self)
+        if callbacks is not None and world.place.size > 1:
+            arrange(callbacks, self, world.place.rank == self.root_rank, self.write_on_root_only)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        world = connect()
+        self._restore()
+        if world.place.size == 1:
+            return
+        self._under_way = True
+        self._communicator, stop = world.new_communicator("fit"), world.new_communicator("stop")
+        self._communicators = [self._communicator, stop]
+        self._stop = StopTogether(stop)
+        model = self.model
+        refuse_other_parallelism(model)
+        refuse_unequal_steps(self.params, self._communicator)
+        # A rank that restored a backup goes on where that ended, and so does everyone.
+        model._initial_epoch = self._communicator.broadcast_object(model._initial_epoch, self.root_rank)
+        if any(self._communicator.all_gather_object(backend().is_lazy(model))):
+            backend().before_first_step(model, self._start_together)
+        else:
+            self._start_together()
+
+    def _start_together(self) -> None:
+        """Give all ranks one state and put the averaging into the train function."""
+        model = self.model
+        build_optimizers(model)
+        broadcast_state(model, self.root_rank, self._communicator)
+        if self.average_gradients:
+            for optimizer in optimizers_of(model):
+                if averaging_of(optimizer) is None:
+                    averaging = backend().GradientAveraging(optimizer, self.bucket_bytes)
+                    averaging.install()
+                    self._installed.append(averaging)
+        for averaging in self._active():
+            if averaging.optimizer.built:
+                averaging.prepare(averaging.optimizer._trainable_variables)
+        # A function traced before would go on without averaging, and would say nothing.
+        backend().make_train_function(model)
+        self._reductions = self._count()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._settled = False
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if not self._under_way:
+            return
+        assert self._stop is not None
+        if self._reductions >= 0:
+            self._check_that_a_reduction_ran()
+        self._stop.after_step(self._model, batch)
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if self._under_way:
+            self._settle()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if not self._under_way:
+            return
+        assert self._stop is not None
+        self._stop.after_epoch(self._model)
+        self._settle()
+        self._check_learning_rates()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        if self._under_way:
+            self._restore()
+
+    # Parts ----------------------------------------------------------------------------------------
+
+    def _active(self) -> list[Averaging]:
+        found = [averaging_of(optimizer) for optimizer in optimizers_of(self._model)]
+        return [averaging for averaging in found if averaging is not None]
+
+    def _count(self) -> int:
+        return sum(averaging.reductions for averaging in self._active())
+
+    def _check_that_a_reduction_ran(self) -> None:
+        before, self._reductions = self._reductions, -1
+        if self.average_gradients and self._model.trainable_variables and self._count() <= before:
+            raise RingError(
+                f"rank {self._communicator.rank} took its first step without averaging gradients. "
+                f"{type(self._model).__name__}.train_step seems to update with an optimizer that is no attribute of the "
+                "model, or without optimizer.apply; wrap that optimizer with ring_plugins.keras.DistributedOptimizer."
+            )
+
+    def _settle(self) -> None:
+        """Moving statistics once an epoch, before validation uses them and a checkpoint holds them."""
+        if self.moving_statistics == "average" and not self._settled:
+            settle_moving_statistics(self.model, self._communicator)
+        self._settled = True
+
+    def _check_learning_rates(self) -> None:
+        """Callbacks that decide on what one rank measured let the ranks drift apart."""
+        optimizer = self._model.optimizer
+        if optimizer is None:
+            return
+        rates = self._communicator.all_gather_object(float(keras.ops.convert_to_numpy(optimizer.learning_rate)))
+        if len(set(rates)) > 1:
+            raise MismatchError(
+                f"learning rates have come to differ among ranks: {rates}, in rank order. A callback such as "
+                "ReduceLROnPlateau decided on metrics of its own rank; add MetricAverageCallback()."
+            )
+
+    def _restore(self) -> None:
+        """Leave model and optimizers as they were found, also after a fit that was interrupted."""
+        self._under_way = False
+        for communicator in self._communicators:
+            communicator.close()
+        self._communicators = []
+        for averaging in self._installed:
+            averaging.remove()
+        if self._installed:
+            self._model.train_function = None  # which has the averaging in it
+        self._installed = []

@@ -1,0 +1,109 @@
+"""Gradients that a framework hands over as numpy arrays, averaged in buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ring_plugins.core.collectives.protocol import Communicator
+from ring_plugins.core.dtypes import STORAGE
+from ring_plugins.core.errors import MismatchError
+from ring_plugins.core.fusion import Bucket, Entry, FusionBuffer, FusionPlan
+from ring_plugins.core.reducer import GradientReducer
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class HostBuckets:
+    """One optimizer's gradients on their way through shared memory.
+
+    A pass is any number of `give` and one `finish`. A bucket is on its way as soon as all of its gradients and of
+    those before it were given; gradients that were not given count as zeros.
+
+    Args:
+        entries: all gradients in the order of the model's variables.
+        communicator: reduces them; used by nothing else.
+        bucket_bytes: size at which a bucket is closed.
+        first_bucket_bytes: the same for the first one of each dtype.
+
+    All ranks construct it together.
+
+    Raises:
+        MismatchError: the entries differ among ranks.
+    """
+
+    def __init__(
+        self, entries: Sequence[Entry], communicator: Communicator, bucket_bytes: int, first_bucket_bytes: int
+    ) -> None:
+        self.plan = FusionPlan(entries, bucket_bytes, first_bucket_bytes)
+        self.plan.check_equal(communicator)
+        self._buffer = FusionBuffer(self.plan, communicator)
+        self.reducer = GradientReducer(self._buffer, communicator, self._fill)
+        self._given: dict[int, Array] = {}
+        self._places: list[Array] = [np.empty(0)] * len(entries)
+        self._flags: list[Array] = []
+        for bucket, memory in zip(self.plan.buckets, self._buffer.memories, strict=True):
+            self._flags.append(memory.array[bucket.flags : bucket.flags + len(bucket.entries)])
+            for i, offset in zip(bucket.entries, bucket.offsets, strict=True):
+                self._places[i] = memory.array[offset : offset + entries[i].count]
+
+    def give(self, indices: Sequence[int], gradients: Sequence[Array]) -> None:
+        """Hand over gradients that are complete; they are copied when their bucket leaves, before `finish` returns."""
+        for i, gradient in zip(indices, gradients, strict=True):
+            self._given[i] = gradient
+        for i in indices:
+            self.reducer.mark_ready(i)
+
+    def finish(self) -> dict[int, Array]:
+        """Wait for every bucket.
+
+        Returns:
+            For each given index its average, with the gradient's shape and dtype: a view of the bucket, which the
+            next pass overwrites.
+
+        Raises:
+            MismatchError: a variable has a gradient on some ranks only.
+            PeerFailed: another rank is gone.
+        """
+        given = self._given
+        try:
+            self.reducer.finish()
+        finally:
+            self._given = {}
+        self._check_flags(given)
+        return {i: self._places[i].view(given[i].dtype).reshape(given[i].shape) for i in given}
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._buffer.release()
+
+    def _fill(self, bucket: Bucket) -> None:
+        flags = self._flags[bucket.index]
+        storage = STORAGE[bucket.dtype]
+        one = _ONE_BFLOAT16 if bucket.dtype == "bfloat16" else 1
+        for place, i in enumerate(bucket.entries):
+            gradient = self._given.get(i)
+            if gradient is None:
+                self._places[i][...] = 0
+                flags[place] = 0
+            else:
+                np.copyto(self._places[i].reshape(gradient.shape), gradient.view(storage))
+                flags[place] = one
+
+    def _check_flags(self, given: dict[int, Array]) -> None:
+        """Whether all ranks have the same gradients; a step that differs among them would part their weights."""
+        for bucket, flags in zip(self.plan.buckets, self._flags, strict=True):
+            one = _ONE_BFLOAT16 if bucket.dtype == "bfloat16" else 1
+            for i, flag in zip(bucket.entries, flags.tolist(), strict=True):
+                if flag != (one if i in given else 0):
+                    has = "has" if i in given else "lacks"
+                    raise MismatchError(
+                        f"this rank {has} a gradient for {self.plan.entries[i].name}, and others do not agree. Let all "
+                        "ranks compute gradients for the same variables in the same step."
+                    )
+
+
+#: The bits of 1.0; numpy stores bfloat16 as uint16.
+_ONE_BFLOAT16 = 0x3F80

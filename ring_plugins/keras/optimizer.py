@@ -1,0 +1,67 @@
+"""Averaging for those who want to see it in their script, or who write the loop themselves."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import keras
+
+from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.fusion import BUCKET_BYTES
+from ring_plugins.keras.averaging import averaging_of
+from ring_plugins.keras.backends import backend
+from ring_plugins.keras.connection import check_root, connect
+from ring_plugins.keras.state import broadcast_state, build_optimizers
+
+O = TypeVar("O", bound=keras.optimizers.Optimizer)  # noqa: E741 - one letter, as type variables are
+
+
+def DistributedOptimizer(optimizer: O, *, bucket_bytes: int = BUCKET_BYTES) -> O:  # noqa: N802 - known by this name
+    """Let an optimizer average the gradients it is given, among all ranks, before it uses them.
+
+    For loops of one's own (`GradientTape`, `train_step` overrides, several optimizers); `BroadcastCallback` does it by
+    itself. All ranks call it in the same order. It stays until `undistribute`.
+
+    Args:
+        optimizer: any Keras optimizer; for mixed precision the outermost, a `LossScaleOptimizer`.
+        bucket_bytes: size in bytes of the buckets.
+
+    Returns:
+        The same object: its `apply` (on JAX `stateless_apply` too) is replaced, its class is not, so that files saved
+        with it load without this package.
+
+    Raises:
+        ArgumentError: not a Keras optimizer.
+        MismatchError: when it is first used, if the variables differ among ranks.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ArgumentError(f"optimizer={type(optimizer).__name__} is not a keras.optimizers.Optimizer.")
+    if connect().place.size > 1 and averaging_of(optimizer) is None:
+        backend().GradientAveraging(optimizer, bucket_bytes).install()
+    return optimizer
+
+
+def undistribute(optimizer: O) -> O:
+    """Make a `DistributedOptimizer` an ordinary one again; all ranks call it."""
+    averaging = averaging_of(optimizer)
+    if averaging is not None:
+        averaging.remove()
+    return optimizer
+
+
+def broadcast_variables(model: Any, root_rank: int = 0) -> None:
+    """What `BroadcastCallback` does before the first update, for loops of one's own; collective.
+
+    Args:
+        model: a built model; its compiled optimizer, and optimizers it holds, are included.
+        root_rank: whose state everyone gets.
+
+    Raises:
+        ArgumentError: `root_rank` is no rank.
+        MismatchError: the models differ among ranks.
+    """
+    world = connect()
+    check_root(root_rank, world)
+    if world.place.size > 1:
+        build_optimizers(model)
+        broadcast_state(model, root_rank, world.communicator)

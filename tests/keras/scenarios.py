@@ -1,0 +1,331 @@
+"""What is trained on several ranks and, on the same batches in one piece, on one.
+
+A scenario is a function of a `Run` that trains and returns what must be equal. The worker calls it once as a plain
+process that sees whole batches, and once as one of the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers
+
+from ring_plugins.keras import BroadcastCallback, DistributedOptimizer, undistribute
+
+Outcome = dict[str, Any]
+BACKEND = keras.backend.backend()
+
+
+@dataclass
+class Run:
+    """One of the two ways in which a scenario is run; alone it is rank 0 of 1."""
+
+    rank: int
+    size: int
+    ranks: int
+
+    @property
+    def is_alone(self) -> bool:
+        return self.size == 1
+
+    def seed(self) -> None:
+        """Every rank draws weights of its own; rank 0's are those of the process alone."""
+        keras.utils.set_random_seed(self.rank)
+
+    def share(self, array: np.ndarray, batch: int) -> np.ndarray:
+        """This rank's rows: a part of every batch of `batch * ranks` rows."""
+        rows = array.reshape(-1, self.ranks, batch, *array.shape[1:])
+        return rows.reshape(array.shape) if self.is_alone else rows[:, self.rank].reshape(-1, *array.shape[1:])
+
+    def fit(self, model: Any, x: Any, y: Any, batch: int = 4, callbacks: Any = None, **options: Any) -> Any:
+        share = lambda tree: keras.tree.map_structure(lambda a: self.share(a, batch), tree)  # noqa: E731
+        if "sample_weight" in options:
+            options["sample_weight"] = share(options["sample_weight"])
+        options = {"epochs": 2, "shuffle": False, "verbose": 0, **options}
+        callbacks = [BroadcastCallback()] if callbacks is None else callbacks
+        return model.fit(
+            share(x), share(y), batch_size=batch * (self.ranks if self.is_alone else 1),
+            callbacks=[] if self.is_alone else callbacks, **options,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scenario:
+    function: Callable[[Run], Outcome]
+    backends: tuple[str, ...]
+    tolerance: float
+
+
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(*backends: str, tolerance: float = 1e-6) -> Callable[[Any], Any]:
+    def register(function: Callable[[Run], Outcome]) -> Callable[[Run], Outcome]:
+        SCENARIOS[function.__name__] = Scenario(function, backends or ("tensorflow", "torch", "jax"), tolerance)
+        return function
+
+    return register
+
+
+def images(ranks: int, steps: int = 3, batch: int = 4) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    count = steps * batch * ranks
+    return random.normal(size=(count, 6, 6, 1)).astype("float32"), random.integers(0, 3, count)
+
+
+def features(ranks: int, steps: int = 3, batch: int = 4) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(1)
+    count = steps * batch * ranks
+    return random.normal(size=(count, 5)).astype("float32"), random.normal(size=(count, 1)).astype("float32")
+
+
+def weights(model: Any) -> Outcome:
+    found = {f"weight {i}": value for i, value in enumerate(model.get_weights())}
+    # Without the number of iterations, beside which all else would look small.
+    state = [keras.ops.convert_to_numpy(v) for v in model.optimizer.variables if v is not model.optimizer.iterations]
+    return found | {f"state {i}": np.array(value) for i, value in enumerate(state)}
+
+
+def dense(optimizer: Any, **options: Any) -> Any:
+    model = keras.Sequential([keras.Input((5,)), layers.Dense(8, activation="tanh"), layers.Dense(1)])
+    model.compile(optimizer=optimizer, loss="mse", **options)
+    return model
+
+
+def momentum() -> Any:
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+# Optimizers --------------------------------------------------------------------------------------------
+
+
+@scenario()
+def convolution_with_momentum(run: Run) -> Outcome:
+    run.seed()
+    model = keras.Sequential(
+        [keras.Input((6, 6, 1)), layers.Conv2D(4, 3, activation="relu"), layers.Flatten(), layers.Dense(3)]
+    )
+    model.compile(optimizer=momentum(), loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    run.fit(model, *images(run.ranks))
+    return weights(model)
+
+
+@scenario()
+def adam(run: Run) -> Outcome:
+    run.seed()
+    model = dense(keras.optimizers.Adam(0.01))
+    run.fit(model, *features(run.ranks))
+    return weights(model)
+
+
+@scenario()
+def many_buckets(run: Run) -> Outcome:
+    run.seed()
+    model = keras.Sequential([keras.Input((5,)), *(layers.Dense(7, activation="tanh") for _ in range(6)), layers.Dense(1)])
+    model.compile(optimizer=momentum(), loss="mse")
+    run.fit(model, *features(run.ranks), callbacks=[BroadcastCallback(bucket_bytes=256)])
+    return weights(model)
+
+
+@scenario()
+def clipping_weight_decay_and_moving_average(run: Run) -> Outcome:
+    run.seed()
+    model = dense(keras.optimizers.AdamW(0.01, global_clipnorm=0.1, use_ema=True, ema_overwrite_frequency=4))
+    run.fit(model, *features(run.ranks))
+    return weights(model)
+
+
+@scenario()
+def accumulation(run: Run) -> Outcome:
+    run.seed()
+    model = dense(keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2, clipnorm=0.5))
+    run.fit(model, *features(run.ranks, steps=4))
+    return weights(model)
+
+
+@scenario()
+def schedule(run: Run) -> Outcome:
+    run.seed()
+    model = dense(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.7)))
+    run.fit(model, *features(run.ranks))
+    return weights(model)
+
+
+# Models ------------------------------------------------------------------------------------------------
+
+
+@scenario()
+def embedding(run: Run) -> Outcome:
+    """On TensorFlow the gradient of the table is sparse."""
+    run.seed()
+    random = np.random.default_rng(2)
+    x, y = random.integers(0, 50, (12 * run.ranks, 4)), random.normal(size=(12 * run.ranks, 1)).astype("float32")
+    model = keras.Sequential(
+        [keras.Input((4,), dtype="int32"), layers.Embedding(50, 6), layers.GlobalAveragePooling1D(), layers.Dense(1)]
+    )
+    model.compile(optimizer=keras.optimizers.Adam(0.01), loss="mse")
+    run.fit(model, x, y)
+    return weights(model)
+
+
+@scenario()
+def lazy_model(run: Run) -> Outcome:
+    run.seed()
+    model = keras.Sequential([layers.Dense(8, activation="tanh"), layers.Dense(1)])
+    model.compile(optimizer=keras.optimizers.Adam(0.01), loss="mse", metrics=["mae"])
+    run.fit(model, *features(run.ranks))
+    return weights(model)
+
+
+@scenario()
+def two_outputs_with_weights(run: Run) -> Outcome:
+    run.seed()
+    inputs = keras.Input((5,))
+    hidden = layers.Dense(6, activation="tanh")(inputs)
+    model = keras.Model(inputs, [layers.Dense(1)(hidden), layers.Dense(2)(hidden)])
+    model.compile(optimizer=momentum(), loss=["mse", "mae"], loss_weights=[1.0, 0.5])
+    x, y = features(run.ranks)
+    sample = np.linspace(0.5, 1.5, len(x)).astype("float32")
+    run.fit(model, x, [y, np.concatenate([y, -y], 1)], sample_weight=[sample, sample])
+    return weights(model)
+
+
+@scenario()
+def class_weights(run: Run) -> Outcome:
+    run.seed()
+    model = keras.Sequential([keras.Input((6, 6, 1)), layers.Flatten(), layers.Dense(3)])
+    model.compile(optimizer=momentum(), loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    run.fit(model, *images(run.ranks), class_weight={0: 1.0, 1: 2.0, 2: 0.5})
+    return weights(model)
+
+
+@scenario()
+def frozen_layer_and_low_rank_adapter(run: Run) -> Outcome:
+    run.seed()
+    model = keras.Sequential([keras.Input((5,)), layers.Dense(8), layers.Dense(8), layers.Dense(1)])
+    model.layers[0].trainable = False
+    model.layers[1].enable_lora(2)
+    model.compile(optimizer=keras.optimizers.Adam(0.01), loss="mse")
+    run.fit(model, *features(run.ranks))
+    return weights(model)
+
+
+@scenario()
+def gradient_of_nothing(run: Run) -> Outcome:
+    """A layer that takes no part in the loss: its gradient is None, or zero on JAX."""
+    run.seed()
+    inputs = keras.Input((5,))
+    idle = layers.Dense(3, name="idle")
+
+    class Partly(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.idle, self.head = idle, layers.Dense(1)
+            self.idle.build((None, 5))
+            self.head.build((None, 5))
+            self.built = True
+
+        def call(self, x: Any) -> Any:
+            return self.head(x)
+
+    del inputs
+    model = Partly()
+    model.compile(optimizer=momentum(), loss="mse")
+    run.fit(model, *features(run.ranks))
+    return weights(model)
+
+
+# Steps -------------------------------------------------------------------------------------------------
+
+
+@scenario("tensorflow", "jax")
+def several_steps_an_execution(run: Run) -> Outcome:
+    run.seed()
+    model = dense(momentum(), steps_per_execution=3)
+    run.fit(model, *features(run.ranks, steps=6))
+    return weights(model)
+
+
+@scenario("tensorflow")
+def several_accumulating_steps_an_execution(run: Run) -> Outcome:
+    """Nothing in the next step waits for the accumulators, so the buckets themselves must."""
+    run.seed()
+    model = dense(keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3), steps_per_execution=6)
+    run.fit(model, *features(run.ranks, steps=12))
+    return weights(model)
+
+
+@scenario()
+def eager(run: Run) -> Outcome:
+    run.seed()
+    model = dense(momentum(), run_eagerly=True)
+    run.fit(model, *features(run.ranks))
+    return weights(model)
+
+
+@scenario("tensorflow", "jax")
+def compiled(run: Run) -> Outcome:
+    run.seed()
+    model = dense(keras.optimizers.Adam(0.01), jit_compile=True)
+    run.fit(model, *features(run.ranks), epochs=1)
+    run.fit(model, *features(run.ranks), epochs=1)
+    return weights(model)
+
+
+@scenario("tensorflow")
+def compiled_several_steps_an_execution(run: Run) -> Outcome:
+    run.seed()
+    model = dense(momentum(), jit_compile=True, steps_per_execution=2)
+    run.fit(model, *features(run.ranks, steps=4), epochs=1)
+    return weights(model)
+
+
+@scenario("jax")
+def not_compiled(run: Run) -> Outcome:
+    run.seed()
+    model = dense(momentum(), jit_compile=False)
+    run.fit(model, *features(run.ranks))
+    return weights(model)
+
+
+@scenario()
+def fitted_before_without_and_twice_with(run: Run) -> Outcome:
+    """A train function from before, which averages nothing, must not be used again."""
+    run.seed()
+    model = dense(keras.optimizers.Adam(0.01))
+    x, y = features(run.ranks)
+    model.fit(x, y, batch_size=4 * run.ranks, shuffle=False, verbose=0)
+    before = vars(model.optimizer).get("apply")
+    run.fit(model, x, y)
+    run.fit(model, x, y)
+    assert vars(model.optimizer).get("apply") is before is None
+    return weights(model)
+
+
+@scenario()
+def explicit_optimizer(run: Run) -> Outcome:
+    run.seed()
+    optimizer = momentum() if run.is_alone else DistributedOptimizer(momentum())
+    assert type(optimizer) is type(momentum())
+    model = dense(optimizer)
+    run.fit(model, *features(run.ranks))
+    undistribute(optimizer)
+    return weights(model)
+
+
+@scenario()
+def remainder(run: Run) -> Outcome:
+    """A last batch of another size makes the frameworks trace again."""
+    run.seed()
+    model = dense(momentum())
+    x, y = features(run.ranks, steps=5, batch=2)
+    parts = [run.share(a[: 8 * run.ranks], 4) for a in (x, y)], [run.share(a[8 * run.ranks :], 2) for a in (x, y)]
+    x, y = (np.concatenate(pair) for pair in zip(*parts, strict=True))
+    options = {"epochs": 2, "shuffle": False, "verbose": 0}
+    whole = 4 * run.ranks if run.is_alone else 4
+    model.fit(x, y, batch_size=whole, callbacks=[] if run.is_alone else [BroadcastCallback()], **options)
+    return weights(model)
