@@ -1,4 +1,8 @@
-"""Many small gradients in a few large buckets."""
+"""Many small gradients in a few large buckets.
+
+A bucket pays for small tensors, which it turns into one message. A large tensor gains nothing from being
+copied into one: it is reduced where it is, in its turn, and only its flag travels with the small ones.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,9 @@ MIB = 1024 * 1024
 BUCKET_BYTES = 25 * MIB
 #: The first bucket is small, so that communication starts early.
 FIRST_BUCKET_BYTES = MIB
+#: From this size on a copy into the bucket costs more memory traffic than it saves calls (measured:
+#: docs/performance.md).
+DIRECT_BYTES = MIB
 _ALIGN = 64
 
 
@@ -46,7 +53,8 @@ class Bucket:
         index: its place in the order of reductions.
         dtype: element type of all its tensors.
         entries: which tensors, as indices into the plan's entries.
-        offsets: element at which each of them starts, on a cache line.
+        offsets: element at which each of them starts, on a cache line; -1 for the direct ones.
+        direct: those of the entries that are reduced where they are, outside of the bucket's memory.
         flags: element at which one number a tensor follows, 1 if this rank has a gradient for it and 0 if
             not. Averaged along with the rest they tell every rank what any rank has.
         count: elements in all.
@@ -56,11 +64,13 @@ class Bucket:
     dtype: str
     entries: tuple[int, ...]
     offsets: tuple[int, ...]
+    direct: tuple[int, ...]
     flags: int
     count: int
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the bucket's own memory."""
         return self.count * STORAGE[self.dtype].itemsize
 
 
@@ -72,6 +82,7 @@ class FusionPlan:
             are filled from the end.
         bucket_bytes: a bucket is closed when it has reached this size.
         first_bucket_bytes: the same for the first bucket of each dtype.
+        direct_bytes: tensors of this size and more are reduced where they are; None for none.
 
     Raises:
         ArgumentError: sizes are not positive.
@@ -82,11 +93,12 @@ class FusionPlan:
         entries: Sequence[Entry],
         bucket_bytes: int = BUCKET_BYTES,
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+        direct_bytes: int | None = None,
     ) -> None:
         if bucket_bytes < 1 or first_bucket_bytes < 1:
             raise ArgumentError(f"bucket_bytes={bucket_bytes} and first_bucket_bytes={first_bucket_bytes} must be positive.")
         self.entries = tuple(entries)
-        self.bucket_bytes, self.first_bucket_bytes = bucket_bytes, first_bucket_bytes
+        self.bucket_bytes, self.first_bucket_bytes, self.direct_bytes = bucket_bytes, first_bucket_bytes, direct_bytes
         self.buckets = tuple(self._fill())
 
     def _fill(self) -> list[Bucket]:
@@ -98,7 +110,7 @@ class FusionPlan:
             entry = self.entries[i]
             group = open_.setdefault(entry.dtype, [])
             group.append(i)
-            filled[entry.dtype] = filled.get(entry.dtype, 0) + entry.count * STORAGE[entry.dtype].itemsize
+            filled[entry.dtype] = filled.get(entry.dtype, 0) + _nbytes(entry)
             if filled[entry.dtype] >= limit.get(entry.dtype, self.first_bucket_bytes):
                 groups.append((entry.dtype, open_.pop(entry.dtype)))
                 filled[entry.dtype], limit[entry.dtype] = 0, self.bucket_bytes
@@ -107,21 +119,26 @@ class FusionPlan:
 
     def _lay_out(self, index: int, dtype: str, group: list[int]) -> Bucket:
         line = _ALIGN // STORAGE[dtype].itemsize
+        direct = tuple(i for i in group if self.direct_bytes is not None and _nbytes(self.entries[i]) >= self.direct_bytes)
         offsets, end = [], 0
         for i in group:
-            offsets.append(end)
-            end += -(-self.entries[i].count // line) * line
+            if i in direct:
+                offsets.append(-1)
+            else:
+                offsets.append(end)
+                end += -(-self.entries[i].count // line) * line
         count = end + -(-len(group) // line) * line
-        return Bucket(index, dtype, tuple(group), tuple(offsets), end, count)
+        return Bucket(index, dtype, tuple(group), tuple(offsets), direct, end, count)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all buckets' own memory."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
     @cached_property
     def fingerprint(self) -> str:
         """A text that is equal exactly for equal plans."""
-        said = repr((self.bucket_bytes, self.first_bucket_bytes, self.entries))
+        said = repr((self.bucket_bytes, self.first_bucket_bytes, self.direct_bytes, self.entries))
         return hashlib.sha256(said.encode()).hexdigest()
 
     def check_equal(self, communicator: Communicator) -> None:
@@ -135,6 +152,10 @@ class FusionPlan:
             return
         plans = communicator.all_gather_object((self.entries, self.bucket_bytes, self.first_bucket_bytes))
         raise MismatchError(_difference(plans, communicator.ranks))
+
+
+def _nbytes(entry: Entry) -> int:
+    return entry.count * STORAGE[entry.dtype].itemsize
 
 
 def _difference(plans: Sequence[tuple[tuple[Entry, ...], int, int]], ranks: Sequence[int]) -> str:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.collectives.work import Work
 from ring_plugins.core.fusion import Bucket, FusionBuffer
+from ring_plugins.core.memory import HostMemory
 from ring_plugins.core.operations import Op
+
+
+#: Prepares a bucket and returns the memory of its direct tensors.
+Fill = Callable[[Bucket], Sequence[HostMemory] | None]
 
 
 class GradientReducer:
@@ -21,12 +26,13 @@ class GradientReducer:
     Args:
         buffer: the buckets' memory.
         communicator: reduces it; used by nobody else, so that its order of operations is this one.
-        fill: called once a pass for every bucket, before its launch, to put its gradients into the memory.
+        fill: called once a pass for every bucket, before its launch, to put its gradients into the memory; returns
+            the memory of the bucket's direct tensors, or nothing if it has none.
         op: the reduction.
     """
 
     def __init__(
-        self, buffer: FusionBuffer, communicator: Communicator, fill: Callable[[Bucket], None], op: Op = Op.AVERAGE
+        self, buffer: FusionBuffer, communicator: Communicator, fill: Fill, op: Op = Op.AVERAGE
     ) -> None:
         self._buffer, self._communicator, self._fill, self._op = buffer, communicator, fill, op
         self._buckets = buffer.plan.buckets
@@ -74,19 +80,28 @@ class GradientReducer:
         """Launch what is left and wait until every bucket is reduced."""
         self._complete(self._fill)
 
-    def abandon(self) -> None:
-        """End a pass that failed on this rank: peers get their reductions, memory is sent as it is."""
-        self._complete(lambda bucket: None)
+    def abandon(self, fill: Fill = lambda bucket: None) -> None:
+        """End a pass that failed on this rank: peers get their reductions, of memory as it is.
 
-    def _launch(self, fill: Callable[[Bucket], None]) -> None:
+        Args:
+            fill: returns memory for direct tensors, of the right sizes; their values do not matter.
+        """
+        self._complete(fill)
+
+    def _launch(self, fill: Fill) -> None:
         bucket = self._buckets[self._next]
-        fill(bucket)
-        memory, communicator, op = self._buffer.memories[bucket.index], self._communicator, self._op
-        self._works.append(communicator.start(f"bucket {bucket.index}", lambda: communicator.all_reduce(memory, op)))
-        self._next += 1
-        self.reduced_bytes += bucket.nbytes
+        memories = [self._buffer.memories[bucket.index], *(fill(bucket) or ())]
+        communicator, op = self._communicator, self._op
 
-    def _complete(self, fill: Callable[[Bucket], None]) -> None:
+        def reduce() -> None:
+            for memory in memories:
+                communicator.all_reduce(memory, op)
+
+        self._works.append(communicator.start(f"bucket {bucket.index}", reduce))
+        self._next += 1
+        self.reduced_bytes += sum(memory.array.nbytes for memory in memories)
+
+    def _complete(self, fill: Fill) -> None:
         try:
             while self._next < len(self._buckets):
                 self._launch(fill)

@@ -96,7 +96,7 @@ def gradients_are_views_of_the_buckets_laid_out_like_their_parameters() -> None:
     x, y = batches(1)[0]
     loss(model, shard(x), shard(y)).backward()
     if SIZE > 1:
-        for parameter, view in zip(averager._parameters, averager._views, strict=True):
+        for parameter, view in zip(averager._buckets.parameters, averager._buckets.views, strict=True):
             assert parameter.grad is view
             assert parameter.grad.stride() == parameter.stride()
     averager.close()
@@ -291,7 +291,9 @@ def a_clean_step_after_an_exception_in_backward() -> None:
     for in_place in (False, True):
         reference, model = Net(), Net()
         plain = torch.optim.SGD(reference.parameters(), 0.1)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), bucket_bytes=64)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), bucket_bytes=64
+        )
         for i, (x, y) in enumerate(batches(4)):
             plain.zero_grad()
             loss(reference, x, y).backward()
@@ -357,7 +359,9 @@ def checkpointed_layers() -> None:
 def compiled_model() -> None:
     reference, model = Net(), Net()
     plain = torch.optim.SGD(reference.parameters(), 0.1)
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), bucket_bytes=256)
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), bucket_bytes=256
+    )
     compiled = torch.compile(model, backend="aot_eager")
     for x, y in batches(3):
         plain.zero_grad()
@@ -466,6 +470,50 @@ def different_models_are_refused_by_name() -> None:
         assert f"rank {SIZE - 1}" in str(error), error
     else:
         raise AssertionError("different models were not refused")
+
+
+@check
+def large_gradients_stay_where_autograd_put_them() -> None:
+    """From DIRECT_BYTES on there is no copy; unused ones, other layouts and types included."""
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.conv = nn.Conv2d(512, 128, 3).to(memory_format=torch.channels_last)
+            self.wide = nn.Linear(600, 1000)
+            self.lower = nn.Linear(1000, 1024, dtype=torch.bfloat16)
+            self.maybe = nn.Linear(600, 700)
+            self.never = nn.Linear(600, 800)
+
+        def forward(self, x: torch.Tensor, maybe: bool) -> torch.Tensor:
+            y = self.conv(x[:, : 512 * 9].reshape(-1, 512, 3, 3)).sum() + self.wide(x[:, :600]).square().sum()
+            y = y + self.lower(self.wide(x[:, :600]).bfloat16()).float().sum()
+            return y + (self.maybe(x[:, :600]).sum() if maybe else 0)
+
+    reference, model = Large(), Large()
+    averager = GradientAverager(model)
+    inputs = [torch.randn(2, 512 * 9, generator=torch.Generator().manual_seed(rank)) for rank in range(SIZE)]
+    for last_has_it in (True, False):
+        for to_none in (True, False):
+            reference.zero_grad()
+            for rank in range(SIZE):
+                reference(inputs[rank], last_has_it and rank == SIZE - 1).backward()
+            for parameter in reference.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= SIZE
+            model.zero_grad(set_to_none=to_none or last_has_it)
+            model(inputs[RANK], last_has_it and RANK == SIZE - 1).backward()
+            assert model.never.weight.grad is None
+            for (name, a), b in zip(model.named_parameters(), reference.parameters(), strict=True):
+                if a.grad is None or b.grad is None:
+                    assert b.grad is None or not b.grad.any(), name
+                    assert a.grad is None or not a.grad.any(), name
+                    continue
+                tolerance = 5e-2 if a.dtype == torch.bfloat16 else 1e-4
+                assert torch.allclose(a.grad, b.grad, rtol=tolerance, atol=tolerance), name
+                assert a.grad.stride() == a.stride()
+            assert same_everywhere(p.grad for p in model.parameters() if p.grad is not None)
+    averager.close()
 
 
 for function in CHECKS:

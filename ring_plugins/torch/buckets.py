@@ -1,0 +1,177 @@
+"""Where the gradients of a torch model are while they are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ring_plugins.core.collectives.protocol import Communicator
+from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.fusion import DIRECT_BYTES, Bucket, Entry, FusionBuffer, FusionPlan
+from ring_plugins.core.memory import HostMemory, host_memory
+
+Named = tuple[str, nn.Parameter]
+
+
+class GradientBuckets:
+    """The buckets of a plan as torch sees them.
+
+    A small gradient lives in its bucket: `p.grad` is a view of it. A large one stays where autograd put it.
+
+    Args:
+        named: (name, parameter) pairs that take part, equal on all ranks.
+        communicator: reduces them.
+        bucket_bytes, first_bucket_bytes: see `FusionPlan`.
+
+    Raises:
+        MismatchError: the pairs differ among ranks.
+        ArgumentError: a parameter is not on the CPU.
+    """
+
+    def __init__(
+        self, named: Sequence[Named], communicator: Communicator, bucket_bytes: int, first_bucket_bytes: int
+    ) -> None:
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self.plan = FusionPlan([_entry(*pair) for pair in named], bucket_bytes, first_bucket_bytes, DIRECT_BYTES)
+        self.plan.check_equal(communicator)
+        self.buffer = FusionBuffer(self.plan, communicator)
+        #: By parameter its place in the bucket, None for those that stay where they are.
+        self.views: list[torch.Tensor | None] = [None] * len(named)
+        self._flags: list[torch.Tensor] = []
+        for bucket, memory in zip(self.plan.buckets, self.buffer.memories, strict=True):
+            whole = torch.frombuffer(memory.array, dtype=getattr(torch, bucket.dtype))
+            self._flags.append(whole[bucket.flags : bucket.flags + len(bucket.entries)])
+            for i, offset in zip(bucket.entries, bucket.offsets, strict=True):
+                if i not in bucket.direct:
+                    self.views[i] = _view(whole, offset, self.parameters[i])
+        #: Where the average goes of gradients that this rank does not have, in this pass.
+        self._absent: dict[int, torch.Tensor] = {}
+        #: Parameters found to have sparse gradients. While `collects_sparse` they are left alone.
+        self.sparse: set[int] = set()
+        self.collects_sparse = False
+
+    def fill(self, bucket: Bucket) -> list[HostMemory]:
+        """Get a bucket ready to be reduced.
+
+        Gradients that autograd put elsewhere move in, by one fused copy, and `p.grad` is then the view.
+
+        Returns:
+            The memory of the direct gradients.
+        """
+        to: list[torch.Tensor] = []
+        source: list[torch.Tensor] = []
+        moved: list[int] = []
+        zero_flags: list[int] = []
+        direct: list[HostMemory] = []
+        for place, i in enumerate(bucket.entries):
+            parameter, view = self.parameters[i], self.views[i]
+            gradient = parameter.grad
+            if gradient is view and view is not None:
+                continue
+            if gradient is not None and gradient.is_sparse:
+                gradient = self._densified(i, gradient)
+            if gradient is None:
+                zero_flags.append(place)
+                stand_in = _like(parameter).zero_() if view is None else view.zero_()
+                self._absent[i] = stand_in
+                if view is None:
+                    direct.append(_memory(stand_in))
+            elif view is not None:
+                to.append(view)
+                source.append(gradient)
+                moved.append(i)
+            else:
+                direct.append(_memory(_laid_out(parameter, gradient)))
+        with torch.no_grad():
+            if to:
+                torch._foreach_copy_(to, source)
+            flags = self._flags[bucket.index]
+            flags.fill_(1)
+            for place in zero_flags:
+                flags[place] = 0
+        for i in moved:
+            self.parameters[i].grad = self.views[i]
+        return direct
+
+    def _densified(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        if self.collects_sparse:
+            self.sparse.add(i)
+            return None
+        parameter = self.parameters[i]
+        with torch.no_grad():
+            parameter.grad = _like(parameter).copy_(gradient.to_dense())
+        return parameter.grad
+
+    def scratch(self, bucket: Bucket) -> list[HostMemory]:
+        """Memory of the direct gradients' sizes, for a pass whose result nobody wants."""
+        return [_memory(_like(self.parameters[i]).zero_()) for i in bucket.direct]
+
+    def settle(self) -> None:
+        """After a pass: gradients that this rank does not have are the average if any rank has them, else None."""
+        absent, self._absent = self._absent, {}
+        if not absent:
+            return
+        for bucket, flags in zip(self.plan.buckets, self._flags, strict=True):
+            if absent.keys().isdisjoint(bucket.entries):
+                continue
+            for i, flag in zip(bucket.entries, flags.tolist(), strict=True):
+                if i in absent and flag != 0 and i not in self.sparse:
+                    self.parameters[i].grad = absent[i]
+
+    def release(self) -> None:
+        """Give the memory back; gradients in it stay valid."""
+        self.buffer.release()
+
+
+def _entry(name: str, parameter: nn.Parameter) -> Entry:
+    if parameter.device.type != "cpu":
+        raise ArgumentError(f"parameter {name} is on {parameter.device}; gradients are averaged on the CPU only.")
+    strides = "" if parameter.is_contiguous() else f", strides {tuple(parameter.stride())}"
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return Entry(name, dtype, parameter.numel(), f"shape {tuple(parameter.shape)}{strides}")
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a stretch of memory without gaps or overlaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _view(whole: torch.Tensor, offset: int, parameter: nn.Parameter) -> torch.Tensor:
+    """The gradient's place in the bucket, with the parameter's strides where they leave no gaps.
+
+    Autograd accumulates fastest into a gradient laid out like its parameter (channels_last, say).
+    """
+    flat = whole[offset : offset + parameter.numel()]
+    if parameter.numel() and _is_dense(parameter):
+        return flat.as_strided(parameter.shape, parameter.stride())
+    return flat.view(parameter.shape)
+
+
+def _like(parameter: nn.Parameter) -> torch.Tensor:
+    """Memory for a gradient, laid out as on every other rank."""
+    if _is_dense(parameter):
+        return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
+    return torch.empty(parameter.shape, dtype=parameter.dtype)
+
+
+def _laid_out(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient in the layout that all ranks use, copied if autograd made another."""
+    expected = parameter.stride() if _is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
+    if gradient.stride() != expected or gradient.requires_grad:
+        with torch.no_grad():
+            parameter.grad = _like(parameter).copy_(gradient)
+        return parameter.grad
+    return gradient
+
+
+def _memory(tensor: torch.Tensor) -> HostMemory:
+    """The memory of a dense tensor, in the order in which it lies there."""
+    return host_memory(tensor.detach().as_strided((tensor.numel(),), (1,)))
