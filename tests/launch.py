@@ -194,10 +194,6 @@ class Job:
             self._look_at_files()
             time.sleep(0.02)
 
-    def go(self) -> None:
-        """Release the ranks that stand in `tests.worker.wait_for_go()`."""
-        (self.directory / "reports" / "go").touch()
-
     def send_signal(self, rank: int, number: signal.Signals) -> None:
         """Send a signal to one rank, which must have reported its pid."""
         os.kill(self.pids()[rank], number)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,6 @@ def report(key: str, value: Any, rank: int | None = None) -> None:
 def report_pid() -> None:
     """Say which process this rank is; `Job.pids()` waits for this."""
     report("pid", os.getpid())
-
-
-def wait_for_go(timeout: float = 60) -> None:
-    """Block until the test calls `Job.go()`."""
-    deadline = time.monotonic() + timeout
-    go = Path(os.environ["TEST_REPORTS"]) / "go"
-    while not go.exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError("the test never said go")
-        time.sleep(0.01)
 
 
 def _rank() -> int:
