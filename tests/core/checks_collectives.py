@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 import ring_plugins as ring
-from ring_plugins.core.collectives.node import CHUNK, HALF, SMALL
+from ring_plugins.core.collectives.node import HALF, SMALL
 from ring_plugins.core.memory import HostMemory
 from ring_plugins.core.world import current
 from tests.worker import report
@@ -22,7 +22,7 @@ RANK, SIZE = ring.rank(), ring.size()
 CHECKS: list[Callable[[], None]] = []
 
 EXACT = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
-COUNTS = [0, 1, 7, SMALL // 4, SMALL // 4 + 1, HALF // 4 + 3, CHUNK // 4 * 2 + 5]
+COUNTS = [0, 1, 7, SMALL // 4, SMALL // 4 + 1, HALF // 4 + 3, HALF // 4 * 9 + 5]
 
 
 def check(function: Callable[[], None]) -> Callable[[], None]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ring_plugins.core.arithmetic import reduce_into
+from ring_plugins.core.arithmetic import reduce_everywhere, reduce_into
 from ring_plugins.core.collectives.signature import Signature, mismatch
 from ring_plugins.core.operations import Op
 from ring_plugins.core.shared_memory import Address, Segment, SharedBuffer, publish
@@ -32,8 +32,6 @@ _TEXT = 1024
 HALF = 512 * 1024
 #: Up to this size every member reads everything: one barrier instead of two. Measured crossover.
 SMALL = 32 * 1024
-#: Piece of a large reduction in place: its second pass finds the data in cache.
-CHUNK = 4 * 1024 * 1024
 _ALIGN = 64
 
 
@@ -258,55 +256,30 @@ class Node:
         reduce_into(array, staged, op, dtype, divisor)
 
     def _reduce_shared(self, parts: list[Array], op: Op, dtype: str, divisor: int, signature: Signature) -> None:
-        """Each member sums its slice of a chunk into its own memory, a barrier, the others copy it from there.
-
-        The sum of the next chunk is done before waiting for this one's, so that nobody waits for a
-        neighbour that is a little late.
-        """
-        mine = parts[self.position]
-        step = max(1, CHUNK // mine.itemsize)
+        """Each member reduces its slice of everyone's memory, and leaves the result in all of them."""
         self._arrive(signature)
-        pending: tuple[int, int, list[slice]] | None = None
-        for start in range(0, mine.size, step):
-            chunk = [part[start : start + step] for part in parts]
-            cuts = slices(chunk[0].size, self.size, mine.itemsize)
-            own = self._own_first([part[cuts[self.position]] for part in chunk])
-            reduce_into(own[0], own, op, dtype, divisor)
-            milestone = self._raise_milestone()
-            if pending is not None:
-                self._take(parts, *pending)
-            pending = milestone, start, cuts
-        if pending is not None:
-            self._take(parts, *pending)
-        self._barrier()  # neighbours may still read; the caller is free to overwrite after this
-
-    def _take(self, parts: list[Array], milestone: int, start: int, cuts: list[slice]) -> None:
-        """Copy the others' slices once they are there."""
-        self._await(milestone)
-        mine = parts[self.position]
-        for i, cut in enumerate(cuts):
-            if i != self.position:
-                mine[start + cut.start : start + cut.stop] = parts[i][start + cut.start : start + cut.stop]
+        cut = slices(parts[0].size, self.size, parts[0].itemsize)[self.position]
+        reduce_everywhere(self._own_first([part[cut] for part in parts]), op, dtype, divisor)
+        self._barrier()
 
     def _reduce_staged(self, array: Array, op: Op, dtype: str, divisor: int, signature: Signature) -> None:
-        """Ordinary memory goes through the staging areas: to each member its slice, and back the sum."""
+        """Ordinary memory: each member puts what others reduce into its staging area, and finds the result there."""
         step, halves = HALF // array.itemsize, self._typed_staging(array.dtype)
         for i, start in enumerate(range(0, array.size, step)):
             chunk = array[start : start + step]
-            half = self._next_half()
             cuts = slices(chunk.size, self.size, chunk.itemsize)
-            staged = [area[: chunk.size] for area in halves[half]]
-            outbox = staged[self.position]
-            for owner, cut in enumerate(cuts):
-                if owner != self.position:
-                    outbox[cut] = chunk[cut]
+            staged = halves[self._next_half()]
+            own = staged[self.position]
+            others = [cut for owner, cut in enumerate(cuts) if owner != self.position]
+            for cut in others:
+                np.copyto(own[cut], chunk[cut])
             self._arrive(signature) if i == 0 else self._barrier()
             cut = cuts[self.position]
-            sources = [chunk[cut], *(s[cut] for j, s in enumerate(staged) if j != self.position)]
-            reduce_into(outbox[cut], sources, op, dtype, divisor)
+            inputs = [chunk[cut], *(area[cut] for j, area in enumerate(staged) if j != self.position)]
+            reduce_everywhere(inputs, op, dtype, divisor)
             self._barrier()
-            for owner, cut in enumerate(cuts):
-                chunk[cut] = staged[owner][cut]
+            for cut in others:
+                np.copyto(chunk[cut], own[cut])
 
     # The two halves of a reduction that goes on between hosts --------------------------------------
 
@@ -338,9 +311,11 @@ class Node:
         """Give everyone `array[cuts[i]]` of member i."""
         shared = self._everyones(array)
         if shared is not None:
-            self._raise_milestone()
-            self._take(shared, self._milestone, 0, list(cuts))
             self._barrier()
+            for i, cut in enumerate(cuts):
+                if i != self.position:
+                    np.copyto(shared[self.position][cut], shared[i][cut])
+            self._barrier()  # neighbours may still read; the caller is free to overwrite after this
             return
         parts = [array[cut].view(np.uint8) for cut in cuts]
         parts += [parts[0][:0]] * (self.size - len(cuts))
