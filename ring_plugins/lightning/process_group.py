@@ -5,6 +5,9 @@ torch.distributed without asking the strategy. With its default group on our com
 and a rank that waits in any of them hears of a failed peer.
 """
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -45,7 +48,23 @@ def ensure_process_group(world: World, timeout: timedelta | None = None) -> None
     # Lightning calls around `prepare_data`, cannot.
     store, rank, size = store_from_world(timeout)
     _over[:] = [world]
-    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size, timeout=timeout)
+    with _own_words_for_errors():
+        dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+@contextmanager
+def _own_words_for_errors() -> Iterator[None]:
+    """Keep ``sys.excepthook`` as it is.
+
+    torch 2.13, distributed/distributed_c10d.py, `init_process_group`: puts a hook in front that holds back whatever the
+    others print, in order to begin each line with the rank. Ours says the rank already, and may end the job before
+    torch prints what it held back.
+    """
+    hook = sys.excepthook
+    try:
+        yield
+    finally:
+        sys.excepthook = hook
 
 
 def leave_process_group() -> None:

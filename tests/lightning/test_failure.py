@@ -54,10 +54,13 @@ def test_an_exception_on_one_rank(launcher: Launcher) -> None:
     with start_ranks(script, launcher=launcher) as job:
         job.pids(40)
         result = ends_in_time(job, time.monotonic())
-    # The failing rank's own traceback, and one line from the other.
+    # The failing rank's own traceback; the others say one line, if the launcher leaves them the time.
     assert re.search(r"Traceback.*training_step.*ValueError: the first cause", result.stderr, re.DOTALL)
-    assert re.search(r"rank 0 ends because rank 1 failed: ValueError: the first cause", result.stderr)
-    assert result.values("on_exception") == ["PeerFailed", "ValueError"]
+    assert result.stderr.count("\nTraceback") <= (2 if launcher == "torchrun" else 1)  # torchrun adds its own
+    assert result.reports[1]["on_exception"] == "ValueError"
+    if launcher == "grown":
+        assert re.search(r"rank 0 ends because rank 1 failed: ValueError: the first cause", result.stderr)
+        assert result.reports[0]["on_exception"] == "PeerFailed"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
