@@ -48,8 +48,6 @@ def check_reducible(dtype: str, op: Op) -> None:
         ArgumentError: an average of integers or booleans, an order of complex numbers.
     """
     if op is Op.AVERAGE and dtype not in FLOATS and dtype not in COMPLEX:
-        raise ArgumentError(
-            f"op=AVERAGE of dtype={dtype} would round; convert to float32 first, or use op=SUM."
-        )
+        raise ArgumentError(f"op=AVERAGE of dtype={dtype} would round; convert to float32 first, or use op=SUM.")
     if op in (Op.MIN, Op.MAX) and dtype in COMPLEX:
         raise ArgumentError(f"op={op.name} of dtype={dtype}: complex numbers have no order.")

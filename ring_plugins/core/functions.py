@@ -211,9 +211,7 @@ def _check_root(root: int, communicator: Communicator) -> None:
         raise ArgumentError(f"root={root!r} is not a rank of this job of {communicator.size}.")
 
 
-def _in_place(
-    name: str, x: Any, out: Any, wait: bool, operate: Callable[[Communicator, HostMemory], None]
-) -> Any:
+def _in_place(name: str, x: Any, out: Any, wait: bool, operate: Callable[[Communicator, HostMemory], None]) -> Any:
     """Copy `x` to `out`, or to new memory, and operate on that in place."""
     communicator = current().communicator
     source, dtype = host_array(x)

@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.dtypes import STORAGE
@@ -29,7 +28,8 @@ DIRECT_BYTES = MIB
 _ALIGN = 64
 
 
-class Entry(NamedTuple):
+@dataclass(frozen=True)
+class Entry:
     """A tensor that takes part.
 
     Attributes:
@@ -96,7 +96,9 @@ class FusionPlan:
         direct_bytes: int | None = None,
     ) -> None:
         if bucket_bytes < 1 or first_bucket_bytes < 1:
-            raise ArgumentError(f"bucket_bytes={bucket_bytes} and first_bucket_bytes={first_bucket_bytes} must be positive.")
+            raise ArgumentError(
+                f"bucket_bytes={bucket_bytes} and first_bucket_bytes={first_bucket_bytes} must be positive."
+            )
         self.entries = tuple(entries)
         self.bucket_bytes, self.first_bucket_bytes, self.direct_bytes = bucket_bytes, first_bucket_bytes, direct_bytes
         self.buckets = tuple(self._fill())
@@ -119,7 +121,9 @@ class FusionPlan:
 
     def _lay_out(self, index: int, dtype: str, group: list[int]) -> Bucket:
         line = _ALIGN // STORAGE[dtype].itemsize
-        direct = tuple(i for i in group if self.direct_bytes is not None and _nbytes(self.entries[i]) >= self.direct_bytes)
+        direct = tuple(
+            i for i in group if self.direct_bytes is not None and _nbytes(self.entries[i]) >= self.direct_bytes
+        )
         offsets, end = [], 0
         for i in group:
             if i in direct:

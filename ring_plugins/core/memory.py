@@ -90,7 +90,8 @@ def host_memory(x: Any, name: str = "x", *, writable: bool = False) -> HostMemor
     array, dtype = host_array(x, name)
     if not array.flags.c_contiguous:
         raise ArgumentError(
-            f"{name} of shape {array.shape} is not contiguous; pass {name}.contiguous() or numpy.ascontiguousarray({name})."
+            f"{name} of shape {array.shape} is not contiguous; "
+            f"pass {name}.contiguous() or numpy.ascontiguousarray({name})."
         )
     if writable and not array.flags.writeable:
         raise ArgumentError(f"{name} is read-only memory and cannot take the result; pass a writable copy.")
@@ -120,10 +121,12 @@ def _from_dlpack(x: Any, name: str) -> tuple[Array, str]:
     if count == 0:
         return np.empty(shape, storage), dtype
     strides = tuple(tensor.strides[i] * storage.itemsize for i in range(tensor.ndim)) if tensor.strides else None
-    span = storage.itemsize * (count if strides is None else 1 + sum((n - 1) * abs(s) // storage.itemsize for n, s in zip(shape, strides)))
-    if strides is not None and any(s < 0 for s in strides):
-        raise ArgumentError(f"{name} has negative strides; pass a contiguous copy.")
-    memory = (ctypes.c_char * span).from_address(tensor.data + tensor.byte_offset)
+    span = count * storage.itemsize
+    if strides is not None:
+        if min(strides, default=0) < 0:
+            raise ArgumentError(f"{name} has negative strides; pass a contiguous copy.")
+        span = storage.itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    memory: Any = (ctypes.c_char * span).from_address(tensor.data + tensor.byte_offset)
     memory._owner = (x, capsule)  # numpy keeps `memory` alive, `memory` keeps the tensor alive
     flat = np.frombuffer(memory, dtype=storage)
     if strides is None:

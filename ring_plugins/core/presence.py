@@ -175,7 +175,9 @@ class Neighbourhood:
                     rank,
                 )
 
-    def deadlock(self, communicator: str, what: str, missing: Sequence[int], since: float, patience: float) -> str | None:
+    def deadlock(
+        self, communicator: str, what: str, missing: Sequence[int], since: float, patience: float
+    ) -> str | None:
         """A text about two main threads that wait for each other in different operations, or None."""
         now = time.monotonic()
         if now - since < patience:

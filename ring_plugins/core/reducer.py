@@ -11,7 +11,6 @@ from ring_plugins.core.fusion import Bucket, FusionBuffer
 from ring_plugins.core.memory import HostMemory
 from ring_plugins.core.operations import Op
 
-
 #: Prepares a bucket and returns the memory of its direct tensors.
 Fill = Callable[[Bucket], Sequence[HostMemory] | None]
 
@@ -31,9 +30,7 @@ class GradientReducer:
         op: the reduction.
     """
 
-    def __init__(
-        self, buffer: FusionBuffer, communicator: Communicator, fill: Fill, op: Op = Op.AVERAGE
-    ) -> None:
+    def __init__(self, buffer: FusionBuffer, communicator: Communicator, fill: Fill, op: Op = Op.AVERAGE) -> None:
         self._buffer, self._communicator, self._fill, self._op = buffer, communicator, fill, op
         self._buckets = buffer.plan.buckets
         self._bucket_of = [0] * len(buffer.plan.entries)

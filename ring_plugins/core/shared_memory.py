@@ -122,7 +122,7 @@ class SharedBuffer:
     def offset_of(self, array: np.ndarray[Any, Any]) -> int | None:
         """Bytes from the start of this buffer to `array`, or None if it lies elsewhere."""
         offset = address_of(array) - self._start
-        return offset if 0 <= offset and offset + array.nbytes <= self.array.nbytes else None
+        return offset if offset >= 0 and offset + array.nbytes <= self.array.nbytes else None
 
 
 def address_of(array: np.ndarray[Any, Any]) -> int:

@@ -12,40 +12,19 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 from ring_plugins.core.collectives.alone import AloneCommunicator
 from ring_plugins.core.collectives.host import Gather, HostCommunicator
 from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.errors import ArgumentError, LaunchError, NotInitialised, PeerFailed
 from ring_plugins.core.launch import Connection, connect, detect, grow, rendezvous
+from ring_plugins.core.place import find_place, virtual_nodes
 from ring_plugins.core.presence import FAILED, Neighbourhood, Presence
 from ring_plugins.core.shared_memory import domain, is_available
 
 #: Seconds that a script has to notice a failed peer by itself before its process is ended.
 _GRACE = 5.0
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where this process stands.
-
-    Attributes:
-        rank, size: in the job.
-        local_rank, local_size: on its host.
-        node_rank, num_nodes: of its host among the hosts.
-        hosts: the hosts' names in node order.
-    """
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    node_rank: int
-    num_nodes: int
-    hosts: tuple[str, ...]
 
 
 class World:
@@ -67,8 +46,10 @@ class World:
         domains = [str(item[0]) for item in told]
         self._nodes = virtual_nodes(domains, os.environ.get("RING_VIRTUAL_NODES", ""))
         if len(set(self._nodes)) > 1 and connection.plane is None:
-            raise LaunchError("RING_VIRTUAL_NODES needs a launcher that carries data between hosts: mpirun or torchrun.")
-        self.place = _place(rank, self._nodes, [str(item[1]) for item in told])
+            raise LaunchError(
+                "RING_VIRTUAL_NODES needs a launcher that carries data between hosts: mpirun or torchrun."
+            )
+        self.place = find_place(rank, self._nodes, [str(item[1]) for item in told])
         self._neighbourhood: Neighbourhood | None = None
         if own is not None:
             others = [
@@ -104,7 +85,9 @@ class World:
             raise ArgumentError(f"ranks={list(members)} are not distinct ranks of a job of {size}.")
         if gather is None:
             if len(members) != size:
-                raise ArgumentError(f"ranks={list(members)} is a part of the job; pass gather, so that its members can meet.")
+                raise ArgumentError(
+                    f"ranks={list(members)} is a part of the job; pass gather, so that its members can meet."
+                )
             gather = self.communicator.all_gather_object
         if len(members) == 1:
             communicator: Communicator = AloneCommunicator(name, members[0])
@@ -182,47 +165,6 @@ def _say(text: str) -> None:
         print(f"ring_plugins: {text}", file=sys.stderr, flush=True)
 
 
-def virtual_nodes(domains: Sequence[str], setting: str) -> list[str]:
-    """A key a rank that tells which ranks count as one host.
-
-    Args:
-        domains: what ranks that can share memory have in common, in rank order.
-        setting: RING_VIRTUAL_NODES. "" for the real hosts; "2" splits every host's ranks into two;
-            "1,2" into one of one rank and one of two, and so on.
-
-    Raises:
-        LaunchError: a setting that does not fit.
-    """
-    if not setting:
-        return list(domains)
-    keys = list(domains)
-    for host in dict.fromkeys(domains):
-        members = [rank for rank, other in enumerate(domains) if other == host]
-        try:
-            numbers = [int(part) for part in setting.split(",")]
-        except ValueError:
-            numbers = []
-        if len(numbers) == 1 and 0 < numbers[0] <= len(members):
-            nodes = numbers[0]
-            numbers = [len(members) * (i + 1) // nodes - len(members) * i // nodes for i in range(nodes)]
-        if not numbers or min(numbers) < 1 or sum(numbers) != len(members):
-            raise LaunchError(
-                f"RING_VIRTUAL_NODES={setting!r} does not fit {len(members)} ranks: give a number of nodes, "
-                'or ranks per node that add up, as in "1,2".'
-            )
-        labels = [node for node, number in enumerate(numbers) for _ in range(number)]
-        for rank, label in zip(members, labels, strict=True):
-            keys[rank] = f"{host}/virtual{label}"
-    return keys
-
-
-def _place(rank: int, nodes: Sequence[str], hosts: Sequence[str]) -> Place:
-    order = list(dict.fromkeys(nodes))
-    mine = [other for other, node in enumerate(nodes) if node == nodes[rank]]
-    names = tuple(hosts[nodes.index(node)] for node in order)
-    return Place(rank, len(nodes), mine.index(rank), len(mine), order.index(nodes[rank]), len(order), names)
-
-
 def _summary(error: BaseException) -> str:
     """An error in a line, with the place in the user's code where it happened."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -297,6 +239,19 @@ def current() -> World:
     return _world
 
 
+def _consequence(world: World, error: BaseException) -> PeerFailed | None:
+    """The failure of a peer that made this rank raise `error`, or None if the cause is its own.
+
+    Frameworks wrap errors: torch's C++ turns what a collective raised into a RuntimeError with its text.
+    """
+    if isinstance(error, PeerFailed):
+        return error
+    neighbourhood = world._neighbourhood
+    if neighbourhood is None or not neighbourhood.told or PeerFailed.__name__ not in str(error):
+        return None
+    return neighbourhood.failure()
+
+
 def _install_hooks() -> None:
     """See to it that the other ranks learn how this process ends."""
     global _hooks_installed
@@ -313,16 +268,17 @@ def _install_hooks() -> None:
         if world is None or world.place.size == 1:
             previous(kind, error, trace)
             return
-        if isinstance(error, PeerFailed):
-            _say(f"rank {world.place.rank} ends because {error}")
+        consequence = _consequence(world, error)
+        if consequence is not None:
+            _say(f"rank {world.place.rank} ends because {consequence}")
         else:
             _say(f"rank {world.place.rank} failed:")
             previous(kind, error, trace)
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
-        world.fail(error)
-        if isinstance(error, PeerFailed):
+        world.fail(consequence or error)
+        if consequence is not None:
             time.sleep(0.2)  # let the rank that failed first end the job
         world.abort()
 

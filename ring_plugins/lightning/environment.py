@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 
 from ring_plugins.core import world
+from ring_plugins.core.place import Place
 from ring_plugins.core.launch import LaunchRecord, detect
 
 
@@ -79,7 +80,7 @@ class RingEnvironment:
         """The number of nodes."""
         return place.num_nodes if (place := self._place()) else 1
 
-    def _place(self) -> "world.Place | _Foretold | None":
+    def _place(self) -> "Place | _Foretold | None":
         """Where this process stands in its job, or None for one that was started alone and has not grown yet."""
         if _is_connected():
             return world.current().place

@@ -73,6 +73,10 @@ class GradientAverager:
         self._end_of_backward: Callable[[], _EndOfBackward | None] = lambda: None
         self._buckets: GradientBuckets | None = None
         self._reducer: GradientReducer | None = None
+        self._all: list[nn.Parameter] = []
+        self._seen_flags: list[bool] = []
+        self._seen_registrations = 0
+        self._sparse_order: list[nn.Parameter] = []
         self._waited_before, self._bytes_before = 0.0, 0
         #: Reductions of all gradients so far.
         self.steps = 0
@@ -140,11 +144,15 @@ class GradientAverager:
         self._buckets = buckets
         self._reducer = GradientReducer(buckets.buffer, self._communicator, buckets.fill)
         for i, (name, parameter) in enumerate(dense):
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(i, name)))
+            self._attach(parameter, self._hook(i, name))
         for parameter in self._sparse_order:
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._sparse_hook))
+            self._attach(parameter, self._sparse_hook)
         if self._module is not None:
             self._hooks.append(self._module.register_forward_pre_hook(self._before_forward))
+
+    def _attach(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
+        register: Any = parameter.register_post_accumulate_grad_hook
+        self._hooks.append(register(hook))
 
     def _forget(self) -> None:
         for hook in self._hooks:

@@ -102,7 +102,7 @@ class DistributedOptimizer(Optimizer):
         self._reductions_so_far = self.averager.steps
         self.optimizer.zero_grad(set_to_none)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters.
 
         A rank that had no backward since the last step or `zero_grad` takes part in the others' averages with zeros.
@@ -141,5 +141,3 @@ class DistributedOptimizer(Optimizer):
     def close(self) -> None:
         """Stop averaging; the wrapped optimizer goes on alone."""
         self.averager.close()
-
-

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 
@@ -12,7 +14,7 @@ from ring_plugins.core.memory import host_memory
 def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
     """Weights of the embeddings that were built with `sparse=True`."""
     embeddings = (m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
-    return {m.weight for m in embeddings if m.sparse}
+    return {cast(nn.Parameter, m.weight) for m in embeddings if m.sparse}
 
 
 def average_sparse(parameter: nn.Parameter, communicator: Communicator) -> None:

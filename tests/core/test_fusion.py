@@ -30,7 +30,10 @@ def test_every_tensor_has_a_place_of_its_own_on_a_cache_line():
 def test_types_do_not_share_a_bucket():
     entries = [Entry("a", "float32", 4), Entry("b", "bfloat16", 4), Entry("c", "float32", 4)]
     made = FusionPlan(entries)
-    assert sorted((bucket.dtype, bucket.entries) for bucket in made.buckets) == [("bfloat16", (1,)), ("float32", (2, 0))]
+    assert sorted((bucket.dtype, bucket.entries) for bucket in made.buckets) == [
+        ("bfloat16", (1,)),
+        ("float32", (2, 0)),
+    ]
 
 
 def test_a_model_without_parameters_has_no_buckets():

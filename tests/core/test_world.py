@@ -1,7 +1,8 @@
 import pytest
 
 from ring_plugins.core.errors import ArgumentError, LaunchError
-from ring_plugins.core.world import init, virtual_nodes
+from ring_plugins.core.place import virtual_nodes
+from ring_plugins.core.world import init
 
 
 @pytest.mark.parametrize(

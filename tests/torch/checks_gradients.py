@@ -475,6 +475,7 @@ def different_models_are_refused_by_name() -> None:
 @check
 def large_gradients_stay_where_autograd_put_them() -> None:
     """From DIRECT_BYTES on there is no copy; unused ones, other layouts and types included."""
+
     class Large(nn.Module):
         def __init__(self) -> None:
             super().__init__()

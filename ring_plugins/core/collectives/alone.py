@@ -22,7 +22,8 @@ class AloneCommunicator:
     """A `Communicator` of size 1."""
 
     def __init__(self, name: str, world_rank: int = 0) -> None:
-        self.name, self.rank, self.size, self.ranks = name, 0, 1, (world_rank,)
+        self.name, self.rank, self.size = name, 0, 1
+        self.ranks: tuple[int, ...] = (world_rank,)
         self.statistics = Statistics()
 
     def all_reduce(self, memory: HostMemory, op: Op) -> None:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
-import threading
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ring_plugins.core.arithmetic import reduce_into
 from ring_plugins.core.collectives.lane import Lane
 from ring_plugins.core.collectives.node import SMALL, Node, create_segment, slices
-from ring_plugins.core.collectives.protocol import Statistics
+from ring_plugins.core.collectives.ordered import OrderedOperations, blocking
 from ring_plugins.core.collectives.signature import Signature, signature
 from ring_plugins.core.collectives.transport import Transport
-from ring_plugins.core.collectives.work import CommunicationThread, Work
 from ring_plugins.core.dtypes import check_reducible
 from ring_plugins.core.errors import ArgumentError, RingError
 from ring_plugins.core.memory import HostMemory
@@ -27,7 +23,6 @@ from ring_plugins.core.presence import Neighbourhood
 from ring_plugins.core.shared_memory import Address, SharedBuffer, is_available
 from ring_plugins.core.waiting import Wait
 
-T = TypeVar("T")
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -51,17 +46,7 @@ class Member(NamedTuple):
 Gather = Callable[[Any], list[Any]]
 
 
-def _blocking(method: Callable[..., T]) -> Callable[..., T]:
-    """Run a method in the caller's thread, in order with what was started, and remember a failure."""
-
-    @functools.wraps(method)
-    def call(self: HostCommunicator, *args: Any, **kwargs: Any) -> T:
-        return self._in_order(method, args, kwargs)
-
-    return call
-
-
-class HostCommunicator:
+class HostCommunicator(OrderedOperations):
     """A `Communicator` for host memory.
 
     Args:
@@ -86,14 +71,9 @@ class HostCommunicator:
     ) -> None:
         own = create_segment() if is_available() else None
         members = [Member(*m) for m in gather(tuple(Member(rank, node, own.address if own else None, tag)))]
-        self.name = name
+        super().__init__(name, Wait(name, neighbourhood))
         self.ranks = tuple(member.rank for member in members)
         self.rank, self.size = self.ranks.index(rank), len(members)
-        self.statistics = Statistics()
-        self._wait = Wait(name, neighbourhood)
-        self._lock = threading.RLock()
-        self._thread: CommunicationThread | None = None
-        self._broken: BaseException | None = None
         first_tag = members[0].tag
 
         nodes: dict[str, list[Member]] = {}
@@ -125,58 +105,8 @@ class HostCommunicator:
             self._transport = self._node
         self._spans_hosts = len(nodes) > 1
 
-    # Order and failure ----------------------------------------------------------------------------
-
-    def _in_order(self, method: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any]) -> T:
-        thread = self._thread
-        inside = thread is not None and thread.is_current()
-        if thread is not None and not inside and not thread.is_idle():
-            return self.start(method.__name__, lambda: self._in_order(method, args, kwargs)).wait()
-        with self._lock:
-            if self._broken is not None:
-                raise self._broken
-            started = time.perf_counter()
-            try:
-                result = method(self, *args, **kwargs)
-            except ArgumentError:
-                raise
-            except RingError as error:
-                self._broken = error
-                raise
-            except BaseException as error:
-                self._broken = RingError(
-                    f"{self.name} was interrupted in {method.__name__} by {type(error).__name__} and is out of step "
-                    "with the other ranks; call ring_plugins.shutdown() and init() on all ranks to go on."
-                )
-                raise
-            elapsed = time.perf_counter() - started
-            statistics = self.statistics
-            statistics.operations += 1
-            statistics.working += elapsed
-            if not inside:
-                statistics.waited += elapsed
-            return result
-
-    def _caller_waits(self, since: float) -> None:
-        """A caller starts (positive time) or ends (negative) to wait for a work."""
-        if since > 0:
-            self._wait.caller_blocked_since = since
-        else:
-            self._wait.caller_blocked_since = 0.0
-            self.statistics.waited += time.monotonic() + since
-
-    def start(self, description: str, function: Callable[[], T]) -> Work[T]:
-        if self._thread is None:
-            self._thread = CommunicationThread(self.name)
-        work = Work(description, function, self._caller_waits)
-        self._thread.give(work)
-        return work
-
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.close()
-            self._thread = None
-        self._broken = self._broken or RingError(f"{self.name} has been closed.")
+        super().close()
         self._node = None
 
     # Memory ---------------------------------------------------------------------------------------
@@ -187,7 +117,7 @@ class HostCommunicator:
             raise ArgumentError(f"allocate(nbytes) must be equal on all ranks; got {everyones} in rank order.")
         return self._allocate(nbytes)
 
-    @_blocking
+    @blocking
     def _allocate(self, nbytes: int) -> SharedBuffer:
         if self._node is None:
             return SharedBuffer([np.zeros(nbytes, np.uint8)], 0)
@@ -208,7 +138,7 @@ class HostCommunicator:
 
     # Collectives ----------------------------------------------------------------------------------
 
-    @_blocking
+    @blocking
     def all_reduce(self, memory: HostMemory, op: Op) -> None:
         array, dtype = memory
         check_reducible(dtype, op)
@@ -230,21 +160,21 @@ class HostCommunicator:
         if self._node is not None:
             self._node.share_from_owners(array, cuts, sign)
 
-    @_blocking
+    @blocking
     def broadcast(self, memory: HostMemory, root: int) -> None:
         self._check_root(root)
         array, dtype = memory
         self.statistics.nbytes += array.nbytes
         self._transport.broadcast(array.view(np.uint8), root, signature("broadcast", dtype, array.size, f"root {root}"))
 
-    @_blocking
+    @blocking
     def all_gather(self, mine: HostMemory, out: HostMemory, counts: Sequence[int]) -> None:
         self.statistics.nbytes += mine.array.nbytes
         parts = _split(out.array, counts, "counts")
         sign = signature("all_gather", mine.dtype, sum(counts))
         self._transport.all_gather(mine.array.view(np.uint8), parts, sign)
 
-    @_blocking
+    @blocking
     def reduce_scatter(self, full: HostMemory, out: HostMemory, counts: Sequence[int], op: Op) -> None:
         check_reducible(full.dtype, op)
         self.statistics.nbytes += full.array.nbytes
@@ -256,7 +186,7 @@ class HostCommunicator:
         )
         reduce_into(out.array, list(terms), op, full.dtype, self.size if op is Op.AVERAGE else 1)
 
-    @_blocking
+    @blocking
     def all_to_all(
         self, send: HostMemory, send_counts: Sequence[int], out: HostMemory, out_counts: Sequence[int]
     ) -> None:
@@ -267,11 +197,11 @@ class HostCommunicator:
             signature("all_to_all", send.dtype),
         )
 
-    @_blocking
+    @blocking
     def barrier(self) -> None:
         self._transport.barrier(signature("barrier"))
 
-    @_blocking
+    @blocking
     def broadcast_object(self, item: Any, root: int = 0) -> Any:
         self._check_root(root)
         sign = signature("broadcast_object", detail=f"root {root}")
@@ -283,7 +213,7 @@ class HostCommunicator:
         self._transport.broadcast(data, root, sign)
         return item if self.rank == root else pickle.loads(data.data)
 
-    @_blocking
+    @blocking
     def all_gather_object(self, item: Any) -> list[Any]:
         return self._all_gather_object(item, signature("all_gather_object"))
 

@@ -49,9 +49,7 @@ class Lane:
             lambda: f"{self.name}: {signature.text} between hosts",
         )
 
-    def _swap(
-        self, outgoing: Sequence[Bytes | None], incoming: Sequence[Bytes | None], signature: Signature
-    ) -> None:
+    def _swap(self, outgoing: Sequence[Bytes | None], incoming: Sequence[Bytes | None], signature: Signature) -> None:
         """Send `outgoing[i]` to member i and fill `incoming[i]` from it, None for nothing.
 
         Ahead of the data goes a header that says which operation this is and how much is coming. Data is
@@ -81,7 +79,7 @@ class Lane:
             if sizes[i] != (0 if part is None else part.size):
                 raise MismatchError(
                     f"ranks disagree in {self.name}: {signature.text}: rank {ranks[i]} sends {sizes[i]} bytes to rank "
-                    f"{ranks[self.position]}, which expects {0 if part is None else part.size}. Sizes must agree in pairs."
+                    f"{ranks[self.position]}, which expects {0 if part is None else part.size}. Sizes must agree."
                 )
         parts = [(ranks[i], part) for i in others if (part := incoming[i]) is not None and part.size]
         if parts:

@@ -1,32 +1,27 @@
 """Collectives inside one host, over shared memory.
 
-Each member owns one segment: a control page, then a staging area of two halves. The control page holds a
-*milestone*, a number that only its owner raises; a barrier is raising the own and waiting until all others
-are as high. Uses of the staging area alternate between its halves, and every use contains a barrier, so that
-a half is only written again after all have passed the barrier of the use between, which they do after
-reading. No second barrier is needed to protect it.
+Each member owns one segment: a control page, then a staging area of two halves. Uses of the staging area
+alternate between its halves, and every use contains a barrier, so that a half is only written again after
+all have passed the barrier of the use between, which they do after reading. No second barrier is needed to
+protect it.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ring_plugins.core.arithmetic import reduce_everywhere, reduce_into
-from ring_plugins.core.collectives.signature import Signature, mismatch
+from ring_plugins.core.collectives.milestones import PAGE, Milestones
+from ring_plugins.core.collectives.signature import Signature
 from ring_plugins.core.operations import Op
-from ring_plugins.core.shared_memory import Address, Segment, SharedBuffer, publish
+from ring_plugins.core.shared_memory import Address, Segment, SharedBuffer
 from ring_plugins.core.waiting import Wait
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
-_CONTROL = 4096
-_SIGNATURES = 8  # word of the first of two signatures, a cache line away from the milestone
-_TEXT = 1024
 
 #: Bytes of one half of the staging area: two of them and the piece being summed stay in a core's cache.
 HALF = 512 * 1024
@@ -45,7 +40,7 @@ def slices(count: int, parts: int, itemsize: int) -> list[slice]:
 
 def create_segment() -> Segment:
     """The segment that a member brings to `Node`."""
-    return Segment.create(_CONTROL + 2 * HALF)
+    return Segment.create(PAGE + 2 * HALF)
 
 
 class Node:
@@ -65,85 +60,20 @@ class Node:
     ) -> None:
         self.position, self.size, self.name = position, len(ranks), name
         self._ranks = tuple(ranks)
-        self._wait = wait
         segments = [
             own if i == position else Segment.open(address, rank)
             for i, (address, rank) in enumerate(zip(addresses, ranks, strict=True))
         ]
-        self._clocks = [memoryview(segment.array[:_CONTROL]).cast("B").cast("q") for segment in segments]
-        self._clock = self._clocks[position]
-        self._others = [clock for i, clock in enumerate(self._clocks) if i != position]
-        self._texts = [segment.array[_TEXT:_CONTROL] for segment in segments]
-        self._staging = [
-            (segment.array[_CONTROL : _CONTROL + HALF], segment.array[_CONTROL + HALF :]) for segment in segments
-        ]
+        pages = [segment.array[:PAGE] for segment in segments]
+        milestones = Milestones(pages, ranks, position, wait, name)
+        self._arrive, self._barrier = milestones.arrive, milestones.barrier
+        self._staging = [(segment.array[PAGE : PAGE + HALF], segment.array[PAGE + HALF :]) for segment in segments]
         self._typed: dict[np.dtype[Any], tuple[list[Array], list[Array]]] = {}
-        self._milestone = 0
-        self._operation = 0
         self._use = 0
-        self._current: Signature = Signature(0, "start")
         self._buffers: list[SharedBuffer] = []
-        self._arrive(self._current)
+        self._barrier()
         for segment in segments:
             segment.close_file()
-
-    # Milestones -----------------------------------------------------------------------------------
-
-    def _raise_milestone(self) -> int:
-        self._milestone += 1
-        publish()
-        self._clock[0] = self._milestone
-        return self._milestone
-
-    def _await(self, milestone: int) -> None:
-        """Wait until all others have raised their milestone this far."""
-        for clock in self._others:
-            if clock[0] < milestone:
-                break
-        else:
-            return
-        others = self._others
-        for _ in range(50):
-            for clock in others:
-                if clock[0] < milestone:
-                    break
-            else:
-                return
-        self._wait.until(
-            lambda: all(clock[0] >= milestone for clock in others),
-            lambda: [rank for rank, clock in zip(self._ranks, self._clocks, strict=True) if clock[0] < milestone],
-            lambda: f"{self.name}: {self._current.text}",
-        )
-
-    def _barrier(self) -> None:
-        self._await(self._raise_milestone())
-
-    def _arrive(self, signature: Signature) -> None:
-        """The first barrier of an operation, which also finds members that are in another one."""
-        self._current = signature
-        self._operation += 1
-        slot = _SIGNATURES + (self._operation & 1)
-        self._clock[slot] = signature.code
-        self._barrier()
-        for clock in self._others:
-            if clock[slot] != signature.code:
-                self._report_mismatch(slot)
-
-    def _report_mismatch(self, slot: int) -> None:
-        """Exchange texts and raise: all members see the difference, so all come here."""
-        text = np.frombuffer(self._current.text.encode()[: _CONTROL - _TEXT - 1], np.uint8)
-        own = self._texts[self.position]
-        own[1 : 1 + text.size] = text
-        own[1 + text.size :] = 0
-        own[0] = 1
-        end = time.monotonic() + 2.0
-        while time.monotonic() < end and not all(t[0] for t in self._texts):
-            time.sleep(0.001)
-        calls = {
-            rank: bytes(t[1:]).rstrip(b"\0").decode(errors="replace") or "another operation"
-            for rank, t in zip(self._ranks, self._texts, strict=True)
-        }
-        raise mismatch(self.name, calls)
 
     def _next_half(self) -> int:
         self._use ^= 1

@@ -51,5 +51,5 @@ def mismatch(communicator: str, calls: dict[int, str]) -> MismatchError:
         for text, ranks in by_text.items()
     )
     return MismatchError(
-        f"ranks disagree in {communicator}: {said}. All ranks must make the same calls in the same order with equal sizes."
+        f"ranks disagree in {communicator}: {said}. All ranks must make equal calls in the same order."
     )

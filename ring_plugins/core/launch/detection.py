@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 
 from ring_plugins.core.errors import LaunchError
 from ring_plugins.core.launch import grow, mpirun, rendezvous, slurm
 from ring_plugins.core.launch.record import Connection, LaunchRecord
 
-_DETECTORS = {
+_DETECTORS: dict[str, Callable[[], LaunchRecord | None]] = {
     "grown": grow.detect,
     "mpi": mpirun.detect,
     "rendezvous": rendezvous.detect,
@@ -32,7 +33,7 @@ def detect() -> LaunchRecord:
             raise LaunchError(f"RING_LAUNCHER={forced!r} is not one of {', '.join(_DETECTORS)}.")
         record = _DETECTORS[forced]()
         if record is None:
-            raise LaunchError(f"RING_LAUNCHER={forced}, but the environment has none of the variables that {forced} sets.")
+            raise LaunchError(f"RING_LAUNCHER={forced}, but none of the variables that {forced} sets are there.")
         return record
     return next(record for detector in _DETECTORS.values() if (record := detector()) is not None)
 

@@ -34,13 +34,14 @@ _START_DIRECTORY = os.getcwd()
 
 
 def detect() -> LaunchRecord | None:
+    """A child of a script that grew."""
     said = os.environ.get(_VARIABLE)
     if not said:
         return None
     try:
         _, rank, size, _ = map(int, said.split(":"))
     except ValueError:
-        raise LaunchError(f"environment variable {_VARIABLE}={said!r} is not what a growing script sets; unset it.") from None
+        raise LaunchError(f"{_VARIABLE}={said!r} is not what a growing script sets; unset it.") from None
     return LaunchRecord("grown", "a script that started itself", rank, size, rank, size)
 
 
@@ -75,7 +76,7 @@ class Meeting:
             self._check_children(missing)
             if time.monotonic() > end:
                 raise LaunchError(
-                    f"rank {self.rank} waited for ranks {missing} to reach ring_plugins.init() until RING_START_TIMEOUT."
+                    f"rank {self.rank} waited for ranks {missing} to reach init() until RING_START_TIMEOUT."
                 )
             time.sleep(0.001)
         return [json.loads(bytes(text[: words[1]])) for words, text in map(self._slot, range(self.size))]
@@ -112,12 +113,13 @@ def grown_size() -> int:
 
 def _join(record: LaunchRecord) -> Meeting:
     fd, _, _, parent = map(int, os.environ[_VARIABLE].split(":"))
-    assert record.rank is not None and record.size is not None
+    assert record.rank is not None
+    assert record.size is not None
     _end_with_parent()
     if os.getppid() != parent:
         raise LaunchError(
-            f"this process inherited {_VARIABLE} from rank {record.rank} but is not that rank (a data loader's worker, or its "
-            "parent has ended); ring_plugins.init() belongs into the ranks themselves."
+            f"this process inherited {_VARIABLE} from rank {record.rank} but is not that rank (a data loader's worker, "
+            "or its parent has ended); ring_plugins.init() belongs into the ranks themselves."
         )
     return Meeting(Segment(fd, Meeting.nbytes(record.size)), record.rank, record.size, [])
 
@@ -146,7 +148,7 @@ def command() -> list[str]:
 def _start(ranks: int) -> Meeting:
     again = command()
     if threading.current_thread() is not threading.main_thread():
-        raise LaunchError("a script can only grow from its main thread: the kernel ends children with the thread that made them.")
+        raise LaunchError("a script grows from its main thread only: children end with the thread that made them.")
     segment = Segment.create(Meeting.nbytes(ranks))
     children: list[subprocess.Popen[bytes]] = []
     sys.stdout.flush()
@@ -156,7 +158,9 @@ def _start(ranks: int) -> Meeting:
         environment[_VARIABLE] = f"{segment.fd}:{rank}:{ranks}:{os.getpid()}"
         environment["LOCAL_RANK"] = str(rank)  # what Lightning's rank_zero_only reads at import
         children.append(
-            subprocess.Popen(again, env=environment, cwd=_START_DIRECTORY, pass_fds=[segment.fd], stdin=subprocess.DEVNULL)
+            subprocess.Popen(
+                again, env=environment, cwd=_START_DIRECTORY, pass_fds=[segment.fd], stdin=subprocess.DEVNULL
+            )
         )
     return Meeting(segment, 0, ranks, children)
 

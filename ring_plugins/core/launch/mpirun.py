@@ -10,14 +10,15 @@ from ring_plugins.core.launch.record import Connection, LaunchRecord, integer
 
 #: (rank, size, local rank, local size), launcher. The first whose rank is set counts.
 _VARIABLES = [
-    (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"), "Open MPI"),
-    (("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"), "MVAPICH"),
+    (tuple(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")), "Open MPI"),
+    (tuple(f"MV2_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")), "MVAPICH"),
     (("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), "MPICH or Intel MPI"),
     (("PMIX_RANK", "SLURM_NTASKS", "SLURM_LOCALID", ""), "PMIx"),
 ]  # fmt: skip
 
 
 def detect() -> LaunchRecord | None:
+    """The variables of an MPI launcher, or MPI that the script has initialised itself."""
     if os.environ.get("TORCHELASTIC_RUN_ID"):  # torchrun agents may themselves be started by mpirun, one a host
         return None
     for (rank, size, local_rank, local_size), by in _VARIABLES:

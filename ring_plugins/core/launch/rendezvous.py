@@ -13,6 +13,7 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def detect() -> LaunchRecord | None:
+    """The variables that torchrun sets."""
     if not all(os.environ.get(name) for name in _NEEDED):
         return None
     by = "torchrun" if os.environ.get("TORCHELASTIC_RUN_ID") else "the variables RANK and MASTER_ADDR"
@@ -34,8 +35,8 @@ def connect(record: LaunchRecord, generation: int) -> Connection:
         gloo = importlib.import_module("ring_plugins.torch.gloo")
     except ImportError as error:
         raise MissingDependency(
-            f"{record.by} starts processes that meet through torch, which is not installed ({error}): pip install torch, "
-            'or start with mpirun after pip install "ring_plugins[mpi]".'
+            f"{record.by} starts processes that meet through torch, which is not installed ({error}): "
+            'pip install torch, or start with mpirun after pip install "ring_plugins[mpi]".'
         ) from error
     plane = gloo.open_plane(generation)
     return Connection(plane.rank, plane.size, plane.all_gather_object, plane, plane.close)
@@ -45,8 +46,8 @@ def say_what_is_lost(nodes: int) -> None:
     """Tell the user, on rank 0, what gloo between hosts means."""
     if nodes > 1:
         print(
-            "ring_plugins: started without MPI, so gloo carries data between the hosts: correct, but small messages take "
-            "about ten times longer than with MPI. Inside a host nothing is lost. Starting with mpirun avoids it.",
+            "ring_plugins: started without MPI, so gloo carries data between the hosts: correct, but small messages "
+            "take about ten times longer than with MPI. Inside a host nothing is lost. Starting with mpirun avoids it.",
             file=sys.stderr,
             flush=True,
         )

@@ -9,6 +9,7 @@ from ring_plugins.core.launch.record import LaunchRecord, integer
 
 
 def detect() -> LaunchRecord | None:
+    """A task of a step that srun started."""
     # A shell inside `salloc` or `sbatch` has SLURM_NTASKS too, but is not a step's task.
     if integer("SLURM_PROCID") is None or not os.environ.get("SLURM_STEP_ID"):
         return None
@@ -24,7 +25,8 @@ def detect() -> LaunchRecord | None:
         "WORLD_SIZE": str(size),
         "LOCAL_RANK": os.environ.get("SLURM_LOCALID", "0"),
         "MASTER_ADDR": os.environ.get("MASTER_ADDR") or first_host(nodes),
-        "MASTER_PORT": os.environ.get("MASTER_PORT") or str(port(integer("SLURM_JOB_ID") or 0, integer("SLURM_STEP_ID") or 0)),
+        "MASTER_PORT": os.environ.get("MASTER_PORT")
+        or str(port(integer("SLURM_JOB_ID") or 0, integer("SLURM_STEP_ID") or 0)),
     }
     return LaunchRecord(
         "rendezvous",

@@ -1,0 +1,125 @@
+"""Training steps on two ranks with one thread each: ring_plugins beside no communication and torch's DDP (gloo).
+
+    mpirun -n 2 python benchmarks/training_step.py                  # about four minutes
+    mpirun -n 2 python benchmarks/training_step.py --models cnn --seconds 5
+
+A step is zero_grad, forward, backward and an SGD update. Every repetition runs all variants one after the
+other; a step takes as long as the slower rank. "no communication" trains the ranks apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+
+import torch
+from all_reduce import start_gloo
+from measure import Times, interleaved, machine, save
+from torch import nn
+
+import ring_plugins as ring
+from ring_plugins.torch import DistributedOptimizer
+
+
+def mlp() -> tuple[nn.Module, torch.Tensor]:
+    """67 MB of parameters in four layers: much to send for little to compute."""
+    layers = [layer for _ in range(4) for layer in (nn.Linear(2048, 2048), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(2048, 10)), torch.randn(32, 2048)
+
+
+class Transformer(nn.Module):
+    """19 MB of parameters in six layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+        self.head = nn.Linear(256, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x).mean(1))
+
+
+def transformer() -> tuple[nn.Module, torch.Tensor]:
+    return Transformer(), torch.randn(8, 64, 256)
+
+
+def cnn() -> tuple[nn.Module, torch.Tensor]:
+    """1.5 MB of parameters: little to send, and little to hide it behind."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(64 * 16, 320), nn.ReLU(), nn.Linear(320, 64), nn.ReLU(), nn.Linear(64, 10),
+    ), torch.randn(64, 1, 8, 8)  # fmt: skip
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {"mlp": mlp, "transformer": transformer, "cnn": cnn}
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> Callable[[], None]:
+    def run() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return run
+
+
+def variants(make: Callable[[], tuple[nn.Module, torch.Tensor]]) -> dict[str, Callable[[], None]]:
+    made: dict[str, Callable[[], None]] = {}
+    for name in ("no communication", "ring_plugins", "DDP (gloo)"):
+        torch.manual_seed(0)
+        model, x = make()
+        y = torch.randint(0, 10, (x.shape[0],))
+        if name.startswith("DDP"):
+            model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        if name == "ring_plugins":
+            optimizer = DistributedOptimizer(optimizer, model.named_parameters())
+        made[name] = step(model, optimizer, x, y)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--seconds", type=float, default=60.0, help="to spend on each model, about")
+    options = parser.parse_args()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    ring.init(ranks=2)
+    start_gloo()
+    rows: dict[str, dict[str, Times]] = {}
+    for name in options.models:
+        made = variants(MODELS[name])
+        probe = interleaved(made, 3)
+        repetitions = int(max(9, options.seconds / sum(times.median for times in probe.values())))
+        rows[name] = interleaved(made, repetitions)
+        if ring.rank() == 0:
+            print(f"{name}: " + "  ".join(f"{n} {t.median * 1e3:.2f} ms" for n, t in rows[name].items()), flush=True)
+    if ring.rank() == 0:
+        report(rows)
+    ring.barrier()
+
+
+def report(rows: dict[str, dict[str, Times]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"training step, {ring.size()} ranks: median ms (quartiles)", caption=machine())
+    names = list(next(iter(rows.values())))
+    for column in ("model", *names, "ring / none", "ring / DDP"):
+        table.add_column(column, justify="right")
+    for model, times in rows.items():
+        cells = [f"{t.median * 1e3:.2f} ({t.low * 1e3:.2f}-{t.high * 1e3:.2f})" for t in times.values()]
+        none, ours, ddp = (times[name].median for name in names)
+        table.add_row(model, *cells, f"{ours / none:.3f}", f"{ours / ddp:.3f}")
+    Console(width=140).print(table)
+    save(
+        "training_step",
+        {"ranks": ring.size(), "seconds": {m: {n: vars(t) for n, t in ts.items()} for m, ts in rows.items()}},
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Barriers among the ranks of a host, by counters in shared memory.
+
+Each member has a control page with a *milestone*, a number that only its owner raises. A barrier is raising
+the own and waiting until all others are as high. The first barrier of every operation also compares what the
+members are doing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ring_plugins.core.collectives.signature import Signature, mismatch
+from ring_plugins.core.shared_memory import publish
+from ring_plugins.core.waiting import Wait
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+#: Bytes of a control page.
+PAGE = 4096
+_SIGNATURES = 8  # word of the first of two signatures, a cache line away from the milestone
+_TEXT = 1024
+
+
+class Milestones:
+    """One member's view of everyone's control pages.
+
+    Args:
+        pages: all members' pages in rank order, `PAGE` bytes of zeros to begin with.
+        ranks: their world ranks.
+        position: which of them this process is.
+        wait: how to wait.
+        name: of the communicator, for texts.
+    """
+
+    def __init__(self, pages: Sequence[Bytes], ranks: Sequence[int], position: int, wait: Wait, name: str) -> None:
+        self._ranks, self._position, self._wait, self._name = tuple(ranks), position, wait, name
+        self._clocks = [memoryview(page).cast("B").cast("q") for page in pages]
+        self._clock = self._clocks[position]
+        self._others = [clock for i, clock in enumerate(self._clocks) if i != position]
+        self._texts = [page[_TEXT:] for page in pages]
+        self._milestone = 0
+        self._operation = 0
+        self._current = Signature(0, "start")
+
+    def barrier(self) -> None:
+        """Return when all members have called."""
+        self._milestone += 1
+        publish()
+        self._clock[0] = self._milestone
+        self._await(self._milestone)
+
+    def _await(self, milestone: int) -> None:
+        """Wait until all others have raised their milestone this far."""
+        for clock in self._others:
+            if clock[0] < milestone:
+                break
+        else:
+            return
+        others = self._others
+        for _ in range(50):
+            for clock in others:
+                if clock[0] < milestone:
+                    break
+            else:
+                return
+        self._wait.until(
+            lambda: all(clock[0] >= milestone for clock in others),
+            lambda: [rank for rank, clock in zip(self._ranks, self._clocks, strict=True) if clock[0] < milestone],
+            lambda: f"{self._name}: {self._current.text}",
+        )
+
+    def arrive(self, signature: Signature) -> None:
+        """The first barrier of an operation, which also finds members that are in another one."""
+        self._current = signature
+        self._operation += 1
+        slot = _SIGNATURES + (self._operation & 1)
+        self._clock[slot] = signature.code
+        self.barrier()
+        for clock in self._others:
+            if clock[slot] != signature.code:
+                self._report_mismatch(slot)
+
+    def _report_mismatch(self, slot: int) -> None:
+        """Exchange texts and raise: all members see the difference, so all come here."""
+        text = np.frombuffer(self._current.text.encode()[: PAGE - _TEXT - 1], np.uint8)
+        own = self._texts[self._position]
+        own[1 : 1 + text.size] = text
+        own[1 + text.size :] = 0
+        own[0] = 1
+        end = time.monotonic() + 2.0
+        while time.monotonic() < end and not all(t[0] for t in self._texts):
+            time.sleep(0.001)
+        calls = {
+            rank: bytes(t[1:]).rstrip(b"\0").decode(errors="replace") or "another operation"
+            for rank, t in zip(self._ranks, self._texts, strict=True)
+        }
+        raise mismatch(self._name, calls)

@@ -1,0 +1,99 @@
+"""Operations of one communicator happen one at a time, in the order of the calls, whichever thread runs them."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from ring_plugins.core.collectives.protocol import Statistics
+from ring_plugins.core.collectives.work import CommunicationThread, Work
+from ring_plugins.core.errors import ArgumentError, RingError
+from ring_plugins.core.waiting import Wait
+
+T = TypeVar("T")
+
+
+def blocking(method: Callable[..., T]) -> Callable[..., T]:
+    """Run a method in the caller's thread, in order with what was started, and remember a failure."""
+
+    @functools.wraps(method)
+    def call(self: OrderedOperations, *args: Any, **kwargs: Any) -> T:
+        return self._in_order(method, args, kwargs)
+
+    return call
+
+
+class OrderedOperations:
+    """What a communicator inherits to keep its calls in order, and to remember that it has failed.
+
+    A call runs in the caller's thread when nothing is under way, which saves the hand-over, and otherwise
+    in the communication thread after what was started before. After an error that leaves members out of
+    step every further call raises it again.
+
+    Args:
+        name: of the communicator, for texts.
+        wait: what its operations wait with.
+    """
+
+    def __init__(self, name: str, wait: Wait) -> None:
+        self.name = name
+        self.statistics = Statistics()
+        self._wait = wait
+        self._lock = threading.RLock()
+        self._thread: CommunicationThread | None = None
+        self._broken: BaseException | None = None
+
+    def _in_order(self, method: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any]) -> T:
+        thread = self._thread
+        inside = thread is not None and thread.is_current()
+        if thread is not None and not inside and not thread.is_idle():
+            return self.start(method.__name__, lambda: self._in_order(method, args, kwargs)).wait()
+        with self._lock:
+            if self._broken is not None:
+                raise self._broken
+            started = time.perf_counter()
+            try:
+                result = method(self, *args, **kwargs)
+            except ArgumentError:
+                raise
+            except RingError as error:
+                self._broken = error
+                raise
+            except BaseException as error:
+                self._broken = RingError(
+                    f"{self.name} was interrupted in {method.__name__} by {type(error).__name__} and is out of step "
+                    "with the other ranks; call ring_plugins.shutdown() and init() on all ranks to go on."
+                )
+                raise
+            elapsed = time.perf_counter() - started
+            statistics = self.statistics
+            statistics.operations += 1
+            statistics.working += elapsed
+            if not inside:
+                statistics.waited += elapsed
+            return result
+
+    def _caller_waits(self, since: float) -> None:
+        """A caller starts (positive time) or ends (negative) to wait for a work."""
+        if since > 0:
+            self._wait.caller_blocked_since = since
+        else:
+            self._wait.caller_blocked_since = 0.0
+            self.statistics.waited += time.monotonic() + since
+
+    def start(self, description: str, function: Callable[[], T]) -> Work[T]:
+        if self._thread is None:
+            self._thread = CommunicationThread(self.name)
+        work = Work(description, function, self._caller_waits)
+        self._thread.give(work)
+        return work
+
+    def close(self) -> None:
+        """End the communication thread; further calls raise."""
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
+        self._broken = self._broken or RingError(f"{self.name} has been closed.")
