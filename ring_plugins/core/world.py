@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import itertools
 import os
 import socket
@@ -265,6 +266,10 @@ def _install_hooks() -> None:
         global _failed
         _failed = True
         world = _world
+        if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
+            # torch.distributed's own hook collects what is printed, to show it when this one returns;
+            # but ending the job may end this process.
+            sys.stderr = sys.__stderr__
         if world is None or world.place.size == 1:
             previous(kind, error, trace)
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +19,24 @@ from ring_plugins.core.world import current
 from ring_plugins.torch.buckets import GradientBuckets, Named
 from ring_plugins.torch.registration_count import registrations
 from ring_plugins.torch.sparse import average_sparse, sparse_parameters
+
+#: Plans kept for models that take turns in freezing their parts, as adversarial training does twice a step.
+_PLANS_KEPT = 4
+
+
+class _Plan(NamedTuple):
+    """What is reduced while the same parameters are frozen.
+
+    Attributes:
+        buckets, reducer: for the dense gradients.
+        entries: by position in the list of all parameters the entry of the plan, -1 for those without.
+        sparse: parameters whose gradients are gathered.
+    """
+
+    buckets: GradientBuckets
+    reducer: GradientReducer
+    entries: list[int]
+    sparse: list[nn.Parameter]
 
 
 class GradientAverager:
@@ -71,142 +89,157 @@ class GradientAverager:
         self._synchronise = True
         self._hooks: list[Any] = []
         self._end_of_backward: Callable[[], _EndOfBackward | None] = lambda: None
-        self._buckets: GradientBuckets | None = None
-        self._reducer: GradientReducer | None = None
         self._all: list[nn.Parameter] = []
-        self._seen_flags: list[bool] = []
+        self._names: list[str] = []
         self._seen_registrations = 0
-        self._sparse_order: list[nn.Parameter] = []
+        self._plans: dict[tuple[bool, ...], _Plan] = {}
+        self._plan: _Plan | None = None
         self._waited_before, self._bytes_before = 0.0, 0
         #: Reductions of all gradients so far.
         self.steps = 0
         if self._communicator.size > 1:
-            self._build()
+            self._look_anew()
+            self._plan = self._plan_for(self._flags())
 
     # What a user may read -------------------------------------------------------------------------
 
     @property
     def waited_seconds(self) -> float:
         """Seconds in which backward was over and communication was not."""
-        return self._waited_before + (self._reducer.waited if self._reducer else 0.0)
+        return self._waited_before + sum(plan.reducer.waited for plan in self._plans.values())
 
     @property
     def reduced_bytes(self) -> int:
         """Bytes of gradients given to the collectives."""
-        return self._bytes_before + (self._reducer.reduced_bytes if self._reducer else 0)
+        return self._bytes_before + sum(plan.reducer.reduced_bytes for plan in self._plans.values())
 
     # Which parameters -----------------------------------------------------------------------------
 
     def set_parameters(self, parameters: Sequence[Named]) -> None:
-        """Replace the list given at construction; takes effect with the next backward."""
+        """Replace the list given at construction."""
         self._listed = list(parameters)
-        self._seen_flags = []
+        if self._plan is not None:
+            self._look_anew()
 
     def prepare(self) -> bool:
         """Look whether parameters were frozen, unfrozen or added, and plan anew if so; collective in that case.
 
         The forward of a module given at construction, and the first gradient of a backward, call this by
-        themselves. Call it before a forward that neither of them would notice: one of a list of parameters,
-        after which only newly unfrozen ones get a gradient.
+        themselves, so it is seldom needed.
 
         Returns:
-            Whether the plan was built anew.
+            Whether the plan is another than before.
         """
-        if self._reducer is None:
+        if self._plan is None:
             return False
         self.abandon()
-        changed = self._has_changed()
-        if changed:
-            self._build()
-        return changed
-
-    def _named(self) -> list[Named]:
-        return list(self._module.named_parameters()) if self._module is not None else self._listed
-
-    def _has_changed(self) -> bool:
         if self._module is not None and registrations() != self._seen_registrations:
             self._seen_registrations = registrations()
-            if [id(p) for _, p in self._named()] != [id(p) for p in self._all]:
-                return True
-        return [p.requires_grad for p in self._all] != self._seen_flags
+            if [id(p) for p in self._module.parameters()] != [id(p) for p in self._all]:
+                self._look_anew()
+        plan = self._plan_for(self._flags())
+        changed, self._plan = plan is not self._plan, plan
+        return changed
 
-    def _build(self) -> None:
-        """Plan, memory and hooks for the parameters as they are now; collective."""
+    def _flags(self) -> tuple[bool, ...]:
+        return tuple([p.requires_grad for p in self._all])
+
+    def _look_anew(self) -> None:
+        """Take in the parameters that there are now, and let autograd tell us of their gradients."""
         self._forget()
-        named = self._named()
         self._seen_registrations = registrations()
-        self._all = [p for _, p in named]
-        self._seen_flags = [p.requires_grad for p in self._all]
-        self._sparse_order = [p for p in self._all if p.requires_grad and p in self._sparse]
-        dense = [(name, p) for name, p in named if p.requires_grad and p not in self._sparse]
-        buckets = GradientBuckets(dense, self._communicator, self._bucket_bytes, self._first_bucket_bytes)
-        buckets.collects_sparse = self._gathers
-        self._buckets = buckets
-        self._reducer = GradientReducer(buckets.buffer, self._communicator, buckets.fill)
-        for i, (name, parameter) in enumerate(dense):
-            self._attach(parameter, self._hook(i, name))
-        for parameter in self._sparse_order:
-            self._attach(parameter, self._sparse_hook)
+        named = list(self._module.named_parameters()) if self._module is not None else self._listed
+        self._names, self._all = [name for name, _ in named], [p for _, p in named]
+        for position, parameter in enumerate(self._all):
+            self._attach(parameter, self._hook(position))
         if self._module is not None:
             self._hooks.append(self._module.register_forward_pre_hook(self._before_forward))
 
     def _attach(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
+        """Hook a parameter, a frozen one too: once unfrozen, it may be the only one with a gradient."""
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            return
         register: Any = parameter.register_post_accumulate_grad_hook
+        frozen = not parameter.requires_grad
+        if frozen:
+            parameter.requires_grad_(True)  # torch refuses hooks otherwise, and keeps those it has
         self._hooks.append(register(hook))
+        if frozen:
+            parameter.requires_grad_(False)
+
+    def _plan_for(self, flags: tuple[bool, ...]) -> _Plan:
+        """The plan for the parameters that are not frozen; collective if there is none yet."""
+        if flags in self._plans:
+            return self._plans[flags]
+        if len(self._plans) >= _PLANS_KEPT:
+            self._drop(next(iter(self._plans)))
+        positions = [i for i, p in enumerate(self._all) if p.requires_grad and p not in self._sparse]
+        buckets = GradientBuckets(
+            [(self._names[i], self._all[i]) for i in positions],
+            self._communicator,
+            self._bucket_bytes,
+            self._first_bucket_bytes,
+        )
+        buckets.collects_sparse = self._gathers
+        entries = [-1] * len(self._all)
+        for entry, position in enumerate(positions):
+            entries[position] = entry
+        sparse = [p for p in self._all if p.requires_grad and p in self._sparse]
+        plan = _Plan(buckets, GradientReducer(buckets.buffer, self._communicator, buckets.fill), entries, sparse)
+        self._plans[flags] = plan
+        return plan
+
+    def _drop(self, flags: tuple[bool, ...]) -> None:
+        plan = self._plans.pop(flags)
+        self._waited_before += plan.reducer.waited
+        self._bytes_before += plan.reducer.reduced_bytes
+        plan.buckets.release()
 
     def _forget(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._waited_before, self._bytes_before = self.waited_seconds, self.reduced_bytes
-        if self._buckets is not None:
-            self._buckets.release()
-        self._buckets = self._reducer = None
+        for flags in list(self._plans):
+            self._drop(flags)
 
     # A backward -----------------------------------------------------------------------------------
 
-    def _hook(self, i: int, name: str) -> Callable[[torch.Tensor], None]:
-        """What autograd calls when the gradient of parameter i has been accumulated."""
+    def _hook(self, position: int) -> Callable[[torch.Tensor], None]:
+        """What autograd calls when the gradient of a parameter has been accumulated."""
 
         def ready(_: torch.Tensor) -> None:
             if not self._synchronise:
                 return
-            if self._end_of_backward() is None and self._begin():
-                return  # the plan is new, and knows this parameter by another number
+            if self._end_of_backward() is None:
+                self._begin()
             if self._accumulates:
                 return
-            reducer = self._reducer
-            assert reducer is not None
-            if reducer.is_launched(i) and reducer.is_ready(i):
+            assert self._plan is not None
+            reducer, entry = self._plan.reducer, self._plan.entries[position]
+            if entry < 0:
+                return
+            if reducer.is_launched(entry) and reducer.is_ready(entry):
                 raise RingError(
-                    f"the gradient of {name} was computed twice in one backward, after it had been sent. "
-                    "Use torch.utils.checkpoint with use_reentrant=False, or wrap all but the last use in no_sync()."
+                    f"the gradient of {self._names[position]} was computed twice in one backward, after it had "
+                    "been sent. Use torch.utils.checkpoint with use_reentrant=False, or wrap all but the last use in "
+                    "no_sync()."
                 )
-            reducer.mark_ready(i)
+            reducer.mark_ready(entry)
 
         return ready
-
-    def _sparse_hook(self, _: torch.Tensor) -> None:
-        if self._synchronise and self._end_of_backward() is None:
-            self._begin()
 
     def _before_forward(self, _module: nn.Module, _inputs: Any) -> None:
         if torch.is_grad_enabled() and self._synchronise and self._end_of_backward() is None:
             self.prepare()
 
-    def _begin(self) -> bool:
-        """First gradient of a backward: see what changed, and ask autograd to call at its end.
-
-        Returns:
-            Whether the plan was built anew, with all gradients so far left to `finish`.
-        """
-        changed = self.prepare()
+    def _begin(self) -> None:
+        """First gradient of a backward: see what changed, and ask autograd to call at its end."""
+        self.prepare()
         self._passes += 1
         self._accumulates = self._passes < self._passes_per_step
         end = _EndOfBackward(self)
         self._end_of_backward = weakref.ref(end)
         Variable._execution_engine.queue_callback(end)
-        return changed
 
     def abandon(self) -> None:
         """Bring this rank in step after a backward that raised; does nothing after one that did not.
@@ -214,9 +247,9 @@ class GradientAverager:
         Autograd drops its callbacks when backward raises, so a pass that is under way while nobody holds
         its callback has failed. Peers may wait for the rest of its buckets.
         """
-        if self._reducer is not None and self._reducer.is_under_way and self._end_of_backward() is None:
-            assert self._buckets is not None
-            self._reducer.abandon(self._buckets.scratch)
+        plan = self._plan
+        if plan is not None and plan.reducer.is_under_way and self._end_of_backward() is None:
+            plan.reducer.abandon(plan.buckets.scratch)
 
     def _backward_ended(self) -> None:
         if self._accumulates:
@@ -230,30 +263,30 @@ class GradientAverager:
         Autograd calls this at the end of backward. To call it yourself is only needed on a rank that ran
         no backward at all in a step in which others did: it then takes part with zeros.
         """
-        if self._reducer is None:
+        if self._plan is None:
             return
-        if self._end_of_backward() is None and not self._reducer.is_under_way:
+        if self._end_of_backward() is None and not self._plan.reducer.is_under_way:
             self.prepare()
         self._end_of_backward = lambda: None
         self._passes, self._accumulates = 0, False
-        self._reducer.finish()
-        assert self._buckets is not None
-        self._buckets.settle()
-        if self._buckets.collects_sparse:
-            self._learn_sparse(self._buckets)
-        for parameter in self._sparse_order:
+        buckets, reducer, _, sparse = self._plan
+        reducer.finish()
+        buckets.settle()
+        found = self._learn_sparse(buckets) if buckets.collects_sparse else []
+        for parameter in (*sparse, *found):
             average_sparse(parameter, self._communicator)
         self.steps += 1
 
-    def _learn_sparse(self, buckets: GradientBuckets) -> None:
+    def _learn_sparse(self, buckets: GradientBuckets) -> list[nn.Parameter]:
         """After a plan's first pass: agree on which gradients are sparse; they are gathered from now on."""
         buckets.collects_sparse = False
         everyones = self._communicator.all_gather_object(sorted(buckets.sparse))
-        found = sorted({i for seen in everyones for i in seen})
+        found = [buckets.parameters[i] for i in sorted({i for seen in everyones for i in seen})]
         if found:
-            self._sparse.update(buckets.parameters[i] for i in found)
-            self._sparse_order.extend(buckets.parameters[i] for i in found)
-            self._seen_flags = []  # the next backward builds a plan without them
+            self._sparse.update(found)
+            for flags in list(self._plans):  # the next backward builds plans without them
+                self._drop(flags)
+        return found
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -267,6 +300,7 @@ class GradientAverager:
     def close(self) -> None:
         """Remove the hooks; gradients stay as they are. The object is of no use afterwards."""
         self._forget()
+        self._plan = None
         self._communicator.close()
 
 

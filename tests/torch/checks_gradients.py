@@ -96,7 +96,7 @@ def gradients_are_views_of_the_buckets_laid_out_like_their_parameters() -> None:
     x, y = batches(1)[0]
     loss(model, shard(x), shard(y)).backward()
     if SIZE > 1:
-        for parameter, view in zip(averager._buckets.parameters, averager._buckets.views, strict=True):
+        for parameter, view in zip(averager._plan.buckets.parameters, averager._plan.buckets.views, strict=True):
             assert parameter.grad is view
             assert parameter.grad.stride() == parameter.stride()
     averager.close()
@@ -223,6 +223,27 @@ def frozen_unfrozen_and_added_parameters() -> None:
     (model(x, True) + model.later(x).sum()).backward()
     assert torch.allclose(model.later.weight.grad, torch.full((1, 4), 2 * mean))
     whole.close()
+
+
+@check
+def parts_that_take_turns() -> None:
+    """Adversarial training freezes one part, then the other, in every step; plans are kept."""
+    model = Branches()
+    averager = GradientAverager(model)
+    x = torch.full((2, 4), RANK + 1.0)
+    mean = sum(range(1, SIZE + 1)) / SIZE
+    parts = (model.always, model.sometimes, model.never)
+    for _ in range(3):
+        for part in parts:
+            for other in parts:
+                other.requires_grad_(other is part)
+            model.zero_grad()
+            part(x).sum().backward()
+            assert torch.allclose(part.weight.grad, torch.full((4, 4), 2 * mean))
+    if SIZE > 1:
+        assert len(averager._plans) == 4
+        assert averager.steps == 9
+    averager.close()
 
 
 class Words(nn.Module):
