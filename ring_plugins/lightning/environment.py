@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 
 from ring_plugins.core import world
-from ring_plugins.core.place import Place
 from ring_plugins.core.launch import LaunchRecord, detect
+from ring_plugins.core.place import Place
 
 
 class RingEnvironment:

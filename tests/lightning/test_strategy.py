@@ -1,6 +1,7 @@
 """What the strategies promise before any process is started."""
 
 import copy
+import dataclasses
 import pickle
 
 import lightning.fabric
@@ -198,3 +199,12 @@ def test_batch_norm_layers_come_back_with_what_they_learned():
     assert reverted["b"].running_mean.dtype == torch.float64
     assert reverted["b"].running_mean.tolist() == [7, 7]
     assert not reverted["b"].training
+
+
+def test_in_a_notebook_workers_are_forked(monkeypatch):
+    """There is no script to run again; `strategy="ring"` means the same as "ring_notebook" there."""
+    tree = dataclasses.replace(RingStrategy.tree, is_interactive=True)
+    monkeypatch.setattr(RingStrategy, "tree", tree)
+    launcher = lightning.pytorch.Trainer(strategy="ring", devices=2, accelerator="cpu", logger=False).strategy.launcher
+    assert isinstance(launcher, tree.trainer_launcher)
+    assert launcher.is_interactive_compatible
