@@ -1,0 +1,85 @@
+"""What a training step spends in our own Python, by number of parameters and of ranks.
+
+    python benchmarks/overhead.py            # about two minutes
+
+The parameters are tiny, so that there is next to nothing to send. The figure is processor time a step (all
+threads of one rank), averaging minus not averaging, so it also holds where ranks share cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+
+PARAMETERS = (10, 100, 1000, 5000)
+RANKS = (1, 2, 3, 4, 8)
+
+
+def rank(ranks: int, steps: int) -> None:
+    """One rank: the same model with and without averaging, for each number of parameters."""
+    import numpy as np
+    import torch
+    from torch import nn
+
+    import ring_plugins as ring
+    from ring_plugins.torch import DistributedOptimizer
+
+    torch.set_num_threads(1)
+    ring.init(ranks=ranks)
+    rows = {}
+    for count in PARAMETERS:
+        weights = [nn.Parameter(torch.randn(16)) for _ in range(count)]
+        plain: torch.optim.Optimizer = torch.optim.SGD(weights, 1e-3)
+        averaging = DistributedOptimizer(torch.optim.SGD(weights, 1e-3))
+        seconds: dict[str, list[float]] = {"plain": [], "ring": []}
+        for _ in range(steps):
+            for name, optimizer in (("plain", plain), ("ring", averaging)):
+                ring.barrier()
+                started = time.process_time()
+                optimizer.zero_grad()
+                with averaging.no_sync() if name == "plain" else contextlib.nullcontext():
+                    torch.stack([w.sum() for w in weights]).sum().backward()
+                optimizer.step()
+                seconds[name].append(time.process_time() - started)
+        averaging.close()
+        medians = {name: float(np.median(values)) for name, values in seconds.items()}
+        rows[count] = [medians["plain"], ring.all_reduce(medians["ring"] - medians["plain"], ring.MAX)]
+    if ring.rank() == 0:
+        print(json.dumps({count: [a, float(b)] for count, (a, b) in rows.items()}))
+
+
+def main() -> None:
+    from measure import machine, save
+    from rich.console import Console
+    from rich.progress import track
+    from rich.table import Table
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        rank(options.rank, options.steps)
+        return
+    results = {}
+    for ranks in track(RANKS, "measuring"):
+        command = [sys.executable, __file__, "--rank", str(ranks), "--steps", str(options.steps)]
+        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, check=True)
+        results[ranks] = json.loads(done.stdout.splitlines()[-1])
+    table = Table(title="processor time a step for averaging, ms (µs a parameter)", caption=machine())
+    table.add_column("ranks", justify="right")
+    for count in PARAMETERS:
+        table.add_column(f"{count:,} parameters", justify="right")
+    for ranks, row in results.items():
+        table.add_row(str(ranks), *(f"{b * 1e3:.2f} ({b * 1e6 / int(count):.1f})" for count, (_, b) in row.items()))
+    Console(width=120).print(table)
+    save("overhead", {"seconds": {r: {c: b for c, (_, b) in row.items()} for r, row in results.items()}})
+
+
+if __name__ == "__main__":
+    main()
