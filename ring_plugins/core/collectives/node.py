@@ -194,11 +194,11 @@ class Node:
 
     def _reduce_staged(self, array: Array, op: Op, dtype: str, divisor: int, signature: Signature) -> None:
         """Ordinary memory: each member puts what others reduce into its staging area, and finds the result there."""
-        step, halves = HALF // array.itemsize, self._typed_staging(array.dtype)
+        # One half serves all chunks: after the second barrier of a chunk nobody but its owner touches an area.
+        step, staged = HALF // array.itemsize, self._typed_staging(array.dtype)[self._next_half()]
         for i, start in enumerate(range(0, array.size, step)):
             chunk = array[start : start + step]
             cuts = slices(chunk.size, self.size, chunk.itemsize)
-            staged = halves[self._next_half()]
             own = staged[self.position]
             others = [cut for owner, cut in enumerate(cuts) if owner != self.position]
             for cut in others:
