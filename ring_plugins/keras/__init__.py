@@ -2,6 +2,21 @@
 
 from ring_plugins.keras.averaging import communication_of
 from ring_plugins.keras.broadcast import BroadcastCallback
+from ring_plugins.keras.checkpoint import BestModelCheckpoint
+from ring_plugins.keras.learning_rate import LearningRateScheduleCallback, LearningRateWarmupCallback
+from ring_plugins.keras.metrics import MetricAverageCallback
 from ring_plugins.keras.optimizer import DistributedOptimizer, broadcast_variables, undistribute
+from ring_plugins.keras.shard import shard
 
-__all__ = ["BroadcastCallback", "DistributedOptimizer", "broadcast_variables", "communication_of", "undistribute"]
+__all__ = [
+    "BestModelCheckpoint",
+    "BroadcastCallback",
+    "DistributedOptimizer",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+    "broadcast_variables",
+    "communication_of",
+    "shard",
+    "undistribute",
+]

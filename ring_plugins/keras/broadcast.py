@@ -103,6 +103,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         model = self.model
         build_optimizers(model)
         broadcast_state(model, self.root_rank, self._communicator)
+        backend().seed_apart(self._communicator, self.root_rank)
         if self.average_gradients:
             for optimizer in optimizers_of(model):
                 if averaging_of(optimizer) is None:

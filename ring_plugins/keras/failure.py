@@ -6,12 +6,16 @@ the text. The true one is remembered here, and takes its place where the step re
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
+
+from ring_plugins.core.world import current, is_initialised
 
 T = TypeVar("T")
 
@@ -64,9 +68,23 @@ def install_hook() -> None:
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         cause = taken(error)
         previous(type(cause), cause, trace if cause is error else cause.__traceback__)
+        if is_initialised() and current().place.size > 1:
+            _end_at_once()
 
     _hooked.append(uncaught)
     sys.excepthook = uncaught
+
+
+def _end_at_once() -> None:
+    """End this process with its exit functions, but without taking the interpreter apart.
+
+    Frameworks destroy pipelines and threads of theirs while the interpreter is taken apart, which takes seconds, and
+    where such a thread wants the interpreter's lock it takes for ever. Nothing of a job that failed is worth that.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _comes_from_a_step(error: BaseException) -> bool:

@@ -57,15 +57,14 @@ class Run:
 class Scenario:
     function: Callable[[Run], Outcome]
     backends: tuple[str, ...]
-    tolerance: float
 
 
 SCENARIOS: dict[str, Scenario] = {}
 
 
-def scenario(*backends: str, tolerance: float = 1e-6) -> Callable[[Any], Any]:
+def scenario(*backends: str) -> Callable[[Any], Any]:
     def register(function: Callable[[Run], Outcome]) -> Callable[[Run], Outcome]:
-        SCENARIOS[function.__name__] = Scenario(function, backends or ("tensorflow", "torch", "jax"), tolerance)
+        SCENARIOS[function.__name__] = Scenario(function, backends or ("tensorflow", "torch", "jax"))
         return function
 
     return register
@@ -218,13 +217,11 @@ def frozen_layer_and_low_rank_adapter(run: Run) -> Outcome:
 def gradient_of_nothing(run: Run) -> Outcome:
     """A layer that takes no part in the loss: its gradient is None, or zero on JAX."""
     run.seed()
-    inputs = keras.Input((5,))
-    idle = layers.Dense(3, name="idle")
 
     class Partly(keras.Model):
         def __init__(self) -> None:
             super().__init__()
-            self.idle, self.head = idle, layers.Dense(1)
+            self.idle, self.head = layers.Dense(3), layers.Dense(1)
             self.idle.build((None, 5))
             self.head.build((None, 5))
             self.built = True
@@ -232,10 +229,22 @@ def gradient_of_nothing(run: Run) -> Outcome:
         def call(self, x: Any) -> Any:
             return self.head(x)
 
-    del inputs
     model = Partly()
     model.compile(optimizer=momentum(), loss="mse")
     run.fit(model, *features(run.ranks))
+    return weights(model)
+
+
+@scenario()
+def mixed_precision(run: Run) -> Outcome:
+    run.seed()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = dense(keras.optimizers.Adam(0.01))
+        assert type(model.optimizer).__name__ == "LossScaleOptimizer"
+        run.fit(model, *features(run.ranks))
+    finally:
+        keras.config.set_dtype_policy("float32")
     return weights(model)
 
 

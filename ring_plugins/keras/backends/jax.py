@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import io_callback
 
+from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.keras.averaging import Averaging
 from ring_plugins.keras.failure import remembering, unwrapped
 
@@ -97,3 +98,7 @@ def make_train_function(model: Any) -> None:
 def before_first_step(model: Any, action: Callable[[], None]) -> None:
     """See the protocol."""
     action()
+
+
+def seed_apart(communicator: Communicator, root: int) -> None:
+    """See the protocol; layers on this backend draw from seed generators only."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.keras.averaging import Averaging
 
 
@@ -26,3 +27,6 @@ class Backend(Protocol):
 
     def before_first_step(self, model: Any, action: Callable[[], None]) -> None:
         """Build a lazy model from the first batch's shapes, then run `action`, then take the first step."""
+
+    def seed_apart(self, communicator: Communicator, root: int) -> None:
+        """Let the framework's own global source of random numbers differ among ranks, where layers draw from it."""

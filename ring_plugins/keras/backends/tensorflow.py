@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.errors import ArgumentError
 from ring_plugins.keras.averaging import Averaging, averaging_of
 from ring_plugins.keras.backends.tensorflow_sparse import gathered
@@ -71,6 +72,8 @@ class GradientAveraging(Averaging):
                 tf.numpy_function(self._give(here), [dense[i] for i in here], [])
         indices = list(dense)
         results = tf.numpy_function(self._finish(indices), [], [dense[i].dtype for i in indices])
+        if len(indices) == 1:  # which, outside of a graph, comes without its list
+            results = tf.nest.flatten(results)
         return {i: tf.ensure_shape(result, dense[i].shape) for i, result in zip(indices, results, strict=True)}
 
     def _give(self, indices: list[int]) -> Callable[..., None]:
@@ -149,6 +152,9 @@ def before_first_step(model: Any, action: Callable[[], None]) -> None:
 
     model.train_function = first
 
+
+def seed_apart(communicator: Communicator, root: int) -> None:
+    """See the protocol; layers on this backend draw from seed generators only."""
 
 def _build(model: Any, iterator: Iterator[Any]) -> None:
     """Build model, loss, metrics and optimizer from the shapes that the data will have."""

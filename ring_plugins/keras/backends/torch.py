@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.errors import ArgumentError
 from ring_plugins.core.memory import host_array
 from ring_plugins.keras.averaging import Averaging
@@ -114,3 +116,10 @@ def make_train_function(model: Any) -> None:
 def before_first_step(model: Any, action: Callable[[], None]) -> None:
     """See the protocol."""
     action()
+
+
+def seed_apart(communicator: Communicator, root: int) -> None:
+    """See the protocol; torch's dropout draws from the global generator. The root's is left as it is."""
+    digest: int = communicator.broadcast_object(zlib.crc32(torch.get_rng_state().numpy().tobytes()), root)
+    if communicator.rank != root:
+        torch.manual_seed(digest + communicator.rank)

@@ -1,0 +1,54 @@
+"""Training on several ranks gives what one process gives on the same batches, and every rank the same bits."""
+
+import pytest
+
+from tests.keras.launches import launch
+
+EVERYWHERE = (
+    "accumulation",
+    "adam",
+    "class_weights",
+    "clipping_weight_decay_and_moving_average",
+    "convolution_with_momentum",
+    "eager",
+    "embedding",
+    "explicit_optimizer",
+    "fitted_before_without_and_twice_with",
+    "frozen_layer_and_low_rank_adapter",
+    "gradient_of_nothing",
+    "lazy_model",
+    "many_buckets",
+    "remainder",
+    "schedule",
+    "two_outputs_with_weights",
+)
+SOMEWHERE = {
+    "tensorflow": (
+        "compiled",
+        "compiled_several_steps_an_execution",
+        "mixed_precision",
+        "several_accumulating_steps_an_execution",
+        "several_steps_an_execution",
+    ),
+    "torch": ("mixed_precision",),
+    "jax": ("compiled", "mixed_precision", "not_compiled", "several_steps_an_execution"),
+}
+ON_THREE_RANKS = ("accumulation", "adam", "convolution_with_momentum", "embedding")
+
+CASES = [(backend, 2, name) for backend, own in SOMEWHERE.items() for name in (*EVERYWHERE, *own)]
+CASES += [(backend, 3, name) for backend in SOMEWHERE for name in ON_THREE_RANKS]
+
+
+@pytest.mark.parametrize(("backend", "size", "name"), CASES)
+def test_scenario(backend: str, size: int, name: str) -> None:
+    found = launch("fit_worker.py", backend, size, "" if size == 2 else ",".join(ON_THREE_RANKS)).values(name)
+    assert len(found) == size
+    for comparison in found:
+        assert "error" not in comparison, comparison["error"]
+        assert comparison["disagreements"] == []
+        assert comparison["weights"] <= TOLERANCE.get(name, 1e-6)
+        assert comparison["state"] <= TOLERANCE.get(name, 1e-5)
+
+
+# Activations are in float16 there, and another size of batch lets sums round elsewhere.
+TOLERANCE = {"mixed_precision": 1e-3}

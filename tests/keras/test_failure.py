@@ -1,0 +1,79 @@
+"""Whoever fails inside `fit`, every process ends within ten seconds, and the first cause can be read."""
+
+import re
+import signal
+
+import pytest
+
+from tests.keras.launches import environment
+from tests.launch import Result, start_ranks
+
+SECONDS = 10
+
+SCRIPT = """
+import os
+import time
+import keras
+import numpy as np
+import ring_plugins as ring
+from ring_plugins.keras import BroadcastCallback
+from tests.worker import report, report_pid
+
+ring.init(ranks=int(os.environ["TEST_RANKS"]))
+
+def batches():
+    for number in range(100000):
+        if number == 3:
+            report_pid()
+            WHEN
+        time.sleep(0.01)
+        yield np.ones((4, 5), "float32"), np.ones((4, 1), "float32")
+
+model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+model.compile(optimizer="sgd", loss="mse")
+model.fit(batches(), steps_per_epoch=STEPS, epochs=2, verbose=0, callbacks=[BroadcastCallback()])
+"""
+
+
+def script(when: str = "pass", steps: str = "100000") -> str:
+    return SCRIPT.replace("WHEN", when).replace("STEPS", steps)
+
+
+def ended(source: str, backend: str, *causes: str, interfere: signal.Signals | str | None = None) -> Result:
+    with start_ranks(source, 2, env=environment(backend)) as job:
+        job.pids(timeout=90)
+        if interfere == "ctrl-c":
+            job.interrupt()
+        elif interfere is not None:
+            job.send_signal(1, interfere)
+        result = job.wait(SECONDS)
+    assert result.returncode != 0, result
+    for cause in causes:
+        assert re.search(cause, result.output), f"nothing about {cause!r} in\n{result}"
+    return result
+
+
+@pytest.fixture(params=["tensorflow", "torch"])
+def backend(request):
+    return request.param
+
+
+def test_sigkill_of_a_rank(backend):
+    ended(script(), backend, r"rank 1\b.*(died|killed|signal)", interfere=signal.SIGKILL)
+
+
+def test_exception_on_one_rank(backend):
+    raises = "if ring.rank() == 1: raise ValueError('the image is broken')"
+    result = ended(script(raises), backend, "rank 1 failed", "ValueError: the image is broken")
+    assert result.output.count("rank 0 ends because") == 1, result
+
+
+def test_ctrl_c():
+    ended(script(), "tensorflow", interfere="ctrl-c")
+
+
+def test_unequal_steps_of_a_generator(backend):
+    """Nobody knows the length beforehand: found when one rank's epoch is over."""
+    source = script("if ring.rank() == 1: return", "None")
+    result = ended(source, backend)
+    assert re.search(r"different numbers? of steps|as much data|deadlock|wait", result.output), result
