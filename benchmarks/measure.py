@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,11 +31,19 @@ class Times:
     high: float
 
 
-def interleaved(variants: dict[str, Callable[[], None]], repetitions: int, warm_up: int = 2) -> dict[str, Times]:
+def interleaved(
+    variants: dict[str, Callable[[], None]], repetitions: int, calls: int = 1, warm_up: int = 2
+) -> dict[str, Times]:
     """Time each variant on all ranks, one after the other, over and over.
 
     A collective has taken as long as it took the slower rank, so the ranks' times are combined by MAX per
     repetition. The order of variants is turned around in every other repetition.
+
+    Args:
+        variants: what to time, by name.
+        repetitions: samples of each.
+        calls: how often a variant is called for one sample, which is then the time of one call.
+        warm_up: repetitions that do not count.
     """
     names = list(variants)
     seconds = np.zeros((repetitions, len(names)))
@@ -46,8 +55,10 @@ def interleaved(variants: dict[str, Callable[[], None]], repetitions: int, warm_
             for i in order:
                 ring.barrier()
                 started = time.perf_counter()
-                variants[names[i]]()
-                elapsed = time.perf_counter() - started
+                variant = variants[names[i]]
+                for _ in range(calls):
+                    variant()
+                elapsed = (time.perf_counter() - started) / calls
                 if repetition >= 0:
                     seconds[repetition, i] = elapsed
     finally:
@@ -67,13 +78,7 @@ def machine() -> str:
         ),
         platform.processor(),
     )
-    return f"{model}, {len(_cores())} cores, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
-
-
-def _cores() -> Sequence[int]:
-    import os
-
-    return sorted(os.sched_getaffinity(0))
+    return f"{model}, {os.cpu_count()} cores, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
 
 
 def save(name: str, record: dict[str, object]) -> None:

@@ -10,6 +10,7 @@ other; a step takes as long as the slower rank. "no communication" trains the ra
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 from collections.abc import Callable
 
@@ -23,9 +24,9 @@ from ring_plugins.torch import DistributedOptimizer
 
 
 def mlp() -> tuple[nn.Module, torch.Tensor]:
-    """67 MB of parameters in four layers: much to send for little to compute."""
+    """67 MB of parameters in four layers, 64 rows a batch: much to send for little to compute."""
     layers = [layer for _ in range(4) for layer in (nn.Linear(2048, 2048), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(2048, 10)), torch.randn(32, 2048)
+    return nn.Sequential(*layers, nn.Linear(2048, 10)), torch.randn(64, 2048)
 
 
 class Transformer(nn.Module):
@@ -65,7 +66,10 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y:
     return run
 
 
-def variants(make: Callable[[], tuple[nn.Module, torch.Tensor]]) -> dict[str, Callable[[], None]]:
+def variants(
+    make: Callable[[], tuple[nn.Module, torch.Tensor]],
+) -> tuple[dict[str, Callable[[], None]], DistributedOptimizer]:
+    """The steps to time by name, and our optimizer, which knows where its time went."""
     made: dict[str, Callable[[], None]] = {}
     for name in ("no communication", "ring_plugins", "DDP (gloo)"):
         torch.manual_seed(0)
@@ -75,9 +79,31 @@ def variants(make: Callable[[], tuple[nn.Module, torch.Tensor]]) -> dict[str, Ca
             model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 1e-3)
         if name == "ring_plugins":
-            optimizer = DistributedOptimizer(optimizer, model.named_parameters())
+            optimizer = ours = DistributedOptimizer(optimizer, model.named_parameters())
         made[name] = step(model, optimizer, x, y)
-    return made
+    return made, ours
+
+
+def shares(optimizer: DistributedOptimizer) -> dict[str, float]:
+    """Seconds a step: what the communication thread did, and how long the end of backward waited for it."""
+    averager = optimizer.averager
+    return {
+        "reducing": averager._communicator.statistics.working / averager.steps,
+        "waited": averager.waited_seconds / averager.steps,
+        "bytes": averager.reduced_bytes / averager.steps,
+    }
+
+
+def keep_freed_memory() -> None:
+    """Ask the C library not to hand freed memory back to the kernel.
+
+    Whether it does between two steps is luck, and costs or saves a variant 10 ms of page faults with every
+    step of the larger model, communication or not.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+            libc.mallopt(option, 1 << 30)
 
 
 def main() -> None:
@@ -87,38 +113,45 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    keep_freed_memory()
     ring.init(ranks=2)
     start_gloo()
     rows: dict[str, dict[str, Times]] = {}
+    profile: dict[str, dict[str, float]] = {}
     for name in options.models:
-        made = variants(MODELS[name])
+        made, ours = variants(MODELS[name])
         probe = interleaved(made, 3)
         repetitions = int(max(9, options.seconds / sum(times.median for times in probe.values())))
         rows[name] = interleaved(made, repetitions)
+        profile[name] = shares(ours)
         if ring.rank() == 0:
             print(f"{name}: " + "  ".join(f"{n} {t.median * 1e3:.2f} ms" for n, t in rows[name].items()), flush=True)
     if ring.rank() == 0:
-        report(rows)
+        report(rows, profile)
     ring.barrier()
 
 
-def report(rows: dict[str, dict[str, Times]]) -> None:
+def report(rows: dict[str, dict[str, Times]], profile: dict[str, dict[str, float]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f"training step, {ring.size()} ranks: median ms (quartiles)", caption=machine())
     names = list(next(iter(rows.values())))
-    for column in ("model", *names, "ring / none", "ring / DDP"):
+    for column in ("model", *names, "ring / none", "ring / DDP", "reducing", "waited"):
         table.add_column(column, justify="right")
     for model, times in rows.items():
         cells = [f"{t.median * 1e3:.2f} ({t.low * 1e3:.2f}-{t.high * 1e3:.2f})" for t in times.values()]
         none, ours, ddp = (times[name].median for name in names)
-        table.add_row(model, *cells, f"{ours / none:.3f}", f"{ours / ddp:.3f}")
-    Console(width=140).print(table)
-    save(
-        "training_step",
-        {"ranks": ring.size(), "seconds": {m: {n: vars(t) for n, t in ts.items()} for m, ts in rows.items()}},
-    )
+        table.add_row(
+            model,
+            *cells,
+            f"{ours / none:.3f}",
+            f"{ours / ddp:.3f}",
+            *(f"{profile[model][what] * 1e3:.2f}" for what in ("reducing", "waited")),
+        )
+    Console(width=160).print(table)
+    seconds = {m: {n: vars(t) for n, t in ts.items()} for m, ts in rows.items()}
+    save("training_step", {"ranks": ring.size(), "seconds": seconds, "profile": profile})
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ or widening 16-bit floats to float32 and back, does not read main memory again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ def reduce_into(target: Array, sources: Sequence[Array], op: Op, dtype: str, div
 
     16-bit floats are combined in float32 and rounded once, to nearest even.
     """
-    if dtype in ("float16", "bfloat16"):
+    if dtype in _CONVERSIONS:
         _reduce_half(target, sources, op, dtype, divisor)
         return
     ufunc = _UFUNC[op]
@@ -88,9 +89,15 @@ def divide(piece: Array, divisor: int) -> None:
     that the average of equal values is that value.
     """
     if divisor & (divisor - 1) == 0:
-        np.multiply(piece, 1.0 / divisor, piece)
+        np.multiply(piece, _constant(1.0 / divisor, piece.dtype), piece)
     else:
-        np.divide(piece, divisor, piece)
+        np.divide(piece, _constant(divisor, piece.dtype), piece)
+
+
+@lru_cache
+def _constant(value: float, dtype: np.dtype[Any]) -> Array:
+    """A number as numpy takes it fastest, which shows in small messages."""
+    return np.array(value, dtype)
 
 
 def _reduce_half(target: Array, sources: Sequence[Array], op: Op, dtype: str, divisor: int) -> None:

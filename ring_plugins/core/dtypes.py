@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ def name_of(dtype: np.dtype[Any]) -> str:
     return name
 
 
+@lru_cache
 def check_reducible(dtype: str, op: Op) -> None:
     """Refuse combinations of type and reduction that have no meaning.
 

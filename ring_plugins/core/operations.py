@@ -18,6 +18,8 @@ class Op(Enum):
     MAX = "max"
     PRODUCT = "product"
 
+    __hash__ = object.__hash__  # members are single; Enum's own hash is written in Python, and shows in small messages
+
 
 AVERAGE = Op.AVERAGE
 SUM = Op.SUM

@@ -142,7 +142,7 @@ class HostCommunicator(OrderedOperations):
     def all_reduce(self, memory: HostMemory, op: Op) -> None:
         array, dtype = memory
         check_reducible(dtype, op)
-        sign = signature("all_reduce", dtype, array.size, op.value)
+        sign = signature("all_reduce", dtype, array.size, op._value_)
         divisor = self.size if op is Op.AVERAGE else 1
         self.statistics.nbytes += array.nbytes
         if not self._spans_hosts:
@@ -182,7 +182,7 @@ class HostCommunicator(OrderedOperations):
         self._transport.all_to_all(
             _split(full.array, counts, "counts"),
             [row.view(np.uint8) for row in terms],
-            signature("reduce_scatter", full.dtype, full.array.size, op.value),
+            signature("reduce_scatter", full.dtype, full.array.size, op._value_),
         )
         reduce_into(out.array, list(terms), op, full.dtype, self.size if op is Op.AVERAGE else 1)
 

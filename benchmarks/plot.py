@@ -1,0 +1,96 @@
+"""Pictures of what the other benchmarks measured, for the documentation.
+
+python benchmarks/plot.py            # reads benchmarks/results, writes docs/pictures
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from measure import RESULTS
+
+PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
+COLOURS = {
+    "ordinary": "#0b6e4f",
+    "bucket": "#6bbf59",
+    "ring_plugins": "#0b6e4f",
+    "mpi": "#c8553d",
+    "gloo": "#f28f3b",
+    "DDP (gloo)": "#f28f3b",
+    "plain copy": "#9aa5b1",
+    "no communication": "#9aa5b1",
+}
+LABELS = {
+    "ordinary": "ring_plugins, ordinary memory",
+    "bucket": "ring_plugins, shared bucket",
+    "mpi": "MPI Allreduce (Open MPI)",
+    "gloo": "torch gloo",
+    "plain copy": "plain copy of the same bytes",
+}
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def steps() -> None:
+    """Bars: a training step of three models."""
+    record = load("training_step")
+    models = list(record["seconds"])
+    figure, panels = plt.subplots(1, len(models), figsize=(9, 3.4), layout="constrained")
+    for panel, model in zip(panels, models, strict=True):
+        times = record["seconds"][model]
+        for i, (name, t) in enumerate(times.items()):
+            low, high = (t["median"] - t["low"]) * 1e3, (t["high"] - t["median"]) * 1e3
+            panel.bar(i, t["median"] * 1e3, color=COLOURS[name], yerr=[[low], [high]], ecolor="#333333", capsize=3)
+            panel.annotate(
+                f"{t['median'] * 1e3:.1f}", (i, t["median"] * 1e3 + high), ha="center", va="bottom", fontsize=9
+            )
+        panel.set_xticks(range(len(times)), [name.replace(" ", "\n") for name in times], fontsize=8)
+        panel.set_title(f"{model} ({SIZES[model]})", fontsize=10)
+        panel.set_ylabel("ms a step")
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.margins(y=0.12)
+    figure.suptitle("Training step on two ranks, one thread each: medians and quartiles", fontsize=11)
+    figure.supxlabel(record["machine"], fontsize=7)
+    figure.savefig(PICTURES / "step_time.png", dpi=150)
+
+
+SIZES = {"mlp": "67 MB of gradients", "transformer": "19 MB", "cnn": "1.5 MB"}
+
+
+def messages() -> None:
+    """Lines: all-reduce of 64 B to 256 MiB."""
+    record = load("all_reduce")
+    sizes = [int(size) for size in record["seconds"]]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for name in next(iter(record["seconds"].values())):
+        micro = [record["seconds"][str(size)][name]["median"] * 1e6 for size in sizes]
+        style = "--" if name == "plain copy" else "-"
+        left.loglog(sizes, micro, style, marker="o", ms=3, color=COLOURS[name], label=LABELS[name])
+        ours = [record["seconds"][str(size)]["ordinary"]["median"] * 1e6 for size in sizes]
+        right.semilogx(
+            sizes, [m / o for m, o in zip(micro, ours, strict=True)], style, marker="o", ms=3, color=COLOURS[name]
+        )
+    left.set(xlabel="bytes", ylabel="µs", title="all-reduce of float32, two ranks")
+    right.set(xlabel="bytes", ylabel="time / ring_plugins, ordinary memory", title="the same as a ratio", yscale="log")
+    right.set_yticks([0.2, 0.5, 1, 2, 5, 10, 20, 50], ["0.2", "0.5", "1", "2", "5", "10", "20", "50"])
+    left.legend(fontsize=8, frameon=False)
+    for panel in (left, right):
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(alpha=0.25)
+    figure.supxlabel(record["machine"], fontsize=7)
+    figure.savefig(PICTURES / "all_reduce.png", dpi=150)
+
+
+if __name__ == "__main__":
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    steps()
+    messages()
+    print(f"wrote {PICTURES}")
