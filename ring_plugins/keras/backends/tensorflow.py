@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -55,7 +56,7 @@ class GradientAveraging(Averaging):
             self._sparse = [i for i, gradient in present.items() if isinstance(gradient, tf.IndexedSlices)]
             entries = self.entries(self._variables)
             for i in self._sparse:
-                entries[i] = entries[i]._replace(count=0, layout=f"{entries[i].layout}, sparse")
+                entries[i] = replace(entries[i], count=0, layout=f"{entries[i].layout}, sparse")
             self.buckets = HostBuckets(entries, self.communicator, self.bucket_bytes, self.first_bucket_bytes)
         dense = {i: tf.convert_to_tensor(g) for i, g in present.items() if i not in self._sparse}
         averaged = self._average_dense(dense)
