@@ -163,13 +163,24 @@ def _like(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _laid_out(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient in the layout that all ranks use, copied if autograd made another."""
+    """The gradient in the layout that all ranks use and in memory of its own, copied if autograd made it otherwise."""
     expected = parameter.stride() if _is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
-    if gradient.stride() != expected or gradient.requires_grad:
+    lazy = gradient.is_conj() or gradient.is_neg()
+    if gradient.stride() != expected or gradient.requires_grad or lazy or _is_shared(gradient):
         with torch.no_grad():
             parameter.grad = _like(parameter).copy_(gradient)
         return parameter.grad
     return gradient
+
+
+def _is_shared(gradient: torch.Tensor) -> bool:
+    """Whether other tensors lie in the gradient's memory and would see it change.
+
+    For `p.view(-1) + f(x)` autograd hands `p` a view of the gradient that the backward of `f` is yet to read.
+    """
+    storage = gradient.untyped_storage()
+    uses: int = torch._C._storage_Use_Count(storage._cdata)
+    return uses > 2  # the gradient itself, and `storage`
 
 
 def _memory(tensor: torch.Tensor) -> HostMemory:

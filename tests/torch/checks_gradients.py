@@ -538,6 +538,36 @@ def large_gradients_stay_where_autograd_put_them() -> None:
     averager.close()
 
 
+@check
+def gradients_that_share_memory_or_are_conjugated_lazily() -> None:
+    """What autograd still reads, or hands out as a view, is not averaged in place."""
+
+    class Sharing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Parameter(torch.ones(1024, 1024))
+            self.spectrum = nn.Parameter(torch.ones(512, 512, dtype=torch.complex64))
+            self.second = nn.Parameter(torch.ones(1024, 1024))
+            self.third = nn.Parameter(torch.ones(1024, 1024))
+
+        def forward(self, factor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            x = (self.first * factor).view(-1).clone() + self.second.view(-1) + self.third.view(-1)
+            return (x * weight).sum() + (torch.conj(self.spectrum) * (weight[0] * (1 + 1j))).real.sum()
+
+    model = Sharing()
+    averager = GradientAverager(model)
+    weights, factors = [1.0 + rank for rank in range(SIZE)], [1.0 + 10 * rank for rank in range(SIZE)]
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.full((1024, 1024), factors[RANK]), torch.full((1024 * 1024,), weights[RANK])).backward()
+        weight, product = sum(weights) / SIZE, sum(w * f for w, f in zip(weights, factors, strict=True)) / SIZE
+        assert torch.allclose(model.first.grad, torch.tensor(product))
+        assert torch.allclose(model.second.grad, torch.tensor(weight))
+        assert torch.allclose(model.third.grad, torch.tensor(weight))
+        assert torch.allclose(model.spectrum.grad.resolve_conj(), torch.tensor(weight * (1 + 1j)))
+    averager.close()
+
+
 for function in CHECKS:
     try:
         function()
