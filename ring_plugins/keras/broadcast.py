@@ -13,7 +13,7 @@ from ring_plugins.keras.averaging import Averaging, averaging_of, optimizers_of
 from ring_plugins.keras.backends import backend
 from ring_plugins.keras.callback_list import arrange, enclosing_list
 from ring_plugins.keras.connection import check_root, connect
-from ring_plugins.keras.refusals import refuse_other_parallelism, refuse_unequal_steps
+from ring_plugins.keras.refusals import refuse_different_epochs, refuse_other_parallelism, refuse_unequal_steps
 from ring_plugins.keras.state import broadcast_state, build_optimizers, settle_moving_statistics
 from ring_plugins.keras.stopping import StopTogether
 
@@ -68,6 +68,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._communicators: list[Communicator] = []
         self._stop: StopTogether | None = None
         self._under_way = False
+        self._has_begun = False
         self._reductions = -1
         self._settled = False
 
@@ -84,7 +85,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._restore()
         if world.place.size == 1:
             return
-        self._under_way = True
+        self._under_way, self._has_begun = True, False
         self._communicator, stop = world.new_communicator("fit"), world.new_communicator("stop")
         self._communicators = [self._communicator, stop]
         self._stop = StopTogether(stop)
@@ -119,6 +120,9 @@ class BroadcastCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._settled = False
+        if self._under_way and not self._has_begun:
+            self._has_begun = True
+            refuse_different_epochs(epoch, self._communicator)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if not self._under_way:
@@ -158,8 +162,8 @@ class BroadcastCallback(keras.callbacks.Callback):
         if self.average_gradients and self._model.trainable_variables and self._count() <= before:
             raise RingError(
                 f"rank {self._communicator.rank} took its first step without averaging gradients. "
-                f"{type(self._model).__name__}.train_step seems to update with an optimizer that is no attribute of the "
-                "model, or without optimizer.apply; wrap that optimizer with ring_plugins.keras.DistributedOptimizer."
+                f"{type(self._model).__name__}.train_step seems to update with an optimizer that is no attribute of "
+                "the model, or without optimizer.apply; wrap that optimizer with ring_plugins.keras.DistributedOptimizer."
             )
 
     def _settle(self) -> None:

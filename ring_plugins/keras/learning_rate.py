@@ -52,7 +52,9 @@ class _RateCallback(keras.callbacks.Callback):  # type: ignore[misc] # keras shi
         self._rate = None
         if has_schedule(optimizer):
             steps, epochs = self._steps(), int((self.params or {}).get("epochs") or 1)
-            multipliers = [self._multiplier(epoch + step / steps) or 1.0 for step in range((epochs - epoch) * steps + 1)]
+            multipliers = [
+                self._multiplier(epoch + step / steps) or 1.0 for step in range((epochs - epoch) * steps + 1)
+            ]
             multiply_schedule(optimizer, multipliers)
             backend().make_train_function(self.model)
             return
@@ -123,7 +125,6 @@ class LearningRateWarmupCallback(_RateCallback):
             raise ArgumentError(f"warmup_epochs={warmup_epochs!r} is negative.")
         scale_for(scaling, 1)
         self.warmup_epochs, self.verbose, self.scaling = warmup_epochs, verbose, scaling
-        self._said = False
         self._is_over = False
 
     def _multiplier(self, epoch: float) -> float | None:
@@ -147,9 +148,8 @@ class LearningRateWarmupCallback(_RateCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
-        if self.verbose and not self._said and epoch + 1 >= self.warmup_epochs and connect().place.rank == 0:
-            self._said = True
-            print(f"\nEpoch {epoch + 1}: learning rate warm-up is over.")  # noqa: T201 - asked for by `verbose`
+        if self.verbose and epoch + 1 >= self.warmup_epochs > epoch and connect().place.rank == 0:
+            print(f"\nEpoch {epoch + 1}: learning rate warm-up is over.")
 
 
 class LearningRateScheduleCallback(_RateCallback):
@@ -163,7 +163,8 @@ class LearningRateScheduleCallback(_RateCallback):
         staircase: change at the beginning of epochs only.
         momentum_correction: scale the velocities of SGD along with the rate.
         steps_per_epoch: where Keras cannot tell.
-        scaling: by how much the rate grows with the number of ranks where there is no warm-up: "linear", "sqrt", "none".
+        scaling: by how much the rate grows with the number of ranks where there is no warm-up: "linear", "sqrt",
+            "none".
         initial_learning_rate: the rate for one process, where it is not what the optimizer was compiled with.
 
     Raises:

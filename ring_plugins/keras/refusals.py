@@ -44,3 +44,18 @@ def refuse_unequal_steps(params: dict[str, Any] | None, communicator: Communicat
                 f"ranks would take different numbers of {what} ({said}). Give every rank as much data, as "
                 "ring_plugins.keras.shard does, or pass steps_per_epoch to fit()."
             )
+
+
+def refuse_different_epochs(epoch: int, communicator: Communicator) -> None:
+    """Compare where every rank begins; collective.
+
+    Raises:
+        MismatchError: naming the epochs by rank.
+    """
+    everyones = communicator.all_gather_object(epoch)
+    if len(set(everyones)) > 1:
+        said = ", ".join(f"rank {rank}: {number}" for rank, number in zip(communicator.ranks, everyones, strict=True))
+        raise MismatchError(
+            f"ranks begin with different epochs ({said}). Pass the same initial_epoch on all; a checkpoint that "
+            "decides it must be seen by every rank."
+        )

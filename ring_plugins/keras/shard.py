@@ -71,8 +71,8 @@ def shard(
         _refuse(remainder != "drop" or bool(shuffle), remainder, "a stream (or shuffle it)")
         return shard_iterable(data, rank, size)
     raise ArgumentError(
-        f"data={type(data).__name__} cannot be divided; pass numpy arrays, a PyDataset, a tf.data.Dataset, a DataLoader "
-        "or an iterable of batches."
+        f"data={type(data).__name__} cannot be divided; pass numpy arrays, a PyDataset, a tf.data.Dataset, a "
+        "DataLoader or an iterable of batches."
     )
 
 

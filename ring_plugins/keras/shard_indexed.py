@@ -103,7 +103,9 @@ class ShardedBatches(keras.utils.PyDataset):  # type: ignore[misc] # keras ships
         super().__init__(dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size)
         count = dataset.num_batches if isinstance(dataset, Sized) or hasattr(dataset, "num_batches") else None
         if count is None:
-            raise ArgumentError("data is a PyDataset without a length; give it __len__, or pass its batches as a generator.")
+            raise ArgumentError(
+                "data is a PyDataset without a length; give it __len__, or pass its batches as a generator."
+            )
         self._dataset = dataset
         self._order = Order(count, 1, rank, size, shuffle, seed, "pad" if pad else "drop")
 

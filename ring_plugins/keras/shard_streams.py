@@ -25,9 +25,7 @@ def shard_iterable(items: Iterable[Any], rank: int, size: int) -> Iterator[Any]:
             position = 0
 
 
-def shard_dataset(
-    dataset: Any, rank: int, size: int, shuffle: bool | int | None, seed: int, remainder: str
-) -> Any:
+def shard_dataset(dataset: Any, rank: int, size: int, shuffle: bool | int | None, seed: int, remainder: str) -> Any:
     """A tf.data.Dataset of every size-th element."""
     _check_shuffles(dataset)
     if shuffle:
@@ -80,15 +78,15 @@ def _check_shuffles(dataset: Any) -> None:
         )
 
 
-def shard_data_loader(
-    loader: Any, rank: int, size: int, shuffle: bool | int | None, seed: int, remainder: str
-) -> Any:
+def shard_data_loader(loader: Any, rank: int, size: int, shuffle: bool | int | None, seed: int, remainder: str) -> Any:
     """A DataLoader like `loader` that gives this rank's part."""
     try:
         count = len(loader.dataset)
     except TypeError:
         if remainder != "drop" or shuffle:
-            raise ArgumentError("a DataLoader of an iterable dataset can neither be padded nor shuffled here.") from None
+            raise ArgumentError(
+                "a DataLoader of an iterable dataset can neither be padded nor shuffled here."
+            ) from None
         return shard_iterable(loader, rank, size)
     if loader.batch_size is None:
         raise ArgumentError("a DataLoader with a batch_sampler cannot be divided; give it batch_size instead.")

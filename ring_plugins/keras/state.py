@@ -81,8 +81,8 @@ def check_equal(variables: Sequence[Any], communicator: Communicator) -> None:
         if len(set(kinds)) > 1:
             parts = "; ".join(f"rank {rank} has {text}" for rank, text in zip(communicator.ranks, said, strict=True))
             raise MismatchError(
-                f"the models or optimizers differ among ranks. First at variable {i}: {parts}. Build and compile the same "
-                "on all ranks."
+                f"the models or optimizers differ among ranks. First at variable {i}: {parts}. Build and compile the "
+                "same on all ranks."
             )
 
 

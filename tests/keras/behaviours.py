@@ -223,13 +223,11 @@ def seeds() -> Any:
 def dropout_masks() -> Any:
     """With the same global seed and the same data everywhere, ranks still drop different units."""
     keras.utils.set_random_seed(7)
-    masks: list[Any] = []
     model = keras.Sequential([keras.Input((40,)), layers.Dropout(0.5), layers.Dense(1, kernel_initializer="ones")])
     model.compile(optimizer=keras.optimizers.SGD(0.0), loss=lambda y, p: p)
-    x = (2.0 ** -np.arange(40, dtype="float32")).astype("float32").reshape(1, 40)  # the loss tells which units were there
-    for _ in range(2):
-        masks.append(model.fit(x, x[:, :1], verbose=0, callbacks=[BroadcastCallback()]).history["loss"][0])
-    return masks
+    x = (2.0 ** -np.arange(40, dtype="float32")).reshape(1, 40)  # the loss tells which units were there
+    fits = [model.fit(x, x[:, :1], verbose=0, callbacks=[BroadcastCallback()]) for _ in range(2)]
+    return [fitted.history["loss"][0] for fitted in fits]
 
 
 @behaviour()
@@ -264,7 +262,11 @@ def files() -> Any:
         mentions = [name for name in archive.namelist() if name.endswith(".json") and b"ring" in archive.read(name)]
     loaded = keras.saving.load_model(folder / "0" / "last.keras")
     fit(loaded, [BroadcastCallback()])
-    return {"written": written, "mentions": [m for m in mentions if m != "metadata.json"], "kind": type(loaded.optimizer).__name__}
+    return {
+        "written": written,
+        "mentions": [m for m in mentions if m != "metadata.json"],
+        "kind": type(loaded.optimizer).__name__,
+    }
 
 
 @behaviour()
@@ -275,10 +277,10 @@ def backup_that_only_the_root_has() -> Any:
     class Interrupted(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             epochs.append(epoch)
-            if epoch == 2 and not again:
+            if epoch == 2 and epochs.count(2) == 1:
                 raise KeyboardInterrupt
 
-    for again in (False, True):
+    for _ in range(2):
         keras.utils.set_random_seed(5)
         model = dense(keras.optimizers.Adam(0.01))
         backup = keras.callbacks.BackupAndRestore(folder)
@@ -512,3 +514,65 @@ def sharded_arrays() -> Any:
     kept = model.evaluate(whole, verbose=0, return_dict=True, callbacks=[MetricAverageCallback()])
     expected = model.evaluate(x, x, verbose=0, return_dict=True)
     return {"epochs": epochs, "steps": len(data), "kept": kept["mse"] / expected["mse"]}
+
+
+@behaviour("jax")
+def sharded_streams() -> Any:
+    class Batches(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 7
+
+        def __getitem__(self, index: int) -> Any:
+            return index
+
+    data = shard(Batches(), seed=2)
+    epochs = []
+    for _ in range(2):
+        epochs.append([data[i] for i in range(len(data))])
+        data.on_epoch_end()
+    padded = shard(Batches(), remainder="pad", shuffle=False)
+    return {
+        "dataset": epochs,
+        "padded": [padded[i] for i in range(len(padded))],
+        "generator": list(shard(i for i in range(7))),
+        "keep": error_of(lambda: shard(Batches(), remainder="keep")),
+        "few": error_of(lambda: shard(np.zeros((3, 1)), batch_size=4)),
+        "lengths": error_of(lambda: shard((np.zeros(8), np.zeros(9)), batch_size=1)),
+    }
+
+
+@behaviour("torch")
+def sharded_data_loader() -> Any:
+    import torch
+
+    def epoch(loader: Any) -> Any:
+        return [int(v) for batch in loader for v in batch[0]]
+
+    numbers = torch.utils.data.TensorDataset(torch.arange(13))
+    shuffled = shard(torch.utils.data.DataLoader(numbers, batch_size=3, shuffle=True))
+    plain = shard(torch.utils.data.DataLoader(numbers, batch_size=3), remainder="keep")
+    return {"epochs": [epoch(shuffled), epoch(shuffled)], "plain": [epoch(plain), epoch(plain)], "steps": len(shuffled)}
+
+
+@behaviour("tensorflow")
+def sharded_tf_data() -> Any:
+    import tensorflow as tf
+
+    numbers = tf.data.Dataset.range(9)
+
+    def read(dataset: Any) -> Any:
+        return [int(v) for v in dataset]
+
+    shuffled = shard(numbers, shuffle=True, seed=3)
+    unknown = numbers.filter(lambda v: v >= 0)
+    pairs = tf.data.Dataset.zip((unknown, unknown))
+    return {
+        "epochs": [read(shuffled), read(shuffled)],
+        "known": read(shard(numbers)),
+        "unknown": read(shard(unknown)),
+        "pairs": [int(a) for a, _ in shard(pairs)],
+        "kept": read(shard(numbers, remainder="keep")),
+        "unseeded": error_of(lambda: shard(numbers.shuffle(4))),
+        "seeded": error_of(lambda: shard(numbers.shuffle(4, seed=1))),
+        "other seed": error_of(lambda: shard(numbers.shuffle(4, seed=1 + ring.rank()))),
+    }

@@ -124,7 +124,9 @@ def adam(run: Run) -> Outcome:
 @scenario()
 def many_buckets(run: Run) -> Outcome:
     run.seed()
-    model = keras.Sequential([keras.Input((5,)), *(layers.Dense(7, activation="tanh") for _ in range(6)), layers.Dense(1)])
+    model = keras.Sequential(
+        [keras.Input((5,)), *(layers.Dense(7, activation="tanh") for _ in range(6)), layers.Dense(1)]
+    )
     model.compile(optimizer=momentum(), loss="mse")
     run.fit(model, *features(run.ranks), callbacks=[BroadcastCallback(bucket_bytes=256)])
     return weights(model)
@@ -150,6 +152,18 @@ def accumulation(run: Run) -> Outcome:
 def schedule(run: Run) -> Outcome:
     run.seed()
     model = dense(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.7)))
+    run.fit(model, *features(run.ranks))
+    return weights(model)
+
+
+@scenario()
+def large_layer(run: Run) -> Outcome:
+    """Gradients of more than 64 KiB, beside small ones."""
+    run.seed()
+    model = keras.Sequential(
+        [keras.Input((5,)), layers.Dense(200, activation="tanh"), layers.Dense(150), layers.Dense(1)]
+    )
+    model.compile(optimizer=keras.optimizers.SGD(0.01, momentum=0.9), loss="mse")
     run.fit(model, *features(run.ranks))
     return weights(model)
 
@@ -276,7 +290,7 @@ def eager(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario("tensorflow", "jax")
+@scenario()
 def compiled(run: Run) -> Outcome:
     run.seed()
     model = dense(keras.optimizers.Adam(0.01), jit_compile=True)

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-from pytest import approx
 
 from tests.keras.launches import launch
 
@@ -22,17 +21,17 @@ def seen(name: str, backend: str) -> list[Any]:
 
 def test_metrics_are_those_of_all_data(backend):
     for found in seen("metrics_of_uneven_shards", backend):
-        assert found["evaluate"] == approx(found["expected"], rel=1e-6)
-        assert found["validation"] == approx(found["expected"], rel=1e-6)
-        assert found["local"]["auc"] != approx(found["expected"]["auc"], rel=1e-3)
+        assert found["evaluate"] == pytest.approx(found["expected"], rel=1e-6)
+        assert found["validation"] == pytest.approx(found["expected"], rel=1e-6)
+        assert found["local"]["auc"] != pytest.approx(found["expected"]["auc"], rel=1e-3)
         assert found["validations"] == 1
-        assert found["history"] == found["seen"] == approx(found["expected"]["auc"], rel=1e-6)
+        assert found["history"] == found["seen"] == pytest.approx(found["expected"]["auc"], rel=1e-6)
         assert not found["left"], "the model's method was not put back"
 
 
 def test_a_metric_that_is_no_sum_is_averaged_and_says_so(backend):
     first, second = seen("metric_that_is_no_sum", backend)
-    assert first["largest"] == second["largest"] == approx(2.0)
+    assert first["largest"] == second["largest"] == pytest.approx(2.0)
     assert len(first["said"]) == 1 and "largest" in first["said"][0]
     assert second["said"] == []
 
@@ -42,28 +41,28 @@ def test_a_metric_that_is_no_sum_is_averaged_and_says_so(backend):
 
 def test_warm_up_rises_with_every_step_and_begins_again(backend):
     for found in seen("warm_up", backend):
-        assert found["rates"] == approx([0.1 + 0.1 * step / 8 for step in range(8)] + [0.2] * 4 + [0.02] * 4)
-        assert found["again"] == approx([0.1, 0.125, 0.15, 0.175] + [0.2] * 4)
+        assert found["rates"] == pytest.approx([0.1 + 0.1 * step / 8 for step in range(8)] + [0.2] * 4 + [0.02] * 4)
+        assert found["again"] == pytest.approx([0.1, 0.125, 0.15, 0.175] + [0.2] * 4)
 
 
 def test_warm_up_of_a_schedule(backend):
     for found in seen("warm_up_of_a_schedule", backend):
-        assert found["rates"] == approx(found["expected"])
+        assert found["rates"] == pytest.approx(found["expected"])
 
 
 def test_reduction_on_a_plateau_keeps_its_effect(backend):
     for found in seen("warm_up_then_plateau", backend):
-        assert found == approx([1.75, 2.0, 1.0, 0.5, 0.25])
+        assert found == pytest.approx([1.75, 2.0, 1.0, 0.5, 0.25])
 
 
 def test_warm_up_goes_on_where_it_was_saved(backend):
     for found in seen("warm_up_resumed", backend):
-        assert found == approx([0.15 + 0.1 * step / 16 for step in range(8)] + [0.2] * 4)
+        assert found == pytest.approx([0.15 + 0.1 * step / 16 for step in range(8)] + [0.2] * 4)
 
 
 def test_momentum_correction(backend):
     for found in seen("momentum_correction", backend):
-        assert found["found"] == approx(found["expected"], abs=1e-6)
+        assert found["found"] == pytest.approx(found["expected"], abs=1e-6)
 
 
 def test_rates_that_part_are_an_error(backend):
@@ -96,7 +95,7 @@ def test_moving_statistics(backend):
             assert mine == theirs
         else:
             assert mine != theirs
-            assert mean == approx([(a + b) / 2 for a, b in zip(mine, theirs, strict=True)], abs=1e-6)
+            assert mean == pytest.approx([(a + b) / 2 for a, b in zip(mine, theirs, strict=True)], abs=1e-6)
 
 
 def test_files_are_written_once_and_know_nothing_of_this_package(backend):
@@ -139,7 +138,10 @@ def test_refused(what, words, backend):
 
 @pytest.mark.parametrize(
     ("backend", "name", "word"),
-    [("tensorflow", "refusal_of_a_strategy", "MirroredStrategy"), ("torch", "refusal_of_ddp", "DistributedDataParallel")],
+    [
+        ("tensorflow", "refusal_of_a_strategy", "MirroredStrategy"),
+        ("torch", "refusal_of_ddp", "DistributedDataParallel"),
+    ],
 )
 def test_refused_beside_other_parallelism(backend, name, word):
     for found in seen(name, backend):
@@ -160,18 +162,18 @@ def test_two_optimizers_in_one_step(backend):
     assert first["together"] == second["together"]
     for alone, together in zip(first["alone"], first["together"], strict=True):
         flat = [[v for row in a for v in row] if isinstance(a[0], list) else a for a in (alone, together)]
-        assert flat[1] == approx(flat[0], rel=1e-5, abs=1e-6)
+        assert flat[1] == pytest.approx(flat[0], rel=1e-5, abs=1e-6)
 
 
 def test_a_loop_of_ones_own(backend):
     for found in seen("own_loop", backend):
-        assert found["found"] == approx(found["expected"])
+        assert found["found"] == pytest.approx(found["expected"])
 
 
 @pytest.mark.parametrize("backend", ["torch"])
 def test_gradients_that_no_hook_saw(backend):
     for found in seen("gradients_from_elsewhere", backend):
-        assert found == approx([-0.3] * 5)
+        assert found == pytest.approx([-0.3] * 5)
 
 
 # Data --------------------------------------------------------------------------------------------------
@@ -183,4 +185,40 @@ def test_arrays_are_divided(backend):
     epochs = [sorted(a + b) for a, b in zip(first["epochs"], second["epochs"], strict=True)]
     assert all(len(set(epoch)) == 20 for epoch in epochs)
     assert epochs[0] != epochs[1], "always the same samples are left out"
-    assert first["kept"] == second["kept"] == approx(1.0, rel=1e-6)
+    assert first["kept"] == second["kept"] == pytest.approx(1.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["jax"])
+def test_batches_and_generators_are_divided(backend):
+    first, second = seen("sharded_streams", backend)
+    epochs = [sorted(a + b) for a, b in zip(first["dataset"], second["dataset"], strict=True)]
+    assert all(len(set(epoch)) == 6 for epoch in epochs)
+    assert first["dataset"][0] != first["dataset"][1]
+    assert (first["padded"], second["padded"]) == ([0, 2, 4, 6], [1, 3, 5, 0])
+    assert (first["generator"], second["generator"]) == ([0, 2, 4], [1, 3, 5])
+    for what, word in (("keep", "remainder='keep'"), ("few", "3 elements"), ("lengths", "[8, 9]")):
+        assert first[what].startswith("ArgumentError") and word in first[what]
+
+
+@pytest.mark.parametrize("backend", ["torch"])
+def test_a_data_loader_is_divided(backend):
+    first, second = seen("sharded_data_loader", backend)
+    assert first["steps"] == 2
+    epochs = [sorted(a + b) for a, b in zip(first["epochs"], second["epochs"], strict=True)]
+    assert all(len(set(epoch)) == 12 for epoch in epochs)
+    assert first["epochs"][0] != first["epochs"][1]
+    assert sorted(first["plain"][0] + second["plain"][0]) == list(range(13))
+    assert first["plain"][0] == first["plain"][1]
+
+
+@pytest.mark.parametrize("backend", ["tensorflow"])
+def test_tf_data_is_divided(backend):
+    first, second = seen("sharded_tf_data", backend)
+    for one, other in zip(first["epochs"], second["epochs"], strict=True):
+        assert len(one) == len(other) == 4 and len({*one, *other}) == 8
+    assert first["epochs"][0] != first["epochs"][1]
+    for what in ("known", "unknown", "pairs"):
+        assert (first[what], second[what]) == ([0, 2, 4, 6], [1, 3, 5, 7])
+    assert (first["kept"], second["kept"]) == ([0, 2, 4, 6, 8], [1, 3, 5, 7])
+    assert first["seeded"] == "none"
+    assert "without a seed" in first["unseeded"] and first["other seed"].startswith("MismatchError")

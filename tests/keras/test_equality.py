@@ -1,5 +1,7 @@
 """Training on several ranks gives what one process gives on the same batches, and every rank the same bits."""
 
+from typing import Any
+
 import pytest
 
 from tests.keras.launches import launch
@@ -16,6 +18,7 @@ EVERYWHERE = (
     "fitted_before_without_and_twice_with",
     "frozen_layer_and_low_rank_adapter",
     "gradient_of_nothing",
+    "large_layer",
     "lazy_model",
     "many_buckets",
     "remainder",
@@ -33,7 +36,7 @@ SOMEWHERE = {
     "torch": ("mixed_precision",),
     "jax": ("compiled", "mixed_precision", "not_compiled", "several_steps_an_execution"),
 }
-ON_THREE_RANKS = ("accumulation", "adam", "convolution_with_momentum", "embedding")
+ON_THREE_RANKS = ("accumulation", "adam", "convolution_with_momentum", "embedding", "large_layer")
 
 CASES = [(backend, 2, name) for backend, own in SOMEWHERE.items() for name in (*EVERYWHERE, *own)]
 CASES += [(backend, 3, name) for backend in SOMEWHERE for name in ON_THREE_RANKS]
@@ -41,7 +44,17 @@ CASES += [(backend, 3, name) for backend in SOMEWHERE for name in ON_THREE_RANKS
 
 @pytest.mark.parametrize(("backend", "size", "name"), CASES)
 def test_scenario(backend: str, size: int, name: str) -> None:
-    found = launch("fit_worker.py", backend, size, "" if size == 2 else ",".join(ON_THREE_RANKS)).values(name)
+    names = (*EVERYWHERE, *SOMEWHERE[backend]) if size == 2 else ON_THREE_RANKS
+    check(launch("fit_worker.py", backend, size, ",".join(names)).values(name), size, name)
+
+
+@pytest.mark.slow  # torch's compiler takes a minute or two
+@pytest.mark.parametrize("backend", ["torch"])
+def test_compiled_by_torch(backend: str) -> None:
+    check(launch("fit_worker.py", backend, 2, "compiled").values("compiled"), 2, "compiled")
+
+
+def check(found: list[Any], size: int, name: str) -> None:
     assert len(found) == size
     for comparison in found:
         assert "error" not in comparison, comparison["error"]

@@ -1,8 +1,9 @@
-"""JAX: one ordered host call in front of the update."""
+"""JAX: one call out of the compiled step in front of the update."""
 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,10 +12,19 @@ import numpy as np
 from jax.experimental import io_callback
 
 from ring_plugins.core.collectives.protocol import Communicator
+from ring_plugins.core.dtypes import STORAGE
+from ring_plugins.core.fusion import Entry
+from ring_plugins.core.memory import HostMemory
+from ring_plugins.core.operations import Op
 from ring_plugins.keras.averaging import Averaging
+from ring_plugins.keras.backends.jax_ffi import in_place
+from ring_plugins.keras.buckets import HostBuckets
 from ring_plugins.keras.failure import remembering, unwrapped
 
 Array = np.ndarray[Any, np.dtype[Any]]
+
+#: Bytes from which a gradient is worth a reduction of its own, which costs some microseconds, and saves two copies.
+_LARGE = 64 * 1024
 
 
 class GradientAveraging(Averaging):
@@ -25,6 +35,9 @@ class GradientAveraging(Averaging):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._inside = False
+        self._waited, self._reduced_in_place = 0.0, 0
+        self._dtypes: list[str] = []
+        self._large: list[bool] = []
 
     def stateless_apply(
         self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]
@@ -48,29 +61,66 @@ class GradientAveraging(Averaging):
             gradients = self.average(gradients, [self.index(variable) for variable in variables])
         self.previous("apply")(gradients, trainable_variables)
 
+    def build(self, variables: Sequence[Any]) -> None:
+        """Small gradients travel in buckets; large ones are reduced where they are."""
+        entries = self.entries(variables)
+        self._dtypes = [entry.dtype for entry in entries]
+        self._large = [entry.count * STORAGE[entry.dtype].itemsize >= _LARGE for entry in entries]
+        in_buckets = [
+            Entry(entry.name, entry.dtype, 0, f"{entry.layout}, in place") if large else entry
+            for entry, large in zip(entries, self._large, strict=True)
+        ]
+        self.buckets = HostBuckets(in_buckets, self.communicator, self.bucket_bytes, self.first_bucket_bytes)
+
+    @property
+    def waited_seconds(self) -> float:
+        return self._waited
+
+    @property
+    def reduced_bytes(self) -> int:
+        return super().reduced_bytes + self._reduced_in_place
+
     def average(self, gradients: list[Any], indices: list[int]) -> list[Any]:
         """The average of each gradient; None stays None."""
         present = [place for place, gradient in enumerate(gradients) if gradient is not None]
         given = [gradients[place] for place in present]
-        exchange = self._exchange([indices[place] for place in present])
+        mine = [indices[place] for place in present]
+
+        def reduce(arrays: list[Array]) -> None:
+            self._reduce(mine, arrays)
+
+        def reduce_copies(*operands: Any) -> list[Array]:
+            copies = [np.array(operand) for operand in operands]
+            reduce([copy.reshape(-1) for copy in copies])
+            return copies
+
+        results: Any = None
         if any(isinstance(gradient, jax.core.Tracer) for gradient in given):
-            shapes = [jax.ShapeDtypeStruct(gradient.shape, gradient.dtype) for gradient in given]
-            results = io_callback(exchange, shapes, *given, ordered=True)
+            results = in_place(remembering(reduce), given) if jax.default_backend() == "cpu" else None
+            if results is None:
+                shapes = [jax.ShapeDtypeStruct(gradient.shape, gradient.dtype) for gradient in given]
+                results = io_callback(remembering(reduce_copies), shapes, *given, ordered=True)
         else:
-            results = [jax.numpy.array(average) for average in exchange(*given)]
+            results = [jax.numpy.array(average) for average in reduce_copies(*given)]
         averaged: list[Any] = [None] * len(gradients)
         for place, result in zip(present, results, strict=True):
             averaged[place] = result
         return averaged
 
-    def _exchange(self, indices: list[int]) -> Callable[..., list[Array]]:
-        def exchange(*gradients: Any) -> list[Array]:
-            assert self.buckets is not None
-            self.buckets.give(indices, [np.asarray(gradient) for gradient in gradients])
-            found = self.buckets.finish()
-            return [found[i] for i in indices]
-
-        return remembering(exchange)
+    def _reduce(self, indices: list[int], arrays: list[Array]) -> None:
+        """Overwrite flat arrays with their averages."""
+        assert self.buckets is not None
+        started = time.perf_counter()
+        small = {i: array for i, array in zip(indices, arrays, strict=True) if not self._large[i]}
+        self.buckets.give(list(small), list(small.values()))
+        for i, array in reversed(list(zip(indices, arrays, strict=True))):
+            if self._large[i]:
+                memory = HostMemory(array.view(STORAGE[self._dtypes[i]]), self._dtypes[i])
+                self.communicator.all_reduce(memory, Op.AVERAGE)
+                self._reduced_in_place += array.nbytes
+        for i, average in self.buckets.finish().items():
+            np.copyto(small[i], average)
+        self._waited += time.perf_counter() - started
 
 
 def refuse_other_parallelism(model: Any) -> None:

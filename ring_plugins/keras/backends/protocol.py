@@ -23,7 +23,7 @@ class Backend(Protocol):
         """Whether the model will have its variables only when the first batch is there."""
 
     def make_train_function(self, model: Any) -> None:
-        """Make the model's train function anew, so that the replaced methods are in it; undone by setting it to None."""
+        """Make the model's train function anew, with the replaced methods in it; undone by setting it to None."""
 
     def before_first_step(self, model: Any, action: Callable[[], None]) -> None:
         """Build a lazy model from the first batch's shapes, then run `action`, then take the first step."""

@@ -113,8 +113,8 @@ def refuse_other_parallelism(model: Any) -> None:
     if strategy is not None or tf.distribute.has_strategy():
         kind = type(strategy or tf.distribute.get_strategy()).__name__
         raise ArgumentError(
-            f"the model was made, or is fitted, under tf.distribute's {kind}, which averages gradients itself. Make and "
-            "fit it outside of any strategy, one process a device."
+            f"the model was made, or is fitted, under tf.distribute's {kind}, which averages gradients itself. Make "
+            "and fit it outside of any strategy, one process a device."
         )
 
 
@@ -156,6 +156,7 @@ def before_first_step(model: Any, action: Callable[[], None]) -> None:
 
 def seed_apart(communicator: Communicator, root: int) -> None:
     """See the protocol; layers on this backend draw from seed generators only."""
+
 
 def _build(model: Any, iterator: Iterator[Any]) -> None:
     """Build model, loss, metrics and optimizer from the shapes that the data will have."""

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 
-class _UpdatesOtherwise(Exception):  # noqa: N818 - never seen by a user
+class _UpdatesOtherwise(Exception):
     """The train step does not apply exactly one set of gradients with the optimizer."""
 
 
@@ -62,8 +62,8 @@ def compiled_around(model: Any, averaging: Any) -> Callable[[Any], Any]:
             logs, gradients = first(data)
         except _UpdatesOtherwise:
             warnings.warn(
-                f"{type(model).__name__}.train_step does not update exactly once with model.optimizer, so it runs without "
-                "XLA (jit_compile=False) to keep its gradients averaged.",
+                f"{type(model).__name__}.train_step does not update exactly once with model.optimizer, so it runs "
+                "without XLA (jit_compile=False) to keep its gradients averaged.",
                 stacklevel=2,
             )
             return model.train_step(data)

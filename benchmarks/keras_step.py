@@ -1,0 +1,171 @@
+"""A training step of Keras on two ranks, beside the same step without communication.
+
+    mpirun -n 2 python benchmarks/keras_step.py                          # TensorFlow; two to three minutes
+    KERAS_BACKEND=torch mpirun -n 2 python benchmarks/keras_step.py      # or jax
+    mpirun -n 2 python benchmarks/keras_step.py --network 0.5            # with a network of 0.5 GB/s pretended
+
+"none" trains apart. "ours" is what `BroadcastCallback` installs. "fused" has the structure of a published Horovod
+script without its negotiation: when all gradients are there, one host call copies them into one buffer, MPI reduces
+it, and they are copied out. "one bucket" is ours without overlap, for the pretended network: a bucket's reduction then takes
+as long as its bytes would need, in which the processor is free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
+
+import keras
+import numpy as np
+from keras import layers
+from measure import Times, interleaved, machine, save
+
+import ring_plugins as ring
+from ring_plugins.core.world import current
+from ring_plugins.keras import DistributedOptimizer, broadcast_variables
+from ring_plugins.keras.averaging import averaging_of
+
+BACKEND = keras.backend.backend()
+MODELS = ("convolutions", "mlp")
+
+
+def convolutions() -> tuple[Any, np.ndarray]:
+    """59 variables, 27 MB: the last layers' gradients, as in most networks of this kind, are the first and large."""
+    stack = [keras.Input((8, 8, 64))]
+    stack += [layers.Conv2D(64, 3, padding="same", activation="relu") for _ in range(9)]
+    stack += [layers.Conv2D(128, 3, strides=2, padding="same", activation="relu")]
+    stack += [layers.Conv2D(128, 3, padding="same", activation="relu") for _ in range(9)]
+    stack += [layers.Conv2D(256, 3, padding="same", activation="relu") for _ in range(8)]
+    stack += [
+        layers.Flatten(),
+        layers.Dense(144, activation="relu"),
+        layers.Dense(10),
+        layers.Dense(10, use_bias=False),
+    ]
+    return keras.Sequential(stack), np.random.default_rng(0).normal(size=(8, 8, 8, 64)).astype("float32")
+
+
+def mlp() -> tuple[Any, np.ndarray]:
+    """67 MB in few variables: the most bytes for a given time of computing."""
+    stack = [keras.Input((2048,)), *(layers.Dense(2048, activation="relu") for _ in range(4)), layers.Dense(10)]
+    return keras.Sequential(stack), np.random.default_rng(0).normal(size=(64, 2048)).astype("float32")
+
+
+def step_of(kind: str, name: str, bandwidth: float) -> Callable[[], None]:
+    """A compiled model whose every call is one training step."""
+    keras.utils.set_random_seed(0)
+    model, x = (convolutions if name == "convolutions" else mlp)()
+    model.compile(
+        optimizer=keras.optimizers.SGD(1e-4, momentum=0.9),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    y = np.arange(len(x)) % 10
+    model.optimizer.build(model.trainable_variables)
+    if kind == "fused":
+        fuse(model.optimizer)
+    elif kind != "none":
+        whole = sum(int(np.prod(v.shape)) * 4 for v in model.trainable_variables)
+        DistributedOptimizer(model.optimizer, **({"bucket_bytes": 2 * whole} if kind == "one bucket" else {}))
+        averaging = averaging_of(model.optimizer)
+        if kind == "one bucket":
+            averaging.first_bucket_bytes = averaging.bucket_bytes
+        if bandwidth:
+            pretend_network(averaging.communicator, bandwidth)
+    broadcast_variables(model)
+    if BACKEND == "torch":
+        import torch
+
+        x, y = torch.from_numpy(x), torch.from_numpy(y)
+    else:
+        x, y = keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(y)
+    return lambda: model.train_on_batch(x, y)
+
+
+def pretend_network(communicator: Any, bandwidth: float) -> None:
+    """Let each reduction take as long as a network would."""
+    reduce = communicator.all_reduce
+
+    def delayed(memory: Any, op: Any) -> None:
+        time.sleep(memory.array.nbytes / bandwidth)
+        reduce(memory, op)
+
+    communicator.all_reduce = delayed
+
+
+def fuse(optimizer: Any) -> None:
+    """Replace `apply` by one that reduces all gradients in one call, as TensorFlow's users did by hand."""
+    import tensorflow as tf
+    from mpi4py import MPI
+
+    def reduce(*gradients: np.ndarray) -> list[np.ndarray]:
+        buffer = np.concatenate([gradient.ravel() for gradient in gradients])
+        MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, buffer, MPI.SUM)
+        buffer /= MPI.COMM_WORLD.Get_size()
+        ends = np.cumsum([gradient.size for gradient in gradients])[:-1]
+        return [part.reshape(g.shape).copy() for part, g in zip(np.split(buffer, ends), gradients, strict=True)]
+
+    apply = optimizer.apply
+
+    def averaged(grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        found = tf.numpy_function(reduce, list(grads), [g.dtype for g in grads])
+        apply([tf.ensure_shape(f, g.shape) for f, g in zip(found, grads, strict=True)], trainable_variables)
+
+    optimizer.__dict__["apply"] = averaged
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--seconds", type=float, default=60.0, help="to spend on each model, about")
+    parser.add_argument("--network", type=float, default=0.0, help="GB/s of a pretended network")
+    options = parser.parse_args()
+    if BACKEND == "torch":
+        import torch
+
+        torch.set_num_threads(1)
+    ring.init(ranks=2)
+    kinds = ["none", "ours"]
+    if options.network and BACKEND != "jax":
+        kinds.append("one bucket")
+    elif BACKEND == "tensorflow" and current().launcher == "mpi":
+        kinds.append("fused")
+    rows: dict[str, dict[str, Times]] = {}
+    for name in options.models:
+        steps = {kind: step_of(kind, name, options.network * 1e9) for kind in kinds}
+        probe = interleaved(steps, 3)
+        repetitions = int(min(300, max(9, options.seconds / sum(times.median for times in probe.values()))))
+        rows[name] = interleaved(steps, repetitions)
+    if ring.rank() == 0:
+        report(rows, options.network)
+    ring.barrier()
+
+
+def report(rows: dict[str, dict[str, Times]], network: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"training step, {BACKEND}, {ring.size()} ranks: median ms (quartiles)"
+    table = Table(title=title + (f", network of {network:g} GB/s" if network else ""), caption=machine())
+    table.add_column("model")
+    kinds = list(next(iter(rows.values())))
+    for kind in [*kinds, *(f"{kind} / none" for kind in kinds[1:])]:
+        table.add_column(kind, justify="right")
+    for name, times in rows.items():
+        cells = [f"{t.median * 1e3:.1f} ({t.low * 1e3:.0f}-{t.high * 1e3:.0f})" for t in times.values()]
+        table.add_row(name, *cells, *(f"{times[kind].median / times['none'].median:.2f}" for kind in kinds[1:]))
+    Console(width=150).print(table)
+    seconds = {name: {kind: vars(t) for kind, t in times.items()} for name, times in rows.items()}
+    save(f"keras_step_{BACKEND}{'_network' if network else ''}", {"network GB/s": network, "seconds": seconds})
+
+
+if __name__ == "__main__":
+    main()

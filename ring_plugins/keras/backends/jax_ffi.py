@@ -1,0 +1,161 @@
+"""A Python function that XLA calls on its own buffers, without a copy.
+
+`io_callback` copies every operand twice and every result once into fresh memory, which for large gradients takes
+several times as long as to reduce them. XLA's foreign function interface hands a handler the addresses of its buffers
+instead, and lets results be the operands' memory. Handlers are usually compiled C++; this one is made by ctypes, from
+the interface's C declarations (xla/ffi/api/c_api.h, version 0.3, shipped with jaxlib 0.10), of which only the first
+fields are used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+_numbers = itertools.count()
+_keep: list[Any] = []  # handlers must outlive every compiled step
+
+_METADATA = 1  # XLA_FFI_Extension_Metadata
+_EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
+_INTERNAL = 13  # XLA_FFI_Error_Code_INTERNAL
+_MAJOR = 0
+
+
+class _Extension(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_size_t), ("type", ctypes.c_int), ("next", ctypes.c_void_p)]
+
+
+class _Version(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("extension_start", ctypes.c_void_p),
+        ("major", ctypes.c_int),
+        ("minor", ctypes.c_int),
+    ]
+
+
+class _Metadata(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_size_t), ("api_version", _Version)]
+
+
+class _MetadataExtension(ctypes.Structure):
+    _fields_ = [("base", _Extension), ("metadata", ctypes.POINTER(_Metadata))]
+
+
+class _ErrorArguments(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("extension_start", ctypes.c_void_p),
+        ("message", ctypes.c_char_p),
+        ("code", ctypes.c_int),
+    ]
+
+
+_MakeError = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_ErrorArguments))
+
+
+class _Api(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("extension_start", ctypes.c_void_p),
+        ("api_version", _Version),
+        ("internal_api", ctypes.c_void_p),
+        ("make_error", _MakeError),
+    ]
+
+
+class _Values(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("extension_start", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("types", ctypes.c_void_p),
+        ("values", ctypes.POINTER(ctypes.c_void_p)),
+    ]
+
+
+class _Frame(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("extension_start", ctypes.POINTER(_Extension)),
+        ("api", ctypes.POINTER(_Api)),
+        ("context", ctypes.c_void_p),
+        ("stage", ctypes.c_int),
+        ("arguments", _Values),
+        ("results", _Values),
+    ]
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("extension_start", ctypes.c_void_p),
+        ("dtype", ctypes.c_int),
+        ("data", ctypes.c_void_p),
+    ]
+
+
+_Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_Frame))
+
+
+def in_place(function: Callable[[list[np.ndarray[Any, Any]]], None], operands: Sequence[Any]) -> list[Any] | None:
+    """Have XLA call `function` on the memory of `operands`, traced values of a step that runs on the CPU.
+
+    Args:
+        function: overwrites the arrays it is given, 1-d, in the operands' dtypes.
+        operands: traced JAX values.
+
+    Returns:
+        What the operands are afterwards; None where this version of JAX does not have the interface.
+    """
+    kinds = [(np.dtype(operand.dtype), int(np.prod(operand.shape, dtype=np.int64))) for operand in operands]
+
+    def on_frame(frame: _Frame) -> None:
+        arrays = []
+        for i, (dtype, count) in enumerate(kinds):
+            result = _data(frame.results, i)
+            if (operand := _data(frame.arguments, i)) != result and count:
+                ctypes.memmove(result, operand, count * dtype.itemsize)
+            memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(result or 0) if count else b""
+            arrays.append(np.frombuffer(memory, dtype))
+        function(arrays)
+
+    name = f"ring_plugins_{next(_numbers)}"
+    handler = _Handler(lambda frame: _handle(frame.contents, on_frame))
+    try:
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(ctypes.cast(handler, ctypes.c_void_p)), platform="cpu")
+    except Exception:  # whatever another version of the interface answers
+        return None
+    _keep.append(handler)
+    shapes = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands]
+    call = jax.ffi.ffi_call(name, shapes, has_side_effect=True, input_output_aliases={i: i for i in range(len(shapes))})
+    return list(call(*operands))
+
+
+def _handle(frame: _Frame, on_frame: Callable[[_Frame], None]) -> int | None:
+    """What XLA calls: first to ask for the handler's version, then in every step. Returns an error or nothing."""
+    extension = frame.extension_start
+    if extension and extension.contents.type == _METADATA:
+        metadata = ctypes.cast(extension, ctypes.POINTER(_MetadataExtension)).contents.metadata.contents
+        known = frame.api.contents.api_version
+        metadata.api_version.major, metadata.api_version.minor = _MAJOR, known.minor
+        return None
+    if frame.stage != _EXECUTE:
+        return None
+    try:
+        on_frame(frame)
+    except BaseException as error:
+        message = f"{type(error).__name__}: {error}".encode()
+        arguments = _ErrorArguments(ctypes.sizeof(_ErrorArguments), None, message, _INTERNAL)
+        return int(frame.api.contents.make_error(ctypes.byref(arguments)))
+    return None
+
+
+def _data(values: _Values, i: int) -> int | None:
+    address: int | None = ctypes.cast(values.values[i], ctypes.POINTER(_Buffer)).contents.data
+    return address
