@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,12 +42,15 @@ class Lane:
         self._tag = tag
         self._wait = wait
 
-    def _finish(self, pending: Pending, signature: Signature) -> None:
-        self._wait.until(
-            pending.done,
-            lambda: [self._ranks[i] for i in self._others],
-            lambda: f"{self.name}: {signature.text} between hosts",
-        )
+    def _finish(self, pending: Pending, missing: Callable[[], Sequence[int]], signature: Signature) -> None:
+        self._wait.until(pending.done, missing, lambda: f"{self.name}: {signature.text} between hosts")
+
+    def _finish_each(self, pending: Sequence[tuple[int, Pending]], signature: Signature) -> None:
+        """Wait for transfers with one world rank each: one that is through may leave while others are awaited."""
+        left = list(pending)
+        while left:
+            self._finish(left[0][1], lambda: [rank for rank, transfer in left if not transfer.done()], signature)
+            del left[0]
 
     def _swap(self, outgoing: Sequence[Bytes | None], incoming: Sequence[Bytes | None], signature: Signature) -> None:
         """Send `outgoing[i]` to member i and fill `incoming[i]` from it, None for nothing.
@@ -64,12 +67,13 @@ class Lane:
         words[:, 0] = signature.code
         words[:, 1] = [0 if part is None else part.size for part in outgoing]
         theirs = heads.copy()
+        theirs[others] = 0
         headers = self._plane.exchange(
             [(ranks[i], heads[i]) for i in others], [(ranks[i], theirs[i]) for i in others], self._tag
         )
         parts = [(ranks[i], part) for i in others if (part := outgoing[i]) is not None and part.size]
-        sent = self._plane.exchange(parts, [], self._tag) if parts else None
-        self._finish(headers, signature)
+        sent = [(rank, self._plane.exchange([(rank, part)], [], self._tag)) for rank, part in parts]
+        self._finish(headers, lambda: [ranks[i] for i in others if not theirs[i].any()], signature)
         codes, sizes = theirs[:, :16].view(np.int64).T
         if (codes != signature.code).any():
             calls = {r: bytes(theirs[i, 16:]).rstrip(b"\0").decode(errors="replace") for i, r in enumerate(ranks)}
@@ -82,10 +86,8 @@ class Lane:
                     f"{ranks[self.position]}, which expects {0 if part is None else part.size}. Sizes must agree."
                 )
         parts = [(ranks[i], part) for i in others if (part := incoming[i]) is not None and part.size]
-        if parts:
-            self._finish(self._plane.exchange([], parts, self._tag), signature)
-        if sent is not None:
-            self._finish(sent, signature)
+        received = [(rank, self._plane.exchange([], [(rank, part)], self._tag)) for rank, part in parts]
+        self._finish_each([*received, *sent], signature)
         own_out, own_in = outgoing[self.position], incoming[self.position]
         if own_out is not None and own_in is not None and own_out is not own_in:
             own_in[:] = own_out
