@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ring_plugins.core.errors import PeerFailed, PeerLeft
-from ring_plugins.core.shared_memory import Address, Segment
+from ring_plugins.core.shared_memory import Address, Segment, publish
 
 RUNNING, LEFT, FAILED = 1, 2, 3
 
@@ -80,6 +80,7 @@ class Presence:
         if self.state == RUNNING:
             self._write(_CAUSE, _CAUSE_LENGTH, cause, _BLOCKED - _CAUSE)
             self._words[_ROOT_CAUSE_RANK] = root_rank
+            publish()
             self._words[_STATE] = FAILED
 
     def block(self, communicator: str, what: str, missing: Sequence[int], since: float) -> None:

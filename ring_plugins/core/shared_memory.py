@@ -131,18 +131,26 @@ def address_of(array: np.ndarray[Any, Any]) -> int:
     return address
 
 
-_turnstile = threading.Lock()
-_turnstile.acquire()
+class _Turnstile(threading.local):
+    """A lock of each thread's own: of one for all, two threads at once would release what is released."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.lock.acquire()
+
+
+_turnstile = _Turnstile()
 
 
 def _publish_weakly_ordered() -> None:
-    """Make all stores so far visible before any store that follows.
+    """Make all stores so far visible before any store that follows, and all loads so far happen before what follows.
 
-    On processors that may reorder stores (Arm, POWER) releasing and acquiring a lock is a full fence;
-    x86 keeps stores in order by itself, see `publish`.
+    On processors that may reorder memory accesses (Arm, POWER) releasing and acquiring a lock is a full fence;
+    x86 keeps both in order by itself, see `publish`.
     """
-    _turnstile.release()
-    _turnstile.acquire()
+    lock = _turnstile.lock
+    lock.release()
+    lock.acquire()
 
 
 def _publish_ordered() -> None:

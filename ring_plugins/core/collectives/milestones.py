@@ -52,6 +52,7 @@ class Milestones:
         publish()
         self._clock[0] = self._milestone
         self._await(self._milestone)
+        publish()  # nor may what follows be read ahead of the others' clocks
 
     def _await(self, milestone: int) -> None:
         """Wait until all others have raised their milestone this far."""
