@@ -77,6 +77,8 @@ def host_array(x: Any, name: str = "x") -> tuple[Array, str]:
         array = np.asarray(x)
     except (ValueError, TypeError) as error:
         raise ArgumentError(f"{name}={type(x).__name__} is not an array, a tensor or a number.") from error
+    array = array.view()
+    array.flags.writeable = False  # a result would not reach `x`
     return array, name_of(array.dtype)
 
 
@@ -102,8 +104,11 @@ def _from_dlpack(x: Any, name: str) -> tuple[Array, str]:
     if getattr(x, "requires_grad", False):
         x = x.detach()
     resolve = getattr(x, "resolve_conj", None)  # torch's lazily conjugated views have no DLPack form
+    copied = False
     if resolve is not None:
-        x = resolve().resolve_neg()
+        plain = resolve().resolve_neg()
+        copied = plain is not x and plain.data_ptr() != x.data_ptr()
+        x = plain
     try:
         device = x.__dlpack_device__()
         capsule = x.__dlpack__() if int(device[0]) == _CPU else None
@@ -129,6 +134,7 @@ def _from_dlpack(x: Any, name: str) -> tuple[Array, str]:
     memory: Any = (ctypes.c_char * span).from_address(tensor.data + tensor.byte_offset)
     memory._owner = (x, capsule)  # numpy keeps `memory` alive, `memory` keeps the tensor alive
     flat = np.frombuffer(memory, dtype=storage)
+    flat.flags.writeable = not copied  # a result written to a copy would be lost
     if strides is None:
         return flat.reshape(shape), dtype
     return np.lib.stride_tricks.as_strided(flat, shape, strides), dtype

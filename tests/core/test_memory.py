@@ -65,3 +65,9 @@ def test_read_only_memory_cannot_take_a_result():
     host_memory(x)
     with pytest.raises(ArgumentError, match="read-only"):
         host_memory(x, writable=True)
+
+
+@pytest.mark.parametrize("x", [torch.ones(4, dtype=torch.complex64).conj(), [1.0, 2.0], 3.0])
+def test_memory_that_is_a_copy_takes_no_results(x):
+    with pytest.raises(ArgumentError, match="x is read-only"):
+        host_memory(x, writable=True)
