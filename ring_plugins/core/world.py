@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -61,7 +62,7 @@ class World:
             connection.gather(None)  # everyone has opened what it needs before anyone may leave
             self._neighbourhood = Neighbourhood(own, others)
         self._tags = itertools.count(rank, connection.size)  # no two ranks ever offer the same
-        self._communicators: list[Communicator] = []
+        self._communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()  # those that somebody still uses
         self._closed = threading.Event()
         self.communicator = self.new_communicator("ring", gather=connection.gather)
         if self.place.size > 1:
@@ -103,7 +104,7 @@ class World:
                 self._connection.plane,
             )
             communicator = host
-        self._communicators.append(communicator)
+        self._communicators.add(communicator)
         return communicator
 
     # Failure --------------------------------------------------------------------------------------
@@ -156,7 +157,7 @@ class World:
         self._closed.set()
         if self._neighbourhood is not None:
             self._neighbourhood.own.leave()
-        for communicator in self._communicators:
+        for communicator in list(self._communicators):
             communicator.close()
 
 
@@ -196,7 +197,7 @@ def init(ranks: int | None = None) -> World:
 
     Raises:
         ArgumentError: `ranks` is not a positive integer.
-        LaunchError: the processes cannot find each other.
+        LaunchError: the processes cannot find each other, or this one is a rank's forked child.
         MissingDependency: the launcher needs a package that is missing.
     """
     global _world, _generation
@@ -204,6 +205,11 @@ def init(ranks: int | None = None) -> World:
         raise ArgumentError(f"ranks={ranks!r} is not a positive number of processes.")
     if _world is not None and _world._pid == os.getpid():
         return _world
+    if _world is not None and _world.place.size > 1:
+        raise LaunchError(
+            f"this process was forked from rank {_world.place.rank} (a data loader's worker?); ring_plugins.init() "
+            "belongs into the ranks themselves."
+        )
     _install_hooks()
     connection = connect(ranks, _generation)
     _generation += 1
@@ -219,7 +225,7 @@ def shutdown() -> None:
     """Leave the job. `init` may be called again afterwards, by all ranks."""
     global _world
     world, _world = _world, None
-    if world is not None:
+    if world is not None and world._pid == os.getpid():
         world.close()
         world._connection.close()
 
@@ -260,6 +266,7 @@ def _install_hooks() -> None:
         return
     _hooks_installed = True
     atexit.register(_at_exit)
+    os.register_at_fork(after_in_child=_forked)
     previous = sys.excepthook
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -270,7 +277,7 @@ def _install_hooks() -> None:
             # torch.distributed's own hook collects what is printed, to show it when this one returns;
             # but ending the job may end this process.
             sys.stderr = sys.__stderr__
-        if world is None or world.place.size == 1:
+        if world is None or world.place.size == 1 or world._pid != os.getpid():
             previous(kind, error, trace)
             return
         consequence = _consequence(world, error)
@@ -288,6 +295,14 @@ def _install_hooks() -> None:
         world.abort()
 
     sys.excepthook = uncaught
+
+
+def _forked() -> None:
+    """A forked child can read who its parent is among the ranks; it is none itself."""
+    if _world is not None:
+        for communicator in list(_world._communicators):
+            if isinstance(communicator, HostCommunicator):
+                communicator.leave_to_parent()
 
 
 def _at_exit() -> None:

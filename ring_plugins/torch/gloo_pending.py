@@ -86,5 +86,6 @@ class Waiters:
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+            del job  # and the memory that it transferred
             with self._lock:
                 self._idle += 1

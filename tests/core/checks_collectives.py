@@ -6,7 +6,10 @@ not divide by the number of ranks.
 
 import os
 import sys
+import threading
+import time
 import traceback
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -239,6 +242,48 @@ def several_communicators_do_not_disturb_each_other() -> None:
     assert np.all(a == SIZE) and np.all(b == SIZE)
     one.close()
     two.close()
+
+
+@check
+def nothing_is_left_of_communicators_and_results() -> None:
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    for i in range(6):
+        communicator = current().new_communicator("short-lived")
+        communicator.allocate(1000)
+        communicator.start("x", communicator.barrier).wait()
+        if i % 2:
+            communicator.close()
+        del communicator
+        time.sleep(0.02)  # threads end on their own
+        if i == 1:
+            before = held()
+    assert held() <= before, (before, held())
+    work = ring.all_reduce(np.ones(3), wait=False)
+    result = weakref.ref(work.wait())
+    del work
+    time.sleep(0.02)
+    assert result() is None
+
+
+@check
+def a_forked_child_is_no_rank() -> None:
+    if SIZE == 1:
+        return
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        for call in (ring.init, ring.barrier):
+            try:
+                call()
+            except ring.RingError as error:
+                os.write(writing, f"{error}\n".encode())
+        os._exit(ring.rank() != RANK)
+    _, status = os.waitpid(child, 0)
+    said = os.read(reading, 4096).decode()
+    assert status == 0 and f"forked from rank {RANK}" in said and f"process {os.getpid()}" in said, said
+    ring.barrier()
 
 
 @check

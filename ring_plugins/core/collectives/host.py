@@ -89,6 +89,7 @@ class HostCommunicator(OrderedOperations):
         self._position = position
         self._owners = min(map(len, nodes.values()))
         self._lane: Lane | None = None
+        self._flat: Lane | None = None
         if len(nodes) > 1:
             if plane is None:
                 raise RingError(
@@ -98,16 +99,19 @@ class HostCommunicator(OrderedOperations):
             if position < self._owners:
                 lane = [group[position].rank for group in nodes.values()]
                 self._lane = Lane(plane, lane, lane.index(rank), first_tag, self._wait, name)
-            flat = Lane(plane, self.ranks, self.rank, first_tag + 1, self._wait, name)
-            self._transport: Transport = flat
-        else:
-            assert self._node is not None
-            self._transport = self._node
+            self._flat = Lane(plane, self.ranks, self.rank, first_tag + 1, self._wait, name)
         self._spans_hosts = len(nodes) > 1
 
     def close(self) -> None:
         super().close()
-        self._node = None
+        self._node = None  # and with it all shared memory that nobody has a view of
+
+    @property
+    def _transport(self) -> Transport:
+        """For operations in which all members are alike."""
+        transport = self._flat or self._node
+        assert transport is not None
+        return transport
 
     # Memory ---------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -97,3 +98,16 @@ class OrderedOperations:
             self._thread.close()
             self._thread = None
         self._broken = self._broken or RingError(f"{self.name} has been closed.")
+
+    def __del__(self) -> None:
+        thread = getattr(self, "_thread", None)  # None too where the members never met
+        if thread is not None:
+            thread.end()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: let every call raise, since it would disturb the parent and its peers."""
+        self._thread, self._lock = None, threading.RLock()
+        self._broken = RingError(
+            f"{self.name} belongs to process {os.getppid()}, which forked this one (a data loader's worker?). "
+            "Collectives are for the ranks themselves."
+        )

@@ -84,9 +84,13 @@ class CommunicationThread:
     def is_current(self) -> bool:
         return threading.current_thread() is self._thread
 
-    def close(self) -> None:
-        """End the thread after the works it has."""
+    def end(self) -> None:
+        """Let the thread end after the works it has."""
         self._queue.put(None)
+
+    def close(self) -> None:
+        """End the thread after the works it has, and wait for that a while."""
+        self.end()
         if not self.is_current():
             with contextlib.suppress(RuntimeError):
                 self._thread.join(timeout=5.0)
@@ -95,5 +99,6 @@ class CommunicationThread:
         nap_precisely()
         while (work := self._queue.get()) is not None:
             work.run()
+            del work  # and not keep its result until there is another
             with self._lock:
                 self._unfinished -= 1
