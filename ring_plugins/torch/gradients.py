@@ -148,8 +148,10 @@ class GradientAverager:
         """Take in the parameters that there are now, and let autograd tell us of their gradients."""
         self._forget()
         self._seen_registrations = registrations()
-        named = list(self._module.named_parameters()) if self._module is not None else self._listed
-        self._names, self._all = [name for name, _ in named], [p for _, p in named]
+        names: dict[nn.Parameter, str] = {}
+        for name, parameter in self._module.named_parameters() if self._module is not None else self._listed:
+            names.setdefault(parameter, name)  # a shared parameter may be listed by each of its names
+        self._names, self._all = list(names.values()), list(names)
         for position, parameter in enumerate(self._all):
             self._attach(parameter, self._hook(position))
         if self._module is not None:

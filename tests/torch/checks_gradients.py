@@ -568,6 +568,20 @@ def gradients_that_share_memory_or_are_conjugated_lazily() -> None:
     averager.close()
 
 
+@check
+def a_parameter_listed_twice_counts_once() -> None:
+    model, other = nn.Linear(10, 10), nn.Linear(10, 10)
+    named = [*model.named_parameters(), *other.named_parameters(), ("again", model.weight)]
+    averager = GradientAverager(named, bucket_bytes=1, first_bucket_bytes=1)
+    for _ in range(3):
+        for _, parameter in named:
+            parameter.grad = None
+        (model(torch.full((1, 10), RANK + 1.0)) + other(torch.ones(1, 10))).sum().backward()
+        assert torch.equal(model.weight.grad, torch.full((10, 10), (SIZE + 1) / 2))
+        assert torch.equal(other.weight.grad, torch.ones(10, 10))
+    averager.close()
+
+
 for function in CHECKS:
     try:
         function()
