@@ -5,9 +5,9 @@
     mpirun -n 2 python benchmarks/keras_step.py --network 0.5            # with a network of 0.5 GB/s pretended
 
 "none" trains apart. "ours" is what `BroadcastCallback` installs. "fused" has the structure of a published Horovod
-script without its negotiation: when all gradients are there, one host call copies them into one buffer, MPI reduces
-it, and they are copied out. "one bucket" is ours without overlap, for the pretended network: a bucket's reduction then takes
-as long as its bytes would need, in which the processor is free.
+script without its negotiation: when all gradients are there, one host call copies them into one buffer, MPI
+reduces it, and they are copied out. "one bucket" is ours without overlap, for the pretended network: there a bucket's
+reduction takes as long as its bytes would need, in which the processor is free.
 """
 
 from __future__ import annotations

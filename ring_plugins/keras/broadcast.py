@@ -163,7 +163,8 @@ class BroadcastCallback(keras.callbacks.Callback):
             raise RingError(
                 f"rank {self._communicator.rank} took its first step without averaging gradients. "
                 f"{type(self._model).__name__}.train_step seems to update with an optimizer that is no attribute of "
-                "the model, or without optimizer.apply; wrap that optimizer with ring_plugins.keras.DistributedOptimizer."
+                "the model, or without optimizer.apply; wrap that optimizer with "
+                "ring_plugins.keras.DistributedOptimizer."
             )
 
     def _settle(self) -> None:

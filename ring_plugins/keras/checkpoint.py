@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 
-class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc] # keras ships no types
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """`keras.callbacks.ModelCheckpoint` that keeps the best model only.
 
     Beside a `BroadcastCallback` one rank writes; beside a `MetricAverageCallback` "best" is judged on all ranks' data.

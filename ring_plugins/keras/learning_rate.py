@@ -14,7 +14,7 @@ from ring_plugins.keras.connection import connect
 from ring_plugins.keras.rates import Rate, Scaling, has_schedule, innermost, multiply_schedule, scale_for
 
 
-class _RateCallback(keras.callbacks.Callback):  # type: ignore[misc] # keras ships no types
+class _RateCallback(keras.callbacks.Callback):
     """What both callbacks share: the rate is base x multiplier(epoch), where epoch counts on within an epoch."""
 
     def __init__(

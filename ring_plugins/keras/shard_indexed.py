@@ -68,7 +68,7 @@ class Order:
         return sum(len(self.step(number)) for number in range(self.steps))
 
 
-class ShardedArrays(keras.utils.PyDataset):  # type: ignore[misc] # keras ships no types
+class ShardedArrays(keras.utils.PyDataset):
     """Batches of this rank's part of arrays."""
 
     def __init__(
@@ -96,7 +96,7 @@ class ShardedArrays(keras.utils.PyDataset):  # type: ignore[misc] # keras ships 
         self._order.set_epoch(self._order.epoch + 1)
 
 
-class ShardedBatches(keras.utils.PyDataset):  # type: ignore[misc] # keras ships no types
+class ShardedBatches(keras.utils.PyDataset):
     """This rank's batches of another PyDataset."""
 
     def __init__(self, dataset: Any, rank: int, size: int, shuffle: bool, seed: int, pad: bool) -> None:

@@ -27,12 +27,12 @@ def shard_iterable(items: Iterable[Any], rank: int, size: int) -> Iterator[Any]:
 
 def shard_dataset(dataset: Any, rank: int, size: int, shuffle: bool | int | None, seed: int, remainder: str) -> Any:
     """A tf.data.Dataset of every size-th element."""
-    _check_shuffles(dataset)
     if shuffle:
         buffer = int(dataset.cardinality()) if shuffle is True else shuffle
         if buffer < 0:
             raise ArgumentError("shuffle=True needs a dataset of known length; pass the size of a buffer instead.")
         dataset = dataset.shuffle(max(buffer, 1), seed=seed, reshuffle_each_iteration=True)
+    _check_shuffles(dataset)
     if remainder == "keep":
         return dataset.shard(size, rank)
     length = int(dataset.cardinality())
@@ -73,8 +73,8 @@ def _check_shuffles(dataset: Any) -> None:
     everyones = connect().communicator.all_gather_object(seeds)
     if any(other != everyones[0] for other in everyones):
         raise MismatchError(
-            f"data was shuffled with different seeds on the ranks: {everyones}. Pass the same seed everywhere, also to "
-            "tf.random.set_seed and keras.utils.set_random_seed."
+            f"data was shuffled with different seeds on the ranks: {everyones}. TensorFlow mixes the global "
+            "seed in: pass the same everywhere to keras.utils.set_random_seed too; dropout differs all the same."
         )
 
 

@@ -559,6 +559,11 @@ def sharded_tf_data() -> Any:
     import tensorflow as tf
 
     numbers = tf.data.Dataset.range(9)
+    tf.random.set_seed(None)
+    unseeded = error_of(lambda: shard(numbers.shuffle(4)))
+    keras.utils.set_random_seed(ring.rank())
+    global_seed = error_of(lambda: shard(numbers, shuffle=True))
+    keras.utils.set_random_seed(0)
 
     def read(dataset: Any) -> Any:
         return [int(v) for v in dataset]
@@ -572,7 +577,8 @@ def sharded_tf_data() -> Any:
         "unknown": read(shard(unknown)),
         "pairs": [int(a) for a, _ in shard(pairs)],
         "kept": read(shard(numbers, remainder="keep")),
-        "unseeded": error_of(lambda: shard(numbers.shuffle(4))),
+        "unseeded": unseeded,
         "seeded": error_of(lambda: shard(numbers.shuffle(4, seed=1))),
         "other seed": error_of(lambda: shard(numbers.shuffle(4, seed=1 + ring.rank()))),
+        "global seed": global_seed,
     }

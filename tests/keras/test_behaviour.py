@@ -221,4 +221,5 @@ def test_tf_data_is_divided(backend):
         assert (first[what], second[what]) == ([0, 2, 4, 6], [1, 3, 5, 7])
     assert (first["kept"], second["kept"]) == ([0, 2, 4, 6, 8], [1, 3, 5, 7])
     assert first["seeded"] == "none"
-    assert "without a seed" in first["unseeded"] and first["other seed"].startswith("MismatchError")
+    assert "without a seed" in first["unseeded"]
+    assert first["other seed"].startswith("MismatchError") and first["global seed"].startswith("MismatchError")

@@ -9,34 +9,34 @@ from tests.keras.launches import launch
 EVERYWHERE = (
     "accumulation",
     "adam",
-    "class_weights",
     "clipping_weight_decay_and_moving_average",
     "convolution_with_momentum",
-    "eager",
     "embedding",
-    "explicit_optimizer",
     "fitted_before_without_and_twice_with",
     "frozen_layer_and_low_rank_adapter",
-    "gradient_of_nothing",
     "large_layer",
     "lazy_model",
-    "many_buckets",
-    "remainder",
-    "schedule",
+    "mixed_precision",
     "two_outputs_with_weights",
 )
 SOMEWHERE = {
     "tensorflow": (
+        "class_weights",
         "compiled",
         "compiled_several_steps_an_execution",
-        "mixed_precision",
+        "eager",
+        "explicit_optimizer",
+        "gradient_of_nothing",
+        "many_buckets",
+        "remainder",
+        "schedule",
         "several_accumulating_steps_an_execution",
         "several_steps_an_execution",
     ),
-    "torch": ("mixed_precision",),
-    "jax": ("compiled", "mixed_precision", "not_compiled", "several_steps_an_execution"),
+    "torch": ("class_weights", "explicit_optimizer", "gradient_of_nothing", "many_buckets", "remainder", "schedule"),
+    "jax": ("many_buckets", "not_compiled", "several_steps_an_execution"),
 }
-ON_THREE_RANKS = ("accumulation", "adam", "convolution_with_momentum", "embedding", "large_layer")
+ON_THREE_RANKS = ("adam", "convolution_with_momentum", "large_layer")
 
 CASES = [(backend, 2, name) for backend, own in SOMEWHERE.items() for name in (*EVERYWHERE, *own)]
 CASES += [(backend, 3, name) for backend in SOMEWHERE for name in ON_THREE_RANKS]

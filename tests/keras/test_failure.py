@@ -72,8 +72,6 @@ def test_ctrl_c():
     ended(script(), "tensorflow", interfere="ctrl-c")
 
 
-def test_unequal_steps_of_a_generator(backend):
+def test_unequal_steps_of_a_generator():
     """Nobody knows the length beforehand: found when one rank's epoch is over."""
-    source = script("if ring.rank() == 1: return", "None")
-    result = ended(source, backend)
-    assert re.search(r"different numbers? of steps|as much data|deadlock|wait", result.output), result
+    ended(script("if ring.rank() == 1: return", "None"), "tensorflow", r"different numbers of steps|as much data")

@@ -113,16 +113,17 @@ def in_place(function: Callable[[list[np.ndarray[Any, Any]]], None], operands: S
     Returns:
         What the operands are afterwards; None where this version of JAX does not have the interface.
     """
+    if not all(operand.size for operand in operands):
+        return None  # memory of no bytes has no address
     kinds = [(np.dtype(operand.dtype), int(np.prod(operand.shape, dtype=np.int64))) for operand in operands]
 
     def on_frame(frame: _Frame) -> None:
         arrays = []
         for i, (dtype, count) in enumerate(kinds):
-            result = _data(frame.results, i)
-            if (operand := _data(frame.arguments, i)) != result and count:
-                ctypes.memmove(result, operand, count * dtype.itemsize)
-            memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(result or 0) if count else b""
-            arrays.append(np.frombuffer(memory, dtype))
+            operand, result, nbytes = _data(frame.arguments, i), _data(frame.results, i), count * dtype.itemsize
+            if operand != result:
+                ctypes.memmove(result, operand, nbytes)
+            arrays.append(np.frombuffer((ctypes.c_char * nbytes).from_address(result), dtype, count))
         function(arrays)
 
     name = f"ring_plugins_{next(_numbers)}"
@@ -156,6 +157,5 @@ def _handle(frame: _Frame, on_frame: Callable[[_Frame], None]) -> int | None:
     return None
 
 
-def _data(values: _Values, i: int) -> int | None:
-    address: int | None = ctypes.cast(values.values[i], ctypes.POINTER(_Buffer)).contents.data
-    return address
+def _data(values: _Values, i: int) -> int:
+    return ctypes.cast(values.values[i], ctypes.POINTER(_Buffer)).contents.data or 0

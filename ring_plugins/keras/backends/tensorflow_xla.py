@@ -27,7 +27,10 @@ def compiled_around(model: Any, averaging: Any) -> Callable[[Any], Any]:
         A function from a batch to the logs.
     """
     if averaging is None:
-        return tf.function(model.train_step, jit_compile=True, reduce_retracing=True, autograph=False)
+        alone: Callable[[Any], Any] = tf.function(
+            model.train_step, jit_compile=True, reduce_retracing=True, autograph=False
+        )
+        return alone
     seen: dict[str, Any] = {}
 
     def forward_and_backward(data: Any) -> tuple[Any, list[Any]]:

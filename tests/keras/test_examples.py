@@ -1,0 +1,36 @@
+"""The Keras examples run as printed, learn, and speak once."""
+
+import re
+
+import pytest
+
+from tests.keras.launches import environment
+from tests.launch import REPOSITORY, Result, run_ranks
+
+EXAMPLES = REPOSITORY / "examples"
+
+
+def accuracy(result: Result, ranks: int) -> float:
+    found = re.findall(rf"^ranks {ranks}, .*validation accuracy ([\d.]+)", result.stdout, re.MULTILINE)
+    assert len(found) == 1, f"one rank, and only one, must print the closing line\n{result}"
+    return float(found[0])
+
+
+@pytest.mark.slow
+def test_digits(backend):
+    result = run_ranks(EXAMPLES / "keras_digits.py", 2, args=["--ranks", "2"], env=environment(backend), timeout=120)
+    assert accuracy(result, 2) >= 0.97
+    assert result.stdout.count("Epoch 20/20") == 1, f"progress comes from one rank\n{result}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tensorflow"])
+def test_image_folder_goes_on_where_it_ended(backend, tmp_path):
+    where = ["--images", str(tmp_path / "images"), "--checkpoint", str(tmp_path / "model.keras"), "--ranks", "2"]
+    run = lambda epochs: run_ranks(  # noqa: E731 - twice the same
+        EXAMPLES / "keras_imagefolder.py", 2, args=[*where, "--epochs", epochs], env=environment(backend), timeout=120
+    )
+    accuracy(run("3"), 2)
+    second = run("6")
+    assert accuracy(second, 2) >= 0.9
+    assert "epochs 3 to 6" in second.stdout and "Epoch 3/6" not in second.stdout
