@@ -534,7 +534,9 @@ def large_gradients_stay_where_autograd_put_them() -> None:
                 tolerance = 5e-2 if a.dtype == torch.bfloat16 else 1e-4
                 assert torch.allclose(a.grad, b.grad, rtol=tolerance, atol=tolerance), name
                 assert a.grad.stride() == a.stride()
-            assert same_everywhere(p.grad for p in model.parameters() if p.grad is not None)
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    assert same_everywhere([parameter.grad]), (name, last_has_it, to_none)
     averager.close()
 
 
@@ -582,7 +584,7 @@ def a_parameter_listed_twice_counts_once() -> None:
     averager.close()
 
 
-for function in CHECKS:
+for function in [c for c in CHECKS if c.__name__ in os.environ.get("TEST_ONLY", c.__name__)]:
     try:
         function()
         report(function.__name__, "ok")

@@ -1,0 +1,80 @@
+"""Tables of what the other benchmarks measured, as Markdown for docs/performance.md.
+
+python benchmarks/tables.py            # reads benchmarks/results, prints
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from measure import RESULTS
+
+
+def load(name: str) -> dict[str, Any]:
+    """What a benchmark saved."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table, first column to the left."""
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def size(nbytes: int) -> str:
+    """A power of two in words."""
+    for unit, scale in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:g} {unit}"
+    return f"{nbytes} B"
+
+
+def messages() -> str:
+    """Median µs, and ratios."""
+    record = load("all_reduce")
+    rows = []
+    for nbytes, times in record["seconds"].items():
+        m = {name: t["median"] * 1e6 for name, t in times.items()}
+        ratios = (
+            m["gloo"] / m["ordinary"],
+            m["mpi"] / m["ordinary"],
+            m["ordinary"] / m["plain copy"],
+            m["bucket"] / m["plain copy"],
+        )
+        rows.append([size(int(nbytes)), *(f"{m[n]:,.1f}" for n in m), *(f"{r:.2f}" for r in ratios)])
+    header = ["", *(f"{n}, µs" for n in m), "gloo / ordinary", "MPI / ordinary", "ordinary / copy", "bucket / copy"]
+    return table(header, rows) + f"\n\n({record['machine']})"
+
+
+def steps() -> str:
+    """Median ms with quartiles, and ratios."""
+    record = load("training_step")
+    rows = []
+    for model, times in record["seconds"].items():
+        none, ours, ddp = (t["median"] for t in times.values())
+        cells = [f"{t['median'] * 1e3:.2f} ({t['low'] * 1e3:.2f}-{t['high'] * 1e3:.2f})" for t in times.values()]
+        profile = [f"{record['profile'][model][what] * 1e3:.2f}" for what in ("reducing", "waited")]
+        rows.append([model, *cells, f"{ours / none:.3f}", f"{ours / ddp:.3f}", *profile])
+    header = ["", *(f"{n}, ms" for n in times), "ring / none", "ring / DDP", "reducing, ms", "waited, ms"]
+    return table(header, rows) + f"\n\n({record['machine']})"
+
+
+def memory() -> str:
+    """Peak and growth."""
+    record = load("memory")
+    base = record["peak"]["no communication"]
+    rows = [[n, f"{p / 1e6:,.0f}", f"{(p - base) / record['gradients']:.2f}"] for n, p in record["peak"].items()]
+    return table(["", "peak resident memory, MB", "growth / bytes of gradients"], rows)
+
+
+def overhead() -> str:
+    """ms a step by ranks and parameters."""
+    record = load("overhead")
+    counts = list(next(iter(record["seconds"].values())))
+    rows = [[ranks, *(f"{max(row[c], 0) * 1e3:.2f}" for c in counts)] for ranks, row in record["seconds"].items()]
+    return table(["ranks", *(f"{int(c):,} parameters, ms" for c in counts)], rows)
+
+
+if __name__ == "__main__":
+    print("\n\n".join(make() for make in (messages, steps, memory, overhead)))
