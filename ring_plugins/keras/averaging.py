@@ -11,9 +11,13 @@ import keras
 
 from ring_plugins.core.dtypes import STORAGE
 from ring_plugins.core.errors import ArgumentError
-from ring_plugins.core.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES, Entry
+from ring_plugins.core.fusion import FIRST_BUCKET_BYTES, MIB, Entry
 from ring_plugins.keras.buckets import HostBuckets
 from ring_plugins.keras.connection import connect
+
+#: Smaller than the core's: reductions of 4 MiB cost no more a byte, and networks of Keras's size (ResNet-50 has 100 MB,
+#: most others less) are sent in enough pieces to go on their way while backward still runs.
+BUCKET_BYTES = 4 * MIB
 
 _numbers = itertools.count()
 _ATTRIBUTE = "_ring_averaging"

@@ -8,8 +8,7 @@ import keras
 
 from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.errors import ArgumentError, MismatchError, RingError
-from ring_plugins.core.fusion import BUCKET_BYTES
-from ring_plugins.keras.averaging import Averaging, averaging_of, optimizers_of
+from ring_plugins.keras.averaging import BUCKET_BYTES, Averaging, averaging_of, optimizers_of
 from ring_plugins.keras.backends import backend
 from ring_plugins.keras.callback_list import arrange, enclosing_list
 from ring_plugins.keras.connection import check_root, connect

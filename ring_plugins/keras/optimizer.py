@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 import keras
 
 from ring_plugins.core.errors import ArgumentError
-from ring_plugins.core.fusion import BUCKET_BYTES
-from ring_plugins.keras.averaging import averaging_of
+from ring_plugins.keras.averaging import BUCKET_BYTES, averaging_of
 from ring_plugins.keras.backends import backend
 from ring_plugins.keras.connection import check_root, connect
 from ring_plugins.keras.state import broadcast_state, build_optimizers
