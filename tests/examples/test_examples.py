@@ -28,7 +28,6 @@ def check(result: Result, ranks: int) -> None:
     assert ranks > 1 or int(found[0]["waiting"]) == 0
 
 
-@pytest.mark.slow
 def test_lightning_digits(launcher):
     result = run_ranks(EXAMPLES / "lightning_digits.py", 2, launcher, timeout=120)
     check(result, ranks=2)
@@ -37,14 +36,12 @@ def test_lightning_digits(launcher):
     assert result.output.count("`Trainer.fit` stopped") == 1, result
 
 
-@pytest.mark.slow
 def test_torch_loop(launcher):
     result = run_ranks(EXAMPLES / "torch_loop.py", 2, launcher, timeout=120)
     check(result, ranks=2)
     assert re.findall(r"^epoch (\d+),", result.stdout, re.MULTILINE) == [str(epoch + 1) for epoch in range(20)], result
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("example", "option"), [("lightning_digits.py", "--devices"), ("torch_loop.py", "--ranks")])
 def test_one_process(example, option):
     check(run_ranks(EXAMPLES / example, 1, args=[option, "1"], timeout=120), ranks=1)

@@ -16,14 +16,15 @@ def accuracy(result: Result, ranks: int) -> float:
     return float(found[0])
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "backend", ["tensorflow", *(pytest.param(other, marks=pytest.mark.slow) for other in ("torch", "jax"))]
+)
 def test_digits(backend):
     result = run_ranks(EXAMPLES / "keras_digits.py", 2, args=["--ranks", "2"], env=environment(backend), timeout=120)
     assert accuracy(result, 2) >= 0.97
     assert result.stdout.count("Epoch 20/20") == 1, f"progress comes from one rank\n{result}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["tensorflow"])
 def test_image_folder_goes_on_where_it_ended(backend, tmp_path):
     where = ["--images", str(tmp_path / "images"), "--checkpoint", str(tmp_path / "model.keras"), "--ranks", "2"]
