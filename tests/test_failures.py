@@ -270,8 +270,9 @@ def test_exit_with_a_status_at_the_end_is_the_status_of_the_job(launcher):
 def test_exit_before_init(launcher):
     body = textwrap.dedent(
         """
-        import os
+        import os, time
         if os.environ.get("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))) == "1":
+            time.sleep(2)  # Open MPI's mpirun hangs if a rank ends in the moment in which another connects to it
             raise ValueError("no data on this rank")
         """
     )
