@@ -124,7 +124,6 @@ def test_growing_passes_arguments_modules_and_code_on(tmp_path):
     run_ranks(script, 1, "grown")
 
 
-@pytest.mark.slow
 def test_more_than_two_gibibytes_in_one_call():
     script = """
         import os
@@ -143,7 +142,6 @@ def test_more_than_two_gibibytes_in_one_call():
     assert result.values("broadcast") == [[1, 1]] * 2
 
 
-@pytest.mark.slow
 @pytest.mark.mpi
 def test_more_than_two_gibibytes_between_hosts():
     script = """
