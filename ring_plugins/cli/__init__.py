@@ -1,0 +1,1 @@
+"""The `ring` command: one file a subcommand, put together in `main`."""

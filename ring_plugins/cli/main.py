@@ -1,0 +1,36 @@
+"""What `ring` in a terminal runs."""
+
+from __future__ import annotations
+
+from importlib.metadata import version as installed_version
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="ring",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_show_locals=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ring_plugins {installed_version('ring_plugins')}")
+        raise typer.Exit
+
+
+@app.callback()
+def ring(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Train on many processes: start them, look at what they run on, measure, and plan."""
+
+
+def main() -> None:
+    """The entry point."""
+    app()
