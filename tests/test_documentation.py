@@ -114,7 +114,8 @@ def test_every_variable_in_the_source_is_documented():
         for source in (REPOSITORY / "ring_plugins").rglob("*.py")
         for name in re.findall(r"""["'](RING_[A-Z_]+)["']""", source.read_text())
     }
-    documented = set(re.findall(r"^\| `(RING_[A-Z_]+)`", (REPOSITORY / "README.md").read_text(), re.MULTILINE))
+    page = (REPOSITORY / "docs/environment.md").read_text()
+    documented = set(re.findall(r"^\| `(RING_[A-Z_]+)`", page, re.MULTILINE))
     assert used - set_by_ourselves == documented
 
 
