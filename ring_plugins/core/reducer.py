@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 
 from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.collectives.work import Work
-from ring_plugins.core.fusion import Bucket, FusionBuffer
+from ring_plugins.core.fusion import Bucket, FusionBuffer, FusionPlan
 from ring_plugins.core.memory import HostMemory
+from ring_plugins.core.observe.recorder import monotonic_ns, recorder
+from ring_plugins.core.observe.steps import steps
 from ring_plugins.core.operations import Op
 
 #: Prepares a bucket and returns the memory of its direct tensors.
@@ -33,6 +35,7 @@ class GradientReducer:
     def __init__(self, buffer: FusionBuffer, communicator: Communicator, fill: Fill, op: Op = Op.AVERAGE) -> None:
         self._buffer, self._communicator, self._fill, self._op = buffer, communicator, fill, op
         self._buckets = buffer.plan.buckets
+        self._descriptions = [_describe(bucket, buffer.plan) for bucket in self._buckets]
         self._bucket_of = [0] * len(buffer.plan.entries)
         for bucket in self._buckets:
             for entry in bucket.entries:
@@ -48,6 +51,8 @@ class GradientReducer:
         self._missing = [len(bucket.entries) for bucket in self._buckets]
         self._next = 0
         self._works: list[Work[None]] = []
+        self._bytes_before = self.reduced_bytes
+        self._ready_at: dict[int, int] = {}  # by bucket, while the recorder is on
 
     @property
     def is_under_way(self) -> bool:
@@ -69,7 +74,11 @@ class GradientReducer:
         self._ready[entry] = 1
         bucket = self._bucket_of[entry]
         self._missing[bucket] -= 1
-        if self._missing[bucket] == 0 and bucket == self._next:
+        if self._missing[bucket] == 0:
+            if recorder.on:
+                self._ready_at[bucket] = monotonic_ns()
+            if bucket != self._next:
+                return
             while self._next < len(self._buckets) and self._missing[self._next] == 0:
                 self._launch(self._fill)
 
@@ -90,13 +99,28 @@ class GradientReducer:
         memories = [self._buffer.memories[bucket.index], *(fill(bucket) or ())]
         communicator, op = self._communicator, self._op
 
+        nbytes = sum(memory.array.nbytes for memory in memories)
+        launched = monotonic_ns() if recorder.on else 0
+        ready = self._ready_at.get(bucket.index, launched)
+
         def reduce() -> None:
+            started = monotonic_ns() if launched else 0
             for memory in memories:
                 communicator.all_reduce(memory, op)
+            if launched:
+                recorder.record(
+                    "bucket",
+                    f"bucket {bucket.index}",
+                    ready,
+                    monotonic_ns(),
+                    launched=launched,
+                    started=started,
+                    nbytes=nbytes,
+                )
 
-        self._works.append(communicator.start(f"bucket {bucket.index}", reduce))
+        self._works.append(communicator.start(self._descriptions[bucket.index], reduce))
         self._next += 1
-        self.reduced_bytes += sum(memory.array.nbytes for memory in memories)
+        self.reduced_bytes += nbytes
 
     def _complete(self, fill: Fill) -> None:
         try:
@@ -107,5 +131,13 @@ class GradientReducer:
                 work.wait()
             self.waited += time.perf_counter() - started
             self.passes += 1
+            steps.end_step(self.reduced_bytes - self._bytes_before)
         finally:
             self._start_pass()
+
+
+def _describe(bucket: Bucket, plan: FusionPlan) -> str:
+    """For reports: which bucket of how many, and what is in it."""
+    names = [plan.entries[i].name for i in bucket.entries]
+    held = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}, {len(names)} gradients"
+    return f"bucket {bucket.index} of {len(plan.buckets)} ({held})"

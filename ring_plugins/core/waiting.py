@@ -60,14 +60,29 @@ class Wait:
         self._timeout = seconds_from_environment("RING_TIMEOUT", 1800.0)
         #: Since when a caller has been blocked until this communicator finishes something, or 0.
         self.caller_blocked_since = 0.0
+        #: Seconds in which this communicator waited for members to come to an operation, in waits that are over.
+        self.waited_for_arrival = 0.0
+        self._arrival_awaited_since = 0.0
 
-    def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]], what: Callable[[], str]) -> None:
+    def waited_so_far(self) -> float:
+        """The same with the wait under way, if there is one."""
+        since = self._arrival_awaited_since
+        return self.waited_for_arrival + (time.monotonic() - since if since else 0.0)
+
+    def until(
+        self,
+        ready: Callable[[], bool],
+        missing: Callable[[], Sequence[int]],
+        what: Callable[[], str],
+        arrival: bool = False,
+    ) -> None:
         """Return when `ready()`; raise when it cannot become true any more.
 
         Args:
             ready: a cheap look; may raise.
             missing: world ranks that have not arrived, asked only when the wait is long.
             what: the operation, for texts.
+            arrival: whether this waits for members to come to the operation, and not for bytes to move.
 
         Raises:
             PeerFailed, PeerLeft: a rank is gone.
@@ -76,14 +91,16 @@ class Wait:
         """
         on_main = threading.current_thread() is threading.main_thread()
         started = time.monotonic()
-        spin_end = started + _SPIN
-        while time.monotonic() < spin_end:
-            if ready():
-                return
-            if on_main:
-                _yield_core()
-        next_check = started + _CHECK_EVERY
+        if arrival:
+            self._arrival_awaited_since = started
         try:
+            spin_end = started + _SPIN
+            while time.monotonic() < spin_end:
+                if ready():
+                    return
+                if on_main:
+                    _yield_core()
+            next_check = started + _CHECK_EVERY
             while not ready():
                 now = time.monotonic()
                 if now >= next_check:
@@ -91,7 +108,11 @@ class Wait:
                     self._check(now, started, on_main, ready, missing, what)
                 time.sleep(_NAP if now - started < 1.0 else _LONG_NAP)
         finally:
-            if self._neighbourhood is not None and time.monotonic() - started > 1.0:
+            seconds = time.monotonic() - started
+            if arrival:
+                self._arrival_awaited_since = 0.0
+                self.waited_for_arrival += seconds
+            if self._neighbourhood is not None and seconds > 1.0:
                 self._neighbourhood.own.unblock()
 
     def _check(

@@ -15,7 +15,7 @@ class Recorder(AloneCommunicator):
         self.log = []
 
     def start(self, description, function):
-        self.log.append(description)
+        self.log.append(description.split(" of ")[0])
         return super().start(description, function)
 
 

@@ -146,7 +146,7 @@ class HostCommunicator(OrderedOperations):
     def all_reduce(self, memory: HostMemory, op: Op) -> None:
         array, dtype = memory
         check_reducible(dtype, op)
-        sign = signature("all_reduce", dtype, array.size, op._value_)
+        sign = self._sign("all_reduce", dtype, array.size, op._value_)
         divisor = self.size if op is Op.AVERAGE else 1
         self.statistics.nbytes += array.nbytes
         if not self._spans_hosts:
@@ -169,13 +169,14 @@ class HostCommunicator(OrderedOperations):
         self._check_root(root)
         array, dtype = memory
         self.statistics.nbytes += array.nbytes
-        self._transport.broadcast(array.view(np.uint8), root, signature("broadcast", dtype, array.size, f"root {root}"))
+        sign = self._sign("broadcast", dtype, array.size, f"root {root}")
+        self._transport.broadcast(array.view(np.uint8), root, sign)
 
     @blocking
     def all_gather(self, mine: HostMemory, out: HostMemory, counts: Sequence[int]) -> None:
         self.statistics.nbytes += mine.array.nbytes
         parts = _split(out.array, counts, "counts")
-        sign = signature("all_gather", mine.dtype, sum(counts))
+        sign = self._sign("all_gather", mine.dtype, sum(counts))
         self._transport.all_gather(mine.array.view(np.uint8), parts, sign)
 
     @blocking
@@ -186,7 +187,7 @@ class HostCommunicator(OrderedOperations):
         self._transport.all_to_all(
             _split(full.array, counts, "counts"),
             [row.view(np.uint8) for row in terms],
-            signature("reduce_scatter", full.dtype, full.array.size, op._value_),
+            self._sign("reduce_scatter", full.dtype, full.array.size, op._value_),
         )
         reduce_into(out.array, list(terms), op, full.dtype, self.size if op is Op.AVERAGE else 1)
 
@@ -198,17 +199,17 @@ class HostCommunicator(OrderedOperations):
         self._transport.all_to_all(
             _split(send.array, send_counts, "send_counts"),
             _split(out.array, out_counts, "out_counts"),
-            signature("all_to_all", send.dtype),
+            self._sign("all_to_all", send.dtype),
         )
 
     @blocking
     def barrier(self) -> None:
-        self._transport.barrier(signature("barrier"))
+        self._transport.barrier(self._sign("barrier"))
 
     @blocking
     def broadcast_object(self, item: Any, root: int = 0) -> Any:
         self._check_root(root)
-        sign = signature("broadcast_object", detail=f"root {root}")
+        sign = self._sign("broadcast_object", detail=f"root {root}")
         data = _pickled(item) if self.rank == root else np.empty(0, np.uint8)
         length = np.array([data.size])
         self._transport.broadcast(length.view(np.uint8), root, sign)
@@ -219,7 +220,7 @@ class HostCommunicator(OrderedOperations):
 
     @blocking
     def all_gather_object(self, item: Any) -> list[Any]:
-        return self._all_gather_object(item, signature("all_gather_object"))
+        return self._all_gather_object(item, self._sign("all_gather_object"))
 
     def _all_gather_object(self, item: Any, sign: Signature) -> list[Any]:
         data = _pickled(item)

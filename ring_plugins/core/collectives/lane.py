@@ -42,8 +42,10 @@ class Lane:
         self._tag = tag
         self._wait = wait
 
-    def _finish(self, pending: Pending, missing: Callable[[], Sequence[int]], signature: Signature) -> None:
-        self._wait.until(pending.done, missing, lambda: f"{self.name}: {signature.text} between hosts")
+    def _finish(
+        self, pending: Pending, missing: Callable[[], Sequence[int]], signature: Signature, arrival: bool = False
+    ) -> None:
+        self._wait.until(pending.done, missing, lambda: f"{self.name}: {signature.text} between hosts", arrival)
 
     def _finish_each(self, pending: Sequence[tuple[int, Pending]], signature: Signature) -> None:
         """Wait for transfers with one world rank each: one that is through may leave while others are awaited."""
@@ -52,8 +54,14 @@ class Lane:
             self._finish(left[0][1], lambda: [rank for rank, transfer in left if not transfer.done()], signature)
             del left[0]
 
-    def _swap(self, outgoing: Sequence[Bytes | None], incoming: Sequence[Bytes | None], signature: Signature) -> None:
-        """Send `outgoing[i]` to member i and fill `incoming[i]` from it, None for nothing.
+    def _swap(
+        self,
+        outgoing: Sequence[Bytes | None],
+        incoming: Sequence[Bytes | None],
+        signature: Signature,
+        first: bool = True,
+    ) -> None:
+        """Send `outgoing[i]` to member i and fill `incoming[i]` from it, None for nothing; `first` in its operation.
 
         Ahead of the data goes a header that says which operation this is and how much is coming. Data is
         received only after the header was found right: members in different operations find out, and no
@@ -73,7 +81,7 @@ class Lane:
         )
         parts = [(ranks[i], part) for i in others if (part := outgoing[i]) is not None and part.size]
         sent = [(rank, self._plane.exchange([(rank, part)], [], self._tag)) for rank, part in parts]
-        self._finish(headers, lambda: [ranks[i] for i in others if not theirs[i].any()], signature)
+        self._finish(headers, lambda: [ranks[i] for i in others if not theirs[i].any()], signature, first)
         codes, sizes = theirs[:, :16].view(np.int64).T
         if (codes != signature.code).any():
             calls = {r: bytes(theirs[i, 16:]).rstrip(b"\0").decode(errors="replace") for i, r in enumerate(ranks)}
@@ -124,6 +132,7 @@ class Lane:
             [None if target else mine for target in from_root],
             [None if at_root else part for part in parts],
             signature,
+            first=False,
         )
 
     def all_reduce(self, array: Array, op: Op, dtype: str, signature: Signature) -> None:
@@ -138,4 +147,5 @@ class Lane:
         terms = [mine if i == self.position else np.empty_like(mine) for i in range(self.size)]
         self._swap([part.view(np.uint8) for part in parts], [term.view(np.uint8) for term in terms], signature)
         reduce_into(mine, [mine, *(terms[i] for i in self._others)], op, dtype)
-        self.all_gather(mine.view(np.uint8), [part.view(np.uint8) for part in parts], signature)
+        outgoing: list[Bytes | None] = [mine.view(np.uint8)] * self.size
+        self._swap(outgoing, [part.view(np.uint8) for part in parts], signature, first=False)

@@ -46,15 +46,19 @@ class Milestones:
         self._operation = 0
         self._current = Signature(0, "start")
 
-    def barrier(self) -> None:
-        """Return when all members have called."""
+    def barrier(self, arrival: bool = False) -> None:
+        """Return when all members have called.
+
+        Args:
+            arrival: whether it is the first of an operation, where members come from work of different length.
+        """
         self._milestone += 1
         publish()
         self._clock[0] = self._milestone
-        self._await(self._milestone)
+        self._await(self._milestone, arrival)
         publish()  # nor may what follows be read ahead of the others' clocks
 
-    def _await(self, milestone: int) -> None:
+    def _await(self, milestone: int, arrival: bool) -> None:
         """Wait until all others have raised their milestone this far."""
         for clock in self._others:
             if clock[0] < milestone:
@@ -72,6 +76,7 @@ class Milestones:
             lambda: all(clock[0] >= milestone for clock in others),
             lambda: [rank for rank, clock in zip(self._ranks, self._clocks, strict=True) if clock[0] < milestone],
             lambda: f"{self._name}: {self._current.text}",
+            arrival,
         )
 
     def arrive(self, signature: Signature) -> None:
@@ -80,7 +85,7 @@ class Milestones:
         self._operation += 1
         slot = _SIGNATURES + (self._operation & 1)
         self._clock[slot] = signature.code
-        self.barrier()
+        self.barrier(arrival=True)
         for clock in self._others:
             if clock[slot] != signature.code:
                 self._report_mismatch(slot)

@@ -7,14 +7,36 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ring_plugins.core.collectives.protocol import Statistics
+from ring_plugins.core.collectives.signature import Signature, signature
 from ring_plugins.core.collectives.work import CommunicationThread, Work
 from ring_plugins.core.errors import ArgumentError, RingError
+from ring_plugins.core.observe.recorder import recorder
+from ring_plugins.core.observe.steps import steps
 from ring_plugins.core.waiting import Wait
 
 T = TypeVar("T")
+
+
+class Activity(NamedTuple):
+    """What a rank does, or did last, with a communicator.
+
+    Attributes:
+        communicator: its name.
+        operation: its signature's text.
+        part_of: the work that it is a part of, such as a bucket; "" for a call of the script's own.
+        began, ended: times of `time.monotonic`; `ended` is 0 while it is under way.
+        number: operations finished with this communicator.
+    """
+
+    communicator: str
+    operation: str
+    part_of: str
+    began: float
+    ended: float
+    number: int
 
 
 def blocking(method: Callable[..., T]) -> Callable[..., T]:
@@ -46,6 +68,25 @@ class OrderedOperations:
         self._lock = threading.RLock()
         self._thread: CommunicationThread | None = None
         self._broken: BaseException | None = None
+        self._operation, self._began, self._ended = "", 0.0, 0.0
+        self._signature: Signature | None = None
+        self._waited_before = 0.0
+
+    def _sign(self, kind: str, dtype: str = "", count: int = -1, detail: str = "") -> Signature:
+        """The `signature` of the operation that begins, remembered for those who ask what this rank does."""
+        self._signature = sign = signature(kind, dtype, count, detail)
+        return sign
+
+    def activity(self) -> Activity | None:
+        """What this rank did last with this communicator, or does now; asked by another thread."""
+        if not self._began:
+            return None
+        sign, thread = self._signature, self._thread
+        work = thread.current if thread is not None else None
+        text = sign.text if sign is not None and sign.text.startswith(self._operation) else self._operation
+        part_of = work.description if work is not None and work.description != self._operation else ""
+        began, ended = self._began, self._ended
+        return Activity(self.name, text, part_of, began, ended if ended >= began else 0.0, self.statistics.operations)
 
     def _in_order(self, method: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any]) -> T:
         thread = self._thread
@@ -55,7 +96,9 @@ class OrderedOperations:
         with self._lock:
             if self._broken is not None:
                 raise self._broken
-            started = time.perf_counter()
+            waited_before = self._wait.waited_for_arrival
+            self._operation = method.__name__
+            self._began = started = time.monotonic()
             try:
                 result = method(self, *args, **kwargs)
             except ArgumentError:
@@ -69,21 +112,42 @@ class OrderedOperations:
                     "with the other ranks; call ring_plugins.shutdown() and init() on all ranks to go on."
                 )
                 raise
-            elapsed = time.perf_counter() - started
+            self._ended = time.monotonic()
+            elapsed = self._ended - started
             statistics = self.statistics
             statistics.operations += 1
             statistics.working += elapsed
+            waited = self._wait.waited_for_arrival - waited_before
             if not inside:
                 statistics.waited += elapsed
+                steps.stood_still(elapsed, waited)
+            if recorder.on:
+                self._record(started, waited)
             return result
+
+    def _record(self, started: float, waited: float) -> None:
+        activity = self.activity()
+        assert activity is not None
+        recorder.record(
+            "operation",
+            activity.operation,
+            int(started * 1e9),
+            int(self._ended * 1e9),
+            communicator=self.name,
+            part_of=activity.part_of,
+            waited_ms=round(waited * 1e3, 3),
+        )
 
     def _caller_waits(self, since: float) -> None:
         """A caller starts (positive time) or ends (negative) to wait for a work."""
         if since > 0:
             self._wait.caller_blocked_since = since
+            self._waited_before = self._wait.waited_for_arrival
         else:
             self._wait.caller_blocked_since = 0.0
-            self.statistics.waited += time.monotonic() + since
+            seconds = time.monotonic() + since
+            self.statistics.waited += seconds
+            steps.stood_still(seconds, self._wait.waited_so_far() - self._waited_before)
 
     def start(self, description: str, function: Callable[[], T]) -> Work[T]:
         if self._thread is None:

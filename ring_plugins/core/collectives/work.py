@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from ring_plugins.core.observe.recorder import recorder
 from ring_plugins.core.waiting import nap_precisely
 
 T = TypeVar("T")
@@ -46,6 +47,8 @@ class Work(Generic[T]):
                 self._finished.wait()
             finally:
                 self._on_wait(-started)
+                if recorder.on:
+                    recorder.record("wait", self.description, int(started * 1e9), time.monotonic_ns())
         if self._error is not None:
             raise self._error
         result: T = self._result
@@ -69,6 +72,8 @@ class CommunicationThread:
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Work[Any] | None] = queue.SimpleQueue()
         self._unfinished = 0
+        #: What is being run, for texts.
+        self.current: Work[Any] | None = None
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name=f"ring:{name}", daemon=True)
         self._thread.start()
@@ -98,7 +103,9 @@ class CommunicationThread:
     def _serve(self) -> None:
         nap_precisely()
         while (work := self._queue.get()) is not None:
+            self.current = work
             work.run()
+            self.current = None
             del work  # and not keep its result until there is another
             with self._lock:
                 self._unfinished -= 1

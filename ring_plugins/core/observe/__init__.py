@@ -1,0 +1,1 @@
+"""What a job does, seen while it runs: spans, steps, stalls and drift."""
