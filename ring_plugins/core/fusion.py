@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.dtypes import STORAGE
@@ -26,6 +27,24 @@ FIRST_BUCKET_BYTES = MIB
 #: docs/performance.md).
 DIRECT_BYTES = MIB
 _ALIGN = 64
+
+
+class BucketSizes(NamedTuple):
+    """How gradients are put together to messages.
+
+    Attributes:
+        capacity: bytes at which a bucket is closed.
+        first: the same for the first one, small so that communication starts early.
+        crossover: bytes from which a tensor is reduced where it is instead of in a bucket.
+    """
+
+    capacity: int = BUCKET_BYTES
+    first: int = FIRST_BUCKET_BYTES
+    crossover: int | None = DIRECT_BYTES
+
+    def __str__(self) -> str:
+        alone = "none" if self.crossover is None else f"those of {self.crossover / MIB:g} MiB and more"
+        return f"buckets of {self.capacity / MIB:g} MiB, tensors reduced alone: {alone}"
 
 
 @dataclass(frozen=True)
@@ -138,6 +157,10 @@ class FusionPlan:
     def nbytes(self) -> int:
         """Bytes of all buckets' own memory."""
         return sum(bucket.nbytes for bucket in self.buckets)
+
+    def buckets_with(self, sizes: BucketSizes) -> tuple[Bucket, ...]:
+        """The buckets that the same tensors would have with other sizes."""
+        return FusionPlan(self.entries, *sizes).buckets
 
     @cached_property
     def fingerprint(self) -> str:

@@ -39,6 +39,7 @@ class RingFabricLogic(RingParallelLogic):
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         sparse: Literal["gather", "densify"] = "gather",
+        autotune: bool | None = None,
         timeout: timedelta | None = None,
         start_method: StartMethod | None = None,
     ) -> None:
@@ -50,7 +51,11 @@ class RingFabricLogic(RingParallelLogic):
             checkpoint_io=checkpoint_io,
             precision=precision,
         )
-        self._averager_arguments: dict[str, Any] = {"bucket_bytes": bucket_bytes, "sparse": sparse}
+        self._averager_arguments: dict[str, Any] = {
+            "bucket_bytes": bucket_bytes,
+            "sparse": sparse,
+            "autotune": autotune,
+        }
         self._timeout = timeout
         self._start_method = start_method
         self._backward_sync_control: BackwardSyncControl = BackwardSyncControl()

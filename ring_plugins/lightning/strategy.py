@@ -46,6 +46,8 @@ class RingTrainerLogic(RingParallelLogic):
         precision_plugin: Lightning's plugin for precision.
         bucket_bytes: Gradients travel together in buckets of about this many bytes.
         sparse: What to do with sparse gradients: "gather" rows from all ranks, or "densify" them.
+        autotune: Whether to try other bucket sizes in the first steps and keep what is faster; as RING_AUTOTUNE says by
+            default.
         broadcast_buffers: Whether every rank uses the buffers (such as running statistics) of rank 0, as with
             ``DistributedDataParallel``; see `states`.
         timeout: For calls through torch.distributed; its default by default.
@@ -68,6 +70,7 @@ class RingTrainerLogic(RingParallelLogic):
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         sparse: Literal["gather", "densify"] = "gather",
+        autotune: bool | None = None,
         broadcast_buffers: bool = True,
         timeout: timedelta | None = None,
         start_method: StartMethod | None = None,
@@ -80,7 +83,11 @@ class RingTrainerLogic(RingParallelLogic):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._averager_arguments: dict[str, Any] = {"bucket_bytes": bucket_bytes, "sparse": sparse}
+        self._averager_arguments: dict[str, Any] = {
+            "bucket_bytes": bucket_bytes,
+            "sparse": sparse,
+            "autotune": autotune,
+        }
         self._broadcast_buffers = broadcast_buffers
         self._timeout = timeout
         self._start_method = start_method

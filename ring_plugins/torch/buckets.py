@@ -9,7 +9,7 @@ from torch import nn
 
 from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.errors import ArgumentError
-from ring_plugins.core.fusion import DIRECT_BYTES, Bucket, Entry, FusionBuffer, FusionPlan
+from ring_plugins.core.fusion import Bucket, BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.memory import HostMemory, host_memory
 
 Named = tuple[str, nn.Parameter]
@@ -23,19 +23,17 @@ class GradientBuckets:
     Args:
         named: (name, parameter) pairs that take part, equal on all ranks.
         communicator: reduces them.
-        bucket_bytes, first_bucket_bytes: see `FusionPlan`.
+        sizes: of buckets, and of the tensors that are too large for them.
 
     Raises:
         MismatchError: the pairs differ among ranks.
         ArgumentError: a parameter is not on the CPU.
     """
 
-    def __init__(
-        self, named: Sequence[Named], communicator: Communicator, bucket_bytes: int, first_bucket_bytes: int
-    ) -> None:
+    def __init__(self, named: Sequence[Named], communicator: Communicator, sizes: BucketSizes) -> None:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        self.plan = FusionPlan([_entry(*pair) for pair in named], bucket_bytes, first_bucket_bytes, DIRECT_BYTES)
+        self.plan = FusionPlan([_entry(*pair) for pair in named], *sizes)
         self.plan.check_equal(communicator)
         self.buffer = FusionBuffer(self.plan, communicator)
         #: By parameter its place in the bucket, None for those that stay where they are.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -13,8 +15,9 @@ from torch.autograd import Variable
 
 from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.errors import ArgumentError, RingError
-from ring_plugins.core.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from ring_plugins.core.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketSizes
 from ring_plugins.core.reducer import GradientReducer
+from ring_plugins.core.tuning import BucketTuner, is_wanted
 from ring_plugins.core.world import current
 from ring_plugins.torch.buckets import GradientBuckets, Named
 from ring_plugins.torch.registration_count import registrations
@@ -55,6 +58,8 @@ class GradientAverager:
         first_bucket_bytes: the same for the first one, small so that communication starts early.
         sparse: what becomes of sparse gradients: "gather" keeps them sparse, "densify" makes them dense.
         passes_per_step: only every so many-th backward communicates, the others accumulate.
+        autotune: whether to try other bucket sizes in the first steps and keep what is faster; as RING_AUTOTUNE says by
+            default. What rank 0 wants counts.
         communicator: reduces them; by default a new one over all ranks. Nothing else may use it.
 
     All ranks construct it together. Not for gradients computed by several threads at once.
@@ -72,6 +77,7 @@ class GradientAverager:
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
         sparse: Literal["gather", "densify"] = "gather",
         passes_per_step: int = 1,
+        autotune: bool | None = None,
         communicator: Communicator | None = None,
     ) -> None:
         if sparse not in ("gather", "densify"):
@@ -80,7 +86,8 @@ class GradientAverager:
             raise ArgumentError(f"passes_per_step={passes_per_step!r} is not a positive number.")
         self._module = parameters if isinstance(parameters, nn.Module) else None
         self._listed = [] if isinstance(parameters, nn.Module) else list(parameters)
-        self._bucket_bytes, self._first_bucket_bytes = bucket_bytes, first_bucket_bytes
+        self._sizes = BucketSizes(bucket_bytes, first_bucket_bytes)
+        self._tuner: BucketTuner | None = None
         self._gathers = sparse == "gather"
         self._sparse = sparse_parameters(self._module) if self._module is not None and self._gathers else set()
         self._communicator = communicator or current().new_communicator("gradients")
@@ -92,7 +99,7 @@ class GradientAverager:
         self._all: list[nn.Parameter] = []
         self._names: list[str] = []
         self._seen_registrations = 0
-        self._plans: dict[tuple[bool, ...], _Plan] = {}
+        self._plans: dict[tuple[tuple[bool, ...], BucketSizes], _Plan] = {}
         self._plan: _Plan | None = None
         self._waited_before, self._bytes_before = 0.0, 0
         #: Reductions of all gradients so far.
@@ -100,6 +107,8 @@ class GradientAverager:
         if self._communicator.size > 1:
             self._look_anew()
             self._plan = self._plan_for(self._flags())
+            if self._communicator.broadcast_object(is_wanted(autotune)):
+                self._tuner = BucketTuner(self._sizes, self._plan.buckets.plan.buckets_with)
 
     # What a user may read -------------------------------------------------------------------------
 
@@ -171,16 +180,16 @@ class GradientAverager:
 
     def _plan_for(self, flags: tuple[bool, ...]) -> _Plan:
         """The plan for the parameters that are not frozen; collective if there is none yet."""
-        if flags in self._plans:
-            return self._plans[flags]
+        key = (flags, self._sizes)
+        if key in self._plans:
+            return self._plans[key]
         if len(self._plans) >= _PLANS_KEPT:
             self._drop(next(iter(self._plans)))
         positions = [i for i, p in enumerate(self._all) if p.requires_grad and p not in self._sparse]
         buckets = GradientBuckets(
             [(self._names[i], self._all[i]) for i in positions],
             self._communicator,
-            self._bucket_bytes,
-            self._first_bucket_bytes,
+            self._sizes,
         )
         buckets.collects_sparse = self._gathers
         entries = [-1] * len(self._all)
@@ -188,11 +197,11 @@ class GradientAverager:
             entries[position] = entry
         sparse = [p for p in self._all if p.requires_grad and p in self._sparse]
         plan = _Plan(buckets, GradientReducer(buckets.buffer, self._communicator, buckets.fill), entries, sparse)
-        self._plans[flags] = plan
+        self._plans[key] = plan
         return plan
 
-    def _drop(self, flags: tuple[bool, ...]) -> None:
-        plan = self._plans.pop(flags)
+    def _drop(self, key: tuple[tuple[bool, ...], BucketSizes]) -> None:
+        plan = self._plans.pop(key)
         self._waited_before += plan.reducer.waited
         self._bytes_before += plan.reducer.reduced_bytes
         plan.buckets.release()
@@ -201,8 +210,8 @@ class GradientAverager:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for flags in list(self._plans):
-            self._drop(flags)
+        for key in list(self._plans):
+            self._drop(key)
 
     # A backward -----------------------------------------------------------------------------------
 
@@ -278,6 +287,23 @@ class GradientAverager:
         for parameter in (*sparse, *found):
             average_sparse(parameter, self._communicator)
         self.steps += 1
+        if self._tuner is not None:
+            self._tune(self._tuner)
+
+    def _tune(self, tuner: BucketTuner) -> None:
+        """After a step in which sizes were tried: the next backward finds the plan for those to try next."""
+        if not tuner.finished and tuner.step_ended(time.perf_counter()):
+            everyones = self._communicator.all_gather_object(tuner.times)
+            first = self._communicator.rank == 0
+            tuner.adopt(self._communicator.broadcast_object(tuner.decide(everyones) if first else None))
+        if tuner.sizes != self._sizes:
+            for key in list(self._plans):  # one set of buckets at a time
+                self._drop(key)
+            self._sizes = tuner.sizes
+        if tuner.finished:
+            self._tuner = None
+            if self._communicator.rank == 0:
+                print(f"ring_plugins: tuned after {self.steps} steps: {tuner.verdict}.", file=sys.stderr, flush=True)
 
     def _learn_sparse(self, buckets: GradientBuckets) -> list[nn.Parameter]:
         """After a plan's first pass: agree on which gradients are sparse; they are gathered from now on."""
@@ -286,8 +312,8 @@ class GradientAverager:
         found = [buckets.parameters[i] for i in sorted({i for seen in everyones for i in seen})]
         if found:
             self._sparse.update(found)
-            for flags in list(self._plans):  # the next backward builds plans without them
-                self._drop(flags)
+            for key in list(self._plans):  # the next backward builds plans without them
+                self._drop(key)
         return found
 
     @contextlib.contextmanager

@@ -29,6 +29,8 @@ class DistributedOptimizer(Optimizer):
             communication. The gradients of the passes are summed, as torch does.
         bucket_bytes: size of the buckets in bytes.
         sparse: "gather" keeps sparse gradients sparse, "densify" makes them dense.
+        autotune: whether to try other bucket sizes in the first steps and keep what is faster; as RING_AUTOTUNE says by
+            default.
 
     Raises:
         ArgumentError: an argument has no meaning, or `named_parameters` lacks one that is optimized.
@@ -43,6 +45,7 @@ class DistributedOptimizer(Optimizer):
         backward_passes_per_step: int = 1,
         bucket_bytes: int = BUCKET_BYTES,
         sparse: Literal["gather", "densify"] = "gather",
+        autotune: bool | None = None,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise ArgumentError(f"optimizer={type(optimizer).__name__} is not a torch.optim.Optimizer.")
@@ -54,7 +57,11 @@ class DistributedOptimizer(Optimizer):
                 f"{tuple(lacking[0].shape)}; pass model.named_parameters() of the whole model."
             )
         self.averager = GradientAverager(
-            self._named(), bucket_bytes=bucket_bytes, sparse=sparse, passes_per_step=backward_passes_per_step
+            self._named(),
+            bucket_bytes=bucket_bytes,
+            sparse=sparse,
+            passes_per_step=backward_passes_per_step,
+            autotune=autotune,
         )
         self._reductions_so_far = 0
 

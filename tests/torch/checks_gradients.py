@@ -90,6 +90,35 @@ def equals_one_process_on_the_concatenated_batch() -> None:
 
 
 @check
+def tuned_buckets_change_between_steps_and_results_do_not() -> None:
+    from ring_plugins.core import tuning
+
+    before = tuning._CAPACITIES, tuning._CROSSOVERS, tuning._TURNS, tuning._FINAL_TURNS
+    tuning._CAPACITIES, tuning._CROSSOVERS, tuning._TURNS, tuning._FINAL_TURNS = (64, 4096), (128, 20_000), 2, 2
+    try:
+        for keep in (False, True):  # gradients that stay allocated move from one plan's buckets to the next's
+            reference, model = Net(), Net()
+            plain = torch.optim.SGD(reference.parameters(), 0.001, momentum=0.9)
+            ours = torch.optim.SGD(model.parameters(), 0.001, momentum=0.9)
+            ours = DistributedOptimizer(ours, model.named_parameters(), autotune=RANK == 0, bucket_bytes=1 << 16)
+            plans = set()
+            for x, y in batches(80):
+                for net, optimizer, part in ((reference, plain, lambda t: t), (model, ours, shard)):
+                    optimizer.zero_grad(set_to_none=not keep)
+                    loss(net, part(x), part(y)).backward()
+                    optimizer.step()
+                plans.add(ours.averager._sizes)
+            assert len(plans) >= (4 if SIZE > 1 else 1), plans
+            assert ours.averager._tuner is None
+            assert len({str(sizes) for sizes in ring.all_gather_object(ours.averager._sizes)}) == 1
+            assert close(model, reference)
+            assert same_everywhere(model.parameters())
+            ours.close()
+    finally:
+        tuning._CAPACITIES, tuning._CROSSOVERS, tuning._TURNS, tuning._FINAL_TURNS = before
+
+
+@check
 def gradients_are_views_of_the_buckets_laid_out_like_their_parameters() -> None:
     model = Net()
     averager = GradientAverager(model)
