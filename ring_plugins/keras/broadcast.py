@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Literal
 
 import keras
@@ -10,7 +11,7 @@ from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.errors import ArgumentError, MismatchError, RingError
 from ring_plugins.keras.averaging import BUCKET_BYTES, Averaging, averaging_of, optimizers_of
 from ring_plugins.keras.backends import backend
-from ring_plugins.keras.callback_list import arrange, enclosing_list
+from ring_plugins.keras.callback_list import arrange, enclosing_list, when_over
 from ring_plugins.keras.connection import check_root, connect
 from ring_plugins.keras.refusals import refuse_different_epochs, refuse_other_parallelism, refuse_unequal_steps
 from ring_plugins.keras.state import broadcast_state, build_optimizers, settle_moving_statistics
@@ -66,6 +67,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._installed: list[Averaging] = []
         self._communicators: list[Communicator] = []
         self._stop: StopTogether | None = None
+        self._over: weakref.finalize[..., Any] | None = None
         self._under_way = False
         self._has_begun = False
         self._reductions = -1
@@ -85,6 +87,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         if world.place.size == 1:
             return
         self._under_way, self._has_begun = True, False
+        self._over = when_over(self, self._restore)
         self._communicator, stop = world.new_communicator("fit"), world.new_communicator("stop")
         self._communicators = [self._communicator, stop]
         self._stop = StopTogether(stop)
@@ -144,8 +147,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._check_learning_rates()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        if self._under_way:
-            self._restore()
+        self._restore()
 
     # Parts ----------------------------------------------------------------------------------------
 
@@ -186,12 +188,16 @@ class BroadcastCallback(keras.callbacks.Callback):
 
     def _restore(self) -> None:
         """Leave model and optimizers as they were found, also after a fit that was interrupted."""
+        if self._over is not None:
+            self._over.detach()
+            self._over = None
+        if not self._under_way:
+            return
         self._under_way = False
+        self._model.train_function = None  # which has the averaging in it
+        for averaging in self._installed:
+            averaging.remove()
+        self._installed = []
         for communicator in self._communicators:
             communicator.close()
         self._communicators = []
-        for averaging in self._installed:
-            averaging.remove()
-        if self._installed:
-            self._model.train_function = None  # which has the averaging in it
-        self._installed = []

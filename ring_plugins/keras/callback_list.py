@@ -1,8 +1,10 @@
-"""The list that Keras keeps of callbacks: who comes last in it, and who writes."""
+"""The list that Keras keeps of callbacks: who comes last in it, who writes, and when it is over."""
 
 from __future__ import annotations
 
 import sys
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -50,6 +52,23 @@ def arrange(callbacks: Any, last: Any, is_writer_rank: bool, written_by_one: boo
         if callback is not last and (is_writer_rank or not _only_writes(callback, written_by_one))
     ]
     callbacks.callbacks = [*kept, last]
+
+
+def when_over(callback: Any, undo: Callable[[], None]) -> weakref.finalize[..., Any] | None:
+    """Have `undo` called when the `fit` or `evaluate` that calls `callback` right now has ended, however it ends.
+
+    Keras tells its callbacks nothing of an exception. But the list is a local variable of `fit`, so it goes when `fit`
+    is left and its exception dealt with; where something keeps it (a list of the caller's own), at exit.
+
+    Args:
+        callback: whose `on_..._begin` is running.
+        undo: harmless when there is nothing left to undo.
+
+    Returns:
+        What will call it, to be detached where that is no longer wanted; None where no list calls.
+    """
+    callbacks = enclosing_list(callback)
+    return None if callbacks is None else weakref.finalize(callbacks, undo)
 
 
 def _only_writes(callback: Any, written_by_one: bool) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.memory import HostMemory
 from ring_plugins.core.operations import Op
 from ring_plugins.keras.additive import is_additive, leaves
+from ring_plugins.keras.callback_list import when_over
 from ring_plugins.keras.connection import connect
 from ring_plugins.keras.state import value_of
 
@@ -41,13 +43,14 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._warned: set[str] = set()
         self._depth = 0
         self._communicator: Communicator | None = None
+        self._over: weakref.finalize[..., Any] | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._leave(entirely=True)  # a fit before this one may have been interrupted
+        self._leave_entirely()  # a fit before this one may have been interrupted
         self._enter()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        self._leave(entirely=True)
+        self._leave_entirely()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._enter()
@@ -63,6 +66,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         world = connect()
         if self._depth > 1 or world.place.size == 1:
             return
+        self._over = when_over(self, self._leave_entirely)
         self._communicator = world.new_communicator("metrics")
         read = getattr(self._model, self._METHOD)
 
@@ -71,9 +75,17 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
         self._model.__dict__[self._METHOD] = read_of_all_ranks
 
-    def _leave(self, entirely: bool = False) -> None:
-        self._depth = 0 if entirely else self._depth - 1
-        if self._depth > 0 or self._communicator is None:
+    def _leave(self) -> None:
+        self._depth -= 1
+        if self._depth <= 0:
+            self._leave_entirely()
+
+    def _leave_entirely(self) -> None:
+        self._depth = 0
+        if self._over is not None:
+            self._over.detach()
+            self._over = None
+        if self._communicator is None:
             return
         self._model.__dict__.pop(self._METHOD, None)
         self._communicator.close()

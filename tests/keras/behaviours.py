@@ -317,6 +317,36 @@ def one_rank_stops() -> Any:
     return {"steps": in_epoch.steps, "epochs": at_end.epochs}
 
 
+@behaviour()
+def fit_that_raises() -> Any:
+    """What a fit that failed leaves behind, as soon as its exception is dealt with."""
+
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 1:
+                raise ValueError("not today")
+
+        on_test_batch_end = on_train_batch_end
+
+    model = dense(momentum(), metrics=["mae"])
+    error = error_of(lambda: fit(model, [BroadcastCallback(), MetricAverageCallback(), Fails()]))
+    left = [name for name in ("apply", "stateless_apply", "_ring_averaging") if name in vars(model.optimizer)]
+    left += [name for name in (MetricAverageCallback._METHOD,) if name in vars(model)]
+    left += ["train_function"] if model.train_function is not None else []
+    x, y = features(1, 4)
+    # A callback that is used again, once a fit and once an evaluation, must not be undone late by the first.
+    again = MetricAverageCallback()
+    if BACKEND != "jax":  # where an evaluation that raises leaves a model without weights, which is Keras's own doing
+        error_of(lambda: model.evaluate(x, y, batch_size=4, verbose=0, callbacks=[again, Fails()]))
+    left += [f"{name} of evaluate" for name in (MetricAverageCallback._METHOD,) if name in vars(model)]
+    if ring.rank() == 1:  # alone: were anything averaged still, it would wait for ever
+        model.fit(x, y, batch_size=4, verbose=0)
+    apart = model.get_weights()
+    fit(model, [BroadcastCallback(), again])
+    together = [float(np.sum(value)) for value in model.get_weights()]
+    return {"error": error, "left": left, "apart": float(np.sum(apart[0])), "together": together}
+
+
 # Refusals ----------------------------------------------------------------------------------------------
 
 
@@ -352,6 +382,39 @@ def refusals() -> Any:
     model.compile(optimizer=momentum(), loss="mse")
     found["no reduction"] = error_of(lambda: fit(model, [BroadcastCallback()]))
     return found
+
+
+@behaviour("tensorflow")
+def inside_xla() -> Any:
+    """XLA compiles no calls to the host: an error that says so, and a fit that goes on without XLA."""
+    import tensorflow as tf
+
+    layer = layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    layer.build((None, 5))
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1))
+
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(layer(x))
+        optimizer.apply(tape.gradient(loss, layer.trainable_weights), layer.trainable_weights)
+        return loss
+
+    x = tf.fill((4, 5), 1.0 + ring.rank())
+    refused = error_of(lambda: tf.function(step, jit_compile=True)(x))
+    nested = error_of(lambda: tf.function(lambda x: 2.0 * tf.function(step, autograph=False)(x), jit_compile=True)(x))
+    tf.function(step)(x)  # and nothing is out of step
+    import warnings
+
+    model = Adversarial()
+    model.compile(loss="mse", optimizer=None, jit_compile=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(model, [BroadcastCallback()])
+    return {
+        "refused": refused, "nested": nested, "found": np.ravel(layer.get_weights()[0]).tolist(),
+        "said": [str(w.message) for w in caught if "without XLA" in str(w.message)],
+        "weights": [value.tolist() for value in model.get_weights()],
+    }  # fmt: skip
 
 
 @behaviour("tensorflow")

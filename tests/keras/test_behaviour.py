@@ -119,6 +119,26 @@ def test_one_rank_stops_all_at_the_same_step(backend):
     assert seen("one_rank_stops", backend) == [{"steps": 6, "epochs": 2}] * 2
 
 
+def test_a_fit_that_raises_is_undone_at_once(backend):
+    first, second = seen("fit_that_raises", backend)
+    for found in (first, second):
+        assert found["error"] == "ValueError: not today"
+        assert found["left"] == []
+    assert first["apart"] != second["apart"]
+    assert first["together"] == second["together"]
+
+
+@pytest.mark.parametrize("backend", ["tensorflow"])
+def test_what_xla_cannot_compile_is_refused_or_not_compiled(backend):
+    first, second = seen("inside_xla", backend)
+    for found in (first, second):
+        for text in (found["refused"], found["nested"]):
+            assert "InsideXla: " in text and "outside of it" in text, text
+        assert found["found"] == pytest.approx([-0.15] * 5)
+        assert len(found["said"]) == 1 and "Adversarial.train_step" in found["said"][0]
+    assert first["weights"] == second["weights"]
+
+
 @pytest.mark.parametrize(
     ("what", "words"),
     [

@@ -15,7 +15,7 @@ from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.errors import ArgumentError
 from ring_plugins.keras.averaging import Averaging, averaging_of
 from ring_plugins.keras.backends.tensorflow_sparse import gathered
-from ring_plugins.keras.backends.tensorflow_xla import compiled_around
+from ring_plugins.keras.backends.tensorflow_xla import compiled_around, refuse_inside_xla
 from ring_plugins.keras.buckets import HostBuckets
 from ring_plugins.keras.failure import remembering, unwrapped
 
@@ -49,7 +49,12 @@ class GradientAveraging(Averaging):
         self._variables = list(variables)
 
     def average(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        """The average of each gradient; None stays None, and sparse ones stay sparse."""
+        """The average of each gradient; None stays None, and sparse ones stay sparse.
+
+        Raises:
+            InsideXla: XLA compiles what is being traced.
+        """
+        refuse_inside_xla()
         self.prepare(self.optimizer._trainable_variables if self.optimizer.built else variables)
         present = {self.index(v): g for g, v in zip(gradients, variables, strict=True) if g is not None}
         if self.buckets is None:

@@ -8,16 +8,50 @@ from typing import Any
 
 import tensorflow as tf
 
+from ring_plugins.core.errors import ArgumentError
+
+
+class InsideXla(ArgumentError):
+    """The ranks would have to meet inside a function that XLA compiles, where TensorFlow has no calls to the host."""
+
 
 class _UpdatesOtherwise(Exception):
     """The train step does not apply exactly one set of gradients with the optimizer."""
 
 
+def refuse_inside_xla(what: str = "optimizer.apply") -> None:
+    """Refuse to reduce in a function with `jit_compile=True`; TensorFlow's own error comes late and names no remedy.
+
+    Args:
+        what: was called there, for the text.
+
+    Raises:
+        InsideXla: while such a function, or one inside it, is being traced.
+    """
+    if not tf.executing_eagerly() and _is_traced_for_xla(tf.compat.v1.get_default_graph()):
+        raise InsideXla(
+            f"{what} of several ranks was called inside tf.function(jit_compile=True), and XLA cannot call out to the "
+            "other ranks. Return the gradients from the compiled function and call optimizer.apply outside of it, in a "
+            "tf.function without jit_compile or in none; or train with model.fit, which does that by itself."
+        )
+
+
+def _is_traced_for_xla(graph: Any) -> bool:
+    """Whether this graph, or one around it, is for XLA; False where this version of TensorFlow does not tell."""
+    while graph is not None:
+        # TensorFlow 2.21, eager/polymorphic_function: tracing for XLA happens inside an XLAControlFlowContext.
+        context = graph._get_control_flow_context()
+        if context is not None and context.IsXLAContext():
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
+
+
 def compiled_around(model: Any, averaging: Any) -> Callable[[Any], Any]:
     """`model.train_step` with everything but the reduction compiled by XLA.
 
-    The user's own `train_step` runs with an `apply` that only remembers what it is given; the reduction and the true
-    `apply` follow. A step that updates more than once, or with another optimizer, runs uncompiled, and says so.
+    A step that updates more than once, or with another optimizer, or whose layers reduce too, runs uncompiled, and
+    says so.
 
     Args:
         model: a compiled Keras model.
@@ -26,11 +60,36 @@ def compiled_around(model: Any, averaging: Any) -> Callable[[Any], Any]:
     Returns:
         A function from a batch to the logs.
     """
-    if averaging is None:
-        alone: Callable[[Any], Any] = tf.function(
-            model.train_step, jit_compile=True, reduce_retracing=True, autograph=False
-        )
-        return alone
+    compiled = _whole(model) if averaging is None else _in_two_parts(model, averaging)
+    fits = True
+
+    def step(data: Any) -> Any:  # traced, so the choice is made when the first batch is seen
+        nonlocal fits
+        if not fits:
+            return model.train_step(data)
+        try:
+            return compiled(data)
+        except (InsideXla, _UpdatesOtherwise):
+            fits = False
+            warnings.warn(
+                f"the ranks meet inside {type(model).__name__}.train_step other than in one update with "
+                "model.optimizer, so it runs without XLA (jit_compile=False).",
+                stacklevel=2,
+            )
+            return model.train_step(data)
+
+    return step
+
+
+def _whole(model: Any) -> Callable[[Any], Any]:
+    compiled: Callable[[Any], Any] = tf.function(
+        model.train_step, jit_compile=True, reduce_retracing=True, autograph=False
+    )
+    return compiled
+
+
+def _in_two_parts(model: Any, averaging: Any) -> Callable[[Any], Any]:
+    """The user's own `train_step` with an `apply` that only remembers what it is given, then the true `apply`."""
     seen: dict[str, Any] = {}
 
     def forward_and_backward(data: Any) -> tuple[Any, list[Any]]:
@@ -54,24 +113,17 @@ def compiled_around(model: Any, averaging: Any) -> Callable[[Any], Any]:
         return logs, [gradient for gradient in gradients if gradient is not None]
 
     def update(gradients: list[Any]) -> None:
-        variables = [v for v, present in zip(seen["variables"], seen["present"], strict=True) if present]
-        averaging.previous("apply")(gradients, variables)
+        averaging.previous("apply")(gradients, present())
+
+    def present() -> list[Any]:
+        return [v for v, present in zip(seen["variables"], seen["present"], strict=True) if present]
 
     first = tf.function(forward_and_backward, jit_compile=True, reduce_retracing=True, autograph=False)
     last = tf.function(update, jit_compile=True, autograph=False)
 
     def step(data: Any) -> Any:
-        try:
-            logs, gradients = first(data)
-        except _UpdatesOtherwise:
-            warnings.warn(
-                f"{type(model).__name__}.train_step does not update exactly once with model.optimizer, so it runs "
-                "without XLA (jit_compile=False) to keep its gradients averaged.",
-                stacklevel=2,
-            )
-            return model.train_step(data)
-        variables = [v for v, present in zip(seen["variables"], seen["present"], strict=True) if present]
-        last(averaging.average(gradients, variables))
+        logs, gradients = first(data)
+        last(averaging.average(gradients, present()))
         return logs
 
     return step
