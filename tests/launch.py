@@ -127,7 +127,7 @@ class Job:
         directory: Path,
         script: str | Path,
         ranks: int,
-        launcher: Launcher,
+        launcher: Launcher | Sequence[str],
         args: Sequence[str],
         env: Mapping[str, str] | None,
     ) -> None:
@@ -141,7 +141,8 @@ class Job:
         else:
             path = script
         self.identity = uuid.uuid4().hex
-        self.command = [*launcher_command(launcher, ranks), str(path), *args]
+        starting = launcher if not isinstance(launcher, str) else launcher_command(launcher, ranks)
+        self.command = [*starting, str(path), *args]
         self._files_before = _shared_files()
         self._files_seen: set[Path] = set()
         self._next_look = 0.0
@@ -299,7 +300,7 @@ class Job:
     def _dump_stacks(self) -> str:
         asked = []
         for process in self.processes():
-            file = self.directory / "stacks" / f"{process.pid}.txt"
+            file = self.directory / "stacks" / f"{_name_on_its_host(process.pid)}.txt"
             if file.exists():
                 with contextlib.suppress(psutil.Error):
                     process.send_signal(signal.SIGUSR1)
@@ -325,6 +326,16 @@ def _command_line(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.Error:
         return "(gone)"
+
+
+def _name_on_its_host(pid: int) -> str:
+    """As tests/python_path/sitecustomize.py names the process's file: test hosts have process ids of their own."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text().splitlines()
+        inner = next((line.split()[-1] for line in status if line.startswith("NSpid:")), str(pid))
+        return f"{os.stat(f'/proc/{pid}/ns/pid').st_ino}-{inner}"
+    except OSError:
+        return str(pid)
 
 
 def _shared_files() -> set[Path]:

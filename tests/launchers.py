@@ -17,7 +17,7 @@ FOREIGN_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "SLURM_", "RING_"
 FOREIGN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def launcher_command(launcher: Launcher, ranks: int) -> list[str]:
+def launcher_command(launcher: str, ranks: int) -> list[str]:
     """What to type before the script's name."""
     if launcher == "grown":
         return [sys.executable]

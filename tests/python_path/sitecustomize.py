@@ -10,5 +10,6 @@ import signal
 
 _directory = os.environ.get("TEST_STACKS")
 if _directory and hasattr(signal, "SIGUSR1"):
-    _stacks = open(os.path.join(_directory, f"{os.getpid()}.txt"), "w")  # noqa: SIM115 - lives as long as the process
+    _name = f"{os.stat('/proc/self/ns/pid').st_ino}-{os.getpid()}.txt"  # ids repeat between test hosts
+    _stacks = open(os.path.join(_directory, _name), "w")  # noqa: SIM115 - lives as long as the process
     faulthandler.register(signal.SIGUSR1, file=_stacks, all_threads=True)
