@@ -20,8 +20,8 @@ kernel sees to however the test ends: there is nothing stale to remove.
 
 Networks: `hosts(2, networks={"eth0": "1gbit", "eth1": "10gbit"})` gives every host two; host i has
 10.<network>.0.<i> on each, and names resolve to the first. `rate=None` leaves the link as fast as the machine copies.
-`docker=True` adds a docker0 bridge with the same address on every host. `loopback_names=True` lets each host know its own name as
-127.0.1.1, as Debian does.
+`docker=True` adds a docker0 bridge with the same address on every host. `loopback_names=True` lets each host know its
+own name as 127.0.1.1, as Debian does.
 
 Rates are those of tbf, with bursts of a few frames, so that a rate holds from the first 100 KiB on. Two or four hosts
 share this machine's cores: what a test measures on them is bounded by those above about 10 Gbit/s.
@@ -46,7 +46,7 @@ from tests.launch import REPOSITORY, Job, LaunchFailed, Result
 from tests.launchers import clean_environment, find_mpirun
 
 HERE = Path(__file__).resolve().parent
-NAMESPACES = ["unshare", *"--net --uts --mount --pid --ipc --fork --mount-proc --kill-child".split()]
+NAMESPACES = ["unshare", "--net", "--uts", "--mount", "--pid", "--ipc", "--fork", "--mount-proc", "--kill-child"]
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 

@@ -1,7 +1,5 @@
 """The hosts themselves: they are apart, the network between them is what was asked for, and nothing stays."""
 
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -92,7 +90,9 @@ def test_open_mpi_mpich_and_nothing_at_all_start_ranks_on_all_hosts(cluster):
 OWNER = """
 import sys, time
 from tests.hosts import hosts
-with hosts(2) as cluster, cluster.start([sys.executable], "import time; time.sleep(600)", 1) as job:
+script = "import time; from tests.worker import report; report('up', 1, rank=0); time.sleep(600)"
+with hosts(2) as cluster, cluster.start([sys.executable], script, 1) as job:
+    job.wait_for("up")
     print(*cluster._pids.values(), *(p.pid for p in job.processes()), flush=True)
     time.sleep(600)
 """
@@ -102,9 +102,11 @@ def test_nothing_survives_a_test_that_is_killed():
     with subprocess.Popen(
         [sys.executable, "-c", OWNER], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as owner:
-        pids = [int(word) for word in owner.stdout.readline().split()]
-        assert len(pids) >= 5
-        os.kill(owner.pid, signal.SIGKILL)
+        try:
+            pids = [int(word) for word in owner.stdout.readline().split()]
+        finally:
+            owner.kill()
+    assert len(pids) >= 5
     end = time.monotonic() + 10
     while left := [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]:
         assert time.monotonic() < end, left
