@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ring_plugins.cli.run import run
+
 app = typer.Typer(
     name="ring",
     no_args_is_help=True,
@@ -20,6 +22,10 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"ring_plugins {installed_version('ring_plugins')}")
         raise typer.Exit
+
+
+# What follows the program to run is the program's own: `ring run -n 2 python train.py -n 5`.
+app.command("run", context_settings={"allow_interspersed_args": False}, no_args_is_help=True)(run)
 
 
 @app.callback()

@@ -9,90 +9,32 @@ parent each child's exit status.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
-from typing import Any
-
-import numpy as np
 
 from ring_plugins.core.errors import LaunchError
+from ring_plugins.core.launch.meeting import VARIABLE, Meeting, ending, invitation
 from ring_plugins.core.launch.record import Connection, LaunchRecord
-from ring_plugins.core.shared_memory import Segment, publish
-from ring_plugins.core.waiting import seconds_from_environment
+from ring_plugins.core.process import end_with_parent
+from ring_plugins.core.shared_memory import Segment
 
-_VARIABLE = "RING_GROWN"
-_SLOT = 8192
-_PR_SET_PDEATHSIG = 1
 _START_DIRECTORY = os.getcwd()
 
 
 def detect() -> LaunchRecord | None:
-    """A child of a script that grew."""
-    said = os.environ.get(_VARIABLE)
+    """A child of a script that grew, or of `ring run` where it starts ranks by itself."""
+    said = os.environ.get(VARIABLE)
     if not said:
         return None
     try:
         _, rank, size, _ = map(int, said.split(":"))
     except ValueError:
-        raise LaunchError(f"{_VARIABLE}={said!r} is not what a growing script sets; unset it.") from None
+        raise LaunchError(f"{VARIABLE}={said!r} is not what a growing script sets; unset it.") from None
     return LaunchRecord("grown", "a script that started itself", rank, size, rank, size)
-
-
-class Meeting:
-    """A segment with a slot a rank and parity, where ranks leave payloads for each other."""
-
-    def __init__(self, segment: Segment, rank: int, size: int, children: list[subprocess.Popen[bytes]]) -> None:
-        self.segment, self.rank, self.size, self.children = segment, rank, size, children
-        self._round = 0
-
-    @staticmethod
-    def nbytes(size: int) -> int:
-        return 2 * size * _SLOT
-
-    def gather(self, payload: Any) -> list[Any]:
-        """Everyone's payload (JSON) in rank order.
-
-        Raises:
-            LaunchError: a rank ended before it came here, or did not come within RING_START_TIMEOUT seconds.
-        """
-        self._round += 1
-        data = json.dumps(payload).encode()
-        if len(data) > _SLOT - 16:
-            raise LaunchError(f"start-up record of rank {self.rank} is {len(data)} bytes, more than {_SLOT - 16}.")
-        words, text = self._slot(self.rank)
-        text[: len(data)] = np.frombuffer(data, np.uint8)
-        words[1] = len(data)
-        publish()
-        words[0] = self._round
-        end = time.monotonic() + seconds_from_environment("RING_START_TIMEOUT", 300.0)
-        while missing := [r for r in range(self.size) if self._slot(r)[0][0] < self._round]:
-            self._check_children(missing)
-            if time.monotonic() > end:
-                raise LaunchError(
-                    f"rank {self.rank} waited for ranks {missing} to reach init() until RING_START_TIMEOUT."
-                )
-            time.sleep(0.001)
-        return [json.loads(bytes(text[: words[1]])) for words, text in map(self._slot, range(self.size))]
-
-    def _slot(self, rank: int) -> tuple[Any, Any]:
-        start = (2 * rank + self._round % 2) * _SLOT
-        slot = self.segment.array[start : start + _SLOT]
-        return slot[:16].view(np.int64), slot[16:]
-
-    def _check_children(self, missing: list[int]) -> None:
-        for rank, child in enumerate(self.children, start=1):
-            if rank in missing and child.poll() is not None:
-                raise LaunchError(
-                    f"rank {rank} ended ({_ending(child.returncode)}) before it reached ring_plugins.init(); "
-                    "its own output says why. All ranks run the same script from its start."
-                )
 
 
 _meeting: Meeting | None = None
@@ -112,22 +54,18 @@ def grown_size() -> int:
 
 
 def _join(record: LaunchRecord) -> Meeting:
-    fd, _, _, parent = map(int, os.environ[_VARIABLE].split(":"))
+    fd, _, _, parent = map(int, os.environ[VARIABLE].split(":"))
     assert record.rank is not None
     assert record.size is not None
-    _end_with_parent()
-    if os.getppid() != parent:
+    end_with_parent()
+    meeting = Meeting(Segment(fd, Meeting.nbytes(record.size)), record.rank, record.size, [])
+    # A command that was started as a rank may start Python by way of a shell; then it is whoever comes first.
+    if (os.getppid() != parent) if parent else meeting.has_arrived(record.rank):
         raise LaunchError(
-            f"this process inherited {_VARIABLE} from rank {record.rank} but is not that rank (a data loader's worker, "
+            f"this process inherited {VARIABLE} from rank {record.rank} but is not that rank (a data loader's worker, "
             "or its parent has ended); ring_plugins.init() belongs into the ranks themselves."
         )
-    return Meeting(Segment(fd, Meeting.nbytes(record.size)), record.rank, record.size, [])
-
-
-def _end_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends, so that nothing lives on after a driver."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    return meeting
 
 
 def command() -> list[str]:
@@ -154,9 +92,7 @@ def _start(ranks: int) -> Meeting:
     sys.stdout.flush()
     sys.stderr.flush()
     for rank in range(1, ranks):
-        environment = dict(os.environ)
-        environment[_VARIABLE] = f"{segment.fd}:{rank}:{ranks}:{os.getpid()}"
-        environment["LOCAL_RANK"] = str(rank)  # what Lightning's rank_zero_only reads at import
+        environment = os.environ | invitation(segment, rank, ranks, os.getpid())
         children.append(
             subprocess.Popen(
                 again, env=environment, cwd=_START_DIRECTORY, pass_fds=[segment.fd], stdin=subprocess.DEVNULL
@@ -191,12 +127,5 @@ def wait_for_children(failed: bool) -> int:
         rank, code = bad[0]
         logging.shutdown()
         with contextlib.suppress(OSError, ValueError):
-            print(f"ring_plugins: rank {rank} ended with {_ending(code)}.", file=sys.stderr, flush=True)
+            print(f"ring_plugins: rank {rank} ended with {ending(code)}.", file=sys.stderr, flush=True)
     return next((code if code > 0 else 128 - code for _, code in bad), 0)
-
-
-def _ending(code: int) -> str:
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            return f"signal {signal.Signals(-code).name}"
-    return f"exit status {code}"

@@ -40,13 +40,38 @@ def detect() -> LaunchRecord | None:
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of SLURM's compressed list.
+    """The first host of SLURM's compressed list, this one for an empty list."""
+    return next(iter(expand(nodelist)), "127.0.0.1")
 
-    `"a1,a2"` gives `"a1"`, `"rack[03-07,12]-gpu"` gives `"rack03-gpu"`, an empty list this host.
+
+def expand(nodelist: str) -> list[str]:
+    """The hosts of SLURM's compressed list.
+
+    `"a1,a2"` gives `["a1", "a2"]`, `"rack[03-05,12]-gpu"` gives `["rack03-gpu", "rack04-gpu", "rack05-gpu",
+    "rack12-gpu"]`; several brackets multiply.
     """
-    match = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\])?([^,]*)", nodelist)
-    assert match is not None
-    return "".join(part or "" for part in match.groups()) or "127.0.0.1"
+    hosts = []
+    for pattern in re.findall(r"(?:[^\[,]|\[[^\]]*\])+", nodelist):
+        names = [""]
+        for text, ranges in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", pattern):
+            names = [name + part for name in names for part in ([text] if text else _numbers(ranges))]
+        hosts += names
+    return hosts
+
+
+def _numbers(ranges: str) -> list[str]:
+    """`"03-05,12"` gives `["03", "04", "05", "12"]`."""
+    numbers = []
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last or first) + 1)]
+    return numbers
+
+
+def expand_counts(counts: str) -> list[int]:
+    """What SLURM counts by node: `"4(x2),1"` gives `[4, 4, 1]`."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    return [int(number) for number, times in found for _ in range(int(times or 1))]
 
 
 def port(job: int, step: int) -> int:

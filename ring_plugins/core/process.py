@@ -1,0 +1,50 @@
+"""What a process asks of Linux about its relatives."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Let the kernel send this process a signal when the thread that started it ends: nothing outlives a driver."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans(adopt: bool) -> None:
+    """Let descendants whose parent ends become children of this process, so that none is lost sight of."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
+
+
+def children() -> dict[int, list[int]]:
+    """The process ids of every process of this host that has children, and theirs."""
+    found: dict[int, list[int]] = {}
+    for pid, parent in _parents():
+        found.setdefault(parent, []).append(pid)
+    return found
+
+
+def descendants(pid: int, family: dict[int, list[int]]) -> list[int]:
+    """Children of a process, their children, and so on, according to `children`."""
+    found = list(family.get(pid, []))
+    for descendant in found:
+        found += family.get(descendant, [])
+    return found
+
+
+def _parents() -> Iterator[tuple[int, int]]:
+    for directory in Path("/proc").iterdir():
+        if directory.name.isdecimal():
+            with contextlib.suppress(OSError, IndexError):
+                # The name of the program, in brackets, may hold spaces and brackets itself.
+                yield int(directory.name), int((directory / "stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _prctl(option: int, value: int) -> None:
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -1,0 +1,1 @@
+"""Starting jobs: on this host, on several by mpirun, and from a function."""
