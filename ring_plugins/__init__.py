@@ -13,6 +13,7 @@ from ring_plugins.core.errors import (
     NotInitialised,
     PeerFailed,
     PeerLeft,
+    RankFailed,
     RingError,
     SharedMemoryError,
     TimeoutExceeded,
@@ -35,6 +36,7 @@ from ring_plugins.core.functions import (
 )
 from ring_plugins.core.operations import AVERAGE, MAX, MIN, PRODUCT, SUM, Op
 from ring_plugins.core.world import init, is_initialised, shutdown
+from ring_plugins.launching.function import run
 
 __version__ = "0.1.0"
 
@@ -53,6 +55,7 @@ __all__ = [
     "Op",
     "PeerFailed",
     "PeerLeft",
+    "RankFailed",
     "RingError",
     "SharedMemoryError",
     "TimeoutExceeded",
@@ -71,6 +74,7 @@ __all__ = [
     "num_nodes",
     "rank",
     "reduce_scatter",
+    "run",
     "shutdown",
     "size",
 ]

@@ -46,6 +46,25 @@ class PeerFailed(RingError):
         return type(self), (self.args[0], self.rank)
 
 
+class RankFailed(RingError):
+    """A function that `ring_plugins.run` or one of its relatives called failed on a rank.
+
+    The exception itself is the `__cause__`, where it can be pickled.
+
+    Attributes:
+        rank: that failed first.
+        host: where it ran.
+        traceback: as printed on that rank, "" where it was killed.
+    """
+
+    def __init__(self, message: str, rank: int, host: str, traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank, self.host, self.traceback = rank, host, traceback
+
+    def __reduce__(self) -> tuple[type[RankFailed], tuple[str, int, str, str]]:
+        return type(self), (self.args[0], self.rank, self.host, self.traceback)
+
+
 class PeerLeft(PeerFailed):
     """Another rank ended its part normally while this one still waits for it."""
 

@@ -246,7 +246,7 @@ def current() -> World:
     return _world
 
 
-def _consequence(world: World, error: BaseException) -> PeerFailed | None:
+def consequence(world: World, error: BaseException) -> PeerFailed | None:
     """The failure of a peer that made this rank raise `error`, or None if the cause is its own.
 
     Frameworks wrap errors: torch's C++ turns what a collective raised into a RuntimeError with its text.
@@ -280,17 +280,17 @@ def _install_hooks() -> None:
         if world is None or world.place.size == 1 or world._pid != os.getpid():
             previous(kind, error, trace)
             return
-        consequence = _consequence(world, error)
-        if consequence is not None:
-            _say(f"rank {world.place.rank} ends because {consequence}")
+        cause = consequence(world, error)
+        if cause is not None:
+            _say(f"rank {world.place.rank} ends because {cause}")
         else:
             _say(f"rank {world.place.rank} failed:")
             previous(kind, error, trace)
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
-        world.fail(consequence or error)
-        if consequence is not None:
+        world.fail(cause or error)
+        if cause is not None:
             time.sleep(0.2)  # let the rank that failed first end the job
         world.abort()
 
