@@ -27,8 +27,10 @@ class Averaging(abc.ABC):
     """Averages the gradients that one optimizer instance is given, among all ranks, before it uses them.
 
     Methods of the instance are replaced, not its class: `isinstance`, pickling and a saved `.keras` file know nothing
-    of it, and clipping, accumulation, loss scaling and moving averages, which happen inside the optimizer, see the
-    averaged gradient.
+    of it, and clipping, loss scaling and moving averages, which happen inside the optimizer, see the averaged gradient.
+    Where the optimizer accumulates (`gradient_accumulation_steps`), each rank does so for itself, and what is averaged,
+    in the step that updates, is the sum; only a `LossScaleOptimizer` around it must see every gradient averaged, since
+    ranks have to agree on whether one of them overflowed.
 
     Args:
         optimizer: the outermost one (a `LossScaleOptimizer`, say, not the one inside it), so that all ranks skip a
@@ -113,6 +115,29 @@ class Averaging(abc.ABC):
         return [
             Entry(f"variable {i} ({variable.name})", *_dtype_and_count(variable), f"shape {tuple(variable.shape)}")
             for i, variable in enumerate(variables)
+        ]
+
+    @property
+    def accumulation(self) -> int:
+        """Steps that the optimizer makes one update of."""
+        return int(getattr(self.optimizer, "gradient_accumulation_steps", None) or 1)
+
+    def accumulators(self, variables: Sequence[Any]) -> list[Any]:
+        """Where the optimizer adds up gradients; None for a variable that is set to its gradient (scales of float8)."""
+        optimizer = self.optimizer
+        if not optimizer.built:
+            optimizer.build(list(variables))
+        # Keras 3.15.1, optimizers/base_optimizer.py:490: how it finds them itself.
+        return [optimizer._accumulated_gradients[optimizer._get_variable_index(variable)] for variable in variables]
+
+    def left_over(self) -> list[Any]:
+        """What has been accumulated since the last update; its average may take the place of each rank's own."""
+        if self.accumulation == 1 or not self.optimizer.built:
+            return []
+        return [
+            accumulator
+            for accumulator in self.accumulators(self.optimizer._trainable_variables)
+            if accumulator is not None
         ]
 
     def previous(self, name: str) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Literal
 
 import keras
@@ -14,7 +15,7 @@ from ring_plugins.keras.backends import backend
 from ring_plugins.keras.callback_list import arrange, enclosing_list, when_over
 from ring_plugins.keras.connection import check_root, connect
 from ring_plugins.keras.refusals import refuse_different_epochs, refuse_other_parallelism, refuse_unequal_steps
-from ring_plugins.keras.state import broadcast_state, build_optimizers, settle_moving_statistics
+from ring_plugins.keras.state import average_variables, broadcast_state, build_optimizers
 from ring_plugins.keras.stopping import StopTogether
 
 
@@ -64,13 +65,14 @@ class BroadcastCallback(keras.callbacks.Callback):
         self.moving_statistics = moving_statistics
         self.write_on_root_only = write_on_root_only
         self.bucket_bytes = bucket_bytes
+        self._first = _EpochIsOver(self._settle)
         self._installed: list[Averaging] = []
         self._communicators: list[Communicator] = []
         self._stop: StopTogether | None = None
         self._over: weakref.finalize[..., Any] | None = None
         self._under_way = False
         self._has_begun = False
-        self._reductions = -1
+        self._reductions, self._steps_until_check = 0, 0
         self._settled = False
 
     def set_model(self, model: Any) -> None:
@@ -79,7 +81,8 @@ class BroadcastCallback(keras.callbacks.Callback):
         check_root(self.root_rank, world)
         callbacks = enclosing_list(self)
         if callbacks is not None and world.place.size > 1:
-            arrange(callbacks, self, world.place.rank == self.root_rank, self.write_on_root_only)
+            self._first.set_model(model)
+            arrange(callbacks, self._first, self, world.place.rank == self.root_rank, self.write_on_root_only)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         world = connect()
@@ -119,6 +122,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         # A function traced before would go on without averaging, and would say nothing.
         backend().make_train_function(model)
         self._reductions = self._count()
+        self._steps_until_check = max((averaging.accumulation for averaging in self._active()), default=1)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._settled = False
@@ -130,20 +134,19 @@ class BroadcastCallback(keras.callbacks.Callback):
         if not self._under_way:
             return
         assert self._stop is not None
-        if self._reductions >= 0:
+        self._steps_until_check -= 1
+        if self._steps_until_check == 0:
             self._check_that_a_reduction_ran()
         self._stop.after_step(self._model, batch)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if self._under_way:
-            self._settle()
+        self._settle()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if not self._under_way:
             return
         assert self._stop is not None
         self._stop.after_epoch(self._model)
-        self._settle()
         self._check_learning_rates()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -159,8 +162,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         return sum(averaging.reductions for averaging in self._active())
 
     def _check_that_a_reduction_ran(self) -> None:
-        before, self._reductions = self._reductions, -1
-        if self.average_gradients and self._model.trainable_variables and self._count() <= before:
+        if self.average_gradients and self._model.trainable_variables and self._count() <= self._reductions:
             raise RingError(
                 f"rank {self._communicator.rank} took its first step without averaging gradients. "
                 f"{type(self._model).__name__}.train_step seems to update with an optimizer that is no attribute of "
@@ -169,10 +171,16 @@ class BroadcastCallback(keras.callbacks.Callback):
             )
 
     def _settle(self) -> None:
-        """Moving statistics once an epoch, before validation uses them and a checkpoint holds them."""
-        if self.moving_statistics == "average" and not self._settled:
-            settle_moving_statistics(self.model, self._communicator)
+        """What ranks gather apart, once an epoch, before validation uses it and a checkpoint holds it."""
+        if not self._under_way or self._settled:
+            return
+        assert self._stop is not None
         self._settled = True
+        self._stop.after_epoch(self._model)  # and not wait for ranks that are elsewhere
+        gathered = list(self.model.non_trainable_weights) if self.moving_statistics == "average" else []
+        for averaging in self._active():
+            gathered += averaging.left_over()
+        average_variables(gathered, self._communicator)
 
     def _check_learning_rates(self) -> None:
         """Callbacks that decide on what one rank measured let the ranks drift apart."""
@@ -201,3 +209,14 @@ class BroadcastCallback(keras.callbacks.Callback):
         for communicator in self._communicators:
             communicator.close()
         self._communicators = []
+
+
+class _EpochIsOver(keras.callbacks.Callback):
+    """Stands first in the list, so that all others see and write what the ranks agree on."""
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        super().__init__()
+        self._settle = settle
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._settle()

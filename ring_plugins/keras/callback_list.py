@@ -37,11 +37,12 @@ def enclosing_list(callback: Any) -> Any | None:
     return None
 
 
-def arrange(callbacks: Any, last: Any, is_writer_rank: bool, written_by_one: bool) -> None:
-    """Put `last` behind all others, and on ranks that do not write leave the writers out.
+def arrange(callbacks: Any, first: Any, last: Any, is_writer_rank: bool, written_by_one: bool) -> None:
+    """Put `first` before and `last` behind all others, and on ranks that do not write leave the writers out.
 
     Args:
         callbacks: a `CallbackList`; it gets a new list, since Keras walks through the old one meanwhile.
+        first: the callback that prepares what the others see and write.
         last: the callback that must see what all others did.
         is_writer_rank: whether this rank writes.
         written_by_one: whether only one rank is to write.
@@ -49,9 +50,9 @@ def arrange(callbacks: Any, last: Any, is_writer_rank: bool, written_by_one: boo
     kept = [
         callback
         for callback in callbacks.callbacks
-        if callback is not last and (is_writer_rank or not _only_writes(callback, written_by_one))
+        if callback not in (first, last) and (is_writer_rank or not _only_writes(callback, written_by_one))
     ]
-    callbacks.callbacks = [*kept, last]
+    callbacks.callbacks = [first, *kept, last]
 
 
 def when_over(callback: Any, undo: Callable[[], None]) -> weakref.finalize[..., Any] | None:

@@ -86,13 +86,13 @@ def check_equal(variables: Sequence[Any], communicator: Communicator) -> None:
             )
 
 
-def settle_moving_statistics(model: Any, communicator: Communicator) -> None:
-    """Average the non-trainable weights that have come to differ among ranks; collective.
+def average_variables(variables: Sequence[Any], communicator: Communicator) -> None:
+    """Average those variables that have come to differ among ranks; collective. What is no float becomes rank 0's.
 
-    These are the moving statistics of BatchNormalization and its like, which each rank gathers from its own batches.
-    What is no float becomes the first rank's.
+    Args:
+        variables: each rank's own, such as moving statistics, which it gathered from its own batches.
+        communicator: over all ranks.
     """
-    variables = list(model.non_trainable_weights)
     values = [value_of(variable) for variable in variables]
     digests = communicator.all_gather_object([zlib.crc32(_bytes(value)) for value in values])
     for i, (variable, value) in enumerate(zip(variables, values, strict=True)):

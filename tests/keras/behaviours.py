@@ -25,6 +25,7 @@ from ring_plugins.keras import (
     MetricAverageCallback,
     shard,
 )
+from ring_plugins.keras.averaging import averaging_of
 from tests.keras.scenarios import BACKEND, Run, dense, features, momentum
 
 BEHAVIOURS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {}
@@ -382,6 +383,15 @@ def refusals() -> Any:
     model.compile(optimizer=momentum(), loss="mse")
     found["no reduction"] = error_of(lambda: fit(model, [BroadcastCallback()]))
     return found
+
+
+@behaviour()
+def accumulation_is_reduced_once_an_update() -> Any:
+    model = dense(DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)))
+    fit(model, [BroadcastCallback()], steps=6)
+    averaging = averaging_of(model.optimizer)
+    assert averaging is not None
+    return {"updates": averaging.reductions, "weights": [float(np.sum(value)) for value in model.get_weights()]}
 
 
 @behaviour("tensorflow")

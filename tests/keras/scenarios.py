@@ -149,6 +149,34 @@ def accumulation(run: Run) -> Outcome:
 
 
 @scenario()
+def accumulation_of_an_embedding(run: Run) -> Outcome:
+    """Sparse gradients on TensorFlow; and fits that end in the middle of an update."""
+    run.seed()
+    random = np.random.default_rng(2)
+    x, y = random.integers(0, 50, (20 * run.ranks, 4)), random.normal(size=(20 * run.ranks, 1)).astype("float32")
+    model = keras.Sequential(
+        [keras.Input((4,), dtype="int32"), layers.Embedding(50, 6), layers.GlobalAveragePooling1D(), layers.Dense(1)]
+    )
+    model.compile(optimizer=keras.optimizers.Adam(0.01, gradient_accumulation_steps=3), loss="mse")
+    run.fit(model, x, y, epochs=1)
+    run.fit(model, x, y, epochs=1)
+    return weights(model)
+
+
+@scenario()
+def accumulation_in_mixed_precision(run: Run) -> Outcome:
+    run.seed()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        inner = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)
+        model = dense(keras.optimizers.LossScaleOptimizer(inner, initial_scale=64.0))
+        run.fit(model, *features(run.ranks, steps=4))
+    finally:
+        keras.config.set_dtype_policy("float32")
+    return {name: value for name, value in weights(model).items() if name.startswith("weight")}
+
+
+@scenario()
 def schedule(run: Run) -> Outcome:
     run.seed()
     model = dense(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.7)))
@@ -304,6 +332,24 @@ def compiled_several_steps_an_execution(run: Run) -> Outcome:
     run.seed()
     model = dense(momentum(), jit_compile=True, steps_per_execution=2)
     run.fit(model, *features(run.ranks, steps=4), epochs=1)
+    return weights(model)
+
+
+@scenario("tensorflow")
+def compiled_accumulation(run: Run) -> Outcome:
+    run.seed()
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)
+    model = dense(optimizer, jit_compile=True)
+    run.fit(model, *features(run.ranks, steps=4))
+    return weights(model)
+
+
+@scenario()
+def eager_accumulation(run: Run) -> Outcome:
+    run.seed()
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)
+    model = dense(optimizer, run_eagerly=True)
+    run.fit(model, *features(run.ranks, steps=4))
     return weights(model)
 
 

@@ -128,6 +128,12 @@ def test_a_fit_that_raises_is_undone_at_once(backend):
     assert first["together"] == second["together"]
 
 
+def test_accumulated_gradients_are_reduced_once_an_update(backend):
+    first, second = seen("accumulation_is_reduced_once_an_update", backend)
+    assert first == second
+    assert first["updates"] == 2
+
+
 @pytest.mark.parametrize("backend", ["tensorflow"])
 def test_what_xla_cannot_compile_is_refused_or_not_compiled(backend):
     first, second = seen("inside_xla", backend)

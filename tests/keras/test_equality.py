@@ -8,6 +8,8 @@ from tests.keras.launches import launch
 
 EVERYWHERE = (
     "accumulation",
+    "accumulation_in_mixed_precision",
+    "accumulation_of_an_embedding",
     "adam",
     "clipping_weight_decay_and_moving_average",
     "convolution_with_momentum",
@@ -23,8 +25,10 @@ SOMEWHERE = {
     "tensorflow": (
         "class_weights",
         "compiled",
+        "compiled_accumulation",
         "compiled_several_steps_an_execution",
         "eager",
+        "eager_accumulation",
         "explicit_optimizer",
         "gradient_of_nothing",
         "many_buckets",
@@ -34,7 +38,7 @@ SOMEWHERE = {
         "several_steps_an_execution",
     ),
     "torch": ("class_weights", "explicit_optimizer", "gradient_of_nothing", "many_buckets", "remainder", "schedule"),
-    "jax": ("many_buckets", "not_compiled", "several_steps_an_execution"),
+    "jax": ("eager_accumulation", "many_buckets", "not_compiled", "several_steps_an_execution"),
 }
 ON_THREE_RANKS = ("adam", "convolution_with_momentum", "large_layer")
 
@@ -64,4 +68,4 @@ def check(found: list[Any], size: int, name: str) -> None:
 
 
 # Activations are in float16 there, and another size of batch lets sums round elsewhere.
-TOLERANCE = {"mixed_precision": 1e-3}
+TOLERANCE = {"mixed_precision": 1e-3, "accumulation_in_mixed_precision": 1e-3}

@@ -44,10 +44,21 @@ class GradientAveraging(Averaging):
     ) -> Any:
         """Stands in for the optimizer's method; takes and returns the same."""
         self.prepare(self.optimizer._trainable_variables)
-        averaged = self.average(list(grads), list(range(len(grads))))
+        state, gradients, indices = list(optimizer_variables), list(grads), list(range(len(grads)))
+        if self.accumulation == 1:
+            averaged = self.average(gradients, indices)
+        else:
+            places = {id(variable): place for place, variable in enumerate(self.optimizer.variables)}
+            accumulators = [places.get(id(a)) for a in self.accumulators(self.optimizer._trainable_variables)]
+            sums = [None if place is None else state[place] for place in accumulators]
+            iterations = state[places[id(self.optimizer._iterations)]]
+            averaged, left = self._accumulate(iterations, gradients, sums, indices)
+            for place, value in zip(accumulators, left, strict=True):
+                if place is not None:
+                    state[place] = value
         self._inside = True
         try:
-            return self.previous("stateless_apply")(optimizer_variables, averaged, trainable_variables)
+            return self.previous("stateless_apply")(state, averaged, trainable_variables)
         finally:
             self._inside = False
 
@@ -58,8 +69,45 @@ class GradientAveraging(Averaging):
             given = self.optimizer._trainable_variables if trainable_variables is None else trainable_variables
             variables = list(given)
             self.prepare(self.optimizer._trainable_variables if self.optimizer.built else variables)
-            gradients = self.average(gradients, [self.index(variable) for variable in variables])
+            indices = [self.index(variable) for variable in variables]
+            if self.accumulation == 1:
+                gradients = self.average(gradients, indices)
+            else:
+                accumulators = self.accumulators(variables)
+                sums = [None if accumulator is None else accumulator.value for accumulator in accumulators]
+                gradients, left = self._accumulate(self.optimizer._iterations.value, gradients, sums, indices)
+                for accumulator, value in zip(accumulators, left, strict=True):
+                    if accumulator is not None:
+                        accumulator.assign(value)
         self.previous("apply")(gradients, trainable_variables)
+
+    def _accumulate(
+        self, iterations: Any, gradients: list[Any], sums: list[Any], indices: list[int]
+    ) -> tuple[list[Any], list[Any]]:
+        """In the step that updates, the averages of what all steps have accumulated, and nothing left accumulated.
+
+        Args:
+            iterations: steps so far, of the same number on all ranks.
+            gradients: this step's.
+            sums: of the steps before, for each gradient; None where there is none.
+            indices: which variables' they are.
+
+        Returns:
+            What to give the optimizer for gradients and for its sums.
+        """
+
+        def update(gradients: list[Any], sums: list[Any]) -> tuple[list[Any], list[Any]]:
+            totals = [g if g is None or s is None else g + s for g, s in zip(gradients, sums, strict=True)]
+            left = [
+                s if g is None or s is None else jax.numpy.zeros_like(s) for g, s in zip(gradients, sums, strict=True)
+            ]
+            return self.average(totals, indices), left
+
+        is_update = (iterations + 1) % self.accumulation == 0
+        if isinstance(is_update, jax.core.Tracer):
+            result: tuple[list[Any], list[Any]] = jax.lax.cond(is_update, update, lambda *given: given, gradients, sums)
+            return result
+        return update(gradients, sums) if is_update else (gradients, sums)
 
     def build(self, variables: Sequence[Any]) -> None:
         """Small gradients travel in buckets; large ones are reduced where they are."""

@@ -55,6 +55,25 @@ class GradientAveraging(Averaging):
             InsideXla: XLA compiles what is being traced.
         """
         refuse_inside_xla()
+        if self.accumulation == 1:
+            return self._average(gradients, variables)
+        present = [place for place, gradient in enumerate(gradients) if gradient is not None]
+        kept = [variables[place] for place in present]
+        own = [tf.convert_to_tensor(gradients[place]) for place in present]
+        accumulators = self.accumulators(kept)
+
+        def update() -> list[Any]:
+            """The optimizer finds the sum of all steps in place of this step's gradient, and nothing accumulated."""
+            averages = self._average([_sum(*pair) for pair in zip(own, accumulators, strict=True)], kept)
+            for accumulator in filter(None.__ne__, accumulators):
+                accumulator.assign(tf.zeros_like(accumulator.value))
+            return averages
+
+        is_update = tf.equal((self.optimizer._iterations.value + 1) % self.accumulation, 0)
+        averages = iter(tf.cond(is_update, update, lambda: own))
+        return [None if gradient is None else next(averages) for gradient in gradients]
+
+    def _average(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         self.prepare(self.optimizer._trainable_variables if self.optimizer.built else variables)
         present = {self.index(v): g for g, v in zip(gradients, variables, strict=True) if g is not None}
         if self.buckets is None:
@@ -105,6 +124,10 @@ class GradientAveraging(Averaging):
         """
         with tf.control_dependencies(operations):
             tf.numpy_function(_nothing, [], [])
+
+
+def _sum(gradient: Any, accumulator: Any) -> Any:
+    return gradient if accumulator is None else gradient + tf.cast(accumulator.value, gradient.dtype)
 
 
 def _nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +21,8 @@ class GradientAveraging(Averaging):
 
     `backward()` leaves averages in `variable.value.grad`. Gradients that did not come from there (of
     `torch.autograd.grad`, or changed since) are averaged when they are applied; that costs time, never exactness,
-    since the average of equal values is that value.
+    since the average of equal values is that value. An optimizer that accumulates is given its averages there too:
+    backward cannot know what was accumulated.
     """
 
     methods = ("apply",)
@@ -30,6 +32,7 @@ class GradientAveraging(Averaging):
         self.averager: GradientAverager | None = None
         self._seen = 0
         self._variables: list[Any] = []
+        self._quiet = contextlib.ExitStack()
 
     @property
     def reductions(self) -> int:
@@ -52,6 +55,8 @@ class GradientAveraging(Averaging):
             first_bucket_bytes=self.first_bucket_bytes,
             sparse="densify",
         )
+        if self.accumulation > 1:
+            self._quiet.enter_context(self.averager.no_sync())
 
     def close(self) -> None:
         if self.averager is not None:
@@ -64,6 +69,9 @@ class GradientAveraging(Averaging):
         variables, gradients = list(given), list(grads)
         self.prepare(self.optimizer._trainable_variables if self.optimizer.built else variables)
         assert self.averager is not None
+        if self.accumulation > 1:
+            self.previous("apply")(self._accumulate(gradients, variables), trainable_variables)
+            return
         averaged = self.averager.steps > self._seen and all(
             gradient is variable.value.grad for gradient, variable in zip(gradients, variables, strict=True)
         )
@@ -71,6 +79,23 @@ class GradientAveraging(Averaging):
         if not averaged:
             gradients = self._average(gradients, variables)
         self.previous("apply")(gradients, trainable_variables)
+
+    @torch.no_grad()
+    def _accumulate(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        """In the step that updates, the averages of what all steps have accumulated; else what is given."""
+        assert self.averager is not None
+        if (int(self.optimizer._iterations.value) + 1) % self.accumulation:
+            return gradients
+        for gradient, variable, accumulator in zip(gradients, variables, self.accumulators(variables), strict=True):
+            variable.value.grad = gradient
+            if gradient is not None and accumulator is not None:
+                variable.value.grad = gradient + accumulator.value
+                accumulator.value.zero_()
+        self.averager.finish()
+        return [
+            None if gradient is None else variable.value.grad
+            for gradient, variable in zip(gradients, variables, strict=True)
+        ]
 
     def _average(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         """Average what did not come through the hooks."""
