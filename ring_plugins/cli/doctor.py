@@ -1,0 +1,145 @@
+"""`ring doctor`: what this host, or the job it runs in, is missing and how to mend it."""
+
+from __future__ import annotations
+
+import json as json_module
+import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ring_plugins.doctor import Examination, Finding
+
+_MARKS = {0: "[green]fine[/]", 1: "[yellow]warning[/]", 2: "[bold red]error[/]"}
+
+
+def doctor(
+    json: Annotated[
+        bool, typer.Option("--json", help="Print everything as JSON, for scripts and bug reports.")
+    ] = False,
+) -> None:
+    """Look at what jobs need, and at what lies between the ranks of one.
+
+    Alone it looks at this host: packages, MPI, NCCL, GPUs, cores, memory, networks, limits and settings. Started by
+    `ring run`, `mpirun` or `torchrun` it also measures every pair of hosts and all-reduce, and compares the ranks.
+
+    Ends with status 0 if nothing is wrong, 1 after warnings, 2 after errors.
+
+    **Examples**
+
+    * `ring doctor`
+    * `ring doctor --json > report.json`
+    * `ring run -H node1:4,node2:4 ring doctor`
+    * `mpirun -n 4 --hostfile hosts ring doctor`
+    """
+    from ring_plugins.core.launch import detect
+
+    if detect().kind == "alone":
+        raise typer.Exit(_alone(json))
+    raise typer.Exit(_in_job(json))
+
+
+def _alone(json: bool) -> int:
+    from rich.console import Console
+
+    from ring_plugins.doctor import examine_host, status
+
+    with Console(stderr=True).status("looking at this host"):
+        findings = list(examine_host())
+    if json:
+        print(json_module.dumps({"findings": [finding.record() for finding in findings]}, indent=1))
+    else:
+        _print_findings(Console(), findings)
+    return status(findings)
+
+
+def _in_job(json: bool) -> int:
+    from rich.console import Console
+
+    import ring_plugins as ring
+    from ring_plugins.doctor import Finding, Severity, examine_host, examine_job, status
+
+    ring.init()
+    first = ring.rank() == 0
+    console = Console(stderr=True, quiet=not first)
+    with console.status("starting") as line:
+        line.update("looking at every host")
+        host = list(examine_host()) if ring.local_rank() == 0 else []
+        mine = socket.gethostname()
+        said = [
+            Finding(f"{mine}: {one.check}", one.severity, one.summary, one.remedy, one.evidence)
+            for one in host
+            if one.severity > Severity.FINE
+        ]
+        hosts = [finding for part in ring.all_gather_object(said) for finding in part]
+        examination = examine_job(line.update)
+    findings = [*examination.findings, *hosts]
+    if first and json:
+        print(json_module.dumps({**examination.record(), "findings": [one.record() for one in findings]}, indent=1))
+    elif first:
+        _print_job(Console(), examination, findings)
+    ring.shutdown()
+    return status(findings) if first else 0
+
+
+def _print_findings(console: Console, findings: Sequence[Finding]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(show_edge=False, pad_edge=False, box=None)
+    table.add_column("")
+    table.add_column("", style="bold")
+    table.add_column("", overflow="fold")
+    for finding in findings:
+        table.add_row(_MARKS[finding.severity], escape(finding.check), escape(finding.summary))
+        if finding.remedy:
+            table.add_row("", "", f"[cyan]-> {escape(finding.remedy)}[/]")
+    console.print(table)
+    worst = [one for one in findings if one.severity]
+    console.print(f"\n{len(worst)} of {len(findings)} findings want attention." if worst else "\nNothing is wrong.")
+
+
+def _print_job(console: Console, examination: Examination, findings: Sequence[Finding]) -> None:
+    facts = examination.facts
+    hosts = list(dict.fromkeys((fact.node, fact.host) for fact in facts))
+    console.print(
+        f"{len(facts)} ranks on {len(hosts)} host{'s' if len(hosts) > 1 else ''}, started by {examination.started_by}\n"
+    )
+    if examination.links:
+        between = _table("between hosts", "µs a message", "Gbit/s there", "back", "plain TCP", "interface")
+        for link in examination.links:
+            between.add_row(
+                " - ".join(link.hosts),
+                f"{link.microseconds:,.0f}",
+                *(f"{rate:.2f}" for rate in link.gigabits),
+                ", ".join(f"{name.split()[0]} {rate:.2f}" for name, rate in link.streams.items()),
+                ", ".join(dict.fromkeys(name or "?" for name in link.carried_by)),
+            )
+        console.print(between)
+    curve: Any = examination.curve
+    table = _table("all-reduce, bytes", "µs", "algbw, GB/s", "busbw, GB/s")
+    for nbytes, times in curve.times.items():
+        (name,) = times
+        table.add_row(
+            f"{nbytes:,}",
+            f"{times[name].median * 1e6:,.1f}",
+            f"{curve.algbw(nbytes, name):.3f}",
+            f"{curve.busbw(nbytes, name):.3f}",
+        )
+    console.print(table, "")
+    _print_findings(console, findings)
+
+
+def _table(*columns: str) -> Table:
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
