@@ -1,4 +1,4 @@
-"""The parts of `ring doctor` that need no ranks: what it makes of texts, variables, and facts of ranks that went wrong."""
+"""The parts of `ring doctor` that need no ranks: what it makes of texts, variables, and facts of unlucky ranks."""
 
 import json
 import subprocess
@@ -143,7 +143,8 @@ def test_a_slow_link_is_found_by_what_its_card_states_and_by_the_others():
     assert "host0 and host1: 0.94 Gbit/s, 9 % of the 10 Gbit/s" in finding.summary
     (finding,) = links(facts(3), [link(0, 1, 6.0, 6.0), link(0, 2, 6.0, 6.0), link(1, 2, 0.9, 0.9)])
     assert "host1 and host2: 0.90 Gbit/s, where other pairs of hosts have 6.00" in finding.summary
-    said = list(links(facts(4), [link(a, b, *([0.9] * 2 if b == 3 else [6.0] * 2)) for a, b in sum(rounds(4), [])]))
+    pairs = [pair for together in rounds(4) for pair in together]
+    said = list(links(facts(4), [link(a, b, *([0.9] * 2 if b == 3 else [6.0] * 2)) for a, b in pairs]))
     assert len(said) == 3
     assert all("every slow pair has host3 in it" in finding.summary for finding in said)
     assert (
