@@ -7,6 +7,7 @@ started alone grow; the functions below then work on arrays of all ranks.
 from ring_plugins.core.errors import (
     ArgumentError,
     DeadlockError,
+    DeviceError,
     LaunchError,
     MismatchError,
     MissingDependency,
@@ -48,6 +49,7 @@ __all__ = [
     "SUM",
     "ArgumentError",
     "DeadlockError",
+    "DeviceError",
     "LaunchError",
     "MismatchError",
     "MissingDependency",

@@ -14,6 +14,8 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 SIGNED = ("int8", "int16", "int32", "int64")
 UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
 COMPLEX = ("complex64", "complex128")
+#: On GPUs only.
+FLOATS8 = ("float8_e4m3fn", "float8_e5m2")
 
 #: Name -> numpy type of the same bytes. numpy has no bfloat16: its bits travel as uint16.
 STORAGE: dict[str, np.dtype[Any]] = {
@@ -22,6 +24,11 @@ STORAGE: dict[str, np.dtype[Any]] = {
 STORAGE["bfloat16"] = np.dtype("uint16")
 
 _NAMES = {dtype: name for name, dtype in STORAGE.items() if name != "bfloat16"}
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element."""
+    return 1 if dtype in FLOATS8 else STORAGE[dtype].itemsize
 
 
 def name_of(dtype: np.dtype[Any]) -> str:
@@ -49,7 +56,7 @@ def check_reducible(dtype: str, op: Op) -> None:
     Raises:
         ArgumentError: an average of integers or booleans, an order of complex numbers.
     """
-    if op is Op.AVERAGE and dtype not in FLOATS and dtype not in COMPLEX:
+    if op is Op.AVERAGE and dtype not in (*FLOATS, *COMPLEX, *FLOATS8):
         raise ArgumentError(f"op=AVERAGE of dtype={dtype} would round; convert to float32 first, or use op=SUM.")
     if op in (Op.MIN, Op.MAX) and dtype in COMPLEX:
         raise ArgumentError(f"op={op.name} of dtype={dtype}: complex numbers have no order.")

@@ -69,6 +69,10 @@ class PeerLeft(PeerFailed):
     """Another rank ended its part normally while this one still waits for it."""
 
 
+class DeviceError(RingError):
+    """NCCL or the CUDA driver reported an error, is too old, or finds no GPU that this rank could use."""
+
+
 class DeadlockError(RingError):
     """Two ranks wait for each other in different operations."""
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ring_plugins.core.dtypes import STORAGE, name_of
+from ring_plugins.core.dtypes import STORAGE, itemsize, name_of
 from ring_plugins.core.errors import ArgumentError
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -27,6 +27,37 @@ class HostMemory(NamedTuple):
 
     array: Array
     dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it holds."""
+        return self.array.nbytes
+
+
+class DeviceMemory(NamedTuple):
+    """Contiguous memory of a GPU with a meaning.
+
+    Attributes:
+        pointer: its address on the device.
+        size: elements.
+        dtype: the element type's name.
+        device: which GPU, as this process numbers them.
+        owner: keeps the memory alive, such as the tensor it belongs to.
+    """
+
+    pointer: int
+    size: int
+    dtype: str
+    device: int
+    owner: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it holds."""
+        return self.size * itemsize(self.dtype)
+
+
+Memory = HostMemory | DeviceMemory
 
 
 class _Tensor(ctypes.Structure):

@@ -15,8 +15,11 @@ import traceback
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Protocol
 
+from ring_plugins.core import nccl
 from ring_plugins.core.collectives.alone import AloneCommunicator
+from ring_plugins.core.collectives.device import DeviceCommunicator, Streams
 from ring_plugins.core.collectives.host import Gather, HostCommunicator
 from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.errors import ArgumentError, LaunchError, NotInitialised, PeerFailed
@@ -24,9 +27,16 @@ from ring_plugins.core.launch import Connection, connect, detect, grow, rendezvo
 from ring_plugins.core.place import find_place, virtual_nodes
 from ring_plugins.core.presence import FAILED, Neighbourhood, Presence
 from ring_plugins.core.shared_memory import domain, is_available
+from ring_plugins.core.waiting import Wait
 
 #: Seconds that a script has to notice a failed peer by itself before its process is ended.
 _GRACE = 5.0
+
+
+class Closable(Protocol):
+    """What the world keeps of a communicator."""
+
+    def close(self) -> None: ...
 
 
 class World:
@@ -62,7 +72,9 @@ class World:
             connection.gather(None)  # everyone has opened what it needs before anyone may leave
             self._neighbourhood = Neighbourhood(own, others)
         self._tags = itertools.count(rank, connection.size)  # no two ranks ever offer the same
-        self._communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()  # those that somebody still uses
+        #: Those that somebody still uses, by the order in which they were made, which is the same on all ranks.
+        self._communicators: weakref.WeakValueDictionary[int, Closable] = weakref.WeakValueDictionary()
+        self._made = itertools.count()
         self._closed = threading.Event()
         self.communicator = self.new_communicator("ring", gather=connection.gather)
         if self.place.size > 1:
@@ -104,8 +116,37 @@ class World:
                 self._connection.plane,
             )
             communicator = host
-        self._communicators.add(communicator)
+        self._communicators[next(self._made)] = communicator
         return communicator
+
+    def new_device_communicator(
+        self,
+        name: str,
+        device: int,
+        streams: Streams,
+        ranks: Sequence[int] | None = None,
+        gather: Gather | None = None,
+    ) -> DeviceCommunicator:
+        """As `new_communicator`, for the memory of one GPU a rank, by NCCL.
+
+        Args:
+            name, ranks, gather: as there.
+            device: this rank's GPU, as the process numbers them.
+            streams: the framework's.
+
+        Raises:
+            MissingDependency: there is no NCCL.
+            DeviceError: there is no CUDA driver or no such GPU, or ranks would share one.
+            MismatchError: the ranks have different releases of NCCL.
+        """
+        host = self.new_communicator(name, ranks, gather)
+        wait = Wait(name, self._neighbourhood)
+        communicator = DeviceCommunicator(name, device, host, streams, wait, nccl.load_nccl(), nccl.load_driver())
+        self._communicators[next(self._made)] = communicator
+        return communicator
+
+    def _device_communicators(self) -> list[DeviceCommunicator]:
+        return [one for one in self._communicators.copy().values() if isinstance(one, DeviceCommunicator)]
 
     # Failure --------------------------------------------------------------------------------------
 
@@ -138,6 +179,11 @@ class World:
                 _say(f"rank {self.place.rank} ends because the launcher (process {parent}) is gone")
                 os._exit(1)
             failure = neighbourhood.failure() if neighbourhood is not None else None
+            for communicator in self._device_communicators():
+                if failure is None:
+                    communicator.watch()
+                else:
+                    communicator.abort(failure)  # a kernel that waits for a dead peer would never end
             if failure is None or neighbourhood is None or neighbourhood.told:
                 continue
             if neighbourhood.own.state == FAILED and not neighbourhood.has_lost_a_process():
@@ -157,7 +203,7 @@ class World:
         self._closed.set()
         if self._neighbourhood is not None:
             self._neighbourhood.own.leave()
-        for communicator in list(self._communicators):
+        for communicator in self._communicators.copy().values():
             communicator.close()
 
 
@@ -300,7 +346,7 @@ def _install_hooks() -> None:
 def _forked() -> None:
     """A forked child can read who its parent is among the ranks; it is none itself."""
     if _world is not None:
-        for communicator in list(_world._communicators):
+        for communicator in _world._communicators.copy().values():
             if isinstance(communicator, HostCommunicator):
                 communicator.leave_to_parent()
 

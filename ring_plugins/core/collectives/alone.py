@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -57,6 +58,9 @@ class AloneCommunicator:
         work = Work(description, function, lambda _: None)
         work.run()
         return work
+
+    def group(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def allocate(self, nbytes: int) -> SharedBuffer:
         return SharedBuffer([np.zeros(nbytes, np.uint8)], 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -155,6 +156,10 @@ class OrderedOperations:
         work = Work(description, function, self._caller_waits)
         self._thread.give(work)
         return work
+
+    def group(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing to gain here: every operation is on its way when it is called."""
+        return contextlib.nullcontext()
 
     def close(self) -> None:
         """End the communication thread; further calls raise."""

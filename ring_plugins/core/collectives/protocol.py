@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ring_plugins.core.collectives.work import Work
 from ring_plugins.core.memory import HostMemory
@@ -12,6 +13,14 @@ from ring_plugins.core.operations import Op
 from ring_plugins.core.shared_memory import SharedBuffer
 
 T = TypeVar("T")
+
+if TYPE_CHECKING:
+    import typing_extensions
+
+    #: The memory it works on. `Communicator` alone means host memory, `Communicator[DeviceMemory]` that of a GPU.
+    M_contra = typing_extensions.TypeVar("M_contra", contravariant=True, default=HostMemory)
+else:
+    M_contra = TypeVar("M_contra", contravariant=True)
 
 
 @dataclass
@@ -31,10 +40,11 @@ class Statistics:
     working: float = 0.0
 
 
-class Communicator(Protocol):
+class Communicator(Protocol[M_contra]):
     """A group of ranks that make the same calls in the same order.
 
-    Calls block the calling thread, but work given to `start` before comes first. After an error that
+    Calls block the calling thread, but work given to `start` before comes first. On a GPU they block the calling
+    thread's stream instead: what it is given next comes after them. After an error that
     leaves members out of step every further call raises it again; build a new communicator to go on.
 
     Attributes:
@@ -53,21 +63,19 @@ class Communicator(Protocol):
     ranks: tuple[int, ...]
     statistics: Statistics
 
-    def all_reduce(self, memory: HostMemory, op: Op) -> None:
+    def all_reduce(self, memory: M_contra, op: Op) -> None:
         """Combine everyone's memory, in place, to the same bits on all ranks."""
 
-    def broadcast(self, memory: HostMemory, root: int) -> None:
+    def broadcast(self, memory: M_contra, root: int) -> None:
         """Overwrite everyone's memory with the root's."""
 
-    def all_gather(self, mine: HostMemory, out: HostMemory, counts: Sequence[int]) -> None:
+    def all_gather(self, mine: M_contra, out: M_contra, counts: Sequence[int]) -> None:
         """Fill `out` with everyone's memory in rank order; `counts` elements each, equal on all ranks."""
 
-    def reduce_scatter(self, full: HostMemory, out: HostMemory, counts: Sequence[int], op: Op) -> None:
+    def reduce_scatter(self, full: M_contra, out: M_contra, counts: Sequence[int], op: Op) -> None:
         """Combine everyone's `full` and leave `counts[rank]` elements of it in `out`; `full` is only read."""
 
-    def all_to_all(
-        self, send: HostMemory, send_counts: Sequence[int], out: HostMemory, out_counts: Sequence[int]
-    ) -> None:
+    def all_to_all(self, send: M_contra, send_counts: Sequence[int], out: M_contra, out_counts: Sequence[int]) -> None:
         """Send `send_counts[i]` elements to rank i, receive `out_counts[i]` from it, in rank order."""
 
     def barrier(self) -> None:
@@ -81,6 +89,9 @@ class Communicator(Protocol):
 
     def start(self, description: str, function: Callable[[], T]) -> Work[T]:
         """Run `function`, which calls the methods above, after all started before, while the caller goes on."""
+
+    def group(self) -> AbstractContextManager[None]:
+        """The operations called inside may travel together; their results are there when it ends."""
 
     def allocate(self, nbytes: int) -> SharedBuffer:
         """Memory in which `all_reduce` is fastest; all ranks call with the same size."""

@@ -1,0 +1,76 @@
+"""The device communicator, with a stand-in for the GPU and for NCCL (see tests/gpu_stand_in.py)."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.launch import run_ranks, start_ranks
+
+
+@pytest.mark.ranks(2, 3)
+def test_every_collective_and_every_refusal(ranks):
+    result = run_ranks(Path(__file__).with_name("checks_device.py"), ranks)
+    assert result.values("failed") == [[]] * ranks
+    every = list(range(ranks))
+    said = f"ranks {', '.join(map(str, every))}"
+    for errors in result.values("errors"):
+        for error, part in zip(
+            errors,
+            ("int16", "would round", "memory of the CPU", "GPU 1", f"root={ranks}", "out_counts", "framework"),
+            strict=True,
+        ):
+            assert part in error
+    assert result.values("launches") == [[["all_reduce", "all_reduce"]]] * ranks
+    assert result.values("done") == [[False, True]] * ranks
+    assert result.values("kept") == [0] * ranks
+    assert result.values("kept by graphs") == [2] * ranks
+    assert all("ordinary steps before the capture" in text for text in result.values("captured"))
+    assert all("2.24" in text and "2.23.0" in text for text in result.values("float8"))
+    assert all(
+        said in text and "0000:01:00.0" in text and "RING_SHARE_GPU=1" in text for text in result.values("shared")
+    )
+    assert result.values("settings") == ["1"] * ranks
+    others = "rank 0" if ranks == 2 else "ranks 0, 2"
+    for text in result.values("versions"):
+        assert f"{others}: 2.32.3 (stand-in); rank 1: 2.27.4 (stand-in)" in text
+    assert all("there is no GPU 0" in text for text in result.values("no such GPU"))
+    for text in result.values("start"):
+        assert f"did not connect {said} of" in text and "within 1 s" in text
+    assert all("stand-in status 6" in text and "what the stand-in says" in text for text in result.values("noticed"))
+    assert result.values("aborted") == [["abort"]] * ranks
+
+
+KILLED = """
+    import os, signal, time
+    import numpy as np
+    import ring_plugins as ring
+    from ring_plugins.core import world
+    from ring_plugins.core.memory import DeviceMemory
+    from tests.gpu_stand_in import install
+    from tests.worker import report
+
+    ring.init(ranks=int(os.environ["TEST_RANKS"]))
+    library, streams = install()
+    communicator = world.current().new_device_communicator("test", 0, streams)
+    x = np.ones(3, np.float32)
+    memory = DeviceMemory(x.ctypes.data, x.size, "float32", 0, x)
+    communicator.all_reduce(memory, ring.SUM)
+    if ring.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    library.cuda.waits_at_once = False
+    communicator.all_reduce(memory, ring.SUM)
+    library.cuda.synchronize()
+    try:
+        communicator.all_reduce(memory, ring.SUM)
+    except ring.PeerFailed as error:
+        report("raised", str(error))
+    report("log", [entry for entry in library.log if isinstance(entry, str)])
+"""
+
+
+def test_a_kernel_that_waits_for_a_dead_peer_is_ended():
+    with start_ranks(KILLED, 2) as job:
+        result = job.wait(30)
+    assert result.returncode != 0
+    assert "rank 1 (process" in result.values("raised")[0]
+    assert result.values("log") == [["abort"]]

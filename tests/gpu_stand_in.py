@@ -1,0 +1,438 @@
+"""A GPU and an NCCL that are not there: what our code must get right about both, without the speed.
+
+Injected as the loaded libraries, below the tables of C functions, so that all of our own code runs. It keeps what
+matters of their contracts:
+
+- A stream is a thread that does what it was given in order, while the caller goes on; events are all that orders two
+  streams. Stream 1 is the caller's own: what torch or numpy does on the CPU has happened when it returns, so to make
+  that stream wait for an event is to block.
+- NCCL is nonblocking: a group of calls reaches the stream only after `ncclCommGetAsyncError` was asked often enough, so
+  an event that is recorded too early stands before the work.
+- A kernel that waits for a dead peer does not end before its communicator is aborted.
+
+The data is reduced by a host communicator, whose members meet through files.
+"""
+
+# ruff: noqa: N802  # the functions bear the names that the libraries gave them
+
+import contextlib
+import ctypes
+import itertools
+import os
+import pickle
+import queue
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+from ring_plugins.core import nccl, world
+from ring_plugins.core.errors import RingError
+from ring_plugins.core.memory import HostMemory
+from ring_plugins.core.nccl import calls, driver
+from ring_plugins.core.operations import Op
+
+CALLERS_STREAM = 1
+SUCCESS, INVALID_ARGUMENT, REMOTE_ERROR, IN_PROGRESS = 0, 4, 6, 7
+NOT_READY = 600
+DTYPES = {kind: name for name, (kind, width) in calls._TYPES.items() if width == 1 and name != "bool"}
+OPERATIONS = {number: op for op, number in calls._OPERATIONS.items()}
+
+
+class CFunctions:
+    """Methods of a class as C functions, converted by ctypes as a real library's would be."""
+
+    def __init__(self, declared, texts=()):
+        for name, call in declared.items():
+            if method := getattr(self, f"_{name}", None):
+                prototype = ctypes.CFUNCTYPE(ctypes.c_int, *call.arguments)
+                setattr(self, name, prototype(self._safely(method)))
+        for name in texts:
+            setattr(self, name, Text(getattr(self, f"_{name}")))
+
+    @staticmethod
+    def _safely(method):
+        def function(*arguments):
+            try:
+                return method(*arguments) or 0
+            except BaseException:  # C knows no exceptions
+                import traceback
+
+                traceback.print_exc()
+                return 3
+
+        return function
+
+
+class Text:
+    """A function that returns a C string."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, argument):
+        return self.function(argument)
+
+
+class Stream(threading.Thread):
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.work = queue.SimpleQueue()
+        self.start()
+
+    def run(self):
+        while True:
+            self.work.get()()
+
+    def drain(self):
+        if threading.current_thread() is not self:
+            done = threading.Event()
+            self.work.put(done.set)
+            done.wait()
+
+
+class StandInDriver(CFunctions):
+    def __init__(self, card="0000:01:00.0", devices=1):
+        super().__init__(driver.CALLS)
+        self.card, self.devices = card, devices
+        self.capturing = False
+        self.waits_at_once = True  # False: the caller's stream waits in `synchronize`, as a script does in `.item()`
+        self.awaited = []
+        self.streams, self.events = {}, {}
+        self.numbers = itertools.count(10)
+        self.contexts = threading.local()
+
+    def _cuInit(self, flags):
+        pass
+
+    def _cuGetErrorString(self, status, text):
+        text[0] = b"stand-in error"
+
+    def _cuDeviceGetCount(self, count):
+        count[0] = self.devices
+
+    def _cuDeviceGet(self, device, index):
+        device[0] = index
+
+    def _cuDeviceGetPCIBusId(self, text, length, device):
+        ctypes.memmove(text, self.card.encode() + b"\0", len(self.card) + 1)
+
+    def _cuDevicePrimaryCtxRetain(self, context, device):
+        context[0] = 0xC0 + device
+
+    def _cuCtxPushCurrent_v2(self, context):
+        self.contexts.depth = getattr(self.contexts, "depth", 0) + 1
+
+    def _cuCtxPopCurrent_v2(self, context):
+        self.contexts.depth -= 1
+
+    def in_context(self):
+        assert getattr(self.contexts, "depth", 0) > 0, "a call outside of any device's context"
+
+    def _cuCtxGetStreamPriorityRange(self, least, greatest):
+        self.in_context()
+        least[0], greatest[0] = 0, -5
+
+    def _cuStreamCreateWithPriority(self, stream, flags, priority):
+        self.in_context()
+        assert (flags, priority) == (1, -5)
+        handle = next(self.numbers)
+        self.streams[handle] = Stream()
+        stream[0] = handle
+
+    def _cuStreamIsCapturing(self, stream, status):
+        status[0] = int(self.capturing)
+
+    def _cuThreadExchangeStreamCaptureMode(self, mode):
+        pass
+
+    def _cuEventCreate(self, event, flags):
+        self.in_context()
+        assert flags == 2
+        handle = next(self.numbers)
+        self.events[handle] = threading.Event()
+        event[0] = handle
+
+    def _cuEventRecord(self, event, stream):
+        self.in_context()
+        happened = self.events[event]
+        if stream == CALLERS_STREAM:
+            happened.set()
+        else:
+            self.streams[stream].work.put(happened.set)
+
+    def _cuStreamWaitEvent(self, stream, event, flags):
+        happened = self.events[event]
+        if stream == CALLERS_STREAM:
+            self.awaited.append(happened)
+            if self.waits_at_once:
+                self.synchronize()
+        else:
+            self.streams[stream].work.put(happened.wait)
+
+    def synchronize(self):
+        while self.awaited:
+            self.awaited.pop().wait()
+
+    def _cuEventQuery(self, event):
+        assert not self.capturing, "an event was asked about during a capture"
+        return 0 if self.events[event].is_set() else NOT_READY
+
+    def _cuEventDestroy_v2(self, event):
+        del self.events[event]
+
+
+class StandInNccl(CFunctions):
+    """
+    Args:
+        cuda: whose streams it works on.
+        version: as NCCL numbers itself.
+        polls: how often `ncclCommGetAsyncError` says "in progress" after each group.
+    """
+
+    def __init__(self, cuda, version=23203, polls=3):
+        super().__init__(calls.CALLS, ["ncclGetErrorString", "ncclGetLastError"])
+        self.cuda, self.version, self.polls = cuda, version, polls
+        self.connects = True  # False: the start never ends
+        self.delay = 0.0  # of each kernel
+        self.async_error = 0
+        self.communicators = {}
+        self.numbers = itertools.count(1000)
+        self.group = threading.local()
+        self.log = []
+
+    def _ncclGetErrorString(self, status):
+        return f"stand-in status {status}".encode()
+
+    def _ncclGetLastError(self, communicator):
+        return b"what the stand-in says"
+
+    def _ncclGetVersion(self, version):
+        version[0] = self.version
+
+    def _ncclGetUniqueId(self, identity):
+        ctypes.memmove(identity, os.urandom(128), 128)
+
+    def _ncclCommInitRankConfig(self, communicator, size, identity, rank, config):
+        self.cuda.in_context()
+        assert (config[0].magic, config[0].version, config[0].blocking) == (0xCAFEBEEF, 21400, 0)
+        handle = next(self.numbers)
+        made = self.communicators[handle] = Communicator(self, bytes(identity), rank, size)
+        made.begin(lambda: None)
+        if self.connects:
+            threading.Thread(target=made.connect, daemon=True).start()
+        communicator[0] = handle
+        return IN_PROGRESS
+
+    def _ncclCommGetAsyncError(self, communicator, state):
+        state[0] = self.async_error or self.communicators[communicator].poll()
+
+    def _ncclCommAbort(self, communicator):
+        self.log.append("abort")
+        self.communicators.pop(communicator).abort()
+
+    def _ncclCommFinalize(self, communicator):
+        self.log.append("finalize")
+        self.communicators[communicator].begin(lambda: None)
+        return IN_PROGRESS
+
+    def _ncclCommDestroy(self, communicator):
+        self.log.append("destroy")
+        self.communicators.pop(communicator).abort()
+
+    def _ncclGroupStart(self):
+        assert getattr(self.group, "calls", None) is None, "groups are not nested here"
+        self.group.calls = []
+
+    def _ncclGroupEnd(self):
+        self.cuda.in_context()
+        collected, self.group.calls = self.group.calls, None
+        if not collected:
+            return SUCCESS
+        (handle,), (stream,) = {call[0] for call in collected}, {call[1] for call in collected}
+        made = self.communicators[handle]
+        self.log.append([call[2] for call in collected])
+        made.begin(lambda: self.cuda.streams[stream].work.put(lambda: made.kernel([call[2:] for call in collected])))
+        return IN_PROGRESS
+
+    def _collect(self, communicator, stream, *call):
+        if self.group.calls is None:
+            return INVALID_ARGUMENT
+        self.group.calls.append((communicator, stream, *call))
+        return SUCCESS
+
+    def _ncclAllReduce(self, send, receive, count, kind, op, communicator, stream):
+        return self._collect(communicator, stream, "all_reduce", send, receive, count, kind, op)
+
+    def _ncclBroadcast(self, send, receive, count, kind, root, communicator, stream):
+        return self._collect(communicator, stream, "broadcast", send, receive, count, kind, root)
+
+    def _ncclReduce(self, send, receive, count, kind, op, root, communicator, stream):
+        return self._collect(communicator, stream, "reduce", send, receive, count, kind, op, root)
+
+    def _ncclAllGather(self, send, receive, count, kind, communicator, stream):
+        return self._collect(communicator, stream, "all_gather", send, receive, count, kind)
+
+    def _ncclReduceScatter(self, send, receive, count, kind, op, communicator, stream):
+        return self._collect(communicator, stream, "reduce_scatter", send, receive, count, kind, op)
+
+    def _ncclSend(self, send, count, kind, peer, communicator, stream):
+        return self._collect(communicator, stream, "send", send, count, kind, peer)
+
+    def _ncclRecv(self, receive, count, kind, peer, communicator, stream):
+        return self._collect(communicator, stream, "receive", receive, count, kind, peer)
+
+
+class Communicator:
+    """What an ncclComm_t points to."""
+
+    def __init__(self, library, identity, rank, size):
+        self.library, self.rank, self.size = library, rank, size
+        self.aborted = threading.Event()
+        self.directory = Path(tempfile.gettempdir()) / f"nccl-{identity[:8].hex()}"
+        self.directory.mkdir(exist_ok=True)
+        self.meetings = itertools.count()
+        self.host = None
+        self.left, self.then = 0, None
+
+    def begin(self, then):
+        assert self.left == 0, "a call before the one before was through"
+        self.left, self.then = self.library.polls, then
+
+    def poll(self):
+        if self.left > 1 or (self.left and self.host is not None):
+            self.left -= 1
+            if self.left == 0:
+                self.then()
+        return IN_PROGRESS if self.left else SUCCESS
+
+    def connect(self):
+        everyones = self.gather(world.current().place.rank)
+        self.host = world.current().new_communicator("stand-in", everyones, self.gather)  # poll looks at it
+
+    def gather(self, payload):
+        meeting = next(self.meetings)
+        mine = self.directory / f"{meeting}.{self.rank}"
+        mine.with_suffix(f".{self.rank}.new").write_bytes(pickle.dumps(payload))
+        mine.with_suffix(f".{self.rank}.new").rename(mine)
+        found = []
+        for rank in range(self.size):
+            theirs = self.directory / f"{meeting}.{rank}"
+            end = time.monotonic() + 20
+            while not theirs.exists():
+                if time.monotonic() > end or self.aborted.is_set():
+                    raise SystemExit
+                time.sleep(0.002)
+            found.append(pickle.loads(theirs.read_bytes()))
+        return found
+
+    def abort(self):
+        self.aborted.set()
+        for stream in self.library.cuda.streams.values():
+            stream.drain()
+
+    def kernel(self, collected):
+        if self.aborted.is_set():
+            return
+        time.sleep(self.library.delay)
+        try:
+            swapped = [call for call in collected if call[0] in ("send", "receive")]
+            if swapped:
+                self.swap(swapped)
+            for name, *arguments in collected:
+                if name not in ("send", "receive"):
+                    getattr(self, name)(*arguments)
+        except RingError:
+            self.aborted.wait()
+
+    def all_reduce(self, send, receive, count, kind, op):
+        target = memory(receive, count, kind)
+        np.copyto(target.array, memory(send, count, kind).array)
+        self.host.all_reduce(target, OPERATIONS[op])
+
+    def broadcast(self, send, receive, count, kind, root):
+        target = memory(receive, count, kind)
+        if root == self.rank and send != receive:
+            np.copyto(target.array, memory(send, count, kind).array)
+        self.host.broadcast(target, root)
+
+    def reduce(self, send, receive, count, kind, op, root):
+        counts = [count if rank == root else 0 for rank in range(self.size)]
+        out = memory(receive, counts[self.rank], kind)
+        self.host.reduce_scatter(memory(send, count, kind), out, counts, OPERATIONS[op])
+
+    def all_gather(self, send, receive, count, kind):
+        out = memory(receive, count * self.size, kind)
+        self.host.all_gather(memory(send, count, kind), out, [count] * self.size)
+
+    def reduce_scatter(self, send, receive, count, kind, op):
+        counts = [count] * self.size
+        full = memory(send, count * self.size, kind)
+        self.host.reduce_scatter(full, memory(receive, count, kind), counts, OPERATIONS[op])
+
+    def swap(self, collected):
+        parts = {(name, peer): memory(pointer, count, kind) for name, pointer, count, kind, peer in collected}
+        nothing = HostMemory(np.empty(0, np.uint8), "uint8")
+        leaving = [parts.get(("send", peer), nothing).array for peer in range(self.size)]
+        arriving = [parts.get(("receive", peer), nothing).array for peer in range(self.size)]
+        out = HostMemory(np.empty(sum(map(len, arriving)), np.uint8), "uint8")
+        send = HostMemory(np.concatenate(leaving), "uint8")
+        self.host.all_to_all(send, [*map(len, leaving)], out, [*map(len, arriving)])
+        start = 0
+        for target in arriving:
+            np.copyto(target, out.array[start : start + len(target)])
+            start += len(target)
+
+
+def memory(pointer, count, kind):
+    dtype = DTYPES[kind]
+    storage = np.dtype("uint16" if dtype == "bfloat16" else dtype)
+    if count == 0:
+        return HostMemory(np.empty(0, storage), dtype)
+    data = (ctypes.c_char * (count * storage.itemsize)).from_address(pointer)
+    return HostMemory(np.frombuffer(data, storage), dtype)
+
+
+class Streams:
+    """The framework's side: the CPU, where everything has happened when it returns."""
+
+    def __init__(self, cuda):
+        self.cuda = cuda
+        self.now = threading.local()
+
+    def current(self):
+        return getattr(self.now, "stream", CALLERS_STREAM)
+
+    @contextlib.contextmanager
+    def using(self, stream):
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        own = self.cuda.streams[stream]
+
+        class InOrder(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+                own.drain()
+                return function(*arguments, **(keywords or {}))
+
+        before, self.now.stream = self.current(), stream
+        try:
+            with InOrder():
+                yield
+        finally:
+            self.now.stream = before
+
+
+def install(card=None, version=23203, polls=3):
+    """Let this process believe that it has a GPU, and NCCL; by default each rank has a card of its own."""
+    if card is None:
+        card = f"0000:{world.current().place.rank + 1:02x}:00.0" if world.is_initialised() else "0000:01:00.0"
+    cuda = StandInDriver(card)
+    library = StandInNccl(cuda, version, polls)
+    loaded, loaded_driver = calls.Nccl(library, "stand-in"), driver.Driver(cuda)
+    nccl.load_nccl, nccl.load_driver = lambda: loaded, lambda: loaded_driver
+    return library, Streams(cuda)
+
+
+__all__ = ["Op", "Streams", "install"]
