@@ -130,8 +130,9 @@ def run(
     `ring run --hostfile hosts --tag-output --dry-run python train.py`
     """
     from ring_plugins.core.errors import RingError
+    from ring_plugins.launching import preflight
     from ring_plugins.launching.job import carry_out, printable, say
-    from ring_plugins.launching.plan import Options, plan
+    from ring_plugins.launching.plan import Options, fit, plan
 
     try:
         planned = plan(
@@ -154,6 +155,8 @@ def run(
         if dry_run:
             typer.echo(printable(planned))
             return
+        if check and planned.hosts and planned.by is not None:
+            planned = fit(planned, preflight.check(planned.request, planned.by, planned.hosts))
         for notice in planned.notices:
             say(notice)
         say(f"$ {printable(planned)}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -99,6 +99,29 @@ def plan(options: Options) -> Plan:
         options=options.mpirun_options,
     )
     return Plan(request, launcher, tuple(notices), tuple(part.host for part in request.shares))
+
+
+def fit(planned: Plan, cores: Mapping[str, int]) -> Plan:
+    """The plan, with what depends on the number of cores of other hosts.
+
+    Args:
+        planned: made without knowing them.
+        cores: of each host.
+    """
+    request = planned.request
+    crowded = [part for part in request.shares if part.ranks > cores.get(part.host, part.ranks)]
+    notices = [
+        f"{part.ranks} ranks share {cores[part.host]} cores of {part.host}: they take turns, and every step waits for "
+        "the slowest."
+        for part in crowded
+    ]
+    exports = dict(request.exports)
+    if exports.get("OMP_NUM_THREADS") is not None and "OMP_NUM_THREADS" not in os.environ:
+        known = [threads_per_rank(cores[part.host], part.ranks) for part in request.shares if part.host in cores]
+        exports["OMP_NUM_THREADS"] = str(min(known, default=1))
+    request = replace(request, crowded=bool(crowded), exports=exports)
+    kept = [notice for notice in planned.notices if "they take turns" not in notice]
+    return replace(planned, request=request, notices=(*kept, *notices))
 
 
 def is_this_host(name: str) -> bool:

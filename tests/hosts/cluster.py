@@ -208,15 +208,16 @@ class Cluster:
         return f"net{self._networks.index(interface) + 1}-{self.hosts.index(host) + 1}"
 
     @contextlib.contextmanager
-    def firewall(self, host: str, ports: str, how: str = "blackhole") -> Iterator[None]:
+    def firewall(self, host: str, ports: str, how: str = "blackhole", sources: str = "1-65534") -> Iterator[None]:
         """Drop what comes in at a host for TCP ports ("5000", "1024-65535"), as a firewall does, without a word.
 
         Args:
             host: whose incoming packets.
             ports: of TCP, one or a range.
             how: "blackhole" drops, "prohibit" sends back that it is forbidden.
+            sources: ports of the senders; "1024-65534" lets answers of sshd in, as a firewall does that keeps state.
         """
-        rules = [f"iif {name} ipproto tcp dport {ports} pref 10 {how}" for name in self._networks]
+        rules = [f"iif {name} ipproto tcp sport {sources} dport {ports} pref 10 {how}" for name in self._networks]
         # Packets for the host itself are decided by the first rule, which has to come after these.
         self._network(host, ["rule add pref 100 lookup local", "rule del pref 0"])
         self._network(host, [f"rule add {rule}" for rule in rules])

@@ -1,0 +1,126 @@
+"""`ring run` over two hosts: it starts there, asks first, and ends everything on both."""
+
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import find_mpich, hosts
+
+pytestmark = pytest.mark.mpi
+RING = str(Path(sys.executable).parent / "ring")
+TWO = ["-H", "host1:2,host2:2", "--interface", "eth0"]
+
+
+def ring_run(*options):
+    return [RING, "run", *options, sys.executable]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with hosts(3) as cluster:
+        yield cluster
+
+
+MEET = """
+import os, socket, sys
+import numpy as np
+import ring_plugins as ring
+from tests.worker import report
+ring.init()
+report("where", [socket.gethostname(), ring.node_rank(), ring.local_rank(), os.environ.get("MINE"), sys.argv[1:]])
+report("sum", ring.all_reduce(np.full(3, ring.rank()), ring.SUM))
+print("rank", ring.rank(), "speaks")
+"""
+
+
+def test_ranks_on_both_hosts_with_arguments_variables_and_tags(cluster, tmp_path):
+    (tmp_path / "hosts").write_text("host1 slots=1\nhost2 slots=3  # the larger one\n")
+    front = ring_run("--hostfile", str(tmp_path / "hosts"), "--interface", "eth0", "--tag-output", "-x", "MINE=a b")
+    with cluster.start(front, MEET, 4, ["-n", "1"]) as job:
+        result = job.wait(40)
+    assert result.returncode == 0, result
+    places = [("host1", 0, 0), ("host2", 1, 0), ("host2", 1, 1), ("host2", 1, 2)]
+    assert result.values("where") == [[*place, "a b", ["-n", "1"]] for place in places]
+    assert result.values("sum") == [[6.0] * 3] * 4
+    assert re.search(r"^\[1,3\]\S* ?rank 3 speaks$", result.stdout, re.MULTILINE), result
+    (said,) = re.findall(r"^ring run: \$ (.*)$", result.stderr, re.MULTILINE)
+    assert "-H host1:1,host2:3" in said and "prte_if_include eth0" in said and said.endswith("script.py -n 1")
+
+
+@pytest.mark.skipif(find_mpich() is None, reason="MPICH's wheel is not installed beside this environment")
+def test_mpich_on_both_hosts(cluster):
+    mpiexec = str(find_mpich() / "bin" / "mpiexec")
+    # Between two network namespaces of one kernel MPICH would take shared memory.
+    only_network = ["-x", "UCX_TLS=tcp,self", "-x", f"MPI4PY_LIBMPI={find_mpich()}/lib/libmpi.so"]
+    with cluster.start(ring_run(*TWO, "--mpirun", mpiexec, *only_network), MEET, 4) as job:
+        result = job.wait(40)
+    assert result.returncode == 0, result
+    assert [where[0] for where in result.values("where")] == ["host1", "host1", "host2", "host2"]
+    assert result.values("sum") == [[6.0] * 3] * 4
+
+
+def refused(cluster, *options, script=MEET):
+    with cluster.start(ring_run(*options), script, 4) as job:
+        result = job.wait(30)
+    assert result.returncode == 2, result
+    assert result.reports == {}, "something was started all the same"
+    return result.stderr
+
+
+def test_a_host_with_another_version_is_named(cluster, tmp_path):
+    import numpy
+
+    (metadata,) = Path(numpy.__file__).parent.parent.glob("numpy-*.dist-info/METADATA")
+    other = tmp_path / "METADATA"
+    other.write_text(metadata.read_text().replace(f"Version: {numpy.__version__}", "Version: 1.24.0", 1))
+    cluster.run_on("host2", ["mount", "--bind", str(other), str(metadata)])
+    try:
+        said = refused(cluster, *TWO)
+    finally:
+        cluster.run_on("host2", ["umount", str(metadata)])
+    assert (
+        f"host2: numpy 1.24.0, but {numpy.__version__} on host1: pip install numpy=={numpy.__version__} there" in said
+    )
+    assert "host1:" not in said.replace("on host1:", "")
+
+
+def test_hosts_that_cannot_be_reached_or_reach_are_named(cluster):
+    with cluster.firewall("host3", "22"), cluster.firewall("host1", "1024-65534", sources="1024-65534"):
+        said = refused(cluster, "-H", "host1:1,host2:1,host3:1,nowhere:1")
+    assert "3 of 4 hosts cannot take part" in said
+    assert re.search(r"host3: ssh: connect to host host3 port 22: Connection timed out \(is it up", said), said
+    assert re.search(r"nowhere: ssh: Could not resolve hostname nowhere.*/etc/hosts", said), said
+    assert "host2: reaches host1 by no port of its choice: a firewall" in said
+
+
+ENDLESS = """
+import time
+import numpy as np
+import ring_plugins as ring
+from tests.worker import report_pid
+ring.init()
+report_pid()
+while True:
+    ring.all_reduce(np.ones(10))
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("ended", ["rank", "interrupt", "SIGKILL"])
+def test_everything_ends_on_both_hosts(cluster, ended):
+    with cluster.start(ring_run(*TWO, "--no-check"), ENDLESS, 4) as job:
+        pids = job.pids()
+        assert len(pids) == 4
+        if ended == "rank":
+            job.send_signal(3, signal.SIGKILL)
+        elif ended == "interrupt":
+            job.interrupt()
+        else:
+            job.signal_parent(signal.SIGKILL)
+        result = job.wait(20)
+    assert result.returncode != 0, result
+    if ended == "rank":
+        assert re.search(r"rank 3\b", result.output), result
