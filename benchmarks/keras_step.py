@@ -27,12 +27,13 @@ os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
 import keras
 import numpy as np
 from keras import layers
-from measure import Times, interleaved, machine, save
+from measure import machine, save
 
 import ring_plugins as ring
 from ring_plugins.core.world import current
 from ring_plugins.keras import DistributedOptimizer, broadcast_variables
 from ring_plugins.keras.averaging import averaging_of
+from ring_plugins.measuring import Times, interleaved
 
 BACKEND = keras.backend.backend()
 MODELS = ("convolutions", "mlp")

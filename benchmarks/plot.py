@@ -15,23 +15,20 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from measure import RESULTS
 
+from ring_plugins.measuring.picture import COLOURS
+
 PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
-COLOURS = {
-    "ordinary": "#0b6e4f",
-    "bucket": "#6bbf59",
-    "ring_plugins": "#0b6e4f",
-    "mpi": "#c8553d",
-    "gloo": "#f28f3b",
-    "DDP (gloo)": "#f28f3b",
-    "plain copy": "#9aa5b1",
-    "no communication": "#9aa5b1",
-}
 LABELS = {
-    "ordinary": "ring_plugins, ordinary memory",
-    "bucket": "ring_plugins, shared bucket",
-    "mpi": "MPI Allreduce (Open MPI)",
+    "ring": "ring_plugins, ordinary memory",
+    "ring bucket": "ring_plugins, shared bucket",
+    "MPI": "MPI Allreduce (Open MPI)",
     "gloo": "torch gloo",
     "plain copy": "plain copy of the same bytes",
+}
+STEP_COLOURS = {
+    "ring_plugins": COLOURS["ring"],
+    "DDP (gloo)": COLOURS["gloo"],
+    "no communication": COLOURS["plain copy"],
 }
 
 
@@ -48,7 +45,7 @@ def steps() -> None:
         times = record["seconds"][model]
         for i, (name, t) in enumerate(times.items()):
             low, high = (t["median"] - t["low"]) * 1e3, (t["high"] - t["median"]) * 1e3
-            panel.bar(i, t["median"] * 1e3, color=COLOURS[name], yerr=[[low], [high]], ecolor="#333333", capsize=3)
+            panel.bar(i, t["median"] * 1e3, color=STEP_COLOURS[name], yerr=[[low], [high]], ecolor="#333333", capsize=3)
             panel.annotate(
                 f"{t['median'] * 1e3:.1f}", (i, t["median"] * 1e3 + high), ha="center", va="bottom", fontsize=9
             )
@@ -74,7 +71,7 @@ def messages() -> None:
         micro = [record["seconds"][str(size)][name]["median"] * 1e6 for size in sizes]
         style = "--" if name == "plain copy" else "-"
         left.loglog(sizes, micro, style, marker="o", ms=3, color=COLOURS[name], label=LABELS[name])
-        ours = [record["seconds"][str(size)]["ordinary"]["median"] * 1e6 for size in sizes]
+        ours = [record["seconds"][str(size)]["ring"]["median"] * 1e6 for size in sizes]
         right.semilogx(
             sizes, [m / o for m, o in zip(micro, ours, strict=True)], style, marker="o", ms=3, color=COLOURS[name]
         )

@@ -37,13 +37,13 @@ def messages() -> str:
     for nbytes, times in record["seconds"].items():
         m = {name: t["median"] * 1e6 for name, t in times.items()}
         ratios = (
-            m["gloo"] / m["ordinary"],
-            m["mpi"] / m["ordinary"],
-            m["ordinary"] / m["plain copy"],
-            m["bucket"] / m["plain copy"],
+            m["gloo"] / m["ring"],
+            m["MPI"] / m["ring"],
+            m["ring"] / m["plain copy"],
+            m["ring bucket"] / m["plain copy"],
         )
         rows.append([size(int(nbytes)), *(f"{m[n]:,.1f}" for n in m), *(f"{r:.2f}" for r in ratios)])
-    header = ["", *(f"{n}, µs" for n in m), "gloo / ordinary", "MPI / ordinary", "ordinary / copy", "bucket / copy"]
+    header = ["", *(f"{n}, µs" for n in m), "gloo / ring", "MPI / ring", "ring / copy", "bucket / copy"]
     return table(header, rows) + f"\n\n({record['machine']})"
 
 

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import os
 from collections.abc import Callable
 
 import torch
-from all_reduce import start_gloo
-from measure import Times, interleaved, machine, save
+from measure import machine, save
 from torch import nn
 
 import ring_plugins as ring
+from ring_plugins.measuring import Times, interleaved, start_gloo
 from ring_plugins.torch import DistributedOptimizer
 
 
@@ -111,7 +110,6 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--seconds", type=float, default=60.0, help="to spend on each model, about")
     options = parser.parse_args()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     keep_freed_memory()
     ring.init(ranks=2)

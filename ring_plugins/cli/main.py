@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ring_plugins.cli.bench import bench
 from ring_plugins.cli.doctor import doctor
 from ring_plugins.cli.run import run
 
@@ -28,6 +29,7 @@ def _print_version(wanted: bool) -> None:
 # What follows the program to run is the program's own: `ring run -n 2 python train.py -n 5`.
 app.command("run", context_settings={"allow_interspersed_args": False}, no_args_is_help=True)(run)
 app.command("doctor")(doctor)
+app.command("bench")(bench)
 
 
 @app.callback()

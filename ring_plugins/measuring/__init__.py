@@ -1,7 +1,8 @@
 """Measurements of collectives that `ring bench`, `ring doctor` and benchmarks/ share."""
 
-from ring_plugins.measuring.contestants import Contestant, close, host_contestants, start_gloo
+from ring_plugins.measuring.contestants import Contestant, close, device_contestants, host_contestants, start_gloo
 from ring_plugins.measuring.curve import Curve, all_reduce_curve, sizes
+from ring_plugins.measuring.picture import draw
 from ring_plugins.measuring.timing import Times, interleaved
 
 __all__ = [
@@ -10,6 +11,8 @@ __all__ = [
     "Times",
     "all_reduce_curve",
     "close",
+    "device_contestants",
+    "draw",
     "host_contestants",
     "interleaved",
     "sizes",

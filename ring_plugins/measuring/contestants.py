@@ -108,6 +108,50 @@ def host_contestants(names: Iterable[str] | None = None) -> dict[str, Contestant
     return {name: HOST[name] for name in wanted}
 
 
+def ring_on_gpu(nbytes: int) -> Callable[[], object]:
+    """ring_plugins in GPU memory, through its torch.distributed backend."""
+    import ring_plugins.torch  # noqa: F401 - which makes the backend known
+
+    return _on_gpu(nbytes, "ring")
+
+
+def nccl_of_torch(nbytes: int) -> Callable[[], object]:
+    """torch.distributed's own NCCL backend."""
+    return _on_gpu(nbytes, "nccl")
+
+
+_groups: dict[str, Any] = {}
+
+
+def _on_gpu(nbytes: int, backend: str) -> Callable[[], object]:
+    import torch
+    import torch.distributed as dist
+
+    start_gloo()
+    torch.cuda.set_device(ring.local_rank() % torch.cuda.device_count())
+    if backend not in _groups:
+        _groups[backend] = dist.new_group(backend=backend)
+    tensor = torch.ones(nbytes // 4, device="cuda")
+
+    def reduce() -> None:
+        dist.all_reduce(tensor, group=_groups[backend])
+        torch.cuda.synchronize()
+
+    return reduce
+
+
+DEVICE: dict[str, Contestant] = {"ring (GPU)": ring_on_gpu, "NCCL (torch)": nccl_of_torch}
+
+
+def device_contestants() -> dict[str, Contestant]:
+    """Those of GPU memory; none where torch sees no GPU."""
+    if importlib.util.find_spec("torch") is None:
+        return {}
+    import torch
+
+    return DEVICE if torch.cuda.is_available() else {}
+
+
 def start_gloo() -> None:
     """Let torch.distributed's default group be gloo among the ranks of this job, if there is none yet; collective."""
     import torch.distributed as dist

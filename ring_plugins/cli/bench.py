@@ -1,0 +1,119 @@
+"""`ring bench`: all-reduce curves."""
+
+from __future__ import annotations
+
+import json as json_module
+import os
+import re
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ring_plugins.measuring import Curve
+
+
+class Plane(str, Enum):
+    """Whose memory is reduced."""
+
+    ALL = "all"
+    HOST = "host"
+    DEVICE = "device"
+
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+def size(text: str) -> int:
+    """Bytes of "4096", "64K", "25MiB", "1G"."""
+    match = re.fullmatch(r"(\d+)\s*([kmg]?)(?:i?b)?", text.strip().lower())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is no size; write 4096, 64K, 25M or 1G.")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def bench(
+    ranks: Annotated[
+        int | None, typer.Option("-n", "--ranks", help="How many, when started alone; one a core by default.")
+    ] = None,
+    plane: Annotated[Plane, typer.Option(help="Whose memory: the host's, GPUs', or all there is.")] = Plane.ALL,
+    smallest: Annotated[str, typer.Option(help="Bytes of the first message.")] = "64",
+    largest: Annotated[str, typer.Option(help="Bytes of the last message.")] = "64M",
+    factor: Annotated[int, typer.Option(min=2, help="From one size to the next.")] = 4,
+    seconds: Annotated[float, typer.Option(min=0.01, help="To spend on each size, about.")] = 2.0,
+    only: Annotated[
+        str | None, typer.Option("--with", help="Host contestants: `ring,ring bucket,plain copy,MPI,gloo`.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table; `ring plan` reads it.")] = False,
+    png: Annotated[Path | None, typer.Option(help="Draw the curves into this file.")] = None,
+) -> None:
+    """Measure all-reduce by size of message, as nccl-tests do, beside MPI, gloo, NCCL and a plain copy.
+
+    All contestants take turns in one run. `algbw` is bytes / time; `busbw` = `algbw` * 2(n-1)/n is what a ring moves
+    over each link. Times are of the slowest rank in each repetition.
+
+    **Examples**
+
+    * `ring bench -n 2`
+    * `ring bench -n 2 --largest 256M --png curves.png`
+    * `ring run -H node1:4,node2:4 ring bench --json > network.json`
+    * `mpirun -n 4 ring bench --with ring,MPI`
+    * `torchrun --nproc-per-node 4 -m ring_plugins bench --plane device`
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    import ring_plugins as ring
+    from ring_plugins.core.errors import ArgumentError
+    from ring_plugins.measuring import all_reduce_curve, device_contestants, draw, host_contestants, sizes
+
+    wanted = sizes(size(smallest), size(largest), factor)
+    ring.init(ranks or max(2, len(os.sched_getaffinity(0))))
+    contestants = {}
+    if plane != Plane.DEVICE:
+        contestants.update(host_contestants(None if only is None else [name.strip() for name in only.split(",")]))
+    if plane != Plane.HOST:
+        contestants.update(device_contestants())
+    if not contestants:
+        raise ArgumentError("--plane device, but torch sees no GPU here.")
+    first = ring.rank() == 0
+    with Progress(console=Console(stderr=True), disable=not first, transient=True) as progress:
+        task = progress.add_task(f"all-reduce of {smallest} to {largest} bytes", total=len(wanted))
+        curve = all_reduce_curve(contestants, wanted, seconds, lambda *_: progress.advance(task))
+    if first and json:
+        print(json_module.dumps(curve.record(), indent=1))
+    elif first:
+        _print(Console(), curve)
+    if first and png is not None:
+        draw(curve, png)
+    ring.shutdown()
+
+
+def _print(console: Console, curve: Curve) -> None:
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    where = f"{curve.ranks} ranks on {curve.nodes} host{'s' if curve.nodes > 1 else ''}"
+    title = f"all-reduce of float32, {where}"
+    caption = "µs: median and shortest; algbw, busbw: GB/s; ratio: median / that of the first"
+    table = Table(title=title, caption=caption, box=SIMPLE, pad_edge=False)
+    for column in ("bytes", "by", "µs", "min µs", "algbw", "busbw", "ratio"):
+        table.add_column(column, justify="left" if column == "by" else "right", no_wrap=True)
+    for nbytes, times in curve.times.items():
+        reference = next(iter(times.values())).median
+        for i, (name, t) in enumerate(times.items()):
+            table.add_row(
+                f"{nbytes:,}" if i == 0 else "",
+                name,
+                f"{t.median * 1e6:,.1f}",
+                f"{t.least * 1e6:,.1f}",
+                f"{curve.algbw(nbytes, name):.3f}",
+                "" if name == "plain copy" else f"{curve.busbw(nbytes, name):.3f}",
+                f"{t.median / reference:.2f}",
+                end_section=i == len(times) - 1,
+            )
+    console.print(table)
