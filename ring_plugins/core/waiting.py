@@ -7,9 +7,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from ring_plugins.core.errors import ArgumentError, DeadlockError, TimeoutExceeded
-from ring_plugins.core.presence import Neighbourhood
+from ring_plugins.core.errors import ArgumentError, TimeoutExceeded
+
+if TYPE_CHECKING:
+    from ring_plugins.core.failure import Watch
 
 #: Seconds of looking again and again before sleeping in between: above the time in which a peer that
 #: works in step arrives, far below what a computing thread would miss.
@@ -17,7 +20,7 @@ _SPIN = 50e-6
 _NAP = 50e-6
 _LONG_NAP = 500e-6
 _CHECK_EVERY = 0.02
-_DEADLOCK_PATIENCE = 3.0
+_LONG = 1.0
 
 _PR_SET_TIMERSLACK = 29
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -46,17 +49,47 @@ def seconds_from_environment(name: str, default: float) -> float:
     return value
 
 
+class LongWait(NamedTuple):
+    """A wait that has lasted longer than peers in step take.
+
+    Attributes:
+        communicator: its name.
+        what: the operation.
+        number: operations of the communicator that are over.
+        part_of: what that is a part of, such as a bucket, or "".
+        missing: world ranks that have not arrived.
+        since: time of `time.monotonic` at which it began.
+        blocked_since: the same for the script itself, which may compute meanwhile: it is then the present.
+    """
+
+    communicator: str
+    what: str
+    number: int
+    part_of: str
+    missing: tuple[int, ...]
+    since: float
+    blocked_since: float
+
+
+#: Of this process, by thread. Another thread looks here now and then.
+long_waits: dict[int, LongWait] = {}
+
+
 class Wait:
     """Waits on behalf of one communicator.
 
     Args:
         communicator: its name, for texts and to tell its waits from those of others.
-        neighbourhood: the ranks of this host, or None where there is none to watch.
+        watch: what becomes of the other ranks, or None where there is nobody to watch.
     """
 
-    def __init__(self, communicator: str, neighbourhood: Neighbourhood | None) -> None:
+    def __init__(self, communicator: str, watch: Watch | None) -> None:
         self._communicator = communicator
-        self._neighbourhood = neighbourhood
+        self._watch = watch
+        #: What the operation under way is a part of, such as a bucket, for texts.
+        self.part_of = ""
+        #: Operations of the communicator that are over: equal on members in step.
+        self.number = 0
         self._timeout = seconds_from_environment("RING_TIMEOUT", 1800.0)
         #: Since when a caller has been blocked until this communicator finishes something, or 0.
         self.caller_blocked_since = 0.0
@@ -112,8 +145,8 @@ class Wait:
             if arrival:
                 self._arrival_awaited_since = 0.0
                 self.waited_for_arrival += seconds
-            if self._neighbourhood is not None and seconds > 1.0:
-                self._neighbourhood.own.unblock()
+            if seconds > _LONG:
+                long_waits.pop(threading.get_ident(), None)
 
     def _check(
         self,
@@ -124,22 +157,19 @@ class Wait:
         missing: Callable[[], Sequence[int]],
         what: Callable[[], str],
     ) -> None:
-        neighbourhood = self._neighbourhood
         absent = missing()
-        if neighbourhood is not None:
+        if self._watch is not None:
             try:
-                neighbourhood.check(absent, what())
+                self._watch.check(self._communicator, absent, what())
             except Exception:
                 if ready():  # the peer did arrive before it ended
                     return
                 raise
-            since = started if on_main else max(started, self.caller_blocked_since or now)
-            if now - since > 1.0:
-                neighbourhood.own.block(self._communicator, what(), absent, since)
-                deadlock = neighbourhood.deadlock(self._communicator, what(), absent, since, _DEADLOCK_PATIENCE)
-                if deadlock is not None and not ready():
-                    neighbourhood.told = True
-                    raise DeadlockError(deadlock)
+        if now - started > _LONG:
+            blocked_since = started if on_main else max(started, self.caller_blocked_since or now)
+            long_waits[threading.get_ident()] = LongWait(
+                self._communicator, what(), self.number, self.part_of, tuple(absent), started, blocked_since
+            )
         if now - started > self._timeout:
             raise TimeoutExceeded(
                 f"{what()} waited {self._timeout:g} s for rank{'s' if len(absent) > 1 else ''} "

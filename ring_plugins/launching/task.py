@@ -9,6 +9,7 @@ import traceback
 
 import ring_plugins
 from ring_plugins.core import world
+from ring_plugins.core.endings import consequence
 from ring_plugins.launching.outcomes import Failure, Outcome, pack
 
 
@@ -31,7 +32,7 @@ def perform(packed: bytes, rank: int) -> Outcome:
 def _failure(error: BaseException) -> Failure:
     caused_by = None
     if world.is_initialised() and (current := world.current()).place.size > 1:
-        peer = world.consequence(current, error)
+        peer = consequence(current, error)
         current.fail(peer or error)
         caused_by = peer.rank if peer is not None else None
     summary = "".join(traceback.format_exception_only(type(error), error)).strip()

@@ -16,10 +16,10 @@ from ring_plugins.core.collectives.signature import Signature, signature
 from ring_plugins.core.collectives.transport import Transport
 from ring_plugins.core.dtypes import check_reducible
 from ring_plugins.core.errors import ArgumentError, RingError
+from ring_plugins.core.failure import Watch
 from ring_plugins.core.memory import HostMemory
 from ring_plugins.core.operations import Op
 from ring_plugins.core.plane import Plane
-from ring_plugins.core.presence import Neighbourhood
 from ring_plugins.core.shared_memory import Address, SharedBuffer, is_available
 from ring_plugins.core.waiting import Wait
 
@@ -55,7 +55,7 @@ class HostCommunicator(OrderedOperations):
         node: key of its host.
         tag: the first of two message tags that this process offers; those of the first member are taken.
         gather: how the members meet.
-        neighbourhood: ranks of this host to watch while waiting.
+        watch: what becomes of the other ranks.
         plane: between hosts; None if all members are on one.
     """
 
@@ -66,12 +66,12 @@ class HostCommunicator(OrderedOperations):
         node: str,
         tag: int,
         gather: Gather,
-        neighbourhood: Neighbourhood | None,
+        watch: Watch | None,
         plane: Plane | None,
     ) -> None:
         own = create_segment() if is_available() else None
         members = [Member(*m) for m in gather(tuple(Member(rank, node, own.address if own else None, tag)))]
-        super().__init__(name, Wait(name, neighbourhood))
+        super().__init__(name, Wait(name, watch))
         self.ranks = tuple(member.rank for member in members)
         self.rank, self.size = self.ranks.index(rank), len(members)
         first_tag = members[0].tag

@@ -82,12 +82,11 @@ class OrderedOperations:
         """What this rank did last with this communicator, or does now; asked by another thread."""
         if not self._began:
             return None
-        sign, thread = self._signature, self._thread
-        work = thread.current if thread is not None else None
+        sign = self._signature
         text = sign.text if sign is not None and sign.text.startswith(self._operation) else self._operation
-        part_of = work.description if work is not None and work.description != self._operation else ""
         began, ended = self._began, self._ended
-        return Activity(self.name, text, part_of, began, ended if ended >= began else 0.0, self.statistics.operations)
+        ended = ended if ended >= began else 0.0
+        return Activity(self.name, text, self._wait.part_of, began, ended, self.statistics.operations)
 
     def _in_order(self, method: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any]) -> T:
         thread = self._thread
@@ -97,6 +96,9 @@ class OrderedOperations:
         with self._lock:
             if self._broken is not None:
                 raise self._broken
+            work = thread.current if thread is not None and inside else None
+            self._wait.part_of = work.description if work is not None and work.description != method.__name__ else ""
+            self._wait.number = self.statistics.operations
             waited_before = self._wait.waited_for_arrival
             self._operation = method.__name__
             self._began = started = time.monotonic()

@@ -1,0 +1,171 @@
+"""What became of the other ranks, wherever they are, and how they learn what becomes of this one.
+
+Ranks of this host are seen through shared memory (`presence`), within milliseconds and whatever they do. Ranks of other
+hosts are heard of over the control channel, where rank 0 passes on what happened.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ring_plugins.core.control.channel import EVERYONE, Channel
+from ring_plugins.core.errors import DeadlockError, PeerFailed, PeerLeft
+from ring_plugins.core.presence import Neighbourhood
+
+#: Seconds for which what a rank sent before it left may still be on its way here.
+_IN_FLIGHT = 2.0
+
+
+class Peer(NamedTuple):
+    """Where a rank is.
+
+    Attributes:
+        host: its name.
+        pid: process id there.
+        domain: equal for ranks that can look at each other's memory.
+    """
+
+    host: str
+    pid: int
+    domain: str
+
+
+class Watch:
+    """This process among the others of the job.
+
+    Args:
+        rank: of this process.
+        roster: all ranks.
+        neighbourhood: those of this host, where they share memory.
+        channel: to rank 0, and from there to all.
+
+    Attributes:
+        told: the main thread has been told that a peer failed; it is its turn to end the process.
+        failed: this process has said that it failed.
+        verdicts: by name of a communicator, why waiting in it is in vain; a wait that finds one raises it.
+    """
+
+    def __init__(
+        self, rank: int, roster: Sequence[Peer], neighbourhood: Neighbourhood | None, channel: Channel
+    ) -> None:
+        self.rank, self.roster = rank, list(roster)
+        self.told = self.failed = False
+        self.verdicts: dict[str, str] = {}
+        self._pid = os.getpid()
+        self._neighbourhood, self._channel = neighbourhood, channel
+        self._distant_failure: PeerFailed | None = None
+        self._has_lost_a_process = False
+        self._left: dict[int, float] = {}
+        self._leavers_to_announce: list[int] = []
+        channel.on("failed", lambda sender, body: self._heard(PeerFailed(str(body["text"]), int(body["rank"])), body))
+        channel.on("left", lambda sender, body: self._note_left(body["ranks"]))
+        channel.on_lost, channel.on_left = self._lost, lambda rank: self._note_left([rank])
+
+    # What became of the others --------------------------------------------------------------------
+
+    def failure(self) -> PeerFailed | None:
+        """The failure of any other rank, if there is one."""
+        nearby = self._neighbourhood.failure() if self._neighbourhood is not None else None
+        return nearby or self._distant_failure
+
+    def has_lost_a_process(self) -> bool:
+        """Whether a rank's process is gone, without having left."""
+        nearby = self._neighbourhood is not None and self._neighbourhood.has_lost_a_process()
+        return nearby or self._has_lost_a_process
+
+    def check(self, communicator: str, missing: Sequence[int], what: str) -> None:
+        """Raise if what this rank waits for cannot happen any more.
+
+        Args:
+            communicator: in which it waits.
+            missing: world ranks that have not arrived.
+            what: the operation that waits, for the error's text.
+
+        Raises:
+            PeerFailed: any rank failed or died.
+            PeerLeft: one of `missing` ended normally.
+            DeadlockError: ranks wait for each other.
+        """
+        failure = self.failure()
+        if failure is not None:
+            self.told = True
+            raise failure
+        for rank in missing:
+            if self._has_left(rank):
+                self.told = True
+                raise PeerLeft(
+                    f"rank {rank} has ended its part of the job, and rank {self.rank} waits for it in {what}. "
+                    "Usually the ranks took different numbers of steps: give every rank the same number of batches.",
+                    rank,
+                )
+        if communicator in self.verdicts:
+            self.told = True
+            raise DeadlockError(self.verdicts[communicator])
+
+    def _has_left(self, rank: int) -> bool:
+        if self._neighbourhood is not None and self._neighbourhood.has_left(rank):
+            return True
+        return rank in self._left and time.monotonic() - self._left[rank] > _IN_FLIGHT
+
+    # What becomes of this one ----------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one failed, so that they stop waiting. The first call counts."""
+        if os.getpid() != self._pid or self.failed:
+            return
+        self.failed = True
+        if isinstance(error, PeerFailed):
+            root, cause = error.rank, str(error).split(" failed: ", 1)[-1]
+        else:
+            root, cause = self.rank, summary(error)
+        if self._neighbourhood is not None:
+            self._neighbourhood.own.fail(root, cause)
+        self._channel.tell(0, "failed", {"rank": root, "text": f"rank {root} failed: {cause}", "of": self.rank})
+        self._channel.flush(0.5)
+
+    # The channel, on the guard's thread ------------------------------------------------------------
+
+    def announce(self) -> None:
+        """On rank 0: tell all who has left since the last call."""
+        if self._leavers_to_announce and self.rank == 0:
+            self._channel.tell(EVERYONE, "left", {"ranks": self._leavers_to_announce})
+            self._leavers_to_announce = []
+
+    def _heard(self, failure: PeerFailed, body: dict[str, Any]) -> None:
+        if self._distant_failure is not None:
+            return
+        if body.get("of") != self.rank:
+            self._distant_failure = failure
+        self._has_lost_a_process |= bool(body.get("lost"))
+        if self.rank == 0:
+            self._channel.tell(EVERYONE, "failed", body)
+
+    def _lost(self, rank: int, how: str) -> None:
+        peer = self.roster[rank]
+        where = f"rank {rank} (process {peer.pid} on {peer.host})"
+        if "closed" in how or "reset" in how.lower():
+            text = (
+                f"{where} died without a word; it was killed by a signal (out of memory? `kill -9`?) or crashed in "
+                "native code."
+            )
+        else:
+            text = f"{where} cannot be reached any more ({how}); its host is down or the network between is cut."
+        self._heard(PeerFailed(text, rank), {"rank": rank, "text": text, "of": rank, "lost": True})
+
+    def _note_left(self, ranks: Sequence[int]) -> None:
+        now = time.monotonic()
+        for rank in ranks:
+            self._left.setdefault(rank, now)
+        self._leavers_to_announce += ranks
+
+
+def summary(error: BaseException) -> str:
+    """An error in a line, with the place in the user's code where it happened."""
+    frames = traceback.extract_tb(error.__traceback__)
+    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{text}{where}"

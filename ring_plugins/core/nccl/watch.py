@@ -1,0 +1,31 @@
+"""No GPU waits for a peer that is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ring_plugins.core.collectives.device import DeviceCommunicator
+from ring_plugins.core.failure import Watch
+
+
+class DeviceWatch:
+    """A service of the guard: looks after what the GPUs were given.
+
+    Args:
+        watch: what becomes of the other ranks.
+        communicators: those of this process.
+    """
+
+    def __init__(self, watch: Watch, communicators: Callable[[], Sequence[DeviceCommunicator]]) -> None:
+        self._watch, self._communicators = watch, communicators
+
+    def tick(self, now: float) -> None:
+        failure = self._watch.failure()
+        for communicator in self._communicators():
+            if failure is None:
+                communicator.watch()
+            else:
+                communicator.abort(failure)  # a kernel that waits for a dead peer would never end
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,168 @@
+"""Rank 0's part in stall reports: it knows who waits for whom, asks those who are missing, and tells the user."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ring_plugins.core.control.channel import Body, Channel
+from ring_plugins.core.failure import Peer
+from ring_plugins.core.observe.stall_report import Absent, Waiting, ranks_of, report
+from ring_plugins.core.observe.steps import steps
+
+#: Seconds until two ranks that wait for each other in different communicators are told that it is in vain, and the same
+#: for different operations of one communicator, where data may still be on its way unless it is the n-th for both.
+_DEADLOCK, _DEADLOCK_IN_ONE = 3.0, 10.0
+#: Seconds for an answer; how many of the missing are asked; the longest pause between reports.
+_ANSWER, _ASKED, _LONGEST_PAUSE = 2.0, 8, 600.0
+
+
+class _Inquiry(NamedTuple):
+    """Questions that are out."""
+
+    number: int
+    asked: tuple[int, ...]
+    accounts: dict[int, Body]
+    seen: dict[int, Body]
+    answers_until: float
+    looks_until: float
+
+
+class StallDesk:
+    """A service of rank 0's guard.
+
+    Args:
+        channel: to all ranks.
+        roster: where they are.
+        warning: seconds of waiting from which the user is told.
+        abort: seconds from which the job is ended, 0 for never.
+        say: prints.
+    """
+
+    def __init__(
+        self, channel: Channel, roster: Sequence[Peer], warning: float, abort: float, say: Callable[[str], None]
+    ) -> None:
+        self._channel, self._roster, self._say = channel, roster, say
+        self._warning, self._abort = min(warning, abort or warning), abort
+        self._waits: dict[tuple[int, int], Waiting] = {}
+        self._judged: set[tuple[int, int]] = set()
+        self._pause, self._next_report, self._reported, self._aborted = self._warning, 0.0, False, False
+        self._inquiry: _Inquiry | None = None
+        self._questions = 0
+        channel.on("waiting", self._note_waiting)
+        channel.on("came", self._note_coming)
+        channel.on("here", self._note_account)
+        channel.on("seen", self._note_seen)
+
+    def _note_waiting(self, sender: int, body: Body) -> None:
+        now = time.monotonic()
+        self._waits[sender, body["number"]] = Waiting(
+            sender,
+            body["communicator"],
+            body["what"],
+            body["number_of_operation"],
+            body["part_of"],
+            tuple(body["missing"]),
+            now - body["seconds"],
+            now - body["blocked"] if body["blocked"] else 0.0,
+            body["clock"],
+        )
+
+    def _note_coming(self, sender: int, body: Body) -> None:
+        self._waits.pop((sender, body["number"]), None)
+
+    def tick(self, now: float) -> None:
+        if not self._waits and not self._reported:
+            return
+        self._judge_deadlocks(now)
+        stalled = [wait for wait in self._waits.values() if now - wait.since >= self._warning]
+        if not stalled:
+            if self._reported:
+                self._say("the stall is over; the job goes on.")
+            self._pause, self._next_report, self._reported, self._inquiry = self._warning, 0.0, False, None
+            return
+        must_end = self._abort and not self._aborted and now - min(w.since for w in stalled) >= self._abort
+        if self._inquiry is not None:
+            self._pursue(self._inquiry, stalled, now)
+        elif now >= self._next_report or must_end:
+            self._ask(stalled, now)
+
+    def close(self) -> None:
+        pass
+
+    # Deadlocks ------------------------------------------------------------------------------------
+
+    def _judge_deadlocks(self, now: float) -> None:
+        """Tell ranks whose scripts wait for each other in different operations, across hosts as well."""
+        blocked = {key: wait for key, wait in self._waits.items() if wait.blocked_since and key not in self._judged}
+        by_rank: dict[int, list[Waiting]] = {}
+        for wait in blocked.values():
+            by_rank.setdefault(wait.rank, []).append(wait)
+        for key, mine in blocked.items():
+            for theirs in (wait for rank in mine.missing for wait in by_rank.get(rank, ())):
+                if mine.rank not in theirs.missing or mine.operation == theirs.operation:
+                    continue
+                patience = _DEADLOCK
+                if mine.communicator == theirs.communicator:
+                    patience = 0.0 if mine.number == theirs.number else _DEADLOCK_IN_ONE
+                if now - max(mine.blocked_since, theirs.blocked_since) >= patience:
+                    self._judged.add(key)
+                    text = (
+                        f"rank {mine.rank} waits for rank {theirs.rank} in {mine.what}, while rank {theirs.rank} waits "
+                        f"for rank {mine.rank} in {theirs.what}. The ranks took different paths through the program: "
+                        "different numbers of steps, or a condition that is true on some ranks only."
+                    )
+                    self._channel.tell(mine.rank, "in vain", {"communicator": mine.communicator, "text": text})
+                    break
+
+    # Stalls ---------------------------------------------------------------------------------------
+
+    def _ask(self, stalled: Sequence[Waiting], now: float) -> None:
+        """Ask the ranks that are waited for what they are doing, those first that wait for nobody."""
+        waiting = {wait.rank for wait in stalled}
+        missing = {rank for wait in stalled for rank in wait.missing}
+        asked = sorted(missing - waiting) or sorted(missing)
+        self._questions += 1
+        self._inquiry = _Inquiry(self._questions, tuple(asked[:_ASKED]), {}, {}, now + _ANSWER, now + 2 * _ANSWER)
+        for rank in self._inquiry.asked:
+            self._channel.tell(rank, "where are you", {"question": self._questions})
+            self._look_at(rank)
+
+    def _look_at(self, rank: int) -> None:
+        """Let a rank of the same host look at one that may not answer."""
+        peer = self._roster[rank]
+        mates = [r for r, p in enumerate(self._roster) if p.domain == peer.domain and r != rank]
+        for mate in mates[:2]:
+            self._channel.tell(mate, "look at", {"question": self._questions, "rank": rank, "pid": peer.pid})
+
+    def _note_account(self, sender: int, body: Body) -> None:
+        if self._inquiry is not None and body["question"] == self._inquiry.number:
+            self._inquiry.accounts[sender] = body
+
+    def _note_seen(self, sender: int, body: Body) -> None:
+        if self._inquiry is not None and body["question"] == self._inquiry.number:
+            self._inquiry.seen[body["rank"]] = body
+
+    def _pursue(self, inquiry: _Inquiry, stalled: Sequence[Waiting], now: float) -> None:
+        silent = [rank for rank in inquiry.asked if rank not in inquiry.accounts]
+        if silent and now < inquiry.answers_until:
+            return
+        if any(rank not in inquiry.seen for rank in silent) and now < inquiry.looks_until:
+            return
+        self._inquiry = None
+        absent = {rank: Absent(inquiry.accounts.get(rank), inquiry.seen.get(rank)) for rank in inquiry.asked}
+        self._say(report(stalled, absent, self._roster, steps.count, now, self._pause))
+        self._reported, self._next_report = True, now + self._pause
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        if self._abort and now - min(wait.since for wait in stalled) >= self._abort and not self._aborted:
+            self._aborted = True
+            self._end(stalled, inquiry.asked)
+
+    def _end(self, stalled: Sequence[Waiting], missing: Sequence[int]) -> None:
+        first = min(stalled, key=lambda wait: wait.since)
+        text = (
+            f"{ranks_of(missing)} did not come to {first.operation} within RING_STALL_ABORT={self._abort:g} seconds; "
+            "the report on rank 0 says what was going on there."
+        )
+        self._channel.tell(0, "failed", {"rank": missing[0], "text": text, "of": -1, "lost": True})
