@@ -21,7 +21,7 @@ from ring_plugins.core.failure import Peer, Watch
 from ring_plugins.core.guard import Guard
 from ring_plugins.core.launch import Connection, connect, detect, rendezvous
 from ring_plugins.core.nccl.watch import DeviceWatch
-from ring_plugins.core.observe.services import services
+from ring_plugins.core.observe.services import Observers
 from ring_plugins.core.place import find_place, virtual_nodes
 from ring_plugins.core.presence import Neighbourhood, Presence
 from ring_plugins.core.shared_memory import domain, is_available
@@ -86,9 +86,10 @@ class World:
         self._made = itertools.count()
         self._closed = False
         self._guard: Guard | None = None
-        #: What becomes of the other ranks, and the line to rank 0; None in a job of one.
+        #: What becomes of the other ranks, the line to rank 0, and who looks on; None in a job of one.
         self.watch: Watch | None = None
         self.channel: Channel | None = None
+        self.observers: Observers | None = None
         guard = self._connect_channel(hub, told) if size > 1 else None
         self.communicator = self.new_communicator("ring", gather=connection.gather)
         if guard is not None:
@@ -107,7 +108,8 @@ class World:
         launched = self.launcher in ("mpi", "grown") or "TORCHELASTIC_RUN_ID" in os.environ
         self._guard = Guard(self.watch, self.channel, launched, self.abort)
         self._guard.add(DeviceWatch(self.watch, self.device_communicators))
-        for service in services(self.channel, self.watch, self.activities):
+        self.observers = Observers(self.channel, self.watch, self.activities)
+        for service in self.observers.services:
             self._guard.add(service)
         return self._guard
 

@@ -1,6 +1,7 @@
 """Keras 3 on all ranks: `model.fit(callbacks=[BroadcastCallback()])`, on TensorFlow, torch and JAX."""
 
 from ring_plugins.keras.averaging import communication_of
+from ring_plugins.keras.balance import BalanceMonitor
 from ring_plugins.keras.broadcast import BroadcastCallback
 from ring_plugins.keras.checkpoint import BestModelCheckpoint
 from ring_plugins.keras.learning_rate import LearningRateScheduleCallback, LearningRateWarmupCallback
@@ -9,6 +10,7 @@ from ring_plugins.keras.optimizer import DistributedOptimizer, broadcast_variabl
 from ring_plugins.keras.shard import shard
 
 __all__ = [
+    "BalanceMonitor",
     "BestModelCheckpoint",
     "BroadcastCallback",
     "DistributedOptimizer",

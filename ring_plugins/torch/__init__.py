@@ -1,5 +1,6 @@
 """PyTorch: averaged gradients for plain loops, and the "ring" backend of torch.distributed."""
 
+from ring_plugins.core.observe.monitor import BalanceMonitor
 from ring_plugins.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from ring_plugins.torch.gradients import GradientAverager
 from ring_plugins.torch.optimizer import DistributedOptimizer
@@ -7,4 +8,10 @@ from ring_plugins.torch.registration import register
 
 register()
 
-__all__ = ["DistributedOptimizer", "GradientAverager", "broadcast_optimizer_state", "broadcast_parameters"]
+__all__ = [
+    "BalanceMonitor",
+    "DistributedOptimizer",
+    "GradientAverager",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]

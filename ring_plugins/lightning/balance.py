@@ -1,0 +1,51 @@
+"""A callback that logs where the time of training steps goes."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from ring_plugins.core.observe import monitor
+
+if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
+    from lightning.pytorch.callbacks import Callback
+else:
+    from pytorch_lightning.callbacks import Callback
+
+
+class BalanceMonitor(Callback):
+    """Logs computing, waiting for the slowest rank and moving bytes through the Trainer's loggers.
+
+    ``Trainer(strategy=RingStrategy(), callbacks=[BalanceMonitor()])``. Every ``log_every_n_steps`` rank 0 logs the
+    figures of `ring_plugins.torch.BalanceMonitor.figures`, averaged over the ranks and over the steps since the last
+    time, and at the end of ``fit`` it prints a page with all ranks. At world size 1 there is nothing to say.
+
+    It works with the Trainer of either spelling of Lightning: a Trainer calls callbacks by the names of their hooks.
+
+    Args:
+        summary: Whether rank 0 prints the page.
+
+    """
+
+    def __init__(self, summary: bool = True) -> None:
+        super().__init__()
+        self._monitor = monitor.BalanceMonitor(summary)
+
+    @override
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._monitor.start()
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 0 or trainer.global_step % trainer.log_every_n_steps != 0:
+            return
+        figures = self._monitor.figures()
+        if figures:
+            for logger in trainer.loggers:
+                logger.log_metrics(figures, step=trainer.global_step)
+
+    @override
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._monitor.finish()
