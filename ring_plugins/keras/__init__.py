@@ -2,6 +2,7 @@
 
 from ring_plugins.keras.averaging import communication_of
 from ring_plugins.keras.balance import BalanceMonitor
+from ring_plugins.keras.batch_norm import synchronize_batch_norm
 from ring_plugins.keras.broadcast import BroadcastCallback
 from ring_plugins.keras.checkpoint import BestModelCheckpoint
 from ring_plugins.keras.learning_rate import LearningRateScheduleCallback, LearningRateWarmupCallback
@@ -20,5 +21,6 @@ __all__ = [
     "broadcast_variables",
     "communication_of",
     "shard",
+    "synchronize_batch_norm",
     "undistribute",
 ]

@@ -12,6 +12,7 @@ from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.errors import ArgumentError, MismatchError, RingError
 from ring_plugins.keras.averaging import BUCKET_BYTES, Averaging, averaging_of, optimizers_of
 from ring_plugins.keras.backends import backend
+from ring_plugins.keras.batch_norm import SynchronizedBatchNorm
 from ring_plugins.keras.callback_list import arrange, enclosing_list, when_over
 from ring_plugins.keras.connection import check_root, connect
 from ring_plugins.keras.refusals import refuse_different_epochs, refuse_other_parallelism, refuse_unequal_steps
@@ -35,7 +36,10 @@ class BroadcastCallback(keras.callbacks.Callback):
         average_gradients: False only broadcasts; the replicas then drift apart.
         moving_statistics: "average" makes the non-trainable weights (moving means and variances of
             BatchNormalization) equal by averaging them before each validation and at the end of each epoch; "local"
-            leaves each rank its own. Normalisation itself uses the statistics of the rank's own batch either way.
+            leaves each rank its own.
+        synchronized_batch_norm: True lets all `BatchNormalization` layers normalise by mean and variance of all ranks'
+            batches together, as one process would, for two small messages a layer and step; False lets each rank
+            normalise by its own batch; None does the former for layers made with `synchronized=True`.
         write_on_root_only: False lets checkpoints and logs be written by every rank; give them paths of their own.
         bucket_bytes: size in bytes of the buckets in which gradients are averaged.
 
@@ -54,6 +58,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         *,
         average_gradients: bool = True,
         moving_statistics: Literal["average", "local"] = "average",
+        synchronized_batch_norm: bool | None = None,
         write_on_root_only: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
@@ -63,11 +68,13 @@ class BroadcastCallback(keras.callbacks.Callback):
         self.root_rank = root_rank
         self.average_gradients = average_gradients
         self.moving_statistics = moving_statistics
+        self.synchronized_batch_norm = synchronized_batch_norm
         self.write_on_root_only = write_on_root_only
         self.bucket_bytes = bucket_bytes
         self._first = _EpochIsOver(self._settle)
         self._installed: list[Averaging] = []
         self._communicators: list[Communicator] = []
+        self._batch_norm: SynchronizedBatchNorm | None = None
         self._stop: StopTogether | None = None
         self._over: weakref.finalize[..., Any] | None = None
         self._under_way = False
@@ -119,6 +126,9 @@ class BroadcastCallback(keras.callbacks.Callback):
         for averaging in self._active():
             if averaging.optimizer.built:
                 averaging.prepare(averaging.optimizer._trainable_variables)
+        if self.synchronized_batch_norm is not False:
+            self._batch_norm = SynchronizedBatchNorm(model, every=self.synchronized_batch_norm is True)
+            self._batch_norm.install()
         # A function traced before would go on without averaging, and would say nothing.
         backend().make_train_function(model)
         self._reductions = self._count()
@@ -206,6 +216,9 @@ class BroadcastCallback(keras.callbacks.Callback):
         for averaging in self._installed:
             averaging.remove()
         self._installed = []
+        if self._batch_norm is not None:
+            self._batch_norm.remove()
+            self._batch_norm = None
         for communicator in self._communicators:
             communicator.close()
         self._communicators = []

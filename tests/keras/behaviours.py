@@ -238,10 +238,14 @@ def moving_statistics() -> Any:
         model = keras.Sequential([keras.Input((5,)), layers.BatchNormalization(), layers.Dense(1)])
         model.compile(optimizer=keras.optimizers.SGD(0.01), loss="mse")
         x = np.random.default_rng(ring.rank()).normal(size=(16, 5)).astype("float32")
-        model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[BroadcastCallback(moving_statistics=policy)])
-        return [value.tolist() for value in model.get_weights()]
+        path = Path(mkdtemp()) / "model.keras"
+        calls = [keras.callbacks.ModelCheckpoint(path), BroadcastCallback(moving_statistics=policy)]
+        model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=calls)
+        written = keras.saving.load_model(path) if ring.rank() == 0 else model
+        return [[value.tolist() for value in m.get_weights()] for m in (model, written)]
 
-    return {"average": train("average"), "local": train("local")}
+    (average, written), (local, _) = train("average"), train("local")
+    return {"average": average, "local": local, "written": written}
 
 
 @behaviour()

@@ -99,6 +99,11 @@ def momentum() -> Any:
     return keras.optimizers.SGD(0.1, momentum=0.9)
 
 
+def small_steps() -> Any:
+    """For models in which training makes differences of rounding grow."""
+    return keras.optimizers.SGD(0.01, momentum=0.9)
+
+
 # Optimizers --------------------------------------------------------------------------------------------
 
 
@@ -194,6 +199,75 @@ def large_layer(run: Run) -> Outcome:
     model.compile(optimizer=keras.optimizers.SGD(0.01, momentum=0.9), loss="mse")
     run.fit(model, *features(run.ranks))
     return weights(model)
+
+
+# Batch normalisation ------------------------------------------------------------------------------------
+
+
+def normalised(**layer: Any) -> Any:
+    """A convolutional model with BatchNormalization, in two branches, of data far from zero."""
+    inputs = keras.Input((6, 6, 1))
+    x = layers.Conv2D(4, 3, use_bias=False)(layers.Rescaling(1.0, offset=3.0)(inputs))
+    left = layers.BatchNormalization(momentum=0.5, **layer)(x)
+    right = layers.BatchNormalization(momentum=0.5, **layer)(layers.Conv2D(4, 1)(x))
+    x = layers.Flatten()(layers.Activation("relu")(left) + layers.Activation("relu")(right))
+    model = keras.Model(inputs, layers.Dense(3)(layers.BatchNormalization(**layer)(x)))
+    model.compile(
+        optimizer=small_steps(),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    return model
+
+
+@scenario()
+def batch_normalisation(run: Run) -> Outcome:
+    """Normalised over all ranks: weights and moving statistics are those of one process."""
+    run.seed()
+    model = normalised()
+    run.fit(model, *images(run.ranks), callbacks=[BroadcastCallback(synchronized_batch_norm=True)])
+    return weights(model)
+
+
+@scenario("tensorflow")
+def batch_normalisation_as_keras_spells_it(run: Run) -> Outcome:
+    run.seed()
+    model = normalised(synchronized=True)
+    run.fit(model, *images(run.ranks))
+    return weights(model)
+
+
+@scenario("tensorflow")
+def compiled_batch_normalisation(run: Run) -> Outcome:
+    run.seed()
+    model = normalised()
+    model.compile(optimizer=small_steps(), loss=model.loss, jit_compile=True)
+    run.fit(model, *images(run.ranks), callbacks=[BroadcastCallback(synchronized_batch_norm=True)])
+    return weights(model)
+
+
+@scenario()
+def batch_normalisation_of_masked_steps(run: Run) -> Outcome:
+    """Sequences of different lengths: ranks weigh by how many values they have."""
+    run.seed()
+    random = np.random.default_rng(4)
+    x = random.normal(size=(12 * run.ranks, 7, 3)).astype("float32") + 1.0
+    x[np.arange(7) >= random.integers(1, 8, len(x))[:, np.newaxis]] = 0.0
+    model = keras.Sequential(
+        [keras.Input((7, 3)), layers.Masking(), layers.BatchNormalization(), layers.Flatten(), layers.Dense(1)]
+    )
+    model.compile(optimizer=small_steps(), loss="mse")
+    run.fit(model, x, x[:, 0, :1], callbacks=[BroadcastCallback(synchronized_batch_norm=True)])
+    return weights(model)
+
+
+@scenario()
+def moving_mean_of_own_batches(run: Run) -> Outcome:
+    """Normalised apart: the moving mean is still that of one process, where the layer's inputs are."""
+    run.seed()
+    model = keras.Sequential([keras.Input((5,)), layers.BatchNormalization(momentum=0.8), layers.Dense(1)])
+    model.compile(optimizer=small_steps(), loss="mse")
+    run.fit(model, *features(run.ranks))
+    return {"weight 0": np.array(keras.ops.convert_to_numpy(model.layers[0].moving_mean))}
 
 
 # Models ------------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ EVERYWHERE = (
     "accumulation_in_mixed_precision",
     "accumulation_of_an_embedding",
     "adam",
+    "batch_normalisation",
+    "batch_normalisation_of_masked_steps",
     "clipping_weight_decay_and_moving_average",
     "convolution_with_momentum",
     "embedding",
@@ -19,13 +21,16 @@ EVERYWHERE = (
     "large_layer",
     "lazy_model",
     "mixed_precision",
+    "moving_mean_of_own_batches",
     "two_outputs_with_weights",
 )
 SOMEWHERE = {
     "tensorflow": (
+        "batch_normalisation_as_keras_spells_it",
         "class_weights",
         "compiled",
         "compiled_accumulation",
+        "compiled_batch_normalisation",
         "compiled_several_steps_an_execution",
         "eager",
         "eager_accumulation",
@@ -40,7 +45,7 @@ SOMEWHERE = {
     "torch": ("class_weights", "explicit_optimizer", "gradient_of_nothing", "many_buckets", "remainder", "schedule"),
     "jax": ("eager_accumulation", "many_buckets", "not_compiled", "several_steps_an_execution"),
 }
-ON_THREE_RANKS = ("adam", "convolution_with_momentum", "large_layer")
+ON_THREE_RANKS = ("adam", "batch_normalisation", "convolution_with_momentum", "large_layer")
 
 CASES = [(backend, 2, name) for backend, own in SOMEWHERE.items() for name in (*EVERYWHERE, *own)]
 CASES += [(backend, 3, name) for backend in SOMEWHERE for name in ON_THREE_RANKS]

@@ -20,6 +20,7 @@ from ring_plugins.keras.averaging import Averaging
 from ring_plugins.keras.backends.jax_ffi import in_place
 from ring_plugins.keras.buckets import HostBuckets
 from ring_plugins.keras.failure import remembering, unwrapped
+from ring_plugins.keras.moments import BatchMoments, gradient_of_own
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -196,6 +197,25 @@ def make_train_function(model: Any) -> None:
 def before_first_step(model: Any, action: Callable[[], None]) -> None:
     """See the protocol."""
     action()
+
+
+def moments_of_all(moments: BatchMoments, count: Any, own: Any) -> Any:
+    """See the protocol. Ordered calls: layers that do not depend on each other must come in one order on all ranks."""
+    like, number = jax.ShapeDtypeStruct(own.shape, own.dtype), jax.ShapeDtypeStruct((), own.dtype)
+
+    def combine(own: Any, count: Any) -> tuple[Any, Any]:
+        call = remembering(lambda count, own: moments.combine(np.asarray(count), np.asarray(own)))
+        everyones, share = io_callback(call, (like, number), count, own, ordered=True)
+        return everyones, (own, everyones, share)
+
+    def gradient(saved: Any, upstream: Any) -> tuple[Any, None]:
+        call = remembering(lambda upstream: moments.add_up(np.asarray(upstream)))
+        own, everyones, share = saved
+        return gradient_of_own(own, everyones, share, io_callback(call, like, upstream, ordered=True)), None
+
+    combined = jax.custom_vjp(lambda own, count: combine(own, count)[0])
+    combined.defvjp(combine, gradient)
+    return combined(own, count)
 
 
 def seed_apart(communicator: Communicator, root: int) -> None:

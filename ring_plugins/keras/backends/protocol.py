@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.keras.averaging import Averaging
+from ring_plugins.keras.moments import BatchMoments
 
 
 class Backend(Protocol):
@@ -27,6 +28,9 @@ class Backend(Protocol):
 
     def before_first_step(self, model: Any, action: Callable[[], None]) -> None:
         """Build a lazy model from the first batch's shapes, then run `action`, then take the first step."""
+
+    def moments_of_all(self, moments: BatchMoments, count: Any, own: Any) -> Any:
+        """`BatchMoments.combine` of tensors, through which gradients flow back to every rank; returns the moments."""
 
     def seed_apart(self, communicator: Communicator, root: int) -> None:
         """Let the framework's own global source of random numbers differ among ranks, where layers draw from it."""

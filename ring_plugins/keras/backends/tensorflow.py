@@ -18,6 +18,7 @@ from ring_plugins.keras.backends.tensorflow_sparse import gathered
 from ring_plugins.keras.backends.tensorflow_xla import compiled_around, refuse_inside_xla
 from ring_plugins.keras.buckets import HostBuckets
 from ring_plugins.keras.failure import remembering, unwrapped
+from ring_plugins.keras.moments import BatchMoments, gradient_of_own
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -180,6 +181,24 @@ def before_first_step(model: Any, action: Callable[[], None]) -> None:
         return model.train_function(iterator)
 
     model.train_function = first
+
+
+def moments_of_all(moments: BatchMoments, count: Any, own: Any) -> Any:
+    """See the protocol."""
+    refuse_inside_xla("a synchronized BatchNormalization")
+
+    @tf.custom_gradient
+    def combined(own: Any) -> tuple[Any, Callable[[Any], Any]]:
+        everyones, share = tf.numpy_function(remembering(moments.combine), [count, own], [own.dtype, own.dtype])
+        everyones, share = tf.ensure_shape(everyones, own.shape), tf.ensure_shape(share, [])
+
+        def gradient(upstream: Any) -> Any:
+            total = tf.numpy_function(remembering(moments.add_up), [upstream], own.dtype)
+            return gradient_of_own(own, everyones, share, tf.ensure_shape(total, own.shape))
+
+        return everyones, gradient
+
+    return combined(own)
 
 
 def seed_apart(communicator: Communicator, root: int) -> None:

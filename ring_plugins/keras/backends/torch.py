@@ -13,6 +13,7 @@ from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.errors import ArgumentError
 from ring_plugins.core.memory import host_array
 from ring_plugins.keras.averaging import Averaging
+from ring_plugins.keras.moments import BatchMoments, gradient_of_own
 from ring_plugins.torch.gradients import GradientAverager
 
 
@@ -141,6 +142,30 @@ def make_train_function(model: Any) -> None:
 def before_first_step(model: Any, action: Callable[[], None]) -> None:
     """See the protocol."""
     action()
+
+
+class _Combined(torch.autograd.Function):
+    """Moments of all ranks; backward adds up what all ranks' losses gain by them."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, count: torch.Tensor, moments: BatchMoments) -> torch.Tensor:
+        found = moments.combine(count.cpu().numpy(), own.detach().cpu().numpy())
+        everyones, share = (torch.from_numpy(array).to(own.device) for array in found)
+        ctx.save_for_backward(own, everyones, share)
+        ctx.moments = moments
+        return everyones
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:
+        own, everyones, share = ctx.saved_tensors
+        total = torch.from_numpy(ctx.moments.add_up(upstream.cpu().numpy())).to(own.device)
+        return gradient_of_own(own, everyones, share, total), None, None
+
+
+@torch.compiler.disable
+def moments_of_all(moments: BatchMoments, count: Any, own: Any) -> Any:
+    """See the protocol."""
+    return _Combined.apply(own, count, moments)
 
 
 def seed_apart(communicator: Communicator, root: int) -> None:
