@@ -35,8 +35,9 @@ def seeds_of(model: Any) -> list[Any]:
 
 def build_optimizers(model: Any) -> None:
     """Let the compiled optimizer have its state before the first step, so that it can be broadcast."""
-    if model.optimizer is not None and not model.optimizer.built and model.trainable_variables:
-        model.optimizer.build(model.trainable_variables)
+    optimizer = getattr(model, "optimizer", None)  # there is none before compile()
+    if optimizer is not None and not optimizer.built and model.trainable_variables:
+        optimizer.build(model.trainable_variables)
 
 
 def broadcast_state(model: Any, root: int, communicator: Communicator) -> None:
