@@ -16,6 +16,7 @@ import matplotlib.pyplot as plt
 from measure import RESULTS
 
 from ring_plugins.measuring.picture import COLOURS
+from ring_plugins.planning import counts, draw, parse, predict, reference
 
 PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
 LABELS = {
@@ -86,8 +87,24 @@ def messages() -> None:
     figure.savefig(PICTURES / "all_reduce.png", dpi=150)
 
 
+def scaling() -> None:
+    """Efficiency by ranks, as `ring plan` predicts it."""
+    series = {}
+    for model, network, transport in [
+        ("inception-v3", "25gbit", "tcp"),
+        ("resnet-101", "25gbit", "tcp"),
+        ("vgg-16", "100gbit", "rdma"),
+        ("vgg-16", "25gbit", "rdma"),
+        ("vgg-16", "25gbit", "tcp"),
+    ]:
+        between = parse(network, transport)
+        series[f"{model}, {between.name}"] = [predict(reference(model), between, ranks, 4) for ranks in counts(1024)]
+    draw(series, "Predicted: four Pascal GPUs a host, batch 64 a GPU", PICTURES / "plan.png")
+
+
 if __name__ == "__main__":
     PICTURES.mkdir(parents=True, exist_ok=True)
     steps()
     messages()
+    scaling()
     print(f"wrote {PICTURES}")

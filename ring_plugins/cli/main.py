@@ -9,6 +9,7 @@ import typer
 
 from ring_plugins.cli.bench import bench
 from ring_plugins.cli.doctor import doctor
+from ring_plugins.cli.plan import plan
 from ring_plugins.cli.run import run
 
 app = typer.Typer(
@@ -30,6 +31,7 @@ def _print_version(wanted: bool) -> None:
 app.command("run", context_settings={"allow_interspersed_args": False}, no_args_is_help=True)(run)
 app.command("doctor")(doctor)
 app.command("bench")(bench)
+app.command("plan")(plan)
 
 
 @app.callback()

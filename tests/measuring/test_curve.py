@@ -1,7 +1,7 @@
 import json
 
-import click
 import pytest
+import typer
 
 from ring_plugins.cli.bench import size
 from ring_plugins.core.errors import ArgumentError
@@ -20,7 +20,7 @@ def test_sizes_have_both_ends():
     with pytest.raises(ArgumentError, match="factor=1"):
         sizes(64, 128, 1)
     assert [size(text) for text in ("12", "64K", "25MiB", "1 g")] == [12, 65536, 25 << 20, 1 << 30]
-    with pytest.raises(click.BadParameter):
+    with pytest.raises(typer.BadParameter):
         size("many")
 
 

@@ -1,0 +1,101 @@
+"""What `ring plan` says of steps between two hosts, beside the steps themselves.
+
+    python benchmarks/plan_check.py            # as root, about four minutes
+
+The hosts are network namespaces of this machine with links shaped to each rate (tests/hosts), one rank each. In one job
+the network is measured as `ring bench` does, the model as `ring_plugins.planning.measure` does, and the step with and
+without communication, taking turns. The prediction knows the first two and the step without communication.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the fixture that builds hosts is among the tests
+
+RATES = ("500mbit", "1gbit", "2.5gbit", "5gbit")
+SIZES = (4 << 10, 64 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 16 << 20)
+
+
+def rank(seconds: float) -> None:
+    """What each rank does."""
+    import torch
+    from training_step import MODELS, step
+
+    import ring_plugins as ring
+    from ring_plugins.measuring import all_reduce_curve, host_contestants, interleaved
+    from ring_plugins.planning import measure, predict
+    from ring_plugins.planning.network import fitted
+    from ring_plugins.torch import DistributedOptimizer
+
+    torch.set_num_threads(1)
+    os.nice(-20)  # other programs use this machine
+    ring.init()
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[ring.rank()]})
+    curve = all_reduce_curve(host_contestants(("ring",)), SIZES, seconds / 4)
+    network = fitted("", [(size, times["ring"].median) for size, times in curve.times.items()], 2, 2)
+    found: dict[str, object] = {"alpha": network.transport.alpha, "gigabits": network.gigabits}
+    for name, make in MODELS.items():
+        steps: dict[str, Callable[[], None]] = {}
+        for variant in ("alone", "together"):
+            torch.manual_seed(0)
+            model, x = make()
+            y = torch.randint(0, 10, (x.shape[0],))
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+            if variant == "alone":
+                ring.barrier()
+                profile = measure(model, (x, y), optimizer=optimizer, steps=7)
+            else:
+                optimizer = DistributedOptimizer(optimizer, model.named_parameters())
+            steps[variant] = step(model, optimizer, x, y)
+        probe = interleaved(steps, 2, warm_up=1)
+        times = interleaved(steps, int(max(5, seconds / sum(t.median for t in probe.values()))))
+        alone, together = times["alone"].median, times["together"].median
+        said = predict(profile.at_step(alone), network, 2, jitter=0.0)
+        found[name] = {"alone": alone, "measured": together, "predicted": said.step}
+    if ring.rank() == 0:
+        print(json.dumps(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=8.0, help="to spend on each model and rate, about")
+    parser.add_argument("--rates", nargs="+", default=list(RATES))
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        rank(options.seconds)
+        return
+    from measure import machine, save
+    from rich.console import Console
+    from rich.table import Table
+
+    from tests.hosts import hosts
+
+    results = {}
+    with hosts(2, rate="1gbit") as cluster:
+        for rate in options.rates:
+            for host in cluster.hosts:
+                cluster.shape(host, rate)
+            arguments = ["--rank", "--seconds", str(options.seconds)]
+            done = cluster.mpirun(Path(__file__).resolve(), 1, args=arguments, timeout=300)
+            results[rate] = json.loads(done.stdout.splitlines()[-1])
+    table = Table(title="a step of two ranks on two hosts, ms", caption=machine())
+    for column in ("rate", "model", "alone", "measured", "predicted", "error"):
+        table.add_column(column, justify="right")
+    for rate, found in results.items():
+        for model, times in found.items():
+            if isinstance(times, dict):
+                cells = [f"{times[what] * 1e3:.1f}" for what in ("alone", "measured", "predicted")]
+                table.add_row(rate, model, *cells, f"{100 * (times['predicted'] / times['measured'] - 1):+.1f} %")
+    Console(width=100).print(table)
+    save("plan_check", {"rates": results})
+
+
+if __name__ == "__main__":
+    main()

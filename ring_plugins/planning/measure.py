@@ -1,0 +1,55 @@
+"""A profile of the user's own model, by running a few steps of it in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ring_plugins.core.errors import ArgumentError
+from ring_plugins.planning.profile import Profile
+
+
+def measure(
+    model: Any,
+    batch: Any,
+    loss: Any = None,
+    optimizer: Any = None,
+    *,
+    steps: int = 10,
+    file: Path | str | None = None,
+) -> Profile:
+    """Run training steps of a model alone and note when in backward each gradient is complete.
+
+    Weights, running statistics and the optimizer's state are put back afterwards. With Keras, whose backends do not say
+    when a gradient is complete, the step is measured and shared out among layers by their arithmetic.
+
+    Args:
+        model: a torch module (a LightningModule too), or a compiled Keras model.
+        batch: what one rank is given in a step, on the model's device. For torch: what `loss` takes; without one, a
+            pair (inputs, targets), a dictionary for a model that returns an object with `.loss`, or inputs alone. For
+            Keras: (x, y).
+        loss: for torch, `loss(model, batch)` returning a number to differentiate. By default `model.training_step`
+            where there is one, else cross entropy with integer targets and squared error with others.
+        optimizer: for torch, whose step to time; SGD by default.
+        steps: how many to time; their medians count.
+        file: where to write the profile as JSON, for `ring plan --profile`.
+
+    Raises:
+        ArgumentError: the model is of neither kind, or cannot take the batch.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ArgumentError(f"steps={steps!r} is not a positive number of steps.")
+    kinds = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
+    if "keras" in kinds:
+        from ring_plugins.planning.measure_keras import measure_keras
+
+        profile = measure_keras(model, batch, steps)
+    elif "torch" in kinds:
+        from ring_plugins.planning.measure_torch import measure_torch
+
+        profile = measure_torch(model, batch, loss, optimizer, steps)
+    else:
+        raise ArgumentError(f"model={type(model).__name__} is neither a torch module nor a Keras model.")
+    if file is not None:
+        profile.save(file)
+    return profile

@@ -1,0 +1,171 @@
+"""Networks as a model of all-reduce sees them: a latency a hop and a rate a host (alpha and beta).
+
+The alpha-beta model is Hockney's (1994); what a ring and a two-level all-reduce cost in it: Thakur, Rabenseifner,
+Gropp, "Optimization of collective communication operations in MPICH" (2005), and Patarasuk, Yuan, "Bandwidth optimal
+all-reduce algorithms" (2009).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from ring_plugins.core.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Transport:
+    """What moves the bytes, and how well.
+
+    Attributes:
+        efficiency: the share of a link's rate that gradients get.
+        alpha: seconds a hop between hosts.
+        local_alpha: seconds a hop inside a host.
+        local_gbytes: GB/s inside a host.
+        two_level: whether a host's ranks first reduce among themselves and then between hosts, one after the other;
+            else one ring goes through all ranks, pieces following each other.
+    """
+
+    efficiency: float
+    alpha: float
+    local_alpha: float
+    local_gbytes: float
+    two_level: bool
+
+
+#: "rdma", "tcp" and "cpu" describe one ring over all ranks; their efficiencies are what the rows of VGG-16 in Horovod's
+#: published table imply, one number each. "ring" is ours between hosts, as measured on test hosts.
+TRANSPORTS = {
+    "rdma": Transport(efficiency=0.80, alpha=10e-6, local_alpha=3e-6, local_gbytes=10.0, two_level=False),
+    "tcp": Transport(efficiency=0.52, alpha=30e-6, local_alpha=3e-6, local_gbytes=10.0, two_level=False),
+    "cpu": Transport(efficiency=0.22, alpha=60e-6, local_alpha=5e-6, local_gbytes=5.0, two_level=False),
+    "ring": Transport(efficiency=0.90, alpha=100e-6, local_alpha=10e-6, local_gbytes=4.0, two_level=True),
+}
+
+#: Rates in Gbit/s of networks that have names.
+PRESETS = {
+    "gigabit": 1.0,
+    "aws-p3": 10.0,
+    "aws-p3dn": 100.0,
+    "aws-p4d": 400.0,
+    "ib-fdr": 54.3,
+    "ib-edr": 100.0,
+    "ib-hdr": 200.0,
+    "ib-ndr": 400.0,
+}
+
+
+@dataclass(frozen=True)
+class Network:
+    """What connects hosts.
+
+    Attributes:
+        name: for texts.
+        gigabits: rate of a host's link in Gbit/s.
+        transport: what uses it.
+    """
+
+    name: str
+    gigabits: float
+    transport: Transport
+
+    def all_reduce(self, nbytes: int, ranks: int, per_host: int) -> float:
+        """Seconds of one all-reduce while nothing else uses the network.
+
+        Args:
+            nbytes: of the message.
+            ranks: that take part.
+            per_host: of them on each host; the last host may have fewer.
+        """
+        t = self.transport
+        here, hosts = min(ranks, per_host), -(-ranks // per_host)
+        local_rate, rate = t.local_gbytes * 1e9, self.gigabits * 1e9 / 8 * t.efficiency
+        inside = 2 * (here - 1) * t.local_alpha + 2 * (here - 1) / here * nbytes / local_rate
+        if hosts == 1:
+            return inside
+        if t.two_level:
+            return inside + 2 * (hosts - 1) * t.alpha + 2 * (hosts - 1) / hosts * nbytes / rate
+        hops = hosts * t.alpha + (ranks - hosts) * t.local_alpha
+        share = 2 * (ranks - 1) / ranks
+        return share * hops + share * nbytes / min(rate, local_rate)
+
+    def inside(self, gbytes: float) -> Network:
+        """The same with other hosts: GB/s that an all-reduce moves inside one."""
+        return replace(self, transport=replace(self.transport, local_gbytes=gbytes))
+
+    def at(self, gigabits: float) -> Network:
+        """The same at another rate."""
+        return replace(self, name=f"{gigabits:g} Gbit/s", gigabits=gigabits)
+
+
+def parse(text: str, transport: str = "tcp") -> Network:
+    """A network by what a user calls it.
+
+    Args:
+        text: "25gbit", "800mbit", a name in `PRESETS`, or a file that `ring bench --json` or `ring doctor --json` wrote
+            on at least two hosts.
+        transport: a name in `TRANSPORTS`; measured files bring their own.
+
+    Raises:
+        ArgumentError: none of these.
+    """
+    if transport not in TRANSPORTS:
+        raise ArgumentError(f"transport={transport!r} is none of {', '.join(TRANSPORTS)}.")
+    rate = re.fullmatch(r"([\d.]+)\s*([gm])(?:bit|bit/s|bps)?", text.strip().lower())
+    if rate is not None and float(rate[1]) > 0:
+        gigabits = float(rate[1]) * (1 if rate[2] == "g" else 1e-3)
+        return Network(f"{gigabits:g} Gbit/s, {transport}", gigabits, TRANSPORTS[transport])
+    if text in PRESETS:
+        return Network(f"{text} ({PRESETS[text]:g} Gbit/s), {transport}", PRESETS[text], TRANSPORTS[transport])
+    if Path(text).exists():
+        return measured(Path(text))
+    raise ArgumentError(
+        f"network={text!r} is no rate such as 25gbit, none of {', '.join(PRESETS)}, and no file of ring bench --json."
+    )
+
+
+def measured(file: Path) -> Network:
+    """The network that `ring bench --json` or `ring doctor --json` measured.
+
+    Raises:
+        ArgumentError: the file holds something else, or a measurement on one host.
+    """
+    try:
+        record = json.loads(file.read_text())
+        record = record.get("all_reduce", record)
+        rows = [row for row in record["curve"] if row["contestant"] in ("ring", "ring (GPU)")]
+        ranks, hosts = int(record["ranks"]), int(record["nodes"])
+        points = [(int(row["bytes"]), float(row["median"])) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArgumentError(
+            f"{file} is not what ring bench --json writes ({type(error).__name__}: {error})."
+        ) from error
+    if hosts < 2 or len(points) < 2:
+        raise ArgumentError(f"{file} was measured on {hosts} host; start ring bench on two hosts or more.")
+    return fitted(f"measured on {hosts} hosts", points, ranks, hosts)
+
+
+def fitted(name: str, points: Sequence[tuple[int, float]], ranks: int, hosts: int) -> Network:
+    """The latency and rate that explain measured all-reduces best, all of them alike in proportion.
+
+    Args:
+        name: for texts.
+        points: (bytes, seconds).
+        ranks, hosts: that took part.
+    """
+    sizes, seconds = np.array(points, float).T
+    # Small messages say what a hop costs, large ones what a byte does; a line through all would let the large decide.
+    design = np.stack([np.ones_like(sizes), sizes], axis=1) / seconds[:, None]
+    (fixed, each), *_ = np.linalg.lstsq(design, np.ones_like(sizes), rcond=None)
+    if fixed <= 0:
+        fixed = float(seconds.min()) / 2
+    each = max(float(each), 1e-13)
+    share = 2 * (hosts - 1) / hosts
+    # What the ranks of a host cost among themselves is in the measurement and cannot be told apart from the network.
+    inside = Transport(1.0, float(fixed) / (2 * (hosts - 1)), 0.0, 1e6, True)
+    return Network(name, share / each * 8e-9, inside)
