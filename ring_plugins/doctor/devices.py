@@ -7,6 +7,8 @@ import subprocess
 from collections.abc import Iterator
 
 from ring_plugins.core.errors import RingError
+from ring_plugins.core.nccl import load_nccl
+from ring_plugins.core.nccl.calls import version_text
 from ring_plugins.doctor.findings import Finding, error, fine, warning
 from ring_plugins.doctor.packages import installed
 
@@ -50,10 +52,7 @@ def nccl() -> Iterator[Finding]:
 def nccl_found() -> tuple[str | None, str]:
     """The version of the NCCL that would be used and where it is, or None and why there is none."""
     try:
-        from ring_plugins.core.nccl import load_nccl
-        from ring_plugins.core.nccl.calls import version_text
-
         library = load_nccl()
-    except (RingError, ImportError) as problem:
+    except RingError as problem:
         return None, str(problem)
     return version_text(library.version), library.path

@@ -55,6 +55,11 @@ KNOWN: dict[str, Callable[[str], str]] = {
     "RING_SHARED_MEMORY": _switch,
     "RING_VIRTUAL_NODES": _nodes,
     "RING_AUTOTUNE": _switch,
+    "RING_STALL_WARNING": _seconds,
+    "RING_STALL_ABORT": _seconds,
+    "RING_INTERFACE": _any,
+    "RING_NCCL_LIBRARY": _file,
+    "RING_SHARE_GPU": _switch,
 }
 
 

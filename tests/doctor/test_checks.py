@@ -1,6 +1,7 @@
 """The parts of `ring doctor` that need no ranks: what it makes of texts, variables, and facts of unlucky ranks."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +16,8 @@ from ring_plugins.doctor.job.links import Link, rounds
 from ring_plugins.doctor.mpi import Flavour, difference, flavour
 from ring_plugins.doctor.network import Interface, network
 from ring_plugins.doctor.packages import minima, number
-from ring_plugins.doctor.settings import examine
+from ring_plugins.doctor.settings import KNOWN, examine
+from tests.launch import REPOSITORY
 
 
 def test_the_worst_finding_is_the_status_and_a_check_that_breaks_is_a_finding():
@@ -199,3 +201,9 @@ def test_alone_it_reports_on_this_host():
     by_check = {finding["check"]: finding for finding in findings}
     assert by_check["packages"]["evidence"].keys() >= set()
     assert {"packages", "MPI", "NCCL", "GPUs", "cores", "shared memory", "network", "settings"} <= by_check.keys()
+
+
+def test_the_doctor_knows_every_documented_variable():
+    page = (REPOSITORY / "docs" / "environment.md").read_text()
+    documented = set(re.findall(r"^\| `(RING_[A-Z_]+)`", page, re.MULTILINE))
+    assert documented <= KNOWN.keys(), "add to KNOWN in ring_plugins/doctor/settings.py what a value must look like"
