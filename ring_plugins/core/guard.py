@@ -55,7 +55,7 @@ class Guard:
         """Call this service from now on."""
         self._services = [*self._services, service]
 
-    def close(self, patience: float = 2.0) -> None:
+    def close(self, patience: float = 5.0) -> None:
         """End the thread, which lets services end first; wait for that a while."""
         self._closed.set()
         self._channel.flush(0)
@@ -97,6 +97,7 @@ class Guard:
         if now < self._end_at or self._closed.is_set():
             return
         watch.fail(failure)
+        self._serve(lambda service: service.close())
         say(f"rank {watch.rank} ends because {failure}")
         aborting = threading.Thread(target=self._abort, daemon=True)  # may block where MPI is broken too
         aborting.start()

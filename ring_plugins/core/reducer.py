@@ -53,6 +53,7 @@ class GradientReducer:
         self._works: list[Work[None]] = []
         self._bytes_before = self.reduced_bytes
         self._ready_at: dict[int, int] = {}  # by bucket, while the recorder is on
+        self._first_ready_at = 0
 
     @property
     def is_under_way(self) -> bool:
@@ -72,6 +73,8 @@ class GradientReducer:
         if self._ready[entry]:
             return
         self._ready[entry] = 1
+        if recorder.on and not self._first_ready_at:
+            self._first_ready_at = monotonic_ns()
         bucket = self._bucket_of[entry]
         self._missing[bucket] -= 1
         if self._missing[bucket] == 0:
@@ -84,6 +87,8 @@ class GradientReducer:
 
     def finish(self) -> None:
         """Launch what is left and wait until every bucket is reduced."""
+        if self._first_ready_at:
+            recorder.record("backward", "backward, from its first gradient", self._first_ready_at, monotonic_ns())
         self._complete(self._fill)
 
     def abandon(self, fill: Fill = lambda bucket: None) -> None:

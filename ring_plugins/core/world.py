@@ -193,7 +193,8 @@ class World:
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed, so that they stop waiting. The first call counts."""
-        if self.watch is not None:
+        if self.watch is not None and self.observers is not None and self.is_mine():
+            self.observers.last_words()
             self.watch.fail(error)
 
     def abort(self) -> None:

@@ -1,12 +1,12 @@
 """Keras 3 on all ranks: `model.fit(callbacks=[BroadcastCallback()])`, on TensorFlow, torch and JAX."""
 
 from ring_plugins.keras.averaging import communication_of
-from ring_plugins.keras.balance import BalanceMonitor
 from ring_plugins.keras.batch_norm import synchronize_batch_norm
 from ring_plugins.keras.broadcast import BroadcastCallback
 from ring_plugins.keras.checkpoint import BestModelCheckpoint
 from ring_plugins.keras.learning_rate import LearningRateScheduleCallback, LearningRateWarmupCallback
 from ring_plugins.keras.metrics import MetricAverageCallback
+from ring_plugins.keras.observe import BalanceMonitor, TimelineCallback
 from ring_plugins.keras.optimizer import DistributedOptimizer, broadcast_variables, undistribute
 from ring_plugins.keras.shard import shard
 
@@ -18,6 +18,7 @@ __all__ = [
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
+    "TimelineCallback",
     "broadcast_variables",
     "communication_of",
     "shard",

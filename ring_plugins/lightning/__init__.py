@@ -4,8 +4,8 @@ Importing this package registers ``"ring"``, ``"ring_fork"`` and ``"ring_noteboo
 Lightning (``lightning`` and ``pytorch_lightning``), and tells Lightning this process's rank.
 """
 
-from ring_plugins.lightning.balance import BalanceMonitor
 from ring_plugins.lightning.environment import RingEnvironment
+from ring_plugins.lightning.observe import BalanceMonitor, TimelineCallback
 from ring_plugins.lightning.trees import RingFabricStrategy, RingStrategy
 
-__all__ = ["BalanceMonitor", "RingEnvironment", "RingFabricStrategy", "RingStrategy"]
+__all__ = ["BalanceMonitor", "RingEnvironment", "RingFabricStrategy", "RingStrategy", "TimelineCallback"]

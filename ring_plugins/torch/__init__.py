@@ -1,6 +1,7 @@
 """PyTorch: averaged gradients for plain loops, and the "ring" backend of torch.distributed."""
 
 from ring_plugins.core.observe.monitor import BalanceMonitor
+from ring_plugins.core.observe.timeline import Timeline
 from ring_plugins.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from ring_plugins.torch.gradients import GradientAverager
 from ring_plugins.torch.optimizer import DistributedOptimizer
@@ -12,6 +13,7 @@ __all__ = [
     "BalanceMonitor",
     "DistributedOptimizer",
     "GradientAverager",
+    "Timeline",
     "broadcast_optimizer_state",
     "broadcast_parameters",
 ]

@@ -125,14 +125,14 @@ class OrderedOperations:
                 statistics.waited += elapsed
                 steps.stood_still(elapsed, waited)
             if recorder.on:
-                self._record(started, waited)
+                self._record("operation" if inside else "call", started, waited)
             return result
 
-    def _record(self, started: float, waited: float) -> None:
+    def _record(self, kind: str, started: float, waited: float) -> None:
         activity = self.activity()
         assert activity is not None
         recorder.record(
-            "operation",
+            kind,
             activity.operation,
             int(started * 1e9),
             int(self._ended * 1e9),

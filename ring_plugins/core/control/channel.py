@@ -35,12 +35,14 @@ class Channel(abc.ABC):
     Attributes:
         on_lost: called with a rank whose connection ended without a farewell, and how that was noticed.
         on_left: called with a rank that said farewell.
+        on_joined: called on rank 0 with a rank that can be told something from now on.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.on_lost: Callable[[int, str], None] = lambda rank, how: None
         self.on_left: Callable[[int], None] = lambda rank: None
+        self.on_joined: Callable[[int], None] = lambda rank: None
         self._handlers: dict[str, Handler] = {}
         self._outbox: deque[tuple[int, str, Body, bool]] = deque()
         self._selector = selectors.DefaultSelector()
@@ -84,6 +86,11 @@ class Channel(abc.ABC):
         self._deliver()
         if not self._has_more_to_send():
             self._idle.set()
+
+    @property
+    def connected(self) -> list[int]:
+        """Ranks that can be told something now."""
+        return []
 
     def flush(self, seconds: float) -> bool:
         """Wait, in another thread than the one that polls, until all is sent; whether it is."""

@@ -111,6 +111,7 @@ class Hub(Channel):
         guest.rank, guest.trusted = rank, True
         self._strangers.discard(guest)
         self._guests[rank] = guest
+        self.on_joined(rank)
 
     def _lose(self, connection: FrameSocket, how: str) -> None:
         assert isinstance(connection, _Guest)

@@ -10,6 +10,7 @@ Whoever does something worth seeing in a timeline asks `recorder.on` first and o
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from time import monotonic_ns
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ class Span(NamedTuple):
     """Something that took a time.
 
     Attributes:
-        kind: "step", "backward", "bucket", "operation" or "wait": each kind has its row in a timeline.
+        kind: "step", "backward", "wait" and "call" of the script, "operation" and "bucket" of the communication thread.
         name: what it was.
         begin, end: as `time.monotonic_ns` says them.
         arguments: what JSON can hold.
@@ -59,8 +60,11 @@ class Recorder:
 
     def take(self) -> list[Span]:
         """The spans since the last call."""
-        spans = self._spans
-        return [spans.popleft() for _ in range(len(spans))]
+        taken: list[Span] = []
+        with contextlib.suppress(IndexError):  # two threads may take at once
+            while len(taken) < _LIMIT:
+                taken.append(self._spans.popleft())
+        return taken
 
 
 #: The one of this process.

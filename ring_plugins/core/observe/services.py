@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from ring_plugins.core.collectives.ordered import Activity
 from ring_plugins.core.control.channel import Channel
@@ -11,9 +12,11 @@ from ring_plugins.core.failure import Watch
 from ring_plugins.core.guard import Service, say
 from ring_plugins.core.observe.advice import Advice
 from ring_plugins.core.observe.balance import BalanceDesk, StepReports
+from ring_plugins.core.observe.recorder import recorder
 from ring_plugins.core.observe.stall_desk import StallDesk
 from ring_plugins.core.observe.stall_watch import StallWatch
 from ring_plugins.core.observe.steps import steps
+from ring_plugins.core.observe.timeline import TimelineDesk, TimelineReports
 from ring_plugins.core.waiting import seconds_from_environment
 
 
@@ -29,7 +32,7 @@ class Observers:
         services: all of them.
         roster: where the ranks are.
         reports: sends this rank's steps to rank 0.
-        balance: on rank 0, the steps of all ranks.
+        balance, timeline: on rank 0, the steps of all ranks, and what they record.
 
     Raises:
         ArgumentError: an environment variable has a value that cannot be used.
@@ -42,7 +45,19 @@ class Observers:
         self.roster = watch.roster
         self.reports = StepReports(channel, steps)
         self.balance: BalanceDesk | None = None
-        self.services: list[Service] = [StallWatch(channel, watch, activities), self.reports]
+        self.timeline: TimelineDesk | None = None
+        own, first = watch.roster[channel.rank], watch.roster[0]
+        self._spans = TimelineReports(channel, own.domain == first.domain)
+        self.services: list[Service] = [StallWatch(channel, watch, activities), self.reports, self._spans]
         if channel.rank == 0:
             self.balance = BalanceDesk(channel, Advice(watch.roster, say).look)
-            self.services += [StallDesk(channel, watch.roster, warning, abort, say), self.balance]
+            self.timeline = TimelineDesk(channel, watch.roster)
+            self.services += [StallDesk(channel, watch.roster, warning, abort, say), self.balance, self.timeline]
+            directory = os.environ.get("RING_TIMELINE", "")
+            if directory:
+                self.timeline.start(Path(directory))
+
+    def last_words(self) -> None:
+        """Send what would be lost with this process; any thread may call it."""
+        if recorder.on:
+            self._spans.send()

@@ -1,13 +1,14 @@
-"""A callback that logs where the time of training steps goes."""
+"""Callbacks that show where the time of training goes."""
 
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from ring_plugins.core.observe import monitor
+from ring_plugins.core.observe import monitor, timeline
 
 if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     from lightning.pytorch.callbacks import Callback
@@ -49,3 +50,35 @@ class BalanceMonitor(Callback):
     @override
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._monitor.finish()
+
+
+class TimelineCallback(Callback):
+    """Writes a timeline of all ranks for some batches of ``fit``; RING_TIMELINE does it for all of a job.
+
+    Args:
+        directory: Where rank 0 puts ``timeline.json``, for ui.perfetto.dev.
+        first_batch: Batches of ``fit`` before the first that is recorded.
+        batches: How many are recorded.
+
+    """
+
+    def __init__(self, directory: str | Path, first_batch: int = 10, batches: int = 20) -> None:
+        super().__init__()
+        self._timeline = timeline.Timeline(directory)
+        self._first, self._end = first_batch, first_batch + batches
+        self._batch = 0
+
+    @override
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._batch == self._first:
+            self._timeline.start()
+        self._batch += 1
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._batch == self._end:
+            self._timeline.stop()
+
+    @override
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._timeline.stop()

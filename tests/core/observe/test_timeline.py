@@ -1,0 +1,136 @@
+"""What a timeline holds: every rank, on one clock, also when a rank dies."""
+
+import json
+import os
+import signal
+import time
+from collections import defaultdict
+
+from ring_plugins.core.control import Hub, Link
+from ring_plugins.core.failure import Peer
+from ring_plugins.core.observe import clock, timeline
+from ring_plugins.core.observe.recorder import Recorder
+from ring_plugins.core.observe.timeline import TimelineDesk
+from tests.launch import run_ranks, start_ranks
+
+TRAIN = """
+import os, sys, time
+import torch
+import ring_plugins as ring
+from ring_plugins.torch import DistributedOptimizer, Timeline
+from tests.worker import report, report_pid
+
+torch.set_num_threads(1)
+ring.init(ranks=int(os.environ["TEST_RANKS"]))
+model = torch.nn.Sequential(*(torch.nn.Linear(600, 600) for _ in range(4)))
+optimizer = DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=1e-9), model.named_parameters(), bucket_bytes=40000
+)
+
+def step():
+    optimizer.zero_grad()
+    model(torch.ones(4, 600)).sum().backward()
+    optimizer.step()
+    ring.barrier()
+"""
+
+
+def by_rank(events, category):
+    found = defaultdict(list)
+    for event in events:
+        if event.get("cat") == category:
+            found[event["pid"]].append(event)
+    return found
+
+
+def test_steps_buckets_and_waits_of_all_ranks_on_one_clock(tmp_path):
+    """Ranks without shared memory are as on two hosts: their clocks are compared over the channel."""
+    body = TRAIN + (
+        "step()\nwith Timeline(sys.argv[1]):\n    time.sleep(0.6)\n    for _ in range(20):\n        step()\nstep()\n"
+    )
+    run_ranks(body, 2, "mpirun", [str(tmp_path)], env={"RING_SHARED_MEMORY": "0"}, timeout=90)
+    events = json.loads((tmp_path / "timeline.json").read_text())
+    assert {e["args"]["name"].split(" on ")[0] for e in events if e["name"] == "process_name"} == {"rank 0", "rank 1"}
+    for rank in (0, 1):
+        assert len(by_rank(events, "step")[rank]) == 20
+        assert len(by_rank(events, "backward")[rank]) == 20
+        buckets = [e for e in by_rank(events, "bucket")[rank] if e["ph"] == "b" and e["name"].startswith("bucket")]
+        assert len(buckets) == 20 * 4
+        operations = by_rank(events, "operation")[rank]
+        assert sum("bucket" in e["args"]["part_of"] for e in operations) >= 20 * 4
+    # Nobody leaves a barrier before everyone has come.
+    calls = [[e for e in by_rank(events, "call")[rank] if "barrier" in e["name"]] for rank in (0, 1)]
+    assert len(calls[0]) == len(calls[1]) == 20
+    allowed = 5000  # microseconds: what a busy machine makes of the clocks
+    for one, other in zip(*calls, strict=True):
+        assert one["ts"] < other["ts"] + other["dur"] + allowed
+        assert other["ts"] < one["ts"] + one["dur"] + allowed
+
+
+def test_what_a_rank_did_before_it_died_is_there(tmp_path):
+    body = TRAIN + "for _ in range(5):\n    step()\ntime.sleep(2)\nreport_pid()\nwhile True:\n    step()\n"
+    with start_ranks(body, 2, env={"RING_TIMELINE": str(tmp_path)}) as job:
+        job.send_signal(1, signal.SIGKILL)
+        assert job.wait(30).returncode != 0
+    events = json.loads((tmp_path / "timeline.json").read_text())
+    assert len(by_rank(events, "step")[1]) >= 4
+    assert len(by_rank(events, "step")[0]) >= 4
+
+
+def test_a_large_timeline_makes_room_and_stays_readable(tmp_path, monkeypatch):
+    monkeypatch.setattr(timeline, "_LARGEST", 20_000)
+    hub = Hub(1, other_hosts=False)
+    desk = TimelineDesk(hub, [Peer("here", 1, "")])
+    desk.start(tmp_path)
+    for i in range(500):
+        desk._write(0, {"rows": [["step", f"step {i}", i * 1000, i * 1000 + 500, {}]]})
+    path = desk.finish()
+    hub.abandon()
+    latest = json.loads(path.read_text())
+    before = json.loads((tmp_path / "timeline.previous.json").read_text())
+    names = [e["name"] for e in [*before, *latest] if e["ph"] == "X"]
+    assert names == [f"step {i}" for i in range(500 - len(names), 500)]
+    assert sorted(os.listdir(tmp_path)) == ["timeline.json", "timeline.previous.json"]
+    assert all((tmp_path / name).stat().st_size < 25_000 for name in os.listdir(tmp_path))
+
+
+def test_another_clock_is_read_as_well_as_the_network_allows(monkeypatch):
+    hub = Hub(2, other_hosts=False)
+    link = Link(1, 2, hub.address, same_host=True)
+    clock.ClockOffset(hub, same=True)
+    far = clock.ClockOffset(link, same=False)
+    ahead = 5_000_000_000
+    real = time.monotonic_ns
+    for channel, shift in ((hub, ahead), (link, 0)):
+        handlers = {
+            kind: (lambda sender, body, h=handler, s=shift: _shifted(monkeypatch, real, s, lambda: h(sender, body)))
+            for kind, handler in channel._handlers.items()
+        }
+        channel._handlers = handlers
+    end = time.monotonic() + 10
+    while not far.is_known and time.monotonic() < end:
+        far.ask(time.monotonic())
+        link.poll(0.005)
+        hub.poll(0.005)
+    hub.abandon()
+    link.abandon()
+    assert far.is_known
+    assert abs(far.offset - ahead) <= far.uncertainty
+
+
+def _shifted(monkeypatch, real, shift, call):
+    with monkeypatch.context() as patch:
+        patch.setattr(clock, "monotonic_ns", lambda: real() + shift)
+        call()
+
+
+def test_the_recorder_forgets_the_oldest_where_nobody_takes(monkeypatch):
+    monkeypatch.setattr("ring_plugins.core.observe.recorder._LIMIT", 3)
+    recorder = Recorder()
+    recorder.record("step", "off", 0, 1)
+    recorder.on = True
+    for i in range(5):
+        recorder.record("step", str(i), i, i + 1, more=i)
+    assert recorder.lost == 2
+    assert [(span.name, span.arguments) for span in recorder.take()] == [(str(i), {"more": i}) for i in (2, 3, 4)]
+    assert recorder.take() == []
