@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any, TypeVar
 
 from ring_plugins.core import world
 from ring_plugins.core.errors import ArgumentError, LaunchError, TimeoutExceeded
 from ring_plugins.core.launch import detect
-from ring_plugins.core.launch.meeting import Meeting, ending, invitation
+from ring_plugins.core.launch.meeting import Meeting, invitation
 from ring_plugins.core.shared_memory import Segment
 from ring_plugins.launching.exports import threads_per_rank
-from ring_plugins.launching.outcomes import Failure, Outcome, pack, results_of
+from ring_plugins.launching.outcomes import Outcome, pack, results_of
 from ring_plugins.launching.output import Relay
+from ring_plugins.launching.process import RankProcess
 
 T = TypeVar("T")
 
 #: Seconds in which the others may report, or end, once a rank has failed or all have reported.
 _GRACE = 7.0
-_START = "from ring_plugins.launching.worker import main; main({fd}, {parent}, {rank})"
 
 
 def run(
@@ -78,7 +74,6 @@ def run(
     name = getattr(function, "__qualname__", function)
     packed = pack(f"function={name!r} with its arguments", (function, tuple(args), {**(kwargs or {})}))
     environment = {"OMP_NUM_THREADS": str(threads_per_rank(cores, ranks)), **os.environ, **(env or {})}
-    environment["PYTHONPATH"] = os.pathsep.join(_search_path())
     with Relay(tag_output, always=sys.stdout is not sys.__stdout__) as relay, _Ranks(ranks, environment, relay) as job:
         relay.start()
         return results_of(job.outcomes(packed, timeout))
@@ -88,12 +83,12 @@ class _Ranks:
     """The processes of one call. As a context it leaves none of them behind."""
 
     def __init__(self, ranks: int, environment: Mapping[str, str], relay: Relay) -> None:
-        self._segment = Segment.create(Meeting.nbytes(ranks))
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._connections: list[Connection[Any, Any]] = []
+        segment = Segment.create(Meeting.nbytes(ranks))
+        self._processes: list[RankProcess] = []
         try:
             for rank in range(ranks):
-                self._start(rank, ranks, environment, relay)
+                invited = {**environment, **invitation(segment, rank, ranks, os.getpid())}
+                self._processes.append(RankProcess(rank, invited, [segment.fd], *relay.ends(rank)))
         except BaseException:
             self._end()
             raise
@@ -104,68 +99,29 @@ class _Ranks:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._end(patience=_GRACE if kind is None else 0.0)
 
-    def _start(self, rank: int, ranks: int, environment: Mapping[str, str], relay: Relay) -> None:
-        ours, theirs = Pipe()
-        self._connections.append(ours)
-        out, err = relay.ends(rank)
-        start = _START.format(fd=theirs.fileno(), parent=os.getpid(), rank=rank)
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-c", start],
-                env={**environment, **invitation(self._segment, rank, ranks, os.getpid())},
-                pass_fds=[self._segment.fd, theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                # Ctrl-C interrupts this process, which ends the ranks: they need not all say that they were.
-                start_new_session=True,
-            )
-        self._processes.append(process)
-
     def outcomes(self, packed: bytes, timeout: float | None) -> list[Outcome]:
         """Hand out the work, and gather how it ended on each rank, until all have, or one failed and its time is up."""
-        for connection in self._connections:
-            with contextlib.suppress(OSError):  # it has died already, which is found below
-                connection.send(_search_path())
-                connection.send_bytes(packed)
+        for process in self._processes:
+            process.work(packed)
         found: list[Outcome] = []
         end = time.monotonic() + timeout if timeout is not None else float("inf")
         give_up = float("inf")
-        waiting = {id(connection): rank for rank, connection in enumerate(self._connections)}
+        waiting = {id(process.connection): process for process in self._processes}
         while waiting and time.monotonic() < give_up:
             if time.monotonic() > end:
+                late = sorted(process.rank for process in waiting.values())
                 raise TimeoutExceeded(
-                    f"timeout={timeout:g}: ranks {sorted(waiting.values())} of {len(self._processes)} had not "
-                    "finished, and were ended."
+                    f"timeout={timeout:g}: ranks {late} of {len(self._processes)} had not finished, and were ended."
                 )
-            for ready in wait([self._connections[rank] for rank in waiting.values()], 0.1):
-                found.append(self._outcome(waiting.pop(id(ready))))
+            for ready in wait([process.connection for process in waiting.values()], 0.1):
+                found.append(waiting.pop(id(ready)).outcome())
                 if found[-1].failure is not None:
                     give_up = min(give_up, time.monotonic() + _GRACE)
         return found
 
-    def _outcome(self, rank: int) -> Outcome:
-        try:
-            outcome = self._connections[rank].recv()
-            assert isinstance(outcome, Outcome)
-            return outcome
-        except (EOFError, OSError):
-            code = self._processes[rank].wait()
-            return Outcome(rank, failure=Failure(socket.gethostname(), f"its process ended with {ending(code)}"))
-
     def _end(self, patience: float = 0.0) -> None:
         end = time.monotonic() + patience
-        while time.monotonic() < end and any(process.poll() is None for process in self._processes):
+        while time.monotonic() < end and not all(process.has_ended() for process in self._processes):
             time.sleep(0.005)
         for process in self._processes:
-            with contextlib.suppress(OSError):  # the group, for what the rank started itself
-                os.killpg(process.pid, signal.SIGKILL)
-        for process in self._processes:
-            process.wait()
-        for connection in self._connections:
-            connection.close()
-
-
-def _search_path() -> list[str]:
-    """Where this process finds modules, in words that hold elsewhere."""
-    return [path or os.getcwd() for path in sys.path]
+            process.end()

@@ -16,6 +16,7 @@ from typing import Any
 from ring_plugins.core.errors import LaunchError
 from ring_plugins.launching.mpirun import Mpirun, Request
 from ring_plugins.launching.plan import is_this_host
+from ring_plugins.launching.seats import address_towards
 
 #: Packages that must have the same version on all hosts: ranks exchange what these make.
 PACKAGES = (
@@ -111,7 +112,7 @@ def _ask(host: str | None, request: Request, mpirun: Mpirun, port: int | None) -
         "packages": PACKAGES,
         "paths": [os.getcwd(), program, mpirun.path, *([script] if script else [])],
         "program": script,
-        "listener": [_address_towards(host), port] if host and port else None,
+        "listener": [address_towards(host.rpartition("@")[2]), port] if host and port else None,
     }
     command = [python, "-", json.dumps(question)]
     if host is not None:
@@ -157,14 +158,3 @@ def explanation(host: str, python: str, status: int, said: str) -> str:
     if status in (126, 127):
         return f"{words} ({python} must exist there: the same environment under the same path)"
     return f"{words} (try it yourself: ssh {host} {python} --version)"
-
-
-def _address_towards(host: str) -> str:
-    """This host's address on the way to another; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host.rpartition("@")[2], 9))
-        except OSError:
-            return socket.gethostname()
-        address: str = probe.getsockname()[0]
-        return address

@@ -1,0 +1,5 @@
+"""Ranks on the nodes of a Ray cluster."""
+
+from ring_plugins.ray.run import run
+
+__all__ = ["run"]

@@ -1,0 +1,5 @@
+"""Ranks on the executors of a Spark cluster."""
+
+from ring_plugins.spark.run import run
+
+__all__ = ["run"]

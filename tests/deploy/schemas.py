@@ -1,0 +1,141 @@
+"""What the manifests may say: the fields of the operators' own definitions that people use, and nothing else.
+
+Written after the Go types of kubeflow/mpi-operator (v2beta1), of kubeflow/training-operator (v1) and of Kubernetes
+(core/v1, batch/v1). A misspelt or misplaced field is what a cluster would drop without a word.
+"""
+
+from typing import Any
+
+Schema = dict[str, Any]
+TEXT: Schema = {"type": "string"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+ANYTHING: Schema = {"type": "object"}
+
+
+def one_of(*values: str) -> Schema:
+    return {"enum": list(values)}
+
+
+def a_list(of: Schema) -> Schema:
+    return {"type": "array", "items": of}
+
+
+def a_map(of: Schema) -> Schema:
+    return {"type": "object", "additionalProperties": of}
+
+
+def a_record(required: str = "", **fields: Schema) -> Schema:
+    return {"type": "object", "properties": fields, "required": required.split(), "additionalProperties": False}
+
+
+QUANTITY: Schema = {"type": "string", "pattern": r"^\d+(\.\d+)?(m|[kKMGT]i?)?$"}
+VARIABLE = a_record(
+    "name",
+    name={"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]*$"},
+    value=TEXT,
+    valueFrom=a_record(fieldRef=a_record("fieldPath", fieldPath=TEXT), secretKeyRef=ANYTHING, configMapKeyRef=ANYTHING),
+)
+CONTAINER = a_record(
+    "name image",
+    name=TEXT,
+    image=TEXT,
+    imagePullPolicy=one_of("Always", "IfNotPresent", "Never"),
+    command=a_list(TEXT),
+    args=a_list(TEXT),
+    workingDir=TEXT,
+    env=a_list(VARIABLE),
+    ports=a_list(a_record("containerPort", containerPort=COUNT, name=TEXT, protocol=one_of("TCP", "UDP"))),
+    resources=a_record(limits=a_map(QUANTITY), requests=a_map(QUANTITY)),
+    volumeMounts=a_list(a_record("name mountPath", name=TEXT, mountPath=TEXT, readOnly={"type": "boolean"})),
+    securityContext=ANYTHING,
+)
+POD = a_record(
+    "containers",
+    containers={**a_list(CONTAINER), "minItems": 1},
+    initContainers=a_list(CONTAINER),
+    restartPolicy=one_of("Always", "OnFailure", "Never"),
+    subdomain=TEXT,
+    hostname=TEXT,
+    hostNetwork={"type": "boolean"},
+    nodeSelector=a_map(TEXT),
+    tolerations=a_list(ANYTHING),
+    affinity=ANYTHING,
+    volumes=a_list(ANYTHING),
+    serviceAccountName=TEXT,
+)
+METADATA = a_record(name=TEXT, namespace=TEXT, labels=a_map(TEXT), annotations=a_map(TEXT))
+TEMPLATE = a_record("spec", metadata=METADATA, spec=POD)
+REPLICAS = a_record(
+    "replicas template",
+    replicas=COUNT,
+    restartPolicy=one_of("Always", "OnFailure", "Never", "ExitCode"),
+    template=TEMPLATE,
+)
+RUN_POLICY = a_record(
+    cleanPodPolicy=one_of("All", "Running", "None"),
+    ttlSecondsAfterFinished=COUNT,
+    activeDeadlineSeconds=COUNT,
+    backoffLimit=COUNT,
+    schedulingPolicy=ANYTHING,
+    suspend={"type": "boolean"},
+)
+
+
+def a_resource(version: str, kind: str, spec: Schema) -> Schema:
+    metadata = {**METADATA, "required": ["name"]}
+    return a_record(
+        "apiVersion kind metadata spec", apiVersion=one_of(version), kind=one_of(kind), metadata=metadata, spec=spec
+    )
+
+
+MPI_JOB = a_resource(
+    "kubeflow.org/v2beta1",
+    "MPIJob",
+    a_record(
+        "mpiReplicaSpecs",
+        slotsPerWorker={"type": "integer", "minimum": 1},
+        runLauncherAsWorker={"type": "boolean"},
+        runPolicy=RUN_POLICY,
+        mpiReplicaSpecs=a_record("Launcher Worker", Launcher=REPLICAS, Worker=REPLICAS),
+        sshAuthMountPath=TEXT,
+        launcherCreationPolicy=one_of("AtStartup", "WaitForWorkersReady"),
+        mpiImplementation=one_of("OpenMPI", "Intel", "MPICH"),
+    ),
+)
+PYTORCH_JOB = a_resource(
+    "kubeflow.org/v1",
+    "PyTorchJob",
+    a_record(
+        "pytorchReplicaSpecs",
+        runPolicy=RUN_POLICY,
+        elasticPolicy=ANYTHING,
+        pytorchReplicaSpecs=a_record("Master", Master=REPLICAS, Worker=REPLICAS),
+        nprocPerNode={"type": "string", "pattern": r"^(auto|cpu|gpu|\d+)$"},
+    ),
+)
+JOB = a_resource(
+    "batch/v1",
+    "Job",
+    a_record(
+        "template",
+        template=TEMPLATE,
+        completionMode=one_of("Indexed", "NonIndexed"),
+        completions=COUNT,
+        parallelism=COUNT,
+        backoffLimit=COUNT,
+        activeDeadlineSeconds=COUNT,
+        ttlSecondsAfterFinished=COUNT,
+    ),
+)
+SERVICE = a_resource(
+    "v1",
+    "Service",
+    a_record(
+        "selector",
+        clusterIP=TEXT,
+        selector=a_map(TEXT),
+        publishNotReadyAddresses={"type": "boolean"},
+        ports=a_list(ANYTHING),
+    ),
+)
+BY_KIND = {"MPIJob": MPI_JOB, "PyTorchJob": PYTORCH_JOB, "Job": JOB, "Service": SERVICE}

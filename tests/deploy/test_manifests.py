@@ -1,0 +1,67 @@
+"""The files in examples/deploy hold what their operators define, and fit the repository and each other."""
+
+import copy
+import re
+
+import pytest
+
+from tests.deploy.schemas import BY_KIND
+from tests.launch import REPOSITORY
+
+yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: pip install pyyaml")
+jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed: pip install jsonschema")
+DEPLOY = REPOSITORY / "examples" / "deploy"
+RESOURCES = [
+    pytest.param(resource, id=f"{file.name}:{resource['kind']}")
+    for file in sorted(DEPLOY.glob("*.yaml"))
+    for resource in yaml.safe_load_all(file.read_text())
+]
+
+
+@pytest.mark.parametrize("resource", RESOURCES)
+def test_every_field_is_one_that_the_operator_knows(resource):
+    jsonschema.validate(resource, BY_KIND[resource["kind"]])
+    broken = copy.deepcopy(resource)
+    broken["spec"]["cleanPodPolicy"] = "Running"  # where older versions had it
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(broken, BY_KIND[resource["kind"]])
+
+
+def containers(resource):
+    if isinstance(resource, dict):
+        yield from resource.get("containers", [])
+        for value in resource.values():
+            yield from containers(value)
+
+
+@pytest.mark.parametrize("resource", RESOURCES)
+def test_scripts_exist_and_every_rank_has_a_core(resource):
+    for container in containers(resource):
+        for word in container["command"]:
+            assert not word.endswith(".py") or (REPOSITORY / word).exists(), word
+        assert container["image"] == "ring-example"
+    if resource["kind"] == "MPIJob":
+        worker = next(containers(resource["spec"]["mpiReplicaSpecs"]["Worker"]))
+        assert int(worker["resources"]["limits"]["cpu"]) >= resource["spec"]["slotsPerWorker"]
+
+
+def test_the_jobs_pods_find_the_first_by_the_services_name():
+    service, job = yaml.safe_load_all((DEPLOY / "indexed_job.yaml").read_text())
+    name, spec = job["metadata"]["name"], job["spec"]["template"]["spec"]
+    variables = {variable["name"]: variable.get("value") for variable in spec["containers"][0]["env"]}
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert spec["subdomain"] == service["metadata"]["name"]
+    assert variables["MASTER_ADDR"] == f"{name}-0.{spec['subdomain']}"
+    assert int(variables["WORLD_SIZE"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
+
+
+def test_the_image_installs_what_the_repository_has():
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML by itself")
+    text = (DEPLOY / "Dockerfile").read_text()
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    (constraints, extras) = re.search(r"pip install \S+ -c (\S+) \"\.\[([\w,]+)\]\"", text).groups()
+    assert (REPOSITORY / constraints).exists()
+    assert set(extras.split(",")) <= set(project["optional-dependencies"])
+    (script,) = re.findall(r'CMD \["python", "(\S+)"\]', text)
+    assert (REPOSITORY / script).exists()
+    assert "openssh-server" in text  # what the MPIJob's workers run

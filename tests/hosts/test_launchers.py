@@ -1,0 +1,114 @@
+"""Each launcher over several hosts, as its page in docs/launching says, with the environment that it sets."""
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import hosts
+from tests.launch import REPOSITORY
+from tests.launchers import find_mpirun
+
+yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: pip install pyyaml")
+DEPLOY = REPOSITORY / "examples" / "deploy"
+
+MEET = """
+import os, socket
+import numpy as np
+import ring_plugins as ring
+from tests.worker import report
+ring.init()
+report("where", [socket.gethostname(), ring.rank(), ring.local_rank(), ring.num_nodes(), os.environ.get("MINE")])
+report("sum", ring.all_reduce(np.full(3, ring.rank()), ring.SUM))
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with hosts(3) as cluster:
+        yield cluster
+
+
+def check(job, names):
+    with job as running:
+        result = running.wait(60)
+    assert result.returncode == 0, result
+    where = result.values("where")
+    assert [found[:2] for found in where] == [[name, rank] for rank, name in enumerate(names)], result
+    assert [found[2] for found in where] == [names[:rank].count(name) for rank, name in enumerate(names)]
+    assert {found[3] for found in where} == {len(set(names))}
+    assert result.values("sum") == [[sum(range(len(names)))] * 3] * len(names)
+    return result
+
+
+def everywhere(cluster, each, per_host=1, env=(), ranks=2):
+    """One command on host1 and host2 each; `{node}`, `{local}` and `{rank}` become numbers."""
+    command = [sys.executable, "-IS", str(Path(__file__).parent / "everywhere.py"), "host1,host2", str(per_host)]
+    return cluster.start([*command, "env", *env, *each], MEET, ranks)
+
+
+@pytest.mark.mpi
+def test_the_mpirun_command_that_horovods_users_know(cluster, tmp_path):
+    (tmp_path / "hosts").write_text("host1 slots=1\nhost2 slots=1\n")
+    options = f"-np 2 --hostfile {tmp_path}/hosts --bind-to none --map-by slot -x MINE -mca pml ob1 -mca btl ^openib"
+    job = cluster.start([find_mpirun(), *options.split(), sys.executable], MEET, 2, env={"MINE": "here"})
+    result = check(job, ["host1", "host2"])
+    assert [found[4] for found in result.values("where")] == ["here"] * 2
+
+
+SLURM = {
+    "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_PROCID": "{rank}", "SLURM_LOCALID": "{local}",
+    "SLURM_NODEID": "{node}", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "host[1-2]",
+    "SLURM_JOB_NODELIST": "host[1-2]", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_JOB_NAME": "train",
+}  # fmt: skip
+
+
+def test_srun(cluster):
+    env = [f"{name}={value}" for name, value in SLURM.items()]
+    check(everywhere(cluster, [sys.executable], 2, env, 4), ["host1", "host1", "host2", "host2"])
+
+
+def test_torchrun_on_two_hosts_and_pytorchjob(cluster):
+    """The operator starts the manifest's command with torchrun's options in variables, under both names."""
+    spec = yaml.safe_load((DEPLOY / "pytorchjob.yaml").read_text())["spec"]
+    (container,) = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    each, (program, _script) = spec["nprocPerNode"], container["command"]
+    assert program == "torchrun"
+    env = [
+        "MASTER_ADDR=host1", "MASTER_PORT=23456", "WORLD_SIZE=4", "RANK={node}", "PYTHONUNBUFFERED=1",
+        "PET_MASTER_ADDR=host1", "PET_MASTER_PORT=23456", "PET_NNODES=2", "PET_NODE_RANK={node}",
+        f"PET_NPROC_PER_NODE={each}", *(f"{variable['name']}={variable['value']}" for variable in container["env"]),
+    ]  # fmt: skip
+    job = everywhere(cluster, [sys.executable, "-m", "torch.distributed.run"], 1, env, 4)
+    check(job, ["host1", "host1", "host2", "host2"])
+
+
+def test_indexed_job(cluster):
+    _, job = yaml.safe_load_all((DEPLOY / "indexed_job.yaml").read_text())
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    variables = {variable["name"]: variable.get("value", "{rank}") for variable in container["env"]}
+    variables |= {"MASTER_ADDR": "host1", "JOB_COMPLETION_INDEX": "{rank}"}
+    assert container["command"][0] == "python"
+    env = [f"{name}={value}" for name, value in variables.items()]
+    check(everywhere(cluster, [sys.executable], 1, env), ["host1", "host2"])
+
+
+@pytest.mark.mpi
+def test_mpijob(cluster, tmp_path):
+    """The launcher is no worker; the operator sets Open MPI 4's variables and writes the hostfile."""
+    spec = yaml.safe_load((DEPLOY / "mpijob.yaml").read_text())["spec"]
+    (launcher,) = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"]
+    workers = range(2, 2 + spec["mpiReplicaSpecs"]["Worker"]["replicas"])
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("".join(f"host{i} slots={spec['slotsPerWorker']}\n" for i in workers))
+    command = [{"/etc/mpi/hostfile": str(hostfile), "python": sys.executable}.get(w, w) for w in launcher["command"]]
+    assert command.pop().endswith(".py")
+    env = {
+        "K_MPI_JOB_ROLE": "launcher", "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
+        "OMPI_MCA_orte_default_hostfile": str(hostfile), "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10",
+        "OMPI_MCA_orte_set_default_slots": str(spec["slotsPerWorker"]),
+    }  # fmt: skip
+    job = cluster.start([str(Path(sys.executable).parent / "ring"), *command[1:]], MEET, 4, env=env)
+    result = check(job, ["host2", "host2", "host3", "host3"])
+    assert "ring run: $" in result.stderr, shlex.join(command)
