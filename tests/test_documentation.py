@@ -1,6 +1,7 @@
 """No command in the documentation goes unrun without saying why.
 
-A fenced block of Python is run on its own. A block of shell commands says in a comment on the line above who runs it:
+A fenced block of Python is run on its own, unless a comment on the line above says `tested by tests/PATH.py`: that test
+reads it from the document. A block of shell commands says there who runs it:
 
     <!-- run by .ci/run: NAME ... -->       .ci/run reads it from here, or runs a command that contains it
     <!-- tested by tests/PATH.py -->        that test runs every script, test file and option the block names
@@ -12,43 +13,27 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.documents import DOCUMENTS, Block, blocks
 from tests.launch import REPOSITORY, run_ranks
 
-DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
-BLOCK = re.compile(
-    r"(?:^<!-- (?P<marker>[^\n]*) -->\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
-)
 SHELLS = ("bash", "console", "shell", "sh")
-
-
-@dataclass(frozen=True)
-class Block:
-    document: Path
-    line: int
-    marker: str
-    language: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.document.name}:{self.line}"
-
-
-def blocks() -> list[Block]:
-    return [
-        Block(document, text.count("\n", 0, match.start()) + 1, match["marker"] or "", match["language"], match["text"])
-        for document in DOCUMENTS
-        for text in [document.read_text()]
-        for match in BLOCK.finditer(text)
-    ]
 
 
 def is_excused(block: Block) -> bool:
     return re.fullmatch(r"not run: \S.{9,}", block.marker) is not None
+
+
+def is_run_by_its_own_test(block: Block) -> bool:
+    """Whether a test other than the one here runs the block, by taking it out of the document."""
+    if not block.marker.startswith("tested by "):
+        return False
+    test = (REPOSITORY / block.marker.removeprefix("tested by ")).read_text()
+    assert f'"{block.document.relative_to(REPOSITORY)}"' in test, f"{block}: that test does not read it from here"
+    return True
 
 
 @pytest.mark.parametrize("block", [block for block in blocks() if block.language in SHELLS], ids=str)
@@ -83,7 +68,9 @@ def test_shell_commands_are_run_somewhere(block):
 
 
 @pytest.mark.parametrize(
-    "block", [block for block in blocks() if block.language == "python" and not is_excused(block)], ids=str
+    "block",
+    [block for block in blocks("python") if not is_excused(block) and not is_run_by_its_own_test(block)],
+    ids=str,
 )
 def test_python_runs_as_printed(block):
     run_ranks(block.text, timeout=120)
@@ -91,7 +78,7 @@ def test_python_runs_as_printed(block):
 
 def test_the_fragment_of_a_test_passes():
     """CONTRIBUTING's example of a test, with what pytest would give it."""
-    (fragment,) = [block for block in blocks() if block.language == "python" and is_excused(block)]
+    (fragment,) = [block for block in blocks("python", "CONTRIBUTING.md") if is_excused(block)]
     namespace: dict[str, object] = {}
     exec(fragment.text, namespace)
     namespace["test_sum"](ranks=2, launcher="grown")
