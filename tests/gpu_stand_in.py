@@ -405,6 +405,12 @@ class Streams:
     def current(self):
         return getattr(self.now, "stream", CALLERS_STREAM)
 
+    def note(self):
+        self.notes = getattr(self, "notes", 0) + 1
+
+    def catch_up(self):
+        self.caught_up = getattr(self, "caught_up", 0) + 1
+
     @contextlib.contextmanager
     def using(self, stream):
         from torch.utils._python_dispatch import TorchDispatchMode
@@ -433,6 +439,30 @@ def install(card=None, version=23203, polls=3):
     loaded, loaded_driver = calls.Nccl(library, "stand-in"), driver.Driver(cuda)
     nccl.load_nccl, nccl.load_driver = lambda: loaded, lambda: loaded_driver
     return library, Streams(cuda)
+
+
+def install_for_torch(**options):
+    """As `install`, and let torch's CPU tensors pass for tensors on that GPU."""
+    import torch
+
+    from ring_plugins.torch import device
+
+    library, own = install(**options)
+
+    def finished_future(value, communicator):
+        future = torch.futures.Future()
+
+        def wait():
+            library.cuda.streams[communicator.stream].drain()
+            future.set_result(value)
+
+        threading.Thread(target=wait, daemon=True).start()
+        return future
+
+    device.own_device = lambda: torch.device("cpu")
+    device.KIND, device.TorchStreams, device.finished_future = "cpu", lambda index: own, finished_future
+    device.streams.cache_clear()
+    return library, own
 
 
 __all__ = ["Op", "Streams", "install"]

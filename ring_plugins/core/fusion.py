@@ -10,12 +10,12 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.dtypes import STORAGE
 from ring_plugins.core.errors import ArgumentError, MismatchError
-from ring_plugins.core.memory import HostMemory
+from ring_plugins.core.memory import HostMemory, Memory
 
 MIB = 1024 * 1024
 #: Large enough that the cost of a call does not count, small enough that the first bucket is on its way
@@ -168,7 +168,7 @@ class FusionPlan:
         said = repr((self.bucket_bytes, self.first_bucket_bytes, self.direct_bytes, self.entries))
         return hashlib.sha256(said.encode()).hexdigest()
 
-    def check_equal(self, communicator: Communicator) -> None:
+    def check_equal(self, communicator: Communicator[Any]) -> None:
         """Compare the plans of all ranks; collective.
 
         Raises:
@@ -200,6 +200,24 @@ def _difference(plans: Sequence[tuple[tuple[Entry, ...], int, int]], ranks: Sequ
             return f"the models differ. First at parameter {i}: {parts}. Build the same model on all ranks."
     sizes = {rank: plan[1:] for rank, plan in zip(ranks, plans, strict=True)}
     return f"bucket sizes (bucket_bytes, first_bucket_bytes) differ by rank: {sizes}. Pass the same on all ranks."
+
+
+class BucketMemory(Protocol):
+    """Where the buckets of a plan are.
+
+    Attributes:
+        plan: the plan.
+        memories: for each bucket the memory that is reduced.
+    """
+
+    @property
+    def plan(self) -> FusionPlan: ...
+
+    @property
+    def memories(self) -> Sequence[Memory]: ...
+
+    def release(self) -> None:
+        """Give the memory back; views of it stay valid as long as they live."""
 
 
 class FusionBuffer:

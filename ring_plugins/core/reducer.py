@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.collectives.work import Work
-from ring_plugins.core.fusion import Bucket, FusionBuffer, FusionPlan
-from ring_plugins.core.memory import HostMemory
+from ring_plugins.core.fusion import Bucket, BucketMemory, FusionPlan
+from ring_plugins.core.memory import Memory
 from ring_plugins.core.observe.recorder import monotonic_ns, recorder
 from ring_plugins.core.observe.steps import steps
 from ring_plugins.core.operations import Op
 
 #: Prepares a bucket and returns the memory of its direct tensors.
-Fill = Callable[[Bucket], Sequence[HostMemory] | None]
+Fill = Callable[[Bucket], Sequence[Memory] | None]
 
 
 class GradientReducer:
@@ -32,7 +33,7 @@ class GradientReducer:
         op: the reduction.
     """
 
-    def __init__(self, buffer: FusionBuffer, communicator: Communicator, fill: Fill, op: Op = Op.AVERAGE) -> None:
+    def __init__(self, buffer: BucketMemory, communicator: Communicator[Any], fill: Fill, op: Op = Op.AVERAGE) -> None:
         self._buffer, self._communicator, self._fill, self._op = buffer, communicator, fill, op
         self._buckets = buffer.plan.buckets
         self._descriptions = [_describe(bucket, buffer.plan) for bucket in self._buckets]
@@ -104,14 +105,15 @@ class GradientReducer:
         memories = [self._buffer.memories[bucket.index], *(fill(bucket) or ())]
         communicator, op = self._communicator, self._op
 
-        nbytes = sum(memory.array.nbytes for memory in memories)
+        nbytes = sum(memory.nbytes for memory in memories)
         launched = monotonic_ns() if recorder.on else 0
         ready = self._ready_at.get(bucket.index, launched)
 
         def reduce() -> None:
             started = monotonic_ns() if launched else 0
-            for memory in memories:
-                communicator.all_reduce(memory, op)
+            with communicator.group():
+                for memory in memories:
+                    communicator.all_reduce(memory, op)
             if launched:
                 recorder.record(
                     "bucket",

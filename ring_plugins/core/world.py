@@ -84,6 +84,7 @@ class World:
         #: Those that somebody still uses, by the order in which they were made, which is the same on all ranks.
         self._communicators: weakref.WeakValueDictionary[int, Closable] = weakref.WeakValueDictionary()
         self._made = itertools.count()
+        self._of_devices: dict[int, DeviceCommunicator] = {}
         self._closed = False
         self._guard: Guard | None = None
         #: What becomes of the other ranks, the line to rank 0, and who looks on; None in a job of one.
@@ -182,6 +183,12 @@ class World:
         communicator = DeviceCommunicator(name, device, host, streams, wait, nccl.load_nccl(), nccl.load_driver())
         self._communicators[next(self._made)] = communicator
         return communicator
+
+    def device_communicator(self, device: int, streams: Streams) -> DeviceCommunicator:
+        """All ranks, for what a script asks for by itself; made at the first call, which all ranks make together."""
+        if device not in self._of_devices:
+            self._of_devices[device] = self.new_device_communicator("ring on GPUs", device, streams)
+        return self._of_devices[device]
 
     def device_communicators(self) -> list[DeviceCommunicator]:
         """Those that somebody still uses."""

@@ -14,6 +14,7 @@ from ring_plugins.core.errors import ArgumentError
 from ring_plugins.core.fusion import FIRST_BUCKET_BYTES, MIB, Entry
 from ring_plugins.keras.buckets import HostBuckets
 from ring_plugins.keras.connection import connect
+from ring_plugins.keras.on_gpu import say_what_gpus_cost
 
 #: Smaller than the core's: reductions of 4 MiB cost no more a byte, and networks of Keras's size (ResNet-50 has 100 MB,
 #: most others less) are sent in enough pieces to go on their way while backward still runs.
@@ -51,6 +52,8 @@ class Averaging(abc.ABC):
         self.bucket_bytes, self.first_bucket_bytes = bucket_bytes, min(first_bucket_bytes, bucket_bytes)
         self.world = connect()
         self.communicator = self.world.new_communicator(f"gradients {next(_numbers)}")
+        if self.world.place.size > 1:
+            say_what_gpus_cost(self.world.place.rank)
         self.buckets: HostBuckets | None = None
         self._indices: dict[int, int] = {}
         self._previous: dict[str, Callable[..., Any]] = {}

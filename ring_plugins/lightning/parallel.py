@@ -133,10 +133,10 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `tree.Pa
         own_world = join_world(environment)
         if own_world.place.size == 1:
             return
-        if self.root_device.type != "cpu":
+        if self.root_device.type not in ("cpu", "cuda"):
             raise ArgumentError(
-                f"The accelerator chose {self.root_device}, but this version of ring_plugins averages gradients in CPU"
-                " memory only. Pass `accelerator='cpu'`."
+                f"The accelerator chose {self.root_device}, but ring_plugins averages gradients in the memory of CPUs"
+                " and CUDA GPUs only. Pass `accelerator='cpu'` or `accelerator='gpu'`."
             )
         ensure_process_group(own_world, self._timeout)
 
@@ -158,7 +158,7 @@ def devices_of_node(devices: list[torch.device], local_world_size: int) -> list[
         return devices[:1] * local_world_size
     visible = getattr(torch, kind).device_count()
     if visible == 1:
-        # Each rank was given its own by the launcher, which makes it the first of each.
+        # Each rank was given its own by the launcher, which makes it the first of each; or all share it on purpose.
         return devices[:1] * local_world_size
     if visible < local_world_size:
         raise ArgumentError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -11,7 +11,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ring_plugins.core.errors import MismatchError
 from ring_plugins.core.functions import all_gather_object, broadcast, broadcast_object, rank
+from ring_plugins.core.memory import DeviceMemory
 from ring_plugins.core.world import current
+from ring_plugins.torch.device import index_of, is_on_gpu, own_device, streams
+from ring_plugins.torch.tensors import Target
 
 
 def broadcast_parameters(
@@ -33,8 +36,7 @@ def broadcast_parameters(
     said = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in named]
     _check_equal(said)
     with torch.no_grad():
-        for _, tensor in named:
-            broadcast(tensor.detach(), root, out=tensor.detach())
+        _broadcast([tensor.detach() for _, tensor in named], root)
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -> None:
@@ -49,12 +51,11 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -
     state: Any = optimizer.state_dict() if rank() == root else None
     leaves, tree = tree_flatten(state)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    outline = [_Outline(leaf.dtype, tuple(leaf.shape)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    outline = [_Outline(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     outline, tree = broadcast_object((outline, tree), root)
     if rank() != root:
-        tensors = [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in outline if isinstance(leaf, _Outline)]
-    for tensor in tensors:
-        broadcast(tensor, root, out=tensor)
+        tensors = [leaf.empty() for leaf in outline if isinstance(leaf, _Outline)]
+    _broadcast(tensors, root)
     if rank() != root:
         filled = iter(tensors)
         leaves = [next(filled) if isinstance(leaf, _Outline) else leaf for leaf in outline]
@@ -64,8 +65,32 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -
 class _Outline:
     """A tensor without its values."""
 
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self.dtype, self.shape = dtype, shape
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype, self.shape, self.is_on_gpu = tensor.dtype, tuple(tensor.shape), is_on_gpu(tensor)
+
+    def empty(self) -> torch.Tensor:
+        """Memory for such a tensor, on this rank's GPU where the original is on the root's."""
+        return torch.empty(self.shape, dtype=self.dtype, device=own_device() if self.is_on_gpu else None)
+
+
+def _broadcast(tensors: list[torch.Tensor], root: int) -> None:
+    """Overwrite tensors with the root's, those on GPUs together."""
+    if current().place.size == 1:
+        return
+    targets = []
+    for tensor in tensors:
+        if is_on_gpu(tensor):
+            targets.append(Target(tensor, "tensor", keep=True))
+        else:
+            broadcast(tensor, root, out=tensor)
+    if targets:
+        index = index_of(targets[0].flat)
+        communicator = current().device_communicator(index, streams(index))
+        with communicator.group():
+            for target in targets:
+                communicator.broadcast(cast(DeviceMemory, target.memory), root)
+        for target in targets:
+            target.store()
 
 
 def _check_equal(said: list[tuple[str, str, tuple[int, ...]]]) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from ring_plugins.core.collectives.device import DeviceCommunicator
 from ring_plugins.core.collectives.protocol import Communicator
-from ring_plugins.core.errors import ArgumentError
-from ring_plugins.core.fusion import Bucket, BucketSizes, Entry, FusionBuffer, FusionPlan
-from ring_plugins.core.memory import HostMemory, host_memory
+from ring_plugins.core.errors import ArgumentError, RingError
+from ring_plugins.core.fusion import Bucket, BucketMemory, BucketSizes, Entry, FusionBuffer, FusionPlan
+from ring_plugins.core.memory import Memory
+from ring_plugins.torch.device import index_of, is_capturing, is_on_gpu, memory_of
 
 Named = tuple[str, nn.Parameter]
 
@@ -27,20 +30,30 @@ class GradientBuckets:
 
     Raises:
         MismatchError: the pairs differ among ranks.
-        ArgumentError: a parameter is not on the CPU.
+        ArgumentError: a parameter is not where the communicator works.
     """
 
-    def __init__(self, named: Sequence[Named], communicator: Communicator, sizes: BucketSizes) -> None:
+    def __init__(self, named: Sequence[Named], communicator: Communicator[Any], sizes: BucketSizes) -> None:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        self.plan = FusionPlan([_entry(*pair) for pair in named], *sizes)
+        gpu = communicator.device if isinstance(communicator, DeviceCommunicator) else None
+        self.plan = FusionPlan([_entry(*pair, gpu) for pair in named], *sizes)
         self.plan.check_equal(communicator)
-        self.buffer = FusionBuffer(self.plan, communicator)
+        self.buffer: BucketMemory
+        if not isinstance(communicator, DeviceCommunicator):
+            host = self.buffer = FusionBuffer(self.plan, communicator)
+            arrays = [memory.array for memory in host.memories]
+            wholes = [
+                torch.frombuffer(array, dtype=getattr(torch, bucket.dtype))
+                for bucket, array in zip(self.plan.buckets, arrays, strict=True)
+            ]
+        else:
+            on_device = self.buffer = DeviceBuffer(self.plan, self.parameters[0].device if named else None)
+            wholes = on_device.wholes
         #: By parameter its place in the bucket, None for those that stay where they are.
         self.views: list[torch.Tensor | None] = [None] * len(named)
         self._flags: list[torch.Tensor] = []
-        for bucket, memory in zip(self.plan.buckets, self.buffer.memories, strict=True):
-            whole = torch.frombuffer(memory.array, dtype=getattr(torch, bucket.dtype))
+        for bucket, whole in zip(self.plan.buckets, wholes, strict=True):
             self._flags.append(whole[bucket.flags : bucket.flags + len(bucket.entries)])
             for i, offset in zip(bucket.entries, bucket.offsets, strict=True):
                 if i not in bucket.direct:
@@ -51,7 +64,7 @@ class GradientBuckets:
         self.sparse: set[int] = set()
         self.collects_sparse = False
 
-    def fill(self, bucket: Bucket) -> list[HostMemory]:
+    def fill(self, bucket: Bucket) -> list[Memory]:
         """Get a bucket ready to be reduced.
 
         Gradients that autograd put elsewhere move in, by one fused copy, and `p.grad` is then the view.
@@ -63,7 +76,7 @@ class GradientBuckets:
         source: list[torch.Tensor] = []
         moved: list[int] = []
         zero_flags: list[int] = []
-        direct: list[HostMemory] = []
+        direct: list[Memory] = []
         for place, i in enumerate(bucket.entries):
             parameter, view = self.parameters[i], self.views[i]
             gradient = parameter.grad
@@ -103,7 +116,7 @@ class GradientBuckets:
             parameter.grad = _like(parameter).copy_(gradient.to_dense())
         return parameter.grad
 
-    def scratch(self, bucket: Bucket) -> list[HostMemory]:
+    def scratch(self, bucket: Bucket) -> list[Memory]:
         """Memory of the direct gradients' sizes, for a pass whose result nobody wants."""
         return [_memory(_like(self.parameters[i]).zero_()) for i in bucket.direct]
 
@@ -115,6 +128,12 @@ class GradientBuckets:
         for bucket, flags in zip(self.plan.buckets, self._flags, strict=True):
             if absent.keys().isdisjoint(bucket.entries):
                 continue
+            if is_on_gpu(flags) and is_capturing():
+                names = ", ".join(self.names[i] for i in sorted(absent))
+                raise RingError(
+                    f"a CUDA graph is being captured, and this rank has no gradient for {names}: whether others have "
+                    "one must be read from the GPU, which a capture cannot. Freeze them (requires_grad_(False))."
+                )
             for i, flag in zip(bucket.entries, flags.tolist(), strict=True):
                 if i in absent and flag != 0 and i not in self.sparse:
                     self.parameters[i].grad = absent[i]
@@ -124,12 +143,40 @@ class GradientBuckets:
         self.buffer.release()
 
 
-def _entry(name: str, parameter: nn.Parameter) -> Entry:
-    if parameter.device.type != "cpu":
-        raise ArgumentError(f"parameter {name} is on {parameter.device}; gradients are averaged on the CPU only.")
+class DeviceBuffer:
+    """The buckets of a plan in the memory of a GPU, which torch allocates.
+
+    Attributes:
+        plan, memories: as `BucketMemory` has them.
+        wholes: each bucket as a tensor.
+    """
+
+    def __init__(self, plan: FusionPlan, device: torch.device | None) -> None:
+        self.plan = plan
+        flat = torch.zeros(plan.nbytes, dtype=torch.uint8, device=device)
+        parts = torch.split(flat, [bucket.nbytes for bucket in plan.buckets])
+        self.wholes = [
+            part.view(getattr(torch, bucket.dtype)) for bucket, part in zip(plan.buckets, parts, strict=True)
+        ]
+        self.memories = [memory_of(whole) for whole in self.wholes]
+
+    def release(self) -> None:
+        """Nothing to do: torch frees it with its last view, after what our communicator still does with it."""
+
+
+def _entry(name: str, parameter: nn.Parameter, gpu: int | None) -> Entry:
+    if (index_of(parameter) if is_on_gpu(parameter) else None) != gpu:
+        raise ArgumentError(
+            f"parameter {name} is on {parameter.device}, and gradients are averaged on {_device_text(gpu)}, where the "
+            "parameters were when averaging was set up. Move the model before that."
+        )
     strides = "" if parameter.is_contiguous() else f", strides {tuple(parameter.stride())}"
     dtype = str(parameter.dtype).removeprefix("torch.")
     return Entry(name, dtype, parameter.numel(), f"shape {tuple(parameter.shape)}{strides}")
+
+
+def _device_text(gpu: int | None) -> str:
+    return "the CPU" if gpu is None else f"GPU {gpu}"
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -156,8 +203,8 @@ def _view(whole: torch.Tensor, offset: int, parameter: nn.Parameter) -> torch.Te
 def _like(parameter: nn.Parameter) -> torch.Tensor:
     """Memory for a gradient, laid out as on every other rank."""
     if _is_dense(parameter):
-        return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
-    return torch.empty(parameter.shape, dtype=parameter.dtype)
+        return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
 def _laid_out(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
@@ -181,6 +228,6 @@ def _is_shared(gradient: torch.Tensor) -> bool:
     return uses > 2  # the gradient itself, and `storage`
 
 
-def _memory(tensor: torch.Tensor) -> HostMemory:
+def _memory(tensor: torch.Tensor) -> Memory:
     """The memory of a dense tensor, in the order in which it lies there."""
-    return host_memory(tensor.detach().as_strided((tensor.numel(),), (1,)))
+    return memory_of(tensor.detach().as_strided((tensor.numel(),), (1,)))

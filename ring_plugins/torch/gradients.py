@@ -13,13 +13,15 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
+from ring_plugins.core.collectives.device import DeviceCommunicator
 from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.errors import ArgumentError, RingError
-from ring_plugins.core.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketSizes
-from ring_plugins.core.reducer import GradientReducer
+from ring_plugins.core.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, BucketSizes
+from ring_plugins.core.memory import Memory
+from ring_plugins.core.reducer import Fill, GradientReducer
 from ring_plugins.core.tuning import BucketTuner, is_wanted
-from ring_plugins.core.world import current
 from ring_plugins.torch.buckets import GradientBuckets, Named
+from ring_plugins.torch.device import TorchStreams, communicator_for, streams
 from ring_plugins.torch.registration_count import registrations
 from ring_plugins.torch.sparse import average_sparse, sparse_parameters
 
@@ -60,13 +62,14 @@ class GradientAverager:
         passes_per_step: only every so many-th backward communicates, the others accumulate.
         autotune: whether to try other bucket sizes in the first steps and keep what is faster; as RING_AUTOTUNE says by
             default. What rank 0 wants counts.
-        communicator: reduces them; by default a new one over all ranks. Nothing else may use it.
+        communicator: reduces them; by default a new one over all ranks, for the device that the parameters are on.
+            Nothing else may use it.
 
     All ranks construct it together. Not for gradients computed by several threads at once.
 
     Raises:
         MismatchError: the models differ among ranks; the text names the first parameter that does.
-        ArgumentError: `sparse` or `passes_per_step` have no meaning, or a parameter is not on the CPU.
+        ArgumentError: `sparse` or `passes_per_step` have no meaning, or the parameters are on several devices.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class GradientAverager:
         sparse: Literal["gather", "densify"] = "gather",
         passes_per_step: int = 1,
         autotune: bool | None = None,
-        communicator: Communicator | None = None,
+        communicator: Communicator[Any] | None = None,
     ) -> None:
         if sparse not in ("gather", "densify"):
             raise ArgumentError(f'sparse={sparse!r} must be "gather" or "densify".')
@@ -90,7 +93,10 @@ class GradientAverager:
         self._tuner: BucketTuner | None = None
         self._gathers = sparse == "gather"
         self._sparse = sparse_parameters(self._module) if self._module is not None and self._gathers else set()
-        self._communicator = communicator or current().new_communicator("gradients")
+        self._communicator = communicator or communicator_for("gradients", self._named_now())
+        self._streams: TorchStreams | None = None
+        if isinstance(self._communicator, DeviceCommunicator):
+            self._streams = streams(self._communicator.device)
         self._passes_per_step, self._passes = passes_per_step, 0
         self._accumulates = False
         self._synchronise = True
@@ -150,6 +156,9 @@ class GradientAverager:
         changed, self._plan = plan is not self._plan, plan
         return changed
 
+    def _named_now(self) -> Iterable[Named]:
+        return self._module.named_parameters() if self._module is not None else self._listed
+
     def _flags(self) -> tuple[bool, ...]:
         return tuple([p.requires_grad for p in self._all])
 
@@ -158,7 +167,7 @@ class GradientAverager:
         self._forget()
         self._seen_registrations = registrations()
         names: dict[nn.Parameter, str] = {}
-        for name, parameter in self._module.named_parameters() if self._module is not None else self._listed:
+        for name, parameter in self._named_now():
             names.setdefault(parameter, name)  # a shared parameter may be listed by each of its names
         self._names, self._all = list(names.values()), list(names)
         for position, parameter in enumerate(self._all):
@@ -196,9 +205,22 @@ class GradientAverager:
         for entry, position in enumerate(positions):
             entries[position] = entry
         sparse = [p for p in self._all if p.requires_grad and p in self._sparse]
-        plan = _Plan(buckets, GradientReducer(buckets.buffer, self._communicator, buckets.fill), entries, sparse)
+        reducer = GradientReducer(buckets.buffer, self._communicator, self._filling(buckets))
+        plan = _Plan(buckets, reducer, entries, sparse)
         self._plans[key] = plan
         return plan
+
+    def _filling(self, buckets: GradientBuckets) -> Fill:
+        """How a bucket is filled: on a GPU only after every stream that its gradients were computed on."""
+        streams_of_gradients = self._streams
+        if streams_of_gradients is None:
+            return buckets.fill
+
+        def fill(bucket: Bucket) -> list[Memory]:
+            streams_of_gradients.catch_up()
+            return buckets.fill(bucket)
+
+        return fill
 
     def _drop(self, key: tuple[tuple[bool, ...], BucketSizes]) -> None:
         plan = self._plans.pop(key)
@@ -229,6 +251,8 @@ class GradientAverager:
             reducer, entry = self._plan.reducer, self._plan.entries[position]
             if entry < 0:
                 return
+            if self._streams is not None:
+                self._streams.note()
             if reducer.is_launched(entry) and reducer.is_ready(entry):
                 raise RingError(
                     f"the gradient of {self._names[position]} was computed twice in one backward, after it had "

@@ -7,12 +7,15 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
 from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.errors import ArgumentError, RingError
-from ring_plugins.torch.tensors import Target
+from ring_plugins.core.memory import HostMemory
+from ring_plugins.torch.device import is_on_gpu
+from ring_plugins.torch.tensors import Target, ThroughHost, check_dense
 from ring_plugins.torch.work import RingWork
 
 #: (sender, receiver, tag): messages of one stream arrive in the order in which they were sent.
@@ -55,7 +58,8 @@ class PointToPoint:
             whom = "itself" if peer == self._rank else f"rank {peer} of a group of {self._size}"
             raise ArgumentError(f"rank {self._rank} cannot {verb} {'to' if verb == 'send' else 'from'} {whom}.")
         sending = verb == "send"
-        target = Target(tensor, "tensor", keep=sending)
+        check_dense(tensor, "tensor")
+        target = ThroughHost(tensor, sending) if is_on_gpu(tensor) else Target(tensor, "tensor", keep=sending)
         work = RingWork(f"{verb} with rank {peer}, tag {stream[2]}", [tensor])
         messages = self._streams.get(stream)
         if messages is None:
@@ -64,7 +68,7 @@ class PointToPoint:
             )
 
         def move(communicator: Communicator) -> None:
-            communicator.broadcast(target.memory, root=0)
+            communicator.broadcast(cast(HostMemory, target.memory), root=0)
             if not sending:
                 target.store()
 

@@ -1,4 +1,4 @@
-"""The "ring" backend of torch.distributed: its collectives, for CPU tensors, over a core communicator.
+"""The "ring" backend of torch.distributed: its collectives, over a core communicator for each kind of memory.
 
 torch calls the methods by the names below; where a release renamed one, both names are there. The rest of
 torch.distributed (object collectives, DistributedDataParallel, DTensor, torchmetrics) is built from these.
@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch re-exports these unmarked
 
+from ring_plugins.core.collectives.device import DeviceCommunicator
 from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.errors import ArgumentError
 from ring_plugins.torch.arguments import by_type, operation, single
+from ring_plugins.torch.device import index_of, is_on_gpu, memory_of
 from ring_plugins.torch.monitored_barrier import monitored_barrier
 from ring_plugins.torch.named_group import NamedGroup
 from ring_plugins.torch.point_to_point import PointToPoint
@@ -25,9 +27,8 @@ from ring_plugins.torch.tensors import (
     Targets,
     flat_source,
     flat_sources,
-    memory_of,
 )
-from ring_plugins.torch.work import RingWork
+from ring_plugins.torch.work import DeviceRingWork, RingWork
 
 
 class RingProcessGroup(NamedGroup):
@@ -37,11 +38,21 @@ class RingProcessGroup(NamedGroup):
         store: shared by the members, under a prefix that no other group uses.
         communicator: among the members, in group order; used by nobody else, closed with the group.
         point_to_point: messages between pairs of members.
+        connect: makes a communicator for a GPU, given its index; all members call it in their first collective on
+            tensors of GPUs.
     """
 
-    def __init__(self, store: Store, communicator: Communicator, point_to_point: PointToPoint) -> None:
+    def __init__(
+        self,
+        store: Store,
+        communicator: Communicator,
+        point_to_point: PointToPoint,
+        connect: Callable[[int], DeviceCommunicator],
+    ) -> None:
         super().__init__(store, communicator.rank, communicator.size)
         self._communicator = communicator
+        self._connect = connect
+        self._on_gpus: dict[int, DeviceCommunicator] = {}
         self._point_to_point = point_to_point
         self._monitored_barriers = 0
 
@@ -63,9 +74,9 @@ class RingProcessGroup(NamedGroup):
                 target = Targets(of_one_type, "tensors", keep=True)
             batches.append((target, op))
 
-        def run() -> None:
+        def run(communicator: Communicator[Any]) -> None:
             for target, op in batches:
-                self._communicator.all_reduce(target.memory, op)
+                communicator.all_reduce(target.memory, op)
                 target.store()
 
         return self._begin("all_reduce", list(tensors), run, opts)
@@ -77,8 +88,8 @@ class RingProcessGroup(NamedGroup):
         root = int(opts.rootRank)
         target = Target(tensor, "tensor", keep=root == self.rank())
 
-        def run() -> None:
-            self._communicator.broadcast(target.memory, root)
+        def run(communicator: Communicator[Any]) -> None:
+            communicator.broadcast(target.memory, root)
             if root != self.rank():
                 target.store()
 
@@ -128,8 +139,8 @@ class RingProcessGroup(NamedGroup):
         counts = self._only(int(opts.rootRank), tensor.numel())
         mine = target.flat if opts.rootRank == self.rank() else target.flat[:0]
 
-        def run() -> None:
-            self._communicator.reduce_scatter(target.memory, memory_of(mine), counts, op)
+        def run(communicator: Communicator[Any]) -> None:
+            communicator.reduce_scatter(target.memory, memory_of(mine), counts, op)
             if opts.rootRank == self.rank():
                 target.store()
 
@@ -205,7 +216,9 @@ class RingProcessGroup(NamedGroup):
 
     def barrier(self, opts: Any = None) -> RingWork:
         """Return when everyone has called."""
-        return self._begin("barrier", [], self._communicator.barrier, opts)
+        for communicator in self._on_gpus.values():
+            communicator.synchronize()
+        return self._begin("barrier", [], lambda communicator: communicator.barrier(), opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names the ranks which did not come in time."""
@@ -244,6 +257,8 @@ class RingProcessGroup(NamedGroup):
     def shutdown(self) -> None:
         """Let go of the communicators; `destroy_process_group` calls this on every rank."""
         self._point_to_point.close()
+        for communicator in self._on_gpus.values():
+            communicator.close()
         self._communicator.close()
 
     abort = shutdown
@@ -251,16 +266,36 @@ class RingProcessGroup(NamedGroup):
     # How ------------------------------------------------------------------------------------------------
 
     def _begin(
-        self, description: str, outputs: list[torch.Tensor], function: Callable[[], None], opts: Any
+        self,
+        description: str,
+        outputs: list[torch.Tensor],
+        function: Callable[[Communicator[Any]], None],
+        opts: Any,
+        inputs: Sequence[torch.Tensor] = (),
     ) -> RingWork:
-        """Run now where the caller would only wait, else on the communicator's thread."""
+        """Run now where the caller would only wait, else on the communicator's thread; on a GPU queue it."""
         described = f"{description} in process group {self._name or 'default'!r}"
-        if opts is not None and not getattr(opts, "asyncOp", True):
-            function()
+        waits = opts is not None and not getattr(opts, "asyncOp", True)
+        on_gpu = next((tensor for tensor in (*outputs, *inputs) if is_on_gpu(tensor)), None)
+        if on_gpu is not None:
+            device = self._on_gpu(index_of(on_gpu))
+            queued = DeviceRingWork(device, described, outputs, device.start(described, lambda: function(device)))
+            if waits:
+                queued.wait()
+            return queued
+        if waits:
+            function(self._communicator)
             return RingWork.done(described, outputs)
-        return RingWork.start(self._communicator, described, outputs, function)
+        return RingWork.start(self._communicator, described, outputs, lambda: function(self._communicator))
 
-    def _gather_all(self, pairs: Sequence[tuple[torch.Tensor, Targets | EqualParts]]) -> Callable[[], None]:
+    def _on_gpu(self, index: int) -> DeviceCommunicator:
+        if index not in self._on_gpus:
+            self._on_gpus[index] = self._connect(index)
+        return self._on_gpus[index]
+
+    def _gather_all(
+        self, pairs: Sequence[tuple[torch.Tensor, Targets | EqualParts]]
+    ) -> Callable[[Communicator[Any]], None]:
         for source, targets in pairs:
             if targets.counts[self.rank()] != source.numel() or targets.flat.dtype != source.dtype:
                 raise ArgumentError(
@@ -268,9 +303,9 @@ class RingProcessGroup(NamedGroup):
                     f"output for rank {self.rank()} has {targets.counts[self.rank()]} of {targets.flat.dtype}."
                 )
 
-        def run() -> None:
+        def run(communicator: Communicator[Any]) -> None:
             for source, targets in pairs:
-                self._communicator.all_gather(memory_of(source), targets.memory, targets.counts)
+                communicator.all_gather(memory_of(source), targets.memory, targets.counts)
                 targets.store()
 
         return run
@@ -287,9 +322,9 @@ class RingProcessGroup(NamedGroup):
                 )
             steps.append((Target(output, "output"), full, counts, operation(opts.reduceOp, full)))
 
-        def run() -> None:
+        def run(communicator: Communicator[Any]) -> None:
             for target, full, counts, op in steps:
-                self._communicator.reduce_scatter(memory_of(full), target.memory, counts, op)
+                communicator.reduce_scatter(memory_of(full), target.memory, counts, op)
                 target.store()
 
         return self._begin("reduce_scatter", [output for output, _, _ in triples], run, opts)
@@ -305,8 +340,9 @@ class RingProcessGroup(NamedGroup):
     ) -> RingWork:
         """All to all. Counts default to one tensor a rank; no tensors mean nothing to or from anyone."""
         nothing = [0] * self.size()
-        dtype = (outputs or inputs)[0].dtype
-        empty = torch.empty(0, dtype=dtype)
+        any_tensor = (outputs or inputs)[0]
+        dtype = any_tensor.dtype
+        empty = torch.empty(0, dtype=dtype, device=any_tensor.device)
         source = flat_sources(inputs, "input") if inputs else empty
         targets = Targets(outputs, "output") if outputs else None
         if source.dtype != dtype:
@@ -314,13 +350,13 @@ class RingProcessGroup(NamedGroup):
         sent = send_counts or ([tensor.numel() for tensor in inputs] if inputs else nothing)
         received = out_counts or (targets.counts if targets else nothing)
 
-        def run() -> None:
+        def run(communicator: Communicator[Any]) -> None:
             memory = targets.memory if targets else memory_of(empty)
-            self._communicator.all_to_all(memory_of(source), sent, memory, received)
+            communicator.all_to_all(memory_of(source), sent, memory, received)
             if targets:
                 targets.store()
 
-        return self._begin(description, outputs, run, opts)
+        return self._begin(description, outputs, run, opts, inputs)
 
     def _one_per_rank(self, tensors: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
         if len(tensors) != self.size():

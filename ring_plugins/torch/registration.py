@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch re-exports these unmarked
 
 from ring_plugins.core import launch, world
+from ring_plugins.core.collectives.device import DeviceCommunicator
 from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.errors import LaunchError
+from ring_plugins.torch.device import streams
 from ring_plugins.torch.point_to_point import PointToPoint, Stream
 from ring_plugins.torch.process_group import RingProcessGroup
 from ring_plugins.torch.rendezvous import adopt, exchange_through_store, replace_env_rendezvous
@@ -26,7 +28,7 @@ def register() -> None:
     """Register the "ring" backend and the rendezvous that serves it; harmless to call again."""
     if not dist.is_available() or "ring" in dist.Backend.backend_list:
         return
-    dist.Backend.register_backend("ring", create_process_group, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend("ring", create_process_group, extended_api=True, devices=["cpu", "cuda"])
     replace_env_rendezvous()
 
 
@@ -55,16 +57,27 @@ def create_process_group(options: Any, _backend_options: Any = None) -> RingProc
         )
     world_ranks = exchange_through_store(store, "ranks", rank, size, own.place.rank)
 
-    def meet(
+    def meeting(
         name: str, position: int, ranks: tuple[int, ...], cancelled: Callable[[], bool] = lambda: False
-    ) -> Communicator:
+    ) -> Callable[[Any], list[Any]]:
         rounds = itertools.count()
 
         def gather(payload: Any) -> list[Any]:
             key = f"{name}/{next(rounds)}"
             return exchange_through_store(store, key, position, len(ranks), payload, cancelled)
 
-        return own.new_communicator(f"process group {name}", ranks, gather)
+        return gather
+
+    def meet(
+        name: str, position: int, ranks: tuple[int, ...], cancelled: Callable[[], bool] = lambda: False
+    ) -> Communicator:
+        return own.new_communicator(f"process group {name}", ranks, meeting(name, position, ranks, cancelled))
+
+    def connect_gpu(index: int) -> DeviceCommunicator:
+        ranks = tuple(world_ranks)
+        gather = meeting(f"{group_id} on GPUs", rank, ranks)
+        name = f"process group {group_id} on GPUs"
+        return own.new_device_communicator(name, index, streams(index), ranks, gather)
 
     def connect(stream: Stream, cancelled: Callable[[], bool]) -> Communicator:
         sender, receiver, tag = stream
@@ -73,4 +86,4 @@ def create_process_group(options: Any, _backend_options: Any = None) -> RingProc
         return meet(f"{group_id}, {sender} to {receiver}, tag {tag}", position, ends, cancelled)
 
     communicator = meet(group_id, rank, tuple(world_ranks))
-    return RingProcessGroup(store, communicator, PointToPoint(rank, size, connect))
+    return RingProcessGroup(store, communicator, PointToPoint(rank, size, connect), connect_gpu)

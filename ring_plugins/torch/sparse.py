@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from ring_plugins.core.collectives.protocol import Communicator
-from ring_plugins.core.memory import host_memory
+from ring_plugins.core.memory import Memory
+from ring_plugins.torch.device import memory_of
 
 
 def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
@@ -17,7 +18,7 @@ def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
     return {cast(nn.Parameter, m.weight) for m in embeddings if m.sparse}
 
 
-def average_sparse(parameter: nn.Parameter, communicator: Communicator) -> None:
+def average_sparse(parameter: nn.Parameter, communicator: Communicator[Any]) -> None:
     """Let `parameter.grad` be the average over all ranks, sparse; collective.
 
     A rank without a gradient takes part with no rows; if no rank has one it stays None. A dense gradient
@@ -36,16 +37,20 @@ def average_sparse(parameter: nn.Parameter, communicator: Communicator) -> None:
     sparse_dim = dimensions.pop()
     trailing = parameter.shape[sparse_dim:]
     if gradient is None:
-        indices = torch.empty((0, sparse_dim), dtype=torch.int64)
-        values = torch.empty((0, *trailing), dtype=parameter.dtype)
+        indices = torch.empty((0, sparse_dim), dtype=torch.int64, device=parameter.device)
+        values = torch.empty((0, *trailing), dtype=parameter.dtype, device=parameter.device)
     else:
         indices, values = gradient.indices().t().contiguous(), gradient.values().contiguous()
     total = sum(counts)
-    all_indices = torch.empty((total, sparse_dim), dtype=torch.int64)
-    all_values = torch.empty((total, *trailing), dtype=parameter.dtype)
-    communicator.all_gather(host_memory(indices), host_memory(all_indices), [n * sparse_dim for n in counts])
+    all_indices = torch.empty((total, sparse_dim), dtype=torch.int64, device=parameter.device)
+    all_values = torch.empty((total, *trailing), dtype=parameter.dtype, device=parameter.device)
+    communicator.all_gather(_flat(indices), _flat(all_indices), [n * sparse_dim for n in counts])
     row = trailing.numel()
-    communicator.all_gather(host_memory(values), host_memory(all_values), [n * row for n in counts])
+    communicator.all_gather(_flat(values), _flat(all_values), [n * row for n in counts])
     averaged = all_values / communicator.size
     summed = torch.sparse_coo_tensor(all_indices.t(), averaged, parameter.shape, check_invariants=False)
     parameter.grad = summed.coalesce()
+
+
+def _flat(tensor: torch.Tensor) -> Memory:
+    return memory_of(tensor.view(-1))

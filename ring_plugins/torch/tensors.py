@@ -7,14 +7,15 @@ from collections.abc import Sequence
 import torch
 
 from ring_plugins.core.errors import ArgumentError
-from ring_plugins.core.memory import HostMemory, host_memory
+from ring_plugins.core.memory import HostMemory, Memory
+from ring_plugins.torch.device import host_memory_of, is_supported, memory_of
 
 
 def flat_source(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """A 1-d contiguous tensor with the values of `tensor`: a view of it, or a copy where there can be no view.
 
     Raises:
-        ArgumentError: not a dense tensor in CPU memory.
+        ArgumentError: not a dense tensor in memory of ours.
     """
     check_dense(tensor, name)
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
@@ -37,7 +38,7 @@ class Target:
             self.flat = torch.empty_like(self.flat)
 
     @property
-    def memory(self) -> HostMemory:
+    def memory(self) -> Memory:
         """What the core writes to."""
         return memory_of(self.flat)
 
@@ -45,6 +46,25 @@ class Target:
         """Bring the result into the tensor, if it is not there already."""
         if self._staged:
             self._tensor.copy_(self.flat.view(self._tensor.shape))
+
+
+class ThroughHost(Target):
+    """A GPU's tensor by way of host memory, for messages between two ranks, which need no NCCL of their own then.
+
+    Args:
+        tensor: sent, or receives the result.
+        keep: whether its present values are sent.
+    """
+
+    def __init__(self, tensor: torch.Tensor, keep: bool) -> None:
+        self._tensor = tensor.detach()
+        self.flat = (self._tensor.cpu() if keep else torch.empty_like(self._tensor, device="cpu")).contiguous().view(-1)
+        self._staged = True
+
+    @property
+    def memory(self) -> HostMemory:
+        """What the core writes to."""
+        return host_memory_of(self.flat)
 
 
 class Targets:
@@ -69,10 +89,10 @@ class Targets:
         elif keep:
             self.flat = torch.cat([flat_source(tensor, name) for tensor in tensors])
         else:
-            self.flat = torch.empty(sum(self.counts), dtype=tensors[0].dtype)
+            self.flat = torch.empty(sum(self.counts), dtype=tensors[0].dtype, device=tensors[0].device)
 
     @property
-    def memory(self) -> HostMemory:
+    def memory(self) -> Memory:
         """What the core writes to."""
         return memory_of(self.flat)
 
@@ -101,25 +121,16 @@ def flat_sources(tensors: Sequence[torch.Tensor], name: str) -> torch.Tensor:
     return torch.cat(parts) if joined is None else joined
 
 
-def memory_of(flat: torch.Tensor) -> HostMemory:
-    """The memory of a 1-d contiguous tensor; one-byte types that the core does not know travel as bytes."""
-    if flat.dtype.itemsize == 1 and flat.dtype not in _ONE_BYTE_TYPES:
-        flat = flat.view(torch.uint8)
-    return host_memory(flat, writable=True)
-
-
-_ONE_BYTE_TYPES = (torch.uint8, torch.int8, torch.bool)
-
-
 def check_dense(tensor: torch.Tensor, name: str) -> None:
-    """Refuse what is not a dense tensor in CPU memory.
+    """Refuse what is not a dense tensor in the memory of a CPU or a CUDA GPU.
 
     Raises:
         ArgumentError: naming the device or the layout.
     """
-    if tensor.device.type != "cpu":
+    if not is_supported(tensor):
         raise ArgumentError(
-            f"{name} is on device {tensor.device}; the 'ring' backend takes CPU tensors. Pass {name}.cpu()."
+            f"{name} is on device {tensor.device}; the 'ring' backend takes tensors of CPUs and of CUDA GPUs. "
+            f"Pass {name}.cpu()."
         )
     if tensor.layout is not torch.strided:
         raise ArgumentError(

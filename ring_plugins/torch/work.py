@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ring_plugins.core.collectives.device import DeviceCommunicator
 from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.collectives.work import Work as CoreWork
 from ring_plugins.core.errors import TimeoutExceeded
+from ring_plugins.torch import device
 
 _NO_TIMEOUT = timedelta(0)
 
@@ -141,3 +144,52 @@ class RingWork(dist.Work):
         if self._error is not None:
             raise self._error
         return self._outputs
+
+
+class DeviceRingWork(RingWork):
+    """A collective that is queued on a GPU: to wait for it is to let the current stream wait.
+
+    Args:
+        communicator: on whose stream it is.
+        description, outputs: as `RingWork`.
+        queued: what the communicator knows it by.
+    """
+
+    def __init__(
+        self,
+        communicator: DeviceCommunicator,
+        description: str,
+        outputs: list[torch.Tensor],
+        queued: CoreWork[None],
+    ) -> None:
+        super().__init__(description, outputs)
+        self._queued = queued
+        self._future = device.finished_future(outputs, communicator)
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Let what this thread queues next come after it. Only a `timeout` waits on the host, for as long.
+
+        Raises:
+            TimeoutExceeded: not within `timeout` (zero: no limit of its own).
+        """
+        if timeout > _NO_TIMEOUT:
+            end = time.monotonic() + timeout.total_seconds()
+            while not self._queued.done():
+                if time.monotonic() > end:
+                    raise TimeoutExceeded(
+                        f"{self._description} was not complete after wait(timeout={timeout}); it is still under way. "
+                        "Have all ranks called it?"
+                    )
+                time.sleep(0.0005)
+        self._queued.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the GPU is done with it."""
+        return self._queued.done()
+
+    is_success = is_completed
+
+    def get_future(self) -> Any:
+        """A torch future with the list of output tensors; it knows the GPU's streams."""
+        return self._future

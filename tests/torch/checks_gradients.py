@@ -11,10 +11,12 @@ from torch import nn
 
 import ring_plugins as ring
 from ring_plugins.torch import DistributedOptimizer, GradientAverager, broadcast_optimizer_state, broadcast_parameters
+from tests.gpu_stand_in import install_for_torch
 from tests.worker import report
 
 torch.set_num_threads(1)
 ring.init(ranks=int(os.environ["TEST_RANKS"]))
+LAUNCHES = install_for_torch()[0].log if os.environ.get("TEST_GPU_STAND_IN") else []
 RANK, SIZE = ring.rank(), ring.size()
 CHECKS: list[Callable[[], None]] = []
 
@@ -621,3 +623,4 @@ for function in [c for c in CHECKS if c.__name__ in os.environ.get("TEST_ONLY", 
         report(function.__name__, traceback.format_exc())
         traceback.print_exc()
         sys.exit(1)
+report("launched by NCCL", len(LAUNCHES))

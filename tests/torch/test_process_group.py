@@ -13,6 +13,7 @@ class Launch(NamedTuple):
     launcher: Launcher
     ranks: int
     nodes: str = ""
+    gpu: str = ""  # a stand-in for one, and for NCCL: see tests/gpu_stand_in.py
 
 
 LAUNCHES = [
@@ -20,15 +21,18 @@ LAUNCHES = [
     Launch("grown", 2),
     Launch("grown", 3),
     Launch("grown", 4),
+    Launch("grown", 2, gpu="stand-in"),
     Launch("torchrun", 2, nodes="2"),
     pytest.param(Launch("mpirun", 3, nodes="2"), marks=pytest.mark.mpi),
 ]
 
 
-@pytest.fixture(scope="module", params=LAUNCHES, ids=lambda launch: f"{launch.launcher}-{launch.ranks}-{launch.nodes}")
+@pytest.fixture(
+    scope="module", params=LAUNCHES, ids=lambda launch: f"{launch.launcher}-{launch.ranks}-{launch.nodes}{launch.gpu}"
+)
 def launched(request: pytest.FixtureRequest) -> tuple[int, Result]:
     launch: Launch = request.param
-    env = {"RING_VIRTUAL_NODES": launch.nodes}
+    env = {"RING_VIRTUAL_NODES": launch.nodes, "TEST_GPU_STAND_IN": launch.gpu}
     if launch.launcher == "grown":
         env["TEST_GROW"] = "1"
     script = Path(__file__).with_name("checks_process_group.py")

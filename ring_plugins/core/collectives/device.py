@@ -92,6 +92,11 @@ class DeviceCommunicator:
         self._communicator: ctypes.c_void_p | None = connect(name, device, host, nccl, driver, wait)
         self._stream = driver.stream(device)
 
+    @property
+    def stream(self) -> int:
+        """Handle of the stream on which it communicates."""
+        return self._stream
+
     # Collectives ----------------------------------------------------------------------------------
 
     def all_reduce(self, memory: DeviceMemory, op: Op) -> None:

@@ -108,11 +108,12 @@ class GradientAveraging(Averaging):
             for gradient, variable in zip(gradients, variables, strict=True)
             if gradient is not None
         }
-        self.buckets.give(list(dense), [host_array(gradient)[0] for gradient in dense.values()])
+        self.buckets.give(list(dense), [host_array(gradient.cpu())[0] for gradient in dense.values()])
         averages = self.buckets.finish()
         for i, gradient in dense.items():
             flat = torch.from_numpy(averages[i])
-            dense[i] = (flat.view(torch.bfloat16) if gradient.dtype == torch.bfloat16 else flat).clone()
+            flat = flat.view(torch.bfloat16) if gradient.dtype == torch.bfloat16 else flat
+            dense[i] = torch.empty_like(gradient).copy_(flat.view(gradient.shape))
         return [
             None if gradient is None else dense[self.index(variable)]
             for gradient, variable in zip(gradients, variables, strict=True)
