@@ -18,6 +18,8 @@ from ring_plugins.core.presence import Neighbourhood
 
 #: Seconds for which what a rank sent before it left may still be on its way here.
 _IN_FLIGHT = 2.0
+#: Seconds that a process takes to end after it left, GPU communicators included.
+_EXIT = 15.0
 
 
 class Peer(NamedTuple):
@@ -105,6 +107,12 @@ class Watch:
         if communicator in self.verdicts:
             self.told = True
             raise DeadlockError(self.verdicts[communicator])
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank's process has ended in order: one of another host is believed to some time after it left."""
+        if self._neighbourhood is not None and rank in self._neighbourhood.others:
+            return self._neighbourhood.has_ended(rank)
+        return rank in self._left and time.monotonic() - self._left[rank] > _EXIT
 
     def _has_left(self, rank: int) -> bool:
         if self._neighbourhood is not None and self._neighbourhood.has_left(rank):

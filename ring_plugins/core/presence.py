@@ -126,3 +126,7 @@ class Neighbourhood:
         """Whether a neighbour ended its part normally."""
         other = self.others.get(rank)
         return other is not None and other.state == LEFT
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a neighbour left in order, and its process is gone too."""
+        return self.has_left(rank) and self.others[rank].has_died()

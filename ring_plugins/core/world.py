@@ -226,7 +226,7 @@ class World:
         if self.channel is not None:
             self.channel.abandon()
         for communicator in self._communicators.copy().values():
-            if isinstance(communicator, OrderedOperations):
+            if isinstance(communicator, OrderedOperations | DeviceCommunicator):
                 communicator.leave_to_parent()
 
 

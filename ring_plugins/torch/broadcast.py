@@ -13,7 +13,8 @@ from ring_plugins.core.errors import MismatchError
 from ring_plugins.core.functions import all_gather_object, broadcast, broadcast_object, rank
 from ring_plugins.core.memory import DeviceMemory
 from ring_plugins.core.world import current
-from ring_plugins.torch.device import index_of, is_on_gpu, own_device, streams
+from ring_plugins.torch import device
+from ring_plugins.torch.device import index_of, is_on_gpu, streams
 from ring_plugins.torch.tensors import Target
 
 
@@ -70,7 +71,7 @@ class _Outline:
 
     def empty(self) -> torch.Tensor:
         """Memory for such a tensor, on this rank's GPU where the original is on the root's."""
-        return torch.empty(self.shape, dtype=self.dtype, device=own_device() if self.is_on_gpu else None)
+        return torch.empty(self.shape, dtype=self.dtype, device=device.own_device() if self.is_on_gpu else None)
 
 
 def _broadcast(tensors: list[torch.Tensor], root: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import threading
 import time
 from collections import deque
@@ -18,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 from ring_plugins.core.collectives.protocol import Communicator, Statistics
 from ring_plugins.core.collectives.work import Work
 from ring_plugins.core.dtypes import check_reducible
-from ring_plugins.core.errors import ArgumentError, DeviceError, RingError, TimeoutExceeded
+from ring_plugins.core.errors import ArgumentError, DeviceError, PeerLeft, RingError, TimeoutExceeded
 from ring_plugins.core.memory import DeviceMemory
 from ring_plugins.core.nccl.calls import BYTES, SUCCESS, Nccl
 from ring_plugins.core.nccl.driver import Driver
@@ -31,6 +32,8 @@ T = TypeVar("T")
 
 #: Seconds that a communicator which is no longer needed waits for the peers to be done with it too.
 _FAREWELL = 10.0
+#: Seconds in which the GPU may still finish what a rank that has ended in order had sent before.
+_LAST_WORDS = 2.0
 
 
 class Streams(Protocol):
@@ -89,6 +92,7 @@ class DeviceCommunicator:
         self._queued: deque[_Queued] = deque()
         self._captured: list[_Queued] = []
         self._has_run = False
+        self._waits_for_gone_since = 0.0
         self._communicator: ctypes.c_void_p | None = connect(name, device, host, nccl, driver, wait)
         self._stream = driver.stream(device)
 
@@ -309,10 +313,13 @@ class DeviceCommunicator:
             with contextlib.suppress(DeviceError), self._driver.current(self.device):
                 self._nccl.call("ncclCommAbort", communicator)
 
-    def watch(self) -> None:
+    def watch(self, gone: Sequence[int]) -> None:
         """Look for failure while nobody calls: what the GPU does too long, and what NCCL noticed meanwhile.
 
         Called now and then by another thread; does nothing while a call is under way.
+
+        Args:
+            gone: members (world ranks) whose processes have ended in order, so that nothing more will come from them.
         """
         if not self._lock.acquire(blocking=False):
             return
@@ -322,6 +329,7 @@ class DeviceCommunicator:
             with self._failing("its watch"), self._driver.current(self.device):
                 self._forget_finished()
                 self._nccl.state(self._communicator)
+                self._check_gone(gone)
                 if self._queued and time.monotonic() - self._queued[0].since > self._timeout:
                     raise TimeoutExceeded(
                         f"{self.name}: the GPU has not finished {self._queued[0].description} for {self._timeout:g} s. "
@@ -331,6 +339,19 @@ class DeviceCommunicator:
             pass  # the next call raises it
         finally:
             self._lock.release()
+
+    def _check_gone(self, gone: Sequence[int]) -> None:
+        if not gone or not self._queued:
+            self._waits_for_gone_since = 0.0
+        elif not self._waits_for_gone_since:
+            self._waits_for_gone_since = time.monotonic()
+        elif time.monotonic() - self._waits_for_gone_since > _LAST_WORDS:
+            raise PeerLeft(
+                f"rank {gone[0]} has ended its part of the job, and the GPU of rank {self.ranks[self.rank]} waits for "
+                f"it in {self.name}: {self._queued[0].description}. Usually the ranks took different numbers of steps: "
+                "give every rank the same number of batches.",
+                gone[0],
+            )
 
     def abort(self, error: BaseException) -> None:
         """A member is gone: let every kernel that waits for it end, and every further call raise `error`.
@@ -372,6 +393,14 @@ class DeviceCommunicator:
             self._queued.clear()
             self._captured.clear()
         self._host.close()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: let every call raise; CUDA does not survive a fork."""
+        self._lock, self._communicator = threading.RLock(), None
+        self._broken = RingError(
+            f"{self.name} belongs to process {os.getppid()}, which forked this one (a data loader's worker?). "
+            "Collectives are for the ranks themselves."
+        )
 
     def _part_with(self, communicator: ctypes.c_void_p) -> None:
         """Everyone flushes what is still to be sent, then lets go; not for longer than a farewell should take."""

@@ -23,7 +23,7 @@ class DeviceWatch:
         failure = self._watch.failure()
         for communicator in self._communicators():
             if failure is None:
-                communicator.watch()
+                communicator.watch([rank for rank in communicator.ranks if self._watch.has_ended(rank)])
             else:
                 communicator.abort(failure)  # a kernel that waits for a dead peer would never end
 

@@ -171,7 +171,7 @@ report("start", raised(lambda: world.current().new_device_communicator("late", 0
 # NCCL noticed something, while nobody called.
 library.log.clear()
 library.async_error = 6
-communicator.watch()
+communicator.watch([])
 library.async_error = 0
 report("noticed", raised(lambda: communicator.all_reduce(on_device(x), ring.SUM), DeviceError))
 report("aborted", library.log)

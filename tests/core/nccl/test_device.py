@@ -41,7 +41,7 @@ def test_every_collective_and_every_refusal(ranks):
 
 
 KILLED = """
-    import os, signal, time
+    import os, signal, sys
     import numpy as np
     import ring_plugins as ring
     from ring_plugins.core import world
@@ -56,7 +56,7 @@ KILLED = """
     memory = DeviceMemory(x.ctypes.data, x.size, "float32", 0, x)
     communicator.all_reduce(memory, ring.SUM)
     if ring.rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL) if os.environ["TEST_END"] == "killed" else sys.exit()
     library.cuda.waits_at_once = False
     communicator.all_reduce(memory, ring.SUM)
     library.cuda.synchronize()
@@ -68,9 +68,10 @@ KILLED = """
 """
 
 
-def test_a_kernel_that_waits_for_a_dead_peer_is_ended():
-    with start_ranks(KILLED, 2) as job:
+@pytest.mark.parametrize(("end", "said"), [("killed", "rank 1 (process"), ("left", "rank 1 has ended its part")])
+def test_a_kernel_that_waits_for_a_peer_that_is_gone_is_ended(end, said):
+    with start_ranks(KILLED, 2, env={"TEST_END": end}) as job:
         result = job.wait(30)
-    assert result.returncode != 0
-    assert "rank 1 (process" in result.values("raised")[0]
+    assert (result.returncode != 0) == (end == "killed")
+    assert said in result.values("raised")[0]
     assert result.values("log") == [["abort"]]
