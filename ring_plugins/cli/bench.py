@@ -71,15 +71,18 @@ def bench(
     from ring_plugins.core.errors import ArgumentError
     from ring_plugins.measuring import all_reduce_curve, device_contestants, draw, host_contestants, sizes
 
-    wanted = sizes(size(smallest), size(largest), factor)
     ring.init(ranks or max(2, len(os.sched_getaffinity(0))))
     contestants = {}
-    if plane != Plane.DEVICE:
-        contestants.update(host_contestants(None if only is None else [name.strip() for name in only.split(",")]))
+    try:
+        wanted = sizes(size(smallest), size(largest), factor)
+        if plane != Plane.DEVICE:
+            contestants.update(host_contestants(None if only is None else [name.strip() for name in only.split(",")]))
+    except ArgumentError as error:
+        raise typer.BadParameter(str(error)) from error
     if plane != Plane.HOST:
         contestants.update(device_contestants())
     if not contestants:
-        raise ArgumentError("--plane device, but torch sees no GPU here.")
+        raise typer.BadParameter("--plane device, but torch sees no GPU here.")
     first = ring.rank() == 0
     with Progress(console=Console(stderr=True), disable=not first, transient=True) as progress:
         task = progress.add_task(f"all-reduce of {smallest} to {largest} bytes", total=len(wanted))
