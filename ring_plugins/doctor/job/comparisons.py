@@ -159,7 +159,10 @@ def links(facts: Sequence[Facts], found: Sequence[Link]) -> Iterator[Finding]:
     first = {fact.node: fact for fact in reversed(facts)}
     bad = False
     for link in found:
-        for finding in (*_slow(link, found, first), *_wrong_interface(link), *_late(link)):
+        one, other = (first[node] for node in link.nodes)
+        together = one.kernel == other.kernel and len(one.cores) == 1 and one.cores == other.cores
+        delays = () if together else tuple(_late(link))  # `placement` says it better
+        for finding in (*_slow(link, found, first), *_wrong_interface(link), *delays):
             bad = True
             yield finding
     if not bad:
