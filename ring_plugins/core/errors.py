@@ -77,5 +77,9 @@ class DeadlockError(RingError):
     """Two ranks wait for each other in different operations."""
 
 
+class DriftError(RingError):
+    """The weights have come to differ among ranks."""
+
+
 class TimeoutExceeded(RingError, TimeoutError):
     """An operation waited longer than RING_TIMEOUT."""

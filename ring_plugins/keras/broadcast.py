@@ -10,13 +10,14 @@ import keras
 
 from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.errors import ArgumentError, MismatchError, RingError
+from ring_plugins.core.observe.drift import DriftCheck, chosen_interval, drift_check
 from ring_plugins.keras.averaging import BUCKET_BYTES, Averaging, averaging_of, optimizers_of
 from ring_plugins.keras.backends import backend
 from ring_plugins.keras.batch_norm import SynchronizedBatchNorm
 from ring_plugins.keras.callback_list import arrange, enclosing_list, when_over
 from ring_plugins.keras.connection import check_root, connect
 from ring_plugins.keras.refusals import refuse_different_epochs, refuse_other_parallelism, refuse_unequal_steps
-from ring_plugins.keras.state import average_variables, broadcast_state, build_optimizers
+from ring_plugins.keras.state import average_variables, broadcast_state, build_optimizers, weight_checksums
 from ring_plugins.keras.stopping import StopTogether
 
 
@@ -42,12 +43,15 @@ class BroadcastCallback(keras.callbacks.Callback):
             normalise by its own batch; None does the former for layers made with `synchronized=True`.
         write_on_root_only: False lets checkpoints and logs be written by every rank; give them paths of their own.
         bucket_bytes: size in bytes of the buckets in which gradients are averaged.
+        drift_check_every: compare the trainable weights of all ranks after every so many batches; 0 for never,
+            RING_DRIFT_CHECK by default.
 
     With one rank it does nothing. All ranks use it alike, with as many steps.
 
     Raises:
         ArgumentError: an argument has no meaning, or something else already trains the model in parallel.
         MismatchError: models, optimizers or numbers of steps differ among ranks.
+        DriftError: the weights have come to differ.
         RingError: a step was taken without averaging, as happens when `train_step` updates with an optimizer that
             the model does not hold.
     """
@@ -61,6 +65,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         synchronized_batch_norm: bool | None = None,
         write_on_root_only: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
+        drift_check_every: int | None = None,
     ) -> None:
         super().__init__()
         if moving_statistics not in ("average", "local"):
@@ -71,6 +76,8 @@ class BroadcastCallback(keras.callbacks.Callback):
         self.synchronized_batch_norm = synchronized_batch_norm
         self.write_on_root_only = write_on_root_only
         self.bucket_bytes = bucket_bytes
+        self.drift_check_every = chosen_interval(drift_check_every)
+        self._drift: DriftCheck | None = None
         self._first = _EpochIsOver(self._settle)
         self._installed: list[Averaging] = []
         self._communicators: list[Communicator] = []
@@ -101,6 +108,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._communicator, stop = world.new_communicator("fit"), world.new_communicator("stop")
         self._communicators = [self._communicator, stop]
         self._stop = StopTogether(stop)
+        self._drift = drift_check(self.drift_check_every, lambda: weight_checksums(self.model))
         model = self.model
         refuse_other_parallelism(model)
         refuse_unequal_steps(self.params, self._communicator)
@@ -147,6 +155,8 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._steps_until_check -= 1
         if self._steps_until_check == 0:
             self._check_that_a_reduction_ran()
+        if self._drift is not None:
+            self._drift.after_step()
         self._stop.after_step(self._model, batch)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -221,6 +231,9 @@ class BroadcastCallback(keras.callbacks.Callback):
             self._batch_norm = None
         for communicator in self._communicators:
             communicator.close()
+        if self._drift is not None:
+            self._drift.close()
+            self._drift = None
         self._communicators = []
 
 

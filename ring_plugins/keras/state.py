@@ -13,6 +13,7 @@ from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.dtypes import FLOATS
 from ring_plugins.core.errors import MismatchError
 from ring_plugins.core.memory import HostMemory, host_array
+from ring_plugins.core.observe.drift import checksum
 from ring_plugins.core.operations import Op
 from ring_plugins.keras.averaging import optimizers_of
 
@@ -110,6 +111,14 @@ def average_variables(variables: Sequence[Any], communicator: Communicator) -> N
 def value_of(variable: Any) -> Array:
     """A copy of a variable's value; 0-d stays 0-d."""
     return np.array(keras.ops.convert_to_numpy(variable), order="C")
+
+
+def weight_checksums(model: Any) -> tuple[list[str], list[int]]:
+    """Names and checksums of a model's trainable weights."""
+    if hasattr(model, "jax_state_sync"):  # Keras keeps the state of a fit elsewhere on JAX, until it is asked for
+        model.jax_state_sync()
+    weights = model.trainable_variables
+    return [weight.path for weight in weights], [checksum(value_of(weight)) for weight in weights]
 
 
 def _broadcast(variable: Any, root: int, communicator: Communicator) -> Array:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 from typing_extensions import override
 
+from ring_plugins.core.observe.drift import DriftCheck, chosen_interval, drift_check
 from ring_plugins.lightning.environment import RingEnvironment
 from ring_plugins.lightning.failure import give_status, tell_peers
 from ring_plugins.lightning.launcher import RingLauncher
@@ -19,6 +20,7 @@ from ring_plugins.lightning.sigterm import note_sigterm_without_broadcast
 from ring_plugins.lightning.states import BufferBroadcast
 from ring_plugins.lightning.sync_batchnorm import for_device
 from ring_plugins.torch.broadcast import broadcast_parameters
+from ring_plugins.torch.drift import parameter_checksums
 from ring_plugins.torch.gradients import GradientAverager
 
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
@@ -50,6 +52,8 @@ class RingTrainerLogic(RingParallelLogic):
             default.
         broadcast_buffers: Whether every rank uses the buffers (such as running statistics) of rank 0, as with
             ``DistributedDataParallel``; see `states`.
+        drift_check_every: Compare the weights of all ranks after every so many steps of an optimizer, which then raise
+            ``DriftError`` where they differ; 0 for never, the environment variable RING_DRIFT_CHECK by default.
         timeout: For calls through torch.distributed; its default by default.
         start_method: How a script that was started alone makes the other ranks: "popen" runs the script again, "fork",
             "forkserver" and "spawn" run only the Trainer's function. By default "fork" in a notebook, else "popen".
@@ -72,6 +76,7 @@ class RingTrainerLogic(RingParallelLogic):
         sparse: Literal["gather", "densify"] = "gather",
         autotune: bool | None = None,
         broadcast_buffers: bool = True,
+        drift_check_every: int | None = None,
         timeout: timedelta | None = None,
         start_method: StartMethod | None = None,
     ) -> None:
@@ -92,6 +97,8 @@ class RingTrainerLogic(RingParallelLogic):
         self._timeout = timeout
         self._start_method = start_method
         self._averager: GradientAverager | None = None
+        self._drift_check_every = chosen_interval(drift_check_every)
+        self._drift: DriftCheck | None = None
         self._accumulates = False
         self._buffers: BufferBroadcast | None = None
         self._applied_layer_sync: Any | None = None
@@ -134,6 +141,8 @@ class RingTrainerLogic(RingParallelLogic):
             assert self.lightning_module is not None
             self._buffers = BufferBroadcast(self.lightning_module) if self._broadcast_buffers else None
             self._averager = GradientAverager(self.lightning_module, **self._averager_arguments)
+            named = self.lightning_module.named_parameters
+            self._drift = drift_check(self._drift_check_every, lambda: parameter_checksums(named()))
 
     @override
     def _setup_model(self, model: Module) -> Module:
@@ -157,6 +166,13 @@ class RingTrainerLogic(RingParallelLogic):
         # `toggle_model` freezes and thaws within a training step, which is never one call of the module's forward.
         if self._averager is not None and not self._accumulates:
             self._averager.prepare()
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        if self._drift is not None:
+            self._drift.after_step()
+        return result
 
     @contextmanager
     @override
@@ -222,6 +238,9 @@ class RingTrainerLogic(RingParallelLogic):
             self._waited_seconds += self._averager.waited_seconds
             self._averager.close()
             self._averager = self._buffers = None
+        if self._drift is not None:
+            self._drift.close()
+            self._drift = None
         if self._applied_layer_sync is not None:
             self.model = self._applied_layer_sync.revert(self.model)
             self._applied_layer_sync = None
@@ -231,5 +250,5 @@ class RingTrainerLogic(RingParallelLogic):
     def __getstate__(self) -> dict[str, Any]:
         # Hooks and communication threads stay in the process they belong to.
         state: dict[str, Any] = super().__getstate__()
-        state["_averager"] = None
+        state["_averager"] = state["_drift"] = None
         return state

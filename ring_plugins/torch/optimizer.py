@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 
 from ring_plugins.core.errors import ArgumentError
 from ring_plugins.core.fusion import BUCKET_BYTES
+from ring_plugins.core.observe.drift import drift_check
+from ring_plugins.torch.drift import parameter_checksums
 from ring_plugins.torch.gradients import GradientAverager
 
 
@@ -31,6 +33,8 @@ class DistributedOptimizer(Optimizer):
         sparse: "gather" keeps sparse gradients sparse, "densify" makes them dense.
         autotune: whether to try other bucket sizes in the first steps and keep what is faster; as RING_AUTOTUNE says by
             default.
+        drift_check_every: compare the weights of all ranks after every so many steps, which then raise `DriftError`
+            where they differ; 0 for never, as RING_DRIFT_CHECK says by default.
 
     Raises:
         ArgumentError: an argument has no meaning, or `named_parameters` lacks one that is optimized.
@@ -46,6 +50,7 @@ class DistributedOptimizer(Optimizer):
         bucket_bytes: int = BUCKET_BYTES,
         sparse: Literal["gather", "densify"] = "gather",
         autotune: bool | None = None,
+        drift_check_every: int | None = None,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise ArgumentError(f"optimizer={type(optimizer).__name__} is not a torch.optim.Optimizer.")
@@ -64,6 +69,7 @@ class DistributedOptimizer(Optimizer):
             autotune=autotune,
         )
         self._reductions_so_far = 0
+        self._drift = drift_check(drift_check_every, lambda: parameter_checksums(self._named()))
 
     def _optimized(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -118,6 +124,8 @@ class DistributedOptimizer(Optimizer):
             self.averager.finish()
         result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
         self._reductions_so_far = self.averager.steps
+        if self._drift is not None:
+            self._drift.after_step()
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -147,4 +155,6 @@ class DistributedOptimizer(Optimizer):
 
     def close(self) -> None:
         """Stop averaging; the wrapped optimizer goes on alone."""
+        if self._drift is not None:
+            self._drift.close()
         self.averager.close()

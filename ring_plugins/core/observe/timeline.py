@@ -13,7 +13,7 @@ from ring_plugins.core.control.channel import EVERYONE, Body, Channel
 from ring_plugins.core.failure import Peer
 from ring_plugins.core.observe.clock import ClockOffset
 from ring_plugins.core.observe.recorder import Span, recorder
-from ring_plugins.core.observe.trace_events import events, header
+from ring_plugins.core.observe.trace_events import events, header, label
 
 #: Seconds between the messages of a rank, spans in one, and seconds that a rank waits to learn its clock's offset.
 _PERIOD, _SPANS, _PATIENCE = 1.0, 2000, 5.0
@@ -89,7 +89,7 @@ class TimelineDesk:
         self._origin = 0
         self._awaited: set[int] = set()
         channel.on("spans", self._write)
-        channel.on("recorded", lambda sender, body: self._awaited.discard(sender))
+        channel.on("recorded", self._note_end)
         channel.on_joined = self._joined
 
     def start(self, directory: Path) -> None:
@@ -137,6 +137,11 @@ class TimelineDesk:
         while not self.is_complete and time.monotonic() < end:
             self._channel.poll(0.02)
         self.finish()
+
+    def _note_end(self, sender: int, body: Body) -> None:
+        self._awaited.discard(sender)
+        if self._file is not None:
+            self._file.write(",\n" + json.dumps(label(sender, body["uncertainty"], body["lost"])))
 
     def _joined(self, rank: int) -> None:
         if self._file is not None:

@@ -26,6 +26,13 @@ def header(rank: int, host: str) -> list[Event]:
     return [*events, {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}]
 
 
+def label(rank: int, uncertainty: int, lost: int) -> Event:
+    """What a viewer shows beside a rank's name: how well its clock is known, in nanoseconds, and spans lost."""
+    text = "rank 0's clock" if uncertainty == 0 else f"clock within {uncertainty / 1e3:.0f} µs of rank 0's"
+    text += f", {lost} spans lost" if lost else ""
+    return {"ph": "M", "pid": rank, "name": "process_labels", "args": {"labels": text, "uncertainty": uncertainty}}
+
+
 def events(rank: int, row: Row, origin: int) -> Iterator[Event]:
     """The events of a span.
 

@@ -61,7 +61,8 @@ def test_steps_buckets_and_waits_of_all_ranks_on_one_clock(tmp_path):
     # Nobody leaves a barrier before everyone has come.
     calls = [[e for e in by_rank(events, "call")[rank] if "barrier" in e["name"]] for rank in (0, 1)]
     assert len(calls[0]) == len(calls[1]) == 20
-    allowed = 5000  # microseconds: what a busy machine makes of the clocks
+    allowed = max(e["args"]["uncertainty"] for e in events if e["name"] == "process_labels") / 1e3
+    assert allowed > 0
     for one, other in zip(*calls, strict=True):
         assert one["ts"] < other["ts"] + other["dur"] + allowed
         assert other["ts"] < one["ts"] + one["dur"] + allowed

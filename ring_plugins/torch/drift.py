@@ -1,0 +1,31 @@
+"""Checksums of torch's parameters, where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from ring_plugins.core.observe.drift import checksum
+
+
+def parameter_checksums(named: Iterable[tuple[str, nn.Parameter]]) -> tuple[list[str], list[int]]:
+    """Names and checksums of parameters; those on a GPU are summed up there, and fetched together.
+
+    Args:
+        named: (name, parameter) pairs.
+    """
+    names: list[str] = []
+    sums: list[int | torch.Tensor] = []
+    for name, parameter in named:
+        names.append(name)
+        memory = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
+        sums.append(checksum(memory.numpy()) if memory.device.type == "cpu" else _on_device(memory))
+    return names, [int(value) for value in sums]
+
+
+def _on_device(memory: torch.Tensor) -> torch.Tensor:
+    """The sum of 16-bit words, or of bytes where those do not fit; torch adds integers up as 64 bits."""
+    even = memory.numel() % 2 == 0
+    return (memory.view(torch.int16) if even else memory).sum()

@@ -1,0 +1,115 @@
+"""One flipped bit on one rank is found, and named."""
+
+import re
+
+import numpy as np
+import pytest
+
+from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.observe.drift import checksum, chosen_interval, difference
+from tests.launch import run_ranks
+
+TORCH = """
+import os
+import torch
+import ring_plugins as ring
+from ring_plugins.torch import DistributedOptimizer, broadcast_parameters
+from tests.worker import report
+
+torch.set_num_threads(1)
+ring.init(ranks=int(os.environ["TEST_RANKS"]))
+model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+broadcast_parameters(model)
+optimizer = DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters(), drift_check_every=2
+)
+for step in range(20):
+    if step == 7 and ring.rank() == 1:
+        with torch.no_grad():
+            model[1].weight.view(torch.int32)[2, 4] ^= 1  # the last bit of one of 63 numbers
+    optimizer.zero_grad()
+    model(torch.randn(4, 5)).square().sum().backward()
+    try:
+        optimizer.step()
+    except ring.DriftError as error:
+        report("step", step)
+        report("error", str(error))
+        break
+"""
+
+LIGHTNING = """
+import os
+import torch
+import lightning as L
+from lightning.pytorch.demos.boring_classes import BoringModel
+import ring_plugins as ring
+from ring_plugins.lightning import BalanceMonitor, RingStrategy, TimelineCallback
+from tests.worker import report
+
+class Model(BoringModel):
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 7 and self.global_rank == 1:
+            with torch.no_grad():
+                self.layer.bias.view(torch.int32)[0] ^= 1
+
+class Logger(L.pytorch.loggers.logger.DummyLogger):
+    def log_metrics(self, metrics, step=None):
+        report("logged", sorted(metrics))
+
+trainer = L.Trainer(
+    strategy=RingStrategy(drift_check_every=5), accelerator="cpu", devices=2, max_epochs=1, limit_val_batches=0,
+    enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False, logger=Logger(),
+    log_every_n_steps=2, callbacks=[BalanceMonitor(), TimelineCallback(os.environ["TMPDIR"], 2, 3)])
+try:
+    trainer.fit(Model())
+except ring.DriftError as error:
+    report("error", str(error))
+report("batches", trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+"""
+
+
+def test_one_bit_on_one_rank_in_a_torch_loop():
+    result = run_ranks(TORCH, 3, timeout=120)
+    assert result.values("step") == [7, 7, 7]
+    for said in result.values("error"):
+        assert said.startswith("after 8 steps the weights of rank 1 are not those of ranks 0, 2: first in 1.weight")
+
+
+def test_one_bit_on_one_rank_under_lightning():
+    result = run_ranks(LIGHTNING, 2, timeout=120)
+    assert result.values("batches") == [10, 10]
+    for said in result.values("error"):
+        assert re.match(r"after 10 steps the weights of rank \d are not those of rank \d: first in layer\.", said)
+
+
+def test_every_bit_counts():
+    rng = np.random.default_rng(0)
+    for array in (rng.random(1001).astype(np.float32), rng.random((3, 5)), np.arange(3, dtype=np.uint16)):
+        before = checksum(array)
+        data = array.reshape(-1).view(np.uint8)
+        for bit in range(8):
+            for byte in (0, 1, data.size // 2, data.size - 1):
+                data[byte] ^= 1 << bit
+                assert checksum(array) != before
+                data[byte] ^= 1 << bit
+        assert checksum(array) == before
+    assert checksum(np.empty(0, np.float32)) == 0
+
+
+def test_the_few_are_named_as_those_who_differ():
+    text = difference(["a", "b", "c"], [[1, 2, 3], [1, 2, 4], [1, 9, 5], [1, 2, 3]], [0, 1, 2, 3], 300)
+    assert text.startswith(
+        "after 300 steps the weights of rank 2 are not those of ranks 0, 1, 3: first in b, in 2 of 3"
+    )
+
+
+def test_the_interval_is_the_argument_or_the_variable(monkeypatch):
+    monkeypatch.setenv("RING_DRIFT_CHECK", "50")
+    assert chosen_interval(None) == 50
+    assert chosen_interval(0) == 0
+    for bad in (-1, True, 2.5, "x"):
+        with pytest.raises(ArgumentError, match="drift_check_every"):
+            chosen_interval(bad)
+    monkeypatch.setenv("RING_DRIFT_CHECK", "often")
+    with pytest.raises(ArgumentError, match="RING_DRIFT_CHECK='often'"):
+        chosen_interval(None)
