@@ -69,14 +69,14 @@ def bench(
 
     import ring_plugins as ring
     from ring_plugins.core.errors import ArgumentError
-    from ring_plugins.measuring import all_reduce_curve, device_contestants, draw, host_contestants, sizes
+    from ring_plugins.measuring import all_reduce_curve, check_names, device_contestants, draw, host_contestants, sizes
 
-    ring.init(ranks or max(2, len(os.sched_getaffinity(0))))
-    contestants = {}
+    names = None if only is None else [name.strip() for name in only.split(",")]
     try:
         wanted = sizes(size(smallest), size(largest), factor)
-        if plane != Plane.DEVICE:
-            contestants.update(host_contestants(None if only is None else [name.strip() for name in only.split(",")]))
+        check_names(names or [])
+        ring.init(ranks or max(2, len(os.sched_getaffinity(0))))
+        contestants = {} if plane == Plane.DEVICE else host_contestants(names)
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
     if plane != Plane.HOST:

@@ -111,14 +111,14 @@ def _print_job(console: Console, examination: Examination, findings: Sequence[Fi
         f"{len(facts)} ranks on {len(hosts)} host{'s' if len(hosts) > 1 else ''}, started by {examination.started_by}\n"
     )
     if examination.links:
-        between = _table("between hosts", "µs a message", "Gbit/s there", "back", "plain TCP", "interface")
+        between = _table("between hosts", "µs a message", "Gbit/s", "back", "by", "plain TCP Gbit/s")
         for link in examination.links:
             between.add_row(
                 " - ".join(link.hosts),
                 f"{link.microseconds:,.0f}",
                 *(f"{rate:.2f}" for rate in link.gigabits),
-                ", ".join(f"{name.split()[0]} {rate:.2f}" for name, rate in link.streams.items()),
-                ", ".join(dict.fromkeys(name or "?" for name in link.carried_by)),
+                "\n".join(dict.fromkeys(name or "?" for name in link.carried_by)),
+                "\n".join(f"{name.split()[0]} {rate:.2f}" for name, rate in link.streams.items()),
             )
         console.print(between)
     curve: Any = examination.curve

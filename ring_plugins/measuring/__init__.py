@@ -1,6 +1,13 @@
 """Measurements of collectives that `ring bench`, `ring doctor` and benchmarks/ share."""
 
-from ring_plugins.measuring.contestants import Contestant, close, device_contestants, host_contestants, start_gloo
+from ring_plugins.measuring.contestants import (
+    Contestant,
+    check_names,
+    close,
+    device_contestants,
+    host_contestants,
+    start_gloo,
+)
 from ring_plugins.measuring.curve import Curve, all_reduce_curve, sizes
 from ring_plugins.measuring.picture import draw
 from ring_plugins.measuring.timing import Times, interleaved
@@ -10,6 +17,7 @@ __all__ = [
     "Curve",
     "Times",
     "all_reduce_curve",
+    "check_names",
     "close",
     "device_contestants",
     "draw",

@@ -84,6 +84,17 @@ HOST: dict[str, Contestant] = {
 }
 
 
+def check_names(names: Iterable[str]) -> None:
+    """Whether these are host contestants, before ranks are started for them.
+
+    Raises:
+        ArgumentError: one is not.
+    """
+    for name in names:
+        if name not in HOST:
+            raise ArgumentError(f"{name!r} is none of {', '.join(HOST)}.")
+
+
 def host_contestants(names: Iterable[str] | None = None) -> dict[str, Contestant]:
     """Those of host memory that can run in this job.
 
@@ -100,9 +111,8 @@ def host_contestants(names: Iterable[str] | None = None) -> dict[str, Contestant
         and (name != "gloo" or importlib.util.find_spec("torch") is not None)
     ]
     wanted = there if names is None else list(names)
+    check_names(wanted)
     for name in wanted:
-        if name not in HOST:
-            raise ArgumentError(f"{name!r} is none of {', '.join(HOST)}.")
         if name not in there:
             raise ArgumentError(f"{name} cannot be measured here: MPI needs mpirun, gloo needs torch.")
     return {name: HOST[name] for name in wanted}
