@@ -30,8 +30,9 @@ class BalanceMonitor(keras.callbacks.Callback):
         self._monitor.start()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        figures = self._monitor.figures(wait=True)
         if logs is not None:
-            logs.update(self._monitor.figures())
+            logs.update(figures)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._monitor.finish()

@@ -16,8 +16,10 @@ from ring_plugins.core.world import current, is_initialised
 if TYPE_CHECKING:
     from rich.console import Group
 
-#: Seconds in which the other ranks' last steps arrive; ranks that a summary shows one by one.
-_PATIENCE, _SHOWN = 3.0, 12
+#: Seconds in which the other ranks' last steps arrive, at the end and while training.
+_PATIENCE, _MOMENT = 3.0, 0.5
+#: Ranks that a summary shows one by one.
+_SHOWN = 12
 
 
 class BalanceMonitor:
@@ -46,14 +48,20 @@ class BalanceMonitor:
         """Count from here."""
         self._began = self._read = self._total()
 
-    def figures(self) -> dict[str, float]:
+    def figures(self, wait: bool = False) -> dict[str, float]:
         """What happened since the last call, for a logger.
+
+        Args:
+            wait: whether rank 0 waits a moment for what the others have not reported yet; all ranks must call then.
+                Reports come every second or so.
 
         Returns:
             On rank 0 "ring/computing_ms", "ring/waiting_ms" and "ring/moving_ms", milliseconds a step averaged over the
             ranks, "ring/slowest_rank", who came last most often, and "ring/slowest_share", in which part of the steps.
             Nothing on other ranks, and where no step was completed since.
         """
+        if wait:
+            self._collect(_MOMENT)
         total = self._total()
         if total is None or self._read is None:
             return {}
@@ -71,22 +79,28 @@ class BalanceMonitor:
         }
 
     def finish(self) -> Balance | None:
-        """The balance since `start`, on rank 0, which prints it; None elsewhere."""
-        if not is_initialised() or current().observers is None:
+        """The balance since `start`, on rank 0, which prints it; None elsewhere. All ranks call it."""
+        self._collect(_PATIENCE)
+        total = self._total()
+        if total is None or self._began is None:
             return None
+        balance = total - self._began
         observers = current().observers
-        assert observers is not None
-        observers.reports.hurry()
-        desk, last = observers.balance, steps.count - 1
-        if desk is None or self._began is None:
-            return None
-        end = time.monotonic() + _PATIENCE
-        while desk.last + stride(current().place.size) <= last and time.monotonic() < end:
-            time.sleep(0.01)
-        balance = desk.total - self._began
-        if self._summary and balance.steps:
+        if self._summary and balance.steps and observers is not None:
             _print(balance, observers.roster)
         return balance
+
+    @staticmethod
+    def _collect(patience: float) -> None:
+        """Send this rank's last steps, and on rank 0 wait for the others'."""
+        observers = current().observers if is_initialised() else None
+        if observers is None:
+            return
+        observers.reports.hurry()
+        desk, last = observers.balance, steps.count - 1
+        end = time.monotonic() + patience
+        while desk is not None and desk.last + stride(current().place.size) <= last and time.monotonic() < end:
+            time.sleep(0.005)
 
     def __enter__(self) -> BalanceMonitor:  # noqa: PYI034 - Self needs Python 3.11; nobody inherits
         self.start()
