@@ -134,8 +134,8 @@ def _ask(host: str | None, request: Request, mpirun: Mpirun, port: int | None) -
     except OSError as error:
         return f"{command[0]} does not run here: {error.strerror}."
     for line in answer.stdout.splitlines():
-        if line.startswith("RING_PROBE "):
-            report: Report = json.loads(line.removeprefix("RING_PROBE "))
+        if line.startswith("ring probe: "):
+            report: Report = json.loads(line.removeprefix("ring probe: "))
             return report
     return explanation(host or "localhost", python, answer.returncode, answer.stderr)
 

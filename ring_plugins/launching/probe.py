@@ -1,6 +1,6 @@
 """What a host says about itself: sent to its Python over standard input, so it needs nothing but that.
 
-`python - JSON` prints a line that begins with `RING_PROBE` and goes on as JSON. The argument's keys: `packages`, whose
+`python - JSON` prints a line that begins with `ring probe:` and goes on as JSON. The argument's keys: `packages`, whose
 versions to tell; `paths`, which ought to exist; `program`, a file whose contents ought to be the same everywhere;
 `listener`, an address and port that ought to be reachable, or null.
 """
@@ -69,7 +69,7 @@ def main() -> None:
         "program": digest(wanted["program"]),
         "reaches": reaches(wanted["listener"]),
     }
-    print("RING_PROBE", json.dumps(report))
+    print("ring probe:", json.dumps(report))
 
 
 main()
