@@ -34,3 +34,14 @@ def blocks(language: str | None = None, document: str | None = None) -> list[Blo
         for match in BLOCK.finditer(text)
         if language in (None, match["language"])
     ]
+
+
+def commands(document: str, test: str) -> list[str]:
+    """The lines of shell that `test` runs for a document such as `docs/launching/mpirun.md`."""
+    return [
+        line
+        for block in blocks("bash", document)
+        if block.marker == f"tested by {test}"
+        for line in block.text.replace("\\\n", " ").splitlines()
+        if line and not line.startswith("#")
+    ]

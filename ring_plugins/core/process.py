@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,30 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 def adopt_orphans(adopt: bool) -> None:
     """Let descendants whose parent ends become children of this process, so that none is lost sight of."""
     _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
+
+
+def cores(group: Path = Path("/sys/fs/cgroup")) -> int:
+    """How many cores this process may keep busy: those it may run on, or less where its container has a quota.
+
+    Args:
+        group: where the container's control group is seen, version 2 or 1.
+    """
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = _quota(group)
+        allowed = min(allowed, max(1, int(quota / period)))
+    return allowed
+
+
+def _quota(group: Path) -> tuple[float, float]:
+    """Microseconds of all cores together that may be used in a period of so many; ValueError without a limit."""
+    if (group / "cpu.max").exists():
+        quota, period = (group / "cpu.max").read_text().split()
+    else:
+        quota, period = ((group / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+    if float(quota) <= 0:  # "max", which is no number, or -1
+        raise ValueError("no limit")
+    return float(quota), float(period)
 
 
 def children() -> dict[int, list[int]]:

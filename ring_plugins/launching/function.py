@@ -14,6 +14,7 @@ from ring_plugins.core import world
 from ring_plugins.core.errors import ArgumentError, LaunchError, TimeoutExceeded
 from ring_plugins.core.launch import detect
 from ring_plugins.core.launch.meeting import Meeting, invitation
+from ring_plugins.core.process import cores
 from ring_plugins.core.shared_memory import Segment
 from ring_plugins.launching.exports import threads_per_rank
 from ring_plugins.launching.outcomes import Outcome, pack, results_of
@@ -60,8 +61,8 @@ def run(
         TimeoutExceeded: `timeout` passed; all ranks have been ended.
         LaunchError: this process is itself a rank of a job.
     """
-    cores = len(os.sched_getaffinity(0))
-    ranks = cores if ranks is None else ranks
+    available = cores()
+    ranks = available if ranks is None else ranks
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ArgumentError(f"ranks={ranks!r} is not a positive number of processes.")
     if timeout is not None and timeout <= 0:
@@ -73,7 +74,7 @@ def run(
         )
     name = getattr(function, "__qualname__", function)
     packed = pack(f"function={name!r} with its arguments", (function, tuple(args), {**(kwargs or {})}))
-    environment = {"OMP_NUM_THREADS": str(threads_per_rank(cores, ranks)), **os.environ, **(env or {})}
+    environment = {"OMP_NUM_THREADS": str(threads_per_rank(available, ranks)), **os.environ, **(env or {})}
     with Relay(tag_output, always=sys.stdout is not sys.__stdout__) as relay, _Ranks(ranks, environment, relay) as job:
         relay.start()
         return results_of(job.outcomes(packed, timeout))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from ring_plugins.core.errors import ArgumentError, LaunchError
+from ring_plugins.core.process import cores
 from ring_plugins.launching import mpirun
 from ring_plugins.launching.exports import exported, threads_per_rank
 from ring_plugins.launching.hosts import Host, allocated_hosts, parse_hosts, read_hostfile, share, slots
@@ -66,16 +67,16 @@ def plan(options: Options) -> Plan:
     _check(options)
     allocation = allocated_hosts() if not options.hosts and not options.hostfile else []
     hosts = _named_hosts(options) or allocation
-    cores = len(os.sched_getaffinity(0))
-    ranks = options.ranks or (slots(hosts) if hosts else accelerators() or cores)
+    available = cores()
+    ranks = options.ranks or (slots(hosts) if hosts else accelerators() or available)
     shares = tuple(share(ranks, hosts)) if hosts else ()
     alone = all(is_this_host(part.host) for part in shares)
     launcher, reason = _choose(options, alone)
     most = max((part.ranks for part in shares), default=ranks)
-    crowded = (ranks if alone else most) > cores
+    crowded = (ranks if alone else most) > available
     if crowded and options.bind != "none":
         raise ArgumentError(
-            f"--bind {options.bind}: {most} ranks on {cores} cores would wait for each other; leave them unbound."
+            f"--bind {options.bind}: {most} ranks on {available} cores would wait for each other; leave them unbound."
         )
     notices = []
     if reason:
@@ -83,7 +84,7 @@ def plan(options: Options) -> Plan:
     if hosts and any(host.slots for host in hosts) and ranks > slots(hosts):
         notices.append(f"{ranks} ranks are more than the {slots(hosts)} slots of the hosts: they share them.")
     if crowded:
-        notices.append(f"{most} ranks share {cores} cores: they take turns, and every step waits for the slowest.")
+        notices.append(f"{most} ranks share {available} cores: they take turns, and every step waits for the slowest.")
     request = Request(
         command=mpirun.program_and_arguments(options.command),
         ranks=ranks,
@@ -93,7 +94,7 @@ def plan(options: Options) -> Plan:
         crowded=crowded,
         as_root=os.geteuid() == 0,
         agent=options.agent,
-        exports=_exports(options, threads_per_rank(cores, most), alone),
+        exports=_exports(options, threads_per_rank(available, most), alone),
         tag_output=options.tag_output,
         output_directory=str(Path(options.output_directory).absolute()) if options.output_directory else None,
         options=options.mpirun_options,
@@ -101,23 +102,23 @@ def plan(options: Options) -> Plan:
     return Plan(request, launcher, tuple(notices), tuple(part.host for part in request.shares))
 
 
-def fit(planned: Plan, cores: Mapping[str, int]) -> Plan:
+def fit(planned: Plan, found: Mapping[str, int]) -> Plan:
     """The plan, with what depends on the number of cores of other hosts.
 
     Args:
         planned: made without knowing them.
-        cores: of each host.
+        found: cores of each host.
     """
     request = planned.request
-    crowded = [part for part in request.shares if part.ranks > cores.get(part.host, part.ranks)]
+    crowded = [part for part in request.shares if part.ranks > found.get(part.host, part.ranks)]
     notices = [
-        f"{part.ranks} ranks share {cores[part.host]} cores of {part.host}: they take turns, and every step waits for "
+        f"{part.ranks} ranks share {found[part.host]} cores of {part.host}: they take turns, and every step waits for "
         "the slowest."
         for part in crowded
     ]
     exports = dict(request.exports)
     if exports.get("OMP_NUM_THREADS") is not None and "OMP_NUM_THREADS" not in os.environ:
-        known = [threads_per_rank(cores[part.host], part.ranks) for part in request.shares if part.host in cores]
+        known = [threads_per_rank(found[part.host], part.ranks) for part in request.shares if part.host in found]
         exports["OMP_NUM_THREADS"] = str(min(known, default=1))
     request = replace(request, crowded=bool(crowded), exports=exports)
     kept = [notice for notice in planned.notices if "they take turns" not in notice]

@@ -26,13 +26,17 @@ def versions(names: list[str]) -> dict[str, str]:
     return found
 
 
-def own_version() -> tuple[str | None, str]:
-    """Of the package as it is imported, which is not always as it was installed; or what keeps it from that."""
+def own_package() -> tuple[str | None, str, int]:
+    """Version of the package as it is imported, which is not always as it was installed, or what keeps it from that.
+
+    And the number of cores, which it counts.
+    """
     try:
         import ring_plugins
+        from ring_plugins.core.process import cores
     except Exception as error:
-        return None, f"{type(error).__name__}: {error}"
-    return ring_plugins.__version__, ""
+        return None, f"{type(error).__name__}: {error}", 0
+    return ring_plugins.__version__, "", cores()
 
 
 def digest(path: str | None) -> str | None:
@@ -57,11 +61,11 @@ def reaches(listener: list[str] | None) -> bool:
 def main() -> None:
     """Answer the question in the first argument."""
     wanted = json.loads(sys.argv[1])
-    version, trouble = own_version()
+    version, trouble, cores = own_package()
     report = {
         "name": socket.gethostname(),
         "python": platform.python_version(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores,
         "ring_plugins": version,
         "trouble": trouble,
         "packages": versions(wanted["packages"]),

@@ -103,7 +103,8 @@ class Supervisor:
             if over is None and any(process.returncode for process in self.processes):
                 over = now
             patience = _INTERRUPTED if self.signalled == signal.SIGINT else 0.0
-            if over is not None and self.signalled and not told_to_end and now - over >= patience:
+            # Ranks that wait for one that will never come cannot end by themselves.
+            if over is not None and (self.signalled or why) and not told_to_end and now - over >= patience:
                 told_to_end = True
                 for process in self.processes:
                     if process.poll() is None:

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.documents import commands
 from tests.hosts import hosts
 from tests.launch import REPOSITORY
-from tests.launchers import find_mpirun
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: pip install pyyaml")
+HERE = "tests/hosts/test_launchers.py"
 DEPLOY = REPOSITORY / "examples" / "deploy"
 
 MEET = """
@@ -48,15 +49,6 @@ def everywhere(cluster, each, per_host=1, env=(), ranks=2):
     return cluster.start([*command, "env", *env, *each], MEET, ranks)
 
 
-@pytest.mark.mpi
-def test_the_mpirun_command_that_horovods_users_know(cluster, tmp_path):
-    (tmp_path / "hosts").write_text("host1 slots=1\nhost2 slots=1\n")
-    options = f"-np 2 --hostfile {tmp_path}/hosts --bind-to none --map-by slot -x MINE -mca pml ob1 -mca btl ^openib"
-    job = cluster.start([find_mpirun(), *options.split(), sys.executable], MEET, 2, env={"MINE": "here"})
-    result = check(job, ["host1", "host2"])
-    assert [found[4] for found in result.values("where")] == ["here"] * 2
-
-
 SLURM = {
     "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_PROCID": "{rank}", "SLURM_LOCALID": "{local}",
     "SLURM_NODEID": "{node}", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "host[1-2]",
@@ -69,7 +61,26 @@ def test_srun(cluster):
     check(everywhere(cluster, [sys.executable], 2, env, 4), ["host1", "host1", "host2", "host2"])
 
 
-def test_torchrun_on_two_hosts_and_pytorchjob(cluster):
+def documented(*words):
+    """The command of docs/launching/torchrun.md that holds all `words`, as typed on each of the two hosts."""
+    first, second = (
+        line for line in commands("docs/launching/torchrun.md", HERE) if all(word in line for word in words)
+    )
+    for text in ("--node-rank 0", "RANK=0 "):
+        first = first.replace(text, text.replace("0", "{node}"), 1)
+    assert first.replace("{node}", "1", 1) == second
+    *command, script = shlex.split(first.replace("node1", "host1"))
+    assert script == "train.py"
+    return [{"torchrun": "-m torch.distributed.run", "python": sys.executable}.get(word, word) for word in command]
+
+
+def test_torchrun(cluster):
+    program, *options = documented("torchrun", "--node-rank")
+    job = everywhere(cluster, [sys.executable, *program.split(), *options], ranks=4)
+    check(job, ["host1", "host1", "host2", "host2"])
+
+
+def test_pytorchjob(cluster):
     """The operator starts the manifest's command with torchrun's options in variables, under both names."""
     spec = yaml.safe_load((DEPLOY / "pytorchjob.yaml").read_text())["spec"]
     (container,) = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
@@ -84,14 +95,16 @@ def test_torchrun_on_two_hosts_and_pytorchjob(cluster):
     check(job, ["host1", "host1", "host2", "host2"])
 
 
-def test_indexed_job(cluster):
+def test_variables_alone_and_indexed_job(cluster):
     _, job = yaml.safe_load_all((DEPLOY / "indexed_job.yaml").read_text())
     (container,) = job["spec"]["template"]["spec"]["containers"]
     variables = {variable["name"]: variable.get("value", "{rank}") for variable in container["env"]}
-    variables |= {"MASTER_ADDR": "host1", "JOB_COMPLETION_INDEX": "{rank}"}
+    *words, program = documented("RANK=")
+    typed = dict(word.split("=") for word in words)
+    assert set(typed) == set(variables) - {"RING_INTERFACE"}
     assert container["command"][0] == "python"
-    env = [f"{name}={value}" for name, value in variables.items()]
-    check(everywhere(cluster, [sys.executable], 1, env), ["host1", "host2"])
+    env = [f"{name}={value}" for name, value in {**variables, **typed, "JOB_COMPLETION_INDEX": "{rank}"}.items()]
+    check(everywhere(cluster, [program], 1, env), ["host1", "host2"])
 
 
 @pytest.mark.mpi

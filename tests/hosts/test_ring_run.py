@@ -1,4 +1,4 @@
-"""`ring run` over two hosts: it starts there, asks first, and ends everything on both."""
+"""`ring run` over two hosts: it asks first, and ends everything on both. That it starts is in test_documented.py."""
 
 import re
 import signal
@@ -25,29 +25,14 @@ def cluster():
 
 
 MEET = """
-import os, socket, sys
+import socket
 import numpy as np
 import ring_plugins as ring
 from tests.worker import report
 ring.init()
-report("where", [socket.gethostname(), ring.node_rank(), ring.local_rank(), os.environ.get("MINE"), sys.argv[1:]])
-report("sum", ring.all_reduce(np.full(3, ring.rank()), ring.SUM))
-print("rank", ring.rank(), "speaks")
+report("where", socket.gethostname())
+report("sum", float(ring.all_reduce(1.0, ring.SUM)))
 """
-
-
-def test_ranks_on_both_hosts_with_arguments_variables_and_tags(cluster, tmp_path):
-    (tmp_path / "hosts").write_text("host1 slots=1\nhost2 slots=3  # the larger one\n")
-    front = ring_run("--hostfile", str(tmp_path / "hosts"), "--interface", "eth0", "--tag-output", "-x", "MINE=a b")
-    with cluster.start(front, MEET, 4, ["-n", "1"]) as job:
-        result = job.wait(40)
-    assert result.returncode == 0, result
-    places = [("host1", 0, 0), ("host2", 1, 0), ("host2", 1, 1), ("host2", 1, 2)]
-    assert result.values("where") == [[*place, "a b", ["-n", "1"]] for place in places]
-    assert result.values("sum") == [[6.0] * 3] * 4
-    assert re.search(r"^\[1,3\]\S* ?rank 3 speaks$", result.stdout, re.MULTILINE), result
-    (said,) = re.findall(r"^ring run: \$ (.*)$", result.stderr, re.MULTILINE)
-    assert "-H host1:1,host2:3" in said and "prte_if_include eth0" in said and said.endswith("script.py -n 1")
 
 
 @pytest.mark.skipif(find_mpich() is None, reason="MPICH's wheel is not installed beside this environment")
@@ -58,8 +43,8 @@ def test_mpich_on_both_hosts(cluster):
     with cluster.start(ring_run(*TWO, "--mpirun", mpiexec, *only_network), MEET, 4) as job:
         result = job.wait(40)
     assert result.returncode == 0, result
-    assert [where[0] for where in result.values("where")] == ["host1", "host1", "host2", "host2"]
-    assert result.values("sum") == [[6.0] * 3] * 4
+    assert result.values("where") == ["host1", "host1", "host2", "host2"]
+    assert result.values("sum") == [4.0] * 4
 
 
 def refused(cluster, *options, script=MEET):
@@ -89,7 +74,7 @@ def test_a_host_with_another_version_is_named(cluster, tmp_path):
 
 def test_hosts_that_cannot_be_reached_or_reach_are_named(cluster):
     with cluster.firewall("host3", "22"), cluster.firewall("host1", "1024-65534", sources="1024-65534"):
-        said = refused(cluster, "-H", "host1:1,host2:1,host3:1,nowhere:1")
+        said = refused(cluster, "-H", "host1:1,host2:1,host3:1,nowhere:1", "--agent", "ssh -o ConnectTimeout=2")
     assert "3 of 4 hosts cannot take part" in said
     assert re.search(r"host3: ssh: connect to host host3 port 22: Connection timed out \(is it up", said), said
     assert re.search(r"nowhere: ssh: Could not resolve hostname nowhere.*/etc/hosts", said), said
@@ -120,7 +105,7 @@ def test_everything_ends_on_both_hosts(cluster, ended):
             job.interrupt()
         else:
             job.signal_parent(signal.SIGKILL)
-        result = job.wait(20)
+        result = job.wait(30)
     assert result.returncode != 0, result
     if ended == "rank":
         assert re.search(r"rank 3\b", result.output), result

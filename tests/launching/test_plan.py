@@ -1,11 +1,11 @@
 """What `ring run` makes of its options; only `mpirun --version` is run here, and a stand-in for it."""
 
-import os
 import sys
 
 import pytest
 
 from ring_plugins.core.errors import ArgumentError, LaunchError
+from ring_plugins.core.process import cores
 from ring_plugins.launching import mpirun, plan
 from ring_plugins.launching.hosts import Share
 from ring_plugins.launching.mpirun import Mpirun
@@ -16,7 +16,7 @@ COMMAND = (sys.executable, "train.py")
 
 @pytest.fixture(autouse=True)
 def _on_four_cores_with_mpi(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(plan, "cores", lambda: 4)
     monkeypatch.setattr(mpirun, "find", lambda _: Mpirun("/opt/mpirun", "Open MPI 5", "5.0.11"))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
     for name in ("SLURM_JOB_NODELIST", "PBS_NODEFILE", "RING_INTERFACE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
@@ -85,6 +85,25 @@ def test_without_mpi_one_host_needs_none(found, said, monkeypatch):
 def test_what_cannot_be_done_is_named(options, said):
     with pytest.raises((ArgumentError, LaunchError), match=said):
         plan.plan(options)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"cpu.max": "max 100000"}, 8),
+        ({"cpu.max": "250000 100000"}, 2),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        ({}, 8),
+    ],
+)
+def test_a_containers_quota_counts(files, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert cores(tmp_path) == expected
 
 
 def test_a_script_alone_is_run_by_this_python(tmp_path):

@@ -3,10 +3,12 @@
 import re
 import signal
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
+from tests.documents import commands
 from tests.launch import run_ranks, start_ranks
 
 RING = str(Path(sys.executable).parent / "ring")
@@ -46,6 +48,15 @@ def test_output_in_files(starter, tmp_path):
     assert sorted(filter(None, written)) == ["here 0\n", "here 1\n"]
 
 
+@pytest.mark.mpi
+def test_the_documented_commands(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(WHO))
+    for command in commands("docs/launching/one_machine.md", "tests/launching/test_run.py"):
+        result = run_ranks("", 2, ["sh", "-c", f"cd {tmp_path} && PATH={Path(RING).parent}:$PATH && {command}"])
+        options = ["--epochs", "5"] if "--epochs" in command else []
+        assert result.values("who") == [[2, 2.0, "1", options]] * 2
+
+
 def test_a_command_behind_a_shell_and_a_rank_that_never_comes(tmp_path):
     script = """
         import os, sys
@@ -71,7 +82,8 @@ ENDLESS = """
         subprocess.Popen(["sleep", "600"], start_new_session=True)  # what a rank leaves behind
     report_pid()
     while True:
-        time.sleep(0.1)
+        ring.barrier()
+        time.sleep(0.05)
 """
 
 
@@ -88,7 +100,7 @@ def test_everything_ends(starter, ended):
             job.interrupt()
         else:
             job.signal_parent(signal.Signals[ended])
-        result = job.wait(15)
+        result = job.wait(30)
     assert result.returncode == {"interrupt": 130, "SIGTERM": 143, "SIGKILL": -9, "rank": result.returncode}[ended]
     assert result.returncode != 0
     if ended == "rank":
