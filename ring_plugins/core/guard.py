@@ -14,14 +14,14 @@ from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.failure import Watch
 
 #: Seconds between looks, and those that a script has to notice a failed peer by itself before its process is ended.
-_EVERY, _GRACE = 0.25, 5.0
+_EVERY, _GRACE = 0.5, 5.0
 
 
 class Service(Protocol):
     """Something that is done now and then, beside the job."""
 
     def tick(self, now: float) -> None:
-        """Called a few times a second with the time of `time.monotonic`; must not wait."""
+        """Called twice a second and after messages, with the time of `time.monotonic`; must not wait."""
 
     def close(self) -> None:
         """The job is over here; the channel still carries messages."""

@@ -20,8 +20,9 @@ class DeviceWatch:
         self._watch, self._communicators = watch, communicators
 
     def tick(self, now: float) -> None:
-        failure = self._watch.failure()
-        for communicator in self._communicators():
+        communicators = self._communicators()
+        failure = self._watch.failure() if communicators else None
+        for communicator in communicators:
             if failure is None:
                 communicator.watch([rank for rank in communicator.ranks if self._watch.has_ended(rank)])
             else:

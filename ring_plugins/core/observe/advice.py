@@ -27,7 +27,7 @@ class Advice:
         self._given = False
 
     def look(self, total: Balance) -> None:
-        """One more step is known."""
+        """Some more steps are known."""
         if self._given or total.steps < _WARM_UP:
             return
         if self._before is None:

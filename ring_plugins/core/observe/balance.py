@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,8 +16,8 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 #: Jobs of more ranks than this report every other step, or fewer, so that rank 0's work stays the same.
 _RANKS_WITH_ALL_STEPS = 64
-#: Steps that wait on rank 0 for the reports of other ranks.
-_PENDING = 2000
+#: Steps that wait on rank 0 for the reports of other ranks, and steps counted together.
+_PENDING, _TOGETHER = 2000, 50
 
 
 class Balance(NamedTuple):
@@ -70,7 +69,7 @@ class StepReports:
         self._channel, self._steps = channel, steps
         self._stride = stride(channel.size)
         self._period = max(1.0, channel.size / 50)
-        self._next_number, self._next_time = 0, 0.0
+        self._next_time = 0.0
         self._hurry = threading.Event()
 
     def hurry(self) -> None:
@@ -83,11 +82,10 @@ class StepReports:
             return
         self._hurry.clear()
         self._next_time = now + self._period
-        found = [step for step in self._steps.since(self._next_number) if step.number % self._stride == 0]
+        found = [step for step in self._steps.take() if step.number % self._stride == 0]
         if found:
-            self._next_number = found[-1].number + 1
             rows = [
-                [step.number, round(step.computing * 1e6), round(step.waiting * 1e6), round(step.moving * 1e6)]
+                (step.number, round(step.computing * 1e6), round(step.waiting * 1e6), round(step.moving * 1e6))
                 for step in found
             ]
             self._channel.tell(0, "steps", {"rows": rows, "nbytes": found[-1].nbytes}, droppable=True)
@@ -102,12 +100,13 @@ class BalanceDesk:
 
     Args:
         channel: to all ranks.
-        on_step: called with the balance of all steps so far, once a step.
+        on_steps: called with the balance of all steps so far whenever there are some more.
     """
 
-    def __init__(self, channel: Channel, on_step: Callable[[Balance], None]) -> None:
-        self._ranks, self._on_step = channel.size, on_step
-        self._pending: OrderedDict[int, tuple[Array, set[int]]] = OrderedDict()
+    def __init__(self, channel: Channel, on_steps: Callable[[Balance], None]) -> None:
+        self._on_steps = on_steps
+        self._rows: list[list[tuple[int, int, int, int]]] = [[] for _ in range(channel.size)]
+        self._nbytes = 0
         self._total = Balance.none(channel.size)
         self._last = -1
         channel.on("steps", self._note)
@@ -123,27 +122,37 @@ class BalanceDesk:
         return self._last
 
     def _note(self, sender: int, body: Body) -> None:
-        for number, *microseconds in body["rows"]:
-            if number not in self._pending:
-                self._pending[number] = np.zeros((self._ranks, 3)), set()
-            seconds, reported = self._pending[number]
-            seconds[sender] = microseconds
-            reported.add(sender)
-            if len(reported) == self._ranks:
-                del self._pending[number]
-                self._count(number, seconds * 1e-6, body["nbytes"])
-        while len(self._pending) > _PENDING:
-            self._pending.popitem(last=False)
-
-    def _count(self, number: int, seconds: Array, nbytes: int) -> None:
-        total, slowest = self._total, self._total.slowest.copy()
-        slowest[int(seconds[:, 1].argmin())] += 1
-        self._total = Balance(total.steps + 1, total.seconds + seconds, slowest, float(nbytes))
-        self._last = max(self._last, number)
-        self._on_step(self._total)
+        rows = self._rows[sender]
+        rows.extend(body["rows"])
+        del rows[:-_PENDING]
+        self._nbytes = body["nbytes"]
 
     def tick(self, now: float) -> None:
-        pass
+        while (length := min(map(len, self._rows))) > 0:
+            self._count(min(length, _TOGETHER))
+
+    def _count(self, length: int) -> None:
+        """Count the first steps of all ranks, as far as they are the same ones."""
+        table = np.array([rows[:length] for rows in self._rows])  # rank, step, number and three times
+        numbers = table[:, :, 0]
+        equal = (numbers == numbers[0]).all(axis=0)
+        length = length if equal.all() else int(equal.argmin())
+        if length == 0:  # a report was lost, or too long in coming: go on where all have one again
+            first = int(numbers[:, 0].max())
+            for rows in self._rows:
+                while rows and rows[0][0] < first:
+                    del rows[0]
+            return
+        for rows in self._rows:
+            del rows[:length]
+        times = table[:, :length, 1:] * 1e-6
+        slowest = np.bincount(times[:, :, 1].argmin(axis=0), minlength=len(self._rows))
+        total = self._total
+        self._total = Balance(
+            total.steps + length, total.seconds + times.sum(axis=1), total.slowest + slowest, float(self._nbytes)
+        )
+        self._last = int(numbers[0, length - 1])
+        self._on_steps(self._total)
 
     def close(self) -> None:
         pass

@@ -73,9 +73,9 @@ class StepClock:
         self._ended, self._waiting_before, self._moving_before = now, self.waiting, self.moving
         self.count += 1
 
-    def since(self, number: int) -> list[Step]:
-        """The steps from `number` on that are still kept."""
-        return [step for step in list(self._steps) if step.number >= number]
+    def take(self) -> list[Step]:
+        """The steps since the last call."""
+        return [self._steps.popleft() for _ in range(len(self._steps))]
 
 
 #: The one of this process.

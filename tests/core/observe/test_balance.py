@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from ring_plugins.core.control import Hub
 from ring_plugins.core.failure import Peer
 from ring_plugins.core.observe.advice import Advice, advice
-from ring_plugins.core.observe.balance import Balance, stride
+from ring_plugins.core.observe.balance import Balance, BalanceDesk, stride
 from ring_plugins.core.observe.monitor import page
 from ring_plugins.core.observe.steps import StepClock
 from tests.launch import run_ranks
@@ -25,9 +26,9 @@ ring.init(ranks=int(os.environ["TEST_RANKS"]))
 model = torch.nn.Linear(300, 300)
 optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-6), model.named_parameters())
 with BalanceMonitor() as monitor:
-    for step in range(120):
+    for step in range(220):
         if ring.rank() == 1:
-            time.sleep(0.02)
+            time.sleep(0.01)
         optimizer.zero_grad()
         model(torch.ones(4, 300)).sum().backward()
         optimizer.step()
@@ -47,12 +48,12 @@ def test_the_slow_rank_is_found_while_training_and_in_the_summary():
     assert result.reports[1]["figures"] == {}
     assert figures["ring/slowest_rank"] == 1
     assert figures["ring/slowest_share"] > 0.5
-    assert result.reports[0]["steps"] == 119
+    assert result.reports[0]["steps"] == 219
     seconds = np.array(result.reports[0]["seconds"])
     # What rank 1 slept, rank 0 waited; bytes took neither of them as long.
     assert seconds[1, 0] - seconds[0, 0] > 1.0
     assert seconds[0, 1] - seconds[1, 1] > 1.0
-    assert sum(result.reports[0]["slowest"]) == 119
+    assert sum(result.reports[0]["slowest"]) == 219
     assert "waiting for the slowest" in result.output
     assert "slowest in" in result.output
     assert "went into waiting for the slowest rank. That was rank 1 on" in result.output
@@ -65,7 +66,7 @@ def test_a_step_is_what_lies_between_two_ends():
     clock.stood_still(seconds=0.004, waiting=0.003)
     clock.stood_still(seconds=0.001, waiting=0.0)
     clock.end_step(8)
-    (step,) = clock.since(0)
+    (step,) = clock.take()
     assert (step.number, step.nbytes) == (1, 8)
     assert step.waiting == pytest.approx(0.003)
     assert step.moving == pytest.approx(0.002)
@@ -116,3 +117,22 @@ def test_a_page_is_a_page_with_a_thousand_ranks():
     assert "988 more" in text
     assert len(text.splitlines()) < 25
     assert stride(ranks) == 16
+
+
+def test_only_steps_that_all_ranks_reported_are_counted():
+    hub = Hub(3, other_hosts=False)
+    desk = BalanceDesk(hub, lambda total: None)
+    row = lambda number, waiting: [number, 1000, waiting, 10]  # noqa: E731
+    desk._note(0, {"rows": [row(n, 50) for n in range(200)], "nbytes": 8})
+    desk._note(1, {"rows": [row(n, 5) for n in range(150)], "nbytes": 8})
+    desk.tick(0.0)
+    assert desk.last == -1
+    desk._note(2, {"rows": [row(n, 70) for n in range(100)], "nbytes": 8})
+    desk.tick(0.0)
+    assert (desk.last, desk.total.steps) == (99, 100)
+    desk._note(2, {"rows": [row(n, 0) for n in range(120, 160)], "nbytes": 8})  # 100 to 119 were lost
+    desk.tick(0.0)
+    assert (desk.last, desk.total.steps) == (149, 130)
+    assert desk.total.slowest.tolist() == [0, 100, 30]
+    assert desk.total.seconds[0].tolist() == pytest.approx([0.13, 130 * 50e-6, 130 * 10e-6])
+    hub.abandon()

@@ -1,0 +1,110 @@
+"""What it costs to be able to see what a job does: nothing that can be told from noise, as long as nobody looks.
+
+    python benchmarks/observing.py            # half a minute
+
+Two ranks take steps of about 10 ms with five buckets. Three figures, as shares of such a step:
+
+* the guard's thread, which moves the control channel: its own processor time, as the kernel counts it;
+* what the script's and the communication's threads do more than before: the statements that were added, timed alone and
+  multiplied by how often a step runs them;
+* recording a timeline: steps with and without in turn, medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import threading
+import time
+import timeit
+
+import numpy as np
+
+STEP = 0.01
+
+
+def added_statements(operations: int) -> float:
+    """Seconds a step: per operation what `OrderedOperations._in_order` does for reports, per step `end_step`."""
+    from ring_plugins.core.observe.recorder import recorder
+    from ring_plugins.core.observe.steps import StepClock
+    from ring_plugins.core.waiting import Wait
+
+    clock, wait, number = StepClock(), Wait("benchmark", None), 20_000
+
+    class Work:
+        description = "bucket 0 of 5"
+
+    work = Work()
+
+    def operation() -> None:
+        wait.part_of = work.description if work is not None and work.description != "all_reduce" else ""
+        wait.number = 3
+        before = wait.waited_for_arrival
+        wait.operation = "all_reduce"  # type: ignore[attr-defined]  # as costly as the communicator's
+        wait.began = time.monotonic()  # type: ignore[attr-defined]
+        clock.stood_still(0.0, wait.waited_for_arrival - before)
+        if recorder.on:
+            raise AssertionError
+
+    def step() -> None:
+        clock.end_step(1)
+
+    each = min(timeit.repeat(operation, number=number, repeat=5)) / number
+    return operations * each + min(timeit.repeat(step, number=number, repeat=5)) / number
+
+
+def main() -> None:
+    import torch
+
+    import ring_plugins as ring
+    from ring_plugins.core.observe.recorder import recorder
+    from ring_plugins.torch import DistributedOptimizer
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    ring.init(ranks=2)
+    model = torch.nn.Sequential(*(torch.nn.Linear(520, 520) for _ in range(5)))
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 1e-9), model.named_parameters(), bucket_bytes=1
+    )
+    data = torch.randn(64, 520)
+
+    def step() -> float:
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        optimizer.step()
+        return time.perf_counter() - began
+
+    guard = next(thread for thread in threading.enumerate() if thread.name == "ring:guard")
+    assert guard.ident is not None
+    processor = time.pthread_getcpuclockid(guard.ident)
+    steps = int(options.seconds / 2 / STEP)
+    for _ in range(10):
+        step()
+    began, used = time.perf_counter(), time.clock_gettime(processor)
+    for _ in range(2 * steps):
+        step()
+    share = (time.clock_gettime(processor) - used) / (time.perf_counter() - began)
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for i in range(steps):
+        recorder.on = i % 2 == 1
+        ring.barrier()
+        seconds[recorder.on].append(step())
+    recorder.on = False
+    recorder.take()
+    median = {on: float(np.median(values)) for on, values in seconds.items()}
+    if ring.rank() == 0:
+        statements = added_statements(operations=6)
+        print(f"a step: {median[False] * 1e3:.2f} ms")
+        print(f"guard's thread: {share:.3%} of the time")
+        print(f"added statements: {statements * 1e6:.1f} µs a step, {statements / STEP:.3%} of 10 ms")
+        print(f"together {share + statements / STEP:.3%} of a step of 10 ms")
+        print(f"recording a timeline: {median[True] / median[False] - 1:+.1%} a step")
+        print(os.uname().nodename, flush=True)
+
+
+if __name__ == "__main__":
+    main()
