@@ -1,0 +1,238 @@
+"""Training steps on GPUs: ring_plugins beside no communication and torch's DDP over NCCL.
+
+    python benchmarks/gpu_step.py                          # one card: what our hooks cost
+    mpirun -n 8 python benchmarks/gpu_step.py              # a card each
+    python benchmarks/gpu_step.py --models gpt2 --batch 8 --seconds 5 --trace step.json
+
+ResNet-50 and a transformer of GPT-2 small's size, in bfloat16 by autocast, with SGD. Every repetition runs all variants
+one after the other; a step takes as long as the slowest rank, GPU included. "on the host" is the time until Python has
+queued a step, without waiting for the GPU: what our hooks add to it is their cost. --trace writes a few steps of ours
+for chrome://tracing or ui.perfetto.dev, where NCCL's kernels lie beside those of backward.
+
+Prints "not measured here" where there is no card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from measure import save
+from torch import nn
+from torch.nn import functional as F
+
+import ring_plugins as ring
+from ring_plugins.torch import DistributedOptimizer, broadcast_parameters
+from ring_plugins.torch.rendezvous import store_from_world
+
+
+class Bottleneck(nn.Module):
+    """Three convolutions around a shortcut (He et al. 2016), the stride on the middle one."""
+
+    def __init__(self, inside: int, width: int, stride: int) -> None:
+        super().__init__()
+        outside = 4 * width
+        self.body = nn.Sequential(
+            *(nn.Conv2d(inside, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
+            *(nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
+            *(nn.Conv2d(width, outside, 1, bias=False), nn.BatchNorm2d(outside)),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inside != outside:
+            self.shortcut = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.body(x) + self.shortcut(x))
+
+
+class ResNet50(nn.Module):
+    """25.6 million parameters in 161 tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [
+            nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1),
+        ]  # fmt: skip
+        inside = 64
+        for stage, blocks in enumerate((3, 4, 6, 3)):
+            width = 64 << stage
+            for block in range(blocks):
+                layers.append(Bottleneck(inside, width, 2 if stage and not block else 1))
+                inside = 4 * width
+        self.body, self.head = nn.Sequential(*layers), nn.Linear(inside, 1000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x).mean((2, 3)))
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self(x), y)
+
+    @staticmethod
+    def batch(rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(rows, 3, 224, 224, device=device).to(memory_format=torch.channels_last)
+        return x, torch.randint(0, 1000, (rows,), device=device)
+
+
+class Block(nn.Module):
+    """Attention and a network of two layers, each behind a norm and around a shortcut."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, width = x.shape
+        parts = self.attend(self.first(x)).view(rows, length, 3, self.heads, width // self.heads)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.project(seen.transpose(1, 2).reshape(rows, length, width))
+        return x + self.network(self.second(x))
+
+
+class GPT2(nn.Module):
+    """124 million parameters: 12 layers of width 768, a vocabulary of 50,257, the embedding used for the output too."""
+
+    def __init__(self, width: int = 768, layers: int = 12, heads: int = 12, tokens: int = 50257, length: int = 1024):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(tokens, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = self.places.weight[: x.shape[1]]
+        return F.linear(self.norm(self.blocks(self.tokens(x) + places)), self.tokens.weight)
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self(x).flatten(0, 1), y.flatten())
+
+    @staticmethod
+    def batch(rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randint(0, 50257, (rows, 1025), device=device)
+        return x[:, :-1], x[:, 1:]
+
+
+MODELS = {"resnet50": (ResNet50, 64), "gpt2": (GPT2, 8)}
+
+
+def step(
+    model: nn.Module,
+    loss: Callable[..., torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    batch: tuple[torch.Tensor, torch.Tensor],
+) -> Callable[[], None]:
+    def run() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            value = loss(*batch)
+        value.backward()
+        optimizer.step()
+
+    return run
+
+
+def variants(name: str, rows: int, device: torch.device) -> dict[str, Callable[[], None]]:
+    made: dict[str, Callable[[], None]] = {}
+    for variant in ("no communication", "ring_plugins", "DDP (NCCL)"):
+        torch.manual_seed(0)
+        model = MODELS[name][0]().to(device)
+        if name == "resnet50":
+            model = model.to(memory_format=torch.channels_last)
+        loss = model.loss
+        if variant.startswith("DDP"):
+            wrapped = nn.parallel.DistributedDataParallel(model, [device.index], gradient_as_bucket_view=True)
+            whole = Loss(wrapped, name)
+            loss = whole
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        if variant == "ring_plugins":
+            broadcast_parameters(model)
+            optimizer = DistributedOptimizer(optimizer, model.named_parameters())
+        made[variant] = step(model, loss, optimizer, MODELS[name][0].batch(rows, device))
+    return made
+
+
+class Loss:
+    """The loss through DDP's wrapper, whose forward must be the one that is called."""
+
+    def __init__(self, wrapped: nn.Module, name: str) -> None:
+        self.wrapped, self.flat = wrapped, name == "gpt2"
+
+    def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = self.wrapped(x)
+        return F.cross_entropy(out.flatten(0, 1) if self.flat else out, y.flatten())
+
+
+def measure(made: dict[str, Callable[[], None]], seconds: float) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each step by variant: until Python has queued it, and until the GPU is done, the slowest rank's."""
+    for run in made.values():
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()
+    times: dict[str, dict[str, list[float]]] = {name: {"queued": [], "done": []} for name in made}
+    started = time.perf_counter()
+    while ring.broadcast_object(time.perf_counter() - started < seconds):
+        for name, run in made.items():
+            ring.barrier()
+            began = time.perf_counter()
+            run()
+            queued = time.perf_counter() - began
+            torch.cuda.synchronize()
+            slowest = ring.all_gather_object((queued, time.perf_counter() - began))
+            times[name]["queued"].append(max(q for q, _ in slowest))
+            times[name]["done"].append(max(d for _, d in slowest))
+    return times
+
+
+def trace(run: Callable[[], None], path: str) -> None:
+    with torch.profiler.profile() as profile:
+        for _ in range(3):
+            run()
+        torch.cuda.synchronize()
+    profile.export_chrome_trace(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--batch", type=int, help="rows a rank; 64 for resnet50 and 8 for gpt2 by default")
+    parser.add_argument("--seconds", type=float, default=20.0, help="for each model")
+    parser.add_argument("--trace", metavar="FILE", help="write some steps of ours on rank 0, for chrome://tracing")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("not measured here: torch sees no CUDA GPU")
+        return
+    ring.init()
+    device = torch.device("cuda", ring.local_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    store, rank, size = store_from_world()
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)
+    record: dict[str, object] = {"card": torch.cuda.get_device_name(device), "ranks": size}
+    for name in arguments.models:
+        made = variants(name, arguments.batch or MODELS[name][1], device)
+        times = measure(made, arguments.seconds)
+        if rank == 0:
+            median = {v: {k: statistics.median(t) for k, t in both.items()} for v, both in times.items()}
+            record[name] = median
+            ours, none, ddp = median["ring_plugins"], median["no communication"], median["DDP (NCCL)"]
+            for variant, both in median.items():
+                print(f"{name}: {variant}: {both['done'] * 1e3:.2f} ms a step, {both['queued'] * 1e3:.2f} on the host")
+            print(
+                f"{name}: ring / none {ours['done'] / none['done']:.3f}, ring / DDP {ours['done'] / ddp['done']:.3f}, "
+                f"our hooks {(ours['queued'] - none['queued']) * 1e3:.2f} ms a step on the host"
+            )
+        if arguments.trace:
+            others = trace if rank == 0 else lambda run, _: [run() for _ in range(3)]
+            others(made["ring_plugins"], arguments.trace)
+    if rank == 0:
+        save("gpu_step", record)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
