@@ -120,6 +120,23 @@ def _reduce_half(target: Array, sources: Sequence[Array], op: Op, dtype: str, di
             narrow(accumulated, piece)
 
 
+def narrow(values: Array, half: Array, dtype: str) -> None:
+    """Round float32 numbers to 16 bits, to nearest even; what is too large becomes infinite.
+
+    Args:
+        values: 1-d float32.
+        half: storage of as many elements of `dtype`, to fill.
+        dtype: "float16" or "bfloat16".
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        _CONVERSIONS[dtype][1](values, half)
+
+
+def widen(half: Array, values: Array, dtype: str) -> None:
+    """The other way round, which is exact."""
+    _CONVERSIONS[dtype][0](half, values)
+
+
 def _widen_float16(source: Array, out: Array) -> None:
     np.copyto(out, source)
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.collectives.work import Work
+from ring_plugins.core.compression import Compression, HalfWire
 from ring_plugins.core.fusion import Bucket, BucketMemory, FusionPlan
-from ring_plugins.core.memory import Memory
+from ring_plugins.core.memory import HostMemory, Memory
 from ring_plugins.core.observe.recorder import monotonic_ns, recorder
 from ring_plugins.core.observe.steps import steps
 from ring_plugins.core.operations import Op
@@ -31,11 +32,21 @@ class GradientReducer:
         fill: called once a pass for every bucket, before its launch, to put its gradients into the memory; returns
             the memory of the bucket's direct tensors, or nothing if it has none.
         op: the reduction.
+        compression: how host memory travels between hosts, as it is by default.
     """
 
-    def __init__(self, buffer: BucketMemory, communicator: Communicator[Any], fill: Fill, op: Op = Op.AVERAGE) -> None:
+    def __init__(
+        self,
+        buffer: BucketMemory,
+        communicator: Communicator[Any],
+        fill: Fill,
+        op: Op = Op.AVERAGE,
+        compression: Compression | None = None,
+    ) -> None:
         self._buffer, self._communicator, self._fill, self._op = buffer, communicator, fill, op
         self._buckets = buffer.plan.buckets
+        self._compression = compression
+        self._wires: dict[tuple[int, int], HalfWire] = {}
         self._descriptions = [_describe(bucket, buffer.plan) for bucket in self._buckets]
         self._bucket_of = [0] * len(buffer.plan.entries)
         for bucket in self._buckets:
@@ -112,8 +123,8 @@ class GradientReducer:
         def reduce() -> None:
             started = monotonic_ns() if launched else 0
             with communicator.group():
-                for memory in memories:
-                    communicator.all_reduce(memory, op)
+                for place, memory in enumerate(memories):
+                    communicator.all_reduce(memory, op, self._wire(bucket.index, place, memory))
             if launched:
                 recorder.record(
                     "bucket",
@@ -128,6 +139,15 @@ class GradientReducer:
         self._works.append(communicator.start(self._descriptions[bucket.index], reduce))
         self._next += 1
         self.reduced_bytes += nbytes
+
+    def _wire(self, bucket: int, place: int, memory: Memory) -> HalfWire | None:
+        """How a memory travels between hosts; on GPUs it was rounded before, if at all."""
+        compression = self._compression
+        if compression is None or not isinstance(memory, HostMemory) or not compression.applies_to(memory.dtype):
+            return None
+        wire = self._wires.setdefault((bucket, place), HalfWire(compression))
+        wire.begin(memory.array)
+        return wire
 
     def _complete(self, fill: Fill) -> None:
         try:

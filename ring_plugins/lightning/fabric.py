@@ -40,6 +40,8 @@ class RingFabricLogic(RingParallelLogic):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         sparse: Literal["gather", "densify"] = "gather",
         autotune: bool | None = None,
+        compression: Literal["fp16", "bf16"] | None = None,
+        error_feedback: bool = False,
         timeout: timedelta | None = None,
         start_method: StartMethod | None = None,
     ) -> None:
@@ -55,6 +57,8 @@ class RingFabricLogic(RingParallelLogic):
             "bucket_bytes": bucket_bytes,
             "sparse": sparse,
             "autotune": autotune,
+            "compression": compression,
+            "error_feedback": error_feedback,
         }
         self._timeout = timeout
         self._start_method = start_method

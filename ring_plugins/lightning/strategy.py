@@ -50,6 +50,9 @@ class RingTrainerLogic(RingParallelLogic):
         sparse: What to do with sparse gradients: "gather" rows from all ranks, or "densify" them.
         autotune: Whether to try other bucket sizes in the first steps and keep what is faster; as RING_AUTOTUNE says by
             default.
+        compression: "fp16" or "bf16" sends gradients in 16 bits between hosts, and between GPUs; see
+            `ring_plugins.torch.GradientAverager`.
+        error_feedback: Whether what this rounding loses in a step is added to the next.
         broadcast_buffers: Whether every rank uses the buffers (such as running statistics) of rank 0, as with
             ``DistributedDataParallel``; see `states`.
         drift_check_every: Compare the weights of all ranks after every so many steps of an optimizer, which then raise
@@ -75,6 +78,8 @@ class RingTrainerLogic(RingParallelLogic):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         sparse: Literal["gather", "densify"] = "gather",
         autotune: bool | None = None,
+        compression: Literal["fp16", "bf16"] | None = None,
+        error_feedback: bool = False,
         broadcast_buffers: bool = True,
         drift_check_every: int | None = None,
         timeout: timedelta | None = None,
@@ -92,6 +97,8 @@ class RingTrainerLogic(RingParallelLogic):
             "bucket_bytes": bucket_bytes,
             "sparse": sparse,
             "autotune": autotune,
+            "compression": compression,
+            "error_feedback": error_feedback,
         }
         self._broadcast_buffers = broadcast_buffers
         self._timeout = timeout

@@ -10,9 +10,11 @@ from torch import nn
 
 from ring_plugins.core.collectives.device import DeviceCommunicator
 from ring_plugins.core.collectives.protocol import Communicator
+from ring_plugins.core.compression import Compression
 from ring_plugins.core.errors import ArgumentError, RingError
 from ring_plugins.core.fusion import Bucket, BucketMemory, BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.memory import Memory
+from ring_plugins.torch.compression import HalfBuckets
 from ring_plugins.torch.device import index_of, is_capturing, is_on_gpu, memory_of
 
 Named = tuple[str, nn.Parameter]
@@ -27,19 +29,27 @@ class GradientBuckets:
         named: (name, parameter) pairs that take part, equal on all ranks.
         communicator: reduces them.
         sizes: of buckets, and of the tensors that are too large for them.
+        compression: how gradients travel, as they are by default.
 
     Raises:
         MismatchError: the pairs differ among ranks.
         ArgumentError: a parameter is not where the communicator works.
     """
 
-    def __init__(self, named: Sequence[Named], communicator: Communicator[Any], sizes: BucketSizes) -> None:
+    def __init__(
+        self,
+        named: Sequence[Named],
+        communicator: Communicator[Any],
+        sizes: BucketSizes,
+        compression: Compression | None = None,
+    ) -> None:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         gpu = communicator.device if isinstance(communicator, DeviceCommunicator) else None
-        self.plan = FusionPlan([_entry(*pair, gpu) for pair in named], *sizes)
+        self.plan = FusionPlan([_entry(*pair, gpu, compression) for pair in named], *sizes)
         self.plan.check_equal(communicator)
         self.buffer: BucketMemory
+        self._half: HalfBuckets | None = None  # on a GPU; elsewhere the communicator rounds
         if not isinstance(communicator, DeviceCommunicator):
             host = self.buffer = FusionBuffer(self.plan, communicator)
             arrays = [memory.array for memory in host.memories]
@@ -50,6 +60,8 @@ class GradientBuckets:
         else:
             on_device = self.buffer = DeviceBuffer(self.plan, self.parameters[0].device if named else None)
             wholes = on_device.wholes
+            if compression is not None:
+                self._half = self.buffer = HalfBuckets(self.plan, wholes, compression)
         #: By parameter its place in the bucket, None for those that stay where they are.
         self.views: list[torch.Tensor | None] = [None] * len(named)
         self._flags: list[torch.Tensor] = []
@@ -58,6 +70,8 @@ class GradientBuckets:
             for i, offset in zip(bucket.entries, bucket.offsets, strict=True):
                 if i not in bucket.direct:
                     self.views[i] = _view(whole, offset, self.parameters[i])
+        #: An average of flags above this says that a rank has the gradient, also after rounding.
+        self._any = 0.5 / communicator.size
         #: Where the average goes of gradients that this rank does not have, in this pass.
         self._absent: dict[int, torch.Tensor] = {}
         #: Parameters found to have sparse gradients. While `collects_sparse` they are left alone.
@@ -76,7 +90,7 @@ class GradientBuckets:
         source: list[torch.Tensor] = []
         moved: list[int] = []
         zero_flags: list[int] = []
-        direct: list[Memory] = []
+        direct: list[torch.Tensor] = []
         for place, i in enumerate(bucket.entries):
             parameter, view = self.parameters[i], self.views[i]
             gradient = parameter.grad
@@ -89,13 +103,13 @@ class GradientBuckets:
                 stand_in = _like(parameter).zero_() if view is None else view.zero_()
                 self._absent[i] = stand_in
                 if view is None:
-                    direct.append(_memory(stand_in))
+                    direct.append(stand_in)
             elif view is not None:
                 to.append(view)
                 source.append(gradient)
                 moved.append(i)
             else:
-                direct.append(_memory(_laid_out(parameter, gradient)))
+                direct.append(_laid_out(parameter, gradient))
         with torch.no_grad():
             if to:
                 torch._foreach_copy_(to, source)
@@ -105,7 +119,9 @@ class GradientBuckets:
                 flags[place] = 0
         for i in moved:
             self.parameters[i].grad = self.views[i]
-        return direct
+        if self._half is not None:
+            return self._half.pack(bucket, direct)
+        return [_memory(gradient) for gradient in direct]
 
     def _densified(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
         if self.collects_sparse:
@@ -118,10 +134,13 @@ class GradientBuckets:
 
     def scratch(self, bucket: Bucket) -> list[Memory]:
         """Memory of the direct gradients' sizes, for a pass whose result nobody wants."""
-        return [_memory(_like(self.parameters[i]).zero_()) for i in bucket.direct]
+        likes = [_like(self.parameters[i]).zero_() for i in bucket.direct]
+        return [_memory(like) for like in likes] if self._half is None else self._half.pack(bucket, likes)
 
     def settle(self) -> None:
         """After a pass: gradients that this rank does not have are the average if any rank has them, else None."""
+        if self._half is not None:
+            self._half.unpack()
         absent, self._absent = self._absent, {}
         if not absent:
             return
@@ -135,7 +154,7 @@ class GradientBuckets:
                     "one must be read from the GPU, which a capture cannot. Freeze them (requires_grad_(False))."
                 )
             for i, flag in zip(bucket.entries, flags.tolist(), strict=True):
-                if i in absent and flag != 0 and i not in self.sparse:
+                if i in absent and flag > self._any and i not in self.sparse:
                     self.parameters[i].grad = absent[i]
 
     def release(self) -> None:
@@ -164,7 +183,7 @@ class DeviceBuffer:
         """Nothing to do: torch frees it with its last view, after what our communicator still does with it."""
 
 
-def _entry(name: str, parameter: nn.Parameter, gpu: int | None) -> Entry:
+def _entry(name: str, parameter: nn.Parameter, gpu: int | None, compression: Compression | None) -> Entry:
     if (index_of(parameter) if is_on_gpu(parameter) else None) != gpu:
         raise ArgumentError(
             f"parameter {name} is on {parameter.device}, and gradients are averaged on {_device_text(gpu)}, where the "
@@ -172,7 +191,8 @@ def _entry(name: str, parameter: nn.Parameter, gpu: int | None) -> Entry:
         )
     strides = "" if parameter.is_contiguous() else f", strides {tuple(parameter.stride())}"
     dtype = str(parameter.dtype).removeprefix("torch.")
-    return Entry(name, dtype, parameter.numel(), f"shape {tuple(parameter.shape)}{strides}")
+    wire = f", {compression}" if compression is not None else ""
+    return Entry(name, dtype, parameter.numel(), f"shape {tuple(parameter.shape)}{strides}{wire}")
 
 
 def _device_text(gpu: int | None) -> str:

@@ -15,6 +15,7 @@ from torch.autograd import Variable
 
 from ring_plugins.core.collectives.device import DeviceCommunicator
 from ring_plugins.core.collectives.protocol import Communicator
+from ring_plugins.core.compression import Compression
 from ring_plugins.core.errors import ArgumentError, RingError
 from ring_plugins.core.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, BucketSizes
 from ring_plugins.core.memory import Memory
@@ -62,6 +63,9 @@ class GradientAverager:
         passes_per_step: only every so many-th backward communicates, the others accumulate.
         autotune: whether to try other bucket sizes in the first steps and keep what is faster; as RING_AUTOTUNE says by
             default. What rank 0 wants counts.
+        compression: "fp16" or "bf16" sends float32 and float64 gradients in 16 bits: between hosts on the CPU, where
+            what stays inside a host stays exact, and between all GPUs.
+        error_feedback: whether what this rounding loses in a step is added to the next.
         communicator: reduces them; by default a new one over all ranks, for the device that the parameters are on.
             Nothing else may use it.
 
@@ -69,7 +73,8 @@ class GradientAverager:
 
     Raises:
         MismatchError: the models differ among ranks; the text names the first parameter that does.
-        ArgumentError: `sparse` or `passes_per_step` have no meaning, or the parameters are on several devices.
+        ArgumentError: `sparse`, `passes_per_step` or `compression` have no meaning, or the parameters are on several
+            devices.
     """
 
     def __init__(
@@ -81,6 +86,8 @@ class GradientAverager:
         sparse: Literal["gather", "densify"] = "gather",
         passes_per_step: int = 1,
         autotune: bool | None = None,
+        compression: Literal["fp16", "bf16"] | None = None,
+        error_feedback: bool = False,
         communicator: Communicator[Any] | None = None,
     ) -> None:
         if sparse not in ("gather", "densify"):
@@ -90,6 +97,7 @@ class GradientAverager:
         self._module = parameters if isinstance(parameters, nn.Module) else None
         self._listed = [] if isinstance(parameters, nn.Module) else list(parameters)
         self._sizes = BucketSizes(bucket_bytes, first_bucket_bytes)
+        self._compression = Compression.named(compression, error_feedback)
         self._tuner: BucketTuner | None = None
         self._gathers = sparse == "gather"
         self._sparse = sparse_parameters(self._module) if self._module is not None and self._gathers else set()
@@ -199,13 +207,16 @@ class GradientAverager:
             [(self._names[i], self._all[i]) for i in positions],
             self._communicator,
             self._sizes,
+            self._compression,
         )
         buckets.collects_sparse = self._gathers
         entries = [-1] * len(self._all)
         for entry, position in enumerate(positions):
             entries[position] = entry
         sparse = [p for p in self._all if p.requires_grad and p in self._sparse]
-        reducer = GradientReducer(buckets.buffer, self._communicator, self._filling(buckets))
+        reducer = GradientReducer(
+            buckets.buffer, self._communicator, self._filling(buckets), compression=self._compression
+        )
         plan = _Plan(buckets, reducer, entries, sparse)
         self._plans[key] = plan
         return plan

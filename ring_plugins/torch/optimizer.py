@@ -35,6 +35,9 @@ class DistributedOptimizer(Optimizer):
             default.
         drift_check_every: compare the weights of all ranks after every so many steps, which then raise `DriftError`
             where they differ; 0 for never, as RING_DRIFT_CHECK says by default.
+        compression: "fp16" or "bf16" sends gradients in 16 bits, and `error_feedback` adds what that loses to the next
+            step; see `GradientAverager`.
+        error_feedback: likewise.
 
     Raises:
         ArgumentError: an argument has no meaning, or `named_parameters` lacks one that is optimized.
@@ -51,6 +54,8 @@ class DistributedOptimizer(Optimizer):
         sparse: Literal["gather", "densify"] = "gather",
         autotune: bool | None = None,
         drift_check_every: int | None = None,
+        compression: Literal["fp16", "bf16"] | None = None,
+        error_feedback: bool = False,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise ArgumentError(f"optimizer={type(optimizer).__name__} is not a torch.optim.Optimizer.")
@@ -67,6 +72,8 @@ class DistributedOptimizer(Optimizer):
             sparse=sparse,
             passes_per_step=backward_passes_per_step,
             autotune=autotune,
+            compression=compression,
+            error_feedback=error_feedback,
         )
         self._reductions_so_far = 0
         self._drift = drift_check(drift_check_every, lambda: parameter_checksums(self._named()))

@@ -11,6 +11,7 @@ import numpy as np
 
 from ring_plugins.core.collectives.protocol import Statistics
 from ring_plugins.core.collectives.work import Work
+from ring_plugins.core.compression import HalfWire
 from ring_plugins.core.dtypes import check_reducible
 from ring_plugins.core.memory import HostMemory
 from ring_plugins.core.operations import Op
@@ -27,7 +28,7 @@ class AloneCommunicator:
         self.ranks: tuple[int, ...] = (world_rank,)
         self.statistics = Statistics()
 
-    def all_reduce(self, memory: HostMemory, op: Op) -> None:
+    def all_reduce(self, memory: HostMemory, op: Op, wire: HalfWire | None = None) -> None:
         check_reducible(memory.dtype, op)
 
     def broadcast(self, memory: HostMemory, root: int) -> None:

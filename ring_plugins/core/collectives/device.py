@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from ring_plugins.core.collectives.protocol import Communicator, Statistics
 from ring_plugins.core.collectives.work import Work
+from ring_plugins.core.compression import HalfWire
 from ring_plugins.core.dtypes import check_reducible
 from ring_plugins.core.errors import ArgumentError, DeviceError, PeerLeft, RingError, TimeoutExceeded
 from ring_plugins.core.memory import DeviceMemory
@@ -103,7 +104,7 @@ class DeviceCommunicator:
 
     # Collectives ----------------------------------------------------------------------------------
 
-    def all_reduce(self, memory: DeviceMemory, op: Op) -> None:
+    def all_reduce(self, memory: DeviceMemory, op: Op, wire: HalfWire | None = None) -> None:
         check_reducible(memory.dtype, op)
         kind, operation, width = self._nccl.reduction(memory.dtype, op)
         with self._launch("all_reduce", memory):

@@ -14,6 +14,7 @@ from ring_plugins.core.collectives.node import SMALL, Node, create_segment, slic
 from ring_plugins.core.collectives.ordered import OrderedOperations, blocking
 from ring_plugins.core.collectives.signature import Signature, signature
 from ring_plugins.core.collectives.transport import Transport
+from ring_plugins.core.compression import HalfWire
 from ring_plugins.core.dtypes import check_reducible
 from ring_plugins.core.errors import ArgumentError, RingError
 from ring_plugins.core.failure import Watch
@@ -143,10 +144,10 @@ class HostCommunicator(OrderedOperations):
     # Collectives ----------------------------------------------------------------------------------
 
     @blocking
-    def all_reduce(self, memory: HostMemory, op: Op) -> None:
+    def all_reduce(self, memory: HostMemory, op: Op, wire: HalfWire | None = None) -> None:
         array, dtype = memory
         check_reducible(dtype, op)
-        sign = self._sign("all_reduce", dtype, array.size, op._value_)
+        sign = self._sign("all_reduce", dtype, array.size, op._value_ if wire is None else f"{op._value_} {wire}")
         divisor = self.size if op is Op.AVERAGE else 1
         self.statistics.nbytes += array.nbytes
         if not self._spans_hosts:
@@ -158,9 +159,14 @@ class HostCommunicator(OrderedOperations):
             self._node.reduce_to_owners(array, cuts, op, dtype, sign)
         if self._lane is not None and self._position < len(cuts):
             own = array[cuts[self._position]]
-            self._lane.all_reduce(own, op, dtype, sign)
-            if divisor != 1:
+            if wire is None:
+                self._lane.all_reduce(own, op, dtype, sign)
+            if divisor != 1:  # with a wire first: the sum could be too large for 16 bits
                 reduce_into(own, [own], op, dtype, divisor)
+            if wire is not None:
+                half = wire.pack(own)
+                self._lane.all_reduce(half, op, wire.dtype, sign)
+                wire.unpack(half, own)
         if self._node is not None:
             self._node.share_from_owners(array, cuts, sign)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ring_plugins.core.collectives.work import Work
+from ring_plugins.core.compression import HalfWire
 from ring_plugins.core.memory import HostMemory
 from ring_plugins.core.operations import Op
 from ring_plugins.core.shared_memory import SharedBuffer
@@ -63,8 +64,11 @@ class Communicator(Protocol[M_contra]):
     ranks: tuple[int, ...]
     statistics: Statistics
 
-    def all_reduce(self, memory: M_contra, op: Op) -> None:
-        """Combine everyone's memory, in place, to the same bits on all ranks."""
+    def all_reduce(self, memory: M_contra, op: Op, wire: HalfWire | None = None) -> None:
+        """Combine everyone's memory, in place, to the same bits on all ranks.
+
+        `wire` says how numbers travel between hosts, where they do: in full by default.
+        """
 
     def broadcast(self, memory: M_contra, root: int) -> None:
         """Overwrite everyone's memory with the root's."""
