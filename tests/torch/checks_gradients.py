@@ -615,6 +615,38 @@ def a_parameter_listed_twice_counts_once() -> None:
     averager.close()
 
 
+@check
+def gradients_in_sixteen_bits() -> None:
+    """On GPUs they are rounded; inside one host of CPUs nothing leaves, and nothing is."""
+    if SIZE == 1:
+        return
+    exact: list[torch.Tensor] = []
+    for name, feedback in ((None, False), ("fp16", False), ("bf16", False), ("fp16", True), ("bf16", True)):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = DistributedOptimizer(
+            optimizer, model.named_parameters(), bucket_bytes=4096, compression=name, error_feedback=feedback
+        )
+        for x, y in batches(4):
+            optimizer.zero_grad()
+            loss(model, shard(x), shard(y)).backward()
+            optimizer.step()
+        optimizer.close()
+        weights = [p.detach().float() for p in model.parameters()]
+        exact = exact or weights
+        largest = max(float((a - b).abs().max()) for a, b in zip(weights, exact, strict=True) if a.numel())
+        assert largest < 2e-3
+        if name and LAUNCHES:
+            assert largest > 0
+        assert same_everywhere(model.parameters())
+    try:
+        DistributedOptimizer(torch.optim.SGD(Net().parameters(), 0.1), compression="fp16" if RANK else None)
+    except ring.MismatchError as error:
+        assert "sent as float16" in str(error)
+    else:
+        raise AssertionError("ranks that round differently were not noticed")
+
+
 for function in [c for c in CHECKS if c.__name__ in os.environ.get("TEST_ONLY", c.__name__)]:
     try:
         function()

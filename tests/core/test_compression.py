@@ -1,0 +1,140 @@
+"""Sixteen bits on the wire: what is rounded, what is not lost, and how many bytes travel."""
+
+import numpy as np
+import pytest
+
+from ring_plugins.core.compression import Compression, HalfWire
+from ring_plugins.core.errors import ArgumentError
+from tests.launch import run_ranks
+
+
+def test_names():
+    assert Compression.named(None) is None
+    assert Compression.named("fp16") == ("float16", False)
+    assert Compression.named("bf16", error_feedback=True) == ("bfloat16", True)
+    with pytest.raises(ArgumentError, match="compression='int8'"):
+        Compression.named("int8")
+    with pytest.raises(ArgumentError, match="error_feedback=True needs"):
+        Compression.named(None, error_feedback=True)
+
+
+@pytest.mark.parametrize("storage", [np.float32, np.float64])
+@pytest.mark.parametrize(("name", "bits"), [("fp16", 11), ("bf16", 8)])
+def test_packing_rounds_to_half_a_unit_and_a_result_stays_what_it_is(name, bits, storage):
+    whole = np.random.default_rng(0).normal(size=100).astype(storage)
+    wire = HalfWire(Compression.named(name, error_feedback=True))
+    wire.begin(whole)
+    piece = whole[10:60]
+    exact = piece.copy()
+    packed = wire.pack(piece)
+    assert packed.nbytes == 100
+    wire.unpack(packed, piece)
+    assert np.all(abs(piece - exact) <= abs(exact) * 2.0**-bits)
+    assert np.array_equal(wire.pack(piece), packed)  # as it is sent to others
+
+
+def test_error_feedback_loses_nothing_over_many_steps():
+    values = np.full(3, 1 + 2**-10, np.float32)  # which bfloat16 rounds to 1
+    for feedback, mean in ((False, 1.0), (True, 1 + 2**-10)):
+        wire = HalfWire(Compression("bfloat16", feedback))
+        total = np.zeros(3)
+        for _ in range(1024):
+            array = values.copy()
+            wire.begin(array)
+            wire.unpack(wire.pack(array), array)
+            total += array
+        assert np.allclose(total / 1024, mean, atol=2**-17)
+
+
+def test_an_overflow_is_seen_once():
+    wire = HalfWire(Compression("float16", True))
+    array = np.array([1e6, 1.0], np.float32)
+    wire.begin(array)
+    wire.unpack(wire.pack(array), array)
+    assert np.isinf(array[0])
+    array[:] = 2.0
+    wire.begin(array)
+    wire.unpack(wire.pack(array), array)
+    assert array.tolist() == [2.0, 2.0]
+
+
+BETWEEN_HOSTS = """
+import os
+import numpy as np
+import torch
+import ring_plugins as ring
+from ring_plugins.core import world
+from ring_plugins.core.compression import Compression, HalfWire
+from ring_plugins.core.memory import HostMemory
+from ring_plugins.torch import DistributedOptimizer
+from tests.worker import report
+
+ring.init(ranks=int(os.environ["TEST_RANKS"]))
+plane = world.current()._connection.plane
+sent, exchange = [0], plane.exchange
+
+
+def counting(outgoing, incoming, tag):
+    sent[0] += sum(array.nbytes for _, array in outgoing)
+    return exchange(outgoing, incoming, tag)
+
+
+plane.exchange = counting
+communicator = world.current().new_communicator("test")
+for name in (None, "fp16", "bf16"):
+    compression = Compression.named(name)
+    gradient = np.random.default_rng(ring.rank()).normal(size=300_000).astype(np.float32)
+    exact = np.mean([np.random.default_rng(r).normal(size=300_000).astype(np.float32) for r in range(ring.size())], 0)
+    wire = HalfWire(compression) if compression else None
+    if wire:
+        wire.begin(gradient)
+    sent[0] = 0
+    communicator.all_reduce(HostMemory(gradient, "float32"), ring.AVERAGE, wire)
+    report(f"{name} bytes", sent[0])
+    report(f"{name} error", float(abs(gradient - exact).max()))
+    report(f"{name} sum", gradient.view(np.uint32).astype(np.uint64).sum().item())
+# The sum of all ranks is above what float16 holds, their average is not.
+large = np.full(100_000, 40_000.0, np.float32)
+wire = HalfWire(Compression("float16", False))
+wire.begin(large)
+communicator.all_reduce(HostMemory(large, "float32"), ring.AVERAGE, wire)
+report("large", [float(large.min()), float(large.max())])
+
+
+def train(**options):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 300), torch.nn.ReLU(), torch.nn.Linear(300, 1))
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.002), model.named_parameters(), **options)
+    for step in range(20):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * step + ring.rank()))
+        optimizer.zero_grad()
+        (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+    optimizer.close()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+exact = train()
+for name in ("fp16", "bf16"):
+    for feedback in (False, True):
+        weights = train(compression=name, error_feedback=feedback)
+        report(f"{name} {feedback}", float((weights - exact).abs().max()))
+        report(f"{name} {feedback} weights", weights.view(torch.int32).long().sum())
+"""
+
+
+@pytest.mark.mpi
+def test_between_hosts_half_the_bytes_travel_and_all_ranks_get_the_same_bits():
+    result = run_ranks(BETWEEN_HOSTS, 4, "mpirun", env={"RING_VIRTUAL_NODES": "2"})
+    exact_bytes, half, brain = (result.values(f"{name} bytes") for name in (None, "fp16", "bf16"))
+    for whole, one, other in zip(exact_bytes, half, brain, strict=True):
+        assert one == other
+        assert whole / 2 <= one < whole / 2 + 4096  # and some headers
+    for name, error in ((None, 1e-6), ("fp16", 2**-10), ("bf16", 2**-7)):
+        assert max(result.values(f"{name} error")) < 2 * error
+        assert len(set(result.values(f"{name} sum"))) == 1
+    assert result.values("large") == [[40_000.0] * 2] * 4
+    for name in ("fp16", "bf16"):
+        for feedback in (False, True):
+            assert 0 < max(result.values(f"{name} {feedback}")) < 0.02
+            assert len(set(result.values(f"{name} {feedback} weights"))) == 1
