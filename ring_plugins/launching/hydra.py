@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
+
 from ring_plugins.launching.mpirun import Mpirun, Request
 
 
@@ -10,7 +13,11 @@ def command_line(mpirun: Mpirun, request: Request) -> list[str]:
     intel = mpirun.flavour == "Intel MPI"
     line = [mpirun.path]
     if request.agent:
-        line += ["-launcher", "ssh", "-launcher-exec", request.agent]
+        program, *words = shlex.split(request.agent)
+        if words:  # Hydra takes one word as the agent, and its options from a variable
+            variable = "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS" if intel else "HYDRA_LAUNCH_EXTRA_ARGS"
+            line = ["env", f"{variable}={shlex.join(words)}", mpirun.path]
+        line += ["-launcher", "ssh", "-launcher-exec", shutil.which(program) or program]
     if request.interface:
         line += ["-iface", request.interface]
     if intel:

@@ -103,7 +103,7 @@ def recognise(path: str, text: str) -> Mpirun:
 
 
 def command_line(mpirun: Mpirun, request: Request) -> list[str]:
-    """The command that starts the job. Pure: nothing is looked up."""
+    """The command that starts the job."""
     from ring_plugins.launching import hydra, open_mpi
 
     if mpirun.flavour in ("MPICH", "Intel MPI"):

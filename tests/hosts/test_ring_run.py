@@ -40,6 +40,7 @@ def test_mpich_on_both_hosts(cluster):
     mpiexec = str(find_mpich() / "bin" / "mpiexec")
     # Between two network namespaces of one kernel MPICH would take shared memory.
     only_network = ["-x", "UCX_TLS=tcp,self", "-x", f"MPI4PY_LIBMPI={find_mpich()}/lib/libmpi.so.12"]
+    only_network += ["--agent", "ssh -o ConnectTimeout=5"]
     with cluster.start(ring_run(*TWO, "--mpirun", mpiexec, *only_network), MEET, 4) as job:
         result = job.wait(40)
     assert result.returncode == 0, result

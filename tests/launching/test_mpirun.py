@@ -109,6 +109,21 @@ def test_binding_in_each_ones_words(flavour, bind, said):
     assert said in shlex.join(line)
 
 
+@pytest.mark.parametrize(
+    ("flavour", "begins"),
+    [
+        ("MPICH", ["env", "HYDRA_LAUNCH_EXTRA_ARGS=-p 2222", "/opt/mpirun"]),
+        ("Intel MPI", ["env", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS=-p 2222", "/opt/mpirun"]),
+        ("Open MPI 5", ["/opt/mpirun", "-n", "2", "--prtemca", "plm_ssh_agent", "/opt/agent -p 2222"]),
+    ],
+)
+def test_an_agent_with_options(flavour, begins):
+    request = Request(("/bin/true",), 2, agent="/opt/agent -p 2222")
+    line = mpirun.command_line(Mpirun("/opt/mpirun", flavour, "1"), request)
+    assert line[: len(begins)] == begins
+    assert flavour == "Open MPI 5" or line[len(begins) + 2 : len(begins) + 4] == ["-launcher-exec", "/opt/agent"]
+
+
 def test_variables_that_training_reads_go_along():
     here = {
         "RING_TIMEOUT": "5", "NCCL_DEBUG": "INFO", "KERAS_BACKEND": "jax", "XLA_FLAGS": "", "PYTHONPATH": "/here",
