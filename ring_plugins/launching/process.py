@@ -45,7 +45,7 @@ class RankProcess:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _START.format(fd=theirs.fileno(), parent=os.getpid(), rank=rank)],
-                env={**environment, "PYTHONPATH": os.pathsep.join(_search_path())},
+                env={**environment, "PYTHONPATH": os.pathsep.join(search_path())},
                 pass_fds=[*pass_fds, theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
@@ -57,7 +57,7 @@ class RankProcess:
     def work(self, packed: bytes) -> None:
         """Hand out the function, as `outcomes.pack` made it of `(function, args, kwargs)`."""
         with contextlib.suppress(OSError):  # the process has died already, which `outcome` finds
-            self.connection.send(_search_path())
+            self.connection.send(search_path())
             self.connection.send_bytes(packed)
 
     def outcome(self) -> Outcome:
@@ -82,6 +82,6 @@ class RankProcess:
         self.connection.close()
 
 
-def _search_path() -> list[str]:
+def search_path() -> list[str]:
     """Where this process finds modules, in words that hold elsewhere."""
     return [path or os.getcwd() for path in sys.path]
