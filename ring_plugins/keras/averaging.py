@@ -5,10 +5,11 @@ from __future__ import annotations
 import abc
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import keras
 
+from ring_plugins.core.compression import Compression
 from ring_plugins.core.dtypes import STORAGE
 from ring_plugins.core.errors import ArgumentError
 from ring_plugins.core.fusion import FIRST_BUCKET_BYTES, MIB, Entry
@@ -38,16 +39,25 @@ class Averaging(abc.ABC):
             step in which any rank's gradient overflowed.
         bucket_bytes: size of the buckets in bytes.
         first_bucket_bytes: of the first one, small so that communication starts early.
+        compression: "fp16" or "bf16" sends gradients in 16 bits between hosts.
+        error_feedback: whether what this rounding loses in a step is added to the next.
     """
 
     #: Names of the methods that are replaced.
     methods: tuple[str, ...]
 
     def __init__(
-        self, optimizer: Any, bucket_bytes: int = BUCKET_BYTES, first_bucket_bytes: int = FIRST_BUCKET_BYTES
+        self,
+        optimizer: Any,
+        bucket_bytes: int = BUCKET_BYTES,
+        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+        compression: Literal["fp16", "bf16"] | None = None,
+        error_feedback: bool = False,
     ) -> None:
         if bucket_bytes < 1:
             raise ArgumentError(f"bucket_bytes={bucket_bytes!r} is not a positive number of bytes.")
+        self.compression = Compression.named(compression, error_feedback)
+        self.wire_arguments: dict[str, Any] = {"compression": compression, "error_feedback": error_feedback}
         self.optimizer = optimizer
         self.bucket_bytes, self.first_bucket_bytes = bucket_bytes, min(first_bucket_bytes, bucket_bytes)
         self.world = connect()

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import keras
 
 from ring_plugins.core.collectives.protocol import Communicator
+from ring_plugins.core.compression import Compression
 from ring_plugins.core.errors import ArgumentError, MismatchError, RingError
 from ring_plugins.core.observe.drift import DriftCheck, chosen_interval, drift_check
 from ring_plugins.keras.averaging import BUCKET_BYTES, Averaging, averaging_of, optimizers_of
@@ -43,6 +44,9 @@ class BroadcastCallback(keras.callbacks.Callback):
             normalise by its own batch; None does the former for layers made with `synchronized=True`.
         write_on_root_only: False lets checkpoints and logs be written by every rank; give them paths of their own.
         bucket_bytes: size in bytes of the buckets in which gradients are averaged.
+        compression: "fp16" or "bf16" sends gradients in 16 bits between hosts; those of ranks on one host are added up
+            in full.
+        error_feedback: whether what this rounding loses in a step is added to the next.
         drift_check_every: compare the trainable weights of all ranks after every so many batches; 0 for never,
             RING_DRIFT_CHECK by default.
 
@@ -65,6 +69,8 @@ class BroadcastCallback(keras.callbacks.Callback):
         synchronized_batch_norm: bool | None = None,
         write_on_root_only: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
+        compression: Literal["fp16", "bf16"] | None = None,
+        error_feedback: bool = False,
         drift_check_every: int | None = None,
     ) -> None:
         super().__init__()
@@ -76,6 +82,8 @@ class BroadcastCallback(keras.callbacks.Callback):
         self.synchronized_batch_norm = synchronized_batch_norm
         self.write_on_root_only = write_on_root_only
         self.bucket_bytes = bucket_bytes
+        self.wire_arguments: dict[str, Any] = {"compression": compression, "error_feedback": error_feedback}
+        Compression.named(compression, error_feedback)  # raises now what fit would
         self.drift_check_every = chosen_interval(drift_check_every)
         self._drift: DriftCheck | None = None
         self._first = _EpochIsOver(self._settle)
@@ -128,7 +136,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         if self.average_gradients:
             for optimizer in optimizers_of(model):
                 if averaging_of(optimizer) is None:
-                    averaging = backend().GradientAveraging(optimizer, self.bucket_bytes)
+                    averaging = backend().GradientAveraging(optimizer, self.bucket_bytes, **self.wire_arguments)
                     averaging.install()
                     self._installed.append(averaging)
         for averaging in self._active():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ring_plugins.core.collectives.protocol import Communicator
+from ring_plugins.core.compression import Compression
 from ring_plugins.core.dtypes import STORAGE
 from ring_plugins.core.errors import MismatchError
 from ring_plugins.core.fusion import Bucket, Entry, FusionBuffer, FusionPlan
@@ -27,6 +29,7 @@ class HostBuckets:
         communicator: reduces them; used by nothing else.
         bucket_bytes: size at which a bucket is closed.
         first_bucket_bytes: the same for the first one of each dtype.
+        compression: how they travel between hosts.
 
     All ranks construct it together.
 
@@ -35,12 +38,19 @@ class HostBuckets:
     """
 
     def __init__(
-        self, entries: Sequence[Entry], communicator: Communicator, bucket_bytes: int, first_bucket_bytes: int
+        self,
+        entries: Sequence[Entry],
+        communicator: Communicator,
+        bucket_bytes: int,
+        first_bucket_bytes: int,
+        compression: Compression | None = None,
     ) -> None:
+        if compression is not None:
+            entries = [replace(entry, layout=f"{entry.layout}, {compression}") for entry in entries]
         self.plan = FusionPlan(entries, bucket_bytes, first_bucket_bytes)
         self.plan.check_equal(communicator)
         self._buffer = FusionBuffer(self.plan, communicator)
-        self.reducer = GradientReducer(self._buffer, communicator, self._fill)
+        self.reducer = GradientReducer(self._buffer, communicator, self._fill, compression=compression)
         self._given: dict[int, Array] = {}
         self._places: list[Array] = [np.empty(0)] * len(entries)
         self._flags: list[Array] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import keras
 
@@ -15,7 +15,13 @@ from ring_plugins.keras.state import broadcast_state, build_optimizers
 O = TypeVar("O", bound=keras.optimizers.Optimizer)  # noqa: E741 - one letter, as type variables are
 
 
-def DistributedOptimizer(optimizer: O, *, bucket_bytes: int = BUCKET_BYTES) -> O:  # noqa: N802 - known by this name
+def DistributedOptimizer(  # noqa: N802 - known by this name
+    optimizer: O,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    compression: Literal["fp16", "bf16"] | None = None,
+    error_feedback: bool = False,
+) -> O:
     """Let an optimizer average the gradients it is given, among all ranks, before it uses them.
 
     For loops of one's own (`GradientTape`, `train_step` overrides, several optimizers); `BroadcastCallback` does it by
@@ -24,19 +30,24 @@ def DistributedOptimizer(optimizer: O, *, bucket_bytes: int = BUCKET_BYTES) -> O
     Args:
         optimizer: any Keras optimizer; for mixed precision the outermost, a `LossScaleOptimizer`.
         bucket_bytes: size in bytes of the buckets.
+        compression: "fp16" or "bf16" sends gradients in 16 bits between hosts; those of ranks on one host are added up
+            in full.
+        error_feedback: whether what this rounding loses in a step is added to the next.
 
     Returns:
         The same object: its `apply` (on JAX `stateless_apply` too) is replaced, its class is not, so that files saved
         with it load without this package.
 
     Raises:
-        ArgumentError: not a Keras optimizer.
+        ArgumentError: not a Keras optimizer, or another `compression`.
         MismatchError: when it is first used, if the variables differ among ranks.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ArgumentError(f"optimizer={type(optimizer).__name__} is not a keras.optimizers.Optimizer.")
     if connect().place.size > 1 and averaging_of(optimizer) is None:
-        backend().GradientAveraging(optimizer, bucket_bytes).install()
+        backend().GradientAveraging(
+            optimizer, bucket_bytes, compression=compression, error_feedback=error_feedback
+        ).install()
     return optimizer
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import io_callback
 
 from ring_plugins.core.collectives.protocol import Communicator
+from ring_plugins.core.compression import HalfWire
 from ring_plugins.core.dtypes import STORAGE
 from ring_plugins.core.fusion import Entry
 from ring_plugins.core.memory import HostMemory
@@ -39,6 +40,7 @@ class GradientAveraging(Averaging):
         self._waited, self._reduced_in_place = 0.0, 0
         self._dtypes: list[str] = []
         self._large: list[bool] = []
+        self._wires: dict[int, HalfWire] = {}
 
     def stateless_apply(
         self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]
@@ -119,7 +121,9 @@ class GradientAveraging(Averaging):
             Entry(entry.name, entry.dtype, 0, f"{entry.layout}, in place") if large else entry
             for entry, large in zip(entries, self._large, strict=True)
         ]
-        self.buckets = HostBuckets(in_buckets, self.communicator, self.bucket_bytes, self.first_bucket_bytes)
+        self.buckets = HostBuckets(
+            in_buckets, self.communicator, self.bucket_bytes, self.first_bucket_bytes, self.compression
+        )
 
     @property
     def waited_seconds(self) -> float:
@@ -165,11 +169,18 @@ class GradientAveraging(Averaging):
         for i, array in reversed(list(zip(indices, arrays, strict=True))):
             if self._large[i]:
                 memory = HostMemory(array.view(STORAGE[self._dtypes[i]]), self._dtypes[i])
-                self.communicator.all_reduce(memory, Op.AVERAGE)
+                self.communicator.all_reduce(memory, Op.AVERAGE, self._wire(i, memory))
                 self._reduced_in_place += array.nbytes
         for i, average in self.buckets.finish().items():
             np.copyto(small[i], average)
         self._waited += time.perf_counter() - started
+
+    def _wire(self, i: int, memory: HostMemory) -> HalfWire | None:
+        if self.compression is None or not self.compression.applies_to(memory.dtype):
+            return None
+        wire = self._wires.setdefault(i, HalfWire(self.compression))
+        wire.begin(memory.array)
+        return wire
 
 
 def refuse_other_parallelism(model: Any) -> None:

@@ -82,7 +82,9 @@ class GradientAveraging(Averaging):
             entries = self.entries(self._variables)
             for i in self._sparse:
                 entries[i] = replace(entries[i], count=0, layout=f"{entries[i].layout}, sparse")
-            self.buckets = HostBuckets(entries, self.communicator, self.bucket_bytes, self.first_bucket_bytes)
+            self.buckets = HostBuckets(
+                entries, self.communicator, self.bucket_bytes, self.first_bucket_bytes, self.compression
+            )
         dense = {i: tf.convert_to_tensor(g) for i, g in present.items() if i not in self._sparse}
         averaged = self._average_dense(dense)
         for i in self._sparse:

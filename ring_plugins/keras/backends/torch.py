@@ -55,6 +55,7 @@ class GradientAveraging(Averaging):
             bucket_bytes=self.bucket_bytes,
             first_bucket_bytes=self.first_bucket_bytes,
             sparse="densify",
+            **self.wire_arguments,
         )
         if self.accumulation > 1:
             self._quiet.enter_context(self.averager.no_sync())

@@ -1,0 +1,49 @@
+"""Sixteen bits between hosts: the arguments reach the wire, and ranks agree."""
+
+import pytest
+
+from tests.launch import run_ranks
+
+FIT = """
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+import keras
+import numpy as np
+
+import ring_plugins as ring
+from ring_plugins.keras import BroadcastCallback, shard
+from tests.worker import report
+
+ring.init()
+rng = np.random.default_rng(0)
+x = rng.normal(size=(64, 200)).astype("float32")
+y = x.sum(1, keepdims=True)
+for name, options in {
+    "exact": {},
+    "fp16": {"compression": "fp16"},
+    "bf16": {"compression": "bf16", "error_feedback": True},
+}.items():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((200,)), keras.layers.Dense(300, "relu"), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.001), "mse")
+    model.fit(shard((x, y)), shuffle=False, epochs=2, verbose=0, callbacks=[BroadcastCallback(**options)])
+    report(name, np.concatenate([np.ravel(weight) for weight in model.get_weights()])[:2000])
+try:
+    BroadcastCallback(compression="int8")
+except ring.ArgumentError as error:
+    report("refused", str(error))
+"""
+
+
+@pytest.mark.mpi
+def test_compression_between_hosts():
+    result = run_ranks(FIT, 2, "mpirun", env={"RING_VIRTUAL_NODES": "2"}, timeout=120)
+    for name in ("exact", "fp16", "bf16"):
+        first, second = result.values(name)
+        assert first == second
+    exact = result.values("exact")[0]
+    for name in ("fp16", "bf16"):
+        rounded = result.values(name)[0]
+        assert 0 < max(abs(a - b) for a, b in zip(rounded, exact, strict=True)) < 1e-3
+    assert "compression='int8'" in result.values("refused")[0]
