@@ -50,7 +50,9 @@ ring_plugins.ray.run(endless)
 """
 
 
-def test_results_failures_and_a_killed_driver():
+def test_results_failures_and_a_killed_driver(monkeypatch):
+    # Our processes end at once, the cluster's own take their time.
+    monkeypatch.setattr("tests.launch.GRACE_SECONDS", 20.0)
     (example,) = blocks("python", "docs/launching/ray.md")
     quiet = {
         "RAY_USAGE_STATS_ENABLED": "0",

@@ -65,7 +65,9 @@ def spark_home(directory: Path) -> Path:
     return home
 
 
-def test_results_failures_and_a_killed_driver(tmp_path):
+def test_results_failures_and_a_killed_driver(tmp_path, monkeypatch):
+    # Our processes end at once, the cluster's own take their time.
+    monkeypatch.setattr("tests.launch.GRACE_SECONDS", 20.0)
     (example,) = blocks("python", "docs/launching/spark.md")
     env = {
         **java_environment(tmp_path),
