@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.errors import ArgumentError
-from ring_plugins.core.memory import HostMemory, host_array, host_memory
+from ring_plugins.core.memory import HostMemory, OnDevice, host_array, host_memory
 from ring_plugins.core.operations import Op
 from ring_plugins.core.world import current
+
+
+class GpuFunctions(Protocol):
+    """The collectives for tensors of one framework on GPUs; arguments as below."""
+
+    def all_reduce(self, x: Any, op: Op, out: Any, wait: bool) -> Any: ...
+
+    def broadcast(self, x: Any, root: int, out: Any, wait: bool) -> Any: ...
+
+    def all_gather(self, x: Any, wait: bool) -> Any: ...
+
+    def reduce_scatter(self, x: Any, op: Op, wait: bool) -> Any: ...
+
+    def all_to_all(self, x: Any, splits: Sequence[int] | None, wait: bool) -> Any: ...
+
+
+#: By the name of a framework's package what serves its tensors on GPUs: that face puts it here.
+gpu_functions: dict[str, GpuFunctions] = {}
+
+
+def _on_gpu(x: Any, error: OnDevice) -> GpuFunctions:
+    framework = type(x).__module__.partition(".")[0]
+    if framework == "torch" and framework not in gpu_functions:
+        raise ArgumentError(f"{error} `import ring_plugins.torch` brings what GPUs need.") from error
+    if framework not in gpu_functions:
+        raise ArgumentError(f"{error} Of tensors on GPUs, it takes torch's.") from error
+    return gpu_functions[framework]
 
 
 def rank() -> int:
@@ -48,7 +75,7 @@ def all_reduce(x: Any, op: Op = Op.AVERAGE, *, out: Any = None, wait: bool = Tru
     """Combine `x` of all ranks; every rank gets the same bits.
 
     Args:
-        x: numpy array, torch CPU tensor or number, of equal shape and dtype on all ranks. Floats and complex
+        x: numpy array, torch tensor of CPU or GPU, or number, of equal shape and dtype on all ranks. Floats and complex
             numbers for AVERAGE, no complex for MIN and MAX; 16-bit floats are summed in float32.
         op: AVERAGE, SUM, MIN, MAX or PRODUCT.
         out: where to put the result, `x` itself to reduce in place; a new array or tensor by default.
@@ -59,11 +86,14 @@ def all_reduce(x: Any, op: Op = Op.AVERAGE, *, out: Any = None, wait: bool = Tru
         The result, of the kind that `x` is (numpy for numbers).
 
     Raises:
-        ArgumentError: a dtype or op that cannot be, memory that is read-only, not on the CPU.
+        ArgumentError: a dtype or op that cannot be, memory that is read-only, or on a device that nothing here knows.
         MismatchError: ranks gave different shapes, dtypes or ops.
         PeerFailed: another rank is gone.
     """
-    return _in_place("all_reduce", x, out, wait, lambda communicator, memory: communicator.all_reduce(memory, op))
+    try:
+        return _in_place("all_reduce", x, out, wait, lambda communicator, memory: communicator.all_reduce(memory, op))
+    except OnDevice as error:
+        return _on_gpu(x, error).all_reduce(x, op, out, wait)
 
 
 def broadcast(x: Any, root: int = 0, *, out: Any = None, wait: bool = True) -> Any:
@@ -79,7 +109,10 @@ def broadcast(x: Any, root: int = 0, *, out: Any = None, wait: bool = True) -> A
         ArgumentError: `root` is no rank; memory as in `all_reduce`.
     """
     _check_root(root, current().communicator)
-    return _in_place("broadcast", x, out, wait, lambda communicator, memory: communicator.broadcast(memory, root))
+    try:
+        return _in_place("broadcast", x, out, wait, lambda communicator, memory: communicator.broadcast(memory, root))
+    except OnDevice as error:
+        return _on_gpu(x, error).broadcast(x, root, out, wait)
 
 
 def all_gather(x: Any, *, wait: bool = True) -> Any:
@@ -97,10 +130,13 @@ def all_gather(x: Any, *, wait: bool = True) -> Any:
         MismatchError: dtypes or trailing dimensions differ.
     """
     communicator = current().communicator
+    try:
+        array, dtype = host_array(x)
+    except OnDevice as error:
+        return _on_gpu(x, error).all_gather(x, wait)
 
     def run() -> Any:
-        source, dtype = host_array(x)
-        source = np.atleast_1d(np.ascontiguousarray(source))
+        source = np.atleast_1d(np.ascontiguousarray(array))
         trailing = source.shape[1:]
         lengths = _gather_shapes(communicator, source.shape[0], trailing, dtype)
         result = _empty(x, source.dtype, dtype, (sum(lengths), *trailing))
@@ -127,12 +163,15 @@ def reduce_scatter(x: Any, op: Op = Op.AVERAGE, *, wait: bool = True) -> Any:
         This rank's part.
     """
     communicator = current().communicator
+    try:
+        array, dtype = host_array(x)
+    except OnDevice as error:
+        return _on_gpu(x, error).reduce_scatter(x, op, wait)
 
     def run() -> Any:
-        source, dtype = host_array(x)
-        if source.ndim == 0:
+        if array.ndim == 0:
             raise ArgumentError("x has no dimension to cut; reduce_scatter takes an array of at least one.")
-        source = np.ascontiguousarray(source)
+        source = np.ascontiguousarray(array)
         quotient, rest = divmod(source.shape[0], communicator.size)
         lengths = [quotient + (i < rest) for i in range(communicator.size)]
         each = int(np.prod(source.shape[1:], dtype=np.int64))
@@ -160,7 +199,10 @@ def all_to_all(x: Any, splits: Sequence[int] | None = None, *, wait: bool = True
         ArgumentError: `splits` do not add up, or `x` cannot be cut equally.
     """
     communicator = current().communicator
-    source, dtype = host_array(x)
+    try:
+        source, dtype = host_array(x)
+    except OnDevice as error:
+        return _on_gpu(x, error).all_to_all(x, splits, wait)
     if source.ndim == 0:
         raise ArgumentError("x has no dimension to cut; all_to_all takes an array of at least one.")
     rows = source.shape[0]

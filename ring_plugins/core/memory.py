@@ -60,6 +60,10 @@ class DeviceMemory(NamedTuple):
 Memory = HostMemory | DeviceMemory
 
 
+class OnDevice(ArgumentError):
+    """Memory that is not the CPU's; another way must be gone."""
+
+
 class _Tensor(ctypes.Structure):
     _fields_ = [
         ("data", ctypes.c_void_p),
@@ -146,7 +150,7 @@ def _from_dlpack(x: Any, name: str) -> tuple[Array, str]:
     except Exception as error:
         raise ArgumentError(f"{name} ({type(x).__name__}) cannot be read as memory: {error}") from error
     if capsule is None:
-        raise ArgumentError(f"{name} is on device {getattr(x, 'device', device)}; this operation takes CPU memory.")
+        raise OnDevice(f"{name} is on device {getattr(x, 'device', device)}; this operation takes CPU memory.")
     tensor = _Tensor.from_address(_capsule_pointer(capsule, b"dltensor"))
     dtype = _CODES.get(tensor.code, f"type {tensor.code} with ") + ("" if tensor.code == 6 else str(tensor.bits))
     if dtype not in STORAGE or tensor.lanes != 1:

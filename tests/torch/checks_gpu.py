@@ -67,6 +67,17 @@ def the_process_groups_collectives():
     dist.barrier()
 
 
+@check
+def the_public_functions():
+    x = torch.arange(4.0, device=GPU) + RANK
+    settled()
+    assert torch.equal(ring.all_reduce(x).cpu(), ring.all_reduce(x.cpu()))
+    assert ring.all_gather(x).shape == (4 * SIZE,)
+    assert torch.equal(ring.broadcast(x, SIZE - 1).cpu(), torch.arange(4.0) + SIZE - 1)
+    ring.all_reduce(x, ring.SUM, out=x)
+    assert torch.equal(x.cpu(), torch.arange(4.0) * SIZE + sum(range(SIZE)))
+
+
 def model():
     torch.manual_seed(0)
     return nn.Sequential(

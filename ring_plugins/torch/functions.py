@@ -1,0 +1,144 @@
+"""The functions of `import ring_plugins` for tensors on GPUs. The arguments are those of `core.functions`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+
+from ring_plugins.core.collectives.device import DeviceCommunicator
+from ring_plugins.core.errors import ArgumentError, MismatchError
+from ring_plugins.core.memory import DeviceMemory
+from ring_plugins.core.operations import Op
+from ring_plugins.core.world import current
+from ring_plugins.torch.device import index_of, is_on_gpu, memory_of, streams
+from ring_plugins.torch.tensors import Target, check_dense
+
+
+def all_reduce(x: torch.Tensor, op: Op, out: Any, wait: bool) -> Any:
+    """Combine `x` of all ranks."""
+    return _in_place("all_reduce", x, out, wait, lambda communicator, memory: communicator.all_reduce(memory, op))
+
+
+def broadcast(x: torch.Tensor, root: int, out: Any, wait: bool) -> Any:
+    """The root's `x` on every rank."""
+    return _in_place("broadcast", x, out, wait, lambda communicator, memory: communicator.broadcast(memory, root))
+
+
+def all_gather(x: torch.Tensor, wait: bool) -> Any:
+    """Everyone's `x`, one after the other along the first dimension."""
+    communicator, source = _communicator(x), _source(x)
+    lengths = [rows for (rows,) in _agree(communicator, source, (source.shape[0],), "all_gather")]
+    result = source.new_empty((sum(lengths), *source.shape[1:]))
+    each = _each(source)
+
+    def run() -> torch.Tensor:
+        communicator.all_gather(_memory(source), _memory(result), [rows * each for rows in lengths])
+        return result
+
+    return _go(communicator, "all_gather", run, wait)
+
+
+def reduce_scatter(x: torch.Tensor, op: Op, wait: bool) -> Any:
+    """Combine `x` of all ranks and give each rank one part of it."""
+    communicator = _communicator(x)
+    if x.dim() == 0:
+        raise ArgumentError("x has no dimension to cut; reduce_scatter takes a tensor of at least one.")
+    source = _source(x)
+    quotient, rest = divmod(source.shape[0], communicator.size)
+    lengths = [quotient + (i < rest) for i in range(communicator.size)]
+    result = source.new_empty((lengths[communicator.rank], *source.shape[1:]))
+    each = _each(source)
+
+    def run() -> torch.Tensor:
+        communicator.reduce_scatter(_memory(source), _memory(result), [rows * each for rows in lengths], op)
+        return result
+
+    return _go(communicator, "reduce_scatter", run, wait)
+
+
+def all_to_all(x: torch.Tensor, splits: Sequence[int] | None, wait: bool) -> Any:
+    """Send part i of `x` to rank i, and receive a part from everyone."""
+    communicator = _communicator(x)
+    size = communicator.size
+    if x.dim() == 0:
+        raise ArgumentError("x has no dimension to cut; all_to_all takes a tensor of at least one.")
+    source = _source(x)
+    rows = source.shape[0]
+    if splits is None and rows % size:
+        raise ArgumentError(f"x has {rows} rows, which {size} ranks cannot share equally; pass splits.")
+    send = [rows // size] * size if splits is None else [int(split) for split in splits]
+    if len(send) != size or sum(send) != rows or min(send) < 0:
+        raise ArgumentError(f"splits={send} must be {size} numbers that add up to the {rows} rows of x.")
+    receive = [theirs[communicator.rank] for theirs in _agree(communicator, source, tuple(send), "all_to_all")]
+    result = source.new_empty((sum(receive), *source.shape[1:]))
+    each = _each(source)
+
+    def run() -> torch.Tensor:
+        communicator.all_to_all(
+            _memory(source), [rows * each for rows in send], _memory(result), [rows * each for rows in receive]
+        )
+        return result
+
+    return _go(communicator, "all_to_all", run, wait)
+
+
+def _in_place(
+    name: str,
+    x: torch.Tensor,
+    out: Any,
+    wait: bool,
+    operate: Callable[[DeviceCommunicator, DeviceMemory], None],
+) -> Any:
+    communicator = _communicator(x)
+    with torch.no_grad():
+        if out is None:
+            result = x.detach().clone(memory_format=torch.contiguous_format)
+        elif not isinstance(out, torch.Tensor) or not is_on_gpu(out) or (out.shape, out.dtype) != (x.shape, x.dtype):
+            raise ArgumentError(f"out must be a tensor on the GPU with x's shape {tuple(x.shape)} and type {x.dtype}.")
+        else:
+            result = out if out is x else out.copy_(x)
+
+        def run() -> torch.Tensor:
+            with torch.no_grad():
+                target = Target(result, "out", keep=True)
+                operate(communicator, cast(DeviceMemory, target.memory))
+                target.store()
+            return result
+
+        return _go(communicator, name, run, wait)
+
+
+def _go(communicator: DeviceCommunicator, name: str, run: Callable[[], torch.Tensor], wait: bool) -> Any:
+    return run() if wait else communicator.start(name, run)
+
+
+def _communicator(x: torch.Tensor) -> DeviceCommunicator:
+    check_dense(x, "x")
+    return current().device_communicator(index_of(x), streams(index_of(x)))
+
+
+def _source(x: torch.Tensor) -> torch.Tensor:
+    plain = x.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(1) if plain.dim() == 0 else plain
+
+
+def _memory(tensor: torch.Tensor) -> DeviceMemory:
+    return cast(DeviceMemory, memory_of(tensor.view(-1)))
+
+
+def _each(source: torch.Tensor) -> int:
+    """Elements of a row."""
+    return source[:1].numel() if source.shape[0] else int(torch.Size(source.shape[1:]).numel())
+
+
+def _agree(
+    communicator: DeviceCommunicator, source: torch.Tensor, rows: tuple[int, ...], what: str
+) -> list[tuple[int, ...]]:
+    """Everyone's numbers of rows, if all that must be equal is."""
+    everyones = communicator.all_gather_object((rows, tuple(source.shape[1:]), str(source.dtype)))
+    if len({(trailing, dtype) for _, trailing, dtype in everyones}) > 1:
+        said = ", ".join(f"rank {i}: {trailing} of {dtype}" for i, (_, trailing, dtype) in enumerate(everyones))
+        raise MismatchError(f"x of {what} must have equal trailing dimensions and dtype on all ranks, but {said}.")
+    return [theirs for theirs, _, _ in everyones]
