@@ -1,0 +1,142 @@
+"""Draws two steps of a timeline recorded from a real run: docs/pictures/timeline.png.
+
+    python benchmarks/timeline.py
+
+Two ranks train a perceptron of 20 MB; rank 1 is slower by 8 ms a step, as if its data came late.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "timeline.png"
+LATE = 0.008
+COLOURS = {
+    "backward": "#4c78a8",
+    "script waits": "#f2a541",
+    "waiting for the slowest": "#e45756",
+    "reducing": "#54a24b",
+    "queued": "#bab0ac",
+}
+
+
+def record(directory: str) -> None:
+    """One rank: some steps, two of which are worth a picture."""
+    import torch
+
+    import ring_plugins as ring
+    from ring_plugins.torch import DistributedOptimizer, Timeline
+
+    torch.set_num_threads(1)
+    ring.init(ranks=2)
+    model = torch.nn.Sequential(*(torch.nn.Linear(900, 900) for _ in range(6)))
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 1e-9), model.named_parameters(), bucket_bytes=3 << 20
+    )
+    data = torch.randn(96, 900)
+
+    def step() -> None:
+        if ring.rank() == 1:
+            time.sleep(LATE)
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(10):
+        step()
+    with Timeline(directory):
+        for _ in range(100):
+            step()
+    ring.shutdown()
+
+
+def draw(events: list[dict[str, Any]]) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    spans = [event for event in events if event["ph"] == "X"]
+    begin, end = window(spans)
+    for event in events:
+        event["ts"] = event.get("ts", 0.0) - begin
+    begin, end = 0.0, end - begin
+    figure, axes = plt.subplots(figsize=(10, 4.2), layout="constrained")
+    labels: dict[float, str] = {}
+    for rank in (0, 1):
+        script, communication = -4.0 * rank, -4.0 * rank - 1
+        labels |= {script: f"rank {rank}: script", communication: "communication", communication - 1: "buckets"}
+        for span in (span for span in spans if span["pid"] == rank):
+            start, length, waited = span["ts"], span["dur"], span["args"].get("waited_ms", 0) * 1e3
+            if span["cat"] == "backward":
+                bar(axes, script, start, length, "backward")
+            elif span["cat"] == "wait":
+                bar(axes, script, start, length, "script waits")
+            elif span["cat"] == "operation":
+                bar(axes, communication, start, waited, "waiting for the slowest")
+                bar(axes, communication, start + waited, length - waited, "reducing")
+        for place, (ready, started, reduced) in enumerate(buckets(events, rank, begin, end)):
+            row = communication - 0.75 - 0.16 * (place % 6)
+            bar(axes, row, ready, started - ready, "queued", 0.12)
+            bar(axes, row, started, reduced - started, "reducing", 0.12)
+    axes.set_xlim(begin, end)
+    axes.xaxis.set_major_formatter(lambda tick, _: f"{tick / 1e3:.0f}")
+    axes.set_xlabel("ms")
+    axes.set_yticks(list(labels), list(labels.values()))
+    axes.legend(
+        [Patch(color=colour) for colour in COLOURS.values()],
+        COLOURS,
+        ncols=5,
+        loc="lower center",
+        frameon=False,
+        bbox_to_anchor=(0.5, 1.0),
+    )
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(PICTURE, dpi=130)
+
+
+def bar(axes: Any, row: float, start: float, length: float, kind: str, height: float = 0.7) -> None:
+    axes.barh(row, length, height, start, color=COLOURS[kind], linewidth=0)
+
+
+def window(spans: list[dict[str, Any]]) -> tuple[float, float]:
+    """Two steps of rank 0, those that the machine disturbed least."""
+    steps = sorted((s for s in spans if s["cat"] == "step" and s["pid"] == 0), key=lambda s: float(s["ts"]))
+    pairs = [(a["ts"], b["ts"] + b["dur"]) for a, b in itertools.pairwise(steps)]
+    begin, end = min(pairs, key=lambda pair: pair[1] - pair[0])
+    return begin - 300, end + 300
+
+
+def buckets(events: list[dict[str, Any]], rank: int, begin: float, end: float) -> list[tuple[float, float, float]]:
+    """Ready, started and reduced of each bucket of a rank."""
+    times: dict[int, dict[str, float]] = {}
+    for event in events:
+        if event.get("cat") == "bucket" and event["pid"] == rank:
+            times.setdefault(event["id"], {})[f"{event['ph']} {event['name'].split()[0]}"] = event["ts"]
+    found = [(t["b bucket"], t["b reducing"], t["e bucket"]) for t in times.values()]
+    return sorted(t for t in found if begin < t[0] and t[2] < end)
+
+
+def main() -> None:
+    import ring_plugins as ring
+
+    directory = os.environ.get("TIMELINE_DIRECTORY") or tempfile.mkdtemp(prefix="timeline-")
+    os.environ["TIMELINE_DIRECTORY"] = directory  # for the ranks that this script grows
+    record(directory)
+    if not os.environ.get("RING_GROWN"):
+        draw(json.loads((Path(directory) / "timeline.json").read_text()))
+        (Path(directory) / "timeline.json").unlink()
+        os.rmdir(directory)
+    assert not ring.is_initialised()
+
+
+if __name__ == "__main__":
+    main()
