@@ -6,6 +6,7 @@ or widening 16-bit floats to float32 and back, does not read main memory again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -28,7 +29,7 @@ _UFUNC: dict[Op, Callable[..., Array]] = {
 }
 
 
-def reduce_into(target: Array, sources: Sequence[Array], op: Op, dtype: str, divisor: int = 1) -> None:
+def reduce_into(target: Array, sources: Sequence[Array], op: Op, dtype: str, divisor: float = 1) -> None:
     """Combine `sources` in their order and write the result to `target`.
 
     Args:
@@ -53,7 +54,7 @@ def reduce_into(target: Array, sources: Sequence[Array], op: Op, dtype: str, div
         _combine(target[start:end], [source[start:end] for source in sources], ufunc, divisor)
 
 
-def _combine(target: Array, sources: Sequence[Array], ufunc: Callable[..., Array], divisor: int) -> None:
+def _combine(target: Array, sources: Sequence[Array], ufunc: Callable[..., Array], divisor: float) -> None:
     if len(sources) == 1:
         np.copyto(target, sources[0])
     else:
@@ -64,7 +65,7 @@ def _combine(target: Array, sources: Sequence[Array], ufunc: Callable[..., Array
         divide(target, divisor)
 
 
-def reduce_everywhere(arrays: Sequence[Array], op: Op, dtype: str, divisor: int = 1) -> None:
+def reduce_everywhere(arrays: Sequence[Array], op: Op, dtype: str, divisor: float = 1) -> None:
     """Combine `arrays` and leave the result in every one of them, piece by piece.
 
     The last array takes the sum first: where it was written by another core, reading and writing it at once
@@ -82,13 +83,13 @@ def reduce_everywhere(arrays: Sequence[Array], op: Op, dtype: str, divisor: int 
             np.copyto(copy, piece)
 
 
-def divide(piece: Array, divisor: int) -> None:
+def divide(piece: Array, divisor: float) -> None:
     """Divide floats in place.
 
     A power of two is exact as a multiplication, which is faster; anything else is truly divided, so
     that the average of equal values is that value.
     """
-    if divisor & (divisor - 1) == 0:
+    if math.frexp(divisor)[0] == 0.5:
         np.multiply(piece, _constant(1.0 / divisor, piece.dtype), piece)
     else:
         np.divide(piece, _constant(divisor, piece.dtype), piece)
@@ -100,7 +101,7 @@ def _constant(value: float, dtype: np.dtype[Any]) -> Array:
     return np.array(value, dtype)
 
 
-def _reduce_half(target: Array, sources: Sequence[Array], op: Op, dtype: str, divisor: int) -> None:
+def _reduce_half(target: Array, sources: Sequence[Array], op: Op, dtype: str, divisor: float) -> None:
     widen, narrow = _CONVERSIONS[dtype]
     ufunc = _UFUNC[op]
     step = PIECE_BYTES // 4

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,8 +54,8 @@ def world_size_if_initialised() -> int:
 class _Transfers:
     """Requests of one exchange."""
 
-    def __init__(self, plane: MpiPlane, requests: list[Any]) -> None:
-        self._plane, self._requests = plane, requests
+    def __init__(self, plane: MpiPlane, requests: list[Any], keep: Any) -> None:
+        self._plane, self._requests, self._keep = plane, requests, keep
 
     def done(self) -> bool:
         if not self._requests:
@@ -62,8 +63,15 @@ class _Transfers:
         with self._plane.exclusive, self._plane.errors():
             finished: bool = self._plane.mpi.Request.Testall(self._requests)
         if finished:
-            self._requests = []
+            self._requests, self._keep = [], None
         return finished
+
+    def nap(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def abandon(self) -> None:
+        # MPI may still write to memory that it was given to receive in, so that has to outlive the plane.
+        self._plane.abandoned.append((self._requests, self._keep))
 
 
 class MpiPlane:
@@ -73,6 +81,7 @@ class MpiPlane:
 
     def __init__(self) -> None:
         self.mpi = load()
+        self.abandoned: list[Any] = []
         self._comm = self.mpi.COMM_WORLD.Dup()
         self._comm.Set_errhandler(self.mpi.ERRORS_RETURN)
         self.rank: int = self._comm.Get_rank()
@@ -93,6 +102,12 @@ class MpiPlane:
             items: list[Any] = self._comm.allgather(item)
         return items
 
+    def connect(self, ranks: Sequence[int], tag: int) -> None:
+        """MPI connects by itself."""
+
+    def disconnect(self, tag: int) -> None:
+        """And keeps its connections for whoever comes next."""
+
     def exchange(
         self, outgoing: Sequence[tuple[int, Bytes]], incoming: Sequence[tuple[int, Bytes]], tag: int
     ) -> _Transfers:
@@ -100,7 +115,7 @@ class MpiPlane:
         with self.exclusive, self.errors():
             requests = [self._comm.Irecv([p, byte], rank, tag) for rank, data in incoming for p in _pieces(data)]
             requests += [self._comm.Isend([p, byte], rank, tag) for rank, data in outgoing for p in _pieces(data)]
-        return _Transfers(self, requests)
+        return _Transfers(self, requests, (outgoing, incoming))
 
     def abort(self, code: int) -> None:
         self.mpi.COMM_WORLD.Abort(code)

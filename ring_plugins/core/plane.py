@@ -1,4 +1,4 @@
-"""What carries bytes between hosts: MPI, or gloo where there is no MPI."""
+"""What carries bytes between hosts: MPI, or plain sockets where there is no MPI."""
 
 from __future__ import annotations
 
@@ -20,6 +20,16 @@ class Pending(Protocol):
             RingError: a transfer failed.
         """
 
+    def nap(self, seconds: float) -> None:
+        """Sleep until it is worth asking again.
+
+        Args:
+            seconds: how long, where nothing tells; a plane that is woken by what arrives may sleep longer.
+        """
+
+    def abandon(self) -> None:
+        """Nobody will ask again; the memory stays untouched, or alive, as far as the plane needs that."""
+
 
 class Plane(Protocol):
     """Point-to-point transfers among all ranks of the job. Arithmetic is never done here."""
@@ -28,8 +38,15 @@ class Plane(Protocol):
     rank: int
     size: int
 
-    def all_gather_object(self, item: Any) -> list[Any]:
-        """Everyone's item in rank order. Used while starting up only."""
+    def connect(self, ranks: Sequence[int], tag: int) -> None:
+        """Get ready to exchange with ranks that call this too.
+
+        Raises:
+            LaunchError: a rank cannot be reached.
+        """
+
+    def disconnect(self, tag: int) -> None:
+        """Nobody will exchange with this tag any more."""
 
     def exchange(
         self, outgoing: Sequence[tuple[int, Bytes]], incoming: Sequence[tuple[int, Bytes]], tag: int

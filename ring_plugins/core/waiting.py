@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ring_plugins.core.errors import ArgumentError, TimeoutExceeded
+from ring_plugins.core.errors import ArgumentError, PeerFailed, TimeoutExceeded
 
 if TYPE_CHECKING:
     from ring_plugins.core.failure import Watch
@@ -21,6 +21,8 @@ _NAP = 50e-6
 _LONG_NAP = 500e-6
 _CHECK_EVERY = 0.02
 _LONG = 1.0
+#: Seconds for which a lost connection waits for news of the rank behind it; that it left in peace is told after two.
+_LAST_WORDS = 3.0
 
 _PR_SET_TIMERSLACK = 29
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -108,6 +110,8 @@ class Wait:
         missing: Callable[[], Sequence[int]],
         what: Callable[[], str],
         arrival: bool = False,
+        nap: Callable[[float], None] = time.sleep,
+        spin: bool = True,
     ) -> None:
         """Return when `ready()`; raise when it cannot become true any more.
 
@@ -116,6 +120,8 @@ class Wait:
             missing: world ranks that have not arrived, asked only when the wait is long.
             what: the operation, for texts.
             arrival: whether this waits for members to come to the operation, and not for bytes to move.
+            nap: how to sleep between two looks, `time.sleep` or something that also wakes when there is news.
+            spin: whether to look again and again for a moment before the first sleep.
 
         Raises:
             PeerFailed, PeerLeft: a rank is gone.
@@ -127,7 +133,7 @@ class Wait:
         if arrival:
             self._arrival_awaited_since = started
         try:
-            spin_end = started + _SPIN
+            spin_end = started + _SPIN if spin else started
             while time.monotonic() < spin_end:
                 if ready():
                     return
@@ -139,7 +145,10 @@ class Wait:
                 if now >= next_check:
                     next_check = now + _CHECK_EVERY
                     self._check(now, started, on_main, ready, missing, what)
-                time.sleep(_NAP if now - started < 1.0 else _LONG_NAP)
+                nap(_NAP if now - started < 1.0 else _LONG_NAP)
+        except PeerFailed as error:
+            self._look_for_the_cause(error, what)
+            raise
         finally:
             seconds = time.monotonic() - started
             if arrival:
@@ -147,6 +156,17 @@ class Wait:
                 self.waited_for_arrival += seconds
             if seconds > _LONG:
                 long_waits.pop(threading.get_ident(), None)
+
+    def _look_for_the_cause(self, error: PeerFailed, what: Callable[[], str]) -> None:
+        """A connection has closed; that rank may have said why, over a way that takes a little longer."""
+        watch = self._watch
+        if watch is None or watch.told:
+            return
+        end = time.monotonic() + _LAST_WORDS
+        while time.monotonic() < end:
+            watch.check(self._communicator, [error.rank], what())
+            time.sleep(0.01)
+        watch.told = True
 
     def _check(
         self,

@@ -19,7 +19,7 @@ from ring_plugins.core.control import Channel, Hub, Link
 from ring_plugins.core.errors import ArgumentError, LaunchError, NotInitialised
 from ring_plugins.core.failure import Peer, Watch
 from ring_plugins.core.guard import Guard
-from ring_plugins.core.launch import Connection, connect, detect, rendezvous
+from ring_plugins.core.launch import Connection, connect, detect
 from ring_plugins.core.nccl.watch import DeviceWatch
 from ring_plugins.core.observe.services import Observers
 from ring_plugins.core.place import find_place, virtual_nodes
@@ -279,8 +279,6 @@ def init(ranks: int | None = None) -> World:
     kind = detect().kind
     launcher = "alone" if connection.size == 1 else "grown" if kind == "alone" else kind
     _world = World(connection, launcher)
-    if launcher == "rendezvous" and connection.rank == 0:
-        rendezvous.say_what_is_lost(_world.place.num_nodes)
     return _world
 
 

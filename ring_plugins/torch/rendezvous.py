@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, cast
 
+import torch.distributed
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]  # torch re-exports these unmarked
 
 from ring_plugins.core.errors import LaunchError, RingError, TimeoutExceeded
@@ -21,69 +22,39 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SOON = timedelta(seconds=300)
 
 
-def rendezvous_store(generation: int = 0, timeout: timedelta = _SOON) -> tuple[Store, int, int]:
-    """A store of ring_plugins' own, shared by the ranks that a torchrun-style launcher started.
+def owns_port() -> bool:
+    """Whether torch has a store at MASTER_PORT already, or was given one: ranks then meet through that."""
+    return bool(_adopted) or torch.distributed.is_initialized()
+
+
+def open_board(generation: int = 0, timeout: timedelta = _SOON) -> Store:
+    """A store that the ranks share, under keys that nobody else uses.
 
     Args:
-        generation: how many stores this job opened so before, the same on all ranks.
+        generation: how many this job opened so before, the same on all ranks.
         timeout: how long ranks may take to arrive.
 
-    Returns:
-        The store, this process's rank, and the world size.
-
     Raises:
-        LaunchError: the environment is incomplete, or the ranks did not meet in time.
+        LaunchError: the store cannot be reached.
     """
-    missing = [name for name in VARIABLES if not os.environ.get(name)]
-    if missing:
-        raise LaunchError(
-            f"{', '.join(missing)} not set in the environment; start with torchrun, with mpirun, "
-            f"or set all of {', '.join(VARIABLES)}."
-        )
-    rank, size, host = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
-    adopted = _adopted.pop() if _adopted else None
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-    def shared() -> Store:
-        if adopted is not None:
-            return adopted
+    rank, size, host = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
+    if _adopted:
+        return PrefixStore(f"ring_plugins/{restart}/{generation}", _adopted.pop())
+    try:
         # torch's own rendezvous knows whether torchrun's agent hosts the store (TORCHELASTIC_USE_AGENT_STORE) or
         # rank 0 does, and then lets several users share the port.
-        arrivals = rendezvous("env://", rank, size, timeout=timeout)
-        store = next(arrivals)[0]
-        store.set_timeout(timeout)
-        return PrefixStore(f"ring_plugins/{restart}/{generation}", store)
-
-    try:
-        return _private_store(shared, rank, size, host, timeout), rank, size
+        store = next(rendezvous("env://", rank, size, timeout=timeout))[0]
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
             f"rank {rank} of {size} could not meet the others at MASTER_ADDR={host} "
             f"MASTER_PORT={os.environ['MASTER_PORT']}: {error}. Are all ranks running, and is the port free and open?"
         ) from error
+    store.set_timeout(timeout)
+    return PrefixStore(f"ring_plugins/{restart}/{generation}", store)
 
 
-def _private_store(open_shared: Callable[[], Store], rank: int, size: int, host: str, timeout: timedelta) -> Store:
-    """A store hosted by rank 0 on a port of its own, whose address the shared store hands round.
-
-    Were the shared one kept open, a script that destroys its process group and initialises it again would meet the
-    old group's keys. So it is let go, and it does not matter whether the script opens it before or after us.
-    """
-    shared = open_shared()
-    if rank == 0:
-        own = _listen(host, size, timeout)
-        shared.set("port", str(own.port))
-    else:
-        own = TCPStore(host, int(shared.get("port")), size, False, timeout, wait_for_workers=False)
-    # All have our store before the shared one goes away, and it has gone before anyone returns: who comes back to
-    # its port must not meet the old server in its last moment.
-    exchange_through_store(own, "arrived", rank, size, None)
-    del shared
-    exchange_through_store(own, "left", rank, size, None)
-    return own
-
-
-#: At most one store, which the next `rendezvous_store` uses instead of the launcher's.
+#: At most one store, which the next `open_board` uses instead of the launcher's.
 _adopted: list[Store] = []
 
 

@@ -284,7 +284,7 @@ class Cluster:
     def mpirun_start(
         self,
         script: str | Path,
-        ranks_per_host: int = 2,
+        ranks_per_host: int | Sequence[int] = 2,
         args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         interface: str = "eth0",
@@ -293,8 +293,11 @@ class Cluster:
         """Open MPI's mpirun on host1, over all hosts; extra `options` come before the script."""
         mpirun = find_mpirun()
         assert mpirun is not None
-        ranks = ranks_per_host * len(self.hosts)
-        placed = ["--hostfile", str(self.hostfile), "--map-by", f"ppr:{ranks_per_host}:node:oversubscribe"]
+        each = [ranks_per_host] * len(self.hosts) if isinstance(ranks_per_host, int) else ranks_per_host
+        ranks = sum(each)
+        file = self.directory / f"hostfile-{'-'.join(map(str, each))}"
+        file.write_text("".join(f"{host} slots={number}\n" for host, number in zip(self.hosts, each, strict=True)))
+        placed = ["--hostfile", str(file), "--map-by", "slot:oversubscribe"]
         networks = ["--prtemca", "prte_if_include", interface, "--mca", "btl_tcp_if_include", interface]
         transports = ["--bind-to", "none", "--mca", "pml", "ob1", "--mca", "btl", "tcp,self,sm", "--mca", "osc", "^ucx"]
         exported = [word for name in (env or {}) for word in ("-x", name)]

@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 import ring_plugins.torch  # noqa: F401 - registers the rendezvous
 from ring_plugins.core.errors import LaunchError, RingError, TimeoutExceeded
-from ring_plugins.torch.rendezvous import VARIABLES, exchange_through_store, rendezvous_store
+from ring_plugins.core.launch import rendezvous
+from ring_plugins.core.launch.record import LaunchRecord
+from ring_plugins.torch.rendezvous import VARIABLES, exchange_through_store
 from tests.launch import REPOSITORY, run_ranks
 
 BOTH = """
@@ -99,7 +101,7 @@ def test_what_is_missing_from_the_environment_is_named(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(LaunchError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"):
-        rendezvous_store()
+        rendezvous.connect(LaunchRecord("rendezvous", "a test"), 0)
     with pytest.raises(ValueError, match="environment variable WORLD_SIZE expected"):  # torch's own words
         dist.init_process_group("ring")
 

@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ring_plugins.core.arithmetic import reduce_into
+from ring_plugins.core.collectives.between_hosts import BetweenHosts
 from ring_plugins.core.collectives.lane import Lane
-from ring_plugins.core.collectives.node import SMALL, Node, create_segment, slices
+from ring_plugins.core.collectives.node import Node, create_segment
 from ring_plugins.core.collectives.ordered import OrderedOperations, blocking
 from ring_plugins.core.collectives.signature import Signature, signature
 from ring_plugins.core.collectives.transport import Transport
 from ring_plugins.core.compression import HalfWire
 from ring_plugins.core.dtypes import check_reducible
-from ring_plugins.core.errors import ArgumentError, RingError
+from ring_plugins.core.errors import ArgumentError, MismatchError, RingError
 from ring_plugins.core.failure import Watch
 from ring_plugins.core.memory import HostMemory
 from ring_plugins.core.operations import Op
@@ -87,24 +88,25 @@ class HostCommunicator(OrderedOperations):
             assert own is not None
             addresses = [member.address for member in here if member.address is not None]
             self._node = Node(own, addresses, [m.rank for m in here], position, self._wait, name)
-        self._position = position
-        self._owners = min(map(len, nodes.values()))
-        self._lane: Lane | None = None
         self._flat: Lane | None = None
+        self._between_hosts: BetweenHosts | None = None
         if len(nodes) > 1:
             if plane is None:
                 raise RingError(
                     f"{name}: the ranks {self.ranks} do not share memory, and nothing carries data between them; "
                     "start the job with mpirun or torchrun."
                 )
-            if position < self._owners:
-                lane = [group[position].rank for group in nodes.values()]
-                self._lane = Lane(plane, lane, lane.index(rank), first_tag, self._wait, name)
+            owners, lane = min(map(len, nodes.values())), None
+            if position < owners:
+                ranks = [group[position].rank for group in nodes.values()]
+                lane = Lane(plane, ranks, ranks.index(rank), first_tag, self._wait, name)
+                lane.connect()
+            self._between_hosts = BetweenHosts(self._node, lane, position, owners, len(nodes), self.size)
             self._flat = Lane(plane, self.ranks, self.rank, first_tag + 1, self._wait, name)
-        self._spans_hosts = len(nodes) > 1
 
     def close(self) -> None:
         super().close()
+        self._between_hosts = None
         self._node = None  # and with it all shared memory that nobody has a view of
 
     @property
@@ -148,27 +150,17 @@ class HostCommunicator(OrderedOperations):
         array, dtype = memory
         check_reducible(dtype, op)
         sign = self._sign("all_reduce", dtype, array.size, op._value_ if wire is None else f"{op._value_} {wire}")
-        divisor = self.size if op is Op.AVERAGE else 1
         self.statistics.nbytes += array.nbytes
-        if not self._spans_hosts:
-            assert self._node is not None
-            self._node.all_reduce(array, op, dtype, divisor, sign)
+        if self._between_hosts is not None:
+            try:
+                self._between_hosts.all_reduce(array, op, dtype, sign, wire)
+            except MismatchError as error:
+                if self._node is not None:
+                    self._node.tell(error)
+                raise
             return
-        cuts = slices(array.size, 1 if array.nbytes <= SMALL else self._owners, array.itemsize)
-        if self._node is not None:
-            self._node.reduce_to_owners(array, cuts, op, dtype, sign)
-        if self._lane is not None and self._position < len(cuts):
-            own = array[cuts[self._position]]
-            if wire is None:
-                self._lane.all_reduce(own, op, dtype, sign)
-            if divisor != 1:  # with a wire first: the sum could be too large for 16 bits
-                reduce_into(own, [own], op, dtype, divisor)
-            if wire is not None:
-                half = wire.pack(own)
-                self._lane.all_reduce(half, op, wire.dtype, sign)
-                wire.unpack(half, own)
-        if self._node is not None:
-            self._node.share_from_owners(array, cuts, sign)
+        assert self._node is not None
+        self._node.all_reduce(array, op, dtype, self.size if op is Op.AVERAGE else 1, sign)
 
     @blocking
     def broadcast(self, memory: HostMemory, root: int) -> None:

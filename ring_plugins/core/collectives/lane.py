@@ -10,7 +10,8 @@ import numpy as np
 from ring_plugins.core.arithmetic import reduce_into
 from ring_plugins.core.collectives.node import slices
 from ring_plugins.core.collectives.signature import Signature, mismatch
-from ring_plugins.core.errors import MismatchError
+from ring_plugins.core.collectives.wire import AsIs, Wire
+from ring_plugins.core.errors import MismatchError, RingError
 from ring_plugins.core.operations import Op
 from ring_plugins.core.plane import Bytes, Pending, Plane
 from ring_plugins.core.waiting import Wait
@@ -36,69 +37,79 @@ class Lane:
 
     def __init__(self, plane: Plane, ranks: Sequence[int], position: int, tag: int, wait: Wait, name: str) -> None:
         self.position, self.size, self.name = position, len(ranks), name
+        self.ranks = tuple(ranks)
+        self.others = [i for i in range(len(ranks)) if i != position]
         self._plane = plane
-        self._ranks = tuple(ranks)
-        self._others = [i for i in range(len(ranks)) if i != position]
         self._tag = tag
         self._wait = wait
 
-    def _finish(
-        self, pending: Pending, missing: Callable[[], Sequence[int]], signature: Signature, arrival: bool = False
-    ) -> None:
-        self._wait.until(pending.done, missing, lambda: f"{self.name}: {signature.text} between hosts", arrival)
+    def connect(self) -> None:
+        """Find out now, and not in the middle of training, whether the members reach each other; all call it."""
+        self._plane.connect([self.ranks[i] for i in self.others], self._tag)
 
-    def _finish_each(self, pending: Sequence[tuple[int, Pending]], signature: Signature) -> None:
-        """Wait for transfers with one world rank each: one that is through may leave while others are awaited."""
+    def __del__(self) -> None:
+        self._plane.disconnect(self._tag)
+
+    # Moving bytes ---------------------------------------------------------------------------------
+
+    def send(self, member: int, data: Bytes) -> Pending:
+        return self._plane.exchange([(self.ranks[member], data)], [], self._tag)
+
+    def receive(self, member: int, data: Bytes) -> Pending:
+        return self._plane.exchange([], [(self.ranks[member], data)], self._tag)
+
+    def await_each(self, pending: Sequence[tuple[int, Pending]], signature: Signature, spin: bool = True) -> None:
+        """Wait for transfers with one member each: one that is through may leave while others are awaited."""
         left = list(pending)
         while left:
-            self._finish(left[0][1], lambda: [rank for rank, transfer in left if not transfer.done()], signature)
+            first = left[0][1]
+            if not first.done():
+                self._finish(
+                    first, lambda: [self.ranks[i] for i, transfer in left if not transfer.done()], signature, spin=spin
+                )
             del left[0]
 
-    def _swap(
+    def _finish(
         self,
-        outgoing: Sequence[Bytes | None],
-        incoming: Sequence[Bytes | None],
+        pending: Pending,
+        missing: Callable[[], Sequence[int]],
         signature: Signature,
-        first: bool = True,
+        arrival: bool = False,
+        spin: bool = True,
     ) -> None:
-        """Send `outgoing[i]` to member i and fill `incoming[i]` from it, None for nothing; `first` in its operation.
-
-        Ahead of the data goes a header that says which operation this is and how much is coming. Data is
-        received only after the header was found right: members in different operations find out, and no
-        message ever meets memory of another size, for which gloo would end the process.
-        """
-        ranks, others = self._ranks, self._others
-        heads = np.zeros((self.size, _HEADER), np.uint8)
-        said = signature.text.encode()[: _HEADER - 16]
-        heads[:, 16 : 16 + len(said)] = np.frombuffer(said, np.uint8)
-        words = heads[:, :16].view(np.int64)
-        words[:, 0] = signature.code
-        words[:, 1] = [0 if part is None else part.size for part in outgoing]
-        theirs = heads.copy()
-        theirs[others] = 0
-        headers = self._plane.exchange(
-            [(ranks[i], heads[i]) for i in others], [(ranks[i], theirs[i]) for i in others], self._tag
+        self._wait.until(
+            pending.done,
+            missing,
+            lambda: f"{self.name}: {signature.text} between hosts",
+            arrival,
+            pending.nap,
+            spin=spin,
         )
-        parts = [(ranks[i], part) for i in others if (part := outgoing[i]) is not None and part.size]
-        sent = [(rank, self._plane.exchange([(rank, part)], [], self._tag)) for rank, part in parts]
-        self._finish(headers, lambda: [ranks[i] for i in others if not theirs[i].any()], signature, first)
-        codes, sizes = theirs[:, :16].view(np.int64).T
-        if (codes != signature.code).any():
-            calls = {r: bytes(theirs[i, 16:]).rstrip(b"\0").decode(errors="replace") for i, r in enumerate(ranks)}
-            raise mismatch(self.name, calls)
-        for i in others:
-            part = incoming[i]
-            if sizes[i] != (0 if part is None else part.size):
-                raise MismatchError(
-                    f"ranks disagree in {self.name}: {signature.text}: rank {ranks[i]} sends {sizes[i]} bytes to rank "
-                    f"{ranks[self.position]}, which expects {0 if part is None else part.size}. Sizes must agree."
-                )
-        parts = [(ranks[i], part) for i in others if (part := incoming[i]) is not None and part.size]
-        received = [(rank, self._plane.exchange([], [(rank, part)], self._tag)) for rank, part in parts]
-        self._finish_each([*received, *sent], signature)
+
+    def announce(self, sizes: Sequence[int], expected: Sequence[int], signature: Signature) -> Announcement:
+        """Begin an operation: tell everyone which it is and how much is coming.
+
+        The data may be sent right after, and memory for it given at once; before what came is used, `check` it.
+
+        Args:
+            sizes: bytes that each member will be sent, 0 for the own.
+            expected: bytes that each is to send.
+            signature: of the operation.
+        """
+        return Announcement(self, sizes, expected, signature)
+
+    def _swap(self, outgoing: Sequence[Bytes | None], incoming: Sequence[Bytes | None], signature: Signature) -> None:
+        """Send `outgoing[i]` to member i and fill `incoming[i]` from it, None for nothing."""
+        said = self.announce(_sizes(outgoing), _sizes(incoming), signature)
+        sent = [(i, self.send(i, part)) for i in self.others if (part := outgoing[i]) is not None and part.size]
+        received = [(i, self.receive(i, part)) for i in self.others if (part := incoming[i]) is not None and part.size]
+        said.check([transfer for _, transfer in (*received, *sent)])
+        self.await_each([*received, *sent], signature)
         own_out, own_in = outgoing[self.position], incoming[self.position]
         if own_out is not None and own_in is not None and own_out is not own_in:
             own_in[:] = own_out
+
+    # Transport ------------------------------------------------------------------------------------
 
     def barrier(self, signature: Signature) -> None:
         nothing: list[Bytes | None] = [None] * self.size
@@ -132,20 +143,76 @@ class Lane:
             [None if target else mine for target in from_root],
             [None if at_root else part for part in parts],
             signature,
-            first=False,
         )
 
-    def all_reduce(self, array: Array, op: Op, dtype: str, signature: Signature) -> None:
-        """Reduce in place. Each part is combined by one member only, so all get the same bits."""
-        if array.nbytes <= SMALL:
-            everyones = np.empty((self.size, array.size), array.dtype)
-            self.all_gather(array.view(np.uint8), [row.view(np.uint8) for row in everyones], signature)
-            reduce_into(array, list(everyones), op, dtype)
-            return
-        parts = [array[cut] for cut in slices(array.size, self.size, array.itemsize)]
-        mine = parts[self.position]
-        terms = [mine if i == self.position else np.empty_like(mine) for i in range(self.size)]
-        self._swap([part.view(np.uint8) for part in parts], [term.view(np.uint8) for term in terms], signature)
-        reduce_into(mine, [mine, *(terms[i] for i in self._others)], op, dtype)
-        outgoing: list[Bytes | None] = [mine.view(np.uint8)] * self.size
-        self._swap(outgoing, [part.view(np.uint8) for part in parts], signature, first=False)
+    def all_reduce_small(
+        self, array: Array, op: Op, dtype: str, signature: Signature, wire: Wire | None = None
+    ) -> None:
+        """Everyone sends everything to everyone and reduces it in the same order, so that all get the same bits."""
+        wire = wire or AsIs()
+        everyones = np.empty((self.size, array.size), array.dtype)
+        received = [wire.space(row) for row in everyones]
+        self.all_gather(wire.pack(array).view(np.uint8), [one.view(np.uint8) for one in received], signature)
+        for one, row in zip(received, everyones, strict=True):
+            wire.unpack(one, row)
+        reduce_into(array, list(everyones), op, dtype)
+
+
+class Announcement:
+    """What every member says ahead of its data: which operation, and how many bytes."""
+
+    def __init__(self, lane: Lane, sizes: Sequence[int], expected: Sequence[int], signature: Signature) -> None:
+        self._lane, self._signature, self._expected = lane, signature, expected
+        heads = np.zeros((lane.size, _HEADER), np.uint8)
+        said = signature.text.encode()[: _HEADER - 16]
+        heads[:, 16 : 16 + len(said)] = np.frombuffer(said, np.uint8)
+        words = heads[:, :16].view(np.int64)
+        words[:, 0] = signature.code
+        words[:, 1] = sizes
+        self._theirs = np.zeros_like(heads)
+        self._heads = heads
+        ranks, others = lane.ranks, lane.others
+        self._transfers = lane._plane.exchange(
+            [(ranks[i], heads[i]) for i in others], [(ranks[i], self._theirs[i]) for i in others], lane._tag
+        )
+
+    def check(self, data: Sequence[Pending] = ()) -> None:
+        """Wait for everyone's, and compare.
+
+        Args:
+            data: transfers begun meanwhile, which are given up where members disagree.
+
+        Raises:
+            MismatchError: members are in different operations, or disagree about sizes.
+        """
+        lane, theirs, ranks = self._lane, self._theirs, self._lane.ranks
+        lane._finish(
+            self._transfers,
+            lambda: [ranks[i] for i in lane.others if not theirs[i].any()],
+            self._signature,
+            arrival=True,
+        )
+        codes, sizes = theirs[:, :16].view(np.int64).T
+        codes[lane.position], sizes[lane.position] = self._signature.code, self._expected[lane.position]
+        error: RingError | None = None
+        if (codes != self._signature.code).any():
+            theirs[lane.position] = self._heads[lane.position]
+            calls = {r: bytes(theirs[i, 16:]).rstrip(b"\0").decode(errors="replace") for i, r in enumerate(ranks)}
+            error = mismatch(lane.name, calls)
+        else:
+            for i in lane.others:
+                if sizes[i] != self._expected[i]:
+                    error = MismatchError(
+                        f"ranks disagree in {lane.name}: {self._signature.text}: rank {ranks[i]} sends "
+                        f"{sizes[i]} bytes "
+                        f"to rank {ranks[lane.position]}, which expects {self._expected[i]}. Sizes must agree."
+                    )
+                    break
+        if error is not None:
+            for transfer in data:
+                transfer.abandon()
+            raise error
+
+
+def _sizes(parts: Sequence[Bytes | None]) -> list[int]:
+    return [0 if part is None else part.size for part in parts]

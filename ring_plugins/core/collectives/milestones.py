@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ring_plugins.core.collectives.signature import Signature, mismatch
+from ring_plugins.core.errors import MismatchError
 from ring_plugins.core.shared_memory import publish
 from ring_plugins.core.waiting import Wait
 
@@ -23,6 +24,8 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 PAGE = 4096
 _SIGNATURES = 8  # word of the first of two signatures, a cache line away from the milestone
 _TEXT = 1024
+#: What a control page's text is: the own operation, or what went wrong between hosts.
+_SIGNATURE, _VERDICT = 1, 2
 
 
 class Milestones:
@@ -73,11 +76,30 @@ class Milestones:
             else:
                 return
         self._wait.until(
-            lambda: all(clock[0] >= milestone for clock in others),
+            lambda: self._are_there(milestone),
             lambda: [rank for rank, clock in zip(self._ranks, self._clocks, strict=True) if clock[0] < milestone],
             lambda: f"{self._name}: {self._current.text}",
             arrival,
         )
+
+    def _are_there(self, milestone: int) -> bool:
+        for rank, clock, text in zip(self._ranks, self._clocks, self._texts, strict=True):
+            if clock[0] < milestone and text[0] == _VERDICT:
+                publish()
+                raise MismatchError(_read(text) or f"rank {rank} found a mismatch with another host.")
+        return all(clock[0] >= milestone for clock in self._others)
+
+    def tell(self, error: MismatchError) -> None:
+        """Let members that wait for this one raise what it found out about other hosts, where they cannot look."""
+        self._write(str(error), _VERDICT)
+
+    def _write(self, text: str, kind: int) -> None:
+        data = np.frombuffer(text.encode()[: PAGE - _TEXT - 1], np.uint8)
+        own = self._texts[self._position]
+        own[1 : 1 + data.size] = data
+        own[1 + data.size :] = 0
+        publish()
+        own[0] = kind
 
     def arrive(self, signature: Signature) -> None:
         """The first barrier of an operation, which also finds members that are in another one."""
@@ -92,16 +114,13 @@ class Milestones:
 
     def _report_mismatch(self, slot: int) -> None:
         """Exchange texts and raise: all members see the difference, so all come here."""
-        text = np.frombuffer(self._current.text.encode()[: PAGE - _TEXT - 1], np.uint8)
-        own = self._texts[self._position]
-        own[1 : 1 + text.size] = text
-        own[1 + text.size :] = 0
-        own[0] = 1
+        self._write(self._current.text, _SIGNATURE)
         end = time.monotonic() + 2.0
         while time.monotonic() < end and not all(t[0] for t in self._texts):
             time.sleep(0.001)
-        calls = {
-            rank: bytes(t[1:]).rstrip(b"\0").decode(errors="replace") or "another operation"
-            for rank, t in zip(self._ranks, self._texts, strict=True)
-        }
+        calls = {rank: _read(t) or "another operation" for rank, t in zip(self._ranks, self._texts, strict=True)}
         raise mismatch(self._name, calls)
+
+
+def _read(text: Bytes) -> str:
+    return bytes(text[1:]).rstrip(b"\0").decode(errors="replace")

@@ -27,6 +27,8 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 HALF = 512 * 1024
 #: Up to this size every member reads everything: one barrier instead of two. Measured crossover.
 SMALL = 32 * 1024
+#: Bytes of each of the four areas through which chunks go to and from other hosts. Memory is taken when it is written.
+ROOM = 4 * 1024 * 1024
 _ALIGN = 64
 
 
@@ -40,7 +42,7 @@ def slices(count: int, parts: int, itemsize: int) -> list[slice]:
 
 def create_segment() -> Segment:
     """The segment that a member brings to `Node`."""
-    return Segment.create(PAGE + 2 * HALF)
+    return Segment.create(PAGE + 2 * HALF + 4 * ROOM)
 
 
 class Node:
@@ -66,8 +68,11 @@ class Node:
         ]
         pages = [segment.array[:PAGE] for segment in segments]
         milestones = Milestones(pages, ranks, position, wait, name)
+        self.arrive, self.barrier_only, self.tell = milestones.arrive, milestones.barrier, milestones.tell
         self._arrive, self._barrier = milestones.arrive, milestones.barrier
-        self._staging = [(segment.array[PAGE : PAGE + HALF], segment.array[PAGE + HALF :]) for segment in segments]
+        end = PAGE + 2 * HALF
+        self._staging = [(segment.array[PAGE : PAGE + HALF], segment.array[PAGE + HALF : end]) for segment in segments]
+        self.rooms = [segment.array[end:] for segment in segments]
         self._typed: dict[np.dtype[Any], tuple[list[Array], list[Array]]] = {}
         self._use = 0
         self._buffers: list[SharedBuffer] = []
@@ -151,13 +156,13 @@ class Node:
         if array.nbytes <= SMALL:
             self._reduce_small(array, op, dtype, divisor, signature)
             return
-        shared = self._everyones(array)
+        shared = self.everyones(array)
         if shared is not None:
             self._reduce_shared(shared, op, dtype, divisor, signature)
         else:
             self._reduce_staged(array, op, dtype, divisor, signature)
 
-    def _everyones(self, array: Array) -> list[Array] | None:
+    def everyones(self, array: Array) -> list[Array] | None:
         """The same memory of all members, if it lies in a buffer that they share."""
         for buffer in self._buffers:
             offset = buffer.offset_of(array)
@@ -210,43 +215,3 @@ class Node:
             self._barrier()
             for cut in others:
                 np.copyto(chunk[cut], own[cut])
-
-    # The two halves of a reduction that goes on between hosts --------------------------------------
-
-    def reduce_to_owners(self, array: Array, cuts: Sequence[slice], op: Op, dtype: str, signature: Signature) -> None:
-        """Leave in `array[cuts[i]]` of member i the reduction over all members; members past `cuts` own nothing."""
-        shared = self._everyones(array)
-        if shared is not None:
-            self._arrive(signature)
-            if self.position < len(cuts):
-                own = self._own_first([part[cuts[self.position]] for part in shared])
-                reduce_into(own[0], own, op, dtype)
-            return
-        room = HALF // len(cuts) // _ALIGN * _ALIGN // array.itemsize
-        longest = max(cut.stop - cut.start for cut in cuts)
-        for i, start in enumerate(range(0, max(longest, 1), room)):
-            half = self._next_half()
-            staged = self._typed_staging(array.dtype)[half]
-            for owner, cut in enumerate(cuts):
-                if owner != self.position:
-                    piece = array[cut][start : start + room]
-                    staged[self.position][owner * room : owner * room + piece.size] = piece
-            self._arrive(signature) if i == 0 else self._barrier()
-            if self.position < len(cuts):
-                piece, at = array[cuts[self.position]][start : start + room], self.position * room
-                others = [s[at : at + piece.size] for j, s in enumerate(staged) if j != self.position]
-                reduce_into(piece, [piece, *others], op, dtype)
-
-    def share_from_owners(self, array: Array, cuts: Sequence[slice], signature: Signature) -> None:
-        """Give everyone `array[cuts[i]]` of member i."""
-        shared = self._everyones(array)
-        if shared is not None:
-            self._barrier()
-            for i, cut in enumerate(cuts):
-                if i != self.position:
-                    np.copyto(shared[self.position][cut], shared[i][cut])
-            self._barrier()  # neighbours may still read; the caller is free to overwrite after this
-            return
-        parts = [array[cut].view(np.uint8) for cut in cuts]
-        parts += [parts[0][:0]] * (self.size - len(cuts))
-        self.all_gather(parts[self.position], parts, signature)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
+import sys
 
 from ring_plugins.core import mpi
 from ring_plugins.core.errors import LaunchError
+from ring_plugins.core.launch.interfaces import own_offer
+from ring_plugins.core.launch.mpi_network import compare
 from ring_plugins.core.launch.record import Connection, LaunchRecord, integer
+from ring_plugins.core.launch.versions import differences, own_versions
 
 #: (rank, size, local rank, local size), launcher. The first whose rank is set counts.
 _VARIABLES = [
@@ -36,7 +41,7 @@ def connect(record: LaunchRecord) -> Connection:
 
     Raises:
         MissingDependency: no mpi4py, no libmpi.
-        LaunchError: MPI sees another number of ranks than the launcher started.
+        LaunchError: MPI sees another number of ranks than the launcher started, or the ranks' installations differ.
     """
     plane = mpi.MpiPlane()
     if record.size is not None and record.size != plane.size:
@@ -45,4 +50,10 @@ def connect(record: LaunchRecord) -> Connection:
             f"different MPI libraries. Use the mpirun of {plane.mpi.Get_library_version().splitlines()[0].strip()}, "
             "or install mpi4py for this one."
         )
+    hosts = plane.all_gather_object([socket.gethostname(), own_versions()])
+    wrong = differences({rank: (host, versions) for rank, (host, versions) in enumerate(hosts)})
+    if wrong:
+        raise LaunchError(wrong)
+    if plane.size > 1 and (text := compare(own_offer(plane.rank), plane.all_gather_object)) and plane.rank == 0:
+        print(f"ring_plugins: {text}.", file=sys.stderr, flush=True)
     return Connection(plane.rank, plane.size, plane.all_gather_object, plane, plane.close)

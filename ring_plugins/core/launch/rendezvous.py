@@ -1,20 +1,46 @@
-"""Started by torchrun, or by anything that sets its variables: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT."""
+"""Started by torchrun, or by anything that sets its variables: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+
+Rank 0 listens and the others call it (roll_call.py). Where it listens they know in one of two ways. Usually it is
+MASTER_PORT. But torchrun's agent keeps that port for a store of torch's, and so does a script that has initialised
+torch.distributed by itself; then rank 0 takes any port and hands its number round through that store.
+"""
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
+import secrets
+import socket
 import sys
+import time
+from typing import Protocol, cast
 
-from ring_plugins.core.errors import MissingDependency
+from ring_plugins.core.errors import LaunchError, MissingDependency
+from ring_plugins.core.launch import roll_call
+from ring_plugins.core.launch.interfaces import address_towards, choose, own_offer, read_offer, unmeasured
+from ring_plugins.core.launch.probe import measure
 from ring_plugins.core.launch.record import Connection, LaunchRecord, integer
+from ring_plugins.core.switchboard import Peer, Switchboard
+from ring_plugins.core.tcp import TcpPlane
+from ring_plugins.core.waiting import seconds_from_environment
 
-_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: Seconds for whoever had MASTER_PORT before, such as a store of torch's that is being closed, to let go of it.
+_TAKEN = 5.0
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Board(Protocol):
+    """A store of torch's, as far as it is needed here: a text that rank 0 leaves for the others."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
 
 
 def detect() -> LaunchRecord | None:
     """The variables that torchrun sets."""
-    if not all(os.environ.get(name) for name in _NEEDED):
+    if not all(os.environ.get(name) for name in VARIABLES):
         return None
     by = "torchrun" if os.environ.get("TORCHELASTIC_RUN_ID") else "the variables RANK and MASTER_ADDR"
     return LaunchRecord(
@@ -23,31 +49,110 @@ def detect() -> LaunchRecord | None:
 
 
 def connect(record: LaunchRecord, generation: int) -> Connection:
-    """Meet through torch.distributed's store, with gloo as the plane.
+    """Meet the other ranks, and open sockets between them.
 
-    The plane lives with the torch code and is found by name, because the core imports no framework.
+    Args:
+        record: from `detect`.
+        generation: how often this process has connected before.
 
     Raises:
-        MissingDependency: torch is not installed.
+        LaunchError: the ranks do not find each other, do not fit together, or share no network; says which and why.
     """
     os.environ.update(record.variables)
+    missing = [name for name in VARIABLES if not os.environ.get(name)]
+    if missing:
+        raise LaunchError(
+            f"{', '.join(missing)} not set in the environment; start with torchrun, with mpirun, "
+            f"or set all of {', '.join(VARIABLES)}."
+        )
+    rank, size = integer("RANK"), integer("WORLD_SIZE")
+    assert rank is not None
+    assert size is not None
+    if not 0 <= rank < size:
+        raise LaunchError(f"RANK={rank} does not fit WORLD_SIZE={size}.")
+    call = _meet(rank, size, os.environ["MASTER_ADDR"], generation)
     try:
-        gloo = importlib.import_module("ring_plugins.torch.gloo")
+        plane = _open_plane(call, rank)
+    except BaseException:
+        call.close()
+        raise
+
+    def close() -> None:
+        plane.close()
+        call.close()
+
+    return Connection(rank, size, call.gather, plane, close)
+
+
+def _meet(rank: int, size: int, address: str, generation: int) -> roll_call.RollCall:
+    board = _board(generation)
+    secret = roll_call.job_secret()
+    if board is None:
+        port = integer("MASTER_PORT") or 0
+        if rank == 0:
+            return roll_call.host(_listen(port, size), size, secret)
+        return roll_call.attend(rank, size, address, port, secret)
+    if rank == 0:
+        listener = socket.create_server(("", 0), backlog=size)
+        secret = secret or secrets.token_hex(16)
+        board.set("roll call", f"{listener.getsockname()[1]} {secret}")
+        del board  # is closed before anyone goes on: a port may be used again by the next of torch's stores
+        return roll_call.host(listener, size, secret)
+    port_text, secret = board.get("roll call").decode().split()
+    del board
+    return roll_call.attend(rank, size, address, int(port_text), secret)
+
+
+def _board(generation: int) -> Board | None:
+    """torch's store, where it has the rendezvous' port; the core imports no framework, so it is found by name."""
+    torch_store = sys.modules.get("ring_plugins.torch.rendezvous")
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+    if not agents and (torch_store is None or not torch_store.owns_port()):
+        return None
+    try:
+        torch_store = importlib.import_module("ring_plugins.torch.rendezvous")
     except ImportError as error:
         raise MissingDependency(
-            f"{record.by} starts processes that meet through torch, which is not installed ({error}): "
-            'pip install torch, or start with mpirun after pip install "ring_plugins[mpi]".'
+            f"torchrun's processes meet through torch, which is not installed ({error}): pip install torch."
         ) from error
-    plane = gloo.open_plane(generation)
-    return Connection(plane.rank, plane.size, plane.all_gather_object, plane, plane.close)
+    return cast("Board", torch_store.open_board(generation))
 
 
-def say_what_is_lost(nodes: int) -> None:
-    """Tell the user, on rank 0, what gloo between hosts means."""
-    if nodes > 1:
-        print(
-            "ring_plugins: started without MPI, so gloo carries data between the hosts: correct, but small messages "
-            "take about ten times longer than with MPI. Inside a host nothing is lost. Starting with mpirun avoids it.",
-            file=sys.stderr,
-            flush=True,
-        )
+def _listen(port: int, size: int) -> socket.socket:
+    end = time.monotonic() + _TAKEN
+    while True:
+        try:
+            return socket.create_server(("", port), backlog=size)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and time.monotonic() < end:
+                time.sleep(0.05)
+                continue
+            why = error
+        if why.errno != errno.EADDRINUSE:
+            raise LaunchError(f"rank 0 cannot listen at MASTER_PORT={port}: {why.strerror}.") from why
+        raise LaunchError(
+            f"MASTER_PORT={port} is taken on {socket.gethostname()}, by another job or by one that has not quite "
+            "ended; "
+            "set another number on all ranks."
+        ) from why
+
+
+def _open_plane(call: roll_call.RollCall, rank: int) -> TcpPlane:
+    """Agree on a network, listen there, and know where the others do."""
+    told = call.gather(own_offer(rank, address_towards(os.environ["MASTER_ADDR"])))
+    offers = [read_offer(item) for item in told]
+    networks = unmeasured(offers)
+    choice = choose(offers, measure(networks, offers, rank, call.gather) if networks else None)
+    if rank == 0 and choice.text:
+        print(f"ring_plugins: {choice.text}.", file=sys.stderr, flush=True)
+    patience = min(15.0, seconds_from_environment("RING_START_TIMEOUT", 300.0))
+    switchboard = Switchboard(choice.addresses[rank], patience)
+    try:
+        whole = call.gather([switchboard.port, secrets.token_hex(32) if rank == 0 else ""])
+        ports, secret = [int(item[0]) for item in whole], str(whole[0][1])
+        peers = [Peer(o.host, a, p) for o, a, p in zip(offers, choice.addresses, ports, strict=True)]
+        switchboard.open(rank, peers, secret)
+    except BaseException:
+        switchboard.close()
+        raise
+    return TcpPlane(rank, peers, switchboard)

@@ -1,0 +1,161 @@
+"""All-reduce of float32 between hosts, beside flat MPI, torch's gloo and the wire's own limit.
+
+    python benchmarks/between_hosts.py                          # everything, on test hosts on this machine, as root
+    python benchmarks/between_hosts.py --hosts 2 --rate 10gbit  # one network
+    mpirun -n 4 --hostfile hosts python benchmarks/between_hosts.py --here  # on real hosts
+
+Test hosts are network namespaces with shaped links (tests/hosts), two ranks each. They share this machine's cores, on
+which all ranks add up and copy, and the kernel carries every packet: from about 10 Gbit/s on it is the cores that limit
+everyone.
+
+The limit is 2(n-1)/n of the bytes, through the rate of one host's link; nothing can be faster. Of the rate, TCP and
+Ethernet headers take 4.4 % themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+import numpy as np
+from measure import machine, save
+
+import ring_plugins as ring
+from ring_plugins.core import mpi
+from ring_plugins.core.collectives.host import HostCommunicator
+from ring_plugins.core.memory import HostMemory
+from ring_plugins.core.operations import Op
+from ring_plugins.core.world import current
+from ring_plugins.measuring.contestants import Contestant, bucket, gloo, ordinary
+from ring_plugins.measuring.contestants import mpi as flat_mpi
+from ring_plugins.measuring.timing import Times, interleaved
+
+SIZES = [1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 25 << 20, 100 << 20]
+
+
+def over_mpi() -> Contestant:
+    """ring_plugins with MPI between the hosts instead of sockets."""
+    world = current()
+    communicator = HostCommunicator(
+        "over MPI",
+        world.place.rank,
+        world._nodes[world.place.rank],
+        2 * world.place.rank,
+        world.communicator.all_gather_object,
+        world.watch,
+        mpi.MpiPlane(),
+    )
+
+    def make(nbytes: int):
+        array = np.ones(nbytes // 4, np.float32)
+        return lambda: communicator.all_reduce(HostMemory(array, "float32"), Op.AVERAGE)
+
+    return make
+
+
+def worker(options: argparse.Namespace) -> None:
+    """On every rank. mpirun has started it, so MPI is there for comparison; ring_plugins meets over sockets."""
+    with contextlib.suppress(OSError):  # of this session only: what else the machine does is to wait
+        Path("/proc/self/autogroup").write_text("-20")
+    rank, size = os.environ["OMPI_COMM_WORLD_RANK"], os.environ["OMPI_COMM_WORLD_SIZE"]
+    address = mpi.load().COMM_WORLD.bcast(options.address or socket.gethostname())
+    os.environ |= {"RING_LAUNCHER": "rendezvous", "RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": address}
+    os.environ["MASTER_PORT"] = "29600"
+    ring.init()
+    variants: dict[str, Contestant] = {"ring": ordinary, "ring bucket": bucket, "ring over MPI": over_mpi()}
+    variants |= {"MPI": flat_mpi} | ({} if options.without_gloo else {"gloo": gloo})
+    rows: dict[int, dict[str, Times]] = {}
+    for nbytes in [size for size in SIZES if size <= options.largest]:
+        made = {name: make(nbytes) for name, make in variants.items()}
+        probe = interleaved(made, 2, 1)
+        repetitions = int(min(200, max(5, options.seconds / sum(times.median for times in probe.values()))))
+        rows[nbytes] = interleaved(made, repetitions, 1)
+        if ring.rank() == 0:
+            text = "  ".join(f"{name} {times.median * 1e3:,.3f} ms" for name, times in rows[nbytes].items())
+            print(f"{nbytes:>12,} B  {text}", flush=True)
+    if ring.rank() == 0 and options.out:
+        seconds = {nbytes: {name: vars(times) for name, times in row.items()} for nbytes, row in rows.items()}
+        record = {"hosts": ring.num_nodes(), "ranks": ring.size(), "seconds": seconds}
+        Path(options.out).write_text(json.dumps(record))
+    ring.barrier()
+
+
+def limit(nbytes: int, hosts: int, rate: str | None) -> float:
+    """Seconds that the wire alone takes; 0 where it has no limit."""
+    if rate is None:
+        return 0.0
+    return 2 * (hosts - 1) / hosts * nbytes * 8 / (float(rate.removesuffix("gbit")) * 1e9)
+
+
+def measure(number: int, rate: str | None, arguments: list[str]) -> dict[str, object]:
+    """On test hosts, two ranks each."""
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    from tests.hosts import hosts
+
+    with hosts(number, rate=rate) as cluster:
+        out = cluster.directory / "result.json"
+        own = ["--here", "--out", str(out), "--address", "host1", *arguments]
+        environment = {
+            "GLOO_SOCKET_IFNAME": "eth0",
+            # MPI's ranks spin while they wait; where ranks outnumber cores, let them yield.
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+            "PYTHONPATH": f"{Path(__file__).parent}:{cluster.environment()['PYTHONPATH']}",
+        }
+        with cluster.mpirun_start(Path(__file__).resolve(), 2, own, environment) as job:
+            result = job.wait(900)
+        if not out.exists():
+            raise SystemExit(str(result))
+        record: dict[str, object] = json.loads(out.read_text())
+        return {**record, "rate": rate}
+
+
+def report(record: dict[str, object]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    rows: dict[str, dict[str, dict[str, float]]] = record["seconds"]  # type: ignore[assignment]
+    hosts, rate = int(str(record["hosts"])), record["rate"]
+    names = list(next(iter(rows.values())))
+    table = Table(title=f"{hosts} hosts, {record['ranks']} ranks, {rate or 'no limit'}: median ms", caption=machine())
+    for title in ("bytes", *names, "limit", "limit / ring", "limit / bucket", "MPI / ring", "gloo / ring"):
+        table.add_column(title, justify="right")
+    for size, times in rows.items():
+        m = {name: t["median"] for name, t in times.items()}
+        least = limit(int(size), hosts, rate if rate is None else str(rate))
+        ratios = [f"{least / m[name]:.2f}" if least else "" for name in ("ring", "ring bucket")]
+        ratios += [f"{m[name] / m['ring']:.2f}" if name in m else "" for name in ("MPI", "gloo")]
+        table.add_row(f"{int(size):,}", *(f"{m[n] * 1e3:,.3f}" for n in names), f"{least * 1e3:,.3f}", *ratios)
+    Console(width=170).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, action="append", help="how many test hosts; may be repeated")
+    parser.add_argument("--rate", action="append", help="of each link: 1gbit, 10gbit, none; may be repeated")
+    parser.add_argument("--largest", type=int, default=100 << 20, help="bytes of the largest message")
+    parser.add_argument("--seconds", type=float, default=3.0, help="to spend on each size, about")
+    parser.add_argument("--without-gloo", action="store_true", help="leave gloo out, and the import of torch")
+    parser.add_argument("--here", action="store_true", help="measure among the ranks that mpirun started")
+    parser.add_argument("--address", help="of rank 0's host, with --here")
+    parser.add_argument("--out", help="file for the result, with --here")
+    options = parser.parse_args()
+    if options.here:
+        worker(options)
+        return
+    passed = ["--largest", str(options.largest), "--seconds", str(options.seconds)]
+    passed += ["--without-gloo"] if options.without_gloo else []
+    records = []
+    for number in options.hosts or [2, 3, 4]:
+        for rate in options.rate or ["1gbit", "10gbit", "none"]:
+            records.append(measure(number, None if rate == "none" else rate, passed))
+            report(records[-1])
+    save("between_hosts", {"networks": records})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""All-reduce between hosts as a stream of chunks, so that adding, sending and receiving happen at the same time.
+
+Every chunk goes through a number of rounds. While one is in its last round, later ones are in earlier rounds, and what
+each round sends is under way while the processor adds up others. All members take the same steps in the same order, so
+their messages match without being numbered.
+
+Two ways to go round, which both send 2(n-1)/n of the data from every host, the least there is (Patarasuk and Yuan,
+"Bandwidth optimal all-reduce algorithms", 2009). Straight: a chunk is cut into one part a member; everyone sends every
+member its part, the member adds them up and sends everyone the sum: two rounds, and a connection with everyone. In a
+ring, members only talk to their neighbours, 2(n-1) rounds. Straight is never slower on a switch that gives every host
+its full rate, until the parts get small and the senders many.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ring_plugins.core.arithmetic import reduce_into
+from ring_plugins.core.collectives.lane import Announcement, Lane
+from ring_plugins.core.collectives.node import slices
+from ring_plugins.core.collectives.signature import Signature
+from ring_plugins.core.collectives.wire import Wire
+from ring_plugins.core.operations import Op
+from ring_plugins.core.plane import Pending
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+#: From this many hosts on data goes in a ring: a host that n-1 others send to at once drops packets in the switch.
+RING_FROM = 16
+
+
+class Reduction:
+    """What to compute with the chunks of one operation.
+
+    Args:
+        lane: the members.
+        op, dtype: as in `reduce_into`.
+        divisor: the result is divided by this.
+        wire: how numbers travel.
+        signature: of the operation.
+    """
+
+    def __init__(self, lane: Lane, op: Op, dtype: str, divisor: float, wire: Wire, signature: Signature) -> None:
+        self.lane, self.op, self.dtype, self.divisor = lane, op, dtype, divisor
+        self.wire, self.signature = wire, signature
+        self._announcement: Announcement | None = None
+        self._spare: dict[tuple[int, str], list[Array]] = {}
+        self.unsent: list[tuple[int, Pending]] = []
+
+    def announce(self, nbytes: int) -> None:
+        """Tell the others what this is; once, before the first chunk."""
+        sizes = [nbytes] * self.lane.size
+        self._announcement = self.lane.announce(sizes, sizes, self.signature)
+
+    def check(self, data: Sequence[Pending]) -> None:
+        """Before the first use of what others sent: are they in the same operation?"""
+        if self._announcement is not None:
+            self._announcement.check(data)
+            self._announcement = None
+
+    def send(self, members: Sequence[int], piece: Array) -> None:
+        if piece.size:
+            data = self.wire.pack(piece).view(np.uint8)
+            self.unsent += [(member, self.lane.send(member, data)) for member in members]
+
+    def receive(self, member: int, space: Array) -> Pending:
+        return self.lane.receive(member, space.view(np.uint8))
+
+    def borrow(self, piece: Array) -> Array:
+        """Memory of the size of a piece; fresh memory from the kernel would cost as much as receiving into it."""
+        spare = self._spare.get((piece.size, piece.dtype.str))
+        return spare.pop() if spare else np.empty_like(piece)
+
+    def give_back(self, memory: Array) -> None:
+        """For the next chunk."""
+        self._spare.setdefault((memory.size, memory.dtype.str), []).append(memory)
+
+    def finish(self) -> None:
+        """Wait until all is sent, after which the memory may change."""
+        self.lane.await_each(self.unsent, self.signature, spin=False)
+        self.unsent = []
+
+    def start_sending(self) -> None:
+        """Let go what can, and keep no record of what has left."""
+        while self.unsent and self.unsent[0][1].done():
+            del self.unsent[0]
+
+    def settle(self, piece: Array) -> None:
+        """Make a finished sum what the others will receive."""
+        if self.divisor != 1:
+            reduce_into(piece, [piece], self.op, self.dtype, self.divisor)
+        if not self.wire.exact:
+            self.wire.unpack(self.wire.pack(piece), piece)
+
+
+class Straight:
+    """A chunk that goes straight between all members: two rounds."""
+
+    def __init__(self, reduction: Reduction, chunk: Array) -> None:
+        self._reduction, lane = reduction, reduction.lane
+        self._parts = [chunk[cut] for cut in slices(chunk.size, lane.size, chunk.itemsize)]
+        self._round = 0
+        self._spaces: dict[int, Array] = {}
+        mine = self._parts[lane.position]
+        self._terms = {i: reduction.wire.space(reduction.borrow(mine)) for i in lane.others}
+        self._awaited = [(i, reduction.receive(i, term)) for i, term in self._terms.items() if mine.size]
+        for i in _from_the_next(lane):
+            reduction.send([i], self._parts[i])
+
+    def advance(self) -> bool:
+        """Wait for what this round receives, and start the next; whether the chunk is finished."""
+        reduction, lane = self._reduction, self._reduction.lane
+        reduction.check([transfer for _, transfer in self._awaited])
+        lane.await_each(self._awaited, reduction.signature, spin=False)
+        self._round += 1
+        if self._round == 2:
+            for i in lane.others:
+                reduction.wire.unpack(self._spaces[i], self._parts[i])
+            return True
+        mine = self._parts[lane.position]
+        if mine.size:
+            terms = []
+            for i in range(lane.size):
+                if i == lane.position:
+                    terms.append(mine)
+                elif reduction.wire.exact:
+                    terms.append(self._terms[i])
+                else:
+                    term = np.empty_like(mine)
+                    reduction.wire.unpack(self._terms[i], term)
+                    terms.append(term)
+            own_first = [mine, *(term for term in terms if term is not mine)]
+            reduce_into(mine, own_first, reduction.op, reduction.dtype)
+            reduction.settle(mine)
+        self._spaces = {i: reduction.wire.space(self._parts[i]) for i in lane.others}
+        self._awaited = [(i, reduction.receive(i, space)) for i, space in self._spaces.items() if space.size]
+        reduction.send(_from_the_next(lane), mine)
+        for term in self._terms.values():
+            reduction.give_back(term)
+        self._terms = {}
+        return False
+
+
+class Ring:
+    """A chunk that goes round: every part is added to by one member after the other, then handed round once more."""
+
+    def __init__(self, reduction: Reduction, chunk: Array) -> None:
+        self._reduction, lane = reduction, reduction.lane
+        self._parts = [chunk[cut] for cut in slices(chunk.size, lane.size, chunk.itemsize)]
+        self._round = 0
+        self._right, self._left = (lane.position + 1) % lane.size, (lane.position - 1) % lane.size
+        reduction.send([self._right], self._parts[lane.position])
+        self._expect()
+
+    def _incoming(self) -> Array:
+        """The part that comes in this round."""
+        lane = self._reduction.lane
+        return self._parts[(lane.position - 1 - self._round) % lane.size]
+
+    def _expect(self) -> None:
+        part, adding = self._incoming(), self._round < self._reduction.lane.size - 1
+        self._space = self._reduction.wire.space(self._reduction.borrow(part) if adding else part)
+        self._awaited = [(self._left, self._reduction.receive(self._left, self._space))] if part.size else []
+
+    def advance(self) -> bool:
+        """Wait for what this round receives, and start the next; whether the chunk is finished."""
+        reduction, lane = self._reduction, self._reduction.lane
+        reduction.check([transfer for _, transfer in self._awaited])
+        lane.await_each(self._awaited, reduction.signature, spin=False)
+        part = self._incoming()
+        if part.size and self._round < lane.size - 1:
+            term = self._space
+            if not reduction.wire.exact:
+                term = np.empty_like(part)
+                reduction.wire.unpack(self._space, term)
+            reduce_into(part, [part, term], reduction.op, reduction.dtype)
+            reduction.give_back(self._space)
+            if self._round == lane.size - 2:
+                reduction.settle(part)
+        elif part.size:
+            reduction.wire.unpack(self._space, part)
+        self._round += 1
+        if self._round == 2 * (lane.size - 1):
+            return True
+        reduction.send([self._right], part)
+        self._expect()
+        return False
+
+
+def _from_the_next(lane: Lane) -> list[int]:
+    """The other members, beginning with the next, so that not all begin with the same one."""
+    return [(lane.position + step) % lane.size for step in range(1, lane.size)]
+
+
+def rounds(members: int) -> int:
+    """How many rounds a chunk takes."""
+    return 2 if members < RING_FROM else 2 * (members - 1)
+
+
+class Stream:
+    """The chunks of one operation under way, oldest first."""
+
+    def __init__(self, reduction: Reduction) -> None:
+        self._reduction = reduction
+        self._way = Straight if reduction.lane.size < RING_FROM else Ring
+        self._chunks: deque[Straight | Ring] = deque()
+
+    def step(self, chunk: Array | None) -> None:
+        """Begin a chunk, reduced in place, and take all older ones a round further.
+
+        It is finished `rounds(members)` steps later.
+        """
+        older = list(self._chunks)
+        if chunk is not None:
+            self._chunks.append(self._way(self._reduction, chunk))
+        for one in older:
+            if one.advance():
+                self._chunks.popleft()
+        self._reduction.start_sending()
+
+    def end(self) -> None:
+        """Wait until all has been sent, after which the memory may change."""
+        self._reduction.finish()

@@ -1,0 +1,272 @@
+"""The plane over plain sockets: bytes between hosts without MPI and without any framework.
+
+Each pair of ranks has one connection a tag, so a stream carries one lane's messages in their order and nothing else: no
+framing, no copy, and no lane ever waits for another's data. Bytes go straight between the sockets and numpy memory.
+Progress is made by whoever asks `done()`, as in MPI; between two looks the kernel's buffers go on sending and
+receiving.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from ring_plugins.core.errors import ArgumentError, PeerFailed, RingError
+from ring_plugins.core.plane import Bytes
+from ring_plugins.core.switchboard import Peer, Switchboard
+
+#: Parts handed to the kernel in one call; a header and its data go out together.
+_TOGETHER = 8
+#: Bytes for which it is worth being woken, if so many are awaited: what 10 Gbit/s brings in 100 µs.
+_ENOUGH = 128 * 1024
+#: Milliseconds to sleep at most where nothing arrives.
+_DOZE = 10
+
+
+class _Link:
+    """The connection with one peer for one tag, and what is still to be moved over it.
+
+    Attributes:
+        to_send, to_receive: bytes given so far, in all.
+        sent, received: bytes moved so far.
+    """
+
+    def __init__(self, switchboard: Switchboard, peer: int, tag: int) -> None:
+        self.peer, self._tag, self._switchboard = peer, tag, switchboard
+        self.socket: socket.socket | None = None
+        self.to_send = self.to_receive = self.sent = self.received = 0
+        self._enough = 1
+        self._outgoing: deque[memoryview] = deque()
+        self._incoming: deque[memoryview] = deque()
+
+    def is_connected(self) -> bool:
+        """Whether bytes can move: the lower rank connects, the higher one is connected to."""
+        if self.socket is None:
+            self.socket = self._switchboard.line(self.peer, self._tag)
+        return self.socket is not None
+
+    def send(self, data: Bytes) -> None:
+        self._outgoing.append(memoryview(data))
+        self.to_send += data.size
+
+    def receive(self, data: Bytes) -> None:
+        self._incoming.append(memoryview(data))
+        self.to_receive += data.size
+
+    def is_busy(self) -> bool:
+        return self.sent < self.to_send or self.received < self.to_receive
+
+    def wants(self) -> int:
+        """What to poll the socket for, which is told to wake nobody for less than is worth it."""
+        assert self.socket is not None
+        enough = max(1, min(self.to_receive - self.received, _ENOUGH))
+        if enough != self._enough:
+            self._enough = enough
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
+        return (select.POLLOUT if self._outgoing else 0) | (select.POLLIN if self._incoming else 0)
+
+    def move(self) -> None:
+        """Send and receive what can be moved at once.
+
+        Raises:
+            OSError: the connection is broken, EOFError: the peer has closed it.
+        """
+        if not self.is_connected():
+            return
+        with contextlib.suppress(BlockingIOError, InterruptedError):
+            while self._outgoing:
+                self.sent += _advance(self._outgoing, self._push())
+        with contextlib.suppress(BlockingIOError, InterruptedError):
+            while self._incoming:
+                count = self._pull()
+                if count == 0:
+                    raise EOFError("it closed the connection")
+                self.received += _advance(self._incoming, count)
+
+    def close(self) -> None:
+        if self.socket is not None:
+            self.socket.close()
+            self.socket = None
+
+    def _push(self) -> int:
+        assert self.socket is not None
+        if len(self._outgoing) == 1:
+            return self.socket.send(self._outgoing[0])
+        return self.socket.sendmsg([self._outgoing[i] for i in range(min(len(self._outgoing), _TOGETHER))])
+
+    def _pull(self) -> int:
+        assert self.socket is not None
+        if len(self._incoming) == 1:
+            return self.socket.recv_into(self._incoming[0])
+        parts = [self._incoming[i] for i in range(min(len(self._incoming), _TOGETHER))]
+        return self.socket.recvmsg_into(parts)[0]
+
+
+def _advance(parts: deque[memoryview], count: int) -> int:
+    """Take the first `count` bytes off `parts`."""
+    left = count
+    while left:
+        first = parts[0]
+        if len(first) > left:
+            parts[0] = first[left:]
+            break
+        left -= len(first)
+        parts.popleft()
+    return count
+
+
+class _Lines:
+    """All links of one tag. They are moved together, so that waiting for one peer never stops another's data."""
+
+    def __init__(self) -> None:
+        self.links: dict[int, _Link] = {}
+        self.busy: list[_Link] = []
+
+
+class _TcpPending:
+    """One exchange: done when its links have moved as many bytes as they had been given by then."""
+
+    def __init__(self, plane: TcpPlane, lines: _Lines, links: Sequence[_Link]) -> None:
+        self._plane, self._lines = plane, lines
+        self._left = [(link, link.to_send, link.to_receive) for link in links]
+
+    def done(self) -> bool:
+        if not self._left:
+            return True
+        self._plane.move(self._lines)
+        self._left = [mark for mark in self._left if mark[0].sent < mark[1] or mark[0].received < mark[2]]
+        return not self._left
+
+    def nap(self, seconds: float) -> None:
+        self._plane.nap(self._lines, seconds)
+
+    def abandon(self) -> None:
+        """Nothing happens unless someone asks, and the links keep the memory."""
+
+
+class TcpPlane:
+    """A `Plane` over TCP.
+
+    Args:
+        rank: of this process.
+        peers: where every rank listens, in rank order; this rank's own among them.
+        switchboard: makes and takes the connections.
+    """
+
+    name = "tcp"
+
+    def __init__(self, rank: int, peers: Sequence[Peer], switchboard: Switchboard) -> None:
+        self.rank, self.size = rank, len(peers)
+        self._peers = tuple(peers)
+        self._switchboard = switchboard
+        self._lines: dict[int, _Lines] = {}
+        self._closed = False
+
+    def connect(self, ranks: Sequence[int], tag: int) -> None:
+        """Connect with ranks that do the same now, so that what keeps them apart is found here and not later.
+
+        Raises:
+            LaunchError: a rank cannot be reached; names both hosts.
+        """
+        links = [self._link(peer, tag) for peer in ranks if peer != self.rank]
+        end = time.monotonic() + self._switchboard.patience
+        while waiting := [link for link in links if not link.is_connected()]:
+            if time.monotonic() > end:
+                self._switchboard.say_who_does_not_come([link.peer for link in waiting])
+            time.sleep(0.0005)
+
+    def exchange(
+        self, outgoing: Sequence[tuple[int, Bytes]], incoming: Sequence[tuple[int, Bytes]], tag: int
+    ) -> _TcpPending:
+        if self._closed:
+            raise RingError(f"the TCP plane of rank {self.rank} has been closed.")
+        links = []
+        for peer, data in incoming:
+            if data.size:
+                links.append(link := self._link(peer, tag))
+                link.receive(data)
+        for peer, data in outgoing:
+            if data.size:
+                links.append(link := self._link(peer, tag))
+                link.send(data)
+        lines = self._lines.setdefault(tag, _Lines())
+        for link in links:
+            if link not in lines.busy:
+                lines.busy.append(link)
+        # Nothing moves yet, so that a header and the data after it leave together.
+        return _TcpPending(self, lines, list(dict.fromkeys(links)))
+
+    def _link(self, peer: int, tag: int) -> _Link:
+        lines = self._lines.setdefault(tag, _Lines())
+        link = lines.links.get(peer)
+        if link is None:
+            if not 0 <= peer < self.size or peer == self.rank:
+                raise ArgumentError(f"rank {self.rank} was asked to exchange with rank {peer} of {self.size}.")
+            link = lines.links[peer] = _Link(self._switchboard, peer, tag)
+        return link
+
+    def move(self, lines: _Lines) -> None:
+        """Let every busy link of a tag send and receive what it can.
+
+        Raises:
+            PeerFailed: a connection is lost.
+        """
+        finished = False
+        for link in lines.busy:
+            try:
+                link.move()
+            except (OSError, EOFError) as error:
+                raise self._lost(link.peer, error) from error
+            finished = finished or not link.is_busy()
+        if finished:
+            lines.busy = [link for link in lines.busy if link.is_busy()]
+
+    def nap(self, lines: _Lines, seconds: float) -> None:
+        """Sleep until a link of a tag can go on, or for a moment."""
+        poll, awaited = select.poll(), 0
+        for link in lines.busy:
+            if link.socket is not None:
+                poll.register(link.socket, link.wants())
+                awaited += 1
+        # Nothing tells when a peer connects, but that happens once in a link's life.
+        if awaited == len(lines.busy):
+            poll.poll(_DOZE)
+        else:
+            time.sleep(seconds)
+
+    def disconnect(self, tag: int) -> None:
+        lines = self._lines.pop(tag, None)
+        for link in lines.links.values() if lines is not None else ():
+            link.close()
+        self._switchboard.hang_up(tag)
+
+    def _lost(self, peer: int, error: Exception) -> PeerFailed:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return PeerFailed(
+            f"rank {self.rank} lost its connection to rank {peer} on {self._peers[peer].host} ({reason}). It ended, or "
+            f"its host did; look for the error that rank {peer} printed.",
+            peer,
+        )
+
+    def abort(self, code: int) -> None:
+        """End this process at once, with status `code`.
+
+        There is no launcher to tell here. torchrun ends the other ranks when one fails; and wherever a peer waits for
+        this one, the closed connection tells it.
+        """
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def close(self) -> None:
+        """Close all connections; call after the last exchange is done on all ranks."""
+        self._closed = True
+        self._switchboard.close()
+        for tag in list(self._lines):
+            self.disconnect(tag)

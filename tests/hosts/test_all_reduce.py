@@ -1,0 +1,103 @@
+"""All-reduce over two and three hosts: the right sums, the same bits everywhere, no more bytes than there must be."""
+
+import pytest
+
+from tests.hosts import find_mpich, hosts
+
+CHECK = """
+import numpy as np
+import ring_plugins as ring
+from ring_plugins.core.world import current
+from tests.worker import report
+
+ring.init()
+size, rank = ring.size(), ring.rank()
+
+
+def inputs(count, dtype, of):
+    return ((np.arange(count) * 7 + of * 3) % 11).astype(dtype)
+
+
+def check(count, dtype, op, memory=None):
+    x = inputs(count, dtype, rank)
+    if memory is not None:
+        memory[:count] = x
+        x = memory[:count]
+    got = ring.all_reduce(x, op, out=x)
+    total = sum(inputs(count, np.float64, of) for of in range(size))
+    expected = total / size if op is ring.AVERAGE else total
+    assert np.allclose(got, expected, rtol=1e-3 if dtype == "float16" else 1e-6), (count, dtype, op)
+    assert len(set(ring.all_gather_object(got.tobytes()))) == 1, (count, dtype, op)
+
+
+bucket = current().communicator.allocate(8 * 1_000_003).array
+for count in (1, 5, 4097, 100_003, 1_000_003):
+    for dtype in ("float16", "float32", "float64", "int32"):
+        for op in (ring.AVERAGE, ring.SUM) if dtype != "int32" else (ring.SUM,):
+            check(count, dtype, op)
+            check(count, dtype, op, bucket[: count * np.dtype(dtype).itemsize].view(dtype))
+for count in (8, 50_000):
+    largest = np.full(count, 65504, np.float16)
+    assert (ring.all_reduce(largest) == 65504).all(), "the average of the largest float16 overflowed"
+
+
+def sent_bytes():
+    with open("/sys/class/net/eth0/statistics/tx_bytes") as file:
+        return int(file.read())
+
+
+data = np.ones(5_000_000, np.float32)
+ring.barrier()
+before = sent_bytes()
+ring.barrier()
+ring.all_reduce(data, out=data)
+ring.barrier()
+report("sent", (sent_bytes() - before) / data.nbytes)
+report("place", [ring.node_rank(), ring.local_rank()])
+"""
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def cluster(request):
+    with hosts(request.param) as cluster:
+        yield cluster
+
+
+def launches(cluster):
+    """Sockets, Open MPI and MPICH on two hosts; on three what differs there: the number of parts."""
+    yield lambda: cluster.with_environment(CHECK, 2)
+    if len(cluster.hosts) == 2:
+        yield lambda: cluster.mpirun(CHECK, 2)
+        if find_mpich() is not None:
+            yield lambda: cluster.mpich(CHECK, 1)
+
+
+@pytest.mark.mpi
+def test_all_reduce_is_right_and_sends_no_more_than_it_must(cluster):
+    number = len(cluster.hosts)
+    for launch in launches(cluster):
+        sent = launch().values("sent")
+        assert len(sent) in (number, 2 * number)
+        least = 2 * (number - 1) / number
+        assert all(least <= one < 1.12 * least for one in sent), sent  # headers, acknowledgements, the barriers
+
+
+UNEVEN = """
+import numpy as np
+import ring_plugins as ring
+from tests.worker import report
+
+ring.init()
+mean = ring.all_reduce(np.arange(200_001.0) + ring.rank())
+report("right", bool((mean == np.arange(200_001.0) + (ring.size() - 1) / 2).all()))
+report("nodes", [ring.num_nodes(), ring.local_size()])
+"""
+
+
+@pytest.mark.mpi
+def test_hosts_with_different_numbers_of_ranks(cluster):
+    if len(cluster.hosts) > 2:
+        pytest.skip("two hosts are enough for this")
+    result = cluster.mpirun(UNEVEN, [1, 2])
+    assert result.values("right") == [True] * 3
+    assert result.values("nodes") == [[2, 1], [2, 2], [2, 2]]
