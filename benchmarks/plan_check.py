@@ -4,7 +4,8 @@
 
 The hosts are network namespaces of this machine with links shaped to each rate (tests/hosts), one rank each. In one job
 the network is measured as `ring bench` does, the model as `ring_plugins.planning.measure` does, and the step with and
-without communication, taking turns. The prediction knows the first two and the step without communication.
+without communication, taking turns. The prediction knows the first two and the step without communication. Of all three lower
+quartiles count: other programs use this machine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the fixture that builds hosts is among the tests
 
 RATES = ("500mbit", "1gbit", "2.5gbit", "5gbit")
-SIZES = (4 << 10, 64 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 16 << 20)
+SIZES = (4 << 10, 64 << 10, 512 << 10, 1 << 20, 4 << 20, 16 << 20)
 
 
 def rank(seconds: float) -> None:
@@ -34,12 +35,10 @@ def rank(seconds: float) -> None:
     from ring_plugins.torch import DistributedOptimizer
 
     torch.set_num_threads(1)
-    os.nice(-20)  # other programs use this machine
     ring.init()
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[ring.rank()]})
-    curve = all_reduce_curve(host_contestants(("ring",)), SIZES, seconds / 4)
-    network = fitted("", [(size, times["ring"].median) for size, times in curve.times.items()], 2, 2)
-    found: dict[str, object] = {"alpha": network.transport.alpha, "gigabits": network.gigabits}
+    take_the_core()
+    found: dict[str, object] = {}
     for name, make in MODELS.items():
         steps: dict[str, Callable[[], None]] = {}
         for variant in ("alone", "together"):
@@ -53,13 +52,33 @@ def rank(seconds: float) -> None:
             else:
                 optimizer = DistributedOptimizer(optimizer, model.named_parameters())
             steps[variant] = step(model, optimizer, x, y)
+        steps["together"]()
+        take_the_core()
+        curve = all_reduce_curve(host_contestants(("ring",)), SIZES, seconds / 8)
+        network = fitted("", [(size, times["ring"].low) for size, times in curve.times.items()], 2, 2)
         probe = interleaved(steps, 2, warm_up=1)
         times = interleaved(steps, int(max(5, seconds / sum(t.median for t in probe.values()))))
-        alone, together = times["alone"].median, times["together"].median
-        said = predict(profile.at_step(alone), network, 2, jitter=0.0)
-        found[name] = {"alone": alone, "measured": together, "predicted": said.step}
+        alone, together = times["alone"].low, times["together"].low
+        said = predict(profile.at_step(alone), network, 2, jitter=0.0, overlap=False)
+        found[name] = {
+            "alone": alone,
+            "measured": together,
+            "predicted": said.step,
+            "alpha": network.transport.alpha,
+            "gigabits": network.gigabits,
+        }
     if ring.rank() == 0:
         print(json.dumps(found))
+
+
+def take_the_core() -> None:
+    """Let this rank run before other programs of this machine, and its communication before its computing.
+
+    Each rank has one core for both, and the kernel moves packets only when neither wants it: nothing overlaps.
+    """
+    for thread in map(int, os.listdir("/proc/self/task")):
+        priority = 10 if thread == os.getpid() else 11
+        os.sched_setscheduler(thread, os.SCHED_FIFO, os.sched_param(priority))
 
 
 def main() -> None:
@@ -86,13 +105,13 @@ def main() -> None:
             done = cluster.mpirun(Path(__file__).resolve(), 1, args=arguments, timeout=300)
             results[rate] = json.loads(done.stdout.splitlines()[-1])
     table = Table(title="a step of two ranks on two hosts, ms", caption=machine())
-    for column in ("rate", "model", "alone", "measured", "predicted", "error"):
+    for column in ("rate", "model", "alone", "measured", "predicted", "error", "alpha µs", "Gbit/s"):
         table.add_column(column, justify="right")
     for rate, found in results.items():
         for model, times in found.items():
-            if isinstance(times, dict):
-                cells = [f"{times[what] * 1e3:.1f}" for what in ("alone", "measured", "predicted")]
-                table.add_row(rate, model, *cells, f"{100 * (times['predicted'] / times['measured'] - 1):+.1f} %")
+            cells = [f"{times[what] * 1e3:.1f}" for what in ("alone", "measured", "predicted")]
+            error = f"{100 * (times['predicted'] / times['measured'] - 1):+.1f} %"
+            table.add_row(rate, model, *cells, error, f"{times['alpha'] * 1e6:.0f}", f"{times['gigabits']:.2f}")
     Console(width=100).print(table)
     save("plan_check", {"rates": results})
 

@@ -46,6 +46,9 @@ def plan(
     step: Annotated[
         float | None, typer.Option("--step-ms", help="Milliseconds of a step of one rank alone on your device.")
     ] = None,
+    overlap: Annotated[
+        bool, typer.Option(help="Whether communication gets on during backward: not on CPUs whose every core computes.")
+    ] = True,
     target: Annotated[float, typer.Option(min=0.01, max=0.999, help="Efficiency to find the network for.")] = 0.9,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     png: Annotated[Path | None, typer.Option(help="Draw efficiency against ranks into this file.")] = None,
@@ -84,8 +87,8 @@ def plan(
         raise typer.BadParameter(str(error)) from error
     between = between if inside is None else between.inside(inside)
     sizes = default_sizes(between)
-    predictions = [predict(what, between, n, per_host, sizes) for n in counts(ranks)]
-    needed = {n: needed_gigabits(what, between, n, per_host, target, sizes) for n in counts(ranks)}
+    predictions = [predict(what, between, n, per_host, sizes, overlap=overlap) for n in counts(ranks)]
+    needed = {n: needed_gigabits(what, between, n, per_host, target, sizes, overlap) for n in counts(ranks)}
     if json:
         record = {
             "model": what.name,

@@ -73,6 +73,7 @@ def predict(
     per_host: int = 1,
     sizes: BucketSizes | None = None,
     jitter: float = JITTER,
+    overlap: bool = True,
 ) -> Prediction:
     """One step.
 
@@ -83,6 +84,7 @@ def predict(
         per_host: ranks of a host.
         sizes: of buckets; the defaults of the network's plane where not given.
         jitter: spread of step times of a rank, as a share.
+        overlap: whether communication gets on while backward computes, as on GPUs, or with a core to spare.
     """
     late = 1 + slowest_of(ranks, jitter)
     start = profile.forward * late
@@ -91,7 +93,7 @@ def predict(
     if ranks > 1:
         for ready, parts in messages(profile, sizes or default_sizes(network)):
             took = sum(network.all_reduce(nbytes, ranks, per_host) for nbytes in parts)
-            free = max(free, start + ready * late) + took
+            free = max(free, start + ready * late if overlap else end) + took
             busy += took
     step = max(end, free) + profile.update * late
     waiting = profile.step * (late - 1)
@@ -105,11 +107,12 @@ def needed_gigabits(
     per_host: int = 1,
     efficiency: float = 0.9,
     sizes: BucketSizes | None = None,
+    overlap: bool = True,
 ) -> float:
     """The rate in Gbit/s from which on an efficiency is reached; infinite where no rate is enough."""
 
     def enough(gigabits: float) -> bool:
-        return predict(profile, network.at(gigabits), ranks, per_host, sizes).efficiency >= efficiency
+        return predict(profile, network.at(gigabits), ranks, per_host, sizes, overlap=overlap).efficiency >= efficiency
 
     low, high = 1e-3, 1e5
     if not enough(high):

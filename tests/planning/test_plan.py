@@ -55,6 +55,11 @@ def test_communication_hides_behind_backward_but_for_what_is_ready_last():
     assert found.step == pytest.approx(0.017, rel=1e-3)
 
 
+def test_without_a_core_to_spare_nothing_hides():
+    found = predict(profile(0.010, 0.002), flat(), 2, 1, ALONE, jitter=0.0, overlap=False)
+    assert found.exposed == pytest.approx(0.002, rel=1e-3)
+
+
 def test_buckets_leave_in_order_and_one_after_the_other():
     found = predict(profile(0.001, 0.001, 0.009), flat(), 2, 1, ALONE, jitter=0.0)
     assert found.exposed == pytest.approx(0.002, rel=1e-3)  # 9 to 10, then two more
