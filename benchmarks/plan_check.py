@@ -4,8 +4,8 @@
 
 The hosts are network namespaces of this machine with links shaped to each rate (tests/hosts), one rank each. In one job
 the network is measured as `ring bench` does, the model as `ring_plugins.planning.measure` does, and the step with and
-without communication, taking turns. The prediction knows the first two and the step without communication. Of all three lower
-quartiles count: other programs use this machine.
+without communication, taking turns. The prediction knows all but the step with communication. Lower quartiles count:
+other programs use this machine.
 """
 
 from __future__ import annotations
