@@ -3,6 +3,7 @@
     mpirun -n 2 python benchmarks/keras_step.py                          # TensorFlow; two to three minutes
     KERAS_BACKEND=torch mpirun -n 2 python benchmarks/keras_step.py      # or jax
     mpirun -n 2 python benchmarks/keras_step.py --network 0.5            # with a network of 0.5 GB/s pretended
+    python benchmarks/keras_steps.py                                     # all of these
 
 "none" trains apart. "ours" is what `BroadcastCallback` installs. "fused" has the structure of a published Horovod
 script without its negotiation: when all gradients are there, one host call copies them into one buffer, MPI

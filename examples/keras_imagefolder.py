@@ -26,7 +26,13 @@ import tensorflow as tf
 from keras import layers
 
 import ring_plugins as ring
-from ring_plugins.keras import BroadcastCallback, LearningRateWarmupCallback, MetricAverageCallback, shard
+from ring_plugins.keras import (
+    BroadcastCallback,
+    LearningRateWarmupCallback,
+    MetricAverageCallback,
+    communication_of,
+    shard,
+)
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--ranks", type=int, default=1, help="processes, where no launcher has started them already")
@@ -62,6 +68,19 @@ def shake(image: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Move the image by up to two pixels."""
     padded = tf.image.resize_with_crop_or_pad(image, pixels + 4, pixels + 4)
     return tf.image.random_crop(padded, (pixels, pixels, 1)), label
+
+
+class Clock(keras.callbacks.Callback):
+    """How long the steps took, and how much of that was waiting for communication."""
+
+    seconds, waited = 0.0, 0.0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.began = time.perf_counter()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seconds += time.perf_counter() - self.began
+        self.waited, _ = communication_of(self.model)
 
 
 def residual(x: keras.KerasTensor, filters: int) -> keras.KerasTensor:
@@ -106,6 +125,7 @@ else:
 steps_per_epoch = int(training.cardinality())
 epochs_before = int(model.optimizer.iterations.numpy()) // steps_per_epoch
 
+clock = Clock()
 history = model.fit(
     training,
     validation_data=validation,
@@ -113,6 +133,7 @@ history = model.fit(
     epochs=arguments.epochs,
     verbose=2,
     callbacks=[
+        clock,
         BroadcastCallback(),
         MetricAverageCallback(),
         LearningRateWarmupCallback(warmup_epochs, verbose=1),
@@ -124,6 +145,7 @@ history = model.fit(
 if ring.rank() == 0 and history.epoch:
     print(
         f"ranks {ring.size()}, epochs {epochs_before} to {arguments.epochs}, {time.perf_counter() - started:.1f} s, "
-        f"validation accuracy {history.history['val_accuracy'][-1]:.3f}"
+        f"validation accuracy {history.history['val_accuracy'][-1]:.3f}, "
+        f"{clock.waited / clock.seconds:.0%} of a step spent waiting for communication"
     )
 ring.shutdown()

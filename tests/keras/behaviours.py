@@ -440,6 +440,17 @@ def refusal_of_a_strategy() -> Any:
     return error_of(lambda: fit(model, [BroadcastCallback()]))
 
 
+@behaviour()
+def refusal_of_a_distribution() -> Any:
+    model = dense(momentum())
+    placed = keras.distribution.distribution
+    keras.distribution.distribution = lambda: keras.distribution.DataParallel.__new__(keras.distribution.DataParallel)
+    try:
+        return error_of(lambda: fit(model, [BroadcastCallback()]))
+    finally:
+        keras.distribution.distribution = placed
+
+
 @behaviour("torch")
 def refusal_of_ddp() -> Any:
     model = dense(momentum())
@@ -524,6 +535,42 @@ class Adversarial(keras.Model):
                 with torch.no_grad():
                     optimizer.apply([w.value.grad for w in part.trainable_weights], part.trainable_weights)
         return {"loss": value}
+
+
+@behaviour("jax")
+def two_optimizers_in_one_compiled_step() -> Any:
+    """Neither update needs the other's result; calls to the other ranks must come in one order all the same."""
+    import jax
+
+    parts = [layers.Dense(64), layers.Dense(1)]
+    optimizers = [DistributedOptimizer(keras.optimizers.SGD(0.1)) for _ in parts]
+    for part, optimizer, width in zip(parts, optimizers, (300, 64), strict=True):
+        part.build((None, width))
+        optimizer.build(part.trainable_variables)
+        DistributedOptimizer(optimizer)
+        for variable in part.trainable_variables:
+            variable.assign(variable * 0 + 0.5)
+
+    @jax.jit
+    def step(state: Any, x: Any) -> Any:
+        updated = []
+        for optimizer, (weights, variables) in zip(optimizers, state, strict=True):
+            gradients = jax.grad(lambda w: (x[:, : w[0].shape[0]] @ w[0] + w[1]).mean())(weights)
+            updated.append(optimizer.stateless_apply(variables, gradients, weights))
+        return updated
+
+    state = [
+        ([v.value for v in part.trainable_variables], [v.value for v in optimizer.variables])
+        for part, optimizer in zip(parts, optimizers, strict=True)
+    ]
+    for _ in range(20):
+        state = step(state, np.full((4, 300), 1.0 + ring.rank(), "float32"))
+    bias = 0.5 - 20 * 0.1
+    mean = np.mean([1.0 + rank for rank in range(ring.size())])
+    return {
+        "found": [float(np.mean(value)) for weights, _ in state for value in weights],
+        "expected": [0.5 - 2.0 * mean / 64, 0.5 - 2.0 / 64, 0.5 - 2.0 * mean, bias],
+    }
 
 
 @behaviour()
@@ -659,3 +706,17 @@ def sharded_tf_data() -> Any:
         "other seed": error_of(lambda: shard(numbers.shuffle(4, seed=1 + ring.rank()))),
         "global seed": global_seed,
     }
+
+
+# Last: ranks that went different ways share nothing any more ------------------------------------------------
+
+
+@behaviour()
+def unequal_steps_of_a_generator() -> Any:
+    """Nobody knows the length beforehand: found when one rank's epoch is over."""
+
+    def batches() -> Any:
+        for _ in range(3 + ring.rank()):
+            yield np.ones((4, 5), "float32"), np.ones((4, 1), "float32")
+
+    return error_of(lambda: dense(momentum()).fit(batches(), verbose=0, callbacks=[BroadcastCallback()]))

@@ -1,19 +1,37 @@
-"""The launches that tests share: starting TensorFlow takes longer than most of what is looked at."""
+"""The launches that tests share: starting a framework takes longer than most of what is looked at."""
 
 import functools
-from pathlib import Path
 
-from tests.launch import Result, run_ranks
+from tests.launch import LaunchFailed, Result, run_ranks
 
-HERE = Path(__file__).parent
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "TF_NUM_INTRAOP_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+
+# Ranks that are there before Keras is imported import it at the same time.
+START = """
+import os
+import ring_plugins as ring
+
+ring.init(ranks=int(os.environ["TEST_RANKS"]))
+"""
 
 
 def environment(backend: str, **more: str) -> dict[str, str]:
     return {"KERAS_BACKEND": backend, **QUIET, **more}
 
 
+def launch(backend: str, ranks: int = 2, only: str = "") -> Result:
+    """All scenarios and behaviours of a backend, or those that `only` names, in one launch."""
+    found = _launch(backend, ranks, only)
+    if isinstance(found, LaunchFailed):
+        raise found
+    return found
+
+
 @functools.cache
-def launch(worker: str, backend: str, ranks: int = 2, only: str = "") -> Result:
-    """Everything that a worker looks at, or what `only` names, in one launch."""
-    return run_ranks(HERE / worker, ranks, env=environment(backend, TEST_ONLY=only), timeout=240)
+def _launch(backend: str, ranks: int, only: str) -> Result | LaunchFailed:
+    """Once, also where it fails: every test that wanted it fails then, without trying again."""
+    script = START + "from tests.keras.worker import main\nmain()\n"
+    try:
+        return run_ranks(script, ranks, env=environment(backend, TEST_ONLY=only), timeout=850)
+    except LaunchFailed as failure:
+        return failure

@@ -57,14 +57,17 @@ class Run:
 class Scenario:
     function: Callable[[Run], Outcome]
     backends: tuple[str, ...]
+    is_slow: bool
 
 
 SCENARIOS: dict[str, Scenario] = {}
 
 
-def scenario(*backends: str) -> Callable[[Any], Any]:
+def scenario(*backends: str, is_slow: bool = False) -> Callable[[Any], Any]:
+    """Register a scenario for these backends, or all; a slow one is run where it is named only."""
+
     def register(function: Callable[[Run], Outcome]) -> Callable[[Run], Outcome]:
-        SCENARIOS[function.__name__] = Scenario(function, backends or ("tensorflow", "torch", "jax"))
+        SCENARIOS[function.__name__] = Scenario(function, backends or ("tensorflow", "torch", "jax"), is_slow)
         return function
 
     return register
@@ -181,7 +184,7 @@ def accumulation_in_mixed_precision(run: Run) -> Outcome:
     return {name: value for name, value in weights(model).items() if name.startswith("weight")}
 
 
-@scenario()
+@scenario("tensorflow", "torch")
 def schedule(run: Run) -> Outcome:
     run.seed()
     model = dense(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.7)))
@@ -309,7 +312,7 @@ def two_outputs_with_weights(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario()
+@scenario("tensorflow", "torch")
 def class_weights(run: Run) -> Outcome:
     run.seed()
     model = keras.Sequential([keras.Input((6, 6, 1)), layers.Flatten(), layers.Dense(3)])
@@ -329,7 +332,7 @@ def frozen_layer_and_low_rank_adapter(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario()
+@scenario("tensorflow", "torch")
 def gradient_of_nothing(run: Run) -> Outcome:
     """A layer that takes no part in the loss: its gradient is None, or zero on JAX."""
     run.seed()
@@ -384,7 +387,7 @@ def several_accumulating_steps_an_execution(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario()
+@scenario("tensorflow")
 def eager(run: Run) -> Outcome:
     run.seed()
     model = dense(momentum(), run_eagerly=True)
@@ -392,13 +395,18 @@ def eager(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario()
+@scenario("tensorflow")
 def compiled(run: Run) -> Outcome:
     run.seed()
     model = dense(keras.optimizers.Adam(0.01), jit_compile=True)
     run.fit(model, *features(run.ranks), epochs=1)
     run.fit(model, *features(run.ranks), epochs=1)
     return weights(model)
+
+
+@scenario("torch", is_slow=True)
+def compiled_by_torch(run: Run) -> Outcome:
+    return compiled(run)
 
 
 @scenario("tensorflow")
@@ -418,7 +426,7 @@ def compiled_accumulation(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario()
+@scenario("tensorflow", "jax")
 def eager_accumulation(run: Run) -> Outcome:
     run.seed()
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)
@@ -449,7 +457,7 @@ def fitted_before_without_and_twice_with(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario()
+@scenario("tensorflow", "torch")
 def explicit_optimizer(run: Run) -> Outcome:
     run.seed()
     optimizer = momentum() if run.is_alone else DistributedOptimizer(momentum())
@@ -460,7 +468,7 @@ def explicit_optimizer(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario()
+@scenario("tensorflow", "torch")
 def remainder(run: Run) -> Outcome:
     """A last batch of another size makes the frameworks trace again."""
     run.seed()

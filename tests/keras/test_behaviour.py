@@ -6,10 +6,12 @@ import pytest
 
 from tests.keras.launches import launch
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for everything that its launch looks at
+
 
 def seen(name: str, backend: str) -> list[Any]:
     """What each rank saw."""
-    found = launch("behaviour_worker.py", backend).values(name)
+    found = launch(backend).values(name)
     assert len(found) == 2
     for value in found:
         assert "error" not in value, value["error"]
@@ -162,6 +164,17 @@ def test_refused(what, words, backend):
         assert all(word in found[what] for word in words), found[what]
 
 
+def test_unequal_steps_of_a_generator(backend):
+    ended, longer = seen("unequal_steps_of_a_generator", backend)
+    assert ended.startswith("MismatchError") and "after 3 steps" in ended and "as much data" in ended, ended
+    assert "different numbers of steps" in longer or "as much data" in longer, longer
+
+
+def test_refused_beside_a_distribution(backend):
+    for found in seen("refusal_of_a_distribution", backend):
+        assert found.startswith("ArgumentError") and "DataParallel" in found and "set_distribution(None)" in found
+
+
 @pytest.mark.parametrize(
     ("backend", "name", "word"),
     [
@@ -189,6 +202,12 @@ def test_two_optimizers_in_one_step(backend):
     for alone, together in zip(first["alone"], first["together"], strict=True):
         flat = [[v for row in a for v in row] if isinstance(a[0], list) else a for a in (alone, together)]
         assert flat[1] == pytest.approx(flat[0], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["jax"])
+def test_two_optimizers_in_one_compiled_step(backend):
+    for found in seen("two_optimizers_in_one_compiled_step", backend):
+        assert found["found"] == pytest.approx(found["expected"], abs=1e-5)
 
 
 def test_a_loop_of_ones_own(backend):

@@ -6,6 +6,8 @@ import pytest
 
 from tests.keras.launches import launch
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for everything that its launch looks at
+
 EVERYWHERE = (
     "accumulation",
     "accumulation_in_mixed_precision",
@@ -53,14 +55,20 @@ CASES += [(backend, 3, name) for backend in SOMEWHERE for name in ON_THREE_RANKS
 
 @pytest.mark.parametrize(("backend", "size", "name"), CASES)
 def test_scenario(backend: str, size: int, name: str) -> None:
-    names = (*EVERYWHERE, *SOMEWHERE[backend]) if size == 2 else ON_THREE_RANKS
-    check(launch("fit_worker.py", backend, size, ",".join(names)).values(name), size, name)
+    result = launch(backend) if size == 2 else launch(backend, size, ",".join(ON_THREE_RANKS))
+    check(result.values(name), size, name)
+
+
+def test_no_scenario_goes_unchecked(backend: str) -> None:
+    assert set(launch(backend).values("scenarios")[0]) == {
+        name for where, size, name in CASES if (where, size) == (backend, 2)
+    }
 
 
 @pytest.mark.slow  # torch's compiler takes a minute or two
 @pytest.mark.parametrize("backend", ["torch"])
 def test_compiled_by_torch(backend: str) -> None:
-    check(launch("fit_worker.py", backend, 2, "compiled").values("compiled"), 2, "compiled")
+    check(launch(backend, 2, "compiled_by_torch").values("compiled_by_torch"), 2, "compiled")
 
 
 def check(found: list[Any], size: int, name: str) -> None:

@@ -3,23 +3,19 @@
 import re
 import signal
 
-import pytest
-
-from tests.keras.launches import environment
+from tests.keras.launches import START, environment
 from tests.launch import Result, start_ranks
 
 SECONDS = 10
 
-SCRIPT = """
-import os
+SCRIPT = (
+    START
+    + """
 import time
 import keras
 import numpy as np
-import ring_plugins as ring
 from ring_plugins.keras import BroadcastCallback
-from tests.worker import report, report_pid
-
-ring.init(ranks=int(os.environ["TEST_RANKS"]))
+from tests.worker import report_pid
 
 def batches():
     for number in range(100000):
@@ -33,6 +29,7 @@ model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
 model.compile(optimizer="sgd", loss="mse")
 model.fit(batches(), steps_per_epoch=STEPS, epochs=2, verbose=0, callbacks=[BroadcastCallback()])
 """
+)
 
 
 def script(when: str = "pass", steps: str = "100000") -> str:
@@ -51,11 +48,6 @@ def ended(source: str, backend: str, *causes: str, interfere: signal.Signals | s
     for cause in causes:
         assert re.search(cause, result.output), f"nothing about {cause!r} in\n{result}"
     return result
-
-
-@pytest.fixture(params=["tensorflow", "torch"])
-def backend(request):
-    return request.param
 
 
 def test_sigkill_of_a_rank(backend):

@@ -18,6 +18,8 @@ import jax
 import numpy as np
 
 _numbers = itertools.count()
+#: The trace in which a call was made last, and the smallest of that call's results.
+_last_call: tuple[Any, Any] | None = None
 _keep: list[Any] = []  # handlers must outlive every compiled step
 
 _METADATA = 1  # XLA_FFI_Extension_Metadata
@@ -106,6 +108,8 @@ _Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_Frame))
 def in_place(function: Callable[[list[np.ndarray[Any, Any]]], None], operands: Sequence[Any]) -> list[Any] | None:
     """Have XLA call `function` on the memory of `operands`, traced values of a step that runs on the CPU.
 
+    Several calls in one compiled function happen in the order in which they were traced, on all ranks.
+
     Args:
         function: overwrites the arrays it is given, 1-d, in the operands' dtypes.
         operands: traced JAX values.
@@ -133,9 +137,24 @@ def in_place(function: Callable[[list[np.ndarray[Any, Any]]], None], operands: S
     except Exception:  # whatever another version of the interface answers
         return None
     _keep.append(handler)
+    global _last_call
+    trace = _current_trace()
+    before = [_last_call[1]] if _last_call is not None and _last_call[0] == trace else []
     shapes = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands]
     call = jax.ffi.ffi_call(name, shapes, has_side_effect=True, input_output_aliases={i: i for i in range(len(shapes))})
-    return list(call(*operands))
+    # XLA runs calls that do not depend on each other in any order, so each takes a result of the one before it.
+    results = list(call(*operands, *before))
+    _last_call = trace, min(results, key=lambda result: result.size)
+    return results
+
+
+def _current_trace() -> Any:
+    """Something equal to itself while one function is being traced, and to nothing else."""
+    try:
+        from jax.extend.core import get_opaque_trace_state
+    except ImportError:  # JAX before 0.5
+        from jax.core import get_opaque_trace_state
+    return get_opaque_trace_state(convention="flax")
 
 
 def _handle(frame: _Frame, on_frame: Callable[[_Frame], None]) -> int | None:

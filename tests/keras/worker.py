@@ -1,4 +1,4 @@
-"""Runs every scenario alone and on all ranks, in the same processes, and reports how they compare."""
+"""What one rank of a launch does: every scenario alone and together, then every behaviour, or what TEST_ONLY names."""
 
 from __future__ import annotations
 
@@ -10,21 +10,40 @@ import keras
 import numpy as np
 
 import ring_plugins as ring
+from tests.keras.behaviours import BEHAVIOURS
 from tests.keras.scenarios import BACKEND, SCENARIOS, Outcome, Run
 from tests.worker import report
 
 
 def main() -> None:
+    """Report, for each name, how the ranks together compare with one process, or what the behaviour returned."""
     if BACKEND == "torch":
         import torch
 
         torch.set_num_threads(1)
-    ring.init(ranks=int(os.environ["TEST_RANKS"]))
-    chosen = {name: entry for name, entry in SCENARIOS.items() if BACKEND in entry.backends}
-    if only := os.environ.get("TEST_ONLY"):
-        chosen = {name: entry for name, entry in chosen.items() if name in only.split(",")}
-    for name in chosen:
-        report(name, compare(outcome(name, 0, 1), outcome(name, ring.rank(), ring.size())))
+    only = os.environ.get("TEST_ONLY", "").split(",")
+    chosen = lambda name, backends, is_slow=False: (  # noqa: E731
+        BACKEND in backends and (name in only or (only == [""] and not is_slow))
+    )
+    scenarios = [name for name, entry in SCENARIOS.items() if chosen(name, entry.backends, entry.is_slow)]
+    report("scenarios", scenarios)
+    alone = outcomes_alone(scenarios)
+    for name in scenarios:
+        report(name, compare(alone[name], outcome(name, ring.rank(), ring.size())))
+    for name, (function, backends) in BEHAVIOURS.items():
+        if chosen(name, backends):
+            keras.backend.clear_session()
+            try:
+                report(name, {"value": function()})
+            except Exception:
+                report(name, {"error": traceback.format_exc()})
+
+
+def outcomes_alone(names: list[str]) -> dict[str, Outcome]:
+    """Every scenario as one process runs it, each on one of the ranks."""
+    mine = {name: outcome(name, 0, 1) for name in names[ring.rank() :: ring.size()]}
+    everyones: list[dict[str, Outcome]] = ring.all_gather_object(mine)
+    return {name: found for part in everyones for name, found in part.items()}
 
 
 def outcome(name: str, rank: int, size: int) -> Outcome:
@@ -57,7 +76,3 @@ def relative(alone: Outcome, together: Outcome, kind: str) -> float:
     expected = np.concatenate([np.ravel(alone[key]).astype(np.float64) for key in keys] or [np.zeros(0)])
     found = np.concatenate([np.ravel(together[key]).astype(np.float64) for key in keys] or [np.zeros(0)])
     return float(np.linalg.norm(found - expected) / (np.linalg.norm(expected) or 1.0))
-
-
-if __name__ == "__main__":
-    main()
