@@ -145,7 +145,7 @@ class OrderedOperations:
         """A caller starts (positive time) or ends (negative) to wait for a work."""
         if since > 0:
             self._wait.caller_blocked_since = since
-            self._waited_before = self._wait.waited_for_arrival
+            self._waited_before = self._wait.waited_so_far()
         else:
             self._wait.caller_blocked_since = 0.0
             seconds = time.monotonic() + since

@@ -16,8 +16,12 @@ _IDLE, _INTERVAL, _COUNT = 10, 5, 4
 
 
 def own_addresses() -> list[str]:
-    """IPv4 addresses of this host that are no loopback, those of the launcher's rendezvous and of its name first."""
-    found: list[str] = []
+    """IPv4 addresses of this host that are no loopback.
+
+    That of RING_INTERFACE comes first, then those of the launcher's rendezvous and of the host's name.
+    """
+    chosen = os.environ.get("RING_INTERFACE", "")
+    found: list[str] = [_address_of(chosen)] if chosen else []
     for name in (os.environ.get("MASTER_ADDR", ""), socket.gethostname()):
         if name:
             with contextlib.suppress(OSError):

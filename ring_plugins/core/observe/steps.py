@@ -58,8 +58,9 @@ class StepClock:
 
     def stood_still(self, seconds: float, waiting: float) -> None:
         """The script stood still for a collective, `waiting` of the seconds until all members had come."""
+        waiting = min(waiting, seconds)
         self.waiting += waiting
-        self.moving += max(0.0, seconds - waiting)
+        self.moving += seconds - waiting
 
     def end_step(self, nbytes: int) -> None:
         """All gradients of a pass are averaged: `nbytes` of them."""

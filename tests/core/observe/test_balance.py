@@ -1,17 +1,21 @@
 """Whose fault a slow step is."""
 
 import io
+import threading
+import time
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+from ring_plugins.core.collectives.ordered import OrderedOperations
 from ring_plugins.core.control import Hub
 from ring_plugins.core.failure import Peer
 from ring_plugins.core.observe.advice import Advice, advice
 from ring_plugins.core.observe.balance import Balance, BalanceDesk, stride
 from ring_plugins.core.observe.monitor import page
-from ring_plugins.core.observe.steps import StepClock
+from ring_plugins.core.observe.steps import StepClock, steps
+from ring_plugins.core.waiting import Wait
 from tests.launch import run_ranks
 
 TORCH = """
@@ -70,6 +74,25 @@ def test_a_step_is_what_lies_between_two_ends():
     assert (step.number, step.nbytes) == (1, 8)
     assert step.waiting == pytest.approx(0.003)
     assert step.moving == pytest.approx(0.002)
+
+
+def test_what_others_cost_while_the_script_computes_is_not_counted():
+    """The communication thread has waited for a member long before the script stands still for it."""
+    wait = Wait("gradients", None)
+    operations = OrderedOperations("gradients", wait)
+    everyone = threading.Event()
+    before = steps.waiting, steps.moving
+    work = operations.start("bucket 0", lambda: wait.until(everyone.is_set, list, lambda: "", arrival=True))
+    time.sleep(0.3)  # the script computes
+    threading.Timer(0.1, everyone.set).start()
+    began = time.monotonic()
+    work.wait()
+    stood_still = time.monotonic() - began
+    operations.close()
+    waiting, moving = steps.waiting - before[0], steps.moving - before[1]
+    assert 0 < waiting <= stood_still
+    assert wait.waited_for_arrival >= waiting + 0.2
+    assert waiting + moving <= stood_still
 
 
 def balance(computing, waiting, moving, steps=100, slowest=(5, 95), nbytes=25e6):
