@@ -101,6 +101,11 @@ class RingFabricLogic(RingParallelLogic):
         return self._reduce(tensor, group, reduce_op)
 
     @override
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self._backward_sync_control.check()
+        super().save_checkpoint(*args, **kwargs)
+
+    @override
     def teardown(self) -> None:
         """Remove the hooks from all modules."""
         self._backward_sync_control.close()
@@ -141,6 +146,11 @@ class BackwardSyncControl:
             f"no_backward_sync() was given a {type(module).__name__} that has not been set up. Did you forget to call"
             " `model = fabric.setup(model)`?"
         )
+
+    def check(self) -> None:
+        """Raise if a failure made the last averages worthless."""
+        for _, averager in self._averagers:
+            averager.check()
 
     def close(self) -> None:
         """Remove all hooks."""

@@ -196,6 +196,12 @@ class RingTrainerLogic(RingParallelLogic):
                 self._accumulates = before
 
     @override
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        if self._averager is not None:
+            self._averager.check()
+        super().save_checkpoint(*args, **kwargs)
+
+    @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Combine a tensor over all ranks; anything else is returned as it is. See `reduction.all_reduce`."""
         return self._reduce(tensor, group, reduce_op)

@@ -351,6 +351,14 @@ class GradientAverager:
                 self._drop(key)
         return found
 
+    def check(self) -> None:
+        """Raise if a rank's failure made the last averages worthless, which a GPU does not tell by itself.
+
+        Call it before weights are saved; optimizer and strategy do when they are asked for their state.
+        """
+        if isinstance(self._communicator, DeviceCommunicator):
+            self._communicator.check()
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let backward accumulate this rank's gradients only; the next one outside averages the sum."""

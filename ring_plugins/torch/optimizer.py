@@ -107,6 +107,7 @@ class DistributedOptimizer(Optimizer):
         return self.optimizer.defaults
 
     def state_dict(self) -> dict[str, Any]:
+        self.averager.check()
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -314,6 +314,14 @@ class DeviceCommunicator:
             with contextlib.suppress(DeviceError), self._driver.current(self.device):
                 self._nccl.call("ncclCommAbort", communicator)
 
+    def check(self) -> None:
+        """Raise what went wrong, if anything did: what the GPU computed since is of no use.
+
+        A GPU that waited for a dead peer goes on only after this would raise.
+        """
+        if self._broken is not None:
+            raise self._broken
+
     def watch(self, gone: Sequence[int]) -> None:
         """Look for failure while nobody calls: what the GPU does too long, and what NCCL noticed meanwhile.
 

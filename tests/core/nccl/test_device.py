@@ -61,6 +61,10 @@ KILLED = """
     communicator.all_reduce(memory, ring.SUM)
     library.cuda.synchronize()
     try:
+        communicator.check()
+    except ring.PeerFailed as error:
+        report("checked", str(error))
+    try:
         communicator.all_reduce(memory, ring.SUM)
     except ring.PeerFailed as error:
         report("raised", str(error))
@@ -73,5 +77,6 @@ def test_a_kernel_that_waits_for_a_peer_that_is_gone_is_ended(end, said):
     with start_ranks(KILLED, 2, env={"TEST_END": end}) as job:
         result = job.wait(30)
     assert (result.returncode != 0) == (end == "killed")
-    assert said in result.values("raised")[0]
+    assert said in result.values("checked")[0]
+    assert result.values("raised") == result.values("checked")
     assert result.values("log") == [["abort"]]

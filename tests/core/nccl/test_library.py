@@ -2,9 +2,11 @@
 
 import ctypes
 import importlib.metadata
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -86,6 +88,29 @@ def test_every_declared_function_is_there(real):
     loaded = ctypes.CDLL(real.path)
     for name in (*calls.CALLS, "ncclGetErrorString", "ncclGetLastError"):
         assert hasattr(loaded, name)
+
+
+C_TYPES = {
+    ctypes.c_int: r"int \w+|nccl(DataType|RedOp)_t \w+",
+    ctypes.c_size_t: r"size_t \w+",
+    ctypes.c_void_p: r"(const )?void\* ?\w+|(ncclComm|cudaStream)_t \w+",
+    calls.UniqueId: r"ncclUniqueId \w+",
+    ctypes.POINTER(ctypes.c_int): r"(int|ncclResult_t) ?\*\w+",
+    ctypes.POINTER(ctypes.c_void_p): r"ncclComm_t\* \w+",
+    ctypes.POINTER(calls.UniqueId): r"ncclUniqueId\* \w+",
+    ctypes.POINTER(calls.Config): r"ncclConfig_t\* \w+",
+}
+
+
+@pytest.mark.parametrize("name", calls.CALLS)
+def test_declarations_agree_with_the_wheels_header(name, wheel):
+    header = (Path(wheel[0]).parent.parent / "include/nccl.h").read_text()
+    inside = re.search(rf"ncclResult_t\s+{name}\(([^)]*)\);", header)[1]
+    declared = [" ".join(argument.split()) for argument in inside.split(",") if argument.strip()]
+    ours = calls.CALLS[name].arguments
+    assert len(declared) == len(ours)
+    for text, type_ in zip(declared, ours, strict=True):
+        assert re.fullmatch(C_TYPES[type_], text), (name, text, type_)
 
 
 def test_unique_ids_are_unique(real, monkeypatch):
