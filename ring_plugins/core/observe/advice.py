@@ -48,11 +48,12 @@ def advice(balance: Balance, roster: Sequence[Peer]) -> str:
         # moving / f is a tenth of the step that is left with it, whether moving shrinks f-fold or the rest grows.
         factor = (1 - _LITTLE) / _LITTLE * moving / (step - moving)
         between_hosts = len({peer.domain for peer in roster}) > 1
-        means = "A network, or a batch a rank," if between_hosts else "A batch a rank"
+        batch = f"batch {factor:.1f} times as large on each rank"
+        means = f"A network {factor:.1f} times as fast, or a {batch}," if between_hosts else f"A {batch}"
         return (
             f"{last} {moving / step:.0%} of the time ({_ms(moving)} of {_ms(step)} a step) went into moving "
-            f"{balance.nbytes / 1e6:.3g} MB of gradients that backward did not hide. {means} {factor:.1f} times "
-            f"as {'fast or large' if between_hosts else 'large'} would bring that to about {_LITTLE:.0%}."
+            f"{balance.nbytes / 1e6:.3g} MB of gradients that backward did not hide. {means} would bring that to about "
+            f"{_LITTLE:.0%}."
         )
     if waiting > _MUCH * step:
         rank = int(balance.slowest.argmax())

@@ -108,7 +108,10 @@ def test_advice_has_numbers_and_is_given_only_where_much_is_lost():
     assert advice(balance(90, 5, 5), TWO_HOSTS) == ""
     network = advice(balance(60, 0, 40), TWO_HOSTS)
     assert "40% of the time (40 ms of 100 ms a step) went into moving 25 MB" in network
-    assert "A network, or a batch a rank, 6.0 times as fast or large would bring that to about 10%" in network
+    assert (
+        "A network 6.0 times as fast, or a batch 6.0 times as large on each rank, would bring that to about 10%"
+        in network
+    )
     assert "network" not in advice(balance(60, 0, 40), ONE_HOST)
     straggler = advice(balance(60, 30, 10), TWO_HOSTS)
     assert "30% of the time" in straggler
