@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from ring_plugins.doctor.findings import Finding, error, fine, warning
 
 _PAGE = "docs/environment.md lists them all."
-#: Set by ring_plugins itself for the processes that it starts.
-_INTERNAL = {"RING_GROWN"}
+#: Set by launchers for the processes that they start, and nobody else's business.
+_INTERNAL = {"RING_DRIVER", "RING_GROWN", "RING_PROBE", "RING_SECRET"}
 #: Of other libraries, shown because they change what happens.
 _OTHERS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME")
 _PREFIXES = ("NCCL_", "OMPI_MCA_btl", "OMPI_MCA_pml", "OMPI_MCA_mtl", "UCX_", "FI_")
@@ -61,7 +61,14 @@ KNOWN: dict[str, Callable[[str], str]] = {
     "RING_NCCL_LIBRARY": _file,
     "RING_SHARE_GPU": _switch,
     "RING_TIMELINE": _any,
+    "RING_DRIFT_CHECK": _whole,
+    "RING_SECRET": _any,
 }
+
+
+def readable(environment: Mapping[str, str]) -> dict[str, str]:
+    """The RING_* variables of an environment that may be shown."""
+    return {name: value for name, value in environment.items() if name.startswith("RING_") and name not in _INTERNAL}
 
 
 def settings() -> Iterator[Finding]:
@@ -71,7 +78,7 @@ def settings() -> Iterator[Finding]:
 
 def examine(environment: Mapping[str, str]) -> Iterator[Finding]:
     """The same for any environment."""
-    ours = {name: value for name, value in environment.items() if name.startswith("RING_") and name not in _INTERNAL}
+    ours = readable(environment)
     shown = {n: v for n, v in environment.items() if n in _OTHERS or n.startswith(_PREFIXES)}
     for name, value in ours.items():
         if name not in KNOWN:

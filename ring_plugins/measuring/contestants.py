@@ -11,6 +11,7 @@ import numpy as np
 
 import ring_plugins as ring
 from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.launch.interfaces import choose, interfaces, own_offer
 from ring_plugins.core.world import current
 
 #: Given the bytes of a message, what to call to reduce one on all ranks, in place and until it is done.
@@ -169,22 +170,11 @@ def start_gloo() -> None:
 
     if dist.is_initialized():
         return
-    address = "127.0.0.1"
-    if ring.num_nodes() == 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    else:
-        address = _address()
+    offers = ring.all_gather_object(own_offer(ring.rank()))
+    address = choose(offers).addresses[ring.rank()]
+    mine = next(one.name for one in interfaces() if one.address == address)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", mine)
     store: Any = TCPStore(address, 0, is_master=True, wait_for_workers=False) if ring.rank() == 0 else None
     address, port = ring.broadcast_object((address, store.port if store else 0))
     store = store or TCPStore(address, port)
     dist.init_process_group("gloo", store=store, rank=ring.rank(), world_size=ring.size())
-
-
-def _address() -> str:
-    """Of the interface that ring_plugins itself takes between hosts; gloo is told to take it too."""
-    from ring_plugins.doctor.network import interfaces, taken_by_default
-
-    name = os.environ.get("RING_INTERFACE") or taken_by_default()
-    chosen = next(one for one in interfaces() if one.wired and one.addresses and name in ("", one.name))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", chosen.name)
-    return chosen.addresses[0]

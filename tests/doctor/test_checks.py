@@ -14,7 +14,7 @@ from ring_plugins.doctor.job.comparisons import agreement, links, name_resolutio
 from ring_plugins.doctor.job.facts import Facts
 from ring_plugins.doctor.job.links import Link, rounds
 from ring_plugins.doctor.mpi import Flavour, difference, flavour
-from ring_plugins.doctor.network import Interface, network
+from ring_plugins.doctor.network import Interface
 from ring_plugins.doctor.packages import minima, number
 from ring_plugins.doctor.settings import KNOWN, examine
 from tests.launch import REPOSITORY
@@ -55,7 +55,8 @@ def test_a_launcher_must_belong_to_the_library():
 
 
 def test_variables_with_misspelt_names_or_values_are_found():
-    said = list(examine({"RING_TIMOUT": "5", "RING_AUTOTUNE": "yes", "RING_TIMEOUT": "60", "RING_GROWN": "x"}))
+    said = list(examine({"RING_TIMOUT": "5", "RING_AUTOTUNE": "yes", "RING_TIMEOUT": "60", "RING_SECRET": "hush"}))
+    assert "hush" not in str(said)
     assert [finding.severity.name for finding in said] == ["WARNING", "ERROR", "FINE"]
     assert "Did you mean RING_TIMEOUT?" in said[0].remedy
     assert "'yes' is neither 0 nor 1" in said[1].summary
@@ -64,8 +65,6 @@ def test_variables_with_misspelt_names_or_values_are_found():
 def test_small_readers(tmp_path):
     assert minima(["torch>=2.4; extra == 'torch'", "numpy>=1.24", "rich"]) == {"torch": "2.4", "numpy": "1.24"}
     assert number("2.13.0+cpu") == (2, 13, 0) > number("2.4")
-    assert str(network("10.1.2.3", "255.255.0.0")) == "10.1.0.0/16"
-    assert str(network("fd00::2", "ffff:ffff:ffff:ffff::")) == "fd00::/64"
     for text, expected in (("150000 100000", 1.5), ("max 100000", None)):
         (tmp_path / "cpu.max").write_text(text)
         assert cpu_quota(tmp_path / "cpu.max") == expected

@@ -137,7 +137,7 @@ def name_resolution(facts: Sequence[Facts]) -> Iterator[Finding]:
             else:
                 continue
             reachable = (
-                [a for one in hosts[host].interfaces if one.wired for a in one.addresses] if host in hosts else []
+                [a for one in hosts[host].interfaces if one.leads_out for a in one.addresses] if host in hosts else []
             )
             yield warning(
                 "host names",

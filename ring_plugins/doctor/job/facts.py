@@ -12,6 +12,7 @@ from ring_plugins.core.world import current
 from ring_plugins.doctor.devices import nccl_found
 from ring_plugins.doctor.network import Interface, interfaces, resolve
 from ring_plugins.doctor.packages import versions
+from ring_plugins.doctor.settings import readable
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Facts:
         versions: of packages, and of NCCL where there is one.
         interfaces: of the host.
         resolves: for every host of the job, the addresses that its name leads to from here.
-        variables: RING_* and others that should agree.
+        variables: RING_*, which should agree.
     """
 
     rank: int
@@ -68,7 +69,7 @@ def own(rank: int, node: int, hosts: tuple[str, ...]) -> Facts:
         known,
         tuple(interfaces()),
         {host: resolve(host) for host in dict.fromkeys(hosts)},
-        {name: value for name, value in os.environ.items() if name.startswith("RING_") and name != "RING_GROWN"},
+        readable(os.environ),
     )
 
 

@@ -177,7 +177,7 @@ def _shared_networks(one: Facts, other: Facts) -> list[tuple[str, str]]:
     for interface in one.interfaces:
         for theirs in other.interfaces:
             for address in theirs.addresses:
-                if not interface.wired or not theirs.wired or ":" in address:
+                if not interface.leads_out or not theirs.leads_out or ":" in address:
                     continue
                 networks = [n for n in interface.networks if ipaddress.ip_address(address) in ipaddress.ip_network(n)]
                 if networks and address not in interface.addresses:
