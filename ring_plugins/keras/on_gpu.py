@@ -35,4 +35,4 @@ def _computes_on_gpus(backend: str) -> bool:
         return str(jax.default_backend()) == "gpu"
     import tensorflow as tf
 
-    return bool(tf.config.list_logical_devices("GPU"))
+    return bool(tf.config.list_physical_devices("GPU"))  # asking for logical ones would start TensorFlow here
