@@ -13,6 +13,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from between_hosts import limit
 from measure import RESULTS
 
 from ring_plugins.measuring.picture import COLOURS
@@ -25,6 +26,7 @@ LABELS = {
     "MPI": "MPI Allreduce (Open MPI)",
     "gloo": "torch gloo",
     "plain copy": "plain copy of the same bytes",
+    "ring over MPI": "ring_plugins over MPI",
 }
 STEP_COLOURS = {
     "ring_plugins": COLOURS["ring"],
@@ -102,9 +104,35 @@ def scaling() -> None:
     draw(series, "Predicted: four Pascal GPUs a host, batch 64 a GPU", PICTURES / "plan.png")
 
 
+def between_hosts() -> None:
+    """Lines: the share of the wire's limit that an all-reduce between hosts reaches, one panel a network."""
+    record = load("between_hosts")
+    networks = [one for one in record["networks"] if one["rate"] is not None]
+    figure, panels = plt.subplots(
+        1, len(networks), figsize=(4 * len(networks), 3.6), layout="constrained", squeeze=False
+    )
+    for panel, one in zip(panels[0], networks, strict=True):
+        sizes = [int(size) for size in one["seconds"]]
+        for name in next(iter(one["seconds"].values())):
+            least = [limit(size, one["hosts"], one["rate"]) for size in sizes]
+            took = [one["seconds"][str(size)][name]["median"] for size in sizes]
+            share = [100 * best / median for best, median in zip(least, took, strict=True)]
+            panel.semilogx(
+                sizes, share, marker="o", ms=3, color=COLOURS.get(name, "#6b7a8f"), label=LABELS.get(name, name)
+            )
+        panel.set(xlabel="bytes", ylabel="% of the wire's limit", ylim=(0, 100))
+        panel.set_title(f"{one['hosts']} hosts, {one['ranks']} ranks, {one['rate']}/s", fontsize=10)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(alpha=0.25)
+    panels[0][0].legend(fontsize=7, frameon=False)
+    figure.supxlabel(record["machine"], fontsize=7)
+    figure.savefig(PICTURES / "between_hosts.png", dpi=150)
+
+
 if __name__ == "__main__":
     PICTURES.mkdir(parents=True, exist_ok=True)
     steps()
     messages()
     scaling()
+    between_hosts()
     print(f"wrote {PICTURES}")

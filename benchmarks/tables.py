@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from between_hosts import limit
 from measure import RESULTS
 
 
@@ -76,5 +77,33 @@ def overhead() -> str:
     return table(["ranks", *(f"{int(c):,} parameters, ms" for c in counts)], rows)
 
 
+def between_hosts() -> str:
+    """Median ms by network and size, and what the wire alone takes."""
+    record = load("between_hosts")
+    rows = []
+    for one in record["networks"]:
+        for nbytes, times in one["seconds"].items():
+            m = {name: t["median"] * 1e3 for name, t in times.items()}
+            least = limit(int(nbytes), one["hosts"], one["rate"]) * 1e3
+            cells = [f"{m[name]:,.2f}" if name in m else "" for name in _BETWEEN]
+            shares = [f"{least / min(m['ring'], m['ring bucket']):.2f}" if least else "", f"{m['MPI'] / m['ring']:.2f}"]
+            shares.append(f"{m['gloo'] / m['ring']:.2f}" if "gloo" in m else "")
+            network = f"{one['hosts']} hosts, {one['rate'] or 'no limit'}"
+            rows.append([network, size(int(nbytes)), *cells, f"{least:,.2f}" if least else "", *shares])
+    header = [
+        "",
+        "message",
+        *(f"{name}, ms" for name in _BETWEEN),
+        "limit, ms",
+        "limit / ring",
+        "MPI / ring",
+        "gloo / ring",
+    ]
+    return table(header, rows) + f"\n\n({record['machine']})"
+
+
+_BETWEEN = ("ring", "ring bucket", "ring over MPI", "MPI", "gloo")
+
+
 if __name__ == "__main__":
-    print("\n\n".join(make() for make in (messages, steps, memory, overhead)))
+    print("\n\n".join(make() for make in (messages, steps, memory, overhead, between_hosts)))

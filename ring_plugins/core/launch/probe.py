@@ -12,7 +12,7 @@ from ring_plugins.core.launch.interfaces import Offer, on_network
 
 #: What is sent at most, and for how long at most. The first part is not timed: connections begin slowly.
 _BYTES, _FIRST, _SECONDS = 8 << 20, 1 << 19, 0.1
-_PATIENCE = 2.0
+_PATIENCE = 5.0
 
 
 def measure(
