@@ -131,6 +131,13 @@ class Averaging(abc.ABC):
         ]
 
     @property
+    def variables(self) -> list[Any]:
+        """What the optimizer was built for. In Keras 3.10 a `LossScaleOptimizer` leaves that to the inner one."""
+        inner = getattr(self.optimizer, "inner_optimizer", None)
+        found = getattr(self.optimizer, "_trainable_variables", None) or getattr(inner, "_trainable_variables", None)
+        return list(found or ())
+
+    @property
     def accumulation(self) -> int:
         """Steps that the optimizer makes one update of."""
         return int(getattr(self.optimizer, "gradient_accumulation_steps", None) or 1)
@@ -147,11 +154,7 @@ class Averaging(abc.ABC):
         """What has been accumulated since the last update; its average may take the place of each rank's own."""
         if self.accumulation == 1 or not self.optimizer.built:
             return []
-        return [
-            accumulator
-            for accumulator in self.accumulators(self.optimizer._trainable_variables)
-            if accumulator is not None
-        ]
+        return [accumulator for accumulator in self.accumulators(self.variables) if accumulator is not None]
 
     def previous(self, name: str) -> Callable[..., Any]:
         """The method that was replaced."""

@@ -141,7 +141,7 @@ class BroadcastCallback(keras.callbacks.Callback):
                     self._installed.append(averaging)
         for averaging in self._active():
             if averaging.optimizer.built:
-                averaging.prepare(averaging.optimizer._trainable_variables)
+                averaging.prepare(averaging.variables)
         if self.synchronized_batch_norm is not False:
             self._batch_norm = SynchronizedBatchNorm(model, every=self.synchronized_batch_norm is True)
             self._batch_norm.install()

@@ -46,13 +46,13 @@ class GradientAveraging(Averaging):
         self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]
     ) -> Any:
         """Stands in for the optimizer's method; takes and returns the same."""
-        self.prepare(self.optimizer._trainable_variables)
+        self.prepare(self.variables)
         state, gradients, indices = list(optimizer_variables), list(grads), list(range(len(grads)))
         if self.accumulation == 1:
             averaged = self.average(gradients, indices)
         else:
             places = {id(variable): place for place, variable in enumerate(self.optimizer.variables)}
-            accumulators = [places.get(id(a)) for a in self.accumulators(self.optimizer._trainable_variables)]
+            accumulators = [places.get(id(a)) for a in self.accumulators(self.variables)]
             sums = [None if place is None else state[place] for place in accumulators]
             iterations = state[places[id(self.optimizer._iterations)]]
             averaged, left = self._accumulate(iterations, gradients, sums, indices)
@@ -69,9 +69,9 @@ class GradientAveraging(Averaging):
         """Stands in for the optimizer's `apply`; takes the same."""
         gradients = list(grads)
         if not self._inside:
-            given = self.optimizer._trainable_variables if trainable_variables is None else trainable_variables
+            given = self.variables if trainable_variables is None else trainable_variables
             variables = list(given)
-            self.prepare(self.optimizer._trainable_variables if self.optimizer.built else variables)
+            self.prepare(self.variables if self.optimizer.built else variables)
             indices = [self.index(variable) for variable in variables]
             if self.accumulation == 1:
                 gradients = self.average(gradients, indices)

@@ -36,7 +36,7 @@ class GradientAveraging(Averaging):
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Stands in for the optimizer's `apply`; takes the same."""
-        given = self.optimizer._trainable_variables if trainable_variables is None else trainable_variables
+        given = self.variables if trainable_variables is None else trainable_variables
         variables = list(given)
         averaged = self.average(list(grads), variables)
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -75,7 +75,7 @@ class GradientAveraging(Averaging):
         return [None if gradient is None else next(averages) for gradient in gradients]
 
     def _average(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        self.prepare(self.optimizer._trainable_variables if self.optimizer.built else variables)
+        self.prepare(self.variables if self.optimizer.built else variables)
         present = {self.index(v): g for g, v in zip(gradients, variables, strict=True) if g is not None}
         if self.buckets is None:
             self._sparse = [i for i, gradient in present.items() if isinstance(gradient, tf.IndexedSlices)]

@@ -107,7 +107,7 @@ def _in_two_parts(model: Any, averaging: Any) -> Callable[[Any], Any]:
         if len(given) != 1:
             raise _UpdatesOtherwise
         gradients, variables = given[0]
-        variables = list(averaging.optimizer._trainable_variables if variables is None else variables)
+        variables = list(averaging.variables if variables is None else variables)
         seen["present"] = [gradient is not None for gradient in gradients]
         seen["variables"] = variables
         return logs, [gradient for gradient in gradients if gradient is not None]

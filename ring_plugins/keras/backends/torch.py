@@ -67,9 +67,9 @@ class GradientAveraging(Averaging):
     @torch.compiler.disable  # a compiled update would call the collectives while it is traced
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Stands in for the optimizer's `apply`; takes the same."""
-        given = self.optimizer._trainable_variables if trainable_variables is None else trainable_variables
+        given = self.variables if trainable_variables is None else trainable_variables
         variables, gradients = list(given), list(grads)
-        self.prepare(self.optimizer._trainable_variables if self.optimizer.built else variables)
+        self.prepare(self.variables if self.optimizer.built else variables)
         assert self.averager is not None
         if self.accumulation > 1:
             self.previous("apply")(self._accumulate(gradients, variables), trainable_variables)
