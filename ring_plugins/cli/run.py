@@ -54,7 +54,7 @@ def run(
         typer.Option(
             "--interface",
             envvar="RING_INTERFACE",
-            help="Network interface of every host that carries the traffic, such as `eth0`.",
+            help="Network that carries the traffic: `eth0`, several (`eth0,ib0`), or a subnet (`10.2.0.0/16`).",
             rich_help_panel=_WHERE,
         ),
     ] = None,

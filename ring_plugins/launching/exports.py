@@ -40,8 +40,9 @@ def exported(
         chosen["OMP_NUM_THREADS"] = str(threads)
     if interface:
         chosen["RING_INTERFACE"] = interface
+        names_only = "/" not in interface  # a subnet is more than NCCL and gloo understand
         for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-            if name not in environment:
+            if names_only and name not in environment:
                 chosen[name] = interface
     for text in wanted:
         name, equals, value = text.partition("=")

@@ -18,7 +18,7 @@ def command_line(mpirun: Mpirun, request: Request) -> list[str]:
             variable = "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS" if intel else "HYDRA_LAUNCH_EXTRA_ARGS"
             line = ["env", f"{variable}={shlex.join(words)}", mpirun.path]
         line += ["-launcher", "ssh", "-launcher-exec", shutil.which(program) or program]
-    if request.interface:
+    if request.interface and not set("/,") & set(request.interface):  # Hydra knows one interface, by its name
         line += ["-iface", request.interface]
     if intel:
         line += ["-genv", "I_MPI_PIN", "off"] if request.bind == "none" else _intel_pinning(request.bind)

@@ -40,7 +40,7 @@ class Request:
         command: program and arguments of every rank.
         ranks: how many.
         shares: the hosts and their ranks, in rank order; empty for this host, or for what a scheduler allocated.
-        interface: network interface of every host that the ranks use, None for the MPI's own choice.
+        interface: network that the ranks use: an interface's name, several, or a subnet; None for the MPI's own choice.
         bind: "none", "core", "numa" or "socket".
         crowded: some host gets more ranks than it has cores.
         as_root: this user is root, which Open MPI wants to be told.

@@ -40,7 +40,7 @@ def test_runs_as_printed(cluster, command, tmp_path):
     # The harness puts a script behind the command; here that is the shell's, which has no use for it.
     env = {"KERAS_BACKEND": "jax"}  # one of the variables that `ring run` hands on by itself
     with cluster.start(["sh", "-c", f"cd {tmp_path} && {here}"], "", ranks, env=env) as job:
-        result = job.wait(60)
+        result = job.wait(120)
     assert result.returncode == 0, result
     if "--dry-run" in command:
         assert result.reports == {}

@@ -33,7 +33,7 @@ def cluster():
 
 def check(job, names):
     with job as running:
-        result = running.wait(60)
+        result = running.wait(120)
     assert result.returncode == 0, result
     where = result.values("where")
     assert [found[:2] for found in where] == [[name, rank] for rank, name in enumerate(names)], result

@@ -42,7 +42,7 @@ def test_mpich_on_both_hosts(cluster):
     only_network = ["-x", "UCX_TLS=tcp,self", "-x", f"MPI4PY_LIBMPI={find_mpich()}/lib/libmpi.so.12"]
     only_network += ["--agent", "ssh -o ConnectTimeout=5"]
     with cluster.start(ring_run(*TWO, "--mpirun", mpiexec, *only_network), MEET, 4) as job:
-        result = job.wait(40)
+        result = job.wait(120)
     assert result.returncode == 0, result
     assert result.values("where") == ["host1", "host1", "host2", "host2"]
     assert result.values("sum") == [4.0] * 4

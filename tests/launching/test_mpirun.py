@@ -135,6 +135,7 @@ def test_variables_that_training_reads_go_along():
         "OMP_NUM_THREADS": "3", "RING_INTERFACE": "eth0", "NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0",
         "MINE": None, "YOURS": "2",
     }  # fmt: skip
+    assert set(exported([], 3, "10.2.0.0/16", {})) == {"OMP_NUM_THREADS", "RING_INTERFACE"}
     said_by_the_user = {"OMP_NUM_THREADS": "7", "NCCL_SOCKET_IFNAME": "ib0"}
     kept = exported([], 3, "eth0", said_by_the_user)
     assert kept["OMP_NUM_THREADS"] is None

@@ -50,6 +50,7 @@ ring_plugins.ray.run(endless)
 """
 
 
+@pytest.mark.timeout(600)
 def test_results_failures_and_a_killed_driver(monkeypatch):
     # Our processes end at once, the cluster's own take their time.
     monkeypatch.setattr("tests.launch.GRACE_SECONDS", 20.0)
@@ -60,7 +61,7 @@ def test_results_failures_and_a_killed_driver(monkeypatch):
         "RAY_DISABLE_IMPORT_WARNING": "1",
     }
     with start_ranks(example.text + CHECKS, 2, env=quiet) as job:
-        job.wait_for("pid", timeout=150)
+        job.wait_for("pid", timeout=400)
         found = job.reports()[0]
         job.signal_parent(signal.SIGKILL)
         result = job.wait(40)

@@ -65,6 +65,7 @@ def spark_home(directory: Path) -> Path:
     return home
 
 
+@pytest.mark.timeout(600)
 def test_results_failures_and_a_killed_driver(tmp_path, monkeypatch):
     # Our processes end at once, the cluster's own take their time.
     monkeypatch.setattr("tests.launch.GRACE_SECONDS", 20.0)
@@ -76,7 +77,7 @@ def test_results_failures_and_a_killed_driver(tmp_path, monkeypatch):
         "PYSPARK_SUBMIT_ARGS": "--conf spark.ui.enabled=false pyspark-shell",
     }
     with start_ranks(example.text + CHECKS, 2, env=env) as job:
-        job.wait_for("pid", timeout=150)
+        job.wait_for("pid", timeout=400)
         found = job.reports()[0]
         job.signal_parent(signal.SIGKILL)
         result = job.wait(30)
