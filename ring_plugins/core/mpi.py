@@ -102,8 +102,9 @@ class MpiPlane:
             items: list[Any] = self._comm.allgather(item)
         return items
 
-    def connect(self, ranks: Sequence[int], tag: int) -> None:
+    def connect(self, ranks: Sequence[int], tag: int) -> _Transfers:
         """MPI connects by itself."""
+        return _Transfers(self, [], None)
 
     def disconnect(self, tag: int) -> None:
         """And keeps its connections for whoever comes next."""

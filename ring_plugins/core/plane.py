@@ -38,11 +38,11 @@ class Plane(Protocol):
     rank: int
     size: int
 
-    def connect(self, ranks: Sequence[int], tag: int) -> None:
+    def connect(self, ranks: Sequence[int], tag: int) -> Pending:
         """Get ready to exchange with ranks that call this too.
 
         Raises:
-            LaunchError: a rank cannot be reached.
+            LaunchError: a rank cannot be reached; from `done` as well.
         """
 
     def disconnect(self, tag: int) -> None:

@@ -138,7 +138,7 @@ class Switchboard:
             LaunchError: always.
         """
         raise LaunchError(
-            f"{self._who(self._rank)} waited {self.patience:g} s for a connection from "
+            f"{self._who(self._rank)} waited until RING_START_TIMEOUT for a connection from "
             f"{', '.join(map(self._who, peers))} to port {self.port}. A firewall between the hosts drops connections "
             "from there (all TCP ports above 1023 must be open between them), or RING_INTERFACE names a network on "
             "which they do not reach each other."

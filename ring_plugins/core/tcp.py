@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from ring_plugins.core.errors import ArgumentError, PeerFailed, RingError
 from ring_plugins.core.plane import Bytes
 from ring_plugins.core.switchboard import Peer, Switchboard
+from ring_plugins.core.waiting import seconds_from_environment
 
 #: Parts handed to the kernel in one call; a header and its data go out together.
 _TOGETHER = 8
@@ -150,6 +151,26 @@ class _TcpPending:
         """Nothing happens unless someone asks, and the links keep the memory."""
 
 
+class _Connecting:
+    """Connections being made with ranks that do the same now: what keeps them apart is found here and not later."""
+
+    def __init__(self, switchboard: Switchboard, links: Sequence[_Link]) -> None:
+        self._switchboard, self._links = switchboard, links
+        self._end = time.monotonic() + seconds_from_environment("RING_START_TIMEOUT", 300.0)
+
+    def done(self) -> bool:
+        waiting = [link.peer for link in self._links if not link.is_connected()]
+        if waiting and time.monotonic() > self._end:
+            self._switchboard.say_who_does_not_come(waiting)
+        return not waiting
+
+    def nap(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def abandon(self) -> None:
+        """The links stay."""
+
+
 class TcpPlane:
     """A `Plane` over TCP.
 
@@ -168,18 +189,8 @@ class TcpPlane:
         self._lines: dict[int, _Lines] = {}
         self._closed = False
 
-    def connect(self, ranks: Sequence[int], tag: int) -> None:
-        """Connect with ranks that do the same now, so that what keeps them apart is found here and not later.
-
-        Raises:
-            LaunchError: a rank cannot be reached; names both hosts.
-        """
-        links = [self._link(peer, tag) for peer in ranks if peer != self.rank]
-        end = time.monotonic() + self._switchboard.patience
-        while waiting := [link for link in links if not link.is_connected()]:
-            if time.monotonic() > end:
-                self._switchboard.say_who_does_not_come([link.peer for link in waiting])
-            time.sleep(0.0005)
+    def connect(self, ranks: Sequence[int], tag: int) -> _Connecting:
+        return _Connecting(self._switchboard, [self._link(peer, tag) for peer in ranks if peer != self.rank])
 
     def exchange(
         self, outgoing: Sequence[tuple[int, Bytes]], incoming: Sequence[tuple[int, Bytes]], tag: int

@@ -9,7 +9,7 @@ import numpy as np
 
 from ring_plugins.core.arithmetic import reduce_into
 from ring_plugins.core.collectives.node import slices
-from ring_plugins.core.collectives.signature import Signature, mismatch
+from ring_plugins.core.collectives.signature import Signature, mismatch, signature
 from ring_plugins.core.collectives.wire import AsIs, Wire
 from ring_plugins.core.errors import MismatchError, RingError
 from ring_plugins.core.operations import Op
@@ -45,7 +45,8 @@ class Lane:
 
     def connect(self) -> None:
         """Find out now, and not in the middle of training, whether the members reach each other; all call it."""
-        self._plane.connect([self.ranks[i] for i in self.others], self._tag)
+        others = [self.ranks[i] for i in self.others]
+        self._finish(self._plane.connect(others, self._tag), lambda: others, signature("connect"))
 
     def __del__(self) -> None:
         self._plane.disconnect(self._tag)
