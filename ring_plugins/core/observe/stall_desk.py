@@ -13,7 +13,7 @@ from ring_plugins.core.observe.steps import steps
 
 #: Seconds until two ranks that wait for each other in different communicators are told that it is in vain, and the same
 #: for different operations of one communicator, where data may still be on its way unless it is the n-th for both.
-_DEADLOCK, _DEADLOCK_IN_ONE = 3.0, 10.0
+_DEADLOCK, _DEADLOCK_IN_ONE = 2.0, 10.0
 #: Seconds for an answer; how many of the missing are asked; the longest pause between reports.
 _ANSWER, _ASKED, _LONGEST_PAUSE = 2.0, 8, 600.0
 
@@ -54,6 +54,7 @@ class StallDesk:
         channel.on("came", self._note_coming)
         channel.on("here", self._note_account)
         channel.on("seen", self._note_seen)
+        channel.on("i wait", self._note_confirmed)
 
     def _note_waiting(self, sender: int, body: Body) -> None:
         now = time.monotonic()
@@ -96,11 +97,11 @@ class StallDesk:
     def _judge_deadlocks(self, now: float) -> None:
         """Tell ranks whose scripts wait for each other in different operations, across hosts as well."""
         blocked = {key: wait for key, wait in self._waits.items() if wait.blocked_since and key not in self._judged}
-        by_rank: dict[int, list[Waiting]] = {}
-        for wait in blocked.values():
-            by_rank.setdefault(wait.rank, []).append(wait)
+        by_rank: dict[int, list[tuple[int, Waiting]]] = {}
+        for (rank, number), wait in blocked.items():
+            by_rank.setdefault(rank, []).append((number, wait))
         for key, mine in blocked.items():
-            for theirs in (wait for rank in mine.missing for wait in by_rank.get(rank, ())):
+            for number, theirs in (found for rank in mine.missing for found in by_rank.get(rank, ())):
                 if mine.rank not in theirs.missing or mine.operation == theirs.operation:
                     continue
                 patience = _DEADLOCK
@@ -113,8 +114,19 @@ class StallDesk:
                         f"for rank {mine.rank} in {theirs.what}. The ranks took different paths through the program: "
                         "different numbers of steps, or a condition that is true on some ranks only."
                     )
-                    self._channel.tell(mine.rank, "in vain", {"communicator": mine.communicator, "text": text})
+                    verdict = {"rank": mine.rank, "number": key[1], "communicator": mine.communicator, "text": text}
+                    # A rank that holds the GIL may not have told yet that what it waited for has come: only it knows.
+                    self._channel.tell(theirs.rank, "do you wait", {"number": number, "verdict": verdict})
                     break
+
+    def _note_confirmed(self, sender: int, body: Body) -> None:
+        """The other rank does wait, so the first one waits in vain."""
+        verdict = body["verdict"]
+        key = verdict["rank"], verdict["number"]
+        if body["waits"]:
+            self._channel.tell(verdict["rank"], "in vain", verdict)
+        else:
+            self._judged.discard(key)
 
     # Stalls ---------------------------------------------------------------------------------------
 

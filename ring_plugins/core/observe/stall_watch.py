@@ -14,7 +14,7 @@ from ring_plugins.core.observe.whereabouts import kernel_account, own_account
 from ring_plugins.core.waiting import LongWait, long_waits
 
 #: Seconds from which a wait is worth telling rank 0: ranks in step wait for less.
-_WORTH_TELLING = 2.0
+_WORTH_TELLING = 1.5
 
 
 class _Told(NamedTuple):
@@ -41,6 +41,7 @@ class StallWatch:
         self._numbers = itertools.count()
         channel.on("where are you", self._answer)
         channel.on("look at", self._look)
+        channel.on("do you wait", self._confirm)
         channel.on("in vain", self._in_vain)
 
     def tick(self, now: float) -> None:
@@ -71,8 +72,20 @@ class StallWatch:
         found = kernel_account(int(body["pid"]))
         self._channel.tell(sender, "seen", {"question": body["question"], "rank": body["rank"], **found})
 
+    def _confirm(self, sender: int, body: Body) -> None:
+        self._channel.tell(sender, "i wait", {"waits": self._waits_still(body["number"]), "verdict": body["verdict"]})
+
     def _in_vain(self, sender: int, body: Body) -> None:
-        self._watch.verdicts[body["communicator"]] = body["text"]
+        if self._waits_still(body["number"]):
+            self._watch.verdicts[body["communicator"]] = body["text"]
+
+    def _waits_still(self, number: int) -> bool:
+        """Whether the wait that rank 0 knows by this number has not ended meanwhile."""
+        waits = dict(long_waits)
+        return any(
+            told.number == number and thread in waits and waits[thread].since == told.since
+            for thread, told in self._told.items()
+        )
 
 
 def _described(wait: LongWait, now: float, is_blocked: bool) -> Body:
