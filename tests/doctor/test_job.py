@@ -29,7 +29,7 @@ def test_two_hosts_on_one_core_over_a_link_at_a_tenth_with_a_name_that_leads_hom
         command += ["--bind-to", "core", "--prtemca", "prte_if_include", "eth0", "--mca", "btl_tcp_if_include", "eth0"]
         command += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self,sm", "-n", "2", sys.executable]
         with cluster.start(command, DOCTOR, 2, ["doctor", "--json"]) as job:
-            result = job.wait(120)
+            result = job.wait(180)
     assert result.returncode == 2, result
     report = json.loads(result.stdout)
     found = findings(report)

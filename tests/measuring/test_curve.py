@@ -36,7 +36,7 @@ def test_bandwidths_are_those_of_nccl_tests():
 def test_bench_grows_measures_and_draws(tmp_path):
     picture = tmp_path / "curves.png"
     options = ["--largest", "1K", "--smallest", "256", "--seconds", "0.01", "--json", "--png", str(picture)]
-    result = run_ranks(BENCH, 2, "grown", args=["bench", "-n", "2", *options])
+    result = run_ranks(BENCH, 2, "grown", args=["bench", "-n", "2", *options], timeout=180)
     record = json.loads(result.stdout)
     assert record["ranks"] == 2
     assert {row["bytes"] for row in record["curve"]} == {256, 1024}
