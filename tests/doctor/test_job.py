@@ -47,7 +47,7 @@ def test_two_hosts_on_one_core_over_a_link_at_a_tenth_with_a_name_that_leads_hom
 
 def test_on_one_host_ranks_are_compared_and_all_reduce_is_measured():
     with_doctor = run_ranks(
-        DOCTOR, 2, "torchrun", args=["doctor", "--json"], env={"OMP_NUM_THREADS": "64"}, check=False
+        DOCTOR, 2, "torchrun", args=["doctor", "--json"], env={"OMP_NUM_THREADS": "64"}, check=False, timeout=180
     )
     assert with_doctor.returncode != 0, with_doctor
     report = json.loads(with_doctor.stdout)
