@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic_ns
 from typing import IO, Any
@@ -188,28 +188,44 @@ class Timeline:
         desk = self._desk()
         if desk is not None:
             desk.start(self._directory)
+        if self._is_watched():
+            _wait_until(lambda: recorder.on)
 
     def stop(self) -> Path | None:
         """Stop, and return the file's path on rank 0, None elsewhere."""
         desk = self._desk()
         if desk is None:
+            # Rank 0 says when it ends; what this rank does after its own end is not to be in the timeline.
+            _wait_until(lambda: not recorder.on)
             return None
         desk.stop()
-        end = time.monotonic() + _PATIENCE
-        while not desk.is_complete and time.monotonic() < end:
-            time.sleep(0.01)
+        _wait_until(lambda: desk.is_complete)
         return desk.finish()
 
     def __enter__(self) -> Timeline:  # noqa: PYI034 - Self needs Python 3.11; nobody inherits
         self.start()
         return self
 
-    def __exit__(self, *failure: object) -> None:
-        self.stop()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or self._desk() is not None:  # a rank that failed does not wait for rank 0 before it says so
+            self.stop()
 
     @staticmethod
-    def _desk() -> TimelineDesk | None:
+    def _is_watched() -> bool:
         from ring_plugins.core.world import current, is_initialised
 
-        observers = current().observers if is_initialised() else None
+        return is_initialised() and current().observers is not None
+
+    @classmethod
+    def _desk(cls) -> TimelineDesk | None:
+        from ring_plugins.core.world import current
+
+        observers = current().observers if cls._is_watched() else None
         return observers.timeline if observers is not None else None
+
+
+def _wait_until(reached: Callable[[], bool]) -> None:
+    """Give rank 0's word time to arrive; a timeline is never worth more than a few seconds of waiting."""
+    end = time.monotonic() + _PATIENCE
+    while not reached() and time.monotonic() < end:
+        time.sleep(0.01)
