@@ -42,6 +42,9 @@ def test_torch_loop():
     assert re.findall(r"^epoch (\d+),", result.stdout, re.MULTILINE) == [str(epoch + 1) for epoch in range(20)], result
 
 
-@pytest.mark.parametrize(("example", "option"), [("lightning_digits.py", "--devices"), ("torch_loop.py", "--ranks")])
+@pytest.mark.parametrize(
+    ("example", "option"),
+    [pytest.param("lightning_digits.py", "--devices", marks=pytest.mark.slow), ("torch_loop.py", "--ranks")],
+)
 def test_one_process(example, option):
     check(run_ranks(EXAMPLES / example, 1, args=[option, "1"], timeout=120), ranks=1)

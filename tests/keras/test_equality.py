@@ -50,10 +50,14 @@ SOMEWHERE = {
 ON_THREE_RANKS = ("adam", "batch_normalisation", "convolution_with_momentum", "large_layer")
 
 CASES = [(backend, 2, name) for backend, own in SOMEWHERE.items() for name in (*EVERYWHERE, *own)]
-CASES += [(backend, 3, name) for backend in SOMEWHERE for name in ON_THREE_RANKS]
+# What differs with the number of ranks is the same code on all backends; two of them are asked for by `-m slow`.
+CASES += [("tensorflow", 3, name) for name in ON_THREE_RANKS]
+SLOW_CASES = [
+    pytest.param(backend, 3, name, marks=pytest.mark.slow) for backend in ("torch", "jax") for name in ON_THREE_RANKS
+]
 
 
-@pytest.mark.parametrize(("backend", "size", "name"), CASES)
+@pytest.mark.parametrize(("backend", "size", "name"), [*CASES, *SLOW_CASES])
 def test_scenario(backend: str, size: int, name: str) -> None:
     result = launch(backend) if size == 2 else launch(backend, size, ",".join(ON_THREE_RANKS))
     check(result.values(name), size, name)

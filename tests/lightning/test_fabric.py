@@ -9,7 +9,7 @@ from tests.launch import run_ranks
 WORKER = Path(__file__).with_name("fabric_worker.py")
 
 
-@pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])
+@pytest.mark.parametrize("package", ["lightning.fabric", pytest.param("lightning_fabric", marks=pytest.mark.slow)])
 def test_same_weights_as_ddp(package: str) -> None:
     """Also that one RingFabricStrategy serves both spellings of Fabric."""
     result = run_ranks(WORKER, env={"TEST_PACKAGE": package})

@@ -20,7 +20,7 @@ def check_training(result: Result, package: str) -> None:
     assert result.stdout.count("4/4") >= 1
 
 
-@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
+@pytest.mark.parametrize("package", ["lightning", pytest.param("pytorch_lightning", marks=pytest.mark.slow)])
 def test_a_script_started_alone_grows_to_the_number_of_devices(package: str) -> None:
     """Also that one RingStrategy serves the Trainers of both spellings of Lightning."""
     module = {"lightning": "lightning.pytorch"}.get(package, package)
