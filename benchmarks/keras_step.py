@@ -96,9 +96,9 @@ def pretend_network(communicator: Any, bandwidth: float) -> None:
     """Let each reduction take as long as a network would."""
     reduce = communicator.all_reduce
 
-    def delayed(memory: Any, op: Any) -> None:
+    def delayed(memory: Any, op: Any, wire: Any = None) -> None:
         time.sleep(memory.array.nbytes / bandwidth)
-        reduce(memory, op)
+        reduce(memory, op, wire)
 
     communicator.all_reduce = delayed
 

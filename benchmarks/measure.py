@@ -8,11 +8,13 @@ import platform
 import time
 from pathlib import Path
 
+import ring_plugins as ring
+
 RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> str:
-    """One line on where this ran."""
+    """One line on where this ran, and on how the ranks saw it: a benchmark of one host must not take it for two."""
     model = next(
         (
             line.split(":", 1)[1].strip()
@@ -21,7 +23,8 @@ def machine() -> str:
         ),
         platform.processor(),
     )
-    return f"{model}, {os.cpu_count()} cores, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
+    ranks = f", {ring.size()} ranks on {ring.num_nodes()} host(s)" if ring.is_initialised() else ""
+    return f"{model}, {os.cpu_count()} cores{ranks}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
 
 
 def save(name: str, record: dict[str, object]) -> None:

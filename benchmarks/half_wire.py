@@ -1,6 +1,6 @@
 """The loss on scanned digits with and without 16 bits on the wire, and the bytes that leave a rank.
 
-    mpirun -n 4 python benchmarks/compression.py        # half a minute
+    mpirun -n 4 python benchmarks/half_wire.py        # half a minute
 
 The ranks count as two hosts of two. Same weights, batches and steps in every run; writes benchmarks/results and
 docs/pictures/compression.png.
@@ -105,7 +105,7 @@ def main() -> None:
         for name, values in losses.items():
             last = sum(values[-20:]) / 20
             print(f"{name}: loss {last:.4f}, {nbytes[name] / STEPS / 1e6:.3f} MB a step to the other host")
-        save("compression", {"losses": losses, "bytes": nbytes, "steps": STEPS})
+        save("half_wire", {"losses": losses, "bytes": nbytes, "steps": STEPS})
         picture(losses)
         print(machine())
 
