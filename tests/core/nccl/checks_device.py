@@ -108,7 +108,7 @@ check("before the wait", before, np.full(5, rank, np.float32))
 check("after the wait", x, np.full(5, ranks.sum(), np.float32))
 communicator.synchronize()
 report("done", [was_done, work.done()])
-report("kept", len(communicator._queued))
+report("kept", len(communicator._queue.unfinished))
 library.delay = 0.0
 
 # What cannot be, which leaves the communicator as it was.
@@ -141,7 +141,7 @@ library.cuda.capturing = True
 report("captured", raised(lambda: fresh.all_reduce(on_device(x), ring.SUM), ArgumentError))
 communicator.all_reduce(on_device(x), ring.SUM)
 communicator.start("in a graph", lambda: communicator.all_reduce(on_device(x), ring.SUM)).wait()
-report("kept by graphs", len(communicator._captured))
+report("kept by graphs", len(communicator._queue.captured))
 library.cuda.capturing = False
 fresh.close()
 

@@ -1,0 +1,237 @@
+"""Operations of a GPU in order with the framework's, and what becomes of them when something fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from ring_plugins.core.collectives.overdue import Overdue
+from ring_plugins.core.collectives.protocol import Communicator, Statistics
+from ring_plugins.core.collectives.stream_queue import Queued, StreamQueue, Streams
+from ring_plugins.core.collectives.work import Work
+from ring_plugins.core.errors import ArgumentError, RingError
+from ring_plugins.core.memory import DeviceMemory
+from ring_plugins.core.nccl.calls import Nccl
+from ring_plugins.core.nccl.connection import NcclConnection
+from ring_plugins.core.nccl.driver import Driver
+from ring_plugins.core.nccl.meeting import others
+from ring_plugins.core.waiting import Wait
+
+T = TypeVar("T")
+
+
+class QueuedOperations:
+    """What the device communicator inherits to keep its calls in order, and to remember that it has failed.
+
+    After an error that leaves members out of step every further call raises it again. Arguments and errors are those
+    of `DeviceCommunicator`.
+    """
+
+    def __init__(
+        self, name: str, device: int, host: Communicator, streams: Streams, wait: Wait, nccl: Nccl, driver: Driver
+    ) -> None:
+        self.name, self.device = name, device
+        self.rank, self.size, self.ranks = host.rank, host.size, host.ranks
+        self.statistics = Statistics()
+        self._host, self._wait, self._driver = host, wait, driver
+        self._lock = threading.RLock()  # a communicator may be used by one thread at a time
+        self._broken: BaseException | None = None
+        self._depth = 0
+        self._overdue = Overdue(name, self.ranks[self.rank])
+        self._nccl = NcclConnection(name, device, host, wait, nccl, driver)
+        self._queue = StreamQueue(name, device, streams, driver)
+
+    @property
+    def stream(self) -> int:
+        """Handle of the stream on which it communicates."""
+        return self._queue.stream
+
+    # Order ----------------------------------------------------------------------------------------
+
+    def group(self) -> contextlib.AbstractContextManager[None]:
+        return self._launch("group")
+
+    def start(self, description: str, function: Callable[[], T]) -> Work[T]:
+        """Queue what `function` does, copies of the framework's included, while the caller's stream goes on.
+
+        `function` itself runs at once, in the calling thread, and its error is raised here.
+        """
+        with self._lock, self._failing(description), self._driver.current(self.device):
+            caller = self._queue.follow_caller(description)
+            with self._queue.using():
+                result = function()
+            return QueuedWork(self, self._queue.remember(description, caller), result)
+
+    @contextlib.contextmanager
+    def _launch(self, what: str, *memories: DeviceMemory) -> Iterator[None]:
+        """Queue the calls made inside as one: they run together, after the caller's work and before its next."""
+        for memory in memories:
+            self._check(memory)
+        with self._lock, self._failing(what):
+            self._queue.keep(memory.owner for memory in memories)
+            self.statistics.nbytes += memories[0].nbytes if memories else 0
+            if self._depth:
+                yield
+                return
+            with self._driver.current(self.device):
+                caller = self._queue.follow_caller(what)
+                with self._nccl.together(what):
+                    self._depth += 1
+                    try:
+                        yield
+                    finally:
+                        self._depth -= 1
+                self.statistics.operations += 1
+                if caller != self.stream:  # else whoever made it current asks for the end of it
+                    self._queue.remember(what, caller)
+                    self._queue.lead_caller(caller)
+
+    def _check(self, memory: DeviceMemory) -> None:
+        if not isinstance(memory, DeviceMemory):
+            raise ArgumentError(
+                f"{self.name} reduces memory of GPU {self.device} and was given memory of the CPU; move the tensor to "
+                f"cuda:{self.device} first."
+            )
+        if memory.device != self.device:
+            raise ArgumentError(
+                f"{self.name} belongs to GPU {self.device} and was given memory of GPU {memory.device}; each rank uses "
+                "one GPU. Call torch.cuda.set_device(ring_plugins.local_rank()) before anything is put on a GPU."
+            )
+
+    def has_happened(self, queued: Queued) -> bool:
+        """Whether the GPU is done with something; asks, never waits."""
+        with self._lock:
+            return self._queue.has_happened(queued)
+
+    def join(self, queued: Queued) -> None:
+        """Let what the caller's stream is given next come after `queued`."""
+        with self._lock, self._failing(queued.description), self._driver.current(self.device):
+            self._queue.join(queued)
+
+    def synchronize(self) -> None:
+        """Return when the GPU has done all that it was given here; waits on the host, and notices peers that died."""
+
+        def idle() -> bool:
+            with self._lock, self._failing("synchronize"), self._driver.current(self.device):
+                self._queue.forget_finished()
+                return not self._queue.unfinished
+
+        self._wait.until(idle, lambda: others(self._host), lambda: f"{self.name}: work of the GPU")
+
+    # Failure --------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        """After an error that leaves the members out of step every further call raises it again."""
+        if self._broken is not None:
+            raise self._broken
+        try:
+            yield
+        except ArgumentError:
+            raise
+        except RingError as error:
+            self._give_up(error)
+            raise
+        except Exception:
+            raise  # the framework's, from a function given to `start`
+        except BaseException as error:
+            self._give_up(
+                RingError(
+                    f"{self.name} was interrupted in {what} by {type(error).__name__} and is out of step with the "
+                    "other ranks; call ring_plugins.shutdown() and init() on all ranks to go on."
+                )
+            )
+            raise
+
+    def _give_up(self, error: BaseException) -> None:
+        """Let kernels that wait for peers end. Their results are of no use."""
+        self._broken = self._broken or error
+        self._nccl.abort()
+
+    def check(self) -> None:
+        """Raise what went wrong, if anything did: what the GPU computed since is of no use.
+
+        A GPU that waited for a dead peer goes on only after this would raise.
+        """
+        if self._broken is not None:
+            raise self._broken
+
+    def watch(self, gone: Sequence[int]) -> None:
+        """Look for failure while nobody calls: what the GPU does too long, and what NCCL noticed meanwhile.
+
+        Called now and then by another thread; does nothing while a call is under way.
+
+        Args:
+            gone: members (world ranks) whose processes have ended in order, so that nothing more will come from them.
+        """
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if not self._nccl.is_open:
+                return
+            with self._failing("its watch"), self._driver.current(self.device):
+                self._queue.forget_finished()
+                self._nccl.check()
+                self._overdue.check(self._queue.oldest, gone)
+        except RingError:
+            pass  # the next call raises it
+        finally:
+            self._lock.release()
+
+    def abort(self, error: BaseException) -> None:
+        """A member is gone: let every kernel that waits for it end, and every further call raise `error`.
+
+        Called by another thread than the one that computes, which NCCL keeps waiting perhaps.
+        """
+
+        def give_up() -> None:
+            if self._lock.acquire(timeout=1.0):  # else a call is inside NCCL, and may not lose what it works on
+                try:
+                    self._give_up(error)
+                finally:
+                    self._lock.release()
+
+        thread = threading.Thread(target=give_up, name=f"ring:abort {self.name}", daemon=True)
+        thread.start()
+        thread.join(2.0)  # aborting waits for the GPU
+
+    # Life -----------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Let go of the communicator, after the peers' part in what is under way."""
+        with self._lock:
+            self._nccl.part()
+            self._broken = self._broken or RingError(f"{self.name} has been closed.")
+            self._queue.clear()
+        self._host.close()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: let every call raise; CUDA does not survive a fork."""
+        self._lock = threading.RLock()
+        self._nccl.forget()
+        self._broken = RingError(
+            f"{self.name} belongs to process {os.getppid()}, which forked this one (a data loader's worker?). "
+            "Collectives are for the ranks themselves."
+        )
+
+
+class QueuedWork(Work[T]):
+    """What `QueuedOperations.start` queued."""
+
+    def __init__(self, operations: QueuedOperations, queued: Queued, result: T) -> None:
+        super().__init__(queued.description, lambda: result, lambda _: None)
+        self._operations, self._queued = operations, queued
+        self._result = result
+
+    def done(self) -> bool:
+        """Whether the GPU has finished it; asks, never waits."""
+        return self._operations.has_happened(self._queued)
+
+    def wait(self) -> T:
+        """Let the calling thread's stream wait for it, not the thread itself, and return the function's result."""
+        self._operations.join(self._queued)
+        result: T = self._result
+        return result
