@@ -57,3 +57,44 @@ def by_type(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)
     yield from groups.values()
+
+
+def one_per_rank(tensors: Sequence[torch.Tensor], name: str, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """A list with a tensor for each rank of the group.
+
+    Raises:
+        ArgumentError: it has another length.
+    """
+    size, rank = group.size(), group.rank()
+    if len(tensors) != size:
+        raise ArgumentError(
+            f"{name} on rank {rank} has {len(tensors)} tensors; it must have one for each of {size} ranks."
+        )
+    return list(tensors)
+
+
+def elements_by_rank(tensor: torch.Tensor, splits: Sequence[int], name: str, group: dist.ProcessGroup) -> list[int]:
+    """Elements for each rank of the group, from rows for each rank; without splits, equal numbers.
+
+    Raises:
+        ArgumentError: the rows do not add up, or do not divide.
+    """
+    size, rank = group.size(), group.rank()
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not splits:
+        if rows % size:
+            raise ArgumentError(
+                f"{name} on rank {rank} has {rows} rows, which do not divide among {size} ranks; "
+                f"give {name}_split_sizes."
+            )
+        splits = [rows // size] * size
+    if len(splits) != size or sum(splits) != rows:
+        raise ArgumentError(
+            f"{name}_split_sizes={list(splits)} on rank {rank} must be {size} numbers that add up to {rows} rows."
+        )
+    return [split * (tensor.numel() // rows if rows else 0) for split in splits]
+
+
+def all_at(root: int, count: int, group: dist.ProcessGroup) -> list[int]:
+    """Elements for each rank of the group where the root has all of them."""
+    return [count if rank == root else 0 for rank in range(group.size())]

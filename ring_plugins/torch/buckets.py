@@ -16,6 +16,7 @@ from ring_plugins.core.fusion import Bucket, BucketMemory, BucketSizes, Entry, F
 from ring_plugins.core.memory import Memory
 from ring_plugins.torch.compression import HalfBuckets
 from ring_plugins.torch.device import index_of, is_capturing, is_on_gpu, memory_of
+from ring_plugins.torch.layout import dense_memory, laid_out, memory_like, view_of
 
 Named = tuple[str, nn.Parameter]
 
@@ -69,7 +70,7 @@ class GradientBuckets:
             self._flags.append(whole[bucket.flags : bucket.flags + len(bucket.entries)])
             for i, offset in zip(bucket.entries, bucket.offsets, strict=True):
                 if i not in bucket.direct:
-                    self.views[i] = _view(whole, offset, self.parameters[i])
+                    self.views[i] = view_of(whole, offset, self.parameters[i])
         #: An average of flags above this says that a rank has the gradient, also after rounding.
         self._any = 0.5 / communicator.size
         #: Where the average goes of gradients that this rank does not have, in this pass.
@@ -100,7 +101,7 @@ class GradientBuckets:
                 gradient = self._densified(i, gradient)
             if gradient is None:
                 zero_flags.append(place)
-                stand_in = _like(parameter).zero_() if view is None else view.zero_()
+                stand_in = memory_like(parameter).zero_() if view is None else view.zero_()
                 self._absent[i] = stand_in
                 if view is None:
                     direct.append(stand_in)
@@ -109,7 +110,7 @@ class GradientBuckets:
                 source.append(gradient)
                 moved.append(i)
             else:
-                direct.append(_laid_out(parameter, gradient))
+                direct.append(laid_out(parameter, gradient))
         with torch.no_grad():
             if to:
                 torch._foreach_copy_(to, source)
@@ -121,7 +122,7 @@ class GradientBuckets:
             self.parameters[i].grad = self.views[i]
         if self._half is not None:
             return self._half.pack(bucket, direct)
-        return [_memory(gradient) for gradient in direct]
+        return [dense_memory(gradient) for gradient in direct]
 
     def _densified(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
         if self.collects_sparse:
@@ -129,13 +130,13 @@ class GradientBuckets:
             return None
         parameter = self.parameters[i]
         with torch.no_grad():
-            parameter.grad = _like(parameter).copy_(gradient.to_dense())
+            parameter.grad = memory_like(parameter).copy_(gradient.to_dense())
         return parameter.grad
 
     def scratch(self, bucket: Bucket) -> list[Memory]:
         """Memory of the direct gradients' sizes, for a pass whose result nobody wants."""
-        likes = [_like(self.parameters[i]).zero_() for i in bucket.direct]
-        return [_memory(like) for like in likes] if self._half is None else self._half.pack(bucket, likes)
+        likes = [memory_like(self.parameters[i]).zero_() for i in bucket.direct]
+        return [dense_memory(like) for like in likes] if self._half is None else self._half.pack(bucket, likes)
 
     def settle(self) -> None:
         """After a pass: gradients that this rank does not have are the average if any rank has them, else None."""
@@ -197,57 +198,3 @@ def _entry(name: str, parameter: nn.Parameter, gpu: int | None, compression: Com
 
 def _device_text(gpu: int | None) -> str:
     return "the CPU" if gpu is None else f"GPU {gpu}"
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a stretch of memory without gaps or overlaps, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _view(whole: torch.Tensor, offset: int, parameter: nn.Parameter) -> torch.Tensor:
-    """The gradient's place in the bucket, with the parameter's strides where they leave no gaps.
-
-    Autograd accumulates fastest into a gradient laid out like its parameter (channels_last, say).
-    """
-    flat = whole[offset : offset + parameter.numel()]
-    if parameter.numel() and _is_dense(parameter):
-        return flat.as_strided(parameter.shape, parameter.stride())
-    return flat.view(parameter.shape)
-
-
-def _like(parameter: nn.Parameter) -> torch.Tensor:
-    """Memory for a gradient, laid out as on every other rank."""
-    if _is_dense(parameter):
-        return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
-    return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-
-
-def _laid_out(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient in the layout that all ranks use and in memory of its own, copied if autograd made it otherwise."""
-    expected = parameter.stride() if _is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
-    lazy = gradient.is_conj() or gradient.is_neg()
-    if gradient.stride() != expected or gradient.requires_grad or lazy or _is_shared(gradient):
-        with torch.no_grad():
-            parameter.grad = _like(parameter).copy_(gradient)
-        return parameter.grad
-    return gradient
-
-
-def _is_shared(gradient: torch.Tensor) -> bool:
-    """Whether other tensors lie in the gradient's memory and would see it change.
-
-    For `p.view(-1) + f(x)` autograd hands `p` a view of the gradient that the backward of `f` is yet to read.
-    """
-    storage = gradient.untyped_storage()
-    uses: int = torch._C._storage_Use_Count(storage._cdata)
-    return uses > 2  # the gradient itself, and `storage`
-
-
-def _memory(tensor: torch.Tensor) -> Memory:
-    """The memory of a dense tensor, in the order in which it lies there."""
-    return memory_of(tensor.detach().as_strided((tensor.numel(),), (1,)))

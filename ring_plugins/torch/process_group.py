@@ -6,55 +6,28 @@ torch.distributed (object collectives, DistributedDataParallel, DTensor, torchme
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch re-exports these unmarked
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch re-exports it unmarked
 
-from ring_plugins.core.collectives.device import DeviceCommunicator
 from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.errors import ArgumentError
-from ring_plugins.torch.arguments import by_type, operation, single
-from ring_plugins.torch.device import index_of, is_on_gpu, memory_of
+from ring_plugins.torch.arguments import all_at, by_type, elements_by_rank, one_per_rank, operation, single
+from ring_plugins.torch.communicating_group import CommunicatingGroup
+from ring_plugins.torch.device import memory_of
+from ring_plugins.torch.exchanges import gather_all, reduce_and_scatter, swap
 from ring_plugins.torch.monitored_barrier import monitored_barrier
-from ring_plugins.torch.named_group import NamedGroup
-from ring_plugins.torch.point_to_point import PointToPoint
-from ring_plugins.torch.tensors import (
-    EqualParts,
-    Target,
-    Targets,
-    flat_source,
-    flat_sources,
-)
-from ring_plugins.torch.work import DeviceRingWork, RingWork
+from ring_plugins.torch.tensors import EqualParts, Target, Targets, flat_source, flat_sources
+from ring_plugins.torch.work import RingWork
 
 
-class RingProcessGroup(NamedGroup):
-    """A torch.distributed process group over a communicator of its own.
+class RingProcessGroup(CommunicatingGroup):
+    """The "ring" process group; its arguments are those of `CommunicatingGroup`."""
 
-    Args:
-        store: shared by the members, under a prefix that no other group uses.
-        communicator: among the members, in group order; used by nobody else, closed with the group.
-        point_to_point: messages between pairs of members.
-        connect: makes a communicator for a GPU, given its index; all members call it in their first collective on
-            tensors of GPUs.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        communicator: Communicator,
-        point_to_point: PointToPoint,
-        connect: Callable[[int], DeviceCommunicator],
-    ) -> None:
-        super().__init__(store, communicator.rank, communicator.size)
-        self._communicator = communicator
-        self._connect = connect
-        self._on_gpus: dict[int, DeviceCommunicator] = {}
-        self._point_to_point = point_to_point
-        self._monitored_barriers = 0
+    _monitored_barriers = 0
 
     # Everyone has, or combines, everything -----------------------------------------------------------
 
@@ -99,10 +72,10 @@ class RingProcessGroup(NamedGroup):
         self, output_tensors: Sequence[Sequence[torch.Tensor]], input_tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> RingWork:
         """Fill the list with everyone's tensor; their sizes may differ."""
-        outputs = self._one_per_rank(single(output_tensors, "output_tensors"), "output_tensors")
+        outputs = one_per_rank(single(output_tensors, "output_tensors"), "output_tensors", self)
         source = flat_source(single(input_tensors, "input_tensors"), "input_tensor")
         targets = Targets(outputs, "output_tensors")
-        return self._begin("all_gather", outputs, self._gather_all([(source, targets)]), opts)
+        return self._begin("all_gather", outputs, gather_all([(source, targets)], self), opts)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> RingWork:  # noqa: A002
         """Fill one tensor with everyone's, one behind the other."""
@@ -115,7 +88,7 @@ class RingProcessGroup(NamedGroup):
         pairs = []
         for output, mine in zip(outputs, inputs, strict=True):
             pairs.append((flat_source(mine, "input_tensor"), EqualParts(output, self.size(), "output_tensor")))
-        return self._begin("all_gather", list(outputs), self._gather_all(pairs), opts)
+        return self._begin("all_gather", list(outputs), gather_all(pairs, self), opts)
 
     def allgather_coalesced(
         self, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
@@ -123,10 +96,10 @@ class RingProcessGroup(NamedGroup):
         """As `allgather`, for several tensors in one work."""
         pairs = []
         for outputs, mine in zip(output_lists, inputs, strict=True):
-            checked = self._one_per_rank(outputs, "output_tensors")
+            checked = one_per_rank(outputs, "output_tensors", self)
             pairs.append((flat_source(mine, "input_tensor"), Targets(checked, "output_tensors")))
         every = [output for outputs in output_lists for output in outputs]
-        return self._begin("all_gather", every, self._gather_all(pairs), opts)
+        return self._begin("all_gather", every, gather_all(pairs, self), opts)
 
     # One gives or gets ------------------------------------------------------------------------------
 
@@ -136,7 +109,7 @@ class RingProcessGroup(NamedGroup):
         tensor = single(tensors, "tensors")
         op = operation(opts.reduceOp, tensor)
         target = Target(tensor, "tensor", keep=True)
-        counts = self._only(int(opts.rootRank), tensor.numel())
+        counts = all_at(int(opts.rootRank), tensor.numel(), self)
         mine = target.flat if opts.rootRank == self.rank() else target.flat[:0]
 
         def run(communicator: Communicator[Any]) -> None:
@@ -154,8 +127,9 @@ class RingProcessGroup(NamedGroup):
         root, mine = int(opts.rootRank), single(input_tensors, "input_tensors")
         outputs: list[torch.Tensor] = []
         if root == self.rank():
-            outputs = self._one_per_rank(single(output_tensors, "gather_list"), "gather_list")
-        return self._swap("gather", outputs, [mine], self._only(root, mine.numel()), opts)
+            outputs = one_per_rank(single(output_tensors, "gather_list"), "gather_list", self)
+        run = swap("gather", outputs, [mine], self, send_counts=all_at(root, mine.numel(), self))
+        return self._begin("gather", outputs, run, opts, [mine])
 
     def scatter(
         self, output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[Sequence[torch.Tensor]], opts: Any = None
@@ -165,8 +139,9 @@ class RingProcessGroup(NamedGroup):
         root, output = int(opts.rootRank), single(output_tensors, "output_tensors")
         inputs: list[torch.Tensor] = []
         if root == self.rank():
-            inputs = self._one_per_rank(single(input_tensors, "scatter_list"), "scatter_list")
-        return self._swap("scatter", [output], inputs, None, opts, self._only(root, output.numel()))
+            inputs = one_per_rank(single(input_tensors, "scatter_list"), "scatter_list", self)
+        run = swap("scatter", [output], inputs, self, out_counts=all_at(root, output.numel(), self))
+        return self._begin("scatter", [output], run, opts, inputs)
 
     # Everyone gets a part ---------------------------------------------------------------------------
 
@@ -175,10 +150,11 @@ class RingProcessGroup(NamedGroup):
     ) -> RingWork:
         """Combine everyone's lists and leave to each rank its element; their sizes may differ."""
         opts = opts or dist.ReduceScatterOptions()
-        inputs = self._one_per_rank(single(input_tensors, "input_tensors"), "input_list")
+        inputs = one_per_rank(single(input_tensors, "input_tensors"), "input_list", self)
         output = single(output_tensors, "output_tensors")
         counts = [tensor.numel() for tensor in inputs]
-        return self._reduce_and_scatter([(output, flat_sources(inputs, "input_list"), counts)], opts)
+        run = reduce_and_scatter([(output, flat_sources(inputs, "input_list"), counts)], opts.reduceOp, self)
+        return self._begin("reduce_scatter", [output], run, opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> RingWork:  # noqa: A002
         """Combine everyone's tensor and leave to each rank its equal part."""
@@ -191,15 +167,17 @@ class RingProcessGroup(NamedGroup):
         triples = []
         for output, full in zip(outputs, inputs, strict=True):
             triples.append((output, flat_source(full, "input_tensor"), [output.numel()] * self.size()))
-        return self._reduce_and_scatter(triples, opts or dist.ReduceScatterOptions())
+        opts = opts or dist.ReduceScatterOptions()
+        run = reduce_and_scatter(triples, opts.reduceOp, self)
+        return self._begin("reduce_scatter", list(outputs), run, opts)
 
     def alltoall(
         self, output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> RingWork:
         """Send the i-th input to rank i and receive the i-th output from it."""
-        outputs = self._one_per_rank(output_tensors, "output_tensor_list")
-        inputs = self._one_per_rank(input_tensors, "input_tensor_list")
-        return self._swap("all_to_all", outputs, inputs, None, opts)
+        outputs = one_per_rank(output_tensors, "output_tensor_list", self)
+        inputs = one_per_rank(input_tensors, "input_tensor_list", self)
+        return self._begin("all_to_all", outputs, swap("all_to_all", outputs, inputs, self), opts, inputs)
 
     def all_to_all_single(
         self,
@@ -210,14 +188,14 @@ class RingProcessGroup(NamedGroup):
         opts: Any = None,
     ) -> RingWork:
         """As `alltoall` with the rows of one tensor; split sizes count rows, none means equal parts."""
-        send_counts = self._rows(input, input_split_sizes, "input")
-        out_counts = self._rows(output, output_split_sizes, "output")
-        return self._swap("all_to_all", [output], [input], send_counts, opts, out_counts)
+        send_counts = elements_by_rank(input, input_split_sizes, "input", self)
+        out_counts = elements_by_rank(output, output_split_sizes, "output", self)
+        run = swap("all_to_all", [output], [input], self, send_counts, out_counts)
+        return self._begin("all_to_all", [output], run, opts, [input])
 
     def barrier(self, opts: Any = None) -> RingWork:
         """Return when everyone has called."""
-        for communicator in self._on_gpus.values():
-            communicator.synchronize()
+        self.wait_for_gpus()
         return self._begin("barrier", [], lambda communicator: communicator.barrier(), opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
@@ -253,135 +231,3 @@ class RingProcessGroup(NamedGroup):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
-
-    def shutdown(self) -> None:
-        """Let go of the communicators; `destroy_process_group` calls this on every rank."""
-        self._point_to_point.close()
-        for communicator in self._on_gpus.values():
-            communicator.close()
-        self._communicator.close()
-
-    abort = shutdown
-
-    # How ------------------------------------------------------------------------------------------------
-
-    def _begin(
-        self,
-        description: str,
-        outputs: list[torch.Tensor],
-        function: Callable[[Communicator[Any]], None],
-        opts: Any,
-        inputs: Sequence[torch.Tensor] = (),
-    ) -> RingWork:
-        """Run now where the caller would only wait, else on the communicator's thread; on a GPU queue it."""
-        described = f"{description} in process group {self._name or 'default'!r}"
-        waits = opts is not None and not getattr(opts, "asyncOp", True)
-        on_gpu = next((tensor for tensor in (*outputs, *inputs) if is_on_gpu(tensor)), None)
-        if on_gpu is not None:
-            device = self._on_gpu(index_of(on_gpu))
-            queued = DeviceRingWork(device, described, outputs, device.start(described, lambda: function(device)))
-            if waits:
-                queued.wait()
-            return queued
-        if waits:
-            function(self._communicator)
-            return RingWork.done(described, outputs)
-        return RingWork.start(self._communicator, described, outputs, lambda: function(self._communicator))
-
-    def _on_gpu(self, index: int) -> DeviceCommunicator:
-        if index not in self._on_gpus:
-            self._on_gpus[index] = self._connect(index)
-        return self._on_gpus[index]
-
-    def _gather_all(
-        self, pairs: Sequence[tuple[torch.Tensor, Targets | EqualParts]]
-    ) -> Callable[[Communicator[Any]], None]:
-        for source, targets in pairs:
-            if targets.counts[self.rank()] != source.numel() or targets.flat.dtype != source.dtype:
-                raise ArgumentError(
-                    f"all_gather on rank {self.rank()}: the input has {source.numel()} elements of {source.dtype}, the "
-                    f"output for rank {self.rank()} has {targets.counts[self.rank()]} of {targets.flat.dtype}."
-                )
-
-        def run(communicator: Communicator[Any]) -> None:
-            for source, targets in pairs:
-                communicator.all_gather(memory_of(source), targets.memory, targets.counts)
-                targets.store()
-
-        return run
-
-    def _reduce_and_scatter(
-        self, triples: Sequence[tuple[torch.Tensor, torch.Tensor, list[int]]], opts: Any
-    ) -> RingWork:
-        steps = []
-        for output, full, counts in triples:
-            if counts[self.rank()] != output.numel() or sum(counts) != full.numel() or output.dtype != full.dtype:
-                raise ArgumentError(
-                    f"reduce_scatter on rank {self.rank()}: the input has {full.numel()} elements of {full.dtype}, the "
-                    f"outputs {sum(counts)}, of which this rank's {output.numel()} of {output.dtype}."
-                )
-            steps.append((Target(output, "output"), full, counts, operation(opts.reduceOp, full)))
-
-        def run(communicator: Communicator[Any]) -> None:
-            for target, full, counts, op in steps:
-                communicator.reduce_scatter(memory_of(full), target.memory, counts, op)
-                target.store()
-
-        return self._begin("reduce_scatter", [output for output, _, _ in triples], run, opts)
-
-    def _swap(
-        self,
-        description: str,
-        outputs: list[torch.Tensor],
-        inputs: list[torch.Tensor],
-        send_counts: list[int] | None,
-        opts: Any,
-        out_counts: list[int] | None = None,
-    ) -> RingWork:
-        """All to all. Counts default to one tensor a rank; no tensors mean nothing to or from anyone."""
-        nothing = [0] * self.size()
-        any_tensor = (outputs or inputs)[0]
-        dtype = any_tensor.dtype
-        empty = torch.empty(0, dtype=dtype, device=any_tensor.device)
-        source = flat_sources(inputs, "input") if inputs else empty
-        targets = Targets(outputs, "output") if outputs else None
-        if source.dtype != dtype:
-            raise ArgumentError(f"{description} on rank {self.rank()}: input is {source.dtype}, output is {dtype}.")
-        sent = send_counts or ([tensor.numel() for tensor in inputs] if inputs else nothing)
-        received = out_counts or (targets.counts if targets else nothing)
-
-        def run(communicator: Communicator[Any]) -> None:
-            memory = targets.memory if targets else memory_of(empty)
-            communicator.all_to_all(memory_of(source), sent, memory, received)
-            if targets:
-                targets.store()
-
-        return self._begin(description, outputs, run, opts, inputs)
-
-    def _one_per_rank(self, tensors: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
-        if len(tensors) != self.size():
-            raise ArgumentError(
-                f"{name} on rank {self.rank()} has {len(tensors)} tensors; "
-                f"it must have one for each of {self.size()} ranks."
-            )
-        return list(tensors)
-
-    def _only(self, root: int, count: int) -> list[int]:
-        return [count if rank == root else 0 for rank in range(self.size())]
-
-    def _rows(self, tensor: torch.Tensor, splits: Sequence[int], name: str) -> list[int]:
-        """Elements for each rank, from rows for each rank."""
-        rows = tensor.shape[0] if tensor.dim() else 1
-        if not splits:
-            if rows % self.size():
-                raise ArgumentError(
-                    f"{name} on rank {self.rank()} has {rows} rows, which do not divide among {self.size()} ranks; "
-                    f"give {name}_split_sizes."
-                )
-            splits = [rows // self.size()] * self.size()
-        if len(splits) != self.size() or sum(splits) != rows:
-            raise ArgumentError(
-                f"{name}_split_sizes={list(splits)} on rank {self.rank()} must be {self.size()} numbers "
-                f"that add up to {rows} rows."
-            )
-        return [split * (tensor.numel() // rows if rows else 0) for split in splits]
