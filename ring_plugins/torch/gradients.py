@@ -5,44 +5,24 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 
 from ring_plugins.core.collectives.device import DeviceCommunicator
 from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.compression import Compression
 from ring_plugins.core.errors import ArgumentError, RingError
-from ring_plugins.core.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, BucketSizes
-from ring_plugins.core.memory import Memory
-from ring_plugins.core.reducer import Fill, GradientReducer
+from ring_plugins.core.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketSizes
 from ring_plugins.core.tuning import BucketTuner, is_wanted
-from ring_plugins.torch.buckets import GradientBuckets, Named
-from ring_plugins.torch.device import TorchStreams, communicator_for, streams
+from ring_plugins.torch.autograd import Backward, when_accumulated
+from ring_plugins.torch.buckets import Named
+from ring_plugins.torch.device import communicator_for
+from ring_plugins.torch.gradient_plans import GradientPlans, Plan
 from ring_plugins.torch.registration_count import registrations
-from ring_plugins.torch.sparse import average_sparse, sparse_parameters
-
-#: Plans kept for models that take turns in freezing their parts, as adversarial training does twice a step.
-_PLANS_KEPT = 4
-
-
-class _Plan(NamedTuple):
-    """What is reduced while the same parameters are frozen.
-
-    Attributes:
-        buckets, reducer: for the dense gradients.
-        entries: by position in the list of all parameters the entry of the plan, -1 for those without.
-        sparse: parameters whose gradients are gathered.
-    """
-
-    buckets: GradientBuckets
-    reducer: GradientReducer
-    entries: list[int]
-    sparse: list[nn.Parameter]
+from ring_plugins.torch.sparse import sparse_parameters
 
 
 class GradientAverager:
@@ -96,45 +76,38 @@ class GradientAverager:
             raise ArgumentError(f"passes_per_step={passes_per_step!r} is not a positive number.")
         self._module = parameters if isinstance(parameters, nn.Module) else None
         self._listed = [] if isinstance(parameters, nn.Module) else list(parameters)
-        self._sizes = BucketSizes(bucket_bytes, first_bucket_bytes)
-        self._compression = Compression.named(compression, error_feedback)
-        self._tuner: BucketTuner | None = None
-        self._gathers = sparse == "gather"
-        self._sparse = sparse_parameters(self._module) if self._module is not None and self._gathers else set()
+        sizes, gathers = BucketSizes(bucket_bytes, first_bucket_bytes), sparse == "gather"
+        known_as_sparse = sparse_parameters(self._module) if self._module is not None and gathers else set()
+        how = Compression.named(compression, error_feedback)
         self._communicator = communicator or communicator_for("gradients", self._named_now())
-        self._streams: TorchStreams | None = None
-        if isinstance(self._communicator, DeviceCommunicator):
-            self._streams = streams(self._communicator.device)
+        self._plans = GradientPlans(self._communicator, sizes, how, known_as_sparse, gathers)
+        self._plan: Plan | None = None
+        self._tuner: BucketTuner | None = None
         self._passes_per_step, self._passes = passes_per_step, 0
         self._accumulates = False
         self._synchronise = True
         self._hooks: list[Any] = []
-        self._end_of_backward: Callable[[], _EndOfBackward | None] = lambda: None
-        self._all: list[nn.Parameter] = []
-        self._names: list[str] = []
+        self._backward = Backward(self._backward_ended)
         self._seen_registrations = 0
-        self._plans: dict[tuple[tuple[bool, ...], BucketSizes], _Plan] = {}
-        self._plan: _Plan | None = None
-        self._waited_before, self._bytes_before = 0.0, 0
         #: Reductions of all gradients so far.
         self.steps = 0
         if self._communicator.size > 1:
             self._look_anew()
-            self._plan = self._plan_for(self._flags())
+            self._plan = self._plans.current()
             if self._communicator.broadcast_object(is_wanted(autotune)):
-                self._tuner = BucketTuner(self._sizes, self._plan.buckets.plan.buckets_with)
+                self._tuner = BucketTuner(sizes, self._plan.buckets.plan.buckets_with)
 
     # What a user may read -------------------------------------------------------------------------
 
     @property
     def waited_seconds(self) -> float:
         """Seconds in which backward was over and communication was not."""
-        return self._waited_before + sum(plan.reducer.waited for plan in self._plans.values())
+        return self._plans.waited_seconds
 
     @property
     def reduced_bytes(self) -> int:
         """Bytes of gradients given to the collectives."""
-        return self._bytes_before + sum(plan.reducer.reduced_bytes for plan in self._plans.values())
+        return self._plans.reduced_bytes
 
     # Which parameters -----------------------------------------------------------------------------
 
@@ -158,17 +131,14 @@ class GradientAverager:
         self.abandon()
         if self._module is not None and registrations() != self._seen_registrations:
             self._seen_registrations = registrations()
-            if [id(p) for p in self._module.parameters()] != [id(p) for p in self._all]:
+            if [id(p) for p in self._module.parameters()] != [id(p) for p in self._plans.parameters]:
                 self._look_anew()
-        plan = self._plan_for(self._flags())
+        plan = self._plans.current()
         changed, self._plan = plan is not self._plan, plan
         return changed
 
     def _named_now(self) -> Iterable[Named]:
         return self._module.named_parameters() if self._module is not None else self._listed
-
-    def _flags(self) -> tuple[bool, ...]:
-        return tuple([p.requires_grad for p in self._all])
 
     def _look_anew(self) -> None:
         """Take in the parameters that there are now, and let autograd tell us of their gradients."""
@@ -177,74 +147,17 @@ class GradientAverager:
         names: dict[nn.Parameter, str] = {}
         for name, parameter in self._named_now():
             names.setdefault(parameter, name)  # a shared parameter may be listed by each of its names
-        self._names, self._all = list(names.values()), list(names)
-        for position, parameter in enumerate(self._all):
-            self._attach(parameter, self._hook(position))
+        self._plans.take([(name, parameter) for parameter, name in names.items()])
+        for position, parameter in enumerate(names):
+            self._hooks += when_accumulated(parameter, self._hook(position))
         if self._module is not None:
             self._hooks.append(self._module.register_forward_pre_hook(self._before_forward))
-
-    def _attach(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
-        """Hook a parameter, a frozen one too: once unfrozen, it may be the only one with a gradient."""
-        if not (parameter.is_floating_point() or parameter.is_complex()):
-            return
-        register: Any = parameter.register_post_accumulate_grad_hook
-        frozen = not parameter.requires_grad
-        if frozen:
-            parameter.requires_grad_(True)  # torch refuses hooks otherwise, and keeps those it has
-        self._hooks.append(register(hook))
-        if frozen:
-            parameter.requires_grad_(False)
-
-    def _plan_for(self, flags: tuple[bool, ...]) -> _Plan:
-        """The plan for the parameters that are not frozen; collective if there is none yet."""
-        key = (flags, self._sizes)
-        if key in self._plans:
-            return self._plans[key]
-        if len(self._plans) >= _PLANS_KEPT:
-            self._drop(next(iter(self._plans)))
-        positions = [i for i, p in enumerate(self._all) if p.requires_grad and p not in self._sparse]
-        buckets = GradientBuckets(
-            [(self._names[i], self._all[i]) for i in positions],
-            self._communicator,
-            self._sizes,
-            self._compression,
-        )
-        buckets.collects_sparse = self._gathers
-        entries = [-1] * len(self._all)
-        for entry, position in enumerate(positions):
-            entries[position] = entry
-        sparse = [p for p in self._all if p.requires_grad and p in self._sparse]
-        reducer = GradientReducer(
-            buckets.buffer, self._communicator, self._filling(buckets), compression=self._compression
-        )
-        plan = _Plan(buckets, reducer, entries, sparse)
-        self._plans[key] = plan
-        return plan
-
-    def _filling(self, buckets: GradientBuckets) -> Fill:
-        """How a bucket is filled: on a GPU only after every stream that its gradients were computed on."""
-        streams_of_gradients = self._streams
-        if streams_of_gradients is None:
-            return buckets.fill
-
-        def fill(bucket: Bucket) -> list[Memory]:
-            streams_of_gradients.catch_up()
-            return buckets.fill(bucket)
-
-        return fill
-
-    def _drop(self, key: tuple[tuple[bool, ...], BucketSizes]) -> None:
-        plan = self._plans.pop(key)
-        self._waited_before += plan.reducer.waited
-        self._bytes_before += plan.reducer.reduced_bytes
-        plan.buckets.release()
 
     def _forget(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for key in list(self._plans):
-            self._drop(key)
+        self._plans.forget()
 
     # A backward -----------------------------------------------------------------------------------
 
@@ -254,7 +167,7 @@ class GradientAverager:
         def ready(_: torch.Tensor) -> None:
             if not self._synchronise:
                 return
-            if self._end_of_backward() is None:
+            if not self._backward.is_under_way:
                 self._begin()
             if self._accumulates:
                 return
@@ -262,11 +175,11 @@ class GradientAverager:
             reducer, entry = self._plan.reducer, self._plan.entries[position]
             if entry < 0:
                 return
-            if self._streams is not None:
-                self._streams.note()
+            if self._plans.streams is not None:
+                self._plans.streams.note()
             if reducer.is_launched(entry) and reducer.is_ready(entry):
                 raise RingError(
-                    f"the gradient of {self._names[position]} was computed twice in one backward, after it had "
+                    f"the gradient of {self._plans.name(position)} was computed twice in one backward, after it had "
                     "been sent. Use torch.utils.checkpoint with use_reentrant=False, or wrap all but the last use in "
                     "no_sync()."
                 )
@@ -275,7 +188,7 @@ class GradientAverager:
         return ready
 
     def _before_forward(self, _module: nn.Module, _inputs: Any) -> None:
-        if torch.is_grad_enabled() and self._synchronise and self._end_of_backward() is None:
+        if torch.is_grad_enabled() and self._synchronise and not self._backward.is_under_way:
             self.prepare()
 
     def _begin(self) -> None:
@@ -283,23 +196,21 @@ class GradientAverager:
         self.prepare()
         self._passes += 1
         self._accumulates = self._passes < self._passes_per_step
-        end = _EndOfBackward(self)
-        self._end_of_backward = weakref.ref(end)
-        Variable._execution_engine.queue_callback(end)
+        self._backward.begin()
 
     def abandon(self) -> None:
         """Bring this rank in step after a backward that raised; does nothing after one that did not.
 
-        Autograd drops its callbacks when backward raises, so a pass that is under way while nobody holds
-        its callback has failed. Peers may wait for the rest of its buckets.
+        A pass that is under way outside of a backward belongs to one that failed. Peers may wait for the rest of its
+        buckets.
         """
         plan = self._plan
-        if plan is not None and plan.reducer.is_under_way and self._end_of_backward() is None:
+        if plan is not None and plan.reducer.is_under_way and not self._backward.is_under_way:
             plan.reducer.abandon(plan.buckets.scratch)
 
     def _backward_ended(self) -> None:
         if self._accumulates:
-            self._end_of_backward = lambda: None
+            self._backward.is_over()
         else:
             self.finish()
 
@@ -311,16 +222,11 @@ class GradientAverager:
         """
         if self._plan is None:
             return
-        if self._end_of_backward() is None and not self._plan.reducer.is_under_way:
+        if not self._backward.is_under_way and not self._plan.reducer.is_under_way:
             self.prepare()
-        self._end_of_backward = lambda: None
+        self._backward.is_over()
         self._passes, self._accumulates = 0, False
-        buckets, reducer, _, sparse = self._plan
-        reducer.finish()
-        buckets.settle()
-        found = self._learn_sparse(buckets) if buckets.collects_sparse else []
-        for parameter in (*sparse, *found):
-            average_sparse(parameter, self._communicator)
+        self._plans.finish(self._plan)
         self.steps += 1
         if self._tuner is not None:
             self._tune(self._tuner)
@@ -331,25 +237,11 @@ class GradientAverager:
             everyones = self._communicator.all_gather_object(tuner.times)
             first = self._communicator.rank == 0
             tuner.adopt(self._communicator.broadcast_object(tuner.decide(everyones) if first else None))
-        if tuner.sizes != self._sizes:
-            for key in list(self._plans):  # one set of buckets at a time
-                self._drop(key)
-            self._sizes = tuner.sizes
+        self._plans.sizes = tuner.sizes
         if tuner.finished:
             self._tuner = None
             if self._communicator.rank == 0:
                 print(f"ring_plugins: tuned after {self.steps} steps: {tuner.verdict}.", file=sys.stderr, flush=True)
-
-    def _learn_sparse(self, buckets: GradientBuckets) -> list[nn.Parameter]:
-        """After a plan's first pass: agree on which gradients are sparse; they are gathered from now on."""
-        buckets.collects_sparse = False
-        everyones = self._communicator.all_gather_object(sorted(buckets.sparse))
-        found = [buckets.parameters[i] for i in sorted({i for seen in everyones for i in seen})]
-        if found:
-            self._sparse.update(found)
-            for key in list(self._plans):  # the next backward builds plans without them
-                self._drop(key)
-        return found
 
     def check(self) -> None:
         """Raise if a rank's failure made the last averages worthless, which a GPU does not tell by itself.
@@ -373,13 +265,3 @@ class GradientAverager:
         self._forget()
         self._plan = None
         self._communicator.close()
-
-
-class _EndOfBackward:
-    """What autograd calls when backward is over. Autograd holds the only reference to it."""
-
-    def __init__(self, averager: GradientAverager) -> None:
-        self._averager = averager
-
-    def __call__(self) -> None:
-        self._averager._backward_ended()
