@@ -142,6 +142,9 @@ class StandInDriver(CFunctions):
         self.streams[handle] = Stream()
         stream[0] = handle
 
+    def _cuStreamDestroy_v2(self, stream):
+        del self.streams[stream]
+
     def _cuStreamIsCapturing(self, stream, status):
         status[0] = int(self.capturing)
 
@@ -330,7 +333,7 @@ class Communicator:
 
     def abort(self):
         self.aborted.set()
-        for stream in self.library.cuda.streams.values():
+        for stream in list(self.library.cuda.streams.values()):
             stream.drain()
 
     def kernel(self, collected):
@@ -449,18 +452,25 @@ def install_for_torch(**options):
 
     library, own = install(**options)
 
-    def finished_future(value, communicator):
-        future = torch.futures.Future()
-
+    def complete(future, value, communicator):
         def wait():
             library.cuda.streams[communicator.stream].drain()
             future.set_result(value)
 
         threading.Thread(target=wait, daemon=True).start()
-        return future
+
+    class Moment:
+        """What the CPU did before has happened."""
+
+        def __init__(self, index):
+            pass
+
+        def precedes(self, stream, index):
+            pass
 
     device.own_device = lambda: torch.device("cpu")
-    device.KIND, device.TorchStreams, device.finished_future = "cpu", lambda index: own, finished_future
+    device.KIND, device.TorchStreams, device.complete, device.Moment = "cpu", lambda index: own, complete, Moment
+    device.future_on_gpu = lambda index: torch.futures.Future()
     device.streams.cache_clear()
     return library, own
 

@@ -165,6 +165,7 @@ class World:
         streams: Streams,
         ranks: Sequence[int] | None = None,
         gather: Gather | None = None,
+        own_stream: bool = False,
     ) -> DeviceCommunicator:
         """As `new_communicator`, for the memory of one GPU a rank, by NCCL.
 
@@ -172,6 +173,7 @@ class World:
             name, ranks, gather: as there.
             device: this rank's GPU, as the process numbers them.
             streams: the framework's.
+            own_stream: whether other communicators' operations may overtake its own.
 
         Raises:
             MissingDependency: there is no NCCL.
@@ -180,7 +182,9 @@ class World:
         """
         host = self.new_communicator(name, ranks, gather)
         wait = Wait(name, self.watch)
-        communicator = DeviceCommunicator(name, device, host, streams, wait, nccl.load_nccl(), nccl.load_driver())
+        communicator = DeviceCommunicator(
+            name, device, host, streams, wait, nccl.load_nccl(), nccl.load_driver(), own_stream
+        )
         self._communicators[next(self._made)] = communicator
         return communicator
 

@@ -98,12 +98,26 @@ def is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def finished_future(value: Any, communicator: DeviceCommunicator) -> torch.futures.Future[Any]:
-    """A torch future whose value is there when the communication stream is done with what it was given so far."""
-    future: torch.futures.Future[Any] = torch.futures.Future(devices=[torch.device(KIND, communicator.device)])
+def future_on_gpu(index: int) -> torch.futures.Future[Any]:
+    """A torch future for values on a GPU."""
+    return torch.futures.Future(devices=[torch.device(KIND, index)])
+
+
+def complete(future: torch.futures.Future[Any], value: Any, communicator: DeviceCommunicator) -> None:
+    """Let the future's value be there when the communicator's stream is done with what it was given so far."""
     with streams(communicator.device).using(communicator.stream):
         future.set_result(value)
-    return future
+
+
+class Moment:
+    """What the calling thread's stream of a GPU was given so far."""
+
+    def __init__(self, index: int) -> None:
+        self._event = torch.cuda.current_stream(index).record_event()
+
+    def precedes(self, stream: int, index: int) -> None:
+        """Let what that stream of the GPU is given from now on come after it."""
+        streams(index)._stream(stream).wait_event(self._event)
 
 
 def communicator_for(name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> Communicator[Any]:

@@ -7,21 +7,39 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
+from ring_plugins.core.collectives.device import DeviceCommunicator
 from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.errors import ArgumentError, RingError
-from ring_plugins.core.memory import HostMemory
-from ring_plugins.torch.device import is_on_gpu
-from ring_plugins.torch.tensors import Target, ThroughHost, check_dense
+from ring_plugins.core.memory import DeviceMemory, HostMemory
+from ring_plugins.torch import device
+from ring_plugins.torch.device import index_of, is_on_gpu
+from ring_plugins.torch.message_work import MessageWork
+from ring_plugins.torch.tensors import Target, check_dense
 from ring_plugins.torch.work import RingWork
 
-#: (sender, receiver, tag): messages of one stream arrive in the order in which they were sent.
-Stream = tuple[int, int, int]
-#: Builds the communicator of a stream, unless the function it is given says that nobody wants it any more.
-Connect = Callable[[Stream, Callable[[], bool]], Communicator]
+
+class Stream(NamedTuple):
+    """Messages of one stream arrive in the order in which they were sent.
+
+    Attributes:
+        sender, receiver: ranks in the group.
+        tag: as torch was given it.
+        between_gpus: whether they go from the memory of one GPU to that of another.
+    """
+
+    sender: int
+    receiver: int
+    tag: int
+    between_gpus: bool
+
+
+#: Builds the communicator of a stream, in which the sender has rank 0. Takes this rank's GPU, None for the CPU, and a
+#: function that says when nobody wants the communicator any more.
+Connect = Callable[[Stream, int | None, Callable[[], bool]], Communicator[Any]]
 
 
 class PointToPoint:
@@ -29,12 +47,13 @@ class PointToPoint:
 
     A stream is opened when its first message is sent or received: both ends then meet and build a communicator. They
     do that in a thread of the stream's own, because two ranks that send to each other before they receive must not
-    wait for each other.
+    wait for each other. For the same reason each has a stream of the GPU's to itself, so that nothing needs to be
+    grouped: torch does not tell a process group written in Python which messages belong to one `batch_isend_irecv`.
 
     Args:
         rank: of this process in the group.
         size: of the group.
-        connect: builds the communicator of a stream; called by both ends. The sender has rank 0 in it.
+        connect: builds the communicator of a stream; called by both ends.
     """
 
     def __init__(self, rank: int, size: int, connect: Connect) -> None:
@@ -47,11 +66,11 @@ class PointToPoint:
 
     def send(self, tensor: torch.Tensor, receiver: int, tag: int) -> RingWork:
         """Start to send a tensor, which must stay unchanged until the work is done."""
-        return self._start("send", tensor, (self._rank, receiver, tag), receiver)
+        return self._start("send", tensor, Stream(self._rank, receiver, tag, is_on_gpu(tensor)), receiver)
 
     def receive(self, tensor: torch.Tensor, sender: int, tag: int) -> RingWork:
-        """Start to receive into a tensor of the size and type that was sent."""
-        return self._start("receive", tensor, (sender, self._rank, tag), sender)
+        """Start to receive into a tensor of the size and type that was sent, on a GPU if it was sent from one."""
+        return self._start("receive", tensor, Stream(sender, self._rank, tag, is_on_gpu(tensor)), sender)
 
     def _start(self, verb: str, tensor: torch.Tensor, stream: Stream, peer: int) -> RingWork:
         if not 0 <= peer < self._size or peer == self._rank:
@@ -59,21 +78,55 @@ class PointToPoint:
             raise ArgumentError(f"rank {self._rank} cannot {verb} {'to' if verb == 'send' else 'from'} {whom}.")
         sending = verb == "send"
         check_dense(tensor, "tensor")
-        target = ThroughHost(tensor, sending) if is_on_gpu(tensor) else Target(tensor, "tensor", keep=sending)
-        work = RingWork(f"{verb} with rank {peer}, tag {stream[2]}", [tensor])
+        description = f"{verb} with rank {peer}, tag {stream.tag}"
+        target = Target(tensor, "tensor", keep=sending)
+        index = index_of(tensor) if stream.between_gpus else None
         messages = self._streams.get(stream)
         if messages is None:
-            messages = self._streams[stream] = _Messages(
-                functools.partial(self._connect, stream), f"ring:messages-{stream}"
-            )
+            connect = functools.partial(self._connect, stream, index)
+            messages = self._streams[stream] = _Messages(connect, f"ring:messages-{tuple(stream)}")
+        if index is not None:
+            work = MessageWork(description, [tensor], index)
+            messages.give(work, _on_gpu(work, description, target, sending, index))
+            return work
+        on_host = RingWork(description, [tensor])
+        messages.give(on_host, _on_host(target, sending))
+        return on_host
 
-        def move(communicator: Communicator) -> None:
-            communicator.broadcast(cast(HostMemory, target.memory), root=0)
-            if not sending:
+
+def _on_host(target: Target, sending: bool) -> Callable[[Communicator[Any]], None]:
+    def move(communicator: Communicator[Any]) -> None:
+        communicator.broadcast(cast(HostMemory, target.memory), root=0)
+        if not sending:
+            target.store()
+
+    return move
+
+
+def _on_gpu(
+    work: MessageWork, description: str, target: Target, sending: bool, index: int
+) -> Callable[[Communicator[Any]], None]:
+    """The message comes after what the caller's stream was given when it called, and not after what it gets since.
+
+    Later work of the caller's may wait for the answer to this message.
+    """
+    called = device.Moment(index)
+
+    def move(communicator: Communicator[Any]) -> None:
+        assert isinstance(communicator, DeviceCommunicator)
+
+        def queue_it() -> None:
+            if sending:
+                communicator.send(cast(DeviceMemory, target.memory), 1)
+            else:
+                communicator.receive(cast(DeviceMemory, target.memory), 0)
                 target.store()
 
-        messages.give(work, move)
-        return work
+        called.precedes(communicator.stream, index)
+        with device.streams(index).using(communicator.stream):  # this thread's own stream has nothing to do with it
+            work.is_queued(communicator, communicator.start(description, queue_it))
+
+    return move
 
 
 def _close(streams: dict[Stream, _Messages]) -> None:
@@ -87,14 +140,16 @@ def _close(streams: dict[Stream, _Messages]) -> None:
 class _Messages:
     """One stream's thread: connects, then moves one message after the other."""
 
-    def __init__(self, connect: Callable[[Callable[[], bool]], Communicator], name: str) -> None:
+    def __init__(self, connect: Callable[[Callable[[], bool]], Communicator[Any]], name: str) -> None:
         self._connect = connect
         self._closed = False
-        self._queue: queue.SimpleQueue[tuple[RingWork, Callable[[Communicator], None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[RingWork, Callable[[Communicator[Any]], None]] | None] = (
+            queue.SimpleQueue()
+        )
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
-    def give(self, work: RingWork, move: Callable[[Communicator], None]) -> None:
+    def give(self, work: RingWork, move: Callable[[Communicator[Any]], None]) -> None:
         self._queue.put((work, move))
 
     def close(self) -> None:
@@ -106,7 +161,7 @@ class _Messages:
         self._thread.join(timeout=0.1)
 
     def _serve(self) -> None:
-        communicator: Communicator | None = None
+        communicator: Communicator[Any] | None = None
         failure: BaseException | None = None
         while (item := self._queue.get()) is not None:
             work, move = item

@@ -79,11 +79,16 @@ def create_process_group(options: Any, _backend_options: Any = None) -> RingProc
         name = f"process group {group_id} on GPUs"
         return own.new_device_communicator(name, index, streams(index), ranks, gather)
 
-    def connect(stream: Stream, cancelled: Callable[[], bool]) -> Communicator:
-        sender, receiver, tag = stream
+    def connect(stream: Stream, index: int | None, cancelled: Callable[[], bool]) -> Communicator[Any]:
+        sender, receiver, tag, _ = stream
         position = 0 if sender == rank else 1
         ends = (world_ranks[sender], world_ranks[receiver])
-        return meet(f"{group_id}, {sender} to {receiver}, tag {tag}", position, ends, cancelled)
+        name = f"{group_id}, {sender} to {receiver}, tag {tag}"
+        if index is None:
+            return meet(name, position, ends, cancelled)
+        gather = meeting(f"{name}, between GPUs", position, ends, cancelled)
+        name = f"process group {name}, between GPUs"
+        return own.new_device_communicator(name, index, streams(index), ends, gather, own_stream=True)
 
     communicator = meet(group_id, rank, tuple(world_ranks))
     return RingProcessGroup(store, communicator, PointToPoint(rank, size, connect), connect_gpu)

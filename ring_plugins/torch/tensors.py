@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from ring_plugins.core.errors import ArgumentError
-from ring_plugins.core.memory import HostMemory, Memory
-from ring_plugins.torch.device import host_memory_of, is_supported, memory_of
+from ring_plugins.core.memory import Memory
+from ring_plugins.torch.device import is_supported, memory_of
 
 
 def flat_source(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -46,25 +46,6 @@ class Target:
         """Bring the result into the tensor, if it is not there already."""
         if self._staged:
             self._tensor.copy_(self.flat.view(self._tensor.shape))
-
-
-class ThroughHost(Target):
-    """A GPU's tensor by way of host memory, for messages between two ranks, which need no NCCL of their own then.
-
-    Args:
-        tensor: sent, or receives the result.
-        keep: whether its present values are sent.
-    """
-
-    def __init__(self, tensor: torch.Tensor, keep: bool) -> None:
-        self._tensor = tensor.detach()
-        self.flat = (self._tensor.cpu() if keep else torch.empty_like(self._tensor, device="cpu")).contiguous().view(-1)
-        self._staged = True
-
-    @property
-    def memory(self) -> HostMemory:
-        """What the core writes to."""
-        return host_memory_of(self.flat)
 
 
 class Targets:

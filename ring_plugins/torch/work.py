@@ -36,7 +36,7 @@ class RingWork(dist.Work):
         self._core: CoreWork[None] | None = None
         self._finished = threading.Event()
         self._lock = threading.Lock()
-        self._trigger: torch.futures.Future[None] | None = None
+        self._trigger: torch.futures.Future[Any] | None = None
         self._future: Any = None
 
     @classmethod
@@ -72,7 +72,7 @@ class RingWork(dist.Work):
             self._finished.set()
             trigger = self._trigger
         if trigger is not None:
-            trigger.set_result(None)
+            self._fire(trigger)
 
     # torch.distributed calls these names.
 
@@ -131,14 +131,20 @@ class RingWork(dist.Work):
         """
         with self._lock:
             if self._future is None:
-                self._trigger = torch.futures.Future()
+                self._trigger = self._new_trigger()
                 self._future = self._trigger.then(self._value)
                 fire = self._finished.is_set()
             else:
                 fire = False
         if fire and self._trigger is not None:
-            self._trigger.set_result(None)
+            self._fire(self._trigger)
         return self._future
+
+    def _new_trigger(self) -> torch.futures.Future[Any]:
+        return torch.futures.Future()
+
+    def _fire(self, trigger: torch.futures.Future[Any]) -> None:
+        trigger.set_result(None)
 
     def _value(self, _: Any) -> list[torch.Tensor]:
         if self._error is not None:
@@ -164,7 +170,8 @@ class DeviceRingWork(RingWork):
     ) -> None:
         super().__init__(description, outputs)
         self._queued = queued
-        self._future = device.finished_future(outputs, communicator)
+        self._future = device.future_on_gpu(communicator.device)
+        device.complete(self._future, outputs, communicator)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Let what this thread queues next come after it. Only a `timeout` waits on the host, for as long.

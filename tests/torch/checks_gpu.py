@@ -68,6 +68,21 @@ def the_process_groups_collectives():
 
 
 @check
+def messages_between_two_ranks():
+    if SIZE == 1:
+        return
+    other = 1 - RANK
+    for number in range(3):
+        sent, found = values(size=1000 * number + 1).to(GPU), torch.empty(1000 * number + 1, device=GPU)
+        settled()
+        works = [dist.isend(sent, other, tag=1), dist.irecv(found, other, tag=1)]
+        for work in works:
+            work.wait()
+        expected = torch.randint(0, 4, (1000 * number + 1,), generator=torch.Generator().manual_seed(other))
+        assert torch.equal(found.cpu(), expected.float())
+
+
+@check
 def the_public_functions():
     x = torch.arange(4.0, device=GPU) + RANK
     settled()

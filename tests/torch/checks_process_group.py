@@ -501,6 +501,36 @@ def again_after_destroy():
     dist.destroy_process_group()
 
 
+def messages_between_gpus():
+    """By NCCL, each stream of them on a stream of its own: an answer may come before an earlier message is fetched."""
+    if SIZE == 1 or not ON_GPU:
+        return
+    other, before = 1 - RANK, len(LIBRARY.log)
+    late = dist.isend(make(RANK, (9,)), other, tag=30)  # nobody fetches it before the end
+    for number in range(5):
+        question, answer = torch.full((3, 4), float(number)), torch.zeros(3, 4)
+        if RANK == 0:
+            dist.send(question, 1, tag=31)
+            assert dist.recv(answer, 1, tag=32) == 1
+            equal(answer, question + 1)
+        else:
+            asked = awkward(torch.zeros(3, 4))
+            work = dist.irecv(asked, 0, tag=31)
+            future = work.get_future()
+            work.wait()
+            equal(asked, question)
+            equal(future.wait()[0], question)
+            dist.isend(asked + 1, 0, tag=32).wait()
+    dist.all_reduce(torch.ones(2))
+    assert not late.is_completed()
+    found = torch.empty(9)
+    dist.recv(found, other, tag=30)
+    equal(found, make(other, (9,)))
+    late.wait()
+    sent = [call for call in LIBRARY.log[before:] if call in (["send"], ["receive"])]
+    assert len(sent) == 12, sent
+
+
 #: Most of their time goes into importing what they test, so they run on one and two ranks only.
 HEAVY = {a_communication_hook, fully_sharded, torchmetrics_synchronise, zero_optimizer}
 #: NCCL does not notice that ranks call different things, and wants groups used in one order.
@@ -519,6 +549,7 @@ CHECKS = [
     all_to_all,
     barriers,
     point_to_point,
+    messages_between_gpus,
     objects,
     works_and_futures,
     refusals,
@@ -540,7 +571,7 @@ if __name__ == "__main__":
     dist.init_process_group("ring")
     ON_GPU = bool(os.environ.get("TEST_GPU_STAND_IN"))
     if ON_GPU:
-        install_for_torch()
+        LIBRARY, _ = install_for_torch()
         REAL.remove(torch.int16)  # NCCL has no such type
     RANK, SIZE = dist.get_rank(), dist.get_world_size()
     GLOO = dist.new_group(backend="gloo")

@@ -34,15 +34,25 @@ class DeviceCommunicator(QueuedOperations):
         streams: the framework's.
         wait: how to wait on the host.
         nccl, driver: of this process.
+        own_stream: whether it has a stream for itself, for messages between two ranks, which others must not wait
+            behind.
 
     Raises:
         MismatchError, DeviceError, TimeoutExceeded: the ranks cannot be connected; see `core.nccl.meeting`.
     """
 
     def __init__(
-        self, name: str, device: int, host: Communicator, streams: Streams, wait: Wait, nccl: Nccl, driver: Driver
+        self,
+        name: str,
+        device: int,
+        host: Communicator,
+        streams: Streams,
+        wait: Wait,
+        nccl: Nccl,
+        driver: Driver,
+        own_stream: bool = False,
     ) -> None:
-        super().__init__(name, device, host, streams, wait, nccl, driver)
+        super().__init__(name, device, host, streams, wait, nccl, driver, own_stream)
         self._library = nccl
 
     def all_reduce(self, memory: DeviceMemory, op: Op, wire: HalfWire | None = None) -> None:
@@ -53,8 +63,7 @@ class DeviceCommunicator(QueuedOperations):
                 self._nccl.call("ncclAllReduce", memory.pointer, memory.pointer, memory.size * width, kind, operation)
 
     def broadcast(self, memory: DeviceMemory, root: int) -> None:
-        if not 0 <= root < self.size:
-            raise ArgumentError(f"root={root} is not a rank of {self.name}, which has {self.size}.")
+        self._member(root, "root")
         with self._launch("broadcast", memory):
             if memory.size:
                 self._nccl.call("ncclBroadcast", memory.pointer, memory.pointer, memory.nbytes, BYTES, root)
@@ -93,10 +102,29 @@ class DeviceCommunicator(QueuedOperations):
                 if received:
                     self._nccl.call("ncclRecv", target, received * _width(out), BYTES, peer)
 
+    def send(self, memory: DeviceMemory, receiver: int) -> None:
+        """Send to one member, which must call `receive` for as many bytes."""
+        peer = self._member(receiver, "receiver")
+        with self._launch("send", memory):
+            if memory.size:
+                self._nccl.call("ncclSend", memory.pointer, memory.nbytes, BYTES, peer)
+
+    def receive(self, memory: DeviceMemory, sender: int) -> None:
+        """Overwrite the memory with what one member sends."""
+        peer = self._member(sender, "sender")
+        with self._launch("receive", memory):
+            if memory.size:
+                self._nccl.call("ncclRecv", memory.pointer, memory.nbytes, BYTES, peer)
+
     def barrier(self) -> None:
         """Return when all ranks have called and the GPU has done what it was given here; waits on the host."""
         self.synchronize()
         self._host.barrier()
+
+    def _member(self, rank: int, name: str) -> int:
+        if not 0 <= rank < self.size:
+            raise ArgumentError(f"{name}={rank} is not a rank of {self.name}, which has {self.size}.")
+        return rank
 
     def broadcast_object(self, item: Any, root: int = 0) -> Any:
         return self._host.broadcast_object(item, root)

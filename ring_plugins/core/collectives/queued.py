@@ -31,7 +31,15 @@ class QueuedOperations:
     """
 
     def __init__(
-        self, name: str, device: int, host: Communicator, streams: Streams, wait: Wait, nccl: Nccl, driver: Driver
+        self,
+        name: str,
+        device: int,
+        host: Communicator,
+        streams: Streams,
+        wait: Wait,
+        nccl: Nccl,
+        driver: Driver,
+        own_stream: bool,
     ) -> None:
         self.name, self.device = name, device
         self.rank, self.size, self.ranks = host.rank, host.size, host.ranks
@@ -41,8 +49,10 @@ class QueuedOperations:
         self._broken: BaseException | None = None
         self._depth = 0
         self._overdue = Overdue(name, self.ranks[self.rank])
-        self._nccl = NcclConnection(name, device, host, wait, nccl, driver)
-        self._queue = StreamQueue(name, device, streams, driver)
+        self._own_stream = driver.new_stream(device) if own_stream else 0
+        stream = self._own_stream or driver.stream(device)
+        self._nccl = NcclConnection(name, device, host, wait, nccl, driver, stream)
+        self._queue = StreamQueue(name, stream, streams, driver)
 
     @property
     def stream(self) -> int:
@@ -206,6 +216,9 @@ class QueuedOperations:
             self._nccl.part()
             self._broken = self._broken or RingError(f"{self.name} has been closed.")
             self._queue.clear()
+            own, self._own_stream = self._own_stream, 0
+            if own:
+                self._driver.destroy_stream(own)
         self._host.close()
 
     def leave_to_parent(self) -> None:

@@ -45,19 +45,19 @@ class StreamQueue:
 
     Args:
         name: of the communicator, for texts.
-        device: the GPU.
+        stream: handle of the stream.
         streams: the framework's.
         driver: of this process.
 
     Attributes:
-        stream: handle of the stream.
+        stream: as above.
         unfinished: what is not known to be done, oldest first.
         captured: what belongs to CUDA graphs, whose replays use its memory.
     """
 
-    def __init__(self, name: str, device: int, streams: Streams, driver: Driver) -> None:
+    def __init__(self, name: str, stream: int, streams: Streams, driver: Driver) -> None:
         self._name, self._streams, self._driver = name, streams, driver
-        self.stream = driver.stream(device)
+        self.stream = stream
         self.unfinished: deque[Queued] = deque()
         self.captured: list[Queued] = []
         self._kept: list[Any] = []

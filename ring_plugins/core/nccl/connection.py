@@ -30,16 +30,19 @@ class NcclConnection:
         host: a communicator among the same ranks, for meeting.
         wait: how to wait on the host.
         nccl, driver: of this process.
+        stream: what it is used on.
 
     Raises:
         MismatchError, DeviceError, TimeoutExceeded: the ranks cannot be connected; see `core.nccl.meeting`.
     """
 
-    def __init__(self, name: str, device: int, host: Communicator, wait: Wait, nccl: Nccl, driver: Driver) -> None:
+    def __init__(
+        self, name: str, device: int, host: Communicator, wait: Wait, nccl: Nccl, driver: Driver, stream: int
+    ) -> None:
         self._name, self._device, self._host = name, device, host
         self._wait, self._nccl, self._driver = wait, nccl, driver
         self._communicator: ctypes.c_void_p | None = connect(name, device, host, nccl, driver, wait)
-        self._stream = driver.stream(device)
+        self._stream = stream
 
     @property
     def is_open(self) -> bool:
@@ -47,7 +50,7 @@ class NcclConnection:
         return self._communicator is not None
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call a collective of NCCL's on the communication stream, with all but its last two arguments."""
+        """Call a function of NCCL's on the stream, with all but its last two arguments."""
         self._nccl.call(name, *arguments, self._communicator, self._stream, communicator=self._communicator)
 
     @contextlib.contextmanager

@@ -33,6 +33,7 @@ CALLS: dict[str, Call] = {
     "cuCtxPopCurrent_v2": Call(0, (POINTER(c_void_p),)),
     "cuCtxGetStreamPriorityRange": Call(0, (POINTER(c_int), POINTER(c_int))),
     "cuStreamCreateWithPriority": Call(0, (POINTER(c_void_p), c_uint, c_int)),
+    "cuStreamDestroy_v2": Call(0, (c_void_p,)),
     "cuStreamWaitEvent": Call(0, (c_void_p, c_void_p, c_uint)),
     "cuStreamIsCapturing": Call(0, (c_void_p, POINTER(c_int))),
     "cuThreadExchangeStreamCaptureMode": Call(0, (POINTER(c_int),)),
@@ -118,16 +119,23 @@ class Driver:
         """The stream on which this process communicates on that device.
 
         All communicators share it: kernels of two of them at once, which started in another order on another rank,
-        could each hold the processors that the other needs. It has the highest priority: what it does is waited for,
-        what computes beside it is not.
+        could each hold the processors that the other needs.
         """
         if index not in self._streams:
-            least, greatest, stream = c_int(), c_int(), c_void_p()
-            with self.current(index):
-                self._call("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
-                self._call("cuStreamCreateWithPriority", ctypes.byref(stream), _NON_BLOCKING, greatest)
-            self._streams[index] = int(stream.value or 0)
+            self._streams[index] = self.new_stream(index)
         return self._streams[index]
+
+    def new_stream(self, index: int) -> int:
+        """A stream to communicate on. It has the highest priority: what it does is waited for, what computes is not."""
+        least, greatest, stream = c_int(), c_int(), c_void_p()
+        with self.current(index):
+            self._call("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
+            self._call("cuStreamCreateWithPriority", ctypes.byref(stream), _NON_BLOCKING, greatest)
+        return int(stream.value or 0)
+
+    def destroy_stream(self, stream: int) -> None:
+        """Let it go; what it was given still happens."""
+        self._call("cuStreamDestroy_v2", stream)
 
     # On the current device ------------------------------------------------------------------------
 
