@@ -44,6 +44,10 @@ def reduce_into(target: Array, sources: Sequence[Array], op: Op, dtype: str, div
     if dtype in _CONVERSIONS:
         _reduce_half(target, sources, op, dtype, divisor)
         return
+    if len(sources) == 1 and sources[0] is target:
+        if divisor != 1:
+            divide(target, divisor)
+        return
     ufunc = _UFUNC[op]
     if target.nbytes <= PIECE_BYTES:
         _combine(target, sources, ufunc, divisor)

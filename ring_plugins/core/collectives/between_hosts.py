@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from ring_plugins.core.arithmetic import reduce_into
 from ring_plugins.core.collectives.lane import SMALL, Lane
 from ring_plugins.core.collectives.lockstep import Sum, lockstep
 from ring_plugins.core.collectives.node import ROOM, Node, slices
@@ -83,9 +82,7 @@ class BetweenHosts:
         mates.step(whole, None)
         if self._position == 0:
             assert self._lane is not None
-            self._lane.all_reduce_small(array, how.op, how.dtype, how.signature, wire)
-            if divisor != 1:
-                reduce_into(array, [array], how.op, how.dtype, divisor)
+            self._lane.all_reduce_small(array, how.op, how.dtype, divisor, how.signature, wire)
         mates.step(None, whole)
         mates.end()
 

@@ -42,6 +42,8 @@ class Lane:
         self._plane = plane
         self._tag = tag
         self._wait = wait
+        #: Memory for what is received to be added, used again and again.
+        self.spare: list[Bytes] = []
 
     def connect(self) -> None:
         """Find out now, and not in the middle of training, whether the members reach each other; all call it."""
@@ -147,7 +149,7 @@ class Lane:
         )
 
     def all_reduce_small(
-        self, array: Array, op: Op, dtype: str, signature: Signature, wire: Wire | None = None
+        self, array: Array, op: Op, dtype: str, divisor: float, signature: Signature, wire: Wire | None = None
     ) -> None:
         """Everyone sends everything to everyone and reduces it in the same order, so that all get the same bits."""
         wire = wire or AsIs()
@@ -156,7 +158,7 @@ class Lane:
         self.all_gather(wire.pack(array).view(np.uint8), [one.view(np.uint8) for one in received], signature)
         for one, row in zip(received, everyones, strict=True):
             wire.unpack(one, row)
-        reduce_into(array, list(everyones), op, dtype)
+        reduce_into(array, list(everyones), op, dtype, divisor)
 
 
 class Announcement:

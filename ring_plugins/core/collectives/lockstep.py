@@ -144,9 +144,9 @@ class _Staged:
             if owner != position:
                 np.copyto(result[cut], results[owner][cut])
 
-    def _cut(self, chunk: slice | None) -> tuple[Array, list[slice]]:
+    def _cut(self, chunk: slice | None) -> tuple[Array, Sequence[slice]]:
         piece = self._array[chunk] if chunk is not None else self._array[:0]
-        return piece, slices(piece.size, self._how.owners, piece.itemsize) if piece.size else []
+        return piece, slices(piece.size, self._how.owners, piece.itemsize) if piece.size else ()
 
     def end(self) -> None:
         """The areas of the last step are not written again before the next operation's second barrier."""

@@ -9,6 +9,7 @@ protect it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -32,12 +33,13 @@ ROOM = 4 * 1024 * 1024
 _ALIGN = 64
 
 
-def slices(count: int, parts: int, itemsize: int) -> list[slice]:
+@lru_cache(maxsize=1024)
+def slices(count: int, parts: int, itemsize: int) -> tuple[slice, ...]:
     """Cut `count` elements into `parts` ranges that start on cache lines; late ones may be empty."""
     line = max(1, _ALIGN // itemsize)
     each = -(-count // parts // line) * line if count else 0
     each = max(each, line) if each * parts < count else each
-    return [slice(min(i * each, count), min((i + 1) * each, count)) for i in range(parts)]
+    return tuple(slice(min(i * each, count), min((i + 1) * each, count)) for i in range(parts))
 
 
 def create_segment() -> Segment:

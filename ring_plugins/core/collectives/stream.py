@@ -48,7 +48,6 @@ class Reduction:
         self.lane, self.op, self.dtype, self.divisor = lane, op, dtype, divisor
         self.wire, self.signature = wire, signature
         self._announcement: Announcement | None = None
-        self._spare: dict[tuple[int, str], list[Array]] = {}
         self.unsent: list[tuple[int, Pending]] = []
 
     def announce(self, nbytes: int) -> None:
@@ -70,14 +69,21 @@ class Reduction:
     def receive(self, member: int, space: Array) -> Pending:
         return self.lane.receive(member, space.view(np.uint8))
 
-    def borrow(self, piece: Array) -> Array:
-        """Memory of the size of a piece; fresh memory from the kernel would cost as much as receiving into it."""
-        spare = self._spare.get((piece.size, piece.dtype.str))
-        return spare.pop() if spare else np.empty_like(piece)
+    def space(self, piece: Array) -> Array:
+        """Where to receive a term of a sum; to be given back."""
+        if not self.wire.exact:
+            return self.wire.space(piece)
+        memory = self.lane.spare.pop() if self.lane.spare else None
+        if memory is None or memory.size < piece.nbytes:
+            memory = np.empty(piece.nbytes, np.uint8)
+        return memory[: piece.nbytes].view(piece.dtype)
 
     def give_back(self, memory: Array) -> None:
-        """For the next chunk."""
-        self._spare.setdefault((memory.size, memory.dtype.str), []).append(memory)
+        """For the next chunk, or operation: fresh memory from the kernel would cost as much as receiving into it."""
+        if self.wire.exact:
+            while isinstance(memory.base, np.ndarray):
+                memory = memory.base
+            self.lane.spare.append(memory)
 
     def finish(self) -> None:
         """Wait until all is sent, after which the memory may change."""
@@ -89,12 +95,20 @@ class Reduction:
         while self.unsent and self.unsent[0][1].done():
             del self.unsent[0]
 
-    def settle(self, piece: Array) -> None:
-        """Make a finished sum what the others will receive."""
-        if self.divisor != 1:
-            reduce_into(piece, [piece], self.op, self.dtype, self.divisor)
-        if not self.wire.exact:
-            self.wire.unpack(self.wire.pack(piece), piece)
+    def unpacked(self, received: Array, piece: Array) -> Array:
+        """What was received for a piece, as numbers."""
+        if self.wire.exact:
+            return received
+        term = np.empty_like(piece)
+        self.wire.unpack(received, term)
+        return term
+
+    def add(self, terms: Sequence[Array], last: bool) -> None:
+        """Leave the sum of all in the first; after the last addition, what all will have: divided, and rounded."""
+        first = terms[0]
+        reduce_into(first, terms, self.op, self.dtype, self.divisor if last else 1)
+        if last and not self.wire.exact:
+            self.wire.unpack(self.wire.pack(first), first)
 
 
 class Straight:
@@ -106,7 +120,7 @@ class Straight:
         self._round = 0
         self._spaces: dict[int, Array] = {}
         mine = self._parts[lane.position]
-        self._terms = {i: reduction.wire.space(reduction.borrow(mine)) for i in lane.others}
+        self._terms = {i: reduction.space(mine) for i in lane.others}
         self._awaited = [(i, reduction.receive(i, term)) for i, term in self._terms.items() if mine.size]
         for i in _from_the_next(lane):
             reduction.send([i], self._parts[i])
@@ -123,19 +137,7 @@ class Straight:
             return True
         mine = self._parts[lane.position]
         if mine.size:
-            terms = []
-            for i in range(lane.size):
-                if i == lane.position:
-                    terms.append(mine)
-                elif reduction.wire.exact:
-                    terms.append(self._terms[i])
-                else:
-                    term = np.empty_like(mine)
-                    reduction.wire.unpack(self._terms[i], term)
-                    terms.append(term)
-            own_first = [mine, *(term for term in terms if term is not mine)]
-            reduce_into(mine, own_first, reduction.op, reduction.dtype)
-            reduction.settle(mine)
+            reduction.add([mine, *(reduction.unpacked(self._terms[i], mine) for i in lane.others)], last=True)
         self._spaces = {i: reduction.wire.space(self._parts[i]) for i in lane.others}
         self._awaited = [(i, reduction.receive(i, space)) for i, space in self._spaces.items() if space.size]
         reduction.send(_from_the_next(lane), mine)
@@ -163,7 +165,7 @@ class Ring:
 
     def _expect(self) -> None:
         part, adding = self._incoming(), self._round < self._reduction.lane.size - 1
-        self._space = self._reduction.wire.space(self._reduction.borrow(part) if adding else part)
+        self._space = self._reduction.space(part) if adding else self._reduction.wire.space(part)
         self._awaited = [(self._left, self._reduction.receive(self._left, self._space))] if part.size else []
 
     def advance(self) -> bool:
@@ -173,14 +175,9 @@ class Ring:
         lane.await_each(self._awaited, reduction.signature, spin=False)
         part = self._incoming()
         if part.size and self._round < lane.size - 1:
-            term = self._space
-            if not reduction.wire.exact:
-                term = np.empty_like(part)
-                reduction.wire.unpack(self._space, term)
-            reduce_into(part, [part, term], reduction.op, reduction.dtype)
+            last = self._round == lane.size - 2
+            reduction.add([part, reduction.unpacked(self._space, part)], last)
             reduction.give_back(self._space)
-            if self._round == lane.size - 2:
-                reduction.settle(part)
         elif part.size:
             reduction.wire.unpack(self._space, part)
         self._round += 1
