@@ -119,6 +119,10 @@ class StandInDriver(CFunctions):
     def _cuDeviceGetPCIBusId(self, text, length, device):
         ctypes.memmove(text, self.card.encode() + b"\0", len(self.card) + 1)
 
+    def _cuPointerGetAttribute(self, found, attribute, pointer):
+        assert attribute == 9 and pointer
+        ctypes.cast(found, ctypes.POINTER(ctypes.c_int))[0] = 0
+
     def _cuDevicePrimaryCtxRetain(self, context, device):
         context[0] = 0xC0 + device
 

@@ -1,7 +1,6 @@
 """From what a caller holds (a numpy array, a torch tensor, a number) to plain host memory and back.
 
-Frameworks are met through DLPack, the exchange format that they share, so that no framework is
-imported here. The structures are those of dlpack.h, version 0.8.
+Frameworks are met through DLPack, so that none is imported here.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ring_plugins.core import dlpack
 from ring_plugins.core.dtypes import STORAGE, itemsize, name_of
 from ring_plugins.core.errors import ArgumentError
 
@@ -62,29 +62,6 @@ Memory = HostMemory | DeviceMemory
 
 class OnDevice(ArgumentError):
     """Memory that is not the CPU's; another way must be gone."""
-
-
-class _Tensor(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    ]
-
-
-_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_capsule_pointer.restype = ctypes.c_void_p
-_capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-
-_CODES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
-_CPU = 1
 
 
 def host_array(x: Any, name: str = "x") -> tuple[Array, str]:
@@ -146,13 +123,13 @@ def _from_dlpack(x: Any, name: str) -> tuple[Array, str]:
         x = plain
     try:
         device = x.__dlpack_device__()
-        capsule = x.__dlpack__() if int(device[0]) == _CPU else None
+        capsule = x.__dlpack__() if int(device[0]) == dlpack.CPU else None
     except Exception as error:
         raise ArgumentError(f"{name} ({type(x).__name__}) cannot be read as memory: {error}") from error
     if capsule is None:
         raise OnDevice(f"{name} is on device {getattr(x, 'device', device)}; this operation takes CPU memory.")
-    tensor = _Tensor.from_address(_capsule_pointer(capsule, b"dltensor"))
-    dtype = _CODES.get(tensor.code, f"type {tensor.code} with ") + ("" if tensor.code == 6 else str(tensor.bits))
+    tensor = dlpack.tensor_in(capsule)
+    dtype = tensor.dtype
     if dtype not in STORAGE or tensor.lanes != 1:
         raise ArgumentError(f"{name} has dtype={dtype}, which cannot be sent; use one of {', '.join(sorted(STORAGE))}.")
     storage = STORAGE[dtype]
@@ -166,7 +143,7 @@ def _from_dlpack(x: Any, name: str) -> tuple[Array, str]:
         if min(strides, default=0) < 0:
             raise ArgumentError(f"{name} has negative strides; pass a contiguous copy.")
         span = storage.itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    memory: Any = (ctypes.c_char * span).from_address(tensor.data + tensor.byte_offset)
+    memory: Any = (ctypes.c_char * span).from_address(tensor.pointer)
     memory._owner = (x, capsule)  # numpy keeps `memory` alive, `memory` keeps the tensor alive
     flat = np.frombuffer(memory, dtype=storage)
     flat.flags.writeable = not copied  # a result written to a copy would be lost

@@ -13,7 +13,7 @@ from ring_plugins.core.compression import Compression
 from ring_plugins.core.dtypes import STORAGE
 from ring_plugins.core.errors import ArgumentError
 from ring_plugins.core.fusion import FIRST_BUCKET_BYTES, MIB, Entry
-from ring_plugins.keras.buckets import HostBuckets
+from ring_plugins.keras.buckets import Buckets, HostBuckets
 from ring_plugins.keras.connection import connect
 from ring_plugins.keras.on_gpu import say_what_gpus_cost
 
@@ -64,7 +64,7 @@ class Averaging(abc.ABC):
         self.communicator = self.world.new_communicator(f"gradients {next(_numbers)}")
         if self.world.place.size > 1:
             say_what_gpus_cost(self.world.place.rank)
-        self.buckets: HostBuckets | None = None
+        self.buckets: Buckets | None = None
         self._indices: dict[int, int] = {}
         self._previous: dict[str, Callable[..., Any]] = {}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,6 +16,19 @@ from ring_plugins.core.fusion import Bucket, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.reducer import GradientReducer
 
 Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Buckets(Protocol):
+    """One optimizer's gradients on their way; see `HostBuckets`."""
+
+    plan: FusionPlan
+    reducer: GradientReducer
+
+    def give(self, indices: Sequence[int], gradients: Sequence[Any]) -> None: ...
+
+    def finish(self) -> dict[int, Any]: ...
+
+    def release(self) -> None: ...
 
 
 class HostBuckets:

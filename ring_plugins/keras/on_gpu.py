@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 
 import keras
@@ -12,10 +13,12 @@ import keras
 def say_what_gpus_cost(rank: int) -> None:
     """Warn, once and on rank 0, where gradients leave the GPU to be averaged.
 
-    On torch they do not: NCCL reduces them where they are. TensorFlow's stream cannot be reached from Python, and JAX
-    compiles its collectives itself.
+    On torch they do not: NCCL reduces them where they are. On TensorFlow they do unless that is asked for, since the
+    way around has never run on a card (`backends/tensorflow_device.py`), and JAX compiles its collectives itself.
     """
     backend = keras.backend.backend()
+    if backend == "tensorflow" and os.environ.get("RING_TENSORFLOW_NCCL", "0") == "1":
+        return
     if rank != 0 or backend not in ("tensorflow", "jax") or not _computes_on_gpus(backend):
         return
     cost = (
@@ -25,6 +28,8 @@ def say_what_gpus_cost(rank: int) -> None:
     )
     if backend == "jax":
         cost += " On one host with several GPUs, keras.distribution.DataParallel keeps them there too."
+    else:
+        cost += " RING_TENSORFLOW_NCCL=1 does so on TensorFlow too, which nobody has tried on a GPU yet."
     warnings.warn(cost, stacklevel=2)
 
 

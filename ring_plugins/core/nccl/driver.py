@@ -20,6 +20,7 @@ SONAME = "libcuda.so.1"
 _NOT_READY = 600
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the legacy default stream
 _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING: cheaper
+_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 CALLS: dict[str, Call] = {
@@ -28,6 +29,7 @@ CALLS: dict[str, Call] = {
     "cuDeviceGet": Call(0, (POINTER(c_int), c_int)),
     "cuDeviceGetCount": Call(0, (POINTER(c_int),)),
     "cuDeviceGetPCIBusId": Call(0, (c_void_p, c_int, c_int)),
+    "cuPointerGetAttribute": Call(0, (c_void_p, c_int, c_void_p)),
     "cuDevicePrimaryCtxRetain": Call(0, (POINTER(c_void_p), c_int)),
     "cuCtxPushCurrent_v2": Call(0, (c_void_p,)),
     "cuCtxPopCurrent_v2": Call(0, (POINTER(c_void_p),)),
@@ -100,6 +102,12 @@ class Driver:
         text = ctypes.create_string_buffer(32)
         self._call("cuDeviceGetPCIBusId", text, len(text), self._device(index))
         return text.value.decode()
+
+    def device_of(self, pointer: int) -> int:
+        """Which GPU's memory a pointer is in, for frameworks that number them in another way."""
+        found = c_int()
+        self._call("cuPointerGetAttribute", ctypes.byref(found), _ORDINAL, pointer)
+        return found.value
 
     @contextlib.contextmanager
     def current(self, index: int) -> Iterator[None]:

@@ -13,7 +13,9 @@ import tensorflow as tf
 
 from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.fusion import Entry
 from ring_plugins.keras.averaging import Averaging, averaging_of
+from ring_plugins.keras.backends import tensorflow_device
 from ring_plugins.keras.backends.tensorflow_sparse import gathered
 from ring_plugins.keras.backends.tensorflow_xla import compiled_around, refuse_inside_xla
 from ring_plugins.keras.buckets import HostBuckets
@@ -31,6 +33,7 @@ class GradientAveraging(Averaging):
     """
 
     methods = ("apply",)
+    _call = staticmethod(tf.numpy_function)
     _variables: list[Any]
     _sparse: list[int]
 
@@ -82,7 +85,7 @@ class GradientAveraging(Averaging):
             entries = self.entries(self._variables)
             for i in self._sparse:
                 entries[i] = replace(entries[i], count=0, layout=f"{entries[i].layout}, sparse")
-            self.buckets = HostBuckets(
+            self.buckets = self._on_gpus(entries) or HostBuckets(
                 entries, self.communicator, self.bucket_bytes, self.first_bucket_bytes, self.compression
             )
         dense = {i: tf.convert_to_tensor(g) for i, g in present.items() if i not in self._sparse}
@@ -92,14 +95,24 @@ class GradientAveraging(Averaging):
                 averaged[i] = gathered(present[i], self.communicator)
         return [None if g is None else averaged[self.index(v)] for g, v in zip(gradients, variables, strict=True)]
 
+    def _on_gpus(self, entries: Sequence[Entry]) -> tensorflow_device.DeviceBuckets | None:
+        """Buckets in the memory of the GPUs, where that was asked for; what is rounded goes through the host."""
+        if self.compression is not None:
+            return None
+        on_gpus = tensorflow_device.connect(f"{self.communicator.name} on GPUs", self.world, self.communicator)
+        if on_gpus is None:
+            return None
+        self._call = tensorflow_device.call
+        return tensorflow_device.DeviceBuckets(entries, on_gpus, self.bucket_bytes, self.first_bucket_bytes)
+
     def _average_dense(self, dense: dict[int, Any]) -> dict[int, Any]:
         assert self.buckets is not None
         for bucket in self.buckets.plan.buckets:
             here = [i for i in bucket.entries if i in dense]
             if here:
-                tf.numpy_function(self._give(here), [dense[i] for i in here], [])
+                self._call(self._give(here), [dense[i] for i in here], [])
         indices = list(dense)
-        results = tf.numpy_function(self._finish(indices), [], [dense[i].dtype for i in indices])
+        results = self._call(self._finish(indices), [], [dense[i].dtype for i in indices])
         if len(indices) == 1:  # which, outside of a graph, comes without its list
             results = tf.nest.flatten(results)
         return {i: tf.ensure_shape(result, dense[i].shape) for i, result in zip(indices, results, strict=True)}

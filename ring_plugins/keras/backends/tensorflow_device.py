@@ -1,0 +1,218 @@
+"""TensorFlow's gradients on GPUs: handed to NCCL where they are, by DLPack.
+
+Which facts this relies on:
+
+- A `tf.py_function` placed on a GPU is called with tensors in that GPU's memory, and what it returns stays there
+  (TensorFlow's py_func.cc: `EagerPyFunc` has a kernel for GPUs; `numpy_function` has none).
+- `tf.experimental.dlpack.to_dlpack` "ensures the underlying data memory is ready when returns": it waits for the
+  device, so NCCL needs not follow TensorFlow's stream, which cannot be reached from Python.
+- The other way round nothing tells TensorFlow's stream to wait for ours. So the host waits until NCCL is done before
+  the function returns, and only then TensorFlow is given work that reads the averages.
+- NCCL writes into tensors that were made here and that nobody else has seen.
+
+What it costs: TensorFlow stands still at each bucket until all that its stream was given is computed, and at the end
+until the last bucket has come, so that little communication happens behind backward. No gradient passes through the
+host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ring_plugins.core import dlpack, nccl
+from ring_plugins.core.collectives.device import DeviceCommunicator
+from ring_plugins.core.collectives.protocol import Communicator
+from ring_plugins.core.errors import ArgumentError, MismatchError, RingError
+from ring_plugins.core.fusion import Bucket, Entry, FusionPlan
+from ring_plugins.core.memory import DeviceMemory, Memory
+from ring_plugins.core.observe.steps import steps
+from ring_plugins.core.reducer import GradientReducer
+from ring_plugins.core.world import World
+
+#: As TensorFlow names the GPU of this rank, and as DLPack names its kind.
+GPU, KIND = "GPU:0", dlpack.CUDA
+
+
+def is_wanted() -> bool:
+    """Whether the user asked for NCCL under TensorFlow, which has never run on a card."""
+    return os.environ.get("RING_TENSORFLOW_NCCL", "0") == "1"
+
+
+def connect(name: str, world: World, host: Communicator) -> DeviceCommunicator | None:
+    """A communicator for the GPUs that TensorFlow computes on, None where gradients go through the host; collective.
+
+    Args:
+        name: for texts.
+        world: this job's.
+        host: a communicator of all ranks.
+
+    Raises:
+        MismatchError: some ranks want this, or have a GPU, and others do not.
+    """
+    here = is_wanted() and bool(tf.config.list_logical_devices(GPU.partition(":")[0]))
+    everyones = host.all_gather_object(here)
+    if not any(everyones):
+        return None
+    if not all(everyones):
+        lacking = [rank for rank, there in enumerate(everyones) if not there]
+        raise MismatchError(
+            f"ranks {lacking} have no GPU for TensorFlow, or not RING_TENSORFLOW_NCCL=1, and the others do. Set it on "
+            "all ranks or on none, and give each a GPU."
+        )
+    driver = nccl.load_driver()
+    with tf.init_scope(), tf.device(GPU):
+        index = driver.device_of(_tensor_of(tf.zeros([1]))[0].pointer)
+    return world.new_device_communicator(name, index, _Waited(driver.stream(index)))
+
+
+def call(function: Callable[..., Any], inputs: list[Any], types: list[Any]) -> Any:
+    """A host call with tensors that stay on the GPU; arguments and result as for `tf.numpy_function`."""
+    with tf.device(GPU):
+        return tf.py_function(function, inputs, types)
+
+
+class DeviceBuckets:
+    """One optimizer's gradients on their way between GPUs: `HostBuckets` for the memory of GPUs.
+
+    Args:
+        entries: all gradients in the order of the model's variables.
+        communicator: reduces them; used by nothing else.
+        bucket_bytes: size at which a bucket is closed.
+        first_bucket_bytes: the same for the first one of each dtype.
+
+    All ranks construct it together.
+
+    Raises:
+        MismatchError: the entries differ among ranks.
+    """
+
+    def __init__(
+        self, entries: Sequence[Entry], communicator: DeviceCommunicator, bucket_bytes: int, first_bucket_bytes: int
+    ) -> None:
+        self.plan = FusionPlan(entries, bucket_bytes, first_bucket_bytes)
+        self.plan.check_equal(communicator)
+        self._communicator = communicator
+        self._nowhere = [DeviceMemory(0, 0, bucket.dtype, communicator.device) for bucket in self.plan.buckets]
+        #: Where the buckets of this pass are: TensorFlow allocates them anew each time.
+        self.memories: list[Memory] = [*self._nowhere]
+        self.reducer = GradientReducer(self, communicator, lambda bucket: None)
+        self._wholes: dict[int, Any] = {}
+        self._given: dict[int, Any] = {}
+
+    def give(self, indices: Sequence[int], gradients: Sequence[Any]) -> None:
+        """Hand over the gradients of one bucket, which leaves at once if those before it have."""
+        self._given.update(zip(indices, (gradient.shape for gradient in gradients), strict=True))
+        found = dict(zip(indices, gradients, strict=True))
+        bucket = next(bucket for bucket in self.plan.buckets if indices[0] in bucket.entries)
+        self._send(bucket, found)
+
+    def _send(self, bucket: Bucket, found: dict[int, Any]) -> None:
+        """Join what there is in the bucket's order, zeros for the rest, and a flag for each: one fused copy."""
+        dtype = tf.as_dtype(bucket.dtype)
+        with tf.device(GPU):
+            parts = [
+                tf.reshape(found[i], [-1]) if i in found else tf.zeros([self.plan.entries[i].count], dtype)
+                for i in bucket.entries
+            ]
+            flags = tf.constant([1.0 if i in found else 0.0 for i in bucket.entries], dtype)
+            whole = tf.concat([*parts, flags], 0)  # with two parts or more never one of the parts themselves
+        self._wholes[bucket.index] = whole
+        self.memories[bucket.index] = memory_of(whole, self._communicator.device)
+        for i in bucket.entries:
+            self.reducer.mark_ready(i)
+
+    def finish(self) -> dict[int, Any]:
+        """Wait for every bucket.
+
+        Returns:
+            For each given index its average, a tensor of the gradient's shape.
+
+        Raises:
+            MismatchError: a variable has a gradient on some ranks only.
+            PeerFailed: another rank is gone.
+        """
+        given, self._given = self._given, {}
+        try:
+            for bucket in self.plan.buckets:
+                if bucket.index not in self._wholes:
+                    self._send(bucket, {})
+            began = time.monotonic()
+            self._communicator.synchronize()
+            seconds = time.monotonic() - began
+            self.reducer.waited += seconds
+            steps.stood_still(seconds, 0.0)
+            self.reducer.finish()
+        except BaseException:
+            with contextlib.suppress(RingError):  # which is the same again
+                self.reducer.abandon()
+            raise
+        finally:
+            wholes, self._wholes = self._wholes, {}
+            self.memories[:] = self._nowhere
+        averages: dict[int, Any] = {}
+        flags: list[Any] = []
+        with tf.device(GPU):
+            for bucket in self.plan.buckets:
+                counts = [self.plan.entries[i].count for i in bucket.entries]
+                *parts, of_bucket = tf.split(wholes[bucket.index], [*counts, len(counts)])
+                flags.append(tf.cast(of_bucket, tf.float32))
+                averages.update(zip(bucket.entries, parts, strict=True))
+            self._check_flags(given, tf.concat(flags, 0).numpy().tolist())
+            return {i: tf.reshape(averages[i], shape) for i, shape in given.items()}
+
+    def _check_flags(self, given: dict[int, Any], flags: list[float]) -> None:
+        """Whether all ranks have the same gradients; their average is then 1 or 0, but for rounding."""
+        order = [i for bucket in self.plan.buckets for i in bucket.entries]
+        for i, flag in zip(order, flags, strict=True):
+            if abs(flag - (1 if i in given else 0)) > 0.5 / self._communicator.size:
+                has = "has" if i in given else "lacks"
+                raise MismatchError(
+                    f"this rank {has} a gradient for {self.plan.entries[i].name}, and others do not agree. Let all "
+                    "ranks compute gradients for the same variables in the same step."
+                )
+
+    def release(self) -> None:
+        """Give back memory and communicator."""
+        self._wholes.clear()
+        self._communicator.close()
+
+
+def memory_of(tensor: Any, device: int) -> DeviceMemory:
+    """The memory of an eager tensor on that GPU; waits until TensorFlow has computed it.
+
+    Raises:
+        ArgumentError: TensorFlow keeps it elsewhere.
+    """
+    found, capsule = _tensor_of(tensor)
+    if found.device_type != KIND:
+        raise ArgumentError(
+            f"TensorFlow computed a gradient on {tensor.device}, not on a GPU, with RING_TENSORFLOW_NCCL=1; unset it."
+        )
+    return DeviceMemory(found.pointer, int(tensor.shape.num_elements()), found.dtype, device, (tensor, capsule))
+
+
+def _tensor_of(tensor: Any) -> tuple[dlpack.Tensor, Any]:
+    capsule = tf.experimental.dlpack.to_dlpack(tensor)
+    return dlpack.tensor_in(capsule), capsule
+
+
+class _Waited:
+    """The streams of a framework whose data is ready when we get it, and which goes on when we are done.
+
+    Nothing needs to be ordered then: the stream on which its work goes may as well be ours.
+    """
+
+    def __init__(self, stream: int) -> None:
+        self._stream = stream
+
+    def current(self) -> int:
+        return self._stream
+
+    def using(self, stream: int) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
