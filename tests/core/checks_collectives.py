@@ -292,6 +292,7 @@ def a_second_init_is_the_same_world_and_shutdown_starts_anew() -> None:
     before = current()
     ring.barrier()
     ring.shutdown()
+    ring.shutdown()
     try:
         ring.rank()
     except ring.NotInitialised as error:

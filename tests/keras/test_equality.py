@@ -80,6 +80,7 @@ def check(found: list[Any], size: int, name: str) -> None:
     for comparison in found:
         assert "error" not in comparison, comparison["error"]
         assert comparison["disagreements"] == []
+        assert comparison["compared"] > 0
         assert comparison["weights"] <= TOLERANCE.get(name, 1e-6)
         assert comparison["state"] <= TOLERANCE.get(name, 1e-5)
 

@@ -46,6 +46,7 @@ def test_balance_in_the_logs_a_timeline_and_drift(tmp_path):
     assert "loss" in logs
     assert "ring/waiting_ms" in logs
     assert "slowest in" in result.output
+    assert len(result.values("error")) == 2
     for said in result.values("error"):
         assert re.match(
             r"after 10 steps the weights of rank \d are not those of rank \d: first in \S+/kernel, in", said

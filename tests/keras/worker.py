@@ -62,6 +62,7 @@ def compare(alone: Outcome, together: Outcome) -> dict[str, Any]:
         return {"error": "\n".join(errors) or "another rank failed"}
     disagree = [key for key in together if any(not np.array_equal(together[key], other[key]) for _, other in everyones)]
     return {
+        "compared": len([key for key in alone if key.startswith("weight")]),
         "weights": relative(alone, together, "weight"),
         "state": relative(alone, together, "state"),
         "disagreements": disagree,

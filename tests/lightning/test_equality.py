@@ -25,6 +25,7 @@ def test_scenario(size: int, name: str) -> None:
     assert len(found) == size
     for rank, comparison in enumerate(found):
         assert "error" not in comparison, comparison["error"]
+        assert comparison["compared"] > 0
         assert comparison["missing"] == []
         assert comparison["disagreements"] == [], f"rank {rank} differs from others"
         entry = SCENARIOS[name]

@@ -33,6 +33,8 @@ def test_alone_it_is_a_single_device() -> None:
 
 
 FAILS = """
+import ring_plugins
+ring_plugins.init(ranks=2)  # before the import, which ranks then do at the same time
 from lightning.fabric import Fabric
 import ring_plugins.lightning
 

@@ -8,6 +8,13 @@ import pytest
 
 from tests.launch import Job, Launcher, Result, start_ranks
 
+# Ranks that are there before Lightning is imported import it at the same time. Without this line the Trainer starts
+# them itself, as in most scripts.
+RANKS_FIRST = """
+import ring_plugins
+ring_plugins.init(ranks=2)
+"""
+
 TRAIN = """
 import sys, time
 import torch
@@ -65,7 +72,7 @@ def test_an_exception_on_one_rank(launcher: Launcher) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ctrl_c_reaching_one_rank(rank: int) -> None:
-    with start_ranks(training()) as job:
+    with start_ranks(training() if rank else RANKS_FIRST + training()) as job:
         job.pids(40)
         job.send_signal(rank, signal.SIGINT)
         result = ends_in_time(job, time.monotonic())
@@ -75,7 +82,7 @@ def test_ctrl_c_reaching_one_rank(rank: int) -> None:
 
 @pytest.mark.parametrize("signalled", [[0], [1], [0, 1]])
 def test_sigterm(signalled: list[int]) -> None:
-    with start_ranks(training()) as job:
+    with start_ranks(training() if signalled == [0] else RANKS_FIRST + training()) as job:
         job.pids(40)
         since = time.monotonic()
         for rank in signalled:
@@ -103,7 +110,7 @@ if __name__ == "__main__":
 
 
 def test_different_models() -> None:
-    with start_ranks(DIFFERENT) as job:
+    with start_ranks(RANKS_FIRST + DIFFERENT) as job:
         result = job.wait(40)
     assert result.returncode != 0
     assert "layer.bias" in result.stderr
@@ -136,7 +143,7 @@ if __name__ == "__main__":
 
 
 def test_an_error_that_all_ranks_catch_is_survived() -> None:
-    with start_ranks(SURVIVOR) as job:
+    with start_ranks(RANKS_FIRST + SURVIVOR) as job:
         result = job.wait(40)
     assert result.returncode == 0, result
     first, second = result.values("weights")

@@ -8,6 +8,8 @@ from ring_plugins.lightning.parallel import devices_of_node
 from tests.launch import run_ranks
 
 FIT = """
+import ring_plugins
+ring_plugins.init(ranks=2)  # before the imports, which ranks then do at the same time
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.demos.boring_classes import BoringModel

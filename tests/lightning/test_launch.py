@@ -98,7 +98,7 @@ common = dict(SLURM_NTASKS="2", SLURM_STEP_NUM_TASKS="2", SLURM_NTASKS_PER_NODE=
               SLURM_NODEID="0")
 ranks = [subprocess.Popen([sys.executable, script], env={**os.environ, **common, "SLURM_PROCID": str(rank),
          "SLURM_LOCALID": str(rank)}) for rank in range(2)]
-sys.exit(max(rank.wait() for rank in ranks))
+sys.exit(any([rank.wait() for rank in ranks]))
 """
 
 

@@ -1,37 +1,62 @@
-"""Averaged gradients on one to four ranks; the checks themselves are in checks_gradients.py."""
+"""Averaged gradients on one to three ranks; the checks themselves are in checks_gradients.py."""
 
 import functools
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from tests.launch import Result, run_ranks
+from tests.launchers import Launcher
 
 CHECKS = Path(__file__).with_name("checks_gradients.py")
-NAMES = re.findall(r"@check\ndef (\w+)", CHECKS.read_text())
-#: "GPU": grown, with a stand-in for the GPUs and for NCCL (tests/gpu_stand_in.py).
-CASES = [("grown", 1), ("grown", 2), ("grown", 3), ("mpirun", 4), ("GPU", 2)]
+NAMES = re.findall(r"@check(\w*)\ndef (\w+)", CHECKS.read_text())
 
 
-@functools.lru_cache
-def outcome(started_by, processes) -> Result:
-    env = {"mpirun": {"RING_VIRTUAL_NODES": "2"}, "GPU": {"TEST_GPU_STAND_IN": "1"}}.get(started_by, {})
-    launcher = "mpirun" if started_by == "mpirun" else "grown"
-    return run_ranks(CHECKS, processes, launcher, env=env, timeout=200, check=False)
+class Launch(NamedTuple):
+    launcher: Launcher
+    ranks: int
+    nodes: str = ""
+    gpu: str = ""  # where it says "GPU", a stand-in for one and for NCCL: see tests/gpu_stand_in.py
+
+    def does(self, where: str) -> bool:
+        return {"": True, "_among_several": self.ranks > 1, "_on_gpus": bool(self.gpu)}[where]
+
+    def __str__(self) -> str:
+        return "-".join(filter(None, (self.launcher, str(self.ranks), self.nodes, self.gpu)))
 
 
-def test_gradients_on_three_gpus():
+# Three ranks on two nodes: two of them share memory, and the halves of a host differ.
+LAUNCHES = [Launch("grown", 1), Launch("grown", 2), Launch("mpirun", 3, "1,2"), Launch("grown", 2, gpu="GPU")]
+
+
+@functools.cache
+def outcome(launch: Launch) -> Result:
+    env = {"RING_VIRTUAL_NODES": launch.nodes, "TEST_GPU_STAND_IN": launch.gpu}
+    return run_ranks(CHECKS, launch.ranks, launch.launcher, env=env, timeout=200, check=False)
+
+
+def test_gradients_on_three_gpus() -> None:
     name = "equals_one_process_on_the_concatenated_batch"
     result = run_ranks(CHECKS, 3, env={"TEST_GPU_STAND_IN": "1", "TEST_ONLY": name})
     assert result.values(name) == ["ok"] * 3
     assert min(result.values("launched by NCCL")) > 10
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("started_by", "processes"), CASES)
-def test_gradients(started_by, processes, name):
-    result = outcome(started_by, processes)
-    for rank in range(processes):
+@pytest.mark.parametrize(
+    ("launch", "name"),
+    [
+        pytest.param(
+            launch, name, marks=[pytest.mark.mpi] if launch.launcher == "mpirun" else [], id=f"{launch}-{name}"
+        )
+        for launch in LAUNCHES
+        for where, name in NAMES
+        if launch.does(where)
+    ],
+)
+def test_gradients(launch: Launch, name: str) -> None:
+    result = outcome(launch)
+    for rank in range(launch.ranks):
         assert result.reports.get(rank, {}).get(name) == "ok", result
-        assert (result.reports[rank]["launched by NCCL"] > 100) == (started_by == "GPU")
+        assert (result.reports[rank]["launched by NCCL"] > 100) == bool(launch.gpu)

@@ -1,12 +1,13 @@
 """The "ring" backend of torch.distributed: every check of checks_process_group.py under every kind of launch."""
 
+import functools
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.launch import Launcher, Result, run_ranks
-from tests.torch.checks_process_group import CHECKS
+from tests.torch.checks_process_group import CHECKS, is_done
 
 
 class Launch(NamedTuple):
@@ -15,40 +16,56 @@ class Launch(NamedTuple):
     nodes: str = ""
     gpu: str = ""  # a stand-in for one, and for NCCL: see tests/gpu_stand_in.py
 
+    def __str__(self) -> str:
+        return f"{self.launcher}-{self.ranks}-{self.nodes}{self.gpu}"
+
 
 LAUNCHES = [
     Launch("grown", 1),
     Launch("grown", 2),
-    Launch("grown", 3),
     Launch("grown", 4),
     Launch("grown", 2, gpu="stand-in"),
     Launch("torchrun", 2, nodes="2"),
-    pytest.param(Launch("mpirun", 3, nodes="2"), marks=pytest.mark.mpi),
+    Launch("mpirun", 3, nodes="2"),
 ]
 
 
-@pytest.fixture(
-    scope="module", params=LAUNCHES, ids=lambda launch: f"{launch.launcher}-{launch.ranks}-{launch.nodes}{launch.gpu}"
-)
-def launched(request: pytest.FixtureRequest) -> tuple[int, Result]:
-    launch: Launch = request.param
+def parameters(launch: Launch, *more: str) -> Any:
+    marks = [pytest.mark.mpi] if launch.launcher == "mpirun" else []
+    return pytest.param(launch, *more, marks=marks, id="-".join([str(launch), *more]))
+
+
+@functools.cache
+def launched(launch: Launch) -> Result:
     env = {"RING_VIRTUAL_NODES": launch.nodes, "TEST_GPU_STAND_IN": launch.gpu}
     if launch.launcher == "grown":
         env["TEST_GROW"] = "1"
     script = Path(__file__).with_name("checks_process_group.py")
-    return launch.ranks, run_ranks(script, launch.ranks, launch.launcher, env=env, timeout=90, check=False)
+    return run_ranks(script, launch.ranks, launch.launcher, env=env, timeout=90, check=False)
 
 
-@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
-def test_check(launched: tuple[int, Result], check: str) -> None:
-    ranks, result = launched
-    for rank in range(ranks):
+@pytest.mark.parametrize(
+    ("launch", "check"),
+    [
+        parameters(launch, check.__name__)
+        for launch in LAUNCHES
+        for check in CHECKS
+        if is_done(check, launch.ranks, bool(launch.nodes), bool(launch.gpu))
+    ],
+)
+def test_check(launch: Launch, check: str) -> None:
+    result = launched(launch)
+    for rank in range(launch.ranks):
         outcome = result.reports.get(rank, {}).get(check, "was not reached")
         assert outcome == "ok", f"rank {rank}: {outcome}\n{result if outcome == 'was not reached' else ''}"
 
 
-def test_every_launch_ends_well(launched: tuple[int, Result]) -> None:
-    assert launched[1].returncode == 0, launched[1]
+@pytest.mark.parametrize("launch", [parameters(launch) for launch in LAUNCHES])
+def test_every_launch_ends_well_and_where_it_should_by_nccl(launch: Launch) -> None:
+    result = launched(launch)
+    assert result.returncode == 0, result
+    assert all((launches > 100) == bool(launch.gpu) for launches in result.values("launched by NCCL")), result
+    assert len(result.values("launched by NCCL")) == launch.ranks
 
 
 FAILING = """

@@ -20,13 +20,13 @@ from tests.launch import run_ranks
 
 TORCH = """
 import os, time
-import torch
 import ring_plugins as ring
+ring.init(ranks=int(os.environ["TEST_RANKS"]))
+import torch
 from ring_plugins.torch import BalanceMonitor, DistributedOptimizer
 from tests.worker import report
 
 torch.set_num_threads(1)
-ring.init(ranks=int(os.environ["TEST_RANKS"]))
 model = torch.nn.Linear(300, 300)
 optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-6), model.named_parameters())
 with BalanceMonitor() as monitor:

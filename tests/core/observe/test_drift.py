@@ -11,13 +11,13 @@ from tests.launch import run_ranks
 
 TORCH = """
 import os
-import torch
 import ring_plugins as ring
+ring.init(ranks=int(os.environ["TEST_RANKS"]))
+import torch
 from ring_plugins.torch import DistributedOptimizer, broadcast_parameters
 from tests.worker import report
 
 torch.set_num_threads(1)
-ring.init(ranks=int(os.environ["TEST_RANKS"]))
 model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
 broadcast_parameters(model)
 optimizer = DistributedOptimizer(
@@ -39,10 +39,11 @@ for step in range(20):
 
 LIGHTNING = """
 import os
+import ring_plugins as ring
+ring.init(ranks=2)  # before the imports, which ranks then do at the same time
 import torch
 import lightning as L
 from lightning.pytorch.demos.boring_classes import BoringModel
-import ring_plugins as ring
 from ring_plugins.lightning import BalanceMonitor, RingStrategy, TimelineCallback
 from tests.worker import report
 
@@ -71,6 +72,7 @@ report("batches", trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 def test_one_bit_on_one_rank_in_a_torch_loop():
     result = run_ranks(TORCH, 3, timeout=120)
     assert result.values("step") == [7, 7, 7]
+    assert len(result.values("error")) == 3
     for said in result.values("error"):
         assert said.startswith("after 8 steps the weights of rank 1 are not those of ranks 0, 2: first in 1.weight")
 
@@ -78,6 +80,7 @@ def test_one_bit_on_one_rank_in_a_torch_loop():
 def test_one_bit_on_one_rank_under_lightning():
     result = run_ranks(LIGHTNING, 2, timeout=120)
     assert result.values("batches") == [10, 10]
+    assert len(result.values("error")) == 2
     for said in result.values("error"):
         assert re.match(r"after 10 steps the weights of rank \d are not those of rank \d: first in layer\.", said)
 

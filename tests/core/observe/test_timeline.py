@@ -15,13 +15,13 @@ from tests.launch import run_ranks, start_ranks
 
 TRAIN = """
 import os, sys, time
-import torch
 import ring_plugins as ring
+ring.init(ranks=int(os.environ["TEST_RANKS"]))
+import torch
 from ring_plugins.torch import DistributedOptimizer, Timeline
 from tests.worker import report, report_pid
 
 torch.set_num_threads(1)
-ring.init(ranks=int(os.environ["TEST_RANKS"]))
 model = torch.nn.Sequential(*(torch.nn.Linear(600, 600) for _ in range(4)))
 optimizer = DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=1e-9), model.named_parameters(), bucket_bytes=40000
