@@ -8,7 +8,7 @@ from tests.keras.launches import environment
 from tests.launch import REPOSITORY, Result, run_ranks
 
 EXAMPLES = REPOSITORY / "examples"
-BACKENDS = ["tensorflow", *(pytest.param(other, marks=pytest.mark.slow) for other in ("torch", "jax"))]
+SLOW = [pytest.param(backend, marks=pytest.mark.slow) for backend in ("torch", "jax")]
 
 
 def accuracy(result: Result, ranks: int) -> float:
@@ -18,14 +18,21 @@ def accuracy(result: Result, ranks: int) -> float:
     return float(found[0])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_digits(backend):
-    result = run_ranks(EXAMPLES / "keras_digits.py", 2, args=["--ranks", "2"], env=environment(backend), timeout=280)
+@pytest.mark.parametrize(
+    ("backend", "launcher"),
+    [
+        pytest.param("tensorflow", "mpirun", marks=pytest.mark.mpi),  # the other example shows that they grow
+        *(pytest.param(backend, "grown", marks=pytest.mark.slow) for backend in ("tensorflow", "torch", "jax")),
+    ],
+)
+def test_digits(backend, launcher):
+    args = ["--ranks", "2"] if launcher == "grown" else []
+    result = run_ranks(EXAMPLES / "keras_digits.py", 2, launcher, args=args, env=environment(backend), timeout=280)
     assert accuracy(result, 2) >= 0.97
     assert result.stdout.count("Epoch 20/20") == 1, f"progress comes from one rank\n{result}"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["tensorflow", *SLOW])
 def test_image_folder_goes_on_where_it_ended(backend, tmp_path):
     where = ["--images", str(tmp_path / "images"), "--checkpoint", str(tmp_path / "model.keras"), "--ranks", "2"]
     run = lambda epochs: run_ranks(  # noqa: E731 - twice the same

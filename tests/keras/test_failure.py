@@ -60,10 +60,13 @@ def test_exception_on_one_rank(backend):
     assert result.output.count("rank 0 ends because") == 1, result
 
 
-def test_ctrl_c():
-    ended(script(), "tensorflow", interfere="ctrl-c")
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_ctrl_c(backend):
+    ended(script(), backend, "KeyboardInterrupt", interfere="ctrl-c")
 
 
-def test_unequal_steps_of_a_generator():
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_unequal_steps_of_a_generator(backend):
     """Nobody knows the length beforehand: found when one rank's epoch is over."""
-    ended(script("if ring.rank() == 1: return", "None"), "tensorflow", r"different numbers of steps|as much data")
+    result = ended(script("if ring.rank() == 1: return", "None"), backend, r"different numbers of steps|as much data")
+    assert re.search(r"rank [01]\b", result.output), result

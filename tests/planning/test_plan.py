@@ -26,6 +26,7 @@ from ring_plugins.planning import (
 from ring_plugins.planning.network import fitted
 from ring_plugins.planning.published import ROWS
 from ring_plugins.planning.simulation import slowest_of
+from tests.documents import commands
 from tests.launch import REPOSITORY
 
 
@@ -167,8 +168,7 @@ def test_the_command(tmp_path):
 
 def test_the_commands_of_the_page_print_what_it_shows():
     page = (REPOSITORY / "docs" / "planning.md").read_text()
-    command, shown = re.search(
-        r"```bash\nring (plan --model[^\n]*)\n```\n\n```text\n(.*?)\n```", page, re.DOTALL
-    ).groups()
-    said = CliRunner().invoke(app, command.split())
+    (command,) = commands("docs/planning.md", "tests/planning/test_plan.py")
+    (shown,) = re.search(rf"{re.escape(command)}\n```\n\n```text\n(.*?)\n```", page, re.DOTALL).groups()
+    said = CliRunner().invoke(app, command.split()[1:])
     assert "\n".join(line.rstrip() for line in said.output.rstrip().splitlines()) == shown

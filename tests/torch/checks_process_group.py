@@ -3,14 +3,13 @@
 The default group is "ring"; where gloo knows an operation too, a gloo group of the same ranks says what is right.
 """
 
-# ruff: noqa: E402  # ranks that are there before torch is imported import it at the same time
-
 import functools
 import os
 import traceback
 
 import ring_plugins as ring
 
+# Ranks that are there before torch is imported import it at the same time.
 if __name__ == "__main__" and os.environ.get("TEST_GROW"):
     ring.init(ranks=int(os.environ["TEST_RANKS"]))
 
