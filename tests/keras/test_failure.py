@@ -3,6 +3,8 @@
 import re
 import signal
 
+import pytest
+
 from tests.keras.launches import START, environment
 from tests.launch import Result, start_ranks
 
