@@ -5,7 +5,7 @@ reads it from the document. A block of shell commands says there who runs it:
 
     <!-- run by .ci/run: NAME ... -->       .ci/run reads it from here, or runs a command that contains it
     <!-- tested by tests/PATH.py -->        that test takes the commands out of the document, or names every script,
-                                            launcher, subcommand, variable and long option in them
+                                            launcher, subcommand, long option and variable's value in them
     <!-- collected by tests/test_documentation.py -->   a block of pytest commands, each of which must select tests
     <!-- not run: REASON -->
 """
@@ -68,7 +68,8 @@ def names(block: Block) -> set[str]:
     found = {Path(script).name for script in re.findall(r"[\w/]+\.py\b", block.text)}
     for line in block.text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
-        found |= {word.partition("=")[0] for word in words if re.match(r"--\w|[A-Z_]+=", word)}
+        found |= {word.partition("=")[0] for word in words if word.startswith("--")}
+        found |= {value for name, equals, value in (word.partition("=") for word in words) if name.isupper() and equals}
         found |= {word for word in words if word in ("mpirun", "torchrun")}
         found |= {after for word, after in itertools.pairwise(words) if word == "ring"}
     # Where torchrun meets is the harness's choice: tests/launchers.py.

@@ -174,6 +174,16 @@ def warm_up_resumed() -> Any:
 
 
 @behaviour()
+def multiples_in_a_range_of_epochs() -> Any:
+    """Square-root scaling, and a multiplier that follows the fraction of an epoch."""
+    rates, log = Rates(), Path(mkdtemp()) / "log.csv"
+    halves = LearningRateScheduleCallback(lambda epoch: 0.5**epoch, start_epoch=1, end_epoch=2, staircase=False)
+    calls = [LearningRateWarmupCallback(warmup_epochs=0, scaling="sqrt"), halves, rates, keras.callbacks.CSVLogger(log)]
+    fit(dense(momentum()), [*calls, BroadcastCallback(write_on_root_only=False)], epochs=3)
+    return {"rates": rates.seen, "written": log.exists()}
+
+
+@behaviour()
 def momentum_correction() -> Any:
     """One step with a velocity at rate 0.1, the next at 0.2: by hand and by callback."""
     model = keras.Sequential([keras.Input((1,)), layers.Dense(1, use_bias=False, kernel_initializer="ones")])
@@ -198,6 +208,30 @@ def rates_that_part() -> Any:
 
 
 # State and files ---------------------------------------------------------------------------------------
+
+
+@behaviour()
+def state_of_another_root() -> Any:
+    """Ranks that trained apart start from rank 1's weights and optimizer; without averaging they part again."""
+
+    def state(model: Any) -> list[Any]:
+        return [np.ravel(keras.ops.convert_to_numpy(v)).tolist() for v in [*model.weights, *model.optimizer.variables]]
+
+    class Begins(keras.callbacks.Callback):
+        seen: Any = None
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.seen = state(self.model)
+
+    keras.utils.set_random_seed(ring.rank())
+    model = keras.Sequential([keras.Input((5,)), layers.BatchNormalization(), layers.Dense(1)])
+    model.compile(optimizer=keras.optimizers.Adam(0.1), loss="mse")
+    x = np.random.default_rng(ring.rank()).normal(size=(8, 5)).astype("float32")
+    model.fit(x, x[:, :1], batch_size=4, epochs=1 + ring.rank(), verbose=0)
+    before, begins, log = state(model), Begins(), Path(mkdtemp()) / "log.csv"
+    calls = [begins, keras.callbacks.CSVLogger(log), BroadcastCallback(root_rank=1, average_gradients=False)]
+    model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=calls)
+    return {"before": before, "begins": begins.seen, "after": state(model)[-2:], "written": log.exists()}
 
 
 @behaviour()
@@ -260,6 +294,8 @@ def files() -> Any:
         BestModelCheckpoint(mine / "best.keras", monitor="loss"),
         keras.callbacks.CSVLogger(mine / "log.csv"),
     ]
+    if BACKEND == "tensorflow" and ring.rank() == 1:  # where it must not even look for its package
+        writers.append(keras.callbacks.TensorBoard(mine / "board", write_graph=False))
     model.fit(x, y, batch_size=4, verbose=2, callbacks=[*writers, BroadcastCallback(), MetricAverageCallback()])
     written = sorted(path.name for path in mine.iterdir())
     ring.barrier()
@@ -377,7 +413,11 @@ def refusals() -> Any:
     found["data"] = error_of(lambda: shard(3))
 
     class Hides(keras.Sequential):
+        hides = False
+
         def train_step(self, *args: Any) -> Any:
+            if not self.hides:
+                return super().train_step(*args)
             if BACKEND == "jax":
                 state, data = args
                 return {"loss": 0.0 * data[0].sum()}, state
@@ -385,6 +425,8 @@ def refusals() -> Any:
 
     model = Hides([keras.Input((5,)), layers.Dense(1)])
     model.compile(optimizer=momentum(), loss="mse")
+    fit(model, [BroadcastCallback()])
+    model.hides = True  # looked for in every fit
     found["no reduction"] = error_of(lambda: fit(model, [BroadcastCallback()]))
     return found
 
@@ -461,7 +503,7 @@ def refusal_of_ddp() -> Any:
 # Steps of the user's own -------------------------------------------------------------------------------
 
 
-@behaviour("tensorflow", "torch")
+@behaviour()
 def overflow_on_one_rank() -> Any:
     keras.utils.set_random_seed(0)
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=16.0)

@@ -62,6 +62,13 @@ def test_warm_up_goes_on_where_it_was_saved(backend):
         assert found == pytest.approx([0.15 + 0.1 * step / 16 for step in range(8)] + [0.2] * 4)
 
 
+def test_multiples_in_a_range_of_epochs(backend):
+    expected = [1.0] * 4 + [0.5 ** (1 + step / 4) for step in range(4)] + [0.5**1.75] * 4
+    for found in seen("multiples_in_a_range_of_epochs", backend):
+        assert found["rates"] == pytest.approx([0.1 * 2**0.5 * multiple for multiple in expected])
+        assert found["written"], "write_on_root_only=False"
+
+
 def test_momentum_correction(backend):
     for found in seen("momentum_correction", backend):
         assert found["found"] == pytest.approx(found["expected"], abs=1e-6)
@@ -73,6 +80,14 @@ def test_rates_that_part_are_an_error(backend):
 
 
 # State and files ---------------------------------------------------------------------------------------
+
+
+def test_everyone_starts_from_the_root_and_is_averaged_only_where_asked(backend):
+    first, second = seen("state_of_another_root", backend)
+    assert first["before"] != second["before"]
+    assert first["begins"] == second["begins"] == second["before"]
+    assert first["after"] != second["after"]
+    assert (first["written"], second["written"]) == (False, True)
 
 
 def test_seeds_are_offset_once(backend):
@@ -190,7 +205,6 @@ def test_refused_beside_other_parallelism(backend, name, word):
 # Steps of the user's own -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
 def test_an_overflow_on_one_rank_lets_all_skip(backend):
     assert seen("overflow_on_one_rank", backend) == [{"unchanged": True, "scale": 8.0}] * 2
 
