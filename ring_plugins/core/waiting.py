@@ -6,7 +6,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ring_plugins.core.errors import ArgumentError, PeerFailed, TimeoutExceeded
@@ -62,6 +62,7 @@ class LongWait(NamedTuple):
         missing: world ranks that have not arrived.
         since: time of `time.monotonic` at which it began.
         blocked_since: the same for the script itself, which may compute meanwhile: it is then the present.
+        on_gpu: whether it is a GPU that waits, for some of `missing`: who waits there too has come.
     """
 
     communicator: str
@@ -71,10 +72,11 @@ class LongWait(NamedTuple):
     missing: tuple[int, ...]
     since: float
     blocked_since: float
+    on_gpu: bool = False
 
 
-#: Of this process, by thread. Another thread looks here now and then.
-long_waits: dict[int, LongWait] = {}
+#: Of this process, by thread, and by ("stream", its handle) for those of GPUs. Another thread looks here now and then.
+long_waits: dict[Hashable, LongWait] = {}
 
 
 class Wait:

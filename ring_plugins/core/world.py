@@ -116,7 +116,8 @@ class World:
 
     def activities(self) -> list[Activity]:
         """What this rank did last with each of its communicators."""
-        found = [one.activity() for one in self._communicators.copy().values() if isinstance(one, OrderedOperations)]
+        communicators = self._communicators.copy().values()
+        found = [one.activity() for one in communicators if isinstance(one, OrderedOperations | DeviceCommunicator)]
         return [activity for activity in found if activity is not None]
 
     def new_communicator(

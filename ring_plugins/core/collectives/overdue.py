@@ -45,12 +45,12 @@ class Overdue:
         elif now - self._waits_for_gone_since > _LAST_WORDS:
             raise PeerLeft(
                 f"rank {gone[0]} has ended its part of the job, and the GPU of rank {self._rank} waits for it in "
-                f"{self._name}: {oldest.description}. Usually the ranks took different numbers of steps: give every "
+                f"{self._name}: {oldest.text}. Usually the ranks took different numbers of steps: give every "
                 "rank the same number of batches.",
                 gone[0],
             )
         if oldest is not None and now - oldest.since > self._timeout:
             raise TimeoutExceeded(
-                f"{self._name}: the GPU has not finished {oldest.description} for {self._timeout:g} s. "
+                f"{self._name}: the GPU has not finished {oldest.text} for {self._timeout:g} s. "
                 "A rank did not call it, or computes for that long; set RING_TIMEOUT to wait longer."
             )

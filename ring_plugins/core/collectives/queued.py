@@ -8,17 +8,18 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+from ring_plugins.core.collectives.ordered import Activity
 from ring_plugins.core.collectives.overdue import Overdue
 from ring_plugins.core.collectives.protocol import Communicator, Statistics
 from ring_plugins.core.collectives.stream_queue import Queued, StreamQueue, Streams
-from ring_plugins.core.collectives.work import Work
+from ring_plugins.core.collectives.work import QueuedWork, Work
 from ring_plugins.core.errors import ArgumentError, RingError
 from ring_plugins.core.memory import DeviceMemory
 from ring_plugins.core.nccl.calls import Nccl
 from ring_plugins.core.nccl.connection import NcclConnection
 from ring_plugins.core.nccl.driver import Driver
 from ring_plugins.core.nccl.meeting import others
-from ring_plugins.core.waiting import Wait
+from ring_plugins.core.waiting import LongWait, Wait
 
 T = TypeVar("T")
 
@@ -48,6 +49,7 @@ class QueuedOperations:
         self._lock = threading.RLock()  # a communicator may be used by one thread at a time
         self._broken: BaseException | None = None
         self._depth = 0
+        self._operation = ""
         self._overdue = Overdue(name, self.ranks[self.rank])
         self._own_stream = driver.new_stream(device) if own_stream else 0
         stream = self._own_stream or driver.stream(device)
@@ -73,7 +75,8 @@ class QueuedOperations:
             caller = self._queue.follow_caller(description)
             with self._queue.using():
                 result = function()
-            return QueuedWork(self, self._queue.remember(description, caller), result)
+            queued = self._remember(description, caller)
+        return QueuedWork(description, result, lambda: self._has_happened(queued), lambda: self._join(queued))
 
     @contextlib.contextmanager
     def _launch(self, what: str, *memories: DeviceMemory) -> Iterator[None]:
@@ -81,6 +84,7 @@ class QueuedOperations:
         for memory in memories:
             self._check(memory)
         with self._lock, self._failing(what):
+            self._operation = what
             self._queue.keep(memory.owner for memory in memories)
             self.statistics.nbytes += memories[0].nbytes if memories else 0
             if self._depth:
@@ -96,7 +100,7 @@ class QueuedOperations:
                         self._depth -= 1
                 self.statistics.operations += 1
                 if caller != self.stream:  # else whoever made it current asks for the end of it
-                    self._queue.remember(what, caller)
+                    self._remember("", caller)
                     self._queue.lead_caller(caller)
 
     def _check(self, memory: DeviceMemory) -> None:
@@ -111,12 +115,15 @@ class QueuedOperations:
                 "one GPU. Call torch.cuda.set_device(ring_plugins.local_rank()) before anything is put on a GPU."
             )
 
-    def has_happened(self, queued: Queued) -> bool:
+    def _remember(self, description: str, caller: int) -> Queued:
+        return self._queue.remember(description, self._operation, self.statistics.operations, caller)
+
+    def _has_happened(self, queued: Queued) -> bool:
         """Whether the GPU is done with something; asks, never waits."""
         with self._lock:
             return self._queue.has_happened(queued)
 
-    def join(self, queued: Queued) -> None:
+    def _join(self, queued: Queued) -> None:
         """Let what the caller's stream is given next come after `queued`."""
         with self._lock, self._failing(queued.description), self._driver.current(self.device):
             self._queue.join(queued)
@@ -183,13 +190,26 @@ class QueuedOperations:
             if not self._nccl.is_open:
                 return
             with self._failing("its watch"), self._driver.current(self.device):
-                self._queue.forget_finished()
+                self._queue.look()
                 self._nccl.check()
                 self._overdue.check(self._queue.oldest, gone)
         except RingError:
             pass  # the next call raises it
         finally:
             self._lock.release()
+
+    @property
+    def oldest(self) -> Queued | None:
+        """The first that was not done when somebody looked; asked by another thread, as the two below."""
+        return self._queue.oldest
+
+    def wait_of_gpu(self) -> LongWait | None:
+        """What the GPU of this rank waits for in NCCL, if it has come to anything that is not done."""
+        return self._queue.wait(others(self._host))
+
+    def activity(self) -> Activity | None:
+        """What this rank's GPU did last with this communicator, or does now."""
+        return self._queue.activity()
 
     def abort(self, error: BaseException) -> None:
         """A member is gone: let every kernel that waits for it end, and every further call raise `error`.
@@ -229,22 +249,3 @@ class QueuedOperations:
             f"{self.name} belongs to process {os.getppid()}, which forked this one (a data loader's worker?). "
             "Collectives are for the ranks themselves."
         )
-
-
-class QueuedWork(Work[T]):
-    """What `QueuedOperations.start` queued."""
-
-    def __init__(self, operations: QueuedOperations, queued: Queued, result: T) -> None:
-        super().__init__(queued.description, lambda: result, lambda _: None)
-        self._operations, self._queued = operations, queued
-        self._result = result
-
-    def done(self) -> bool:
-        """Whether the GPU has finished it; asks, never waits."""
-        return self._operations.has_happened(self._queued)
-
-    def wait(self) -> T:
-        """Let the calling thread's stream wait for it, not the thread itself, and return the function's result."""
-        self._operations.join(self._queued)
-        result: T = self._result
-        return result

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from ring_plugins.core.collectives.ordered import Activity
 from ring_plugins.core.errors import ArgumentError
 from ring_plugins.core.nccl.driver import Driver
+from ring_plugins.core.waiting import LongWait
 
 
 class Streams(Protocol):
@@ -26,16 +28,28 @@ class Queued:
     """Something on the communication stream.
 
     Attributes:
-        description: for texts.
+        description: for texts, such as a bucket.
+        operation: the last operation in it.
+        number: operations of the communicator up to it; equal on members in step.
+        before: happens when the work is done that it comes after; 0 once that is known, and where there is none.
         event: happens when it is done; 0 once that is known.
-        since: when it was queued, a time of `time.monotonic`.
         kept: what must stay alive until then.
         captured: it belongs to a CUDA graph; nobody can tell when that is replayed.
+        since, came, ended: times of `time.monotonic` at which it was queued, at which somebody saw that the GPU had
+            come to it, and at which somebody saw that it was done; 0 until then.
     """
 
-    def __init__(self, description: str, event: int, kept: list[Any], captured: bool) -> None:
-        self.description, self.event, self.kept, self.captured = description, event, kept, captured
-        self.since = time.monotonic()
+    def __init__(
+        self, description: str, operation: str, number: int, before: int, event: int, kept: list[Any], captured: bool
+    ) -> None:
+        self.description, self.operation, self.number = description, operation, number
+        self.before, self.event, self.kept, self.captured = before, event, kept, captured
+        self.since, self.came, self.ended = time.monotonic(), 0.0, 0.0
+
+    @property
+    def text(self) -> str:
+        """What it is, in short."""
+        return self.description or self.operation
 
 
 class StreamQueue:
@@ -53,6 +67,7 @@ class StreamQueue:
         stream: as above.
         unfinished: what is not known to be done, oldest first.
         captured: what belongs to CUDA graphs, whose replays use its memory.
+        last: what was queued last.
     """
 
     def __init__(self, name: str, stream: int, streams: Streams, driver: Driver) -> None:
@@ -60,7 +75,9 @@ class StreamQueue:
         self.stream = stream
         self.unfinished: deque[Queued] = deque()
         self.captured: list[Queued] = []
+        self.last: Queued | None = None
         self._kept: list[Any] = []
+        self._before = 0
         self._has_run = False
 
     @property
@@ -87,8 +104,17 @@ class StreamQueue:
                 f"{self._name}: {description} is the first thing to be sent, and a CUDA graph is being captured. Run a "
                 "few ordinary steps before the capture, so that NCCL connects the GPUs outside of it."
             )
-        self._let_follow(self.stream, caller)
+        if caller != self.stream:
+            self._forget_before()
+            self._before = self._driver.record(caller)
+            self._driver.wait(self.stream, self._before)
         return caller
+
+    def _forget_before(self) -> None:
+        """Let go of an event that nothing was queued behind, because of an error."""
+        before, self._before = self._before, 0
+        if before:
+            self._driver.destroy_event(before)
 
     def using(self) -> contextlib.AbstractContextManager[Any]:
         """Let what the framework does inside go to the communication stream."""
@@ -96,25 +122,30 @@ class StreamQueue:
 
     def lead_caller(self, caller: int) -> None:
         """Let what the caller's stream is given next come after all that is queued here."""
-        self._let_follow(caller, self.stream)
+        event = self._driver.record(self.stream)
+        self._driver.wait(caller, event)
+        self._driver.destroy_event(event)
 
-    def _let_follow(self, later: int, earlier: int) -> None:
-        if later != earlier:
-            event = self._driver.record(earlier)
-            self._driver.wait(later, event)
-            self._driver.destroy_event(event)
+    def remember(self, description: str, operation: str, number: int, caller: int) -> Queued:
+        """Note what was queued, to keep its memory and to notice that it takes too long.
 
-    def remember(self, description: str, caller: int) -> Queued:
-        """Note what was queued, to keep its memory and to notice that it takes too long."""
+        Args:
+            description, operation, number: see `Queued`.
+            caller: what `follow_caller` returned.
+        """
         captured = self._driver.is_capturing(caller)
-        queued = Queued(description, self._driver.record(self.stream), self._kept, captured)
-        self._kept = []
+        if captured:
+            self._forget_before()
+        event = self._driver.record(self.stream)
+        queued = Queued(description, operation, number, self._before, event, self._kept, captured)
+        self._kept, self._before = [], 0
         if captured:
             self.captured.append(queued)
         else:
             self.forget_finished()
             self._has_run = True
             self.unfinished.append(queued)
+            self.last = queued
         return queued
 
     def forget_finished(self) -> None:
@@ -126,8 +157,52 @@ class StreamQueue:
         """Whether the GPU is done with it; asks, never waits."""
         if queued.event and not queued.captured and self._driver.happened(queued.event):
             self._driver.destroy_event(queued.event)
-            queued.event, queued.kept = 0, []
+            queued.event, queued.kept, queued.ended = 0, [], time.monotonic()
+            self._note_coming(queued)
         return not queued.event
+
+    def look(self) -> None:
+        """See how far the GPU has come; asks, never waits."""
+        self.forget_finished()
+        oldest = self.oldest
+        if oldest is not None and not oldest.came and (not oldest.before or self._driver.happened(oldest.before)):
+            self._note_coming(oldest)
+
+    def _note_coming(self, queued: Queued) -> None:
+        queued.came = queued.came or time.monotonic()
+        before, queued.before = queued.before, 0
+        if before:
+            self._driver.destroy_event(before)
+
+    def wait(self, members: Sequence[int]) -> LongWait | None:
+        """What the GPU waits for, or moves bytes in, once it has come to it.
+
+        Args:
+            members: the other members (world ranks), all of which are named: NCCL does not tell who has not come.
+        """
+        oldest = self.oldest
+        if oldest is None or not oldest.came:
+            return None
+        return LongWait(
+            self._name,
+            f"{self._name}: {oldest.operation} on the GPU",
+            oldest.number,
+            oldest.description,
+            tuple(members),
+            oldest.came,
+            time.monotonic(),  # the script itself may go on
+            on_gpu=True,
+        )
+
+    def activity(self) -> Activity | None:
+        """What the GPU did last, or does now."""
+        shown = self.oldest or self.last
+        if shown is None:
+            return None
+        text = f"{shown.operation} on the GPU"
+        if not shown.came:
+            text += " (queued; the GPU computes what comes before it)"
+        return Activity(self._name, text, shown.description, shown.since, shown.ended, shown.number)
 
     def join(self, queued: Queued) -> None:
         """Let what the caller's stream is given next come after `queued`."""

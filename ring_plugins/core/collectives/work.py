@@ -66,6 +66,31 @@ class Work(Generic[T]):
             self._finished.set()
 
 
+class QueuedWork(Work[T]):
+    """An operation under way on a GPU.
+
+    Args:
+        description: as `Work`.
+        result: what `wait` returns, to be used on the stream that was made to wait.
+        is_done: whether the GPU has finished it; asks, never waits.
+        join: lets the calling thread's stream wait for it.
+    """
+
+    def __init__(self, description: str, result: T, is_done: Callable[[], bool], join: Callable[[], None]) -> None:
+        super().__init__(description, lambda: result, lambda _: None)
+        self._result, self._is_done, self._join = result, is_done, join
+
+    def done(self) -> bool:
+        """Whether the GPU has finished it; asks, never waits."""
+        return self._is_done()
+
+    def wait(self) -> T:
+        """Let the calling thread's stream wait for it, not the thread itself, and return the result."""
+        self._join()
+        result: T = self._result
+        return result
+
+
 class CommunicationThread:
     """Runs works one after the other, in the order in which they were given."""
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from math import inf
 
 from ring_plugins.core.collectives.device import DeviceCommunicator
 from ring_plugins.core.failure import Watch
+from ring_plugins.core.waiting import LongWait, long_waits
 
 
 class DeviceWatch:
-    """A service of the guard: looks after what the GPUs were given.
+    """A service of the guard: looks after what the GPUs were given, and notes what they wait for.
 
     Args:
         watch: what becomes of the other ranks.
@@ -18,6 +20,7 @@ class DeviceWatch:
 
     def __init__(self, watch: Watch, communicators: Callable[[], Sequence[DeviceCommunicator]]) -> None:
         self._watch, self._communicators = watch, communicators
+        self._published: set[Hashable] = set()
 
     def tick(self, now: float) -> None:
         communicators = self._communicators()
@@ -27,6 +30,23 @@ class DeviceWatch:
                 communicator.watch([rank for rank in communicator.ranks if self._watch.has_ended(rank)])
             else:
                 communicator.abort(failure)  # a kernel that waits for a dead peer would never end
+        self._publish(communicators)
+
+    def _publish(self, communicators: Sequence[DeviceCommunicator]) -> None:
+        """Note what the GPUs wait for: on each stream the first operation, since the others wait behind that."""
+        first: dict[int, tuple[float, DeviceCommunicator]] = {}
+        for communicator in communicators:
+            oldest = communicator.oldest
+            if oldest is not None and oldest.since < first.get(communicator.stream, (inf, communicator))[0]:
+                first[communicator.stream] = (oldest.since, communicator)
+        found: dict[Hashable, LongWait | None] = {
+            ("stream", stream): communicator.wait_of_gpu() for stream, (_, communicator) in first.items()
+        }
+        waits = {key: wait for key, wait in found.items() if wait is not None}
+        for key in self._published - waits.keys():
+            long_waits.pop(key, None)
+        long_waits.update(waits)
+        self._published = set(waits)
 
     def close(self) -> None:
-        pass
+        self._publish([])

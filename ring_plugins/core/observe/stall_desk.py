@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ring_plugins.core.control.channel import Body, Channel
 from ring_plugins.core.failure import Peer
-from ring_plugins.core.observe.stall_report import Absent, Waiting, ranks_of, report
+from ring_plugins.core.observe.stall_report import Absent, Waiting, ranks_of, report, without_those_who_came
 from ring_plugins.core.observe.steps import steps
 
 #: Seconds until two ranks that wait for each other in different communicators are told that it is in vain, and the same
@@ -68,6 +68,7 @@ class StallDesk:
             now - body["seconds"],
             now - body["blocked"] if body["blocked"] else 0.0,
             body["clock"],
+            body["on_gpu"],
         )
 
     def _note_coming(self, sender: int, body: Body) -> None:
@@ -77,7 +78,8 @@ class StallDesk:
         if not self._waits and not self._reported:
             return
         self._judge_deadlocks(now)
-        stalled = [wait for wait in self._waits.values() if now - wait.since >= self._warning]
+        everyones = without_those_who_came(list(self._waits.values()))
+        stalled = [wait for wait in everyones if now - wait.since >= self._warning]
         if not stalled:
             if self._reported:
                 self._say("the stall is over; the job goes on.")
@@ -173,8 +175,9 @@ class StallDesk:
 
     def _end(self, stalled: Sequence[Waiting], missing: Sequence[int]) -> None:
         first = min(stalled, key=lambda wait: wait.since)
+        culprits = missing or [first.rank]
         text = (
-            f"{ranks_of(missing)} did not come to {first.operation} within RING_STALL_ABORT={self._abort:g} seconds; "
-            "the report on rank 0 says what was going on there."
+            f"{ranks_of(culprits)} did not {'come to' if missing else 'finish'} {first.operation} within "
+            f"RING_STALL_ABORT={self._abort:g} seconds; the report on rank 0 says what was going on there."
         )
-        self._channel.tell(0, "failed", {"rank": missing[0], "text": text, "of": -1, "lost": True})
+        self._channel.tell(0, "failed", {"rank": culprits[0], "text": text, "of": -1, "lost": True})

@@ -21,6 +21,7 @@ class Waiting(NamedTuple):
         since: time of rank 0's `time.monotonic` at which it began.
         blocked_since: the same for its script, 0 while that computes.
         clock: when it began, on the wall of its host.
+        on_gpu: whether it is a GPU that waits. NCCL does not tell for whom: `missing` are then all others.
     """
 
     rank: int
@@ -32,11 +33,26 @@ class Waiting(NamedTuple):
     since: float
     blocked_since: float
     clock: str
+    on_gpu: bool = False
 
     @property
     def operation(self) -> str:
         """What the communicator does, however it is carried out."""
         return self.what.removesuffix(" between hosts")
+
+
+def without_those_who_came(waits: Sequence[Waiting]) -> list[Waiting]:
+    """The same waits, where a GPU waits only for ranks whose GPUs do not wait in that operation, or a later one."""
+    came: dict[str, dict[int, int]] = {}
+    for wait in waits:
+        if wait.on_gpu:
+            came.setdefault(wait.communicator, {})[wait.rank] = wait.number
+    return [
+        wait._replace(missing=tuple(r for r in wait.missing if came[wait.communicator].get(r, -1) < wait.number))
+        if wait.on_gpu
+        else wait
+        for wait in waits
+    ]
 
 
 class Absent(NamedTuple):
@@ -89,13 +105,22 @@ def report(
         lines.append(
             f"  {ranks_of(ranks)} wait{'s' if len(ranks) == 1 else ''} since {first.clock} in {operation}"
             + (f", part of {part_of}" if part_of else "")
-            + f", for {ranks_of(sorted({rank for wait in group for rank in wait.missing}))}"
+            + _for_whom(sorted({rank for wait in group for rank in wait.missing}))
         )
     for rank, found in sorted(absent.items()):
         own = [wait for wait in waits if wait.rank == rank]
         lines += _absent(rank, roster[rank], found, step, own[0].operation if own else "")
     lines.append(f"  Next report in {next_report:.0f} s. RING_STALL_ABORT=seconds would end a stalled job.")
     return "\n".join(lines)
+
+
+def _for_whom(missing: Sequence[int]) -> str:
+    if missing:
+        return f", for {ranks_of(missing)}"
+    return (
+        ", to which all have come: NCCL does not get through. NCCL_DEBUG=INFO shows the network that it uses; ranks "
+        "that pass different sizes look like this too"
+    )
 
 
 def _absent(rank: int, peer: Peer, found: Absent, step: int, waits_in: str) -> list[str]:

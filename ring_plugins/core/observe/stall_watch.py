@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import NamedTuple
 
 from ring_plugins.core.collectives.ordered import Activity
@@ -37,7 +37,7 @@ class StallWatch:
 
     def __init__(self, channel: Channel, watch: Watch, activities: Callable[[], Iterable[Activity]]) -> None:
         self._channel, self._watch, self._activities = channel, watch, activities
-        self._told: dict[int, _Told] = {}  # by thread
+        self._told: dict[Hashable, _Told] = {}  # by the keys of `long_waits`
         self._numbers = itertools.count()
         channel.on("where are you", self._answer)
         channel.on("look at", self._look)
@@ -46,19 +46,19 @@ class StallWatch:
 
     def tick(self, now: float) -> None:
         waits = dict(long_waits)
-        for thread, told in list(self._told.items()):
-            if thread not in waits or waits[thread].since != told.since:
-                del self._told[thread]
+        for key, told in list(self._told.items()):
+            if key not in waits or waits[key].since != told.since:
+                del self._told[key]
                 self._channel.tell(0, "came", {"number": told.number})
-        for thread, wait in waits.items():
+        for key, wait in waits.items():
             if now - wait.since < _WORTH_TELLING:
                 continue
             is_blocked = now - wait.blocked_since > 1.0
-            before = self._told.get(thread)
+            before = self._told.get(key)
             number = before.number if before is not None else next(self._numbers)
             told = _Told(number, wait.since, wait.missing, is_blocked)
             if told != before:
-                self._told[thread] = told
+                self._told[key] = told
                 self._channel.tell(0, "waiting", {"number": number, **_described(wait, now, is_blocked)})
 
     def close(self) -> None:
@@ -83,8 +83,8 @@ class StallWatch:
         """Whether the wait that rank 0 knows by this number has not ended meanwhile."""
         waits = dict(long_waits)
         return any(
-            told.number == number and thread in waits and waits[thread].since == told.since
-            for thread, told in self._told.items()
+            told.number == number and key in waits and waits[key].since == told.since
+            for key, told in self._told.items()
         )
 
 
@@ -95,6 +95,7 @@ def _described(wait: LongWait, now: float, is_blocked: bool) -> Body:
         "number_of_operation": wait.number,
         "part_of": wait.part_of,
         "missing": wait.missing,
+        "on_gpu": wait.on_gpu,
         "seconds": now - wait.since,
         "blocked": now - wait.blocked_since if is_blocked else 0.0,
         "clock": time.strftime("%H:%M:%S", time.localtime(time.time() - (now - wait.since))),

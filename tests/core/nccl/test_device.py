@@ -80,3 +80,41 @@ def test_a_kernel_that_waits_for_a_peer_that_is_gone_is_ended(end, said):
     assert said in result.values("checked")[0]
     assert result.values("raised") == result.values("checked")
     assert result.values("log") == [["abort"]]
+
+
+STALLED = """
+    import os, time
+    import numpy as np
+    import ring_plugins as ring
+    from ring_plugins.core import world
+    from ring_plugins.core.memory import DeviceMemory
+    from tests.gpu_stand_in import install
+
+    ring.init(ranks=int(os.environ["TEST_RANKS"]))
+    library, streams = install()
+    library.cuda.waits_at_once = False
+    communicator = world.current().new_device_communicator("gradients", 0, streams)
+    x = np.ones(3, np.float32)
+    memory = DeviceMemory(x.ctypes.data, x.size, "float32", 0, x)
+
+    def reduce(bucket):
+        return communicator.start(bucket, lambda: communicator.all_reduce(memory, ring.SUM))
+
+    works = [reduce("bucket 0 of 2 (a)")]
+    if ring.rank() == 1:
+        time.sleep(5)  # asleep here
+    works.append(reduce("bucket 1 of 2 (b)"))
+    time.sleep(2 if ring.rank() == 1 else 7)  # the script goes on
+    communicator.synchronize()
+"""
+
+
+def test_a_stall_report_names_what_gpus_wait_for():
+    result = run_ranks(STALLED, 3, env={"RING_STALL_WARNING": "2"}, timeout=60)
+    said = result.output
+    assert "ranks 0, 2 wait since" in said
+    assert "in gradients: all_reduce on the GPU, part of bucket 1 of 2 (b), for rank 1" in said
+    assert "missing: rank 1 (process" in said
+    assert "last in ring_plugins: gradients: all_reduce on the GPU of bucket 0 of 2 (a), finished" in said
+    assert "time.sleep(5)  # asleep here" in said
+    assert "the stall is over" in said

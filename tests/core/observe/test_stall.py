@@ -7,7 +7,7 @@ import pytest
 
 from ring_plugins.core.failure import Peer
 from ring_plugins.core.observe.causes import guess
-from ring_plugins.core.observe.stall_report import Absent, Waiting, report
+from ring_plugins.core.observe.stall_report import Absent, Waiting, report, without_those_who_came
 from tests.launch import run_ranks, start_ranks
 
 COMMON = """
@@ -118,6 +118,20 @@ def test_a_report_names_the_bucket_and_stops_at_the_packages_own_frames():
     assert "missing: rank 3 (process 103 on host1)" in text
     assert "waiting.py" in text
     assert "inner.py" not in text
+
+
+def test_who_has_not_come_to_what_gpus_wait_for_is_found_out_from_who_waits():
+    def on_gpu(rank, number):
+        others = tuple(other for other in range(4) if other != rank)
+        what = "gradients: all_reduce on the GPU"
+        return Waiting(rank, "gradients", what, number, "bucket 0 of 2 (a)", others, 10.0, 0.0, "12:00:00", on_gpu=True)
+
+    found = without_those_who_came([on_gpu(0, 7), on_gpu(1, 7), on_gpu(3, 6), wait(2, (0, 1, 3))])
+    assert [one.missing for one in found] == [(2, 3), (2, 3), (2,), (0, 1, 3)]
+    all_came = without_those_who_came([on_gpu(rank, 7) for rank in range(4)])
+    text = report(all_came, {}, ROSTER, 5, 50.0, 30.0)
+    assert "ranks 0, 1, 2, 3 wait since 12:00:00 in gradients: all_reduce on the GPU, part of bucket 0 of 2 (a)" in text
+    assert "to which all have come: NCCL does not get through" in text
 
 
 def test_many_ranks_are_counted():
