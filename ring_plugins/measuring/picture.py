@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ring_plugins.core.errors import MissingDependency
+from ring_plugins.drawing import image
 from ring_plugins.measuring.curve import Curve
 
 COLOURS = {
@@ -29,29 +29,15 @@ def draw(curve: Curve, file: Path, note: str = "") -> None:
     Raises:
         MissingDependency: there is no matplotlib.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise MissingDependency(
-            f"drawing needs matplotlib, which is missing ({error}): pip install matplotlib"
-        ) from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     sizes = list(curve.times)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for name in curve.contestants:
-        style = {"marker": "o", "ms": 3, "color": COLOURS.get(name), "ls": "--" if name == "plain copy" else "-"}
-        left.loglog(sizes, [curve.times[size][name].median * 1e6 for size in sizes], label=name, **style)
-        if name != "plain copy":
-            right.semilogx(sizes, [curve.busbw(size, name) for size in sizes], **style)
-    where = f"{curve.ranks} ranks on {curve.nodes} host{'s' if curve.nodes > 1 else ''}"
-    left.set(xlabel="bytes", ylabel="µs", title=f"all-reduce of float32, {where}")
-    right.set(xlabel="bytes", ylabel="busbw, GB/s", title="bus bandwidth")
-    left.legend(fontsize=8, frameon=False)
-    for panel in (left, right):
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(alpha=0.25)
-    figure.supxlabel(note, fontsize=7)
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with image(file, (10, 4), panels=2) as (figure, (left, right)):
+        for name in curve.contestants:
+            style = {"marker": "o", "ms": 3, "color": COLOURS.get(name), "ls": "--" if name == "plain copy" else "-"}
+            left.loglog(sizes, [curve.times[size][name].median * 1e6 for size in sizes], label=name, **style)
+            if name != "plain copy":
+                right.semilogx(sizes, [curve.busbw(size, name) for size in sizes], **style)
+        where = f"{curve.ranks} ranks on {curve.nodes} host{'s' if curve.nodes > 1 else ''}"
+        left.set(xlabel="bytes", ylabel="µs", title=f"all-reduce of float32, {where}")
+        right.set(xlabel="bytes", ylabel="busbw, GB/s", title="bus bandwidth")
+        left.legend(fontsize=8, frameon=False)
+        figure.supxlabel(note, fontsize=7)

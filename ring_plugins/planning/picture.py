@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ring_plugins.core.errors import MissingDependency
+from ring_plugins.drawing import image
 from ring_plugins.planning.simulation import Prediction
 
 
@@ -20,24 +20,11 @@ def draw(series: Mapping[str, Sequence[Prediction]], title: str, file: Path) -> 
     Raises:
         MissingDependency: there is no matplotlib.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise MissingDependency(
-            f"drawing needs matplotlib, which is missing ({error}): pip install matplotlib"
-        ) from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panel = plt.subplots(figsize=(7, 4), layout="constrained")
-    for name, predictions in series.items():
-        ranks = [one.ranks for one in predictions]
-        panel.semilogx(ranks, [100 * one.efficiency for one in predictions], marker="o", ms=3, base=2, label=name)
-    panel.axhline(90, color="#9aa5b1", lw=0.8, ls="--")
-    panel.set(xlabel="ranks", ylabel="efficiency, %", title=title, ylim=(0, 102))
-    panel.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.grid(alpha=0.25)
-    panel.legend(fontsize=8, frameon=False)
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with image(file, (7, 4)) as (_, (panel,)):
+        for name, predictions in series.items():
+            ranks = [one.ranks for one in predictions]
+            panel.semilogx(ranks, [100 * one.efficiency for one in predictions], marker="o", ms=3, base=2, label=name)
+        panel.axhline(90, color="#9aa5b1", lw=0.8, ls="--")
+        panel.set(xlabel="ranks", ylabel="efficiency, %", title=title, ylim=(0, 102))
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.legend(fontsize=8, frameon=False)

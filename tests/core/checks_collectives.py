@@ -5,10 +5,8 @@ not divide by the number of ranks.
 """
 
 import os
-import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable
 
@@ -18,6 +16,7 @@ import ring_plugins as ring
 from ring_plugins.core.collectives.node import HALF, SMALL
 from ring_plugins.core.memory import HostMemory
 from ring_plugins.core.world import current
+from tests.checks import run
 from tests.worker import report
 
 ring.init(ranks=int(os.environ["TEST_RANKS"]))
@@ -304,12 +303,5 @@ def a_second_init_is_the_same_world_and_shutdown_starts_anew() -> None:
     assert float(ring.all_reduce(1.0, ring.SUM)) == SIZE
 
 
-for function in CHECKS:
-    try:
-        function()
-        report(function.__name__, "ok")
-    except Exception:
-        report(function.__name__, traceback.format_exc())
-        traceback.print_exc()
-        sys.exit(1)
+run(CHECKS)
 report("place", vars(current().place))

@@ -1,7 +1,6 @@
 """On a real GPU, against the host plane's results. Run by test_gpu.py with one rank, and with two on one card."""
 
 import os
-import traceback
 
 import torch
 import torch.distributed as dist
@@ -11,7 +10,7 @@ import ring_plugins as ring
 import ring_plugins.torch
 from ring_plugins.core.errors import ArgumentError
 from ring_plugins.torch import DistributedOptimizer, GradientAverager, broadcast_parameters
-from tests.worker import report
+from tests.checks import run
 
 ring.init(ranks=int(os.environ["TEST_RANKS"]))
 RANK, SIZE = ring.rank(), ring.size()
@@ -243,10 +242,4 @@ def what_is_elsewhere_is_refused():
 
 
 dist.init_process_group("ring")
-for function in CHECKS:
-    try:
-        function()
-        report(function.__name__, "ok")
-    except Exception:
-        report(function.__name__, traceback.format_exc())
-        raise
+run(CHECKS)

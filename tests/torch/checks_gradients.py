@@ -4,8 +4,6 @@
 
 import gc
 import os
-import sys
-import traceback
 from collections.abc import Callable
 
 import ring_plugins as ring
@@ -16,6 +14,7 @@ import torch
 from torch import nn
 
 from ring_plugins.torch import DistributedOptimizer, GradientAverager, broadcast_optimizer_state, broadcast_parameters
+from tests.checks import run
 from tests.gpu_stand_in import install_for_torch
 from tests.worker import report
 
@@ -689,12 +688,5 @@ def gradients_in_sixteen_bits() -> None:
         raise AssertionError("ranks that round differently were not noticed")
 
 
-for function in [c for c in CHECKS if c.__name__ in os.environ.get("TEST_ONLY", c.__name__)]:
-    try:
-        function()
-        report(function.__name__, "ok")
-    except Exception:
-        report(function.__name__, traceback.format_exc())
-        traceback.print_exc()
-        sys.exit(1)
+run([check for check in CHECKS if check.__name__ == os.environ.get("TEST_ONLY", check.__name__)])
 report("launched by NCCL", len(LAUNCHES))
