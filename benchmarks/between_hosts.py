@@ -1,6 +1,6 @@
-"""All-reduce of float32 between hosts, beside flat MPI, torch's gloo and the wire's own limit.
+"""All-reduce of float32 between hosts, beside flat MPI, torch's gloo, bare sockets and the wire's own limit.
 
-    python benchmarks/between_hosts.py                          # everything, on test hosts on this machine, as root
+    python benchmarks/between_hosts.py                          # the whole table, on test hosts here, as root
     python benchmarks/between_hosts.py --hosts 2 --rate 10gbit  # one network
     mpirun -n 4 --hostfile hosts python benchmarks/between_hosts.py --here  # on real hosts
 
@@ -9,7 +9,8 @@ which all ranks add up and copy, and the kernel carries every packet: from about
 everyone.
 
 The limit is 2(n-1)/n of the bytes, through the rate of one host's link; nothing can be faster. Of the rate, TCP and
-Ethernet headers take 4.4 % themselves.
+Ethernet headers take 4.4 % themselves. "bare sockets" moves the same bytes and does
+nothing else (bare_sockets.py): it shows what the cores leave of the limit.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from bare_sockets import bare_sockets
 from measure import machine, save
 
 import ring_plugins as ring
@@ -35,7 +37,17 @@ from ring_plugins.measuring.contestants import Contestant, bucket, gloo, ordinar
 from ring_plugins.measuring.contestants import mpi as flat_mpi
 from ring_plugins.measuring.timing import Times, interleaved
 
-SIZES = [1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 25 << 20, 100 << 20]
+SIZES = [64, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 25 << 20, 100 << 20]
+#: Measured where nothing else is said: hosts, rate of a link, bytes of the largest message.
+NETWORKS = [
+    (2, "10gbit", 100 << 20),
+    (2, "1gbit", 25 << 20),
+    (2, None, 100 << 20),
+    (3, "10gbit", 25 << 20),
+    (4, "10gbit", 100 << 20),
+    (4, "1gbit", 25 << 20),
+    (4, None, 25 << 20),
+]
 
 
 def over_mpi() -> Contestant:
@@ -68,12 +80,12 @@ def worker(options: argparse.Namespace) -> None:
     os.environ["MASTER_PORT"] = "29600"
     ring.init()
     variants: dict[str, Contestant] = {"ring": ordinary, "ring bucket": bucket, "ring over MPI": over_mpi()}
-    variants |= {"MPI": flat_mpi} | ({} if options.without_gloo else {"gloo": gloo})
+    variants |= {"bare sockets": bare_sockets(), "MPI": flat_mpi} | ({} if options.without_gloo else {"gloo": gloo})
     rows: dict[int, dict[str, Times]] = {}
-    for nbytes in [size for size in SIZES if size <= options.largest]:
+    for nbytes in [size for size in SIZES if size <= (options.largest or SIZES[-1])]:
         made = {name: make(nbytes) for name, make in variants.items()}
         probe = interleaved(made, 2, 1)
-        repetitions = int(min(200, max(5, options.seconds / sum(times.median for times in probe.values()))))
+        repetitions = int(min(200, max(7, options.seconds / sum(times.median for times in probe.values()))))
         rows[nbytes] = interleaved(made, repetitions, 1)
         if ring.rank() == 0:
             text = "  ".join(f"{name} {times.median * 1e3:,.3f} ms" for name, times in rows[nbytes].items())
@@ -122,23 +134,25 @@ def report(record: dict[str, object]) -> None:
     hosts, rate = int(str(record["hosts"])), record["rate"]
     names = list(next(iter(rows.values())))
     table = Table(title=f"{hosts} hosts, {record['ranks']} ranks, {rate or 'no limit'}: median ms", caption=machine())
-    for title in ("bytes", *names, "limit", "limit / ring", "limit / bucket", "MPI / ring", "gloo / ring"):
+    ratios = ("limit / ring", "limit / bucket", "bare / ring", "bare / bucket", "MPI / ring", "gloo / ring")
+    for title in ("bytes", *names, "limit", *ratios):
         table.add_column(title, justify="right")
     for size, times in rows.items():
         m = {name: t["median"] for name, t in times.items()}
         least = limit(int(size), hosts, rate if rate is None else str(rate))
-        ratios = [f"{least / m[name]:.2f}" if least else "" for name in ("ring", "ring bucket")]
-        ratios += [f"{m[name] / m['ring']:.2f}" if name in m else "" for name in ("MPI", "gloo")]
-        table.add_row(f"{int(size):,}", *(f"{m[n] * 1e3:,.3f}" for n in names), f"{least * 1e3:,.3f}", *ratios)
-    Console(width=170).print(table)
+        shares = [f"{least / m[name]:.2f}" if least else "" for name in ("ring", "ring bucket")]
+        shares += [f"{m['bare sockets'] / m[name]:.2f}" for name in ("ring", "ring bucket")]
+        shares += [f"{m[name] / m['ring']:.2f}" if name in m else "" for name in ("MPI", "gloo")]
+        table.add_row(f"{int(size):,}", *(f"{m[n] * 1e3:,.3f}" for n in names), f"{least * 1e3:,.3f}", *shares)
+    Console(width=200).print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, action="append", help="how many test hosts; may be repeated")
     parser.add_argument("--rate", action="append", help="of each link: 1gbit, 10gbit, none; may be repeated")
-    parser.add_argument("--largest", type=int, default=100 << 20, help="bytes of the largest message")
-    parser.add_argument("--seconds", type=float, default=3.0, help="to spend on each size, about")
+    parser.add_argument("--largest", type=int, help="bytes of the largest message, at most 100 MiB")
+    parser.add_argument("--seconds", type=float, default=2.0, help="to spend on each size, about")
     parser.add_argument("--without-gloo", action="store_true", help="leave gloo out, and the import of torch")
     parser.add_argument("--here", action="store_true", help="measure among the ranks that mpirun started")
     parser.add_argument("--address", help="of rank 0's host, with --here")
@@ -147,14 +161,16 @@ def main() -> None:
     if options.here:
         worker(options)
         return
-    passed = ["--largest", str(options.largest), "--seconds", str(options.seconds)]
-    passed += ["--without-gloo"] if options.without_gloo else []
+    networks = NETWORKS
+    if options.hosts or options.rate:
+        rates = [None if rate == "none" else rate for rate in options.rate or ["10gbit"]]
+        networks = [(number, rate, SIZES[-1]) for number in options.hosts or [2] for rate in rates]
     records = []
-    for number in options.hosts or [2, 3, 4]:
-        for rate in options.rate or ["1gbit", "10gbit", "none"]:
-            records.append(measure(number, None if rate == "none" else rate, passed))
-            report(records[-1])
-    save("between_hosts", {"networks": records})
+    for number, rate, largest in networks:
+        passed = ["--largest", str(options.largest or largest), "--seconds", str(options.seconds)]
+        records.append(measure(number, rate, passed + (["--without-gloo"] if options.without_gloo else [])))
+        report(records[-1])
+    save("between_hosts" if networks is NETWORKS else "between_hosts_some", {"networks": records})
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ LABELS = {
     "gloo": "torch gloo",
     "plain copy": "plain copy of the same bytes",
     "ring over MPI": "ring_plugins over MPI",
+    "bare sockets": "bare sockets, the same bytes",
 }
 STEP_COLOURS = {
     "ring_plugins": COLOURS["ring"],
@@ -107,7 +108,7 @@ def scaling() -> None:
 def between_hosts() -> None:
     """Lines: the share of the wire's limit that an all-reduce between hosts reaches, one panel a network."""
     record = load("between_hosts")
-    networks = [one for one in record["networks"] if one["rate"] is not None]
+    networks = [one for one in record["networks"] if one["rate"] is not None and one["hosts"] in (2, 4)]
     figure, panels = plt.subplots(
         1, len(networks), figsize=(4 * len(networks), 3.6), layout="constrained", squeeze=False
     )

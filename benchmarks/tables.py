@@ -86,8 +86,9 @@ def between_hosts() -> str:
             m = {name: t["median"] * 1e3 for name, t in times.items()}
             least = limit(int(nbytes), one["hosts"], one["rate"]) * 1e3
             cells = [f"{m[name]:,.2f}" if name in m else "" for name in _BETWEEN]
-            shares = [f"{least / min(m['ring'], m['ring bucket']):.2f}" if least else "", f"{m['MPI'] / m['ring']:.2f}"]
-            shares.append(f"{m['gloo'] / m['ring']:.2f}" if "gloo" in m else "")
+            best = min(m["ring"], m["ring bucket"])
+            shares = [f"{least / best:.2f}" if least else "", f"{m['bare sockets'] / best:.2f}"]
+            shares += [f"{m[name] / m['ring']:.2f}" if name in m else "" for name in ("MPI", "gloo")]
             network = f"{one['hosts']} hosts, {one['rate'] or 'no limit'}"
             rows.append([network, size(int(nbytes)), *cells, f"{least:,.2f}" if least else "", *shares])
     header = [
@@ -96,13 +97,14 @@ def between_hosts() -> str:
         *(f"{name}, ms" for name in _BETWEEN),
         "limit, ms",
         "limit / ring",
+        "bare / ring",
         "MPI / ring",
         "gloo / ring",
     ]
     return table(header, rows) + f"\n\n({record['machine']})"
 
 
-_BETWEEN = ("ring", "ring bucket", "ring over MPI", "MPI", "gloo")
+_BETWEEN = ("ring", "ring bucket", "ring over MPI", "bare sockets", "MPI", "gloo")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def reduce_into(target: Array, sources: Sequence[Array], op: Op, dtype: str, div
     """Combine `sources` in their order and write the result to `target`.
 
     Args:
-        target: 1-d storage array; may be `sources[0]` itself, but no other source.
+        target: 1-d storage array; may be `sources[0]` itself, or the other one of two.
         sources: at least one 1-d storage array of the same length.
         op: the reduction; AVERAGE sums here, the division is `divisor`'s.
         dtype: element type by name (storage alone cannot tell bfloat16 from uint16).

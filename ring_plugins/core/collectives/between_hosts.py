@@ -14,7 +14,7 @@ from ring_plugins.core.collectives.lane import SMALL, Lane
 from ring_plugins.core.collectives.lockstep import Sum, lockstep
 from ring_plugins.core.collectives.node import ROOM, Node, slices
 from ring_plugins.core.collectives.signature import Signature
-from ring_plugins.core.collectives.stream import Reduction, Stream, rounds
+from ring_plugins.core.collectives.stream import Reduction, Stream, way
 from ring_plugins.core.collectives.wire import AsIs, Wire
 from ring_plugins.core.operations import Op
 
@@ -23,9 +23,11 @@ Array = np.ndarray[Any, np.dtype[Any]]
 #: Bytes of one message of a chunk: large enough that Python's part is small, small enough that the last one, which
 #: nothing overlaps, is short.
 _PIECE = 256 * 1024
-_SMALLEST_PIECE = 16 * 1024
+_SMALLEST_PIECE = 64 * 1024
+#: Up to this size the first members of two hosts exchange everything: no more bytes than otherwise, and fewer steps.
+_SMALL_OF_TWO = 256 * 1024
 #: A message is cut into about as many chunks, as far as the limits above allow.
-_CHUNKS = 8
+_CHUNKS = 4
 
 
 class BetweenHosts:
@@ -54,19 +56,20 @@ class BetweenHosts:
             wire: how numbers travel between hosts, as they are by default.
         """
         before, after = _shares(self._size, dtype, wire is not None) if op is Op.AVERAGE else (1.0, 1.0)
-        if array.nbytes <= SMALL:
+        if array.nbytes <= (_SMALL_OF_TWO if self._hosts == 2 else SMALL):
             self._small(array, Sum(op, dtype, before, 1, signature), after, wire)
             return
         how = Sum(op, dtype, before, self._owners, signature)
         length = self.chunk_bytes(array.nbytes) // array.itemsize
         chunks = [slice(start, min(start + length, array.size)) for start in range(0, array.size, length)]
         mates = lockstep(self._node, array, how)
+        chosen, rounds = way(self._hosts, array.nbytes)
         stream = None
         if self._lane is not None:
             reduction = Reduction(self._lane, op, dtype, after, wire or AsIs(), signature)
             reduction.announce(array.nbytes)
-            stream = Stream(reduction)
-        delay = rounds(self._hosts) + 1
+            stream = Stream(reduction, chosen)
+        delay = rounds + 1
         for step in range(len(chunks) + delay):
             new = chunks[step] if step < len(chunks) else None
             mates.step(new, chunks[step - delay] if step >= delay else None)

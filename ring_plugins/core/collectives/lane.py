@@ -61,6 +61,10 @@ class Lane:
     def receive(self, member: int, data: Bytes) -> Pending:
         return self._plane.exchange([], [(self.ranks[member], data)], self._tag)
 
+    def swap(self, member: int, outgoing: Bytes, incoming: Bytes) -> Pending:
+        rank = self.ranks[member]
+        return self._plane.exchange([(rank, outgoing)], [(rank, incoming)], self._tag)
+
     def await_each(self, pending: Sequence[tuple[int, Pending]], signature: Signature, spin: bool = True) -> None:
         """Wait for transfers with one member each: one that is through may leave while others are awaited."""
         left = list(pending)

@@ -120,6 +120,8 @@ class _Staged:
         self._arrived = False
 
     def step(self, new: slice | None, old: slice | None) -> None:
+        if new is None and old is None:  # for all members of the host
+            return
         node, position = self._node, self._node.position
         self._turn ^= 1
         inputs, results = self._inputs[self._turn], self._results[self._turn]

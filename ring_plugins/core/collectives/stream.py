@@ -4,8 +4,9 @@ Every chunk goes through a number of rounds. While one is in its last round, lat
 each round sends is under way while the processor adds up others. All members take the same steps in the same order, so
 their messages match without being numbered.
 
-Two ways to go round, which both send 2(n-1)/n of the data from every host, the least there is (Patarasuk and Yuan,
-"Bandwidth optimal all-reduce algorithms", 2009). Straight: a chunk is cut into one part a member; everyone sends every
+Three ways, which all send 2(n-1)/n of the data from every host, the least there is (Patarasuk and Yuan, "Bandwidth
+optimal all-reduce algorithms", 2009). A pair: two members send each other everything and both add it up, in one round.
+Straight: a chunk is cut into one part a member; everyone sends every
 member its part, the member adds them up and sends everyone the sum: two rounds, and a connection with everyone. In a
 ring, members only talk to their neighbours, 2(n-1) rounds. Straight is never slower on a switch that gives every host
 its full rate, until the parts get small and the senders many.
@@ -31,6 +32,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 #: From this many hosts on data goes in a ring: a host that n-1 others send to at once drops packets in the switch.
 RING_FROM = 16
+#: Two hosts exchange messages of up to so many bytes in one round, which spares processor time. Larger ones gain more
+#: from shorter pieces, which stay in the caches, and from two rounds, of which one is under way while the other waits.
+PAIR_UP_TO = 2 * 1024 * 1024
 
 
 class Reduction:
@@ -109,6 +113,30 @@ class Reduction:
         reduce_into(first, terms, self.op, self.dtype, self.divisor if last else 1)
         if last and not self.wire.exact:
             self.wire.unpack(self.wire.pack(first), first)
+
+
+class Pair:
+    """A chunk of two members, who both add it up: one round."""
+
+    def __init__(self, reduction: Reduction, chunk: Array) -> None:
+        self._reduction, self._chunk = reduction, chunk
+        self._packed, self._term = reduction.wire.pack(chunk), reduction.space(chunk)
+        (self._other,) = reduction.lane.others
+        sent, received = (memory.view(np.uint8) for memory in (self._packed, self._term))
+        self._awaited = [(self._other, reduction.lane.swap(self._other, sent, received))] if chunk.size else []
+
+    def advance(self) -> bool:
+        """Wait for the other's numbers, and until the own have left, since the sum takes their place."""
+        reduction, chunk = self._reduction, self._chunk
+        reduction.check([transfer for _, transfer in self._awaited])
+        reduction.lane.await_each(self._awaited, reduction.signature, spin=False)
+        if chunk.size:
+            mine = chunk if reduction.wire.exact else reduction.unpacked(self._packed, chunk)
+            theirs = reduction.unpacked(self._term, chunk)
+            terms = [mine, theirs] if self._other else [theirs, mine]
+            reduce_into(chunk, terms, reduction.op, reduction.dtype, reduction.divisor)
+        reduction.give_back(self._term)
+        return True
 
 
 class Straight:
@@ -193,23 +221,27 @@ def _from_the_next(lane: Lane) -> list[int]:
     return [(lane.position + step) % lane.size for step in range(1, lane.size)]
 
 
-def rounds(members: int) -> int:
-    """How many rounds a chunk takes."""
-    return 2 if members < RING_FROM else 2 * (members - 1)
+Way = type[Pair] | type[Straight] | type[Ring]
+
+
+def way(members: int, nbytes: int) -> tuple[Way, int]:
+    """How chunks of a message of some size go, and in how many rounds."""
+    if members == 2 and nbytes <= PAIR_UP_TO:
+        return Pair, 1
+    return (Straight, 2) if members < RING_FROM else (Ring, 2 * (members - 1))
 
 
 class Stream:
     """The chunks of one operation under way, oldest first."""
 
-    def __init__(self, reduction: Reduction) -> None:
-        self._reduction = reduction
-        self._way = Straight if reduction.lane.size < RING_FROM else Ring
-        self._chunks: deque[Straight | Ring] = deque()
+    def __init__(self, reduction: Reduction, way: Way) -> None:
+        self._reduction, self._way = reduction, way
+        self._chunks: deque[Pair | Straight | Ring] = deque()
 
     def step(self, chunk: Array | None) -> None:
         """Begin a chunk, reduced in place, and take all older ones a round further.
 
-        It is finished `rounds(members)` steps later.
+        It is finished as many steps later as its way has rounds.
         """
         older = list(self._chunks)
         if chunk is not None:
