@@ -1,9 +1,11 @@
 """TensorFlow's gradients by NCCL: with stand-ins for the card and for NCCL, which take the CPU's tensors."""
 
+import os
 import warnings
 
 import keras
 import pytest
+import torch
 
 from ring_plugins.keras import on_gpu
 from tests.keras.launches import START, environment
@@ -22,9 +24,17 @@ from ring_plugins.keras.backends import tensorflow_device
 from tests.gpu_stand_in import install
 from tests.worker import report
 
-library, _ = install()
-tensorflow_device.GPU, tensorflow_device.KIND = "CPU:0", 1
 rank, size = ring.rank(), ring.size()
+launched = []
+if os.environ["TEST_GPU_STAND_IN"]:
+    launched = install()[0].log
+    tensorflow_device.GPU, tensorflow_device.KIND = "CPU:0", 1
+else:
+    gpus = tf.config.list_physical_devices("GPU")
+    gpu = gpus[ring.local_rank() % len(gpus)]
+    tf.config.set_visible_devices(gpu, "GPU")
+    tf.config.experimental.set_memory_growth(gpu, True)
+    tf.config.experimental.enable_tensor_float_32_execution(False)
 rng = np.random.default_rng(0)
 x, y = rng.normal(size=(48, 5)).astype("float32"), rng.normal(size=(48, 1)).astype("float32")
 seen = []
@@ -58,13 +68,13 @@ for name, options in {
     batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(12).map(
         lambda a, b: (a[rank * 12 // size : (rank + 1) * 12 // size], b[rank * 12 // size : (rank + 1) * 12 // size])
     )
-    library.log.clear()
+    launched.clear()
     callback = BroadcastCallback()
     model.optimizer = DistributedOptimizer(model.optimizer, bucket_bytes=100)
     model.fit(batches, epochs=2, verbose=0, callbacks=[callback, Look()])
     report(name, float(np.abs(flat(model) - flat(alone)).max()))
     report(name + " equal", len(set(ring.all_gather_object(flat(model).tobytes()))))
-    report(name + " by NCCL", sum(call == ["all_reduce"] for call in library.log))
+    report(name + " by NCCL", sum(call == ["all_reduce"] for call in launched))
 report("seen", seen)
 
 # A gradient on some ranks only.
@@ -81,16 +91,30 @@ except Exception as error:
 )
 
 
-def test_tensorflow_by_nccl_equals_one_process():
-    result = run_ranks(FIT, 2, env=environment("tensorflow", RING_TENSORFLOW_NCCL="1"), timeout=150)
+def check_equality(**more):
+    result = run_ranks(FIT, 2, env=environment("tensorflow", RING_TENSORFLOW_NCCL="1", **more), timeout=250)
     for name in ("plain", "two steps", "XLA"):
         assert max(result.values(name)) < 1e-5
         assert result.values(f"{name} equal") == [1, 1]
-        assert result.values(f"{name} by NCCL") == [8 * 3] * 2
     kinds = {tuple(entry) for entry in result.values("seen")[0]}
     assert kinds == {("DeviceBuckets", 3)}
     assert "lacks a gradient" in result.values("refused")[0]
     assert "has a gradient" in result.values("refused")[1]
+    return result
+
+
+def test_tensorflow_by_nccl_equals_one_process():
+    result = check_equality(TEST_GPU_STAND_IN="1")
+    for name in ("plain", "two steps", "XLA"):
+        assert result.values(f"{name} by NCCL") == [8 * 3] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU here")
+def test_the_same_on_a_card():
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
+    shares = "1" if torch.cuda.device_count() < 2 else "0"
+    check_equality(TEST_GPU_STAND_IN="", CUDA_VISIBLE_DEVICES=visible, RING_SHARE_GPU=shares)
 
 
 @pytest.mark.parametrize(
