@@ -60,6 +60,7 @@ KNOWN: dict[str, Callable[[str], str]] = {
     "RING_INTERFACE": _any,
     "RING_NCCL_LIBRARY": _file,
     "RING_SHARE_GPU": _switch,
+    "RING_TENSORFLOW_NCCL": _switch,
     "RING_TIMELINE": _any,
     "RING_DRIFT_CHECK": _whole,
     "RING_SECRET": _any,
