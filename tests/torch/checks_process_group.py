@@ -508,8 +508,6 @@ def again_after_destroy():
 
 def messages_between_gpus():
     """By NCCL, each stream of them on a stream of its own: an answer may come before an earlier message is fetched."""
-    if SIZE == 1 or not ON_GPU:
-        return
     other, before = 1 - RANK, len(LIBRARY.log)
     late = dist.isend(make(RANK, (9,)), other, tag=30)  # nobody fetches it before the end
     for number in range(5):
@@ -542,6 +540,7 @@ HEAVY = {a_communication_hook, fully_sharded, torchmetrics_synchronise, zero_opt
 HOST_ONLY = {an_error_reaches_whoever_waits, subgroups}
 #: One rank has nobody to send to, and agrees with everybody.
 AMONG_SEVERAL = {point_to_point, an_error_reaches_whoever_waits}
+GPU_ONLY = {messages_between_gpus}
 
 
 def is_done(check, ranks, on_several_nodes, on_gpu):
@@ -549,7 +548,7 @@ def is_done(check, ranks, on_several_nodes, on_gpu):
     if ranks > 2 and on_several_nodes and check is an_error_reaches_whoever_waits:
         return False  # of three ranks on two nodes one only sees that its neighbour does not come
     left_out = HEAVY if on_gpu or ranks > 2 else set()
-    return check not in left_out | (HOST_ONLY if on_gpu else set()) | (AMONG_SEVERAL if ranks == 1 else set())
+    return check not in left_out | (HOST_ONLY if on_gpu else GPU_ONLY) | (AMONG_SEVERAL if ranks == 1 else set())
 
 
 CHECKS = [
