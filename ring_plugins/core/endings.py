@@ -19,6 +19,8 @@ from ring_plugins.core.launch import grow
 if TYPE_CHECKING:
     from ring_plugins.core.world import World
 
+#: Seconds in which mpirun, as `ring run` starts it, finds out that a network is lost, after the ranks have.
+_LAUNCHER_LOOKS = 4.0
 _failed = False
 _installed = False
 
@@ -60,7 +62,9 @@ def install(current: Callable[[], World | None], shutdown: Callable[[], None]) -
             sys.stderr.flush()
         world.fail(cause or error)
         if cause is not None:
-            time.sleep(0.2)  # let the rank that failed first end the job
+            # Let the rank that failed first end the job. When a network is lost, let the launcher find that out: once
+            # it has sent its other half word that a rank ended, it waits for the answer.
+            time.sleep(_LAUNCHER_LOOKS if world.watch is not None and world.watch.has_lost_the_network else 0.2)
         world.abort()
 
     sys.excepthook = uncaught

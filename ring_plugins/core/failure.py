@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ring_plugins.core.control.channel import EVERYONE, Channel
 from ring_plugins.core.errors import DeadlockError, PeerFailed, PeerLeft
 from ring_plugins.core.presence import Neighbourhood
+from ring_plugins.core.starter import tell_starter
 
 #: Seconds for which what a rank sent before it left may still be on its way here.
 _IN_FLIGHT = 2.0
@@ -48,6 +49,7 @@ class Watch:
     Attributes:
         told: the main thread has been told that a peer failed; it is its turn to end the process.
         failed: this process has said that it failed.
+        has_lost_the_network: that is what failed.
         verdicts: by name of a communicator, why waiting in it is in vain; a wait that finds one raises it.
     """
 
@@ -55,7 +57,7 @@ class Watch:
         self, rank: int, roster: Sequence[Peer], neighbourhood: Neighbourhood | None, channel: Channel
     ) -> None:
         self.rank, self.roster = rank, list(roster)
-        self.told = self.failed = False
+        self.told = self.failed = self.has_lost_the_network = False
         self.verdicts: dict[str, str] = {}
         self._pid = os.getpid()
         self._neighbourhood, self._channel = neighbourhood, channel
@@ -127,12 +129,13 @@ class Watch:
             return
         self.failed = True
         if isinstance(error, PeerFailed):
-            root, cause = error.rank, str(error).split(" failed: ", 1)[-1]
+            root, text = error.rank, str(error)
         else:
-            root, cause = self.rank, summary(error)
+            root, text = self.rank, f"rank {self.rank} failed: {summary(error)}"
         if self._neighbourhood is not None:
-            self._neighbourhood.own.fail(root, cause)
-        self._channel.tell(0, "failed", {"rank": root, "text": f"rank {root} failed: {cause}", "of": self.rank})
+            self._neighbourhood.own.fail(root, text)
+        tell_starter(text)
+        self._channel.tell(0, "failed", {"rank": root, "text": text, "of": self.rank})
         self._channel.flush(0.5)
 
     # The channel, on the guard's thread ------------------------------------------------------------
@@ -149,6 +152,7 @@ class Watch:
         if body.get("of") != self.rank:
             self._distant_failure = failure
         self._has_lost_a_process |= bool(body.get("lost"))
+        self.has_lost_the_network |= bool(body.get("network"))
         if self.rank == 0:
             self._channel.tell(EVERYONE, "failed", body)
 
@@ -161,8 +165,28 @@ class Watch:
                 "native code."
             )
         else:
-            text = f"{where} cannot be reached any more ({how}); its host is down or the network between is cut."
-        self._heard(PeerFailed(text, rank), {"rank": rank, "text": text, "of": rank, "lost": True})
+            self.lose_network(rank, how)
+            return
+        self._tell_lost(rank, text)
+
+    def lose_network(self, rank: int, how: str) -> None:
+        """A rank's host cannot be reached any more; called by the guard's thread.
+
+        Args:
+            rank: one on that host.
+            how: that was noticed.
+        """
+        peer, here = self.roster[rank], self.roster[self.rank].host
+        self._tell_lost(
+            rank,
+            f"rank {self.rank} on {here} cannot reach rank {rank} (process {peer.pid} on {peer.host}) any more: the "
+            f"network between {here} and {peer.host} is lost, by a cut cable or a firewall, or {peer.host} is down "
+            f"({how}).",
+            network=True,
+        )
+
+    def _tell_lost(self, rank: int, text: str, network: bool = False) -> None:
+        self._heard(PeerFailed(text, rank), {"rank": rank, "text": text, "of": rank, "lost": True, "network": network})
 
     def _note_left(self, ranks: Sequence[int]) -> None:
         now = time.monotonic()

@@ -70,10 +70,10 @@ class Presence:
         if self.state == RUNNING:
             self._words[_STATE] = LEFT
 
-    def fail(self, root_rank: int, cause: str) -> None:
-        """Say that this process failed; the first cause stays."""
+    def fail(self, root_rank: int, text: str) -> None:
+        """Say that this process failed, because of `root_rank`; the first sentence stays."""
         if self.state == RUNNING:
-            self._write(_CAUSE, _CAUSE_LENGTH, cause, _NBYTES - _CAUSE)
+            self._write(_CAUSE, _CAUSE_LENGTH, text, _NBYTES - _CAUSE)
             self._words[_ROOT_CAUSE_RANK] = root_rank
             publish()
             self._words[_STATE] = FAILED
@@ -88,7 +88,7 @@ class Presence:
 
     @property
     def root_cause(self) -> tuple[int, str]:
-        """The rank that failed first, and its error."""
+        """The rank that failed first, and a sentence on how."""
         return self._words[_ROOT_CAUSE_RANK], self._read(_CAUSE, _CAUSE_LENGTH)
 
     def _read(self, offset: int, length_word: int) -> str:
@@ -106,8 +106,8 @@ class Neighbourhood:
         """The failure of any neighbour, if there is one."""
         for rank, other in self.others.items():
             if other.state == FAILED:
-                root, cause = other.root_cause
-                return PeerFailed(f"rank {root} failed: {cause}", root)
+                root, text = other.root_cause
+                return PeerFailed(text, root)
             if other.state == RUNNING and other.has_died():
                 if other.state != RUNNING:  # it spoke its last word between the two looks
                     return self.failure()

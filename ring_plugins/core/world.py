@@ -20,11 +20,13 @@ from ring_plugins.core.errors import ArgumentError, LaunchError, NotInitialised
 from ring_plugins.core.failure import Peer, Watch
 from ring_plugins.core.guard import Guard
 from ring_plugins.core.launch import Connection, connect, detect
+from ring_plugins.core.launch.interfaces import own_addresses
 from ring_plugins.core.nccl.watch import DeviceWatch
 from ring_plugins.core.observe.services import Observers
 from ring_plugins.core.place import find_place, virtual_nodes
 from ring_plugins.core.presence import Neighbourhood, Presence
 from ring_plugins.core.shared_memory import domain, is_available
+from ring_plugins.core.silence import SilenceWatch
 from ring_plugins.core.waiting import Wait
 
 
@@ -49,7 +51,7 @@ class World:
         self.launcher = launcher
         rank, size = connection.rank, connection.size
         own = Presence.create(rank) if size > 1 and is_available() else None
-        hub = Hub(size, connection.plane is not None) if size > 1 and rank == 0 else None
+        hub = Hub(size, connection.addresses) if size > 1 and rank == 0 else None
         told = [
             _Introduction(*item)
             for item in connection.gather(
@@ -59,6 +61,7 @@ class World:
                     os.getpid(),
                     list(own.address) if own else None,
                     hub.address if hub else None,
+                    own_addresses(),
                 )
             )
         ]
@@ -109,6 +112,7 @@ class World:
         launched = self.launcher in ("mpi", "grown") or "TORCHELASTIC_RUN_ID" in os.environ
         self._guard = Guard(self.watch, self.channel, launched, self.abort)
         self._guard.add(DeviceWatch(self.watch, self.device_communicators))
+        self._guard.add(SilenceWatch(self.watch, [item.addresses for item in told]))
         self.observers = Observers(self.channel, self.watch, self.activities)
         for service in self.observers.services:
             self._guard.add(service)
@@ -243,6 +247,7 @@ class _Introduction(NamedTuple):
     pid: int
     presence: list[int] | None
     hub: dict[str, Any] | None
+    addresses: list[str]
 
 
 # The one world of this process ------------------------------------------------------------------------

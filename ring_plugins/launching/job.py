@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 from ring_plugins.core.launch.meeting import Meeting, ending, invitation
 from ring_plugins.core.shared_memory import Segment
+from ring_plugins.core.starter import Starter
 from ring_plugins.launching import mpirun
 from ring_plugins.launching.output import Relay
 from ring_plugins.launching.plan import Plan
@@ -47,8 +48,12 @@ def carry_out(plan: Plan, say: Callable[[str], None]) -> int:
 def _by_mpirun(plan: Plan, supervisor: Supervisor) -> tuple[int, str | None]:
     assert plan.by is not None
     # SIGTERM lets mpirun end its ranks on all hosts; what is left here is killed.
-    supervisor.start(mpirun.command_line(plan.by, plan.request), os.environ, signal.SIGTERM)
-    return supervisor.wait()
+    with Starter() as starter:
+        environment = {**os.environ, **starter.environment}
+        supervisor.start(mpirun.command_line(plan.by, plan.request), environment, signal.SIGTERM)
+        status, why = supervisor.wait()
+        # Open MPI 5 ends with 0 where it lost a host.
+        return status or (1 if starter.heard() else 0), why
 
 
 def _by_ourselves(plan: Plan, supervisor: Supervisor) -> tuple[int, str | None]:

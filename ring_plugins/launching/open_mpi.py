@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ring_plugins.core.silence import patience
 from ring_plugins.launching.mpirun import Mpirun, Request
 
 
@@ -21,6 +22,10 @@ def command_line(mpirun: Mpirun, request: Request) -> list[str]:
     if request.interface:
         line += ["--mca", "btl_tcp_if_include", request.interface]
         line += [daemons, "prte_if_include" if new else "oob_tcp_if_include", request.interface]
+    if request.shares:
+        # A lost network is noticed a little later than by the ranks, which have more to say about it.
+        for word, number in {"time": 1, "intvl": 1, "probes": round(patience()) + 1}.items():
+            line += [daemons, f"oob_tcp_keepalive_{word}", str(number)]
     line += _output(request, new)
     for name, value in request.exports.items():
         line += ["-x", name if value is None else f"{name}={value}"]

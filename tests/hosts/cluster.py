@@ -209,15 +209,19 @@ class Cluster:
 
     @contextlib.contextmanager
     def firewall(self, host: str, ports: str, how: str = "blackhole", sources: str = "1-65534") -> Iterator[None]:
-        """Drop what comes in at a host for TCP ports ("5000", "1024-65535"), as a firewall does, without a word.
+        """Drop what comes in at a host for TCP ports ("5000", "1024-65535,22"), as a firewall does, without a word.
 
         Args:
             host: whose incoming packets.
-            ports: of TCP, one or a range.
+            ports: of TCP, each one or a range.
             how: "blackhole" drops, "prohibit" sends back that it is forbidden.
             sources: ports of the senders; "1024-65534" lets answers of sshd in, as a firewall does that keeps state.
         """
-        rules = [f"iif {name} ipproto tcp sport {sources} dport {ports} pref 10 {how}" for name in self._networks]
+        rules = [
+            f"iif {name} ipproto tcp sport {sources} dport {port} pref 10 {how}"
+            for name in self._networks
+            for port in ports.split(",")
+        ]
         # Packets for the host itself are decided by the first rule, which has to come after these.
         self._network(host, ["rule add pref 100 lookup local", "rule del pref 0"])
         self._network(host, [f"rule add {rule}" for rule in rules])

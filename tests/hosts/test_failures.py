@@ -1,7 +1,13 @@
 """What the ranks of one host learn when something goes wrong on another."""
 
+import contextlib
+import re
 import signal
+import sys
+import time
+from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.hosts import hosts
@@ -18,6 +24,26 @@ data = np.ones(300_000, np.float32)
 while True:
     ring.all_reduce(data, out=data)
     report("steps", 1)
+"""
+
+#: As TRAIN, with what each rank says in a file of its own: what was on its way to a launcher may never arrive.
+LARGE = """
+import sys, time
+import numpy as np
+import ring_plugins as ring
+from ring_plugins.core.world import current
+from tests.worker import report, report_pid
+
+ring.init()
+sys.stderr = open(f"{sys.argv[1]}.{ring.rank()}", "w", buffering=1)
+report("port", getattr(current()._connection.plane, "_peers", [(0, 0, 0)] * ring.size())[ring.rank()][2])
+report_pid()
+data = np.ones(4_000_000, np.float32)
+steps = 0
+while True:
+    ring.all_reduce(data, out=data)
+    time.sleep(0.02)
+    report("steps", steps := steps + 1)
 """
 
 DIFFERENT = """
@@ -59,6 +85,83 @@ def test_a_rank_killed_on_another_host_is_named_and_everything_ends(cluster):
             for rank in range(3):
                 assert f"rank {rank} ends because rank 3" in result.stderr
             assert "on host2) died without a word" in result.stderr
+
+
+def steps_of(job):
+    return job.wait_for("steps")[0]
+
+
+def until(happens, seconds=25):
+    end = time.monotonic() + seconds
+    while not happens() and time.monotonic() < end:
+        time.sleep(0.05)
+    return happens()
+
+
+def check_that_ranks_ended(job, said):
+    """Every rank has ended and says which rank, which host, and that the network is lost."""
+    pids = job.pids() if not hasattr(job, "found") else job.found
+    assert until(lambda: not any(psutil.pid_exists(pid) for pid in pids.values())), job.processes()
+    for rank in (0, 1):
+        text = Path(f"{said}.{rank}").read_text()
+        found = re.search(
+            r"ends because rank (\d) on (host\d) cannot reach rank (\d) \(process \d+ on (host\d)\)", text
+        )
+        assert found, (said, rank, text)
+        here, own, there, other = found.groups()
+        assert {(here, own), (there, other)} == {("0", "host1"), ("1", "host2")}
+        assert f"the network between {own} and {other} is lost, by a cut cable or a firewall" in text
+
+
+@pytest.mark.mpi
+def test_a_stopped_rank_is_waited_for_and_a_cut_cable_ends_both_sides_by_name(tmp_path):
+    """Three launchers at once, since one cable is cut for all."""
+    own = {"RING_NETWORK_TIMEOUT": "3"}
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(hosts(2))
+        run = [str(Path(sys.executable).parent / "ring"), "run", "-H", "host1:1,host2:1", "--interface", "eth0"]
+        jobs = {
+            "env": cluster.environment_start(LARGE, 1, [str(tmp_path / "env")], own),
+            "torchrun": cluster.torchrun_start(LARGE, 1, [str(tmp_path / "torchrun")], own, port=29600),
+            "mpi": cluster.start([*run, "--no-check", sys.executable], LARGE, 2, [str(tmp_path / "mpi")], own),
+        }
+        jobs = {name: stack.enter_context(job) for name, job in jobs.items()}
+        for job in jobs.values():
+            job.wait_for("steps")
+            job.found = job.pids()
+            job.send_signal(1, signal.SIGSTOP)
+        before = {name: steps_of(job) for name, job in jobs.items()}
+        time.sleep(6)  # what is sent to the stopped ranks fills the kernel's buffers meanwhile
+        for job in jobs.values():
+            job.send_signal(1, signal.SIGCONT)
+        for name, job in jobs.items():
+            assert until(lambda: steps_of(job) > before[name] + 2), job._result()  # noqa: B023
+        cluster.cut("host2")
+        for name, job in jobs.items():
+            check_that_ranks_ended(job, tmp_path / name)
+        assert until(lambda: jobs["mpi"].process.poll() is not None)
+        # Without an answer from the other host, ssh and the launchers' helpers stay.
+        cluster.mend("host2")
+        for job in jobs.values():
+            assert job.wait(30).returncode != 0
+
+
+@pytest.mark.mpi
+def test_a_firewall_that_closes_the_data_s_port_is_named_on_both_sides(cluster, tmp_path):
+    own = {"RING_NETWORK_TIMEOUT": "3"}
+    ports = ["--mca", "btl_tcp_port_min_v4", "20000", "--mca", "btl_tcp_port_range_v4", "100"]
+    with (
+        cluster.environment_start(LARGE, 1, [str(tmp_path / "env")], own) as env,
+        cluster.mpirun_start(LARGE, 1, [str(tmp_path / "mpi")], own, options=ports) as mpi,
+    ):
+        for job in (env, mpi):
+            job.wait_for("steps")
+            job.found = job.pids()
+        with cluster.firewall("host2", str(env.wait_for("port")[1])), cluster.firewall("host2", "20000-20100"):
+            check_that_ranks_ended(env, tmp_path / "env")
+            check_that_ranks_ended(mpi, tmp_path / "mpi")
+        for job in (env, mpi):
+            assert job.wait(30).returncode != 0
 
 
 @pytest.mark.mpi

@@ -7,11 +7,12 @@ import resource
 import secrets
 import selectors
 import socket
+from collections.abc import Sequence
 from typing import Any
 
-from ring_plugins.core.control.addresses import keep_alive, own_addresses
 from ring_plugins.core.control.channel import EVERYONE, Channel
 from ring_plugins.core.control.frames import FrameSocket, is_proof, nonce, proof
+from ring_plugins.core.silence import ask_when_idle
 
 _FILES_FOR_OTHERS = 512
 
@@ -31,9 +32,13 @@ class Hub(Channel):
 
     On one host it listens on a socket in Linux's abstract namespace, which is no file and no port; the port for other
     hosts is open only where there are any (`only_this_host`).
+
+    Args:
+        size: of the job.
+        addresses: of this host, under which others are to connect, the likeliest first; none where there are no others.
     """
 
-    def __init__(self, size: int, other_hosts: bool) -> None:
+    def __init__(self, size: int, addresses: Sequence[str] = ()) -> None:
         super().__init__(0, size)
         _allow_files(size)
         self._secret = secrets.token_hex(32)
@@ -42,8 +47,10 @@ class Hub(Channel):
         self._local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._local.bind(f"\0ring_plugins/{secrets.token_hex(8)}")
         self._remote: socket.socket | None = None
-        if other_hosts:
-            self._remote = socket.create_server(("", 0), backlog=min(size, 4096))
+        self._addresses = list(addresses)
+        if addresses:
+            one = addresses[0] if len(addresses) == 1 else ""
+            self._remote = socket.create_server((one, 0), backlog=min(size, 4096))
         self._local.listen(min(size, 4096))
         for listener in filter(None, (self._local, self._remote)):
             listener.setblocking(False)
@@ -53,9 +60,8 @@ class Hub(Channel):
     def address(self) -> dict[str, Any]:
         """What a `Link` needs, for the first gather of the job. It holds the secret."""
         port = self._remote.getsockname()[1] if self._remote is not None else 0
-        addresses = own_addresses() if self._remote is not None else []
         name = self._local.getsockname()
-        return {"secret": self._secret, "local": name[1:].decode(), "port": port, "addresses": addresses}
+        return {"secret": self._secret, "local": name[1:].decode(), "port": port, "addresses": self._addresses}
 
     def only_this_host(self) -> None:
         """Close the port for other hosts: there are none."""
@@ -94,7 +100,7 @@ class Hub(Channel):
     def _accept(self, listener: Any) -> None:
         with contextlib.suppress(OSError):
             connected, _ = listener.accept()
-            keep_alive(connected)
+            ask_when_idle(connected)
             guest = _Guest(connected)
             self._strangers.add(guest)
             self._selector.register(connected, selectors.EVENT_READ, guest)

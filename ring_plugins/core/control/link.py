@@ -8,9 +8,9 @@ import socket
 import time
 from typing import Any
 
-from ring_plugins.core.control.addresses import keep_alive
 from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.frames import FrameSocket, is_proof, nonce, proof
+from ring_plugins.core.silence import ask_when_idle
 
 #: Seconds for one address, between rounds of all of them, and until this rank goes on without a channel.
 _CONNECT, _PAUSE, _GIVE_UP = 1.0, 0.5, 60.0
@@ -51,7 +51,7 @@ class Link(Channel):
             if time.monotonic() - self._began > _GIVE_UP:
                 self._ended, self.trouble = True, how
             return
-        keep_alive(connected)
+        ask_when_idle(connected)
         self._hub = FrameSocket(connected)
         self._selector.register(connected, selectors.EVENT_READ, self._hub)
 

@@ -77,6 +77,11 @@ def interfaces() -> list[Interface]:
     return found
 
 
+def own_addresses() -> list[str]:
+    """IPv4 addresses of this host that are no loopback."""
+    return [i.address for i in interfaces() if not i.address.startswith("127.")]
+
+
 def _ask(name: str, request: int) -> bytes:
     """What the kernel says about an interface, without the name; empty where it says nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -237,6 +242,11 @@ def _usable(offer: Offer) -> list[Interface]:
     if offer.wanted:
         return _matching(offer.interfaces, offer.wanted)
     return [i for i in offer.interfaces if not i.internal]
+
+
+def outward(offer: Offer) -> tuple[str, ...]:
+    """All addresses under which others may reach a rank's host."""
+    return tuple(i.address for i in _usable(offer))
 
 
 def on_network(offer: Offer, network: str) -> Interface:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ring_plugins.core.errors import LaunchError
-from ring_plugins.core.launch.interfaces import Choice, Offer, choose, read_offer, unmeasured
+from ring_plugins.core.launch.interfaces import Choice, Offer, choose, outward, read_offer, unmeasured
 from ring_plugins.core.launch.probe import measure
 
 #: How MPI libraries are told, and what to type: mpirun exports the first to the ranks.
@@ -19,23 +19,23 @@ _TOLD = (
 )
 
 
-def compare(own: Offer, gather: Callable[[Any], list[Any]]) -> str:
-    """What rank 0 should say about the network that MPI uses, "" if there is nothing to say; all ranks call.
+def compare(own: Offer, gather: Callable[[Any], list[Any]]) -> tuple[tuple[str, ...], str]:
+    """Where rank 0 is reached, and what it should say about the network that MPI uses, or ""; all ranks call.
 
     Raises:
         LaunchError: RING_INTERFACE cannot be followed.
     """
     offers = [read_offer(item) for item in gather(own)]
     if len({offer.kernel for offer in offers}) == 1:
-        return ""
+        return ("127.0.0.1",), ""
     try:
         networks = unmeasured(offers)
         choice = choose(offers, measure(networks, offers, own.rank, gather) if networks else None)
     except LaunchError:
         if any(offer.wanted for offer in offers):
             raise
-        return ""  # MPI may know a way, over hardware that has no addresses
-    return advice(offers, choice, os.environ)
+        return outward(offers[0]), ""  # MPI may know a way, over hardware that has no addresses
+    return choice.addresses[:1], advice(offers, choice, os.environ)
 
 
 def advice(offers: Sequence[Offer], choice: Choice, environment: Mapping[str, str]) -> str:

@@ -54,6 +54,9 @@ def connect(record: LaunchRecord) -> Connection:
     wrong = differences({rank: (host, versions) for rank, (host, versions) in enumerate(hosts)})
     if wrong:
         raise LaunchError(wrong)
-    if plane.size > 1 and (text := compare(own_offer(plane.rank), plane.all_gather_object)) and plane.rank == 0:
-        print(f"ring_plugins: {text}.", file=sys.stderr, flush=True)
-    return Connection(plane.rank, plane.size, plane.all_gather_object, plane, plane.close)
+    addresses: tuple[str, ...] = ()
+    if plane.size > 1:
+        addresses, text = compare(own_offer(plane.rank), plane.all_gather_object)
+        if text and plane.rank == 0:
+            print(f"ring_plugins: {text}.", file=sys.stderr, flush=True)
+    return Connection(plane.rank, plane.size, plane.all_gather_object, plane, plane.close, addresses)

@@ -41,6 +41,7 @@ class Connection:
         gather: everyone's payload in rank order; for starting up.
         plane: carries data between hosts; None where all ranks are on this one.
         close: called at shutdown.
+        addresses: of rank 0's host, under which all reach it, the likeliest first; as far as this rank knows.
     """
 
     rank: int
@@ -48,6 +49,7 @@ class Connection:
     gather: Callable[[Any], list[Any]]
     plane: Plane | None
     close: Callable[[], None] = lambda: None
+    addresses: tuple[str, ...] = ()
 
 
 def integer(name: str) -> int | None:

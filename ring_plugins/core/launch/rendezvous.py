@@ -72,7 +72,7 @@ def connect(record: LaunchRecord, generation: int) -> Connection:
         raise LaunchError(f"RANK={rank} does not fit WORLD_SIZE={size}.")
     call = _meet(rank, size, os.environ["MASTER_ADDR"], generation)
     try:
-        plane = _open_plane(call, rank)
+        plane, address = _open_plane(call, rank)
     except BaseException:
         call.close()
         raise
@@ -81,7 +81,7 @@ def connect(record: LaunchRecord, generation: int) -> Connection:
         plane.close()
         call.close()
 
-    return Connection(rank, size, call.gather, plane, close)
+    return Connection(rank, size, call.gather, plane, close, (address,))
 
 
 def _meet(rank: int, size: int, address: str, generation: int) -> roll_call.RollCall:
@@ -137,8 +137,8 @@ def _listen(port: int, size: int) -> socket.socket:
         ) from why
 
 
-def _open_plane(call: roll_call.RollCall, rank: int) -> TcpPlane:
-    """Agree on a network, listen there, and know where the others do."""
+def _open_plane(call: roll_call.RollCall, rank: int) -> tuple[TcpPlane, str]:
+    """Agree on a network, listen there, and know where the others do; rank 0's address as well."""
     told = call.gather(own_offer(rank, address_towards(os.environ["MASTER_ADDR"])))
     offers = [read_offer(item) for item in told]
     networks = unmeasured(offers)
@@ -155,4 +155,4 @@ def _open_plane(call: roll_call.RollCall, rank: int) -> TcpPlane:
     except BaseException:
         switchboard.close()
         raise
-    return TcpPlane(rank, peers, switchboard)
+    return TcpPlane(rank, peers, switchboard), choice.addresses[0]

@@ -17,8 +17,8 @@ def channels():
 
 
 def hub_and_links(channels, ranks, same_host=True, address=None):
-    hub = Hub(ranks, other_hosts=not same_host)
-    where = {**hub.address, "addresses": ["127.0.0.1"], **(address or {})}
+    hub = Hub(ranks, () if same_host else ("127.0.0.1",))
+    where = {**hub.address, **(address or {})}
     channels += [hub, *(Link(rank, ranks, where, same_host) for rank in range(1, ranks))]
     return hub, channels[1:]
 

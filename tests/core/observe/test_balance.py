@@ -146,7 +146,7 @@ def test_a_page_is_a_page_with_a_thousand_ranks():
 
 
 def test_only_steps_that_all_ranks_reported_are_counted():
-    hub = Hub(3, other_hosts=False)
+    hub = Hub(3)
     desk = BalanceDesk(hub, lambda total: None)
     row = lambda number, waiting: [number, 1000, waiting, 10]  # noqa: E731
     desk._note(0, {"rows": [row(n, 50) for n in range(200)], "nbytes": 8})

@@ -80,7 +80,7 @@ def test_what_a_rank_did_before_it_died_is_there(tmp_path):
 
 def test_a_large_timeline_makes_room_and_stays_readable(tmp_path, monkeypatch):
     monkeypatch.setattr(timeline, "_LARGEST", 20_000)
-    hub = Hub(1, other_hosts=False)
+    hub = Hub(1)
     desk = TimelineDesk(hub, [Peer("here", 1, "")])
     desk.start(tmp_path)
     for i in range(500):
@@ -96,7 +96,7 @@ def test_a_large_timeline_makes_room_and_stays_readable(tmp_path, monkeypatch):
 
 
 def test_another_clock_is_read_as_well_as_the_network_allows(monkeypatch):
-    hub = Hub(2, other_hosts=False)
+    hub = Hub(2)
     link = Link(1, 2, hub.address, same_host=True)
     clock.ClockOffset(hub, same=True)
     far = clock.ClockOffset(link, same=False)
