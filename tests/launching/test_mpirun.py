@@ -56,7 +56,8 @@ FULL = Request(
                 "--allow-run-as-root -n 5 -H a:3,b:2 --prtemca plm_ssh_agent /opt/agent"
                 " --map-by slot:OVERSUBSCRIBE --bind-to none"
                 " --mca btl_tcp_if_include eth0 --prtemca prte_if_include eth0"
-                " --prtemca oob_tcp_keepalive_time 1 --prtemca oob_tcp_keepalive_intvl 1 --prtemca oob_tcp_keepalive_probes 7"
+                " --prtemca oob_tcp_keepalive_time 1 --prtemca oob_tcp_keepalive_intvl 1"
+                " --prtemca oob_tcp_keepalive_probes 7"
                 " --output tag,dir=/logs"
                 " -x PYTHONPATH -x OMP_NUM_THREADS=2 --extra 1 /bin/python train.py"
             ),
@@ -68,7 +69,8 @@ FULL = Request(
                 "--allow-run-as-root -n 5 -H a:3,b:2 --mca plm_rsh_agent /opt/agent"
                 " --map-by slot:OVERSUBSCRIBE --bind-to none"
                 " --mca btl_tcp_if_include eth0 --mca oob_tcp_if_include eth0"
-                " --mca oob_tcp_keepalive_time 1 --mca oob_tcp_keepalive_intvl 1 --mca oob_tcp_keepalive_probes 7"
+                " --mca oob_tcp_keepalive_time 1 --mca oob_tcp_keepalive_intvl 1"
+                " --mca oob_tcp_keepalive_probes 7"
                 " --tag-output --output-filename /logs"
                 " -x PYTHONPATH -x OMP_NUM_THREADS=2 --extra 1 /bin/python train.py"
             ),
