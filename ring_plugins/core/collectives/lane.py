@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -108,10 +109,12 @@ class Lane:
     def _swap(self, outgoing: Sequence[Bytes | None], incoming: Sequence[Bytes | None], signature: Signature) -> None:
         """Send `outgoing[i]` to member i and fill `incoming[i]` from it, None for nothing."""
         said = self.announce(_sizes(outgoing), _sizes(incoming), signature)
-        sent = [(i, self.send(i, part)) for i in self.others if (part := outgoing[i]) is not None and part.size]
-        received = [(i, self.receive(i, part)) for i in self.others if (part := incoming[i]) is not None and part.size]
-        said.check([transfer for _, transfer in (*received, *sent)])
-        self.await_each([*received, *sent], signature)
+        moving = [
+            (i, self._plane.exchange(_to(self.ranks[i], outgoing[i]), _to(self.ranks[i], incoming[i]), self._tag))
+            for i in self.others
+        ]
+        said.check([transfer for _, transfer in moving])
+        self.await_each(moving, signature)
         own_out, own_in = outgoing[self.position], incoming[self.position]
         if own_out is not None and own_in is not None and own_out is not own_in:
             own_in[:] = own_out
@@ -170,17 +173,12 @@ class Announcement:
 
     def __init__(self, lane: Lane, sizes: Sequence[int], expected: Sequence[int], signature: Signature) -> None:
         self._lane, self._signature, self._expected = lane, signature, expected
-        heads = np.zeros((lane.size, _HEADER), np.uint8)
-        said = signature.text.encode()[: _HEADER - 16]
-        heads[:, 16 : 16 + len(said)] = np.frombuffer(said, np.uint8)
-        words = heads[:, :16].view(np.int64)
-        words[:, 0] = signature.code
-        words[:, 1] = sizes
-        self._theirs = np.zeros_like(heads)
-        self._heads = heads
+        self._theirs = np.zeros((lane.size, _HEADER), np.uint8)
         ranks, others = lane.ranks, lane.others
         self._transfers = lane._plane.exchange(
-            [(ranks[i], heads[i]) for i in others], [(ranks[i], self._theirs[i]) for i in others], lane._tag
+            [(ranks[i], _head(signature, sizes[i])) for i in others],
+            [(ranks[i], self._theirs[i]) for i in others],
+            lane._tag,
         )
 
     def check(self, data: Sequence[Pending] = ()) -> None:
@@ -199,19 +197,18 @@ class Announcement:
             self._signature,
             arrival=True,
         )
-        codes, sizes = theirs[:, :16].view(np.int64).T
-        codes[lane.position], sizes[lane.position] = self._signature.code, self._expected[lane.position]
+        said = memoryview(theirs.reshape(-1)).cast("q")
+        code, step = self._signature.code, _HEADER // 8
         error: RingError | None = None
-        if (codes != self._signature.code).any():
-            theirs[lane.position] = self._heads[lane.position]
+        if any(said[i * step] != code for i in lane.others):
+            theirs[lane.position] = _head(self._signature, 0)
             calls = {r: bytes(theirs[i, 16:]).rstrip(b"\0").decode(errors="replace") for i, r in enumerate(ranks)}
             error = mismatch(lane.name, calls)
         else:
             for i in lane.others:
-                if sizes[i] != self._expected[i]:
+                if (size := said[i * step + 1]) != self._expected[i]:
                     error = MismatchError(
-                        f"ranks disagree in {lane.name}: {self._signature.text}: rank {ranks[i]} sends "
-                        f"{sizes[i]} bytes "
+                        f"ranks disagree in {lane.name}: {self._signature.text}: rank {ranks[i]} sends {size} bytes "
                         f"to rank {ranks[lane.position]}, which expects {self._expected[i]}. Sizes must agree."
                     )
                     break
@@ -219,6 +216,20 @@ class Announcement:
             for transfer in data:
                 transfer.abandon()
             raise error
+
+
+@lru_cache(maxsize=256)
+def _head(signature: Signature, nbytes: int) -> Bytes:
+    """What goes ahead of `nbytes` of data; the same array for the same, which nobody writes to."""
+    head = np.zeros(_HEADER, np.uint8)
+    head[:16].view(np.int64)[:] = signature.code, nbytes
+    said = signature.text.encode()[: _HEADER - 16]
+    head[16 : 16 + len(said)] = np.frombuffer(said, np.uint8)
+    return head
+
+
+def _to(rank: int, part: Bytes | None) -> list[tuple[int, Bytes]]:
+    return [] if part is None or not part.size else [(rank, part)]
 
 
 def _sizes(parts: Sequence[Bytes | None]) -> list[int]:
