@@ -1,0 +1,51 @@
+"""The ways of chunks between hosts: the right sums, and the same bits on all ranks, whichever way they go."""
+
+import pytest
+
+from ring_plugins.core.collectives.stream import RING_FROM, Pair, Ring, Straight, way
+from tests.launch import run_ranks
+
+SUMS = """
+import os
+import numpy as np
+import ring_plugins as ring
+from ring_plugins.core.collectives import stream
+from ring_plugins.core.compression import Compression, HalfWire
+from ring_plugins.core.memory import HostMemory
+from ring_plugins.core.operations import Op
+from ring_plugins.core.world import current
+
+stream.RING_FROM, stream.PAIR_UP_TO = int(os.environ["RING_FROM"]), int(os.environ["PAIR_UP_TO"])
+ring.init(ranks=int(os.environ["TEST_RANKS"]))
+size, rank = ring.size(), ring.rank()
+random = np.random.default_rng(0)
+for count in (70_001, 300_007, 1_500_003):
+    whole = random.standard_normal((size, count)).astype(np.float32)
+    for op, expected in ((ring.AVERAGE, whole.mean(0)), (ring.SUM, whole.sum(0)), (ring.MAX, whole.max(0))):
+        got = ring.all_reduce(whole[rank], op)
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+        assert len(set(ring.all_gather_object(got.tobytes()))) == 1, (count, op)
+    got, wire = whole[rank].copy(), HalfWire(Compression("float16", False))
+    wire.begin(got)
+    current().communicator.all_reduce(HostMemory(got, "float32"), Op.AVERAGE, wire)
+    np.testing.assert_allclose(got, whole.mean(0), atol=1e-2)
+    assert len(set(ring.all_gather_object(got.tobytes()))) == 1, count
+"""
+
+
+def test_the_way_depends_on_how_many_hosts_there_are_and_how_much_there_is():
+    assert way(2, 1 << 20) == (Pair, 1)
+    assert way(2, 25 << 20) == (Straight, 2)
+    assert way(RING_FROM - 1, 1 << 20) == (Straight, 2)
+    assert way(RING_FROM, 1 << 20) == (Ring, 2 * (RING_FROM - 1))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("members", "hosts", "ring_from", "pair_up_to"),
+    [(4, 2, 16, 1 << 30), (3, 2, 16, 0), (3, 3, 3, 0)],
+    ids=["pair", "straight", "ring"],
+)
+def test_every_way_gives_the_right_sums_and_the_same_bits(members, hosts, ring_from, pair_up_to):
+    own = {"RING_VIRTUAL_NODES": str(hosts), "RING_FROM": str(ring_from), "PAIR_UP_TO": str(pair_up_to)}
+    run_ranks(SUMS, members, "mpirun", env=own)
