@@ -62,9 +62,9 @@ def _combine(target: Array, sources: Sequence[Array], ufunc: Callable[..., Array
     if len(sources) == 1:
         np.copyto(target, sources[0])
     else:
-        ufunc(sources[0], sources[1], target)
+        ufunc(sources[0], sources[1], out=target)
         for source in sources[2:]:
-            ufunc(target, source, target)
+            ufunc(target, source, out=target)
     if divisor != 1:
         divide(target, divisor)
 

@@ -1,4 +1,4 @@
-"""All-reduce over two and three hosts: the right sums, the same bits everywhere, no more bytes than there must be."""
+"""All-reduce over two to four hosts: the right sums, the same bits everywhere, no more bytes than there must be."""
 
 import pytest
 
@@ -57,7 +57,7 @@ report("place", [ring.node_rank(), ring.local_rank()])
 """
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def cluster(request):
     with hosts(request.param) as cluster:
         yield cluster
