@@ -433,8 +433,8 @@ def burst(rate: str) -> int:
 def find_mpich() -> Path | None:
     """Where MPICH's wheel lies: TEST_MPICH, or `mpich` beside this environment's bin.
 
-    Add it with `python -m venv DIR && DIR/bin/pip install mpich`, DIR being "mpich" below `sys.prefix`: it cannot
-    share an environment with Open MPI's wheel, since both bring an mpirun. mpi4py's wheel serves both.
+    Add it with `pip install --prefix DIR mpich`, as .ci/run does: it cannot share an environment with Open MPI's wheel,
+    since both bring an mpirun. mpi4py's wheel serves both.
     """
     places = [os.environ.get("TEST_MPICH"), str(Path(sys.prefix) / "mpich")]
     return next((Path(place) for place in places if place and (Path(place) / "bin" / "mpiexec").exists()), None)
