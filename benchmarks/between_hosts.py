@@ -85,7 +85,7 @@ def worker(options: argparse.Namespace) -> None:
     for nbytes in [size for size in SIZES if size <= (options.largest or SIZES[-1])]:
         made = {name: make(nbytes) for name, make in variants.items()}
         probe = interleaved(made, 2, 1)
-        repetitions = int(min(200, max(7, options.seconds / sum(times.median for times in probe.values()))))
+        repetitions = int(min(200, max(5, options.seconds / sum(times.median for times in probe.values()))))
         rows[nbytes] = interleaved(made, repetitions, 1)
         if ring.rank() == 0:
             text = "  ".join(f"{name} {times.median * 1e3:,.3f} ms" for name, times in rows[nbytes].items())

@@ -87,7 +87,8 @@ def between_hosts() -> str:
             least = limit(int(nbytes), one["hosts"], one["rate"]) * 1e3
             cells = [f"{m[name]:,.2f}" if name in m else "" for name in _BETWEEN]
             best = min(m["ring"], m["ring bucket"])
-            shares = [f"{least / best:.2f}" if least else "", f"{m['bare sockets'] / best:.2f}"]
+            shares = [f"{least / best:.2f}" if least else ""]
+            shares.append(f"{m['bare sockets'] / best:.2f}" if "bare sockets" in m else "")
             shares += [f"{m[name] / m['ring']:.2f}" if name in m else "" for name in ("MPI", "gloo")]
             network = f"{one['hosts']} hosts, {one['rate'] or 'no limit'}"
             rows.append([network, size(int(nbytes)), *cells, f"{least:,.2f}" if least else "", *shares])
