@@ -1,7 +1,6 @@
 """How ranks on several hosts meet without MPI: all of them call rank 0, which knows who is still missing.
 
-Messages are JSON, which unlike pickle can do no harm, a length ahead of each. The first of a rank says who it is and
-which versions it runs, so that it can be told plainly why it does not fit.
+The first message of a rank says who it is and which versions it runs, so that it can be told plainly why it does not fit.
 """
 
 from __future__ import annotations
@@ -9,67 +8,22 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-import json
 import os
-import secrets
 import selectors
 import socket
-import struct
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from ring_plugins.core.errors import LaunchError
+from ring_plugins.core.launch.guest import SECONDS, Guest, next_message, unreachable
 from ring_plugins.core.launch.versions import differences, own_versions
 from ring_plugins.core.waiting import seconds_from_environment
 
 _MAGIC = "ring_plugins roll call 1"
-_LONGEST = 1 << 24
-_CONNECT = 5.0
 #: Seconds after which a rank that waits says for whom, and again after twice as long, and so on.
 _PATIENCE = 10.0
-
-
-class _Guest:
-    """A connection, seen from either end, that never blocks for longer than a message takes."""
-
-    def __init__(self, connected: socket.socket) -> None:
-        self.socket = connected
-        self.rank = -1
-        self.host = "?"
-        self.nonce = secrets.token_hex(16)
-        self._incoming = bytearray()
-
-    def send(self, message: Any) -> None:
-        data = json.dumps(message).encode()
-        self.socket.sendall(struct.pack("!I", len(data)) + data)
-
-    def receive(self) -> Any:
-        """A message if one has arrived whole, else None.
-
-        Raises:
-            EOFError: the other side closed, OSError, ValueError: it does not speak our language.
-        """
-        while True:
-            if len(self._incoming) >= 4:
-                (length,) = struct.unpack_from("!I", self._incoming)
-                if length > _LONGEST:
-                    raise ValueError("it does not speak ring_plugins")
-                if len(self._incoming) >= 4 + length:
-                    message = json.loads(bytes(self._incoming[4 : 4 + length]))
-                    del self._incoming[: 4 + length]
-                    return message
-            self.socket.setblocking(False)
-            try:
-                data = self.socket.recv(1 << 18)
-            except BlockingIOError:
-                return None
-            finally:
-                self.socket.settimeout(_CONNECT)
-            if not data:
-                raise EOFError("it closed the connection")
-            self._incoming += data
 
 
 class RollCall:
@@ -78,7 +32,7 @@ class RollCall:
     Made by `host` and `attend`. `gather` is the only thing it does.
     """
 
-    def __init__(self, rank: int, size: int, host: str, guests: Sequence[_Guest], own: _Guest | None) -> None:
+    def __init__(self, rank: int, size: int, host: str, guests: Sequence[Guest], own: Guest | None) -> None:
         self.rank, self.size = rank, size
         self._host = host
         self._guests = {guest.rank: guest for guest in guests}
@@ -147,7 +101,7 @@ def host(listener: socket.socket, size: int, secret: str) -> RollCall:
         LaunchError: ranks are missing after RING_START_TIMEOUT seconds, two say they are the same, or versions differ.
     """
     name = socket.gethostname()
-    guests: dict[int, _Guest] = {}
+    guests: dict[int, Guest] = {}
     problems: list[str] = []
     with selectors.DefaultSelector() as selector, listener:
         listener.setblocking(False)
@@ -158,12 +112,12 @@ def host(listener: socket.socket, size: int, secret: str) -> RollCall:
                 if key.fileobj is listener:
                     with contextlib.suppress(OSError):
                         connected, _ = listener.accept()
-                        connected.settimeout(_CONNECT)
-                        stranger = _Guest(connected)
+                        connected.settimeout(SECONDS)
+                        stranger = Guest(connected)
                         stranger.send({"hello": _MAGIC, "nonce": stranger.nonce})
                         selector.register(connected, selectors.EVENT_READ, stranger)
                     continue
-                guest: _Guest = key.data
+                guest: Guest = key.data
                 try:
                     message = guest.receive()
                     if message is None:
@@ -198,7 +152,7 @@ def host(listener: socket.socket, size: int, secret: str) -> RollCall:
     return call
 
 
-def _admit(guest: _Guest, message: Any, guests: dict[int, _Guest], size: int, secret: str) -> str | None:
+def _admit(guest: Guest, message: Any, guests: dict[int, Guest], size: int, secret: str) -> str | None:
     """Take note of who calls; None if that is right, otherwise what is wrong, "" for a stranger."""
     if message["hello"] != _MAGIC:
         return ""
@@ -234,10 +188,10 @@ def attend(rank: int, size: int, address: str, port: int, secret: str) -> RollCa
     waiting = _Patience(f"rank {rank} on {name}")
     while True:
         try:
-            connected = socket.create_connection((address, port), _CONNECT)
-            guest = _Guest(connected)
-            connected.settimeout(_CONNECT)
-            hello = _next(guest, time.monotonic() + _CONNECT)
+            connected = socket.create_connection((address, port), SECONDS)
+            guest = Guest(connected)
+            connected.settimeout(SECONDS)
+            hello = next_message(guest, time.monotonic() + SECONDS)
             if not isinstance(hello, dict) or hello.get("hello") != _MAGIC:
                 raise ValueError("who listens there does not speak ring_plugins")
             guest.send(
@@ -267,33 +221,6 @@ def attend(rank: int, size: int, address: str, port: int, secret: str) -> RollCa
         return RollCall(rank, size, address, [], guest)
 
 
-def unreachable(address: str, port: int, error: Exception) -> str:
-    """Why an address cannot be reached, and what to do about it."""
-    at = f"{address}:{port}"
-    if isinstance(error, socket.gaierror):
-        return (
-            f"the name {address} does not resolve here ({error.strerror}); add it to /etc/hosts or DNS, or let "
-            "MASTER_ADDR be an address"
-        )
-    numeric = ""
-    with contextlib.suppress(OSError):
-        numeric = str(socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][4][0])
-    if numeric.startswith("127.") and not address.startswith("127."):
-        return (
-            f"{address} resolves to {numeric} here, which is this host itself, and nobody listens there. If rank "
-            "0 runs "
-            f"on another host, correct the line of /etc/hosts on {socket.gethostname()}, or let MASTER_ADDR be "
-            "an address"
-        )
-    if isinstance(error, TimeoutError):
-        return f"no answer from {at}: the host is down, or a firewall drops what is sent to that port"
-    if isinstance(error, ConnectionRefusedError):
-        return f"{at} refuses connections: rank 0 has not come that far, has ended, or listens elsewhere"
-    if isinstance(error, (EOFError, ValueError)):
-        return f"who listens at {at} is not rank 0 of a ring_plugins job ({error})"
-    return f"{at} cannot be reached ({getattr(error, 'strerror', None) or error})"
-
-
 def proof(secret: str, nonce: str, rank: int) -> str:
     """What only someone who knows the secret can say."""
     return hmac.new(secret.encode(), f"{nonce} {rank}".encode(), hashlib.sha256).hexdigest()
@@ -321,7 +248,7 @@ class _Patience:
             print(f"ring_plugins: {self.who} has waited {waited:.0f} s for {what}.", file=sys.stderr, flush=True)
 
 
-def _answer(guest: _Guest, what: str, waiting: _Patience | None = None) -> list[Any]:
+def _answer(guest: Guest, what: str, waiting: _Patience | None = None) -> list[Any]:
     """The next message of rank 0, which is everyone's payloads or an error."""
     # Rank 0 is to speak first, since it knows more.
     waiting = _Patience(waiting.who if waiting else f"a rank on {socket.gethostname()}", extra=5.0)
@@ -334,14 +261,6 @@ def _answer(guest: _Guest, what: str, waiting: _Patience | None = None) -> list[
         raise LaunchError(message[1])
     found: list[Any] = message[1]
     return found
-
-
-def _next(guest: _Guest, end: float) -> Any:
-    while (message := guest.receive()) is None:
-        if time.monotonic() > end:
-            raise TimeoutError("no answer")
-        time.sleep(0.0005)
-    return message
 
 
 def _ranks(ranks: Sequence[int]) -> str:
