@@ -1,6 +1,6 @@
 """How ranks on several hosts meet without MPI: all of them call rank 0, which knows who is still missing.
 
-The first message of a rank says who it is and which versions it runs, so that it can be told plainly why it does not fit.
+The first message of a rank says who it is and which versions it runs, so that it can be told why it does not fit.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ import socket
 import pytest
 
 from ring_plugins.core.errors import LaunchError
-from ring_plugins.core.launch import guest, roll_call, versions
+from ring_plugins.core.launch import roll_call, versions
+from ring_plugins.core.launch.guest import unreachable
 
 
 @pytest.fixture
@@ -85,4 +86,4 @@ def test_what_keeps_a_rank_from_rank_0_is_said():
 def unreachable_as(address, error):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", (address, 5))])
-        return guest.unreachable("there", 5, error)
+        return unreachable("there", 5, error)
