@@ -69,8 +69,12 @@ def _combine(target: Array, sources: Sequence[Array], ufunc: Callable[..., Array
         divide(target, divisor)
 
 
-def reduce_everywhere(arrays: Sequence[Array], op: Op, dtype: str, divisor: float = 1) -> None:
+def reduce_everywhere(
+    arrays: Sequence[Array], op: Op, dtype: str, divisor: float = 1, source: Array | None = None
+) -> None:
     """Combine `arrays` and leave the result in every one of them, piece by piece.
+
+    Where `source` is given it is combined in place of the first array, and only read.
 
     The last array takes the sum first: where it was written by another core, reading and writing it at once
     moves its cache lines here for good, which is several times faster than to read them now and to take them
@@ -82,7 +86,8 @@ def reduce_everywhere(arrays: Sequence[Array], op: Op, dtype: str, divisor: floa
         end = start + step
         piece = last[start:end]
         rest = [other[start:end] for other in others]
-        reduce_into(piece, [piece, *rest], op, dtype, divisor)
+        terms = rest if source is None else [source[start:end], *rest[1:]]
+        reduce_into(piece, [piece, *terms], op, dtype, divisor)
         for copy in rest:
             np.copyto(copy, piece)
 

@@ -23,10 +23,13 @@ class HostMemory(NamedTuple):
     Attributes:
         array: 1-d C-contiguous numpy array over the memory (bfloat16 is stored as uint16).
         dtype: the element type's name.
+        source: for `all_reduce`, where this rank's numbers are, of the same length; they are only read, and what
+            `array` holds before does not matter. By default they are in `array` itself.
     """
 
     array: Array
     dtype: str
+    source: Array | None = None
 
     @property
     def nbytes(self) -> int:

@@ -12,7 +12,8 @@ from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.compression import Compression
 from ring_plugins.core.dtypes import STORAGE
 from ring_plugins.core.errors import MismatchError
-from ring_plugins.core.fusion import Bucket, Entry, FusionBuffer, FusionPlan
+from ring_plugins.core.fusion import DIRECT_BYTES, Bucket, Entry, FusionBuffer, FusionPlan
+from ring_plugins.core.memory import HostMemory
 from ring_plugins.core.reducer import GradientReducer
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -33,6 +34,9 @@ class Buckets(Protocol):
 
 class HostBuckets:
     """One optimizer's gradients on their way through shared memory.
+
+    Small ones are copied into buckets. Large ones are read where the framework has them, and their averages are
+    written to memory of their own: frameworks do not say who else reads a gradient, so it is never written to.
 
     A pass is any number of `give` and one `finish`. A bucket is on its way as soon as all of its gradients and of
     those before it were given; gradients that were not given count as zeros.
@@ -60,7 +64,7 @@ class HostBuckets:
     ) -> None:
         if compression is not None:
             entries = [replace(entry, layout=f"{entry.layout}, {compression}") for entry in entries]
-        self.plan = FusionPlan(entries, bucket_bytes, first_bucket_bytes)
+        self.plan = FusionPlan(entries, bucket_bytes, first_bucket_bytes, DIRECT_BYTES)
         self.plan.check_equal(communicator)
         self._buffer = FusionBuffer(self.plan, communicator)
         self.reducer = GradientReducer(self._buffer, communicator, self._fill, compression=compression)
@@ -70,10 +74,13 @@ class HostBuckets:
         for bucket, memory in zip(self.plan.buckets, self._buffer.memories, strict=True):
             self._flags.append(memory.array[bucket.flags : bucket.flags + len(bucket.entries)])
             for i, offset in zip(bucket.entries, bucket.offsets, strict=True):
-                self._places[i] = memory.array[offset : offset + entries[i].count]
+                is_direct, count = i in bucket.direct, entries[i].count
+                self._places[i] = (
+                    _aligned(count, memory.array.dtype) if is_direct else memory.array[offset : offset + count]
+                )
 
     def give(self, indices: Sequence[int], gradients: Sequence[Array]) -> None:
-        """Hand over gradients that are complete; they are copied when their bucket leaves, before `finish` returns."""
+        """Hand over gradients that are complete; they are read until `finish` returns."""
         for i, gradient in zip(indices, gradients, strict=True):
             self._given[i] = gradient
         for i in indices:
@@ -83,8 +90,8 @@ class HostBuckets:
         """Wait for every bucket.
 
         Returns:
-            For each given index its average, with the gradient's shape and dtype: a view of the bucket, which the
-            next pass overwrites.
+            For each given index its average, with the gradient's shape and dtype: a view of memory that the
+            next pass overwrites, on a cache line.
 
         Raises:
             MismatchError: a variable has a gradient on some ranks only.
@@ -102,18 +109,24 @@ class HostBuckets:
         """Give the memory back."""
         self._buffer.release()
 
-    def _fill(self, bucket: Bucket) -> None:
+    def _fill(self, bucket: Bucket) -> list[HostMemory]:
         flags = self._flags[bucket.index]
         storage = STORAGE[bucket.dtype]
         one = _ONE_BFLOAT16 if bucket.dtype == "bfloat16" else 1
+        direct: list[HostMemory] = []
         for place, i in enumerate(bucket.entries):
-            gradient = self._given.get(i)
+            average, gradient = self._places[i], self._given.get(i)
+            source = None
             if gradient is None:
-                self._places[i][...] = 0
-                flags[place] = 0
+                average[...] = 0
+            elif i not in bucket.direct:
+                np.copyto(average.reshape(gradient.shape), gradient.view(storage))
             else:
-                np.copyto(self._places[i].reshape(gradient.shape), gradient.view(storage))
-                flags[place] = one
+                source = np.ascontiguousarray(gradient).view(storage).reshape(-1)
+            flags[place] = 0 if gradient is None else one
+            if i in bucket.direct:
+                direct.append(HostMemory(average, bucket.dtype, source))
+        return direct
 
     def _check_flags(self, given: dict[int, Array]) -> None:
         """Whether all ranks have the same gradients; a step that differs among them would part their weights."""
@@ -128,5 +141,13 @@ class HostBuckets:
                     )
 
 
+def _aligned(count: int, dtype: np.dtype[Any]) -> Array:
+    """Memory on a cache line, which TensorFlow takes over without a copy."""
+    memory = np.empty(count * dtype.itemsize + _LINE, np.uint8)
+    start = -memory.ctypes.data % _LINE
+    return memory[start : start + count * dtype.itemsize].view(dtype)
+
+
+_LINE = 64
 #: The bits of 1.0; numpy stores bfloat16 as uint16.
 _ONE_BFLOAT16 = 0x3F80

@@ -105,6 +105,20 @@ def all_reduce_in_shared_memory() -> None:
 
 
 @check
+def all_reduce_of_numbers_elsewhere_only_reads_them() -> None:
+    communicator = current().communicator
+    for dtype in ("float32", "float16", "int64"):
+        for count in COUNTS:
+            inputs = everyones(count, dtype)
+            mine, result = inputs[RANK].copy(), np.full(count, 7, dtype)
+            mine.setflags(write=False)
+            communicator.all_reduce(HostMemory(result, dtype, mine), ring.SUM)
+            assert np.array_equal(mine, inputs[RANK]), (dtype, count)
+            expected = combined(inputs, ring.SUM)
+            assert np.array_equal(result, expected) or np.allclose(result, expected, rtol=2e-3), (dtype, count)
+
+
+@check
 def not_a_number_and_infinity_travel() -> None:
     x = np.ones(50_000, np.float32)
     if RANK == SIZE - 1:

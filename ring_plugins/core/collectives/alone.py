@@ -30,6 +30,8 @@ class AloneCommunicator:
 
     def all_reduce(self, memory: HostMemory, op: Op, wire: HalfWire | None = None) -> None:
         check_reducible(memory.dtype, op)
+        if memory.source is not None:
+            np.copyto(memory.array, memory.source)
 
     def broadcast(self, memory: HostMemory, root: int) -> None:
         pass

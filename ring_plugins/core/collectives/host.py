@@ -147,11 +147,13 @@ class HostCommunicator(OrderedOperations):
 
     @blocking
     def all_reduce(self, memory: HostMemory, op: Op, wire: HalfWire | None = None) -> None:
-        array, dtype = memory
+        array, dtype, source = memory
         check_reducible(dtype, op)
         sign = self._sign("all_reduce", dtype, array.size, op._value_ if wire is None else f"{op._value_} {wire}")
         self.statistics.nbytes += array.nbytes
         if self._between_hosts is not None:
+            if source is not None:
+                np.copyto(array, source)
             try:
                 self._between_hosts.all_reduce(array, op, dtype, sign, wire)
             except MismatchError as error:
@@ -160,12 +162,12 @@ class HostCommunicator(OrderedOperations):
                 raise
             return
         assert self._node is not None
-        self._node.all_reduce(array, op, dtype, self.size if op is Op.AVERAGE else 1, sign)
+        self._node.all_reduce(array, op, dtype, self.size if op is Op.AVERAGE else 1, sign, source)
 
     @blocking
     def broadcast(self, memory: HostMemory, root: int) -> None:
         self._check_root(root)
-        array, dtype = memory
+        array, dtype, _ = memory
         self.statistics.nbytes += array.nbytes
         sign = self._sign("broadcast", dtype, array.size, f"root {root}")
         self._transport.broadcast(array.view(np.uint8), root, sign)

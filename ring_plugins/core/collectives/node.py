@@ -147,22 +147,28 @@ class Node:
         """Forget a buffer; its memory goes with the last view of it."""
         self._buffers.remove(buffer)
 
-    def all_reduce(self, array: Array, op: Op, dtype: str, divisor: int, signature: Signature) -> None:
-        """Reduce `array` of all members in place.
+    def all_reduce(
+        self, array: Array, op: Op, dtype: str, divisor: int, signature: Signature, source: Array | None = None
+    ) -> None:
+        """Reduce `array` of all members.
 
         Args:
-            array: 1-d storage array, the same length everywhere.
+            array: 1-d storage array, the same length everywhere, for the result.
             op, dtype, divisor: as in `reduce_into`.
             signature: of the operation.
+            source: what this member adds; `array` itself by default.
         """
+        source = array if source is None else source
         if array.nbytes <= SMALL:
-            self._reduce_small(array, op, dtype, divisor, signature)
+            self._reduce_small(array, source, op, dtype, divisor, signature)
             return
         shared = self.everyones(array)
         if shared is not None:
+            if source is not array:
+                np.copyto(array, source)
             self._reduce_shared(shared, op, dtype, divisor, signature)
         else:
-            self._reduce_staged(array, op, dtype, divisor, signature)
+            self._reduce_staged(array, source, op, dtype, divisor, signature)
 
     def everyones(self, array: Array) -> list[Array] | None:
         """The same memory of all members, if it lies in a buffer that they share."""
@@ -184,11 +190,13 @@ class Node:
     def _own_first(self, parts: Sequence[Array]) -> list[Array]:
         return [parts[self.position], *(part for i, part in enumerate(parts) if i != self.position)]
 
-    def _reduce_small(self, array: Array, op: Op, dtype: str, divisor: int, signature: Signature) -> None:
+    def _reduce_small(
+        self, array: Array, source: Array, op: Op, dtype: str, divisor: int, signature: Signature
+    ) -> None:
         """Everyone reads everything, in rank order, so that all get the same bits."""
         size, halves = array.size, self._typed_staging(array.dtype)
         staged = [half[:size] for half in halves[self._next_half()]]
-        np.copyto(staged[self.position], array)
+        np.copyto(staged[self.position], source)
         self._arrive(signature)
         reduce_into(array, staged, op, dtype, divisor)
 
@@ -199,21 +207,23 @@ class Node:
         reduce_everywhere(self._own_first([part[cut] for part in parts]), op, dtype, divisor)
         self._barrier()
 
-    def _reduce_staged(self, array: Array, op: Op, dtype: str, divisor: int, signature: Signature) -> None:
+    def _reduce_staged(
+        self, array: Array, source: Array, op: Op, dtype: str, divisor: int, signature: Signature
+    ) -> None:
         """Ordinary memory: each member puts what others reduce into its staging area, and finds the result there."""
         # One half serves all chunks: after the second barrier of a chunk nobody but its owner touches an area.
         step, staged = HALF // array.itemsize, self._typed_staging(array.dtype)[self._next_half()]
         for i, start in enumerate(range(0, array.size, step)):
-            chunk = array[start : start + step]
+            chunk, mine = array[start : start + step], source[start : start + step]
             cuts = slices(chunk.size, self.size, chunk.itemsize)
             own = staged[self.position]
             others = [cut for owner, cut in enumerate(cuts) if owner != self.position]
             for cut in others:
-                np.copyto(own[cut], chunk[cut])
+                np.copyto(own[cut], mine[cut])
             self._arrive(signature) if i == 0 else self._barrier()
             cut = cuts[self.position]
-            inputs = [chunk[cut], *(area[cut] for j, area in enumerate(staged) if j != self.position)]
-            reduce_everywhere(inputs, op, dtype, divisor)
+            areas = [area[cut] for j, area in enumerate(staged) if j != self.position]
+            reduce_everywhere([chunk[cut], *areas], op, dtype, divisor, mine[cut])
             self._barrier()
             for cut in others:
                 np.copyto(chunk[cut], own[cut])
