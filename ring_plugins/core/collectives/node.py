@@ -25,7 +25,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 #: Bytes of one half of the staging area: two of them and the piece being summed stay in a core's cache.
-HALF = 512 * 1024
+HALF = 1024 * 1024
 #: Up to this size every member reads everything: one barrier instead of two. Measured crossover.
 SMALL = 32 * 1024
 #: Bytes of each of the four areas through which chunks go to and from other hosts. Memory is taken when it is written.
