@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 import ring_plugins as ring
-from ring_plugins.core.launch.interfaces import choose, own_offer
+from ring_plugins.core.launch.network_choice import choose, own_offer
 
 #: Wake for so much, as ring_plugins does, if that much is awaited.
 _ENOUGH = 512 * 1024

@@ -10,6 +10,7 @@ from typing import Any
 
 from ring_plugins.core.errors import LaunchError
 from ring_plugins.core.launch import interfaces as launch
+from ring_plugins.core.launch.network_choice import VARIABLE, own_offer
 from ring_plugins.doctor.findings import Finding, error, fine, warning
 
 
@@ -67,17 +68,17 @@ def networks() -> Iterator[Finding]:
     usable = [one for one in found if one.leads_out]
     evidence: dict[str, Any] = {"interfaces": [asdict(one) for one in found]}
     said = ", ".join(map(str, found))
-    wanted = os.environ.get(launch.VARIABLE, "")
+    wanted = os.environ.get(VARIABLE, "")
     try:
-        launch.own_offer(0)
+        own_offer(0)
     except LaunchError as problem:
         names = ", ".join(one.name for one in usable) or "none"
-        yield error("network", str(problem), f"Choose among {names}, or unset {launch.VARIABLE}.", **evidence)
+        yield error("network", str(problem), f"Choose among {names}, or unset {VARIABLE}.", **evidence)
         return
     if not usable:
         yield warning("network", f"only {said}: no other host can be reached", "ip link; ip address", **evidence)
     elif wanted:
-        yield fine("network", f"{said}; {launch.VARIABLE}={wanted} decides between hosts", **evidence)
+        yield fine("network", f"{said}; {VARIABLE}={wanted} decides between hosts", **evidence)
     else:
         names = " or ".join(one.name for one in usable)
         which = names if len(usable) == 1 else f"{names}, the fastest that all hosts are on,"

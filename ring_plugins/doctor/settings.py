@@ -51,6 +51,7 @@ def _any(text: str) -> str:
 KNOWN: dict[str, Callable[[str], str]] = {
     "RING_TIMEOUT": _seconds,
     "RING_START_TIMEOUT": _seconds,
+    "RING_NETWORK_TIMEOUT": _seconds,
     "RING_LAUNCHER": _one_of("mpi", "rendezvous", "slurm", "grown", "alone"),
     "RING_SHARED_MEMORY": _switch,
     "RING_VIRTUAL_NODES": _nodes,

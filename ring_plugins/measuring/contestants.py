@@ -11,7 +11,8 @@ import numpy as np
 
 import ring_plugins as ring
 from ring_plugins.core.errors import ArgumentError
-from ring_plugins.core.launch.interfaces import choose, interfaces, own_offer
+from ring_plugins.core.launch.interfaces import interfaces
+from ring_plugins.core.launch.network_choice import choose, own_offer
 from ring_plugins.core.world import current
 
 #: Given the bytes of a message, what to call to reduce one on all ranks, in place and until it is done.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ring_plugins.core.errors import LaunchError
-from ring_plugins.core.launch.interfaces import Choice, Offer, choose, outward, read_offer, unmeasured
+from ring_plugins.core.launch.network_choice import Choice, Offer, choose, outward, read_offer, unmeasured
 from ring_plugins.core.launch.probe import measure
 
 #: How MPI libraries are told, and what to type: mpirun exports the first to the ranks.

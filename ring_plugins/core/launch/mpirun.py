@@ -8,8 +8,8 @@ import sys
 
 from ring_plugins.core import mpi
 from ring_plugins.core.errors import LaunchError
-from ring_plugins.core.launch.interfaces import own_offer
 from ring_plugins.core.launch.mpi_network import compare
+from ring_plugins.core.launch.network_choice import own_offer
 from ring_plugins.core.launch.record import Connection, LaunchRecord, integer
 from ring_plugins.core.launch.versions import differences, own_versions
 

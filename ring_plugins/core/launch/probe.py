@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ring_plugins.core.launch.interfaces import Offer, on_network
+from ring_plugins.core.launch.network_choice import Offer, on_network
 
 #: What is sent at most, and for how long at most. The first part is not timed: connections begin slowly.
 _BYTES, _FIRST, _SECONDS = 8 << 20, 1 << 19, 0.1

@@ -18,7 +18,8 @@ from typing import Protocol, cast
 
 from ring_plugins.core.errors import LaunchError, MissingDependency
 from ring_plugins.core.launch import roll_call
-from ring_plugins.core.launch.interfaces import address_towards, choose, own_offer, read_offer, unmeasured
+from ring_plugins.core.launch.interfaces import address_towards
+from ring_plugins.core.launch.network_choice import choose, own_offer, read_offer, unmeasured
 from ring_plugins.core.launch.probe import measure
 from ring_plugins.core.launch.record import Connection, LaunchRecord, integer
 from ring_plugins.core.switchboard import Peer, Switchboard

@@ -3,7 +3,8 @@
 import pytest
 
 from ring_plugins.core.errors import LaunchError
-from ring_plugins.core.launch.interfaces import Interface, Offer, choose, interfaces, own_offer, unmeasured
+from ring_plugins.core.launch.interfaces import Interface, interfaces
+from ring_plugins.core.launch.network_choice import Offer, choose, own_offer, unmeasured
 
 
 def interface(name, address, speed=0, internal=False):
