@@ -210,20 +210,34 @@ class Node:
     def _reduce_staged(
         self, array: Array, source: Array, op: Op, dtype: str, divisor: int, signature: Signature
     ) -> None:
-        """Ordinary memory: each member puts what others reduce into its staging area, and finds the result there."""
-        # One half serves all chunks: after the second barrier of a chunk nobody but its owner touches an area.
-        step, staged = HALF // array.itemsize, self._typed_staging(array.dtype)[self._next_half()]
+        """Ordinary memory: each member puts what others reduce into its staging area, and finds the result there.
+
+        Chunks take turns with the halves of the area, so that one barrier tells both that a chunk is staged and that
+        the results of the one before are there. After it nobody but its owner touches the half of the latter.
+        """
+        step, (first, second) = HALF // array.itemsize, self._typed_staging(array.dtype)
+        before: tuple[Array, Array, list[slice]] | None = None
         for i, start in enumerate(range(0, array.size, step)):
             chunk, mine = array[start : start + step], source[start : start + step]
             cuts = slices(chunk.size, self.size, chunk.itemsize)
+            staged = second if self._next_half() else first
             own = staged[self.position]
             others = [cut for owner, cut in enumerate(cuts) if owner != self.position]
             for cut in others:
                 np.copyto(own[cut], mine[cut])
             self._arrive(signature) if i == 0 else self._barrier()
+            _take_out(before)
             cut = cuts[self.position]
             areas = [area[cut] for j, area in enumerate(staged) if j != self.position]
             reduce_everywhere([chunk[cut], *areas], op, dtype, divisor, mine[cut])
-            self._barrier()
-            for cut in others:
-                np.copyto(chunk[cut], own[cut])
+            before = chunk, own, others
+        self._barrier()
+        _take_out(before)
+
+
+def _take_out(reduced: tuple[Array, Array, list[slice]] | None) -> None:
+    """Copy what others have reduced from the own staging area to where it belongs."""
+    if reduced is not None:
+        chunk, own, cuts = reduced
+        for cut in cuts:
+            np.copyto(chunk[cut], own[cut])
