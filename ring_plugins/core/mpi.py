@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import sys
 import threading
@@ -70,8 +71,14 @@ class _Transfers:
         time.sleep(seconds)
 
     def abandon(self) -> None:
-        # MPI may still write to memory that it was given to receive in, so that has to outlive the plane.
-        self._plane.abandoned.append((self._requests, self._keep))
+        # MPI may still read what it was given to send, and write to where it receives, until the process is over, which
+        # is after Python has freed all else (mpi4py finalises MPI last). So this memory is never given back.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._requests, self._keep)))
+        self._requests, self._keep = [], None
+
+    def __del__(self) -> None:
+        if self._requests:  # an operation was left by an error
+            self.abandon()
 
 
 class MpiPlane:
@@ -81,7 +88,6 @@ class MpiPlane:
 
     def __init__(self) -> None:
         self.mpi = load()
-        self.abandoned: list[Any] = []
         self._comm = self.mpi.COMM_WORLD.Dup()
         self._comm.Set_errhandler(self.mpi.ERRORS_RETURN)
         self.rank: int = self._comm.Get_rank()
