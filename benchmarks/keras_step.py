@@ -128,15 +128,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--seconds", type=float, default=60.0, help="to spend on each model, about")
-    parser.add_argument("--network", type=float, default=0.0, help="GB/s of a pretended network")
+    parser.add_argument("--network", type=float, default=0.0, help="GB/s of a pretended network, on TensorFlow")
     options = parser.parse_args()
+    if options.network and BACKEND != "tensorflow":
+        parser.error("--network is for TensorFlow")
     if BACKEND == "torch":
         import torch
 
         torch.set_num_threads(1)
     ring.init(ranks=2)
     kinds = ["none", "ours"]
-    if options.network and BACKEND != "jax":
+    if options.network:
         kinds.append("one bucket")
     elif BACKEND == "tensorflow" and current().launcher == "mpi":
         kinds.append("fused")

@@ -1,4 +1,4 @@
-"""`keras_step.py` on every backend, one after the other, and with a pretended network where steps overlap with it.
+"""`keras_step.py` on every backend, one after the other, and TensorFlow with a pretended network.
 
 python benchmarks/keras_steps.py               # about ten minutes; nothing else should run meanwhile
 python benchmarks/keras_steps.py --seconds 15  # about four
@@ -17,7 +17,6 @@ RUNS = (
     ("torch", ()),
     ("jax", ()),
     ("tensorflow", ("--models", "convolutions", "--network", "0.5")),
-    ("torch", ("--models", "convolutions", "--network", "0.5")),
 )
 
 
