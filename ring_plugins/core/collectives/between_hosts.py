@@ -46,23 +46,32 @@ class BetweenHosts:
         self._node, self._lane = node, lane
         self._position, self._owners, self._hosts, self._size = position, owners, hosts, size
 
-    def all_reduce(self, array: Array, op: Op, dtype: str, signature: Signature, wire: Wire | None = None) -> None:
-        """Reduce `array` of all members in place; all get the same bits.
+    def all_reduce(
+        self,
+        array: Array,
+        op: Op,
+        dtype: str,
+        signature: Signature,
+        wire: Wire | None = None,
+        source: Array | None = None,
+    ) -> None:
+        """Reduce `array` of all members; all get the same bits.
 
         Args:
             array: 1-d storage array, the same length everywhere.
             op, dtype: as in `reduce_into`.
             signature: of the operation.
             wire: how numbers travel between hosts, as they are by default.
+            source: what this member adds; `array` itself by default.
         """
         before, after = _shares(self._size, dtype, wire is not None) if op is Op.AVERAGE else (1.0, 1.0)
         if array.nbytes <= (_SMALL_OF_TWO if self._hosts == 2 else SMALL):
-            self._small(array, Sum(op, dtype, before, 1, signature), after, wire)
+            self._small(array, Sum(op, dtype, before, 1, signature), after, wire, source)
             return
         how = Sum(op, dtype, before, self._owners, signature)
         length = self.chunk_bytes(array.nbytes) // array.itemsize
         chunks = [slice(start, min(start + length, array.size)) for start in range(0, array.size, length)]
-        mates = lockstep(self._node, array, how)
+        mates = lockstep(self._node, array, how, source)
         chosen, rounds = way(self._hosts, array.nbytes)
         stream = None
         if self._lane is not None:
@@ -79,9 +88,9 @@ class BetweenHosts:
             stream.end()
         mates.end()
 
-    def _small(self, array: Array, how: Sum, divisor: float, wire: Wire | None) -> None:
+    def _small(self, array: Array, how: Sum, divisor: float, wire: Wire | None, source: Array | None) -> None:
         """One round, by the first member of each host."""
-        mates, whole = lockstep(self._node, array, how), slice(0, array.size)
+        mates, whole = lockstep(self._node, array, how, source), slice(0, array.size)
         mates.step(whole, None)
         if self._position == 0:
             assert self._lane is not None

@@ -152,10 +152,8 @@ class HostCommunicator(OrderedOperations):
         sign = self._sign("all_reduce", dtype, array.size, op._value_ if wire is None else f"{op._value_} {wire}")
         self.statistics.nbytes += array.nbytes
         if self._between_hosts is not None:
-            if source is not None:
-                np.copyto(array, source)
             try:
-                self._between_hosts.all_reduce(array, op, dtype, sign, wire)
+                self._between_hosts.all_reduce(array, op, dtype, sign, wire, source)
             except MismatchError as error:
                 if self._node is not None:
                     self._node.tell(error)

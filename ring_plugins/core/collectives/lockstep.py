@@ -45,18 +45,21 @@ class Lockstep(Protocol):
         """After the last step: return when no other member touches this one's memory any more."""
 
 
-def lockstep(node: Node | None, array: Array, how: Sum) -> Lockstep:
+def lockstep(node: Node | None, array: Array, how: Sum, source: Array | None = None) -> Lockstep:
     """The way that fits the memory.
 
     Args:
         node: the members of this host, None where this is the only one.
-        array: 1-d storage array, reduced in place.
+        array: 1-d storage array, for the result.
         how: see `Sum`.
+        source: what this member adds; `array` itself by default.
     """
-    if node is None:
-        return _Single(array, how)
-    shared = node.everyones(array)
-    return _Staged(node, array, how) if shared is None else _Shared(node, shared, how)
+    shared = node.everyones(array) if node is not None else None
+    if node is not None and shared is None:
+        return _Staged(node, array, array if source is None else source, how)
+    if source is not None:
+        np.copyto(array, source)
+    return _Single(array, how) if node is None or shared is None else _Shared(node, shared, how)
 
 
 class _Single:
@@ -110,8 +113,8 @@ class _Staged:
     passes only when done with reading it.
     """
 
-    def __init__(self, node: Node, array: Array, how: Sum) -> None:
-        self._node, self._array, self._how = node, array, how
+    def __init__(self, node: Node, array: Array, source: Array, how: Sum) -> None:
+        self._node, self._array, self._source, self._how = node, array, source, how
         quarter = ROOM // array.itemsize
         areas = [room.view(array.dtype) for room in node.rooms]
         self._inputs = [[area[i * quarter : (i + 1) * quarter] for area in areas] for i in (0, 1)]
@@ -126,10 +129,11 @@ class _Staged:
         self._turn ^= 1
         inputs, results = self._inputs[self._turn], self._results[self._turn]
         chunk, chunk_cuts = self._cut(new)
+        mine = self._source[new] if new is not None else chunk
         result, result_cuts = self._cut(old)
         for owner, cut in enumerate(chunk_cuts):
             if owner != position:
-                np.copyto(inputs[position][cut], chunk[cut])
+                np.copyto(inputs[position][cut], mine[cut])
         if position < len(result_cuts):
             cut = result_cuts[position]
             np.copyto(results[position][cut], result[cut])
@@ -141,7 +145,7 @@ class _Staged:
         if position < len(chunk_cuts):
             cut = chunk_cuts[position]
             others = [area[cut] for i, area in enumerate(inputs) if i != position]
-            reduce_into(chunk[cut], [chunk[cut], *others], self._how.op, self._how.dtype, self._how.divisor)
+            reduce_into(chunk[cut], [mine[cut], *others], self._how.op, self._how.dtype, self._how.divisor)
         for owner, cut in enumerate(result_cuts):
             if owner != position:
                 np.copyto(result[cut], results[owner][cut])
