@@ -8,10 +8,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
-from ring_plugins.core.errors import MissingDependency, RingError
+from ring_plugins.core.errors import MissingDependency, PeerFailed, RingError
 from ring_plugins.core.plane import Bytes
 
 #: MPI counts are 32-bit before MPI 4.
@@ -53,32 +54,57 @@ def world_size_if_initialised() -> int:
 
 
 class _Transfers:
-    """Requests of one exchange."""
+    """Requests of one exchange.
 
-    def __init__(self, plane: MpiPlane, requests: list[Any], keep: Any) -> None:
-        self._plane, self._requests, self._keep = plane, requests, keep
+    MPI may read what it was given to send, and write to where it receives, until the process is over, which is after
+    Python has freed all else (mpi4py finalises MPI last). So memory of transfers that an error left unfinished is never
+    given back.
+    """
+
+    def __init__(self, plane: MpiPlane, peers: Sequence[int], keep: Any) -> None:
+        self._plane, self._peers, self._keep = plane, peers, keep
+        self._requests: list[Any] = []
+        self._failure: PeerFailed | None = None
+
+    def start(self, begin: Iterable[Callable[[], Any]]) -> None:
+        """Begin transfers; a failure is told by `done`, to whoever waits."""
+        try:
+            with self._plane.exclusive:
+                self._requests += (one() for one in begin)
+        except self._plane.mpi.Exception as error:
+            self._fail(error)
 
     def done(self) -> bool:
+        if self._failure is not None:
+            raise self._failure
         if not self._requests:
             return True
-        with self._plane.exclusive, self._plane.errors():
-            finished: bool = self._plane.mpi.Request.Testall(self._requests)
+        finished: bool
+        try:
+            with self._plane.exclusive:
+                finished = self._plane.mpi.Request.Testall(self._requests)
+        except self._plane.mpi.Exception as error:
+            raise self._fail(error) from error
         if finished:
             self._requests, self._keep = [], None
         return finished
 
+    def _fail(self, error: Exception) -> PeerFailed:
+        plane, them = self._plane, sorted(set(self._peers))
+        self._failure = PeerFailed(
+            f"MPI on rank {plane.rank} can exchange nothing with rank{'s' if len(them) > 1 else ''} "
+            f"{', '.join(map(str, them))} any more ({error}). It ended, or its host did; look for the error that it "
+            "printed.",
+            them[0],
+        )
+        return self._failure
+
     def nap(self, seconds: float) -> None:
         time.sleep(seconds)
 
-    def abandon(self) -> None:
-        # MPI may still read what it was given to send, and write to where it receives, until the process is over, which
-        # is after Python has freed all else (mpi4py finalises MPI last). So this memory is never given back.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._requests, self._keep)))
-        self._requests, self._keep = [], None
-
     def __del__(self) -> None:
-        if self._requests:  # an operation was left by an error
-            self.abandon()
+        if self._requests:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._requests, self._keep)))
 
 
 class MpiPlane:
@@ -110,7 +136,7 @@ class MpiPlane:
 
     def connect(self, ranks: Sequence[int], tag: int) -> _Transfers:
         """MPI connects by itself."""
-        return _Transfers(self, [], None)
+        return _Transfers(self, ranks, None)
 
     def disconnect(self, tag: int) -> None:
         """And keeps its connections for whoever comes next."""
@@ -118,11 +144,15 @@ class MpiPlane:
     def exchange(
         self, outgoing: Sequence[tuple[int, Bytes]], incoming: Sequence[tuple[int, Bytes]], tag: int
     ) -> _Transfers:
-        byte = self.mpi.BYTE
-        with self.exclusive, self.errors():
-            requests = [self._comm.Irecv([p, byte], rank, tag) for rank, data in incoming for p in _pieces(data)]
-            requests += [self._comm.Isend([p, byte], rank, tag) for rank, data in outgoing for p in _pieces(data)]
-        return _Transfers(self, requests, (outgoing, incoming))
+        transfers = _Transfers(self, [rank for rank, _ in (*outgoing, *incoming)], (outgoing, incoming))
+        ways = (self._comm.Irecv, incoming), (self._comm.Isend, outgoing)
+        transfers.start(
+            partial(move, [piece, self.mpi.BYTE], rank, tag)
+            for move, messages in ways
+            for rank, data in messages
+            for piece in _pieces(data)
+        )
+        return transfers
 
     def abort(self, code: int) -> None:
         self.mpi.COMM_WORLD.Abort(code)

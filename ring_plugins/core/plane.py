@@ -11,13 +11,13 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Pending(Protocol):
-    """Transfers under way."""
+    """Transfers under way. Who drops one unfinished need not care: the memory stays untouched, or alive."""
 
     def done(self) -> bool:
         """Whether all have finished; polls, never blocks.
 
         Raises:
-            RingError: a transfer failed.
+            PeerFailed: a transfer failed, which also tells failures of its beginning.
         """
 
     def nap(self, seconds: float) -> None:
@@ -26,9 +26,6 @@ class Pending(Protocol):
         Args:
             seconds: how long, where nothing tells; a plane that is woken by what arrives may sleep longer.
         """
-
-    def abandon(self) -> None:
-        """Nobody will ask again; the memory stays untouched, or alive, as far as the plane needs that."""
 
 
 class Plane(Protocol):

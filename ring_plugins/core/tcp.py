@@ -196,9 +196,6 @@ class _TcpPending:
     def nap(self, seconds: float) -> None:
         self._lines.sleep({link: received for link, _, received in self._left}, seconds)
 
-    def abandon(self) -> None:
-        """Nothing happens unless someone asks, and the links keep the memory."""
-
 
 class _Connecting:
     """Connections being made with ranks that do the same now: what keeps them apart is found here and not later."""
@@ -215,9 +212,6 @@ class _Connecting:
 
     def nap(self, seconds: float) -> None:
         time.sleep(seconds)
-
-    def abandon(self) -> None:
-        """The links stay."""
 
 
 class TcpPlane:

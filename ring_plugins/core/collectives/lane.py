@@ -12,7 +12,7 @@ from ring_plugins.core.arithmetic import reduce_into
 from ring_plugins.core.collectives.node import slices
 from ring_plugins.core.collectives.signature import Signature, mismatch, signature
 from ring_plugins.core.collectives.wire import AsIs, Wire
-from ring_plugins.core.errors import MismatchError, RingError
+from ring_plugins.core.errors import MismatchError
 from ring_plugins.core.operations import Op
 from ring_plugins.core.plane import Bytes, Pending, Plane
 from ring_plugins.core.waiting import Wait
@@ -113,7 +113,7 @@ class Lane:
             (i, self._plane.exchange(_to(self.ranks[i], outgoing[i]), _to(self.ranks[i], incoming[i]), self._tag))
             for i in self.others
         ]
-        said.check([transfer for _, transfer in moving])
+        said.check()
         self.await_each(moving, signature)
         own_out, own_in = outgoing[self.position], incoming[self.position]
         if own_out is not None and own_in is not None and own_out is not own_in:
@@ -181,11 +181,8 @@ class Announcement:
             lane._tag,
         )
 
-    def check(self, data: Sequence[Pending] = ()) -> None:
+    def check(self) -> None:
         """Wait for everyone's, and compare.
-
-        Args:
-            data: transfers begun meanwhile, which are given up where members disagree.
 
         Raises:
             MismatchError: members are in different operations, or disagree about sizes.
@@ -199,23 +196,16 @@ class Announcement:
         )
         said = memoryview(theirs.reshape(-1)).cast("q")
         code, step = self._signature.code, _HEADER // 8
-        error: RingError | None = None
         if any(said[i * step] != code for i in lane.others):
             theirs[lane.position] = _head(self._signature, 0)
             calls = {r: bytes(theirs[i, 16:]).rstrip(b"\0").decode(errors="replace") for i, r in enumerate(ranks)}
-            error = mismatch(lane.name, calls)
-        else:
-            for i in lane.others:
-                if (size := said[i * step + 1]) != self._expected[i]:
-                    error = MismatchError(
-                        f"ranks disagree in {lane.name}: {self._signature.text}: rank {ranks[i]} sends {size} bytes "
-                        f"to rank {ranks[lane.position]}, which expects {self._expected[i]}. Sizes must agree."
-                    )
-                    break
-        if error is not None:
-            for transfer in data:
-                transfer.abandon()
-            raise error
+            raise mismatch(lane.name, calls)
+        for i in lane.others:
+            if (size := said[i * step + 1]) != self._expected[i]:
+                raise MismatchError(
+                    f"ranks disagree in {lane.name}: {self._signature.text}: rank {ranks[i]} sends {size} bytes "
+                    f"to rank {ranks[lane.position]}, which expects {self._expected[i]}. Sizes must agree."
+                )
 
 
 @lru_cache(maxsize=256)

@@ -14,6 +14,7 @@ its full rate, until the parts get small and the senders many.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from ring_plugins.core.collectives.lane import Announcement, Lane
 from ring_plugins.core.collectives.node import slices
 from ring_plugins.core.collectives.signature import Signature
 from ring_plugins.core.collectives.wire import Wire
+from ring_plugins.core.errors import PeerFailed
 from ring_plugins.core.operations import Op
 from ring_plugins.core.plane import Pending
 
@@ -59,10 +61,10 @@ class Reduction:
         sizes = [nbytes] * self.lane.size
         self._announcement = self.lane.announce(sizes, sizes, self.signature)
 
-    def check(self, data: Sequence[Pending]) -> None:
+    def check(self) -> None:
         """Before the first use of what others sent: are they in the same operation?"""
         if self._announcement is not None:
-            self._announcement.check(data)
+            self._announcement.check()
             self._announcement = None
 
     def send(self, members: Sequence[int], piece: Array) -> None:
@@ -96,8 +98,9 @@ class Reduction:
 
     def start_sending(self) -> None:
         """Let go what can, and keep no record of what has left."""
-        while self.unsent and self.unsent[0][1].done():
-            del self.unsent[0]
+        with contextlib.suppress(PeerFailed):  # whoever waits is told, and why
+            while self.unsent and self.unsent[0][1].done():
+                del self.unsent[0]
 
     def unpacked(self, received: Array, piece: Array) -> Array:
         """What was received for a piece, as numbers."""
@@ -128,7 +131,7 @@ class Pair:
     def advance(self) -> bool:
         """Wait for the other's numbers, and until the own have left, since the sum takes their place."""
         reduction, chunk = self._reduction, self._chunk
-        reduction.check([transfer for _, transfer in self._awaited])
+        reduction.check()
         reduction.lane.await_each(self._awaited, reduction.signature, spin=False)
         if chunk.size:
             mine = chunk if reduction.wire.exact else reduction.unpacked(self._packed, chunk)
@@ -156,7 +159,7 @@ class Straight:
     def advance(self) -> bool:
         """Wait for what this round receives, and start the next; whether the chunk is finished."""
         reduction, lane = self._reduction, self._reduction.lane
-        reduction.check([transfer for _, transfer in self._awaited])
+        reduction.check()
         lane.await_each(self._awaited, reduction.signature, spin=False)
         self._round += 1
         if self._round == 2:
@@ -199,7 +202,7 @@ class Ring:
     def advance(self) -> bool:
         """Wait for what this round receives, and start the next; whether the chunk is finished."""
         reduction, lane = self._reduction, self._reduction.lane
-        reduction.check([transfer for _, transfer in self._awaited])
+        reduction.check()
         lane.await_each(self._awaited, reduction.signature, spin=False)
         part = self._incoming()
         if part.size and self._round < lane.size - 1:

@@ -26,7 +26,8 @@ optimizer = DistributedOptimizer(
 for step in range(20):
     if step == 7 and ring.rank() == 1:
         with torch.no_grad():
-            model[1].weight.view(torch.int32)[2, 4] ^= 1  # the last bit of one of 63 numbers
+            # One bit of one of 63 numbers; not the last, which an update may round away.
+            model[1].weight.view(torch.int32)[2, 4] ^= 1 << 10
     optimizer.zero_grad()
     model(torch.randn(4, 5)).square().sum().backward()
     try:
@@ -51,7 +52,7 @@ class Model(BoringModel):
     def on_train_batch_start(self, batch, batch_idx):
         if batch_idx == 7 and self.global_rank == 1:
             with torch.no_grad():
-                self.layer.bias.view(torch.int32)[0] ^= 1
+                self.layer.bias.view(torch.int32)[0] ^= 1 << 10
 
 class Logger(L.pytorch.loggers.logger.DummyLogger):
     def log_metrics(self, metrics, step=None):
