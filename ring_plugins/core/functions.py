@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,6 +12,7 @@ from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.errors import ArgumentError
 from ring_plugins.core.memory import HostMemory, OnDevice, host_array, host_memory
 from ring_plugins.core.operations import Op
+from ring_plugins.core.results import empty, go, in_place
 from ring_plugins.core.world import current
 
 
@@ -90,8 +92,10 @@ def all_reduce(x: Any, op: Op = Op.AVERAGE, *, out: Any = None, wait: bool = Tru
         MismatchError: ranks gave different shapes, dtypes or ops.
         PeerFailed: another rank is gone.
     """
+    communicator = current().communicator
     try:
-        return _in_place("all_reduce", x, out, wait, lambda communicator, memory: communicator.all_reduce(memory, op))
+        reduce = partial(communicator.all_reduce, op=op)
+        return in_place(communicator, "all_reduce", x, out, wait, reduce, reads_source=True)
     except OnDevice as error:
         return _on_gpu(x, error).all_reduce(x, op, out, wait)
 
@@ -108,9 +112,10 @@ def broadcast(x: Any, root: int = 0, *, out: Any = None, wait: bool = True) -> A
     Raises:
         ArgumentError: `root` is no rank; memory as in `all_reduce`.
     """
-    _check_root(root, current().communicator)
+    communicator = current().communicator
+    _check_root(root, communicator)
     try:
-        return _in_place("broadcast", x, out, wait, lambda communicator, memory: communicator.broadcast(memory, root))
+        return in_place(communicator, "broadcast", x, out, wait, partial(communicator.broadcast, root=root))
     except OnDevice as error:
         return _on_gpu(x, error).broadcast(x, root, out, wait)
 
@@ -139,14 +144,14 @@ def all_gather(x: Any, *, wait: bool = True) -> Any:
         source = np.atleast_1d(np.ascontiguousarray(array))
         trailing = source.shape[1:]
         lengths = _gather_shapes(communicator, source.shape[0], trailing, dtype)
-        result = _empty(x, source.dtype, dtype, (sum(lengths), *trailing))
+        result = empty(x, source.dtype, (sum(lengths), *trailing))
         each = int(np.prod(trailing, dtype=np.int64))
         communicator.all_gather(
             HostMemory(source.reshape(-1), dtype), host_memory(result), [length * each for length in lengths]
         )
         return result
 
-    return _go(communicator, "all_gather", run, wait)
+    return go(communicator, "all_gather", run, wait)
 
 
 def reduce_scatter(x: Any, op: Op = Op.AVERAGE, *, wait: bool = True) -> Any:
@@ -175,13 +180,13 @@ def reduce_scatter(x: Any, op: Op = Op.AVERAGE, *, wait: bool = True) -> Any:
         quotient, rest = divmod(source.shape[0], communicator.size)
         lengths = [quotient + (i < rest) for i in range(communicator.size)]
         each = int(np.prod(source.shape[1:], dtype=np.int64))
-        result = _empty(x, source.dtype, dtype, (lengths[communicator.rank], *source.shape[1:]))
+        result = empty(x, source.dtype, (lengths[communicator.rank], *source.shape[1:]))
         communicator.reduce_scatter(
             HostMemory(source.reshape(-1), dtype), host_memory(result), [length * each for length in lengths], op
         )
         return result
 
-    return _go(communicator, "reduce_scatter", run, wait)
+    return go(communicator, "reduce_scatter", run, wait)
 
 
 def all_to_all(x: Any, splits: Sequence[int] | None = None, *, wait: bool = True) -> Any:
@@ -219,7 +224,7 @@ def all_to_all(x: Any, splits: Sequence[int] | None = None, *, wait: bool = True
         _check_equal([(t, d) for _, t, d in everyones], "all_to_all")
         receive = [other[0][communicator.rank] for other in everyones]
         each = int(np.prod(trailing, dtype=np.int64))
-        result = _empty(x, data.dtype, dtype, (sum(receive), *trailing))
+        result = empty(x, data.dtype, (sum(receive), *trailing))
         communicator.all_to_all(
             HostMemory(data.reshape(-1), dtype),
             [count * each for count in send],
@@ -228,7 +233,7 @@ def all_to_all(x: Any, splits: Sequence[int] | None = None, *, wait: bool = True
         )
         return result
 
-    return _go(communicator, "all_to_all", run, wait)
+    return go(communicator, "all_to_all", run, wait)
 
 
 def barrier() -> None:
@@ -251,59 +256,6 @@ def all_gather_object(item: Any) -> list[Any]:
 def _check_root(root: int, communicator: Communicator) -> None:
     if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < communicator.size:
         raise ArgumentError(f"root={root!r} is not a rank of this job of {communicator.size}.")
-
-
-def _in_place(name: str, x: Any, out: Any, wait: bool, operate: Callable[[Communicator, HostMemory], None]) -> Any:
-    """Copy `x` to `out`, or to new memory, and operate on that in place."""
-    communicator = current().communicator
-    source, dtype = host_array(x)
-    if out is x and wait and source.flags.c_contiguous and source.flags.writeable:
-        operate(communicator, HostMemory(source if source.ndim == 1 else source.reshape(-1), dtype))
-        return x
-    result = _empty_like(x, source) if out is None else out
-    memory, finish = _writable(result, "out")
-    if memory.dtype != dtype or memory.array.size != source.size:
-        raise ArgumentError(
-            f"out has {memory.array.size} elements of {memory.dtype}, but x has {source.size} of {dtype}."
-        )
-
-    def run() -> Any:
-        if out is not x:
-            np.copyto(memory.array.reshape(source.shape), source)
-        operate(communicator, memory)
-        finish()
-        return result
-
-    return _go(communicator, name, run, wait)
-
-
-def _go(communicator: Communicator, name: str, run: Callable[[], Any], wait: bool) -> Any:
-    return run() if wait else communicator.start(name, run)
-
-
-def _empty_like(x: Any, source: np.ndarray[Any, Any]) -> Any:
-    if hasattr(x, "new_empty"):
-        return x.new_empty(x.shape)
-    if isinstance(x, np.ndarray):
-        return np.empty(x.shape, x.dtype)
-    return np.empty(source.shape, source.dtype)
-
-
-def _empty(x: Any, storage: np.dtype[Any], dtype: str, shape: tuple[int, ...]) -> Any:
-    if hasattr(x, "new_empty"):
-        return x.new_empty(shape)
-    return np.empty(shape, x.dtype if isinstance(x, np.ndarray) else storage)
-
-
-def _writable(result: Any, name: str) -> tuple[HostMemory, Callable[[], None]]:
-    """Contiguous memory for a result, and what to do when it is there."""
-    array, dtype = host_array(result, name)
-    if not array.flags.writeable:
-        raise ArgumentError(f"{name} is read-only memory and cannot take the result; pass a writable copy.")
-    if array.flags.c_contiguous:
-        return HostMemory(array if array.ndim == 1 else array.reshape(-1), dtype), lambda: None
-    staged = np.ascontiguousarray(array)
-    return HostMemory(staged.reshape(-1), dtype), lambda: np.copyto(array, staged)
 
 
 def _gather_shapes(communicator: Communicator, length: int, trailing: tuple[int, ...], dtype: str) -> list[int]:

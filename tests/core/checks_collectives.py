@@ -136,6 +136,9 @@ def shapes_strides_and_scalars() -> None:
     strided = np.full((6, 6), RANK, np.float32)
     ring.all_reduce(strided[::2, ::3], ring.SUM, out=strided[::2, ::3])
     assert np.all(strided[::2, ::3] == total) and np.all(strided[1::2] == RANK)
+    line = np.arange(60_000, dtype=np.float32)
+    ring.all_reduce(line[1:], ring.SUM, out=line[:-1])  # overlapping
+    assert np.array_equal(line[:-1], np.arange(1, 60_000) * SIZE) and line[-1] == 59_999
     zero_d = ring.all_reduce(np.array(float(RANK)), ring.MAX)
     assert zero_d.shape == () and float(zero_d) == SIZE - 1
     assert float(ring.all_reduce(float(RANK), ring.SUM)) == total

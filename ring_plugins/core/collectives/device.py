@@ -10,18 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.collectives.queued import QueuedOperations
-from ring_plugins.core.collectives.stream_queue import Streams
 from ring_plugins.core.compression import HalfWire
 from ring_plugins.core.dtypes import check_reducible
 from ring_plugins.core.errors import ArgumentError
 from ring_plugins.core.memory import DeviceMemory
-from ring_plugins.core.nccl.calls import BYTES, Nccl
-from ring_plugins.core.nccl.driver import Driver
+from ring_plugins.core.nccl.calls import BYTES
 from ring_plugins.core.operations import Op
 from ring_plugins.core.shared_memory import SharedBuffer
-from ring_plugins.core.waiting import Wait
 
 
 class DeviceCommunicator(QueuedOperations):
@@ -41,23 +37,9 @@ class DeviceCommunicator(QueuedOperations):
         MismatchError, DeviceError, TimeoutExceeded: the ranks cannot be connected; see `core.nccl.meeting`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        device: int,
-        host: Communicator,
-        streams: Streams,
-        wait: Wait,
-        nccl: Nccl,
-        driver: Driver,
-        own_stream: bool = False,
-    ) -> None:
-        super().__init__(name, device, host, streams, wait, nccl, driver, own_stream)
-        self._library = nccl
-
     def all_reduce(self, memory: DeviceMemory, op: Op, wire: HalfWire | None = None) -> None:
         check_reducible(memory.dtype, op)
-        kind, operation, width = self._library.reduction(memory.dtype, op)
+        kind, operation, width = self._nccl.reduction(memory.dtype, op)
         with self._launch("all_reduce", memory):
             if memory.size:
                 self._nccl.call("ncclAllReduce", memory.pointer, memory.pointer, memory.size * width, kind, operation)
@@ -82,7 +64,7 @@ class DeviceCommunicator(QueuedOperations):
     def reduce_scatter(self, full: DeviceMemory, out: DeviceMemory, counts: Sequence[int], op: Op) -> None:
         check_reducible(full.dtype, op)
         places = _places(full, counts, "counts")
-        kind, operation, width = self._library.reduction(full.dtype, op)
+        kind, operation, width = self._nccl.reduction(full.dtype, op)
         with self._launch("reduce_scatter", full, out):
             if len(set(counts)) == 1:
                 self._nccl.call("ncclReduceScatter", full.pointer, out.pointer, counts[0] * width, kind, operation)

@@ -40,7 +40,7 @@ class QueuedOperations:
         wait: Wait,
         nccl: Nccl,
         driver: Driver,
-        own_stream: bool,
+        own_stream: bool = False,
     ) -> None:
         self.name, self.device = name, device
         self.rank, self.size, self.ranks = host.rank, host.size, host.ranks

@@ -13,6 +13,7 @@ from ring_plugins.core.errors import DeviceError, RingError
 from ring_plugins.core.nccl.calls import SUCCESS, Nccl
 from ring_plugins.core.nccl.driver import Driver
 from ring_plugins.core.nccl.meeting import connect, others
+from ring_plugins.core.operations import Op
 from ring_plugins.core.waiting import Wait
 
 #: Seconds that a communicator which is no longer needed waits for the peers to be done with it too.
@@ -52,6 +53,10 @@ class NcclConnection:
     def call(self, name: str, *arguments: Any) -> None:
         """Call a function of NCCL's on the stream, with all but its last two arguments."""
         self._nccl.call(name, *arguments, self._communicator, self._stream, communicator=self._communicator)
+
+    def reduction(self, dtype: str, op: Op) -> tuple[int, int, int]:
+        """See `Nccl.reduction`."""
+        return self._nccl.reduction(dtype, op)
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
