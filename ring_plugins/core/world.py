@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, Protocol
 
 from ring_plugins.core import endings, nccl
 from ring_plugins.core.collectives.alone import AloneCommunicator
-from ring_plugins.core.collectives.device import DeviceCommunicator, Streams
+from ring_plugins.core.collectives.device import DeviceCommunicator
 from ring_plugins.core.collectives.host import Gather, HostCommunicator
 from ring_plugins.core.collectives.ordered import Activity, OrderedOperations
 from ring_plugins.core.collectives.protocol import Communicator
+from ring_plugins.core.collectives.stream_queue import Streams
 from ring_plugins.core.control import Channel, Hub, Link
 from ring_plugins.core.errors import ArgumentError, LaunchError, NotInitialised
 from ring_plugins.core.failure import Peer, Watch

@@ -139,6 +139,3 @@ def _places(memory: DeviceMemory, counts: Sequence[int], name: str) -> list[tupl
         places.append((pointer, count))
         pointer += count * _width(memory)
     return places
-
-
-__all__ = ["DeviceCommunicator", "Streams"]
