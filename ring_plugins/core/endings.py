@@ -17,7 +17,7 @@ from ring_plugins.core.guard import say
 from ring_plugins.core.launch import grow
 
 if TYPE_CHECKING:
-    from ring_plugins.core.world import World
+    from ring_plugins.core.job import World
 
 #: Seconds in which mpirun, as `ring run` starts it, finds out that a network is lost, after the ranks have.
 _LAUNCHER_LOOKS = 4.0

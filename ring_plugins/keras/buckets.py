@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -69,6 +69,7 @@ class HostBuckets:
         self._buffer = FusionBuffer(self.plan, communicator)
         self.reducer = GradientReducer(self._buffer, communicator, self._fill, compression=compression)
         self._given: dict[int, Array] = {}
+        self._forms: dict[int, tuple[np.dtype[Any], tuple[int, ...]]] = {}  # of all that were given in this pass
         self._places: list[Array] = [np.empty(0)] * len(entries)
         self._flags: list[Array] = []
         for bucket, memory in zip(self.plan.buckets, self._buffer.memories, strict=True):
@@ -80,9 +81,13 @@ class HostBuckets:
                 )
 
     def give(self, indices: Sequence[int], gradients: Sequence[Array]) -> None:
-        """Hand over gradients that are complete; they are read until `finish` returns."""
+        """Hand over gradients that are complete.
+
+        Each is forgotten as soon as it has been read, at the latest when `finish` returns: where it was the last
+        reference, its memory is there for the next gradient, and the system need not be asked for more.
+        """
         for i, gradient in zip(indices, gradients, strict=True):
-            self._given[i] = gradient
+            self._given[i], self._forms[i] = gradient, (gradient.dtype, gradient.shape)
         for i in indices:
             self.reducer.mark_ready(i)
 
@@ -97,13 +102,13 @@ class HostBuckets:
             MismatchError: a variable has a gradient on some ranks only.
             PeerFailed: another rank is gone.
         """
-        given = self._given
+        forms = self._forms
         try:
             self.reducer.finish()
         finally:
-            self._given = {}
-        self._check_flags(given)
-        return {i: self._places[i].view(given[i].dtype).reshape(given[i].shape) for i in given}
+            self._given, self._forms = {}, {}
+        self._check_flags(forms)
+        return {i: self._places[i].view(dtype).reshape(shape) for i, (dtype, shape) in forms.items()}
 
     def release(self) -> None:
         """Give the memory back."""
@@ -115,7 +120,7 @@ class HostBuckets:
         one = _ONE_BFLOAT16 if bucket.dtype == "bfloat16" else 1
         direct: list[HostMemory] = []
         for place, i in enumerate(bucket.entries):
-            average, gradient = self._places[i], self._given.get(i)
+            average, gradient = self._places[i], self._given.pop(i, None)
             source = None
             if gradient is None:
                 average[...] = 0
@@ -128,7 +133,7 @@ class HostBuckets:
                 direct.append(HostMemory(average, bucket.dtype, source))
         return direct
 
-    def _check_flags(self, given: dict[int, Array]) -> None:
+    def _check_flags(self, given: Container[int]) -> None:
         """Whether all ranks have the same gradients; a step that differs among them would part their weights."""
         for bucket, flags in zip(self.plan.buckets, self._flags, strict=True):
             one = _ONE_BFLOAT16 if bucket.dtype == "bfloat16" else 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ring_plugins.core.errors import ArgumentError
-from ring_plugins.core.world import World, current, init, is_initialised
+from ring_plugins.core.job import World
+from ring_plugins.core.world import current, init, is_initialised
 from ring_plugins.keras.failure import install_hook
 
 

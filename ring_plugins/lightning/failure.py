@@ -1,11 +1,11 @@
 """When a rank fails inside Lightning: the others are told why before anything else is tried."""
 
-from ring_plugins.core import world
+from ring_plugins.core import job, world
 
 # What a shell reports for a process that SIGTERM ended.
 _TERMINATED = 128 + 15
 
-_told: list[world.World] = []
+_told: list[job.World] = []
 
 
 def tell_peers(error: BaseException) -> None:

@@ -8,7 +8,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 import ring_plugins as ring
-from ring_plugins.core import world
+from ring_plugins.core import job, world
 from ring_plugins.lightning.environment import RingEnvironment, announce_rank
 from ring_plugins.lightning.failure import peers_were_told, tell_peers
 from ring_plugins.lightning.process_group import leave_process_group
@@ -58,7 +58,7 @@ class RingFabricLauncher(RingLauncher):
         return self._launch(function, args, kwargs)
 
 
-def join_world(environment: RingEnvironment) -> world.World:
+def join_world(environment: RingEnvironment) -> job.World:
     """The `World`, brought up on the first call of a process.
 
     It is brought up anew after a failure that the script survived (on all ranks: an error that not all of them catch

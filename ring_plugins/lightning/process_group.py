@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from ring_plugins.core.errors import LaunchError
-from ring_plugins.core.world import World
+from ring_plugins.core.job import World
 from ring_plugins.torch.registration import register
 from ring_plugins.torch.rendezvous import store_from_world
 

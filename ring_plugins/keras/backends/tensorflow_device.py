@@ -30,10 +30,10 @@ from ring_plugins.core.collectives.device import DeviceCommunicator
 from ring_plugins.core.collectives.protocol import Communicator
 from ring_plugins.core.errors import ArgumentError, MismatchError, RingError
 from ring_plugins.core.fusion import Bucket, Entry, FusionPlan
+from ring_plugins.core.job import World
 from ring_plugins.core.memory import DeviceMemory, Memory
 from ring_plugins.core.observe.steps import steps
 from ring_plugins.core.reducer import GradientReducer
-from ring_plugins.core.world import World
 
 #: As TensorFlow names the GPU of this rank, and as DLPack names its kind.
 GPU, KIND = "GPU:0", dlpack.CUDA
