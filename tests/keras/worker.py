@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import traceback
 from typing import Any
@@ -21,6 +22,7 @@ def main() -> None:
         import torch
 
         torch.set_num_threads(1)
+    gc.freeze()  # or every collection looks through a framework's hundred thousands of objects, for a third of the time
     only = os.environ.get("TEST_ONLY", "").split(",")
     chosen = lambda name, backends, is_slow=False: (  # noqa: E731
         BACKEND in backends and (name in only or (only == [""] and not is_slow))
@@ -32,7 +34,7 @@ def main() -> None:
         report(name, compare(alone[name], outcome(name, ring.rank(), ring.size())))
     for name, (function, backends) in BEHAVIOURS.items():
         if chosen(name, backends):
-            keras.backend.clear_session()
+            keras.backend.clear_session(free_memory=False)
             try:
                 report(name, {"value": function()})
             except Exception:
@@ -47,7 +49,7 @@ def outcomes_alone(names: list[str]) -> dict[str, Outcome]:
 
 
 def outcome(name: str, rank: int, size: int) -> Outcome:
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     try:
         return SCENARIOS[name].function(Run(rank, size, ring.size()))
     except Exception:
