@@ -186,8 +186,8 @@ class Watch:
         )
 
     def _tell_lost(self, rank: int, text: str, network: bool = False) -> None:
-        # A rank whose data does not arrive may still hear of it over this channel, and has nothing else to learn it from
-        # where it only waits for data.
+        # A rank whose data does not arrive may still hear of it over this channel, and learn it in no other way if it
+        # only waits for data.
         of = -1 if network else rank
         self._heard(PeerFailed(text, rank), {"rank": rank, "text": text, "of": of, "lost": True, "network": network})
 
