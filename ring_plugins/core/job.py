@@ -82,7 +82,7 @@ class World:
                 for pid, fd, nbytes in [item.presence]
             ]
             connection.gather(None)  # everyone has opened what it needs before anyone may leave
-            neighbourhood = Neighbourhood(own, others)
+            neighbourhood = Neighbourhood(own, others, told[rank].host if len(set(domains)) > 1 else "")
         self._neighbourhood = neighbourhood
         self._tags = itertools.count(rank, size)  # no two ranks ever offer the same
         #: Those that somebody still uses, by the order in which they were made, which is the same on all ranks.

@@ -96,10 +96,16 @@ class Presence:
 
 
 class Neighbourhood:
-    """This process and the other ranks of its host."""
+    """This process and the other ranks of its host.
 
-    def __init__(self, own: Presence, others: Sequence[Presence]) -> None:
+    Args:
+        own, others: their presences.
+        host: its name, for texts; "" where the job has no other.
+    """
+
+    def __init__(self, own: Presence, others: Sequence[Presence], host: str = "") -> None:
         self.own = own
+        self._where = f" on {host}" if host else ""
         self.others = {presence.rank: presence for presence in others}
 
     def failure(self) -> PeerFailed | None:
@@ -112,7 +118,7 @@ class Neighbourhood:
                 if other.state != RUNNING:  # it spoke its last word between the two looks
                     return self.failure()
                 return PeerFailed(
-                    f"rank {rank} (process {other.pid}) died without a word; it was killed by a signal "
+                    f"rank {rank} (process {other.pid}{self._where}) died without a word; it was killed by a signal "
                     "(out of memory? `kill -9`?) or crashed in native code.",
                     rank,
                 )
