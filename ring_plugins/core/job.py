@@ -216,8 +216,7 @@ class World:
 
     def abort(self) -> None:
         """End the whole job where the launcher offers that."""
-        if self._connection.plane is not None:
-            self._connection.plane.abort(1)
+        self._connection.abort(1)
 
     def close(self) -> None:
         """Leave the job; peers that still wait for this rank are told."""

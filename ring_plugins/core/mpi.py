@@ -155,6 +155,7 @@ class MpiPlane:
         return transfers
 
     def abort(self, code: int) -> None:
+        """End every process of the job."""
         self.mpi.COMM_WORLD.Abort(code)
 
     def close(self) -> None:

@@ -56,8 +56,5 @@ class Plane(Protocol):
             tag: messages of equal rank and tag arrive in order.
         """
 
-    def abort(self, code: int) -> None:
-        """End every process of the job."""
-
     def close(self) -> None:
         """Release what the plane holds."""

@@ -8,10 +8,9 @@ receiving.
 
 from __future__ import annotations
 
-import os
+import contextlib
 import select
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -28,6 +27,8 @@ _TOGETHER = 8
 _ENOUGH = 512 * 1024
 #: Milliseconds to sleep at most where nothing arrives.
 _DOZE = 10
+#: Seconds for which a connection that is closed in the middle of an operation reads on.
+_LINGER = 1.0
 
 
 class _Link:
@@ -174,6 +175,34 @@ class _Lines:
             assert link.socket is not None
             self._poll.unregister(link.socket)
 
+    def close(self) -> None:
+        """Close all links, so that peers can still read what has been sent.
+
+        Closing a connection on which something has come that nobody read makes the kernel reset it, which also destroys
+        what the other side has not read yet, such as why this rank gives up. So what comes is read to its end first.
+        """
+        left = [link.socket for link in self.busy if link.socket is not None]
+        end = time.monotonic() + _LINGER
+        with contextlib.suppress(OSError):
+            for line in left:
+                line.shutdown(socket.SHUT_WR)
+        while (left := [line for line in left if not _is_at_its_end(line)]) and time.monotonic() < end:
+            time.sleep(0.002)
+        for link in self.links.values():
+            link.close()
+
+
+def _is_at_its_end(line: socket.socket) -> bool:
+    """Read what has come, and whether the other side has closed."""
+    try:
+        while line.recv(1 << 16):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
 
 class _TcpPending:
     """One exchange: done when its links have moved as many bytes as they had been given by then."""
@@ -283,8 +312,8 @@ class TcpPlane:
 
     def disconnect(self, tag: int) -> None:
         lines = self._lines.pop(tag, None)
-        for link in lines.links.values() if lines is not None else ():
-            link.close()
+        if lines is not None:
+            lines.close()
         self._switchboard.hang_up(tag)
 
     def _lost(self, peer: int, error: Exception) -> PeerFailed:
@@ -294,16 +323,6 @@ class TcpPlane:
             f"its host did; look for the error that rank {peer} printed.",
             peer,
         )
-
-    def abort(self, code: int) -> None:
-        """End this process at once, with status `code`.
-
-        There is no launcher to tell here. torchrun ends the other ranks when one fails; and wherever a peer waits for
-        this one, the closed connection tells it.
-        """
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
     def close(self) -> None:
         """Close all connections; call after the last exchange is done on all ranks."""

@@ -59,6 +59,7 @@ KNOWN: dict[str, Callable[[str], str]] = {
     "RING_STALL_WARNING": _seconds,
     "RING_STALL_ABORT": _seconds,
     "RING_INTERFACE": _any,
+    "RING_PLANE": _one_of("tcp", "mpi"),
     "RING_NCCL_LIBRARY": _file,
     "RING_SHARE_GPU": _switch,
     "RING_TENSORFLOW_NCCL": _switch,

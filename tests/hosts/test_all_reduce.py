@@ -55,6 +55,7 @@ ring.barrier()
 ring.all_reduce(data, out=data)
 ring.barrier()
 report("sent", (sent_bytes() - before) / data.nbytes)
+report("plane", current()._connection.plane.name)
 report("place", [ring.node_rank(), ring.local_rank()])
 """
 
@@ -67,18 +68,21 @@ def cluster(request):
 
 def launches(cluster):
     """Sockets, Open MPI and MPICH on two hosts; on three what differs there: the number of parts."""
-    yield lambda: cluster.with_environment(CHECK, 2)
+    yield "tcp", lambda: cluster.with_environment(CHECK, 2)
     if len(cluster.hosts) == 2:
-        yield lambda: cluster.mpirun(CHECK, 2)
+        yield "tcp", lambda: cluster.mpirun(CHECK, 1)
+        yield "mpi", lambda: cluster.mpirun(CHECK, 2, env={"RING_PLANE": "mpi"})
         if find_mpich() is not None:
-            yield lambda: cluster.mpich(CHECK, 1)
+            yield "mpi", lambda: cluster.mpich(CHECK, 1, env={"RING_PLANE": "mpi"})
 
 
 @pytest.mark.mpi
 def test_all_reduce_is_right_and_sends_no_more_than_it_must(cluster):
     number = len(cluster.hosts)
-    for launch in launches(cluster):
-        sent = launch().values("sent")
+    for plane, launch in launches(cluster):
+        result = launch()
+        assert set(result.values("plane")) == {plane}
+        sent = result.values("sent")
         assert len(sent) in (number, 2 * number)
         least = 2 * (number - 1) / number
         assert all(least <= one < 1.12 * least for one in sent), sent  # headers, acknowledgements, the barriers

@@ -70,25 +70,29 @@ def cluster():
         yield cluster
 
 
-def starts(cluster):
-    return [cluster.environment_start, cluster.mpirun_start]
+#: Ways to start, and whether MPI itself may end the job before our ranks can speak.
+WAYS = {
+    "sockets": lambda cluster, *given: cluster.environment_start(*given),
+    "sockets under mpirun": lambda cluster, *given: cluster.mpirun_start(*given),
+    "MPI": lambda cluster, *given: cluster.mpirun_start(*given, env={"RING_PLANE": "mpi"}),
+}
 
 
 @pytest.mark.mpi
 def test_a_rank_killed_on_another_host_is_named_and_everything_ends(cluster):
-    for start in starts(cluster):
-        with start(TRAIN, 2) as job:
+    for way, start in WAYS.items():
+        with start(cluster, TRAIN, 2) as job:
             job.wait_for("steps")
             job.send_signal(3, signal.SIGKILL)
             result = job.wait(20)
         assert result.returncode != 0
         said = " ".join(result.stderr.split())
-        if start == cluster.mpirun_start:  # which may end them before they can speak, and then says it itself
-            assert re.search(
-                r"rank 3 \(process \d+ on host2\) died without a word"
-                r"|process rank 3 with PID \d+ on node host2 exited on signal 9 \(Killed\)",
-                said,
-            ), result
+        if way != "sockets":  # mpirun may end them before they can speak, and then says it itself
+            own = r"rank 3 \(process \d+ on host2\) died without a word"
+            launcher = r"process rank 3 with PID \d+ on node host2 exited on signal 9 \(Killed\)"
+            # Whoever finds a connection of MPI's own closed is ended by MPI, at once and whatever it was told to do.
+            library = r"peer process has unexpectedly disconnected.*Peer host: host2" if way == "MPI" else launcher
+            assert re.search(f"{own}|{launcher}|{library}", said), str(result)
         else:
             for rank in range(3):
                 assert f"rank {rank} ends because rank 3" in result.stderr
@@ -130,7 +134,9 @@ def test_a_stopped_rank_is_waited_for_and_a_cut_cable_ends_both_sides_by_name(tm
         jobs = {
             "env": cluster.environment_start(LARGE, 1, [str(tmp_path / "env")], own),
             "torchrun": cluster.torchrun_start(LARGE, 1, [str(tmp_path / "torchrun")], own, port=29600),
-            "mpi": cluster.start([*run, "--no-check", sys.executable], LARGE, 2, [str(tmp_path / "mpi")], own),
+            "mpi": cluster.start(
+                [*run, "--no-check", sys.executable], LARGE, 2, [str(tmp_path / "mpi")], {**own, "RING_PLANE": "mpi"}
+            ),
         }
         jobs = {name: stack.enter_context(job) for name, job in jobs.items()}
         for job in jobs.values():
@@ -159,7 +165,7 @@ def test_a_firewall_that_closes_the_data_s_port_is_named_on_both_sides(cluster, 
     ports = ["--mca", "btl_tcp_port_min_v4", "20000", "--mca", "btl_tcp_port_range_v4", "100"]
     with (
         cluster.environment_start(LARGE, 1, [str(tmp_path / "env")], own) as env,
-        cluster.mpirun_start(LARGE, 1, [str(tmp_path / "mpi")], own, options=ports) as mpi,
+        cluster.mpirun_start(LARGE, 1, [str(tmp_path / "mpi")], {**own, "RING_PLANE": "mpi"}, options=ports) as mpi,
     ):
         for job in (env, mpi):
             job.wait_for("steps")
@@ -175,8 +181,8 @@ def test_a_firewall_that_closes_the_data_s_port_is_named_on_both_sides(cluster, 
 @pytest.mark.mpi
 @pytest.mark.parametrize("count", [100, 400_000])
 def test_what_differs_between_hosts_is_told_to_every_rank_at_once(cluster, count):
-    for start in starts(cluster):
-        with start(DIFFERENT, 2, [str(count)]) as job:
+    for start in WAYS.values():
+        with start(cluster, DIFFERENT, 2, [str(count)]) as job:
             result = job.wait(30)
         errors = result.values("error")
         assert [name for name, _, _ in errors] == ["MismatchError"] * 4, result

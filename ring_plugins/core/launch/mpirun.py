@@ -8,10 +8,11 @@ import sys
 
 from ring_plugins.core import mpi
 from ring_plugins.core.errors import LaunchError
-from ring_plugins.core.launch.mpi_network import compare
-from ring_plugins.core.launch.network_choice import own_offer
+from ring_plugins.core.launch.carrier import decide
 from ring_plugins.core.launch.record import Connection, LaunchRecord, integer
+from ring_plugins.core.launch.sockets import open_plane
 from ring_plugins.core.launch.versions import differences, own_versions
+from ring_plugins.core.plane import Plane
 
 #: (rank, size, local rank, local size), launcher. The first whose rank is set counts.
 _VARIABLES = [
@@ -43,20 +44,30 @@ def connect(record: LaunchRecord) -> Connection:
         MissingDependency: no mpi4py, no libmpi.
         LaunchError: MPI sees another number of ranks than the launcher started, or the ranks' installations differ.
     """
-    plane = mpi.MpiPlane()
-    if record.size is not None and record.size != plane.size:
+    mpi_plane = mpi.MpiPlane()
+    gather = mpi_plane.all_gather_object
+    if record.size is not None and record.size != mpi_plane.size:
+        library = mpi_plane.mpi.Get_library_version().splitlines()[0].strip()
         raise LaunchError(
-            f"{record.by} started {record.size} ranks, but mpi4py's MPI sees {plane.size}: mpirun and mpi4py belong to "
-            f"different MPI libraries. Use the mpirun of {plane.mpi.Get_library_version().splitlines()[0].strip()}, "
-            "or install mpi4py for this one."
+            f"{record.by} started {record.size} ranks, but mpi4py's MPI sees {mpi_plane.size}: mpirun and mpi4py "
+            f"belong to different MPI libraries. Use the mpirun of {library}, or install mpi4py for this one."
         )
-    hosts = plane.all_gather_object([socket.gethostname(), own_versions()])
+    hosts = gather([socket.gethostname(), own_versions()])
     wrong = differences({rank: (host, versions) for rank, (host, versions) in enumerate(hosts)})
     if wrong:
         raise LaunchError(wrong)
-    addresses: tuple[str, ...] = ()
-    if plane.size > 1:
-        addresses, text = compare(own_offer(plane.rank), plane.all_gather_object)
-        if text and plane.rank == 0:
-            print(f"ring_plugins: {text}.", file=sys.stderr, flush=True)
-    return Connection(plane.rank, plane.size, plane.all_gather_object, plane, plane.close, addresses)
+    if mpi_plane.size == 1:
+        return Connection(0, 1, gather, mpi_plane, mpi_plane.close, abort=mpi_plane.abort)
+    carrier = decide(mpi_plane.rank, gather)
+    if carrier.text and mpi_plane.rank == 0:
+        print(f"ring_plugins: {carrier.text}.", file=sys.stderr, flush=True)
+    plane: Plane = mpi_plane
+    if carrier.listen:
+        plane = open_plane(mpi_plane.rank, carrier.hosts, carrier.listen, gather)
+
+    def close() -> None:
+        if plane is not mpi_plane:
+            plane.close()
+        mpi_plane.close()
+
+    return Connection(mpi_plane.rank, mpi_plane.size, gather, plane, close, carrier.rank_0, mpi_plane.abort)

@@ -42,6 +42,7 @@ class Connection:
         plane: carries data between hosts; None where all ranks are on this one.
         close: called at shutdown.
         addresses: of rank 0's host, under which all reach it, the likeliest first; as far as this rank knows.
+        abort: ends every process of the job with a status, as far as the launcher offers that.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class Connection:
     plane: Plane | None
     close: Callable[[], None] = lambda: None
     addresses: tuple[str, ...] = ()
+    abort: Callable[[int], None] = lambda code: None
 
 
 def integer(name: str) -> int | None:

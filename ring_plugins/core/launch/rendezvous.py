@@ -7,6 +7,7 @@ torch.distributed by itself; then rank 0 takes any port and hands its number rou
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import os
@@ -22,9 +23,8 @@ from ring_plugins.core.launch.interfaces import address_towards
 from ring_plugins.core.launch.network_choice import choose, own_offer, read_offer, unmeasured
 from ring_plugins.core.launch.probe import measure
 from ring_plugins.core.launch.record import Connection, LaunchRecord, integer
-from ring_plugins.core.switchboard import Peer, Switchboard
+from ring_plugins.core.launch.sockets import open_plane
 from ring_plugins.core.tcp import TcpPlane
-from ring_plugins.core.waiting import seconds_from_environment
 
 #: Seconds for whoever had MASTER_PORT before, such as a store of torch's that is being closed, to let go of it.
 _TAKEN = 5.0
@@ -82,7 +82,15 @@ def connect(record: LaunchRecord, generation: int) -> Connection:
         plane.close()
         call.close()
 
-    return Connection(rank, size, call.gather, plane, close, (address,))
+    return Connection(rank, size, call.gather, plane, close, (address,), _end_process)
+
+
+def _end_process(code: int) -> None:
+    """torchrun ends the other ranks when one fails, and wherever a peer waits, the closed connection tells it."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def _meet(rank: int, size: int, address: str, generation: int) -> roll_call.RollCall:
@@ -146,14 +154,5 @@ def _open_plane(call: roll_call.RollCall, rank: int) -> tuple[TcpPlane, str]:
     choice = choose(offers, measure(networks, offers, rank, call.gather) if networks else None)
     if rank == 0 and choice.text:
         print(f"ring_plugins: {choice.text}.", file=sys.stderr, flush=True)
-    patience = min(15.0, seconds_from_environment("RING_START_TIMEOUT", 300.0))
-    switchboard = Switchboard(choice.addresses[rank], patience)
-    try:
-        whole = call.gather([switchboard.port, secrets.token_hex(32) if rank == 0 else ""])
-        ports, secret = [int(item[0]) for item in whole], str(whole[0][1])
-        peers = [Peer(o.host, a, p) for o, a, p in zip(offers, choice.addresses, ports, strict=True)]
-        switchboard.open(rank, peers, secret)
-    except BaseException:
-        switchboard.close()
-        raise
-    return TcpPlane(rank, peers, switchboard), choice.addresses[0]
+    plane = open_plane(rank, [offer.host for offer in offers], choice.addresses, call.gather)
+    return plane, choice.addresses[0]
