@@ -1,6 +1,8 @@
 """Options, markers and fixtures that every test can use; ranks themselves are started by `tests.launch`."""
 
 import importlib.util
+import re
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="run every test that takes the `ranks` fixture on N ranks instead of its own choice; may be repeated",
     )
+
+
+#: Files whose tests share launches or test hosts.
+SHARING = re.compile(r"tests/(hosts/|torch/test_(gradients|process_group)|lightning/test_equality)")
+
+
+def together(nodeid: str) -> str:
+    """What tests have in common that one of `pytest -n`'s workers runs one after the other."""
+    keras = re.match(r"tests/keras/test_(?:behaviour|equality)\.py::.*\[(\w+)", nodeid)
+    if keras:
+        return f"Keras on {keras[1]}"
+    return nodeid.partition("::")[0] if SHARING.match(nodeid) else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByLaunch(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return together(nodeid)
+
+    return ByLaunch(config, log)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

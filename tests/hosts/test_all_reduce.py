@@ -4,8 +4,6 @@ import pytest
 
 from tests.hosts import find_mpich, hosts
 
-pytestmark = pytest.mark.xdist_group("hosts of test_all_reduce")
-
 CHECK = """
 import numpy as np
 import ring_plugins as ring

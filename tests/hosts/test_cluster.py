@@ -10,8 +10,6 @@ import pytest
 from tests.hosts import find_mpich, hosts
 from tests.launch import REPOSITORY
 
-pytestmark = pytest.mark.xdist_group("hosts of test_cluster")
-
 STREAM = """
 import socket, sys, time
 size = 6_000_000

@@ -7,7 +7,7 @@ import pytest
 from tests.documents import commands
 from tests.hosts import hosts
 
-pytestmark = [pytest.mark.mpi, pytest.mark.xdist_group("hosts of test_documented")]
+pytestmark = pytest.mark.mpi
 HERE = "tests/hosts/test_documented.py"
 COMMANDS = commands("docs/launching/ring_run.md", HERE) + commands("docs/launching/mpirun.md", HERE)
 

@@ -11,8 +11,6 @@ import pytest
 
 from tests.hosts import hosts
 
-pytestmark = pytest.mark.xdist_group("hosts of test_failures")
-
 TRAIN = """
 import os, time
 import numpy as np

@@ -10,8 +10,6 @@ from tests.documents import commands
 from tests.hosts import hosts
 from tests.launch import REPOSITORY
 
-pytestmark = pytest.mark.xdist_group("hosts of test_launchers")
-
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: pip install pyyaml")
 HERE = "tests/hosts/test_launchers.py"
 DEPLOY = REPOSITORY / "examples" / "deploy"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.hosts import find_mpich, hosts
 
-pytestmark = [pytest.mark.mpi, pytest.mark.xdist_group("hosts of test_ring_run")]
+pytestmark = pytest.mark.mpi
 RING = str(Path(sys.executable).parent / "ring")
 TWO = ["-H", "host1:2,host2:2", "--interface", "eth0"]
 

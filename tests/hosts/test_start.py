@@ -4,8 +4,6 @@ import pytest
 
 from tests.hosts import hosts
 
-pytestmark = pytest.mark.xdist_group("hosts of test_start")
-
 MEET = """
 import os, socket
 import numpy as np

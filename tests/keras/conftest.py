@@ -18,10 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "keras" not in item.path.parent.name:
             continue
-        parameters = getattr(getattr(item, "callspec", None), "params", {})
-        backend = parameters.get("backend")
-        if item.path.stem in ("test_behaviour", "test_equality"):  # which share launches
-            item.add_marker(pytest.mark.xdist_group(f"keras {backend} {parameters.get('size', 2)}"))
+        backend = getattr(getattr(item, "callspec", None), "params", {}).get("backend")
         why = missing(backend or "keras")
         if why is not None:
             item.add_marker(pytest.mark.skip(reason=why))

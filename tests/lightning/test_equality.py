@@ -18,13 +18,7 @@ def equality(size: int) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("size", "name"),
-    [
-        pytest.param(size, name, marks=pytest.mark.xdist_group(f"lightning {size}"))
-        for size in (1, 2, 3)
-        for name, entry in SCENARIOS.items()
-        if size in entry.ranks
-    ],
+    ("size", "name"), [(size, name) for size in (1, 2, 3) for name, entry in SCENARIOS.items() if size in entry.ranks]
 )
 def test_scenario(size: int, name: str) -> None:
     found = equality(size).values(name)

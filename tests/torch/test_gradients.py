@@ -44,14 +44,12 @@ def test_gradients_on_three_gpus() -> None:
     assert min(result.values("launched by NCCL")) > 10
 
 
-def marks(launch: Launch) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.xdist_group(f"gradients {launch}"), *([pytest.mark.mpi] if launch.launcher == "mpirun" else [])]
-
-
 @pytest.mark.parametrize(
     ("launch", "name"),
     [
-        pytest.param(launch, name, marks=marks(launch), id=f"{launch}-{name}")
+        pytest.param(
+            launch, name, marks=[pytest.mark.mpi] if launch.launcher == "mpirun" else [], id=f"{launch}-{name}"
+        )
         for launch in LAUNCHES
         for where, name in NAMES
         if launch.does(where)

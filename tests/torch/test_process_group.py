@@ -31,8 +31,7 @@ LAUNCHES = [
 
 
 def parameters(launch: Launch, *more: str) -> Any:
-    marks = [pytest.mark.xdist_group(f"process group {launch}")]
-    marks += [pytest.mark.mpi] if launch.launcher == "mpirun" else []
+    marks = [pytest.mark.mpi] if launch.launcher == "mpirun" else []
     return pytest.param(launch, *more, marks=marks, id="-".join([str(launch), *more]))
 
 
