@@ -1,6 +1,6 @@
 """What carries data between hosts under mpirun: sockets, or MPI where it knows hardware that is faster.
 
-Over Ethernet, sockets of our own take about half of the time that MPI's transfers take (docs/performance.md), and tell
+Over Ethernet, sockets of our own take half to four fifths of the time of MPI's transfers (docs/performance.md), and tell
 at once which rank is gone; MPI is then only what the ranks meet by. With InfiniBand and the like it is the other way
 round: MPI passes the kernel by.
 """
