@@ -1,8 +1,8 @@
 """What carries data between hosts under mpirun: sockets, or MPI where it knows hardware that is faster.
 
-Over Ethernet, sockets of our own take half to four fifths of the time of MPI's transfers (docs/performance.md), and tell
-at once which rank is gone; MPI is then only what the ranks meet by. With InfiniBand and the like it is the other way
-round: MPI passes the kernel by.
+Over Ethernet, sockets of our own take half to four fifths of the time of MPI's transfers (docs/performance.md), and
+tell at once which rank is gone; MPI is then only what the ranks meet by. With InfiniBand and the like it is the other
+way round: MPI passes the kernel by.
 """
 
 from __future__ import annotations
