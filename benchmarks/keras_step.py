@@ -5,12 +5,12 @@
     mpirun -n 2 python benchmarks/keras_step.py --network 0.5            # with a network of 0.5 GB/s pretended
     python benchmarks/keras_steps.py                                     # all of these
 
-"none" trains apart. "ours" is what `BroadcastCallback` installs. On TensorFlow there are two more. "copied" is ours with
-each all-reduce replaced by a copy of the large gradients to where their averages go: the least that averages outside of
-TensorFlow's memory cost. "fused" has the structure of a published Horovod script without its negotiation: when all
-gradients are there, one host call copies them into one buffer, MPI reduces it, and they are copied out. "one bucket" is
-ours without overlap, for the pretended network: there a bucket's reduction takes as long as its bytes would need, in
-which the processor is free.
+"none" trains apart. "ours" is what `BroadcastCallback` installs. On TensorFlow there are two more. "copied" is ours
+with each all-reduce replaced by a copy of the large gradients to where their averages go: the least that averages
+outside of TensorFlow's memory cost. "fused" has the structure of a published Horovod script without its negotiation:
+when all gradients are there, one host call copies them into one buffer, MPI reduces it, and they are copied out. "one
+bucket" is ours without overlap, for the pretended network: there a bucket's reduction takes as long as its bytes would
+need, in which the processor is free.
 """
 
 from __future__ import annotations
