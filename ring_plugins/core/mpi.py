@@ -154,6 +154,11 @@ class MpiPlane:
         )
         return transfers
 
+    def progress(self, tag: int) -> None:
+        """MPI moves what it can whenever it is asked something."""
+        with self.exclusive, self.errors():
+            self._comm.Iprobe(self.mpi.ANY_SOURCE, tag)
+
     def abort(self, code: int) -> None:
         """End every process of the job."""
         self.mpi.COMM_WORLD.Abort(code)

@@ -56,5 +56,12 @@ class Plane(Protocol):
             tag: messages of equal rank and tag arrive in order.
         """
 
+    def progress(self, tag: int) -> None:
+        """Move what can be moved at once of transfers that were begun with this tag.
+
+        Raises:
+            PeerFailed: a transfer failed.
+        """
+
     def close(self) -> None:
         """Release what the plane holds."""

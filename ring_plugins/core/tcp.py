@@ -310,6 +310,11 @@ class TcpPlane:
         if finished:
             lines.busy = [link for link in lines.busy if link.is_busy()]
 
+    def progress(self, tag: int) -> None:
+        lines = self._lines.get(tag)
+        if lines is not None and lines.busy:
+            self.move(lines)
+
     def disconnect(self, tag: int) -> None:
         lines = self._lines.pop(tag, None)
         if lines is not None:

@@ -49,3 +49,42 @@ def test_the_way_depends_on_how_many_hosts_there_are_and_how_much_there_is():
 def test_every_way_gives_the_right_sums_and_the_same_bits(members, hosts, ring_from, pair_up_to):
     own = {"RING_VIRTUAL_NODES": str(hosts), "RING_FROM": str(ring_from), "PAIR_UP_TO": str(pair_up_to)}
     run_ranks(SUMS, members, "mpirun", env=own)
+
+
+# The kernel takes so little at once that most of a message waits in the process that sends it, and ranks come late.
+NARROW = """
+import os, random, socket, time
+import numpy as np
+import ring_plugins as ring
+from ring_plugins.core import switchboard
+from ring_plugins.core.collectives import lockstep
+
+ready, step = switchboard._ready, lockstep._Staged.step
+
+class Narrow(socket.socket):
+    def setsockopt(self, level, option, *value):
+        if option != socket.SO_RCVLOWAT:  # which would widen it again
+            super().setsockopt(level, option, *value)
+
+def narrow(line):
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        line.setsockopt(socket.SOL_SOCKET, option, 20_000)
+    return ready(Narrow(fileno=line.detach()))
+
+def late(self, new, old):
+    if chance.random() < 0.2:
+        time.sleep(chance.random() * 0.01)
+    step(self, new, old)
+
+switchboard._ready, lockstep._Staged.step = narrow, late
+ring.init()
+chance = random.Random(ring.rank())
+for i in range(15):
+    x = np.full(1_000_000, ring.rank() + i, np.float32)
+    ring.all_reduce(x, ring.SUM, out=x)
+    assert (x == 6 + 4 * i).all()
+"""
+
+
+def test_who_waits_for_its_mates_keeps_sending():
+    run_ranks(NARROW, 4, "torchrun", env={"RING_VIRTUAL_NODES": "2", "RING_TIMEOUT": "20"})

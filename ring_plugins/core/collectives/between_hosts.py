@@ -71,7 +71,8 @@ class BetweenHosts:
         how = Sum(op, dtype, before, self._owners, signature)
         length = self.chunk_bytes(array.nbytes) // array.itemsize
         chunks = [slice(start, min(start + length, array.size)) for start in range(0, array.size, length)]
-        mates = lockstep(self._node, array, how, source)
+        # Who waits for its mates keeps sending: they may wait for a host that waits for just that.
+        mates = lockstep(self._node, array, how, source, self._lane.progress if self._lane is not None else None)
         chosen, rounds = way(self._hosts, array.nbytes)
         stream = None
         if self._lane is not None:

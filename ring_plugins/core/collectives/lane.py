@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -12,7 +13,7 @@ from ring_plugins.core.arithmetic import reduce_into
 from ring_plugins.core.collectives.node import slices
 from ring_plugins.core.collectives.signature import Signature, mismatch, signature
 from ring_plugins.core.collectives.wire import AsIs, Wire
-from ring_plugins.core.errors import MismatchError
+from ring_plugins.core.errors import MismatchError, RingError
 from ring_plugins.core.operations import Op
 from ring_plugins.core.plane import Bytes, Pending, Plane
 from ring_plugins.core.waiting import Wait
@@ -65,6 +66,11 @@ class Lane:
     def swap(self, member: int, outgoing: Bytes, incoming: Bytes) -> Pending:
         rank = self.ranks[member]
         return self._plane.exchange([(rank, outgoing)], [(rank, incoming)], self._tag)
+
+    def progress(self) -> None:
+        """Move what can be moved, for a member that waits for something else; who waits for what fails is told."""
+        with contextlib.suppress(RingError):
+            self._plane.progress(self._tag)
 
     def await_each(self, pending: Sequence[tuple[int, Pending]], signature: Signature, spin: bool = True) -> None:
         """Wait for transfers with one member each: one that is through may leave while others are awaited."""

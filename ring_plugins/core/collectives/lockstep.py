@@ -6,7 +6,7 @@ slice by the member that owns it and sends it to other hosts, and an earlier chu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -45,7 +45,13 @@ class Lockstep(Protocol):
         """After the last step: return when no other member touches this one's memory any more."""
 
 
-def lockstep(node: Node | None, array: Array, how: Sum, source: Array | None = None) -> Lockstep:
+def lockstep(
+    node: Node | None,
+    array: Array,
+    how: Sum,
+    source: Array | None = None,
+    meanwhile: Callable[[], None] | None = None,
+) -> Lockstep:
     """The way that fits the memory.
 
     Args:
@@ -53,10 +59,11 @@ def lockstep(node: Node | None, array: Array, how: Sum, source: Array | None = N
         array: 1-d storage array, for the result.
         how: see `Sum`.
         source: what this member adds; `array` itself by default.
+        meanwhile: called while this member waits for others of its host.
     """
     shared = node.everyones(array) if node is not None else None
     if node is not None and shared is None:
-        return _Staged(node, array, array if source is None else source, how)
+        return _Staged(node, array, array if source is None else source, how, meanwhile)
     if source is not None:
         np.copyto(array, source)
     return _Single(array, how) if node is None or shared is None else _Shared(node, shared, how)
@@ -113,8 +120,9 @@ class _Staged:
     passes only when done with reading it.
     """
 
-    def __init__(self, node: Node, array: Array, source: Array, how: Sum) -> None:
+    def __init__(self, node: Node, array: Array, source: Array, how: Sum, meanwhile: Callable[[], None] | None) -> None:
         self._node, self._array, self._source, self._how = node, array, source, how
+        self._meanwhile = meanwhile
         quarter = ROOM // array.itemsize
         areas = [room.view(array.dtype) for room in node.rooms]
         self._inputs = [[area[i * quarter : (i + 1) * quarter] for area in areas] for i in (0, 1)]
@@ -138,9 +146,9 @@ class _Staged:
             cut = result_cuts[position]
             np.copyto(results[position][cut], result[cut])
         if self._arrived:
-            node.barrier_only()
+            node.barrier_only(meanwhile=self._meanwhile)
         else:
-            node.arrive(self._how.signature)
+            node.arrive(self._how.signature, self._meanwhile)
             self._arrived = True
         if position < len(chunk_cuts):
             cut = chunk_cuts[position]

@@ -13,7 +13,7 @@ loses a waking; therefore nobody sleeps longer than a millisecond without lookin
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,11 +58,12 @@ class Milestones:
         self._operation = 0
         self._current = Signature(0, "start")
 
-    def barrier(self, arrival: bool = False) -> None:
+    def barrier(self, arrival: bool = False, meanwhile: Callable[[], None] | None = None) -> None:
         """Return when all members have called.
 
         Args:
             arrival: whether it is the first of an operation, where members come from work of different length.
+            meanwhile: called again and again by a member that has to wait.
         """
         self._milestone += 1
         publish()
@@ -71,10 +72,10 @@ class Milestones:
             if clock[_SLEEPS]:
                 futex.wake(self._addresses[self._position])
                 break
-        self._await(self._milestone, arrival)
+        self._await(self._milestone, arrival, meanwhile)
         publish()  # nor may what follows be read ahead of the others' clocks
 
-    def _await(self, milestone: int, arrival: bool) -> None:
+    def _await(self, milestone: int, arrival: bool, meanwhile: Callable[[], None] | None) -> None:
         """Wait until all others have raised their milestone this far."""
         for clock in self._others:
             if clock[_MILESTONE] < milestone:
@@ -95,11 +96,13 @@ class Milestones:
             ],
             lambda: f"{self._name}: {self._current.text}",
             arrival,
-            lambda seconds: self._sleep(milestone),
+            lambda seconds: self._sleep(milestone, meanwhile),
         )
 
-    def _sleep(self, milestone: int) -> None:
+    def _sleep(self, milestone: int, meanwhile: Callable[[], None] | None) -> None:
         """Until the first missing member raises its milestone, or a moment."""
+        if meanwhile is not None:
+            meanwhile()
         for clock, address in zip(self._clocks, self._addresses, strict=True):
             seen = clock[_MILESTONE]
             if seen < milestone:
@@ -127,13 +130,13 @@ class Milestones:
         publish()
         own[0] = kind
 
-    def arrive(self, signature: Signature) -> None:
+    def arrive(self, signature: Signature, meanwhile: Callable[[], None] | None = None) -> None:
         """The first barrier of an operation, which also finds members that are in another one."""
         self._current = signature
         self._operation += 1
         slot = _SIGNATURES + (self._operation & 1)
         self._clock[slot] = signature.code
-        self.barrier(arrival=True)
+        self.barrier(arrival=True, meanwhile=meanwhile)
         for clock in self._others:
             if clock[slot] != signature.code:
                 self._report_mismatch(slot)
