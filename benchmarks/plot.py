@@ -29,6 +29,7 @@ LABELS = {
     "ring over MPI": "ring_plugins over MPI",
     "bare sockets": "bare sockets, the same bytes",
 }
+COLOURS = COLOURS | {"ring over MPI": "#7a5195", "bare sockets": "#222222"}
 STEP_COLOURS = {
     "ring_plugins": COLOURS["ring"],
     "DDP (gloo)": COLOURS["gloo"],
@@ -118,9 +119,8 @@ def between_hosts() -> None:
             least = [limit(size, one["hosts"], one["rate"]) for size in sizes]
             took = [one["seconds"][str(size)][name]["median"] for size in sizes]
             share = [100 * best / median for best, median in zip(least, took, strict=True)]
-            panel.semilogx(
-                sizes, share, marker="o", ms=3, color=COLOURS.get(name, "#6b7a8f"), label=LABELS.get(name, name)
-            )
+            style = ":" if name == "bare sockets" else "-"
+            panel.semilogx(sizes, share, style, marker="o", ms=3, color=COLOURS[name], label=LABELS[name])
         panel.set(xlabel="bytes", ylabel="% of the wire's limit", ylim=(0, 100))
         panel.set_title(f"{one['hosts']} hosts, {one['ranks']} ranks, {one['rate']}/s", fontsize=10)
         panel.spines[["top", "right"]].set_visible(False)
