@@ -24,8 +24,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 #: nothing overlaps, is short.
 _PIECE = 256 * 1024
 _SMALLEST_PIECE = 64 * 1024
-#: Up to this size the first members of two hosts exchange everything: no more bytes than otherwise, and fewer steps.
-_SMALL_OF_TWO = 256 * 1024
+#: Small messages go in one round, in which the first member of each host sends everything to those of all others, as
+#: long as that is no more than this. With two hosts it is no more than otherwise.
+_IN_ONE_ROUND = 256 * 1024
 #: A message is cut into about as many chunks, as far as the limits above allow.
 _CHUNKS = 4
 
@@ -65,7 +66,7 @@ class BetweenHosts:
             source: what this member adds; `array` itself by default.
         """
         before, after = _shares(self._size, dtype, wire is not None) if op is Op.AVERAGE else (1.0, 1.0)
-        if array.nbytes <= (_SMALL_OF_TWO if self._hosts == 2 else SMALL):
+        if array.nbytes <= max(SMALL, _IN_ONE_ROUND // (self._hosts - 1)):
             self._small(array, Sum(op, dtype, before, 1, signature), after, wire, source)
             return
         how = Sum(op, dtype, before, self._owners, signature)
