@@ -54,7 +54,7 @@ def test_a_file_left_behind_is_found(name):
     with open(os.path.expandvars({name!r}), "wb+") as file:
         file.truncate(4096)
         mapped = mmap.mmap(file.fileno(), 4096)
-        time.sleep(0.5)
+        time.sleep(2)
     """
     try:
         with pytest.raises(LaunchFailed, match="files left behind: .*_left"):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
+import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from ring_plugins.core.errors import MissingDependency, PeerFailed, RingError
 from ring_plugins.core.plane import Bytes
@@ -18,6 +21,8 @@ from ring_plugins.core.plane import Bytes
 #: MPI counts are 32-bit before MPI 4.
 _LARGEST = 1 << 30
 
+#: Seconds that MPI may take to end after an error left transfers unfinished.
+_END = 10
 _INSTALL = 'pip install "ring_plugins[mpi]"'
 
 
@@ -41,7 +46,16 @@ def load() -> Any:
         ) from error
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    atexit.unregister(_bound_the_end)
+    atexit.register(_bound_the_end)
     return MPI
+
+
+def _bound_the_end() -> None:
+    """MPI ends after Python, and may wait for ever for transfers that an error left unfinished: SIGALRM ends that."""
+    if _Transfers.some_were_left or any(transfers.is_under_way for transfers in _Transfers.all):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_END)
 
 
 def world_size_if_initialised() -> int:
@@ -61,6 +75,9 @@ class _Transfers:
     given back.
     """
 
+    all: ClassVar[weakref.WeakSet[_Transfers]] = weakref.WeakSet()
+    some_were_left: ClassVar[bool] = False
+
     def __init__(self, plane: MpiPlane, peers: Sequence[int], keep: Any) -> None:
         self._plane, self._peers, self._keep = plane, peers, keep
         self._requests: list[Any] = []
@@ -71,6 +88,7 @@ class _Transfers:
         try:
             with self._plane.exclusive:
                 self._requests += (one() for one in begin)
+            self.all.add(self)
         except self._plane.mpi.Exception as error:
             self._fail(error)
 
@@ -87,7 +105,13 @@ class _Transfers:
             raise self._fail(error) from error
         if finished:
             self._requests, self._keep = [], None
+            self.all.discard(self)
         return finished
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether MPI still has something to move, as far as anyone asked."""
+        return bool(self._requests)
 
     def _fail(self, error: Exception) -> PeerFailed:
         plane, them = self._plane, sorted(set(self._peers))
@@ -105,6 +129,7 @@ class _Transfers:
     def __del__(self) -> None:
         if self._requests:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._requests, self._keep)))
+            _Transfers.some_were_left = True
 
 
 class MpiPlane:

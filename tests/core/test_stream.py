@@ -79,12 +79,12 @@ def late(self, new, old):
 switchboard._ready, lockstep._Staged.step = narrow, late
 ring.init()
 chance = random.Random(ring.rank())
-for i in range(15):
-    x = np.full(1_000_000, ring.rank() + i, np.float32)
+for i in range(10):
+    x = np.full(600_000, ring.rank() + i, np.float32)
     ring.all_reduce(x, ring.SUM, out=x)
     assert (x == 6 + 4 * i).all()
 """
 
 
 def test_who_waits_for_its_mates_keeps_sending():
-    run_ranks(NARROW, 4, "torchrun", env={"RING_VIRTUAL_NODES": "2", "RING_TIMEOUT": "20"})
+    run_ranks(NARROW, 4, "torchrun", env={"RING_VIRTUAL_NODES": "2", "RING_TIMEOUT": "40"}, timeout=150)
