@@ -28,7 +28,7 @@ _ENOUGH = 512 * 1024
 #: Milliseconds to sleep at most where nothing arrives.
 _DOZE = 10
 #: Seconds for which a connection that is closed in the middle of an operation reads on.
-_LINGER = 1.0
+_LINGER = 2.0
 
 
 class _Link:
@@ -85,10 +85,12 @@ class _Link:
         """
         if self.socket is None and not self.is_connected():
             return
-        if self._outgoing:
-            self._push()
-        if self._incoming:
-            self._pull()
+        try:
+            if self._outgoing:
+                self._push()
+        finally:  # what a peer said before it ended can still be read
+            if self._incoming:
+                self._pull()
 
     def close(self) -> None:
         if self.socket is not None:
@@ -213,7 +215,11 @@ class _TcpPending:
 
     def done(self) -> bool:
         if self._is_left():
-            self._plane.move(self._lines)
+            try:
+                self._plane.move(self._lines)
+            except PeerFailed:
+                if self._is_left():
+                    raise
             return not self._is_left()
         return True
 

@@ -37,7 +37,11 @@ def guest(rank, size, secret=""):
 
 
 def stranger(port):
-    with socket.create_connection(("127.0.0.1", port)) as connected:
+    try:
+        connection = socket.create_connection(("127.0.0.1", port))
+    except ConnectionRefusedError:  # everyone else was quicker
+        return
+    with connection as connected:
         connected.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
         connected.recv(10)
 
