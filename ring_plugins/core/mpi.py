@@ -85,10 +85,10 @@ class _Transfers:
 
     def start(self, begin: Iterable[Callable[[], Any]]) -> None:
         """Begin transfers; a failure is told by `done`, to whoever waits."""
+        self.all.add(self)
         try:
             with self._plane.exclusive:
-                self._requests += (one() for one in begin)
-            self.all.add(self)
+                self._requests.extend(one() for one in begin)
         except self._plane.mpi.Exception as error:
             self._fail(error)
 

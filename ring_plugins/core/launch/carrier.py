@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ring_plugins.core.errors import ArgumentError, LaunchError
-from ring_plugins.core.launch.interfaces import address_towards, own_addresses
+from ring_plugins.core.launch.interfaces import address_towards
 from ring_plugins.core.launch.network_choice import Choice, Offer, choose, outward, own_offer, read_offer, unmeasured
 from ring_plugins.core.launch.probe import measure
 
@@ -56,9 +56,11 @@ def decide(rank: int, gather: Callable[[Any], list[Any]]) -> Carrier:
         ArgumentError: RING_PLANE is neither "tcp" nor "mpi".
         LaunchError: RING_INTERFACE cannot be followed, or the ranks have different RING_PLANE.
     """
-    (first, *_), *_ = gather([*own_addresses(), ""])
+    own = own_offer(rank)
+    rank_0 = next(iter(gather(list(outward(own)))[0]), "")
+    own = own._replace(preferred=address_towards(rank_0) if rank_0 else "")
     told = next(((variable, os.environ[variable]) for variable, _ in _TOLD if _names_networks(variable)), ("", ""))
-    found = gather([own_offer(rank, address_towards(first) if first else ""), _wish(rank), fabric(), told])
+    found = gather([own, _wish(rank), fabric(), told])
     offers, told = [read_offer(item[0]) for item in found], tuple(found[0][3])
     hosts = tuple(offer.host for offer in offers)
     wish = _agreed([item[1] for item in found], hosts)

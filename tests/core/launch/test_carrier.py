@@ -31,7 +31,7 @@ class Meeting:
 def decided(monkeypatch, kernels=("a", "b"), networks=(1, 1), wishes=("", ""), fabrics=("", ""), wanted=""):
     """What ranks decide, rank i in network 10.<networks[i]>.0.0/16."""
 
-    def offer(rank: int, preferred: str) -> Offer:
+    def offer(rank: int) -> Offer:
         found = (Interface("eth0", f"10.{networks[rank]}.0.{rank + 1}", 16, 1000, False),)
         return Offer(rank, f"host{rank + 1}", found, "", wanted, kernels[rank])
 
