@@ -99,9 +99,8 @@ report("nodes", [ring.num_nodes(), ring.local_size()])
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("cluster", [2], indirect=True)
 def test_hosts_with_different_numbers_of_ranks(cluster):
-    if len(cluster.hosts) > 2:
-        pytest.skip("two hosts are enough for this")
     result = cluster.mpirun(UNEVEN, [1, 2])
     assert result.values("right") == [True] * 3
     assert result.values("nodes") == [[2, 1], [2, 2], [2, 2]]
