@@ -13,8 +13,9 @@ import numpy as np
 from ring_plugins.core.collectives.lane import SMALL, Lane
 from ring_plugins.core.collectives.lockstep import Sum, lockstep
 from ring_plugins.core.collectives.node import ROOM, Node, slices
+from ring_plugins.core.collectives.reduction import Reduction
 from ring_plugins.core.collectives.signature import Signature
-from ring_plugins.core.collectives.stream import Reduction, Stream, way
+from ring_plugins.core.collectives.stream import Stream, way
 from ring_plugins.core.collectives.wire import AsIs, Wire
 from ring_plugins.core.operations import Op
 
