@@ -14,7 +14,7 @@ import argparse
 from measure import machine, save
 
 import ring_plugins as ring
-from ring_plugins.measuring import Times, all_reduce_curve, host_contestants
+from ring_plugins.benchmarking import Times, all_reduce_curve, host_contestants
 
 
 def main() -> None:

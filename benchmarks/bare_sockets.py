@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 import ring_plugins as ring
-from ring_plugins.core.launch.network_choice import choose, own_offer
+from ring_plugins.core.net.network_choice import choose, own_interfaces
 
 #: Wake for so much, as ring_plugins does, if that much is awaited.
 _ENOUGH = 512 * 1024
@@ -36,7 +36,7 @@ def bare_sockets() -> Callable[[int], Callable[[], object]]:
 
 
 def _connect() -> list[socket.socket]:
-    offers = ring.all_gather_object(own_offer(ring.rank()))
+    offers = ring.all_gather_object(own_interfaces(ring.rank()))
     mine = choose(offers).addresses[ring.rank()]
     with socket.create_server((mine, 0), backlog=64) as server:
         everyone = ring.all_gather_object((ring.local_rank(), server.getsockname()))

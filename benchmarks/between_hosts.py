@@ -28,14 +28,14 @@ from bare_sockets import bare_sockets
 from measure import machine, save
 
 import ring_plugins as ring
-from ring_plugins.core import mpi
+from ring_plugins.benchmarking.backends import Contestant, bucket, gloo, ordinary
+from ring_plugins.benchmarking.backends import mpi as flat_mpi
+from ring_plugins.benchmarking.timing import Times, interleaved
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.collectives.host import HostCommunicator
-from ring_plugins.core.memory import HostMemory
-from ring_plugins.core.operations import Op
+from ring_plugins.core.net import mpi
 from ring_plugins.core.world import current
-from ring_plugins.measuring.contestants import Contestant, bucket, gloo, ordinary
-from ring_plugins.measuring.contestants import mpi as flat_mpi
-from ring_plugins.measuring.timing import Times, interleaved
 
 SIZES = [64, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 25 << 20, 100 << 20]
 #: Measured where nothing else is said: hosts, rate of a link, bytes of the largest message.
@@ -55,12 +55,12 @@ def over_mpi() -> Contestant:
     world = current()
     communicator = HostCommunicator(
         "over MPI",
-        world.place.rank,
-        world._nodes[world.place.rank],
-        2 * world.place.rank,
+        world.topology.rank,
+        world._nodes[world.topology.rank],
+        2 * world.topology.rank,
         world.communicator.all_gather_object,
         world.watch,
-        mpi.MpiPlane(),
+        mpi.MpiTransport(),
     )
 
     def make(nbytes: int):

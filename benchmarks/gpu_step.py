@@ -84,12 +84,12 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attend, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.join, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows, length, width = x.shape
-        parts = self.attend(self.first(x)).view(rows, length, 3, self.heads, width // self.heads)
+        parts = self.join(self.first(x)).view(rows, length, 3, self.heads, width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project(seen.transpose(1, 2).reshape(rows, length, width))

@@ -61,15 +61,15 @@ def train(options: dict[str, object]) -> list[float]:
 
 def count_bytes() -> list[int]:
     """A number that grows with what this rank sends to other hosts."""
-    sent, plane = [0], current()._connection.plane
-    assert plane is not None
-    exchange = plane.exchange
+    sent, transport = [0], current()._connection.transport
+    assert transport is not None
+    exchange = transport.exchange
 
     def counting(outgoing, incoming, tag):
         sent[0] += sum(array.nbytes for _, array in outgoing)
         return exchange(outgoing, incoming, tag)
 
-    plane.exchange = counting
+    transport.exchange = counting
     return sent
 
 

@@ -33,10 +33,10 @@ from keras import layers
 from measure import machine, save
 
 import ring_plugins as ring
+from ring_plugins.benchmarking import Times, interleaved
 from ring_plugins.core.world import current
 from ring_plugins.keras import DistributedOptimizer, broadcast_variables
 from ring_plugins.keras.averaging import averaging_of
-from ring_plugins.measuring import Times, interleaved
 
 BACKEND = keras.backend.backend()
 MODELS = ("convolutions", "mlp")

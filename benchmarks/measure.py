@@ -1,4 +1,4 @@
-"""What the benchmarks share beyond `ring_plugins.measuring`: where they ran, and where their results are kept."""
+"""What the benchmarks share beyond `ring_plugins.benchmarking`: where they ran, and where their results are kept."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def machine() -> str:
         ),
         platform.processor(),
     )
-    ranks = f", {ring.size()} ranks on {ring.num_nodes()} host(s)" if ring.is_initialised() else ""
+    ranks = f", {ring.size()} ranks on {ring.num_nodes()} host(s)" if ring.is_initialized() else ""
     return f"{model}, {os.cpu_count()} cores{ranks}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
 
 

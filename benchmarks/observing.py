@@ -25,9 +25,9 @@ STEP = 0.01
 
 def added_statements(operations: int) -> float:
     """Seconds a step: per operation what `OrderedOperations._in_order` does for reports, per step `end_step`."""
-    from ring_plugins.core.observe.recorder import recorder
-    from ring_plugins.core.observe.steps import StepClock
-    from ring_plugins.core.waiting import Wait
+    from ring_plugins.core.control.wait import Wait
+    from ring_plugins.core.trace.recorder import recorder
+    from ring_plugins.core.trace.steps import StepClock
 
     clock, wait, number = StepClock(), Wait("benchmark", None), 20_000
 
@@ -57,7 +57,7 @@ def main() -> None:
     import torch
 
     import ring_plugins as ring
-    from ring_plugins.core.observe.recorder import recorder
+    from ring_plugins.core.trace.recorder import recorder
     from ring_plugins.torch import DistributedOptimizer
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

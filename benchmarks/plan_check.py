@@ -29,7 +29,7 @@ def rank(seconds: float) -> None:
     from training_step import MODELS, step
 
     import ring_plugins as ring
-    from ring_plugins.measuring import all_reduce_curve, host_contestants, interleaved
+    from ring_plugins.benchmarking import all_reduce_curve, host_contestants, interleaved
     from ring_plugins.planning import measure, predict
     from ring_plugins.planning.network import fitted
     from ring_plugins.torch import DistributedOptimizer

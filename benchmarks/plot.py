@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 from between_hosts import limit
 from measure import RESULTS
 
-from ring_plugins.measuring.picture import COLOURS
+from ring_plugins.benchmarking.picture import COLOURS
 from ring_plugins.planning import counts, draw, parse, predict, reference
 
 PICTURES = Path(__file__).parent.parent / "docs" / "pictures"

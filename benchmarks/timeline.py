@@ -131,11 +131,11 @@ def main() -> None:
     directory = os.environ.get("TIMELINE_DIRECTORY") or tempfile.mkdtemp(prefix="timeline-")
     os.environ["TIMELINE_DIRECTORY"] = directory  # for the ranks that this script grows
     record(directory)
-    if not os.environ.get("RING_GROWN"):
+    if not os.environ.get("RING_SPAWNED"):
         draw(json.loads((Path(directory) / "timeline.json").read_text()))
         (Path(directory) / "timeline.json").unlink()
         os.rmdir(directory)
-    assert not ring.is_initialised()
+    assert not ring.is_initialized()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from measure import machine, save
 from torch import nn
 
 import ring_plugins as ring
-from ring_plugins.measuring import Times, interleaved, start_gloo
+from ring_plugins.benchmarking import Times, interleaved, start_gloo
 from ring_plugins.torch import DistributedOptimizer
 
 

@@ -4,7 +4,8 @@
 started alone grow; the functions below then work on arrays of all ranks.
 """
 
-from ring_plugins.core.errors import (
+from ring_plugins.core.arrays.dtypes import AVERAGE, MAX, MIN, PRODUCT, SUM, Op
+from ring_plugins.core.base.errors import (
     ArgumentError,
     DeadlockError,
     DeviceError,
@@ -12,7 +13,7 @@ from ring_plugins.core.errors import (
     LaunchError,
     MismatchError,
     MissingDependency,
-    NotInitialised,
+    NotInitialized,
     PeerFailed,
     PeerLeft,
     RankFailed,
@@ -36,9 +37,8 @@ from ring_plugins.core.functions import (
     reduce_scatter,
     size,
 )
-from ring_plugins.core.operations import AVERAGE, MAX, MIN, PRODUCT, SUM, Op
-from ring_plugins.core.world import init, is_initialised, shutdown
-from ring_plugins.launching.function import run
+from ring_plugins.core.world import init, is_initialized, shutdown
+from ring_plugins.launcher.function import run
 
 __version__ = "0.1.0"
 
@@ -55,7 +55,7 @@ __all__ = [
     "LaunchError",
     "MismatchError",
     "MissingDependency",
-    "NotInitialised",
+    "NotInitialized",
     "Op",
     "PeerFailed",
     "PeerLeft",
@@ -71,7 +71,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "init",
-    "is_initialised",
+    "is_initialized",
     "local_rank",
     "local_size",
     "node_rank",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ring_plugins.core.errors import MissingDependency
+from ring_plugins.core.base.errors import MissingDependency
 
 
 @contextlib.contextmanager

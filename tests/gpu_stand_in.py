@@ -28,11 +28,13 @@ from pathlib import Path
 
 import numpy as np
 
-from ring_plugins.core import nccl, world
-from ring_plugins.core.errors import RingError
-from ring_plugins.core.memory import HostMemory
-from ring_plugins.core.nccl import calls, driver
-from ring_plugins.core.operations import Op
+from ring_plugins.core import gpu as nccl
+from ring_plugins.core import world
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.base.errors import RingError
+from ring_plugins.core.gpu import cuda as driver
+from ring_plugins.core.gpu import nccl as calls
 
 CALLERS_STREAM = 1
 SUCCESS, INVALID_ARGUMENT, REMOTE_ERROR, IN_PROGRESS = 0, 4, 6, 7
@@ -316,7 +318,7 @@ class Communicator:
         return IN_PROGRESS if self.left else SUCCESS
 
     def connect(self):
-        everyones = self.gather(world.current().place.rank)
+        everyones = self.gather(world.current().topology.rank)
         self.host = world.current().new_communicator("stand-in", everyones, self.gather)  # poll looks at it
 
     def gather(self, payload):
@@ -440,7 +442,7 @@ class Streams:
 def install(card=None, version=23203, polls=3):
     """Let this process believe that it has a GPU, and NCCL; by default each rank has a card of its own."""
     if card is None:
-        card = f"0000:{world.current().place.rank + 1:02x}:00.0" if world.is_initialised() else "0000:01:00.0"
+        card = f"0000:{world.current().topology.rank + 1:02x}:00.0" if world.is_initialized() else "0000:01:00.0"
     cuda = StandInDriver(card)
     library = StandInNccl(cuda, version, polls)
     loaded, loaded_driver = calls.Nccl(library, "stand-in"), driver.Driver(cuda)

@@ -32,8 +32,8 @@ def report_pid() -> None:
 def _rank() -> int:
     from ring_plugins.core import world
 
-    if world.is_initialised():
-        return world.current().place.rank
+    if world.is_initialized():
+        return world.current().topology.rank
     return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
 
 

@@ -14,7 +14,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ring_plugins.measuring import Curve
+    from ring_plugins.benchmarking import Curve
 
 
 class Plane(str, Enum):
@@ -68,8 +68,15 @@ def bench(
     from rich.progress import Progress
 
     import ring_plugins as ring
-    from ring_plugins.core.errors import ArgumentError
-    from ring_plugins.measuring import all_reduce_curve, check_names, device_contestants, draw, host_contestants, sizes
+    from ring_plugins.benchmarking import (
+        all_reduce_curve,
+        check_names,
+        device_contestants,
+        draw,
+        host_contestants,
+        sizes,
+    )
+    from ring_plugins.core.base.errors import ArgumentError
 
     names = None if only is None else [name.strip() for name in only.split(",")]
     try:

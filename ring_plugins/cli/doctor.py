@@ -37,7 +37,7 @@ def doctor(
     * `ring run -H node1:4,node2:4 ring doctor`
     * `mpirun -n 4 --hostfile hosts ring doctor`
     """
-    from ring_plugins.core.launch import detect
+    from ring_plugins.core.rendezvous import detect
 
     if detect().kind == "alone":
         raise typer.Exit(_alone(json))

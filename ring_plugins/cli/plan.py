@@ -65,17 +65,8 @@ def plan(
     * `ring plan --model gpt2-small --step-ms 120 --network ib-hdr --transport rdma --png scaling.png`
     * `ring plan --profile mine.json --network network.json -n 64`
     """
-    from ring_plugins.core.errors import ArgumentError
-    from ring_plugins.planning import (
-        Profile,
-        counts,
-        default_sizes,
-        draw,
-        needed_gigabits,
-        parse,
-        predict,
-        reference,
-    )
+    from ring_plugins.core.base.errors import ArgumentError
+    from ring_plugins.planning import Profile, counts, default_sizes, draw, needed_gigabits, parse, predict, reference
 
     if (model is None) == (profile is None):
         raise typer.BadParameter("give either --model or --profile.")

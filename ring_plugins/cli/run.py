@@ -129,10 +129,10 @@ def run(
 
     `ring run --hostfile hosts --tag-output --dry-run python train.py`
     """
-    from ring_plugins.core.errors import RingError
-    from ring_plugins.launching import preflight
-    from ring_plugins.launching.job import carry_out, printable, say
-    from ring_plugins.launching.plan import Options, fit, plan
+    from ring_plugins.core.base.errors import RingError
+    from ring_plugins.launcher import preflight
+    from ring_plugins.launcher.job import carry_out, printable, say
+    from ring_plugins.launcher.plan import Options, fit, plan
 
     try:
         planned = plan(

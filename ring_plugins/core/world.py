@@ -1,11 +1,317 @@
-"""The world of this process: joining it, leaving it, and finding it again."""
+"""The world of this process: joining it, leaving it, and finding it again.
+
+What the guard of each rank looks after, beside the job.
+
+A connected job, as one of its processes sees it: who is where, what it communicates with, how it ends.
+"""
 
 from __future__ import annotations
 
-from ring_plugins.core import endings
-from ring_plugins.core.errors import ArgumentError, LaunchError, NotInitialised
-from ring_plugins.core.job import World
-from ring_plugins.core.launch import connect, detect
+import itertools
+import os
+import socket
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from ring_plugins.core import exit_hooks as endings
+from ring_plugins.core import gpu as nccl
+from ring_plugins.core.base import config
+from ring_plugins.core.base.errors import ArgumentError, LaunchError, NotInitialized
+from ring_plugins.core.base.log import logger
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.executor import Activity, SerialExecutor
+from ring_plugins.core.collectives.host import Gather, HostCommunicator
+from ring_plugins.core.collectives.single import SingleCommunicator
+from ring_plugins.core.control import ControlClient, ControlServer
+from ring_plugins.core.control.channel import Channel
+from ring_plugins.core.control.failure_detector import FailureDetector, Peer
+from ring_plugins.core.control.liveness import Liveness, LocalPeers
+from ring_plugins.core.control.monitor import MonitorThread, Service
+from ring_plugins.core.control.tcp_liveness import TcpLiveness
+from ring_plugins.core.control.wait import Wait
+from ring_plugins.core.gpu.communicator import DeviceCommunicator
+from ring_plugins.core.gpu.stream import Streams
+from ring_plugins.core.gpu.watchdog import GpuWatchdog
+from ring_plugins.core.linux.interfaces import own_addresses
+from ring_plugins.core.linux.shared_memory import domain, is_available
+from ring_plugins.core.observe.balance import Advice, BalanceAggregator, StepReports
+from ring_plugins.core.observe.stall import StallAggregator, StallWatch
+from ring_plugins.core.observe.timeline import TimelineAggregator, TimelineReports
+from ring_plugins.core.rendezvous import Connection, connect, detect
+from ring_plugins.core.rendezvous.topology import find_topology, virtual_nodes
+from ring_plugins.core.trace.recorder import recorder
+from ring_plugins.core.trace.steps import steps
+
+
+class Observers:
+    """Those of this rank.
+
+    Args:
+        channel: between the ranks.
+        failure_detector: what becomes of the others.
+        activities: what this rank did last with each communicator.
+
+    Attributes:
+        services: all of them.
+        roster: where the ranks are.
+        reports: sends this rank's steps to rank 0.
+        balance, timeline: on rank 0, the steps of all ranks, and what they record.
+
+    Raises:
+        ArgumentError: an environment variable has a value that cannot be used.
+    """
+
+    def __init__(
+        self, channel: Channel, failure_detector: FailureDetector, activities: Callable[[], Iterable[Activity]]
+    ) -> None:
+        warning = config.STALL_WARNING.get()
+        abort = config.STALL_ABORT.get()
+        steps.restart()
+        self.membership = failure_detector.membership
+        self.reports = StepReports(channel, steps)
+        self.balance: BalanceAggregator | None = None
+        self.timeline: TimelineAggregator | None = None
+        own, first = failure_detector.membership[channel.rank], failure_detector.membership[0]
+        self._spans = TimelineReports(channel, own.domain == first.domain)
+        self.services: list[Service] = [StallWatch(channel, failure_detector, activities), self.reports, self._spans]
+        if channel.rank == 0:
+            self.balance = BalanceAggregator(channel, Advice(failure_detector.membership, logger.warning).look)
+            self.timeline = TimelineAggregator(channel, failure_detector.membership)
+            self.services += [
+                StallAggregator(channel, failure_detector.membership, warning, abort, logger.warning),
+                self.balance,
+                self.timeline,
+            ]
+            directory = config.TIMELINE.get()
+            if directory:
+                self.timeline.start(Path(directory))
+
+    def last_words(self) -> None:
+        """Send what would be lost with this process; any thread may call it."""
+        if recorder.on:
+            self._spans.send()
+
+
+class Closable(Protocol):
+    """What the world keeps of a communicator."""
+
+    def close(self) -> None: ...
+
+
+class World:
+    """A connected job. Made by `init`; there is one a process at a time.
+
+    Attributes:
+        place: who this process is.
+        communicator: all ranks, for the public functions.
+        launcher: "mpi", "rendezvous", "grown" or "alone".
+    """
+
+    def __init__(self, connection: Connection, launcher: str) -> None:
+        self._connection = connection
+        self._pid = os.getpid()
+        self.launcher = launcher
+        rank, size = connection.rank, connection.size
+        own = Liveness.create(rank) if size > 1 and is_available() else None
+        hub = ControlServer(size, connection.addresses) if size > 1 and rank == 0 else None
+        told = [
+            _Introduction(*item)
+            for item in connection.gather(
+                _Introduction(
+                    domain(),
+                    socket.gethostname(),
+                    os.getpid(),
+                    list(own.address) if own else None,
+                    hub.address if hub else None,
+                    own_addresses(),
+                )
+            )
+        ]
+        domains = [item.domain for item in told]
+        self._nodes = virtual_nodes(domains, config.VIRTUAL_NODES.text())
+        if len(set(self._nodes)) > 1 and connection.transport is None:
+            raise LaunchError(
+                "RING_VIRTUAL_NODES needs a launcher that carries data between hosts: mpirun or torchrun."
+            )
+        self.topology = find_topology(rank, self._nodes, [item.host for item in told])
+        local_peers: LocalPeers | None = None
+        if own is not None:
+            others = [
+                Liveness.open((pid, fd, nbytes), other)
+                for other, item in enumerate(told)
+                if other != rank and item.domain == domains[rank] and item.presence
+                for pid, fd, nbytes in [item.presence]
+            ]
+            connection.gather(None)  # everyone has opened what it needs before anyone may leave
+            local_peers = LocalPeers(own, others, told[rank].host if len(set(domains)) > 1 else "")
+        self._local_peers = local_peers
+        self._tags = itertools.count(rank, size)  # no two ranks ever offer the same
+        #: Those that somebody still uses, by the order in which they were made, which is the same on all ranks.
+        self._communicators: weakref.WeakValueDictionary[int, Closable] = weakref.WeakValueDictionary()
+        self._made = itertools.count()
+        self._of_devices: dict[int, DeviceCommunicator] = {}
+        self._closed = False
+        self._monitor: MonitorThread | None = None
+        #: What becomes of the other ranks, the line to rank 0, and who looks on; None in a job of one.
+        self.failure_detector: FailureDetector | None = None
+        self.channel: Channel | None = None
+        self.observers: Observers | None = None
+        monitor = self._connect_channel(hub, told) if size > 1 else None
+        self.communicator = self.new_communicator("ring", gather=connection.gather)
+        if monitor is not None:
+            monitor.start()
+
+    def _connect_channel(self, hub: ControlServer | None, told: list[_Introduction]) -> MonitorThread:
+        """Set up what runs beside the job."""
+        rank, size, domains = self._connection.rank, self._connection.size, [item.domain for item in told]
+        if hub is not None and len(set(domains)) == 1:
+            hub.only_this_host()
+        address = told[0].hub
+        assert address is not None
+        self.channel = hub or ControlClient(rank, size, address, domains[0] == domains[rank])
+        membership = [Peer(item.host, item.pid, item.domain) for item in told]
+        self.failure_detector = FailureDetector(rank, membership, self._local_peers, self.channel)
+        launched = self.launcher in ("mpi", "grown") or "TORCHELASTIC_RUN_ID" in os.environ
+        self._monitor = MonitorThread(self.failure_detector, self.channel, launched, self.abort)
+        self._monitor.add(GpuWatchdog(self.failure_detector, self.device_communicators))
+        self._monitor.add(TcpLiveness(self.failure_detector, [item.addresses for item in told]))
+        self.observers = Observers(self.channel, self.failure_detector, self.activities)
+        for service in self.observers.services:
+            self._monitor.add(service)
+        return self._monitor
+
+    def activities(self) -> list[Activity]:
+        """What this rank did last with each of its communicators."""
+        communicators = self._communicators.copy().values()
+        found = [one.activity() for one in communicators if isinstance(one, SerialExecutor | DeviceCommunicator)]
+        return [activity for activity in found if activity is not None]
+
+    def new_communicator(
+        self, name: str, ranks: Sequence[int] | None = None, gather: Gather | None = None
+    ) -> Communicator:
+        """A communicator of its own, with its own order of operations; called by all members.
+
+        Args:
+            name: for texts.
+            ranks: world ranks of the members, all by default.
+            gather: how the members meet; by default over `communicator`, which needs all ranks.
+
+        Raises:
+            ArgumentError: `ranks` are not distinct ranks of this job.
+        """
+        size = self.topology.size
+        members = tuple(range(size)) if ranks is None else tuple(ranks)
+        if len(set(members)) != len(members) or not all(0 <= rank < size for rank in members):
+            raise ArgumentError(f"ranks={list(members)} are not distinct ranks of a job of {size}.")
+        if gather is None:
+            if len(members) != size:
+                raise ArgumentError(
+                    f"ranks={list(members)} is a part of the job; pass gather, so that its members can meet."
+                )
+            gather = self.communicator.all_gather_object
+        if len(members) == 1:
+            communicator: Communicator = SingleCommunicator(name, members[0])
+        else:
+            host = HostCommunicator(
+                name,
+                self.topology.rank,
+                self._nodes[self.topology.rank],
+                2 * next(self._tags),
+                gather,
+                self.failure_detector,
+                self._connection.transport,
+            )
+            communicator = host
+        self._communicators[next(self._made)] = communicator
+        return communicator
+
+    def new_device_communicator(
+        self,
+        name: str,
+        device: int,
+        streams: Streams,
+        ranks: Sequence[int] | None = None,
+        gather: Gather | None = None,
+        own_stream: bool = False,
+    ) -> DeviceCommunicator:
+        """As `new_communicator`, for the memory of one GPU a rank, by NCCL.
+
+        Args:
+            name, ranks, gather: as there.
+            device: this rank's GPU, as the process numbers them.
+            streams: the framework's.
+            own_stream: whether other communicators' operations may overtake its own.
+
+        Raises:
+            MissingDependency: there is no NCCL.
+            DeviceError: there is no CUDA driver or no such GPU, or ranks would share one.
+            MismatchError: the ranks have different releases of NCCL.
+        """
+        host = self.new_communicator(name, ranks, gather)
+        wait = Wait(name, self.failure_detector)
+        communicator = DeviceCommunicator(
+            name, device, host, streams, wait, nccl.load_nccl(), nccl.load_driver(), own_stream
+        )
+        self._communicators[next(self._made)] = communicator
+        return communicator
+
+    def device_communicator(self, device: int, streams: Streams) -> DeviceCommunicator:
+        """All ranks, for what a script asks for by itself; made at the first call, which all ranks make together."""
+        if device not in self._of_devices:
+            self._of_devices[device] = self.new_device_communicator("ring on GPUs", device, streams)
+        return self._of_devices[device]
+
+    def device_communicators(self) -> list[DeviceCommunicator]:
+        """Those that somebody still uses."""
+        return [one for one in self._communicators.copy().values() if isinstance(one, DeviceCommunicator)]
+
+    def is_mine(self) -> bool:
+        """Whether this process joined the job, and was not forked from one that did."""
+        return os.getpid() == self._pid
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one failed, so that they stop waiting. The first call counts."""
+        if self.failure_detector is not None and self.observers is not None and self.is_mine():
+            self.observers.last_words()
+            self.failure_detector.fail(error)
+
+    def abort(self) -> None:
+        """End the whole job where the launcher offers that."""
+        self._connection.abort(1)
+
+    def close(self) -> None:
+        """Leave the job; peers that still wait for this rank are told."""
+        if self._closed or not self.is_mine():
+            return
+        self._closed = True
+        if self._local_peers is not None:
+            self._local_peers.own.leave()
+        if self._monitor is not None:
+            self._monitor.close()
+        for communicator in self._communicators.copy().values():
+            communicator.close()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: disturb neither the parent nor its peers."""
+        if self.channel is not None:
+            self.channel.abandon()
+        for communicator in self._communicators.copy().values():
+            if isinstance(communicator, SerialExecutor | DeviceCommunicator):
+                communicator.leave_to_parent()
+
+
+class _Introduction(NamedTuple):
+    """What a rank says of itself in the job's first gather."""
+
+    domain: str
+    host: str
+    pid: int
+    presence: list[int] | None
+    hub: dict[str, Any] | None
+    addresses: list[str]
+
 
 _world: World | None = None
 _generation = 0
@@ -33,9 +339,9 @@ def init(ranks: int | None = None) -> World:
         raise ArgumentError(f"ranks={ranks!r} is not a positive number of processes.")
     if _world is not None and _world.is_mine():
         return _world
-    if _world is not None and _world.place.size > 1:
+    if _world is not None and _world.topology.size > 1:
         raise LaunchError(
-            f"this process was forked from rank {_world.place.rank} (a data loader's worker?); ring_plugins.init() "
+            f"this process was forked from rank {_world.topology.rank} (a data loader's worker?); ring_plugins.init() "
             "belongs into the ranks themselves."
         )
     endings.install(lambda: _world, shutdown)
@@ -56,7 +362,7 @@ def shutdown() -> None:
         world._connection.close()
 
 
-def is_initialised() -> bool:
+def is_initialized() -> bool:
     """Whether `init` has been called in this process, and `shutdown` not since."""
     return _world is not None
 
@@ -65,8 +371,8 @@ def current() -> World:
     """The world that `init` made.
 
     Raises:
-        NotInitialised: it has not been called.
+        NotInitialized: it has not been called.
     """
     if _world is None:
-        raise NotInitialised("call ring_plugins.init() before this.")
+        raise NotInitialized("call ring_plugins.init() before this.")
     return _world

@@ -6,9 +6,9 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 
-from ring_plugins.core.errors import RingError
-from ring_plugins.core.nccl import load_nccl
-from ring_plugins.core.nccl.calls import version_text
+from ring_plugins.core.base.errors import RingError
+from ring_plugins.core.gpu import load_nccl
+from ring_plugins.core.gpu.nccl import version_text
 from ring_plugins.doctor.findings import Finding, error, fine, warning
 from ring_plugins.doctor.packages import installed
 

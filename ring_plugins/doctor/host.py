@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from ring_plugins.core.errors import RingError
-from ring_plugins.core.shared_memory import Segment, is_available
+from ring_plugins.core.base.errors import RingError
+from ring_plugins.core.linux.shared_memory import Segment, is_available
 from ring_plugins.doctor.findings import Finding, error, fine, warning
 
 _MIB = 1 << 20

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ring_plugins.core.errors import LaunchError
-from ring_plugins.core.launch import interfaces as launch
-from ring_plugins.core.launch.network_choice import VARIABLE, own_offer
+from ring_plugins.core.base import config
+from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.linux import interfaces as launch
+from ring_plugins.core.net.network_choice import own_interfaces
 from ring_plugins.doctor.findings import Finding, error, fine, warning
 
 
@@ -68,17 +68,17 @@ def networks() -> Iterator[Finding]:
     usable = [one for one in found if one.leads_out]
     evidence: dict[str, Any] = {"interfaces": [asdict(one) for one in found]}
     said = ", ".join(map(str, found))
-    wanted = os.environ.get(VARIABLE, "")
+    wanted = config.INTERFACE.get()
     try:
-        own_offer(0)
+        own_interfaces(0)
     except LaunchError as problem:
         names = ", ".join(one.name for one in usable) or "none"
-        yield error("network", str(problem), f"Choose among {names}, or unset {VARIABLE}.", **evidence)
+        yield error("network", str(problem), f"Choose among {names}, or unset RING_INTERFACE.", **evidence)
         return
     if not usable:
         yield warning("network", f"only {said}: no other host can be reached", "ip link; ip address", **evidence)
     elif wanted:
-        yield fine("network", f"{said}; {VARIABLE}={wanted} decides between hosts", **evidence)
+        yield fine("network", f"{said}; RING_INTERFACE={wanted} decides between hosts", **evidence)
     else:
         names = " or ".join(one.name for one in usable)
         which = names if len(usable) == 1 else f"{names}, the fastest that all hosts are on,"

@@ -10,7 +10,7 @@ from ring_plugins.doctor.findings import Finding, error, fine, warning
 
 _PAGE = "docs/environment.md lists them all."
 #: Set by launchers for the processes that they start, and nobody else's business.
-_INTERNAL = {"RING_DRIVER", "RING_GROWN", "RING_SECRET"}
+_INTERNAL = {"RING_DRIVER", "RING_SPAWNED", "RING_SECRET"}
 #: Of other libraries, shown because they change what happens.
 _OTHERS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME")
 _PREFIXES = ("NCCL_", "OMPI_MCA_btl", "OMPI_MCA_pml", "OMPI_MCA_mtl", "UCX_", "FI_")

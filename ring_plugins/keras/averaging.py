@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import keras
 
-from ring_plugins.core.compression import Compression
-from ring_plugins.core.dtypes import STORAGE
-from ring_plugins.core.errors import ArgumentError
-from ring_plugins.core.fusion import FIRST_BUCKET_BYTES, MIB, Entry
+from ring_plugins.core.arrays.codec import Compression
+from ring_plugins.core.arrays.dtypes import STORAGE
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.gradients.fusion import FIRST_BUCKET_BYTES, MIB, Entry
 from ring_plugins.keras.buckets import Buckets, HostBuckets
 from ring_plugins.keras.connection import connect
 from ring_plugins.keras.on_gpu import say_what_gpus_cost
@@ -62,8 +62,8 @@ class Averaging(abc.ABC):
         self.bucket_bytes, self.first_bucket_bytes = bucket_bytes, min(first_bucket_bytes, bucket_bytes)
         self.world = connect()
         self.communicator = self.world.new_communicator(f"gradients {next(_numbers)}")
-        if self.world.place.size > 1:
-            say_what_gpus_cost(self.world.place.rank)
+        if self.world.topology.size > 1:
+            say_what_gpus_cost(self.world.topology.rank)
         self.buckets: Buckets | None = None
         self._indices: dict[int, int] = {}
         self._previous: dict[str, Callable[..., Any]] = {}

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from ring_plugins.core.collectives.protocol import Communicator
+from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.keras.backends import backend
 from ring_plugins.keras.connection import connect
 from ring_plugins.keras.moments import BatchMoments
@@ -40,7 +40,7 @@ class SynchronizedBatchNorm:
     def install(self) -> None:
         """Replace the methods; collective."""
         world = connect()
-        if world.place.size == 1 or not self._layers:
+        if world.topology.size == 1 or not self._layers:
             return
         self._communicator = world.new_communicator("batch normalization")
         moments = BatchMoments(self._communicator)

@@ -8,10 +8,9 @@ from typing import Any, Literal
 
 import keras
 
-from ring_plugins.core.collectives.protocol import Communicator
-from ring_plugins.core.compression import Compression
-from ring_plugins.core.errors import ArgumentError, MismatchError, RingError
-from ring_plugins.core.observe.drift import DriftCheck, chosen_interval, drift_check
+from ring_plugins.core.arrays.codec import Compression
+from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
+from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.keras.averaging import BUCKET_BYTES, Averaging, averaging_of, optimizers_of
 from ring_plugins.keras.backends import backend
 from ring_plugins.keras.batch_norm import SynchronizedBatchNorm
@@ -20,6 +19,7 @@ from ring_plugins.keras.connection import check_root, connect
 from ring_plugins.keras.refusals import refuse_different_epochs, refuse_other_parallelism, refuse_unequal_steps
 from ring_plugins.keras.state import average_variables, broadcast_state, build_optimizers, weight_checksums
 from ring_plugins.keras.stopping import StopTogether
+from ring_plugins.observe.drift import DriftCheck, chosen_interval, drift_check
 
 
 class BroadcastCallback(keras.callbacks.Callback):
@@ -102,14 +102,14 @@ class BroadcastCallback(keras.callbacks.Callback):
         world = connect()
         check_root(self.root_rank, world)
         callbacks = enclosing_list(self)
-        if callbacks is not None and world.place.size > 1:
+        if callbacks is not None and world.topology.size > 1:
             self._first.set_model(model)
-            arrange(callbacks, self._first, self, world.place.rank == self.root_rank, self.write_on_root_only)
+            arrange(callbacks, self._first, self, world.topology.rank == self.root_rank, self.write_on_root_only)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         world = connect()
         self._restore()
-        if world.place.size == 1:
+        if world.topology.size == 1:
             return
         self._under_way, self._has_begun = True, False
         self._over = when_over(self, self._restore)

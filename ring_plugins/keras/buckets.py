@@ -8,15 +8,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ring_plugins.core.collectives.protocol import Communicator
-from ring_plugins.core.compression import Compression
-from ring_plugins.core.dtypes import STORAGE
-from ring_plugins.core.errors import MismatchError
-from ring_plugins.core.fusion import DIRECT_BYTES, Bucket, Entry, FusionBuffer, FusionPlan
-from ring_plugins.core.memory import HostMemory
-from ring_plugins.core.reducer import GradientReducer
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from ring_plugins.core.arrays.codec import Compression
+from ring_plugins.core.arrays.dtypes import STORAGE
+from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.base.errors import MismatchError
+from ring_plugins.core.base.types import Array
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.gradients.fusion import DIRECT_BYTES, Bucket, Entry, FusionBuffer, FusionPlan
+from ring_plugins.core.gradients.reducer import GradientReducer
 
 
 class Buckets(Protocol):

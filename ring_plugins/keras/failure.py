@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
-from ring_plugins.core.world import current, is_initialised
+from ring_plugins.core.world import current, is_initialized
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ def install_hook() -> None:
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         cause = taken(error)
         previous(type(cause), cause, trace if cause is error else cause.__traceback__)
-        if is_initialised() and current().place.size > 1:
+        if is_initialized() and current().topology.size > 1:
             _end_at_once()
 
     _hooked.append(uncaught)

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.keras.backends import backend
 from ring_plugins.keras.connection import connect
 from ring_plugins.keras.rates import Rate, Scaling, has_schedule, innermost, multiply_schedule, scale_for
@@ -128,7 +128,7 @@ class LearningRateWarmupCallback(_RateCallback):
         self._is_over = False
 
     def _multiplier(self, epoch: float) -> float | None:
-        scale = scale_for(self.scaling, connect().place.size)
+        scale = scale_for(self.scaling, connect().topology.size)
         if epoch >= self.warmup_epochs:
             return scale
         return 1.0 + (scale - 1.0) * max(epoch, 0.0) / self.warmup_epochs
@@ -137,7 +137,7 @@ class LearningRateWarmupCallback(_RateCallback):
         super()._start(optimizer, epoch)
         self._is_over = False
         if self._rate is not None:
-            self._rate.scale = scale_for(self.scaling, connect().place.size)
+            self._rate.scale = scale_for(self.scaling, connect().topology.size)
 
     def _sets_at(self, batch: int) -> bool:
         """Until warm-up is over, and once more, at the full rate; from then on the rate is others' to set."""
@@ -148,7 +148,7 @@ class LearningRateWarmupCallback(_RateCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
-        if self.verbose and epoch + 1 >= self.warmup_epochs > epoch and connect().place.rank == 0:
+        if self.verbose and epoch + 1 >= self.warmup_epochs > epoch and connect().topology.rank == 0:
             print(f"\nEpoch {epoch + 1}: learning rate warm-up is over.")
 
 
@@ -195,7 +195,7 @@ class LearningRateScheduleCallback(_RateCallback):
             return None
         own = self.multiplier(int(epoch) if self.staircase else epoch)
         scale = self._scale()
-        return own * (scale if scale != 1.0 else scale_for(self.scaling, connect().place.size))
+        return own * (scale if scale != 1.0 else scale_for(self.scaling, connect().topology.size))
 
     def _sets_at(self, batch: int) -> bool:
         return batch == 0 or not self.staircase

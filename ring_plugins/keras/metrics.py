@@ -11,9 +11,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from ring_plugins.core.collectives.protocol import Communicator
-from ring_plugins.core.memory import HostMemory
-from ring_plugins.core.operations import Op
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.keras.additive import is_additive, leaves
 from ring_plugins.keras.callback_list import when_over
 from ring_plugins.keras.connection import connect
@@ -64,7 +64,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def _enter(self) -> None:
         self._depth += 1
         world = connect()
-        if self._depth > 1 or world.place.size == 1:
+        if self._depth > 1 or world.topology.size == 1:
             return
         self._over = when_over(self, self._leave_entirely)
         self._communicator = world.new_communicator("metrics")

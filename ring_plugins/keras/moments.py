@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from ring_plugins.core.collectives.protocol import Communicator
-from ring_plugins.core.memory import HostMemory
-from ring_plugins.core.operations import Op
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.base.types import Array
+from ring_plugins.core.collectives.api import Communicator
 
 
 class BatchMoments:

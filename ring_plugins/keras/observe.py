@@ -7,7 +7,8 @@ from typing import Any
 
 import keras
 
-from ring_plugins.core.observe import monitor, timeline
+from ring_plugins.observe import balance_monitor as monitor
+from ring_plugins.observe import timeline
 
 
 class BalanceMonitor(keras.callbacks.Callback):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-import os
 import warnings
 
 import keras
+
+from ring_plugins.core.base import config
 
 
 @functools.lru_cache(maxsize=1)
@@ -17,7 +18,7 @@ def say_what_gpus_cost(rank: int) -> None:
     way around has never run on a card (`backends/tensorflow_device.py`), and JAX compiles its collectives itself.
     """
     backend = keras.backend.backend()
-    if backend == "tensorflow" and os.environ.get("RING_TENSORFLOW_NCCL", "0") == "1":
+    if backend == "tensorflow" and config.TENSORFLOW_NCCL.get():
         return
     if rank != 0 or backend not in ("tensorflow", "jax") or not _computes_on_gpus(backend):
         return

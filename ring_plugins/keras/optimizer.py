@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeVar
 
 import keras
 
-from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.keras.averaging import BUCKET_BYTES, averaging_of
 from ring_plugins.keras.backends import backend
 from ring_plugins.keras.connection import check_root, connect
@@ -44,7 +44,7 @@ def DistributedOptimizer(  # noqa: N802 - known by this name
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ArgumentError(f"optimizer={type(optimizer).__name__} is not a keras.optimizers.Optimizer.")
-    if connect().place.size > 1 and averaging_of(optimizer) is None:
+    if connect().topology.size > 1 and averaging_of(optimizer) is None:
         backend().GradientAveraging(
             optimizer, bucket_bytes, compression=compression, error_feedback=error_feedback
         ).install()
@@ -72,6 +72,6 @@ def broadcast_variables(model: Any, root_rank: int = 0) -> None:
     """
     world = connect()
     check_root(root_rank, world)
-    if world.place.size > 1:
+    if world.topology.size > 1:
         build_optimizers(model)
         broadcast_state(model, root_rank, world.communicator)

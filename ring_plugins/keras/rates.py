@@ -9,7 +9,7 @@ from typing import Any, Literal
 import keras
 import numpy as np
 
-from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError
 
 Scaling = Literal["linear", "sqrt", "none"]
 _ATTRIBUTE = "_ring_rate"

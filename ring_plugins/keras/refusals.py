@@ -6,8 +6,8 @@ from typing import Any
 
 import keras
 
-from ring_plugins.core.collectives.protocol import Communicator
-from ring_plugins.core.errors import ArgumentError, MismatchError
+from ring_plugins.core.base.errors import ArgumentError, MismatchError
+from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.keras.backends import backend
 
 

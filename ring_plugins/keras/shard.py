@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import keras
 
-from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.keras.connection import connect
 from ring_plugins.keras.shard_indexed import ShardedArrays, ShardedBatches
 from ring_plugins.keras.shard_streams import shard_data_loader, shard_dataset, shard_iterable
@@ -55,7 +55,7 @@ def shard(
     """
     if remainder not in ("drop", "pad", "keep"):
         raise ArgumentError(f'remainder={remainder!r} must be "drop", "pad" or "keep".')
-    place = connect().place
+    place = connect().topology
     rank, size = place.rank, place.size
     if isinstance(data, keras.utils.PyDataset):
         _refuse(remainder == "keep", remainder, "a PyDataset")

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 

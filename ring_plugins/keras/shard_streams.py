@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ring_plugins.core.errors import ArgumentError, MismatchError
+from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.keras.connection import connect
 from ring_plugins.keras.shard_indexed import Order
 

@@ -9,15 +9,13 @@ from typing import Any
 import keras
 import numpy as np
 
-from ring_plugins.core.collectives.protocol import Communicator
-from ring_plugins.core.dtypes import FLOATS
-from ring_plugins.core.errors import MismatchError
-from ring_plugins.core.memory import HostMemory, host_array
-from ring_plugins.core.observe.drift import checksum
-from ring_plugins.core.operations import Op
+from ring_plugins.core.arrays.dtypes import FLOATS, Op
+from ring_plugins.core.arrays.memory import HostMemory, host_array
+from ring_plugins.core.base.errors import MismatchError
+from ring_plugins.core.base.types import Array
+from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.keras.averaging import optimizers_of
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from ring_plugins.observe.drift import checksum
 
 #: Seeds of neighbouring ranks are this far apart; a prime, so that no two ranks of any job meet.
 _SEED_STRIDE = 7919

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from ring_plugins.core.collectives.protocol import Communicator
-from ring_plugins.core.errors import DeadlockError, MismatchError
-from ring_plugins.core.memory import HostMemory
-from ring_plugins.core.operations import Op
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.base.errors import DeadlockError, MismatchError
+from ring_plugins.core.collectives.api import Communicator
 
 _STEP, _EPOCH = 0, 1
 

@@ -9,7 +9,7 @@ turns into its twin, constructed with the same arguments.
 
 from typing import Any
 
-from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError
 
 _twins: dict[type, type] = {}
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 
 from ring_plugins.core import world
-from ring_plugins.core.launch import LaunchRecord, detect
-from ring_plugins.core.place import Place
+from ring_plugins.core.rendezvous import LaunchRecord, detect
+from ring_plugins.core.rendezvous.topology import Topology
 
 
 class RingEnvironment:
@@ -80,14 +80,14 @@ class RingEnvironment:
         """The number of nodes."""
         return place.num_nodes if (place := self._place()) else 1
 
-    def _place(self) -> "Place | _Foretold | None":
+    def _place(self) -> "Topology | _Foretold | None":
         """Where this process stands in its job, or None for one that was started alone and has not grown yet."""
         if _is_connected():
-            return world.current().place
+            return world.current().topology
         if self._record.kind == "alone":
             return None
         # Some launchers say too little in the environment: only meeting the other ranks tells the rest.
-        return _Foretold.by(self._record) or world.init().place
+        return _Foretold.by(self._record) or world.init().topology
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Nothing to object: differences are followed and warned about by `follow_launcher`."""
@@ -114,11 +114,11 @@ class RingEnvironment:
 
 def _is_connected() -> bool:
     """Whether this process has met others. A world of one, made by an earlier Trainer, does not bind the next."""
-    return world.is_initialised() and world.current().launcher != "alone"
+    return world.is_initialized() and world.current().launcher != "alone"
 
 
 class _Foretold(NamedTuple):
-    """A `Place`, as far as the launcher's variables tell it before the ranks have met."""
+    """A `Topology`, as far as the launcher's variables tell it before the ranks have met."""
 
     rank: int
     size: int
@@ -169,7 +169,7 @@ def announce_rank(rank: int | None = None) -> None:
     rank.
     """
     if rank is None:
-        rank = world.current().place.rank if world.is_initialised() else detect().rank
+        rank = world.current().topology.rank if world.is_initialized() else detect().rank
     if rank is not None:
         rank_zero_only.rank = rank  # type: ignore[attr-defined]
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch.nn import Module
 from typing_extensions import override
 
-from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.lightning.environment import RingEnvironment
 from ring_plugins.lightning.launcher import RingFabricLauncher
 from ring_plugins.lightning.parallel import RingParallelLogic, StartMethod

@@ -1,6 +1,7 @@
 """When a rank fails inside Lightning: the others are told why before anything else is tried."""
 
-from ring_plugins.core import job, world
+from ring_plugins.core import world
+from ring_plugins.core import world as job
 
 # What a shell reports for a process that SIGTERM ended.
 _TERMINATED = 128 + 15
@@ -14,7 +15,7 @@ def tell_peers(error: BaseException) -> None:
     Nothing is told a second time, nor of an end that is not a failure: Lightning's tuner leaves by an exception, and a
     script may call ``sys.exit(0)`` on every rank.
     """
-    if not world.is_initialised() or world.current().place.size == 1 or _is_orderly(error) or peers_were_told():
+    if not world.is_initialized() or world.current().topology.size == 1 or _is_orderly(error) or peers_were_told():
         return
     _told[:] = [world.current()]
     world.current().fail(error)
@@ -22,7 +23,7 @@ def tell_peers(error: BaseException) -> None:
 
 def peers_were_told() -> bool:
     """Whether this rank gave up its job, so that it must wait for nobody on its way out."""
-    return bool(_told) and world.is_initialised() and world.current() is _told[0]
+    return bool(_told) and world.is_initialized() and world.current() is _told[0]
 
 
 def give_status(error: BaseException) -> None:

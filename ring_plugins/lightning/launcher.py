@@ -8,7 +8,8 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 import ring_plugins as ring
-from ring_plugins.core import job, world
+from ring_plugins.core import world
+from ring_plugins.core import world as job
 from ring_plugins.lightning.environment import RingEnvironment, announce_rank
 from ring_plugins.lightning.failure import peers_were_told, tell_peers
 from ring_plugins.lightning.process_group import leave_process_group
@@ -64,14 +65,14 @@ def join_world(environment: RingEnvironment) -> job.World:
     It is brought up anew after a failure that the script survived (on all ranks: an error that not all of them catch
     ends the job within seconds), and where it had one rank and now shall have more.
     """
-    if peers_were_told() or (world.is_initialised() and environment.world_size() != world.current().place.size):
+    if peers_were_told() or (world.is_initialized() and environment.world_size() != world.current().topology.size):
         leave_process_group()
         ring.shutdown()
-    if not world.is_initialised():
+    if not world.is_initialized():
         ring.init(ranks=environment.world_size() if not environment.creates_processes_externally else None)
         _share_cores(environment.local_world_size())
         announce_rank()
-        place, launcher = world.current().place, world.current().launcher
+        place, launcher = world.current().topology, world.current().launcher
         rank_zero_info(f"ring_plugins: {place.size} ranks on {place.num_nodes} nodes, launcher: {launcher}")
     return world.current()
 

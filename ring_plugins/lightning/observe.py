@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from ring_plugins.core.observe import monitor, timeline
+from ring_plugins.observe import balance_monitor as monitor
+from ring_plugins.observe import timeline
 
 if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     from lightning.pytorch.callbacks import Callback

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ring_plugins.core import world
-from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.lightning.adoption import move_to_spelling_of
 from ring_plugins.lightning.environment import RingEnvironment, announce_rank, follow_launcher
 from ring_plugins.lightning.failure import peers_were_told
@@ -86,13 +86,13 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `tree.Pa
     @override
     def barrier(self, name: str | None = None) -> None:
         """Wait until every rank has come here; return at once when a failure made that impossible."""
-        if world.is_initialised() and not peers_were_told():
+        if world.is_initialized() and not peers_were_told():
             world.current().communicator.barrier()
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
         """The object (pickled) of rank `src` on every rank."""
-        if not world.is_initialised() or self.world_size == 1 or peers_were_told():
+        if not world.is_initialized() or self.world_size == 1 or peers_were_told():
             return obj
         result: T = world.current().communicator.broadcast_object(obj, root=src)
         return result
@@ -131,7 +131,7 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `tree.Pa
         if not environment.creates_processes_externally and self.world_size > 1:
             environment.become_worker()
         own_world = join_world(environment)
-        if own_world.place.size == 1:
+        if own_world.topology.size == 1:
             return
         if self.root_device.type not in ("cpu", "cuda"):
             raise ArgumentError(

@@ -13,8 +13,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from ring_plugins.core.errors import LaunchError
-from ring_plugins.core.job import World
+from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.world import World
 from ring_plugins.torch.registration import register
 from ring_plugins.torch.rendezvous import store_from_world
 
@@ -30,7 +30,7 @@ def ensure_process_group(world: World, timeout: timedelta | None = None) -> None
     Raises:
         LaunchError: If a process group exists that numbers the processes differently.
     """
-    place = world.place
+    place = world.topology
     if _over and _over[0] is not world:
         leave_process_group()
     if dist.is_initialized():

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_plugins.core.errors import ArgumentError, NotInitialised
+from ring_plugins.core.base.errors import ArgumentError, NotInitialized
 
 _NAMES = {
     "mean": dist.ReduceOp.AVG,
@@ -57,7 +57,7 @@ def all_gather(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> T
         sync_grads: Whether the result can be differentiated back to every rank's `tensor`.
     """
     if not dist.is_initialized():
-        raise NotInitialised(
+        raise NotInitialized(
             "all_gather() was called before the strategy had set up its processes. Call it from a hook that runs inside"
             " fit(), validate(), test() or predict(); with Fabric, after fabric.launch()."
         )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ring_plugins.core.launch import detect
+from ring_plugins.core.rendezvous import detect
 
 NAMES = {
     "ring": {},

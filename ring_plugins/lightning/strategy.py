@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import Module
 from typing_extensions import override
 
-from ring_plugins.core.observe.drift import DriftCheck, chosen_interval, drift_check
 from ring_plugins.lightning.environment import RingEnvironment
 from ring_plugins.lightning.failure import give_status, tell_peers
 from ring_plugins.lightning.launcher import RingLauncher
@@ -19,6 +18,7 @@ from ring_plugins.lightning.parallel import RingParallelLogic, StartMethod
 from ring_plugins.lightning.sigterm import note_sigterm_without_broadcast
 from ring_plugins.lightning.states import BufferBroadcast
 from ring_plugins.lightning.sync_batchnorm import for_device
+from ring_plugins.observe.drift import DriftCheck, chosen_interval, drift_check
 from ring_plugins.torch.broadcast import broadcast_parameters
 from ring_plugins.torch.drift import parameter_checksums
 from ring_plugins.torch.gradients import GradientAverager

@@ -20,14 +20,14 @@ class HostSyncBatchNorm:
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Replace every batch norm layer; parameters and buffers are shared with the replacement."""
-        return _replace(model, _synchronised)
+        return _replace(model, _synchronized)
 
     def revert(self, model: nn.Module) -> nn.Module:
         """Put the original layers back, with what was learned meanwhile."""
         return _replace(model, _original)
 
 
-class SynchronisedBatchNorm(_BatchNorm):
+class SynchronizedBatchNorm(_BatchNorm):
     """Batch norm whose statistics in training are those of the batches of all ranks together."""
 
     original: _BatchNorm
@@ -42,7 +42,7 @@ class SynchronisedBatchNorm(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         output: Tensor
-        output, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
+        output, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
         self._remember(mean, variance, count)
         return output
 
@@ -58,7 +58,7 @@ class SynchronisedBatchNorm(_BatchNorm):
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
 
 
-class _Normalise(torch.autograd.Function):
+class _Normalize(torch.autograd.Function):
     """``(x - mean) / sqrt(variance + eps) * weight + bias`` with mean and variance over all ranks.
 
     Forward exchanges a count, a mean and a sum of squared deviations for each channel and rank, and combines them by
@@ -134,10 +134,10 @@ def _replace(module: nn.Module, replacement: Any) -> nn.Module:
     return new
 
 
-def _synchronised(module: nn.Module) -> nn.Module:
-    if not isinstance(module, _BatchNorm) or isinstance(module, SynchronisedBatchNorm):
+def _synchronized(module: nn.Module) -> nn.Module:
+    if not isinstance(module, _BatchNorm) or isinstance(module, SynchronizedBatchNorm):
         return module
-    twin = SynchronisedBatchNorm(module.num_features, module.eps, module.momentum, module.affine, False)
+    twin = SynchronizedBatchNorm(module.num_features, module.eps, module.momentum, module.affine, False)
     twin.track_running_stats = module.track_running_stats
     twin.train(module.training)
     # Not a submodule: it must not appear in the state dict.
@@ -146,7 +146,7 @@ def _synchronised(module: nn.Module) -> nn.Module:
 
 
 def _original(module: nn.Module) -> nn.Module:
-    return _share(module, module.original) if isinstance(module, SynchronisedBatchNorm) else module
+    return _share(module, module.original) if isinstance(module, SynchronizedBatchNorm) else module
 
 
 def _share(source: nn.Module, target: nn.Module) -> nn.Module:

@@ -7,7 +7,7 @@ Both are imported where both exist: the second costs a tenth of a second after t
 import importlib.util
 from typing import TYPE_CHECKING
 
-from ring_plugins.core.errors import MissingDependency
+from ring_plugins.core.base.errors import MissingDependency
 from ring_plugins.lightning.adoption import make_interchangeable
 
 

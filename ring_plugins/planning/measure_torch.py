@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.planning.profile import Gradient, Profile
 
 _WARM_UP = 3

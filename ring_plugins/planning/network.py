@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError
 
 
 @dataclass(frozen=True)

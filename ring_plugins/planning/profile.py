@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ring_plugins.core.errors import ArgumentError
-from ring_plugins.core.fusion import Entry
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.gradients.fusion import Entry
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Profile:
 
 def entry_bytes(gradient: Gradient) -> int:
     """Bytes of a gradient."""
-    from ring_plugins.core.dtypes import STORAGE
+    from ring_plugins.core.arrays.dtypes import STORAGE
 
     return gradient.count * STORAGE[gradient.dtype].itemsize
 

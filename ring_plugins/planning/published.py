@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ring_plugins.core.fusion import MIB, BucketSizes
+from ring_plugins.core.gradients.fusion import MIB, BucketSizes
 from ring_plugins.planning.models import reference
 from ring_plugins.planning.network import TRANSPORTS, Network
 from ring_plugins.planning.simulation import Prediction, predict

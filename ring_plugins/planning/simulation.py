@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from ring_plugins.core.dtypes import STORAGE
-from ring_plugins.core.fusion import BucketSizes, FusionPlan
+from ring_plugins.core.arrays.dtypes import STORAGE
+from ring_plugins.core.gradients.fusion import BucketSizes, FusionPlan
 from ring_plugins.planning.network import Network
 from ring_plugins.planning.profile import Profile
 

@@ -6,8 +6,8 @@ import os
 import socket
 from collections.abc import Mapping
 
-from ring_plugins.launching.outcomes import Outcome
-from ring_plugins.launching.seats import free_port
+from ring_plugins.launcher.outcomes import Outcome
+from ring_plugins.launcher.rank_assignment import free_port
 
 
 class Rank:
@@ -28,6 +28,6 @@ class Rank:
             environment: in which `ring_plugins.init()` finds the others.
         """
         os.environ.update(environment)
-        from ring_plugins.launching.task import perform
+        from ring_plugins.launcher.task import perform
 
         return perform(packed, rank)

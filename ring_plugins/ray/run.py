@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from ring_plugins.core.errors import ArgumentError, LaunchError, MissingDependency, TimeoutExceeded
-from ring_plugins.launching.outcomes import Failure, Outcome, pack, results_of
-from ring_plugins.launching.seats import seats
+from ring_plugins.core.base.errors import ArgumentError, LaunchError, MissingDependency, TimeoutExceeded
+from ring_plugins.launcher.outcomes import Failure, Outcome, pack, results_of
+from ring_plugins.launcher.rank_assignment import seats
 from ring_plugins.ray.actor import Rank
 
 T = TypeVar("T")

@@ -8,9 +8,9 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ring_plugins.core.errors import ArgumentError, LaunchError, MissingDependency
-from ring_plugins.launching.control import Driver
-from ring_plugins.launching.outcomes import pack, results_of
+from ring_plugins.core.base.errors import ArgumentError, LaunchError, MissingDependency
+from ring_plugins.launcher.control import Driver
+from ring_plugins.launcher.outcomes import pack, results_of
 from ring_plugins.spark.task import Task
 
 if TYPE_CHECKING:

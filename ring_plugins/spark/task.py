@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 
-from ring_plugins.launching.control import Line
-from ring_plugins.launching.process import RankProcess
-from ring_plugins.launching.seats import address_towards, free_port, seats
+from ring_plugins.launcher.control import Line
+from ring_plugins.launcher.process import RankProcess
+from ring_plugins.launcher.rank_assignment import address_towards, free_port, seats
 
 
 @dataclass(frozen=True)

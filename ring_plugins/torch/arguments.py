@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ring_plugins.core.errors import ArgumentError
-from ring_plugins.core.operations import Op
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.torch.tensors import check_dense
 
 T = TypeVar("T")

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ring_plugins.core.errors import MismatchError
+from ring_plugins.core.arrays.memory import DeviceMemory
+from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.core.functions import all_gather_object, broadcast, broadcast_object, rank
-from ring_plugins.core.memory import DeviceMemory
 from ring_plugins.core.world import current
 from ring_plugins.torch import device
 from ring_plugins.torch.device import index_of, is_on_gpu, streams
@@ -47,7 +47,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -
         optimizer: may be a `DistributedOptimizer`; its state may be empty on any rank.
         root: the rank whose state everyone gets.
     """
-    if current().place.size == 1:
+    if current().topology.size == 1:
         return
     state: Any = optimizer.state_dict() if rank() == root else None
     leaves, tree = tree_flatten(state)
@@ -76,7 +76,7 @@ class _Outline:
 
 def _broadcast(tensors: list[torch.Tensor], root: int) -> None:
     """Overwrite tensors with the root's, those on GPUs together."""
-    if current().place.size == 1:
+    if current().topology.size == 1:
         return
     targets = []
     for tensor in tensors:

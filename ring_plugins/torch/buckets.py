@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ring_plugins.core.collectives.device import DeviceCommunicator
-from ring_plugins.core.collectives.protocol import Communicator
-from ring_plugins.core.compression import Compression
-from ring_plugins.core.errors import ArgumentError, RingError
-from ring_plugins.core.fusion import Bucket, BucketMemory, BucketSizes, Entry, FusionBuffer, FusionPlan
-from ring_plugins.core.memory import Memory
+from ring_plugins.core.arrays.codec import Compression
+from ring_plugins.core.arrays.memory import Memory
+from ring_plugins.core.base.errors import ArgumentError, RingError
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.gpu.communicator import DeviceCommunicator
+from ring_plugins.core.gradients.fusion import Bucket, BucketMemory, BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.torch.compression import HalfBuckets
 from ring_plugins.torch.device import index_of, is_capturing, is_on_gpu, memory_of
 from ring_plugins.torch.layout import dense_memory, laid_out, memory_like, view_of

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ring_plugins.core.compression import Compression
-from ring_plugins.core.fusion import Bucket, FusionPlan
-from ring_plugins.core.memory import Memory
+from ring_plugins.core.arrays.codec import Compression
+from ring_plugins.core.arrays.memory import Memory
+from ring_plugins.core.gradients.fusion import Bucket, FusionPlan
 from ring_plugins.torch.device import memory_of
 
 

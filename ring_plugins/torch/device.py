@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ring_plugins.core.collectives.device import DeviceCommunicator
-from ring_plugins.core.collectives.protocol import Communicator
-from ring_plugins.core.errors import ArgumentError, MismatchError
-from ring_plugins.core.memory import DeviceMemory, HostMemory, Memory, host_memory
+from ring_plugins.core.arrays.memory import DeviceMemory, HostMemory, Memory, host_memory
+from ring_plugins.core.base.errors import ArgumentError, MismatchError
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.world import current
 
 #: What torch calls the devices whose memory NCCL reduces.
@@ -56,7 +56,7 @@ def host_memory_of(flat: torch.Tensor) -> HostMemory:
 
 
 class TorchStreams:
-    """torch's streams of one GPU: what `core.collectives.device.Streams` asks for, and where gradients came from."""
+    """torch's streams of one GPU: what `core.gpu.communicator.Streams` asks for, and where gradients came from."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -139,7 +139,7 @@ def communicator_for(name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> 
         raise ArgumentError(f"tensors lie on several devices: {said}. Each rank uses one; move the model there first.")
     device = torch.device(next(iter(where), "cpu"))
     world = current()
-    if world.place.size == 1:
+    if world.topology.size == 1:
         return world.new_communicator(name)
     kinds = world.communicator.all_gather_object(device.type)
     if len(set(kinds)) > 1:

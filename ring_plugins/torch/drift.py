@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from ring_plugins.core.observe.drift import checksum
+from ring_plugins.observe.drift import checksum
 
 
 def parameter_checksums(named: Iterable[tuple[str, nn.Parameter]]) -> tuple[list[str], list[int]]:

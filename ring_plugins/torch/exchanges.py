@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ring_plugins.core.collectives.protocol import Communicator
-from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.torch.arguments import operation
 from ring_plugins.torch.device import memory_of
 from ring_plugins.torch.tensors import EqualParts, Target, Targets, flat_sources

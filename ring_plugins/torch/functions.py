@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import torch
 
-from ring_plugins.core.collectives.device import DeviceCommunicator
-from ring_plugins.core.errors import ArgumentError, MismatchError
-from ring_plugins.core.memory import DeviceMemory
-from ring_plugins.core.operations import Op
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.arrays.memory import DeviceMemory
+from ring_plugins.core.base.errors import ArgumentError, MismatchError
+from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.world import current
 from ring_plugins.torch.device import index_of, is_on_gpu, memory_of, streams
 from ring_plugins.torch.tensors import Target, check_dense

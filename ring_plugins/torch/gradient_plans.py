@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ring_plugins.core.collectives.device import DeviceCommunicator
-from ring_plugins.core.collectives.protocol import Communicator
-from ring_plugins.core.compression import Compression
-from ring_plugins.core.fusion import Bucket, BucketSizes
-from ring_plugins.core.memory import Memory
-from ring_plugins.core.reducer import Fill, GradientReducer
+from ring_plugins.core.arrays.codec import Compression
+from ring_plugins.core.arrays.memory import Memory
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.gpu.communicator import DeviceCommunicator
+from ring_plugins.core.gradients.fusion import Bucket, BucketSizes
+from ring_plugins.core.gradients.reducer import Fill, GradientReducer
 from ring_plugins.torch.buckets import GradientBuckets, Named
 from ring_plugins.torch.device import TorchStreams, streams
 from ring_plugins.torch.sparse import average_sparse

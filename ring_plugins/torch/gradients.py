@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -11,17 +10,18 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ring_plugins.core.collectives.device import DeviceCommunicator
-from ring_plugins.core.collectives.protocol import Communicator
-from ring_plugins.core.compression import Compression
-from ring_plugins.core.errors import ArgumentError, RingError
-from ring_plugins.core.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketSizes
-from ring_plugins.core.tuning import BucketTuner, is_wanted
+from ring_plugins.core.arrays.codec import Compression
+from ring_plugins.core.base.errors import ArgumentError, RingError
+from ring_plugins.core.base.log import logger
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.gpu.communicator import DeviceCommunicator
+from ring_plugins.core.gradients.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketSizes
+from ring_plugins.core.gradients.tuning import BucketTuner, is_wanted
 from ring_plugins.torch.autograd import Backward, when_accumulated
 from ring_plugins.torch.buckets import Named
 from ring_plugins.torch.device import communicator_for
 from ring_plugins.torch.gradient_plans import GradientPlans, Plan
-from ring_plugins.torch.registration_count import registrations
+from ring_plugins.torch.registration import registrations
 from ring_plugins.torch.sparse import sparse_parameters
 
 
@@ -241,7 +241,7 @@ class GradientAverager:
         if tuner.finished:
             self._tuner = None
             if self._communicator.rank == 0:
-                print(f"ring_plugins: tuned after {self.steps} steps: {tuner.verdict}.", file=sys.stderr, flush=True)
+                logger.info(f"tuned after {self.steps} steps: {tuner.verdict}.")
 
     def check(self) -> None:
         """Raise if a rank's failure made the last averages worthless, which a GPU does not tell by itself.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ring_plugins.core.memory import Memory
+from ring_plugins.core.arrays.memory import Memory
 from ring_plugins.torch.device import memory_of
 
 

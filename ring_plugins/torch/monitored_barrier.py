@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports these unmarked
 
-from ring_plugins.core.errors import TimeoutExceeded
+from ring_plugins.core.base.errors import TimeoutExceeded
 
 _DEFAULT = timedelta(minutes=30)
 _PASSED = b"passed"

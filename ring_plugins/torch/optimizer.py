@@ -9,9 +9,9 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from ring_plugins.core.errors import ArgumentError
-from ring_plugins.core.fusion import BUCKET_BYTES
-from ring_plugins.core.observe.drift import drift_check
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.gradients.fusion import BUCKET_BYTES
+from ring_plugins.observe.drift import drift_check
 from ring_plugins.torch.drift import parameter_checksums
 from ring_plugins.torch.gradients import GradientAverager
 

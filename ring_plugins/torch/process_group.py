@@ -2,26 +2,158 @@
 
 torch calls the methods by the names below; where a release renamed one, both names are there. The rest of
 torch.distributed (object collectives, DistributedDataParallel, DTensor, torchmetrics) is built from these.
+
+What torch asks of a process group besides collectives: its name, its store, its device.
+
+A process group's communicators, and how an operation runs on them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch re-exports it unmarked
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch re-exports them unmarked
 
-from ring_plugins.core.collectives.protocol import Communicator
-from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.torch.arguments import all_at, by_type, elements_by_rank, one_per_rank, operation, single
-from ring_plugins.torch.communicating_group import CommunicatingGroup
-from ring_plugins.torch.device import memory_of
+from ring_plugins.torch.device import index_of, is_on_gpu, memory_of
 from ring_plugins.torch.exchanges import gather_all, reduce_and_scatter, swap
 from ring_plugins.torch.monitored_barrier import monitored_barrier
+from ring_plugins.torch.point_to_point import PointToPoint
 from ring_plugins.torch.tensors import EqualParts, Target, Targets, flat_source, flat_sources
-from ring_plugins.torch.work import RingWork
+from ring_plugins.torch.work import DeviceRingWork, RingWork
+
+# torch's stub describes the overloads that its C++ base accepts; nobody calls a subclass with more than one of them.
+_Base: Any = dist.ProcessGroup
+
+
+class NamedGroup(_Base):  # type: ignore[misc]
+    """A process group written in Python, without collectives yet.
+
+    Args:
+        store: shared by the members, under a prefix that no other group uses.
+        rank: of this process in the group.
+        size: of the group.
+    """
+
+    # What torch asks a backend object for; a Python process group is its own only backend.
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._store = store
+        self._name = ""
+        self._description = ""
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """The name given to `init_process_group`."""
+        return "ring"
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Remember the name that torch chose."""
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """The name that torch chose."""
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """Remember the description."""
+        self._description = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """The description."""
+        return self._description
+
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    def get_group_store(self) -> Store:
+        """The store that the members share."""
+        return self._store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> NamedGroup:
+        return self
+
+
+class CommunicatingGroup(NamedGroup):
+    """A process group with communicators of its own, one for each kind of memory.
+
+    Args:
+        store: shared by the members, under a prefix that no other group uses.
+        communicator: among the members, in group order; used by nobody else, closed with the group.
+        point_to_point: messages between pairs of members.
+        connect: makes a communicator for a GPU, given its index; all members call it in their first collective on
+            tensors of GPUs.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        communicator: Communicator,
+        point_to_point: PointToPoint,
+        connect: Callable[[int], DeviceCommunicator],
+    ) -> None:
+        super().__init__(store, communicator.rank, communicator.size)
+        self._communicator = communicator
+        self._connect = connect
+        self._on_gpus: dict[int, DeviceCommunicator] = {}
+        self._point_to_point = point_to_point
+
+    def _begin(
+        self,
+        description: str,
+        outputs: list[torch.Tensor],
+        function: Callable[[Communicator[Any]], None],
+        opts: Any,
+        inputs: Sequence[torch.Tensor] = (),
+    ) -> RingWork:
+        """Run now where the caller would only wait, else on the communicator's thread; on a GPU queue it."""
+        described = f"{description} in process group {self._name or 'default'!r}"
+        waits = opts is not None and not getattr(opts, "asyncOp", True)
+        on_gpu = next((tensor for tensor in (*outputs, *inputs) if is_on_gpu(tensor)), None)
+        if on_gpu is not None:
+            device = self._on_gpu(index_of(on_gpu))
+            queued = DeviceRingWork(device, described, outputs, device.start(described, lambda: function(device)))
+            if waits:
+                queued.wait()
+            return queued
+        if waits:
+            function(self._communicator)
+            return RingWork.done(described, outputs)
+        return RingWork.start(self._communicator, described, outputs, lambda: function(self._communicator))
+
+    def _on_gpu(self, index: int) -> DeviceCommunicator:
+        if index not in self._on_gpus:
+            self._on_gpus[index] = self._connect(index)
+        return self._on_gpus[index]
+
+    def wait_for_gpus(self) -> None:
+        """Return when the GPUs have done all that they were given by this group."""
+        for communicator in self._on_gpus.values():
+            communicator.synchronize()
+
+    def shutdown(self) -> None:
+        """Let go of the communicators; `destroy_process_group` calls this on every rank."""
+        self._point_to_point.close()
+        for communicator in self._on_gpus.values():
+            communicator.close()
+        self._communicator.close()
+
+    abort = shutdown
 
 
 class RingProcessGroup(CommunicatingGroup):

@@ -1,4 +1,10 @@
-"""Makes `torch.distributed.init_process_group("ring")` known to torch."""
+"""Makes `torch.distributed.init_process_group("ring")` known to torch.
+
+How often any module got a parameter or a submodule: a cheap sign that a model may have grown.
+
+Walking through a model of thousands of parameters at every step would cost milliseconds; torch offers
+hooks on registration instead.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +15,37 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch re-exports these unmarked
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
-from ring_plugins.core import launch, world
-from ring_plugins.core.collectives.device import DeviceCommunicator
-from ring_plugins.core.collectives.protocol import Communicator
-from ring_plugins.core.errors import LaunchError
+from ring_plugins.core import rendezvous as launch
+from ring_plugins.core import world
+from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.torch.device import streams
 from ring_plugins.torch.point_to_point import PointToPoint, Stream
 from ring_plugins.torch.process_group import RingProcessGroup
 from ring_plugins.torch.rendezvous import adopt, exchange_through_store, replace_env_rendezvous
+
+_count = 0
+
+
+def _registered(module: Any, name: str, value: Any) -> None:
+    global _count
+    _count += 1
+
+
+register_module_parameter_registration_hook(_registered)
+register_module_module_registration_hook(_registered)
+
+
+def registrations() -> int:
+    """Registrations in this process so far."""
+    return _count
+
 
 #: How often this process created a group of a name. All members count alike, so a group that is created again after
 #: it was destroyed finds keys of its own in a store that still holds the old ones.
@@ -45,17 +73,17 @@ def create_process_group(options: Any, _backend_options: Any = None) -> RingProc
     # A connection of our own where torch has that (2.5): its threads must not wait for the script's use of the store.
     base = options.store.clone() if hasattr(options.store, "clone") else options.store
     store = PrefixStore(f"ring/{next(_created[group_id])}", base)
-    if size > 1 and not world.is_initialised() and launch.detect().kind == "alone":
+    if size > 1 and not world.is_initialized() and launch.detect().kind == "alone":
         # The script started its processes itself and gave torch their ranks.
         adopt(PrefixStore("world", store), rank, size)
     own = world.init()
-    if size > own.place.size:
+    if size > own.topology.size:
         raise LaunchError(
-            f"torch.distributed was asked for {size} ranks, but ring_plugins runs {own.place.size} "
+            f"torch.distributed was asked for {size} ranks, but ring_plugins runs {own.topology.size} "
             f"(launch: {own.launcher}). Start the script with mpirun or torchrun, or call ring_plugins.init(ranks=...) "
             "first with that number."
         )
-    world_ranks = exchange_through_store(store, "ranks", rank, size, own.place.rank)
+    world_ranks = exchange_through_store(store, "ranks", rank, size, own.topology.rank)
 
     def meeting(
         name: str, position: int, ranks: tuple[int, ...], cancelled: Callable[[], bool] = lambda: False

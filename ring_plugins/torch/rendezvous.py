@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch.distributed
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]  # torch re-exports these unmarked
 
-from ring_plugins.core.errors import LaunchError, RingError, TimeoutExceeded
+from ring_plugins.core.base.errors import LaunchError, RingError, TimeoutExceeded
 
 #: What a torchrun-style launcher sets.
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -154,17 +154,18 @@ def replace_env_rendezvous() -> None:
 def _world_is_the_environment() -> bool:
     from ring_plugins.core import world
 
-    if not world.is_initialised():
+    if not world.is_initialized():
         return False
-    place = world.current().place
+    place = world.current().topology
     return [str(place.rank), str(place.size)] == [os.environ.get("RANK"), os.environ.get("WORLD_SIZE")]
 
 
 def _half_set() -> bool:
     """Whether someone began to set torch's variables where nothing else started this process: torch names the rest."""
-    from ring_plugins.core import launch, world
+    from ring_plugins.core import rendezvous as launch
+    from ring_plugins.core import world
 
-    if world.is_initialised() or launch.detect().kind != "alone":
+    if world.is_initialized() or launch.detect().kind != "alone":
         return False
     return any(os.environ.get(name) for name in VARIABLES)
 
@@ -174,7 +175,7 @@ def store_from_world(timeout: timedelta = _SOON) -> tuple[Store, int, int]:
     from ring_plugins.core import world
 
     own = world.init()
-    place = own.place
+    place = own.topology
     if place.size == 1:
         return HashStore(), 0, 1
     if place.rank == 0:

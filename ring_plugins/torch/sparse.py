@@ -7,8 +7,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ring_plugins.core.collectives.protocol import Communicator
-from ring_plugins.core.memory import Memory
+from ring_plugins.core.arrays.memory import Memory
+from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.torch.device import memory_of
 
 

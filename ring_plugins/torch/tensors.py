@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ring_plugins.core.errors import ArgumentError
-from ring_plugins.core.memory import Memory
+from ring_plugins.core.arrays.memory import Memory
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.torch.device import is_supported, memory_of
 
 

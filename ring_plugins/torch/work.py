@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ring_plugins.core.collectives.device import DeviceCommunicator
-from ring_plugins.core.collectives.protocol import Communicator
-from ring_plugins.core.collectives.work import Work as CoreWork
-from ring_plugins.core.errors import TimeoutExceeded
+from ring_plugins.core.base.errors import TimeoutExceeded
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.api import Work as CoreWork
+from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.torch import device
 
 _NO_TIMEOUT = timedelta(0)

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import numpy as np
 
 import ring_plugins as ring
-from ring_plugins.core.collectives.node import HALF, SMALL
-from ring_plugins.core.memory import HostMemory
+from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.collectives.shm_group import HALF, SMALL
 from ring_plugins.core.world import current
 from tests.checks import run
 from tests.worker import report
@@ -311,7 +311,7 @@ def a_second_init_is_the_same_world_and_shutdown_starts_anew() -> None:
     ring.shutdown()
     try:
         ring.rank()
-    except ring.NotInitialised as error:
+    except ring.NotInitialized as error:
         assert "ring_plugins.init()" in str(error)
     else:
         raise AssertionError("rank() without a world")
@@ -321,4 +321,4 @@ def a_second_init_is_the_same_world_and_shutdown_starts_anew() -> None:
 
 
 run(CHECKS)
-report("place", vars(current().place))
+report("place", vars(current().topology))

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from ring_plugins.core.arithmetic import PIECE_BYTES, reduce_into
-from ring_plugins.core.memory import host_memory
-from ring_plugins.core.operations import Op
+from ring_plugins.core.arrays.arithmetic import PIECE_BYTES, reduce_into
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.arrays.memory import host_memory
 
 MANY = PIECE_BYTES // 4 + 17
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from ring_plugins.core.compression import Compression, HalfWire
-from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.arrays.codec import Compression, HalfCodec
+from ring_plugins.core.base.errors import ArgumentError
 from tests.launch import run_ranks
 
 
@@ -22,39 +22,39 @@ def test_names():
 @pytest.mark.parametrize(("name", "bits"), [("fp16", 11), ("bf16", 8)])
 def test_packing_rounds_to_half_a_unit_and_a_result_stays_what_it_is(name, bits, storage):
     whole = np.random.default_rng(0).normal(size=100).astype(storage)
-    wire = HalfWire(Compression.named(name, error_feedback=True))
-    wire.begin(whole)
+    codec = HalfCodec(Compression.named(name, error_feedback=True))
+    codec.begin(whole)
     piece = whole[10:60]
     exact = piece.copy()
-    packed = wire.pack(piece)
+    packed = codec.pack(piece)
     assert packed.nbytes == 100
-    wire.unpack(packed, piece)
+    codec.unpack(packed, piece)
     assert np.all(abs(piece - exact) <= abs(exact) * 2.0**-bits)
-    assert np.array_equal(wire.pack(piece), packed)  # as it is sent to others
+    assert np.array_equal(codec.pack(piece), packed)  # as it is sent to others
 
 
 def test_error_feedback_loses_nothing_over_many_steps():
     values = np.full(3, 1 + 2**-10, np.float32)  # which bfloat16 rounds to 1
     for feedback, mean in ((False, 1.0), (True, 1 + 2**-10)):
-        wire = HalfWire(Compression("bfloat16", feedback))
+        codec = HalfCodec(Compression("bfloat16", feedback))
         total = np.zeros(3)
         for _ in range(1024):
             array = values.copy()
-            wire.begin(array)
-            wire.unpack(wire.pack(array), array)
+            codec.begin(array)
+            codec.unpack(codec.pack(array), array)
             total += array
         assert np.allclose(total / 1024, mean, atol=2**-17)
 
 
 def test_an_overflow_is_seen_once():
-    wire = HalfWire(Compression("float16", True))
+    codec = HalfCodec(Compression("float16", True))
     array = np.array([1e6, 1.0], np.float32)
-    wire.begin(array)
-    wire.unpack(wire.pack(array), array)
+    codec.begin(array)
+    codec.unpack(codec.pack(array), array)
     assert np.isinf(array[0])
     array[:] = 2.0
-    wire.begin(array)
-    wire.unpack(wire.pack(array), array)
+    codec.begin(array)
+    codec.unpack(codec.pack(array), array)
     assert array.tolist() == [2.0, 2.0]
 
 
@@ -64,8 +64,8 @@ import numpy as np
 import torch
 import ring_plugins as ring
 from ring_plugins.core import world
-from ring_plugins.core.compression import Compression, HalfWire
-from ring_plugins.core.memory import HostMemory
+from ring_plugins.core.arrays.codec import Compression, HalfCodec
+from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.torch import DistributedOptimizer
 from tests.worker import report
 
@@ -85,7 +85,7 @@ for name in (None, "fp16", "bf16"):
     compression = Compression.named(name)
     gradient = np.random.default_rng(ring.rank()).normal(size=300_000).astype(np.float32)
     exact = np.mean([np.random.default_rng(r).normal(size=300_000).astype(np.float32) for r in range(ring.size())], 0)
-    wire = HalfWire(compression) if compression else None
+    wire = HalfCodec(compression) if compression else None
     if wire:
         wire.begin(gradient)
     sent[0] = 0
@@ -95,7 +95,7 @@ for name in (None, "fp16", "bf16"):
     report(f"{name} sum", gradient.view(np.uint32).astype(np.uint64).sum().item())
 # The sum of all ranks is above what float16 holds, their average is not.
 large = np.full(100_000, 40_000.0, np.float32)
-wire = HalfWire(Compression("float16", False))
+wire = HalfCodec(Compression("float16", False))
 wire.begin(large)
 communicator.all_reduce(HostMemory(large, "float32"), ring.AVERAGE, wire)
 report("large", [float(large.min()), float(large.max())])

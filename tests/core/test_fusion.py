@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from ring_plugins.core.collectives.alone import AloneCommunicator
-from ring_plugins.core.errors import ArgumentError, MismatchError
-from ring_plugins.core.fusion import Entry, FusionBuffer, FusionPlan, _difference
+from ring_plugins.core.base.errors import ArgumentError, MismatchError
+from ring_plugins.core.collectives.single import SingleCommunicator
+from ring_plugins.core.gradients.fusion import Entry, FusionBuffer, FusionPlan, _difference
 
 
 def plan(*counts, dtype="float32", **sizes):
@@ -55,7 +55,7 @@ def test_the_first_difference_is_named_with_its_ranks():
 
 
 def test_different_plans_are_an_error():
-    class Two(AloneCommunicator):
+    class Two(SingleCommunicator):
         def all_gather_object(self, item):
             return [item, "different" if isinstance(item, str) else (plan(9).entries, 1, 1)]
 
@@ -72,7 +72,7 @@ def test_sizes_must_be_positive():
 
 def test_buffer_gives_each_bucket_its_memory():
     made = plan(10, 20, 30, bucket_bytes=64, first_bucket_bytes=64)
-    buffer = FusionBuffer(made, AloneCommunicator("alone"))
+    buffer = FusionBuffer(made, SingleCommunicator("alone"))
     for i, memory in enumerate(buffer.memories):
         memory.array[:] = i
     assert [int(memory.array[0]) for memory in buffer.memories] == [0, 1, 2]

@@ -8,8 +8,8 @@ import time
 
 import numpy as np
 
-from ring_plugins.core import futex
-from ring_plugins.core.shared_memory import Segment
+from ring_plugins.core.linux import futex
+from ring_plugins.core.linux.shared_memory import Segment
 
 
 def test_another_process_wakes_a_sleeper() -> None:

@@ -7,23 +7,23 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from ring_plugins.core.collectives import stream
-from ring_plugins.core.collectives.between_hosts import BetweenHosts
-from ring_plugins.core.collectives.lane import Lane
-from ring_plugins.core.collectives.signature import signature
-from ring_plugins.core.compression import Compression, HalfWire
-from ring_plugins.core.operations import AVERAGE, MAX, SUM
-from ring_plugins.core.switchboard import Peer, Switchboard
-from ring_plugins.core.tcp import TcpPlane
-from ring_plugins.core.waiting import Wait
+from ring_plugins.core.arrays.codec import Compression, HalfCodec
+from ring_plugins.core.arrays.dtypes import AVERAGE, MAX, SUM
+from ring_plugins.core.collectives import algorithms as stream
+from ring_plugins.core.collectives.fingerprint import fingerprint
+from ring_plugins.core.collectives.hierarchical import HierarchicalAllReduce
+from ring_plugins.core.collectives.net_group import NetworkGroup
+from ring_plugins.core.control.wait import Wait
+from ring_plugins.core.net.listener import Listener, Peer
+from ring_plugins.core.net.tcp import TcpTransport
 
 
 @contextlib.contextmanager
 def hosts(number):
     """Communicators of so many hosts with one rank each, and a function that calls something on all at once."""
-    boards = [Switchboard("127.0.0.1") for _ in range(number)]
+    boards = [Listener("127.0.0.1") for _ in range(number)]
     peers = [Peer(f"host{rank}", "127.0.0.1", board.port) for rank, board in enumerate(boards)]
-    planes = [TcpPlane(rank, peers, board) for rank, board in enumerate(boards)]
+    planes = [TcpTransport(rank, peers, board) for rank, board in enumerate(boards)]
     with ThreadPoolExecutor(number) as threads:
 
         def everywhere(call):
@@ -38,12 +38,15 @@ def hosts(number):
         try:
             for rank, board in enumerate(boards):
                 board.open(rank, peers, "a secret")
-            lanes = [Lane(plane, range(number), i, 1, Wait("many", None), "many") for i, plane in enumerate(planes)]
+            lanes = [
+                NetworkGroup(transport, range(number), i, 1, Wait("many", None), "many")
+                for i, transport in enumerate(planes)
+            ]
             everywhere(lambda rank: lanes[rank].connect())
-            yield [BetweenHosts(None, lane, 0, 1, number, number) for lane in lanes], everywhere
+            yield [HierarchicalAllReduce(None, lane, 0, 1, number, number) for lane in lanes], everywhere
         finally:
-            for plane in planes:
-                plane.close()
+            for transport in planes:
+                transport.close()
 
 
 def inputs(count, dtype, of):
@@ -67,7 +70,7 @@ def test_a_ring_of_hosts_gives_all_the_same_and_the_right_bits(number):
             (600_011, "float32", MAX),
             (1_000_003, "float64", SUM),
         ]:
-            what = signature("all_reduce", dtype, count, op.name)
+            what = fingerprint("all_reduce", dtype, count, op.name)
             arrays = [inputs(count, dtype, rank) for rank in range(number)]
             expected = EXPECTED[op](np.array(arrays, np.float64))
             everywhere(lambda rank: communicators[rank].all_reduce(arrays[rank], op, dtype, what))  # noqa: B023
@@ -76,15 +79,15 @@ def test_a_ring_of_hosts_gives_all_the_same_and_the_right_bits(number):
 
 
 def test_a_ring_of_hosts_sends_rounded_numbers_and_all_get_the_same():
-    number, count, what = stream.RING_FROM + 1, 100_003, signature("all_reduce", "float32", 100_003, "average")
+    number, count, what = stream.RING_FROM + 1, 100_003, fingerprint("all_reduce", "float32", 100_003, "average")
     with hosts(number) as (communicators, everywhere):
         arrays = [inputs(count, "float32", rank) for rank in range(number)]
         expected = EXPECTED[AVERAGE](np.array(arrays, np.float64))
 
         def reduce(rank):
-            wire = HalfWire(Compression.named("fp16"))
-            wire.begin(arrays[rank])
-            communicators[rank].all_reduce(arrays[rank], AVERAGE, "float32", what, wire)
+            codec = HalfCodec(Compression.named("fp16"))
+            codec.begin(arrays[rank])
+            communicators[rank].all_reduce(arrays[rank], AVERAGE, "float32", what, codec)
 
         everywhere(reduce)
     assert np.allclose(arrays[0], expected, rtol=1e-2, atol=1e-2)

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from ring_plugins.core.errors import ArgumentError
-from ring_plugins.core.memory import host_array, host_memory
+from ring_plugins.core.arrays.memory import host_array, host_memory
+from ring_plugins.core.base.errors import ArgumentError
 
 DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool",
           "complex64", "complex128", "uint16", "uint32", "uint64"]  # fmt: skip

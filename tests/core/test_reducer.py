@@ -2,12 +2,12 @@ import itertools
 
 import pytest
 
-from ring_plugins.core.collectives.alone import AloneCommunicator
-from ring_plugins.core.fusion import Entry, FusionBuffer, FusionPlan
-from ring_plugins.core.reducer import GradientReducer
+from ring_plugins.core.collectives.single import SingleCommunicator
+from ring_plugins.core.gradients.fusion import Entry, FusionBuffer, FusionPlan
+from ring_plugins.core.gradients.reducer import GradientReducer
 
 
-class Recorder(AloneCommunicator):
+class Recorder(SingleCommunicator):
     """Writes down which bucket was filled and which was reduced, in order."""
 
     def __init__(self):

@@ -1,7 +1,7 @@
 import sys
 import threading
 
-from ring_plugins.core.shared_memory import _publish_weakly_ordered
+from ring_plugins.core.linux.shared_memory import _publish_weakly_ordered
 
 
 def test_threads_fence_at_the_same_time():

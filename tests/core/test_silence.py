@@ -1,7 +1,7 @@
 import socket
 from types import SimpleNamespace
 
-from ring_plugins.core.silence import Line, SilenceWatch, unanswered
+from ring_plugins.core.control.tcp_liveness import Line, TcpLiveness, unanswered
 
 LINE = Line(("10.0.0.1", 5), ("10.0.0.2", 7))
 ADDRESSES = [["10.0.0.1", "172.17.0.1"], ["10.0.0.2", "172.17.0.1"], ["10.0.0.2"]]
@@ -20,10 +20,10 @@ class Told:
 def look_on(looks, line=LINE):
     """What is told after each look, one a second; a look is how often the kernel has repeated something."""
     told, left = Told(), list(looks)
-    watch = SilenceWatch(told, ADDRESSES, lambda: {line: left.pop(0)})
+    failure_detector = TcpLiveness(told, ADDRESSES, lambda: {line: left.pop(0)})
     lost = []
     for second in range(len(looks)):
-        watch.tick(1.001 * second)
+        failure_detector.tick(1.001 * second)
         lost.append(bool(told.lost))
     return lost, told.lost
 
@@ -46,7 +46,7 @@ def test_other_connections_of_the_process_do_not_count():
 
 def test_a_rank_that_is_waited_for_is_named_rather_than_another_of_its_host(monkeypatch):
     waiting = {1: SimpleNamespace(missing=(2,))}
-    monkeypatch.setattr("ring_plugins.core.silence.long_waits", waiting)
+    monkeypatch.setattr("ring_plugins.core.control.tcp_liveness.long_waits", waiting)
     assert look_on([5] * 8)[1][0][0] == 2
 
 

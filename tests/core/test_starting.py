@@ -95,7 +95,7 @@ def test_a_rank_that_ends_before_init_is_named():
     script = """
         import os, sys
         import ring_plugins as ring
-        if "RING_GROWN" in os.environ:
+        if "RING_SPAWNED" in os.environ:
             sys.exit(7)
         ring.init(ranks=2)
     """

@@ -2,17 +2,17 @@
 
 import pytest
 
-from ring_plugins.core.collectives.stream import RING_FROM, Pair, Ring, Straight, way
+from ring_plugins.core.collectives.algorithms import RING_FROM, Direct, Pair, Ring, choose_algorithm
 from tests.launch import run_ranks
 
 SUMS = """
 import os
 import numpy as np
 import ring_plugins as ring
-from ring_plugins.core.collectives import stream
-from ring_plugins.core.compression import Compression, HalfWire
-from ring_plugins.core.memory import HostMemory
-from ring_plugins.core.operations import Op
+from ring_plugins.core.collectives import algorithms as stream
+from ring_plugins.core.arrays.codec import Compression, HalfCodec
+from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.world import current
 
 stream.RING_FROM, stream.PAIR_UP_TO = int(os.environ["RING_FROM"]), int(os.environ["PAIR_UP_TO"])
@@ -25,7 +25,7 @@ for count in (70_001, 300_007, 1_500_003):
         got = ring.all_reduce(whole[rank], op)
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
         assert len(set(ring.all_gather_object(got.tobytes()))) == 1, (count, op)
-    got, wire = whole[rank].copy(), HalfWire(Compression("float16", False))
+    got, wire = whole[rank].copy(), HalfCodec(Compression("float16", False))
     wire.begin(got)
     current().communicator.all_reduce(HostMemory(got, "float32"), Op.AVERAGE, wire)
     np.testing.assert_allclose(got, whole.mean(0), atol=1e-2)
@@ -34,10 +34,10 @@ for count in (70_001, 300_007, 1_500_003):
 
 
 def test_the_way_depends_on_how_many_hosts_there_are_and_how_much_there_is():
-    assert way(2, 1 << 20) == (Pair, 1)
-    assert way(2, 25 << 20) == (Straight, 2)
-    assert way(RING_FROM - 1, 1 << 20) == (Straight, 2)
-    assert way(RING_FROM, 1 << 20) == (Ring, 2 * (RING_FROM - 1))
+    assert choose_algorithm(2, 1 << 20) == (Pair, 1)
+    assert choose_algorithm(2, 25 << 20) == (Direct, 2)
+    assert choose_algorithm(RING_FROM - 1, 1 << 20) == (Direct, 2)
+    assert choose_algorithm(RING_FROM, 1 << 20) == (Ring, 2 * (RING_FROM - 1))
 
 
 @pytest.mark.mpi
@@ -56,8 +56,8 @@ NARROW = """
 import os, random, socket, time
 import numpy as np
 import ring_plugins as ring
-from ring_plugins.core import switchboard
-from ring_plugins.core.collectives import lockstep
+from ring_plugins.core.net import listener as switchboard
+from ring_plugins.core.collectives import hierarchical as lockstep
 
 ready, step = switchboard._ready, lockstep._Staged.step
 

@@ -3,9 +3,9 @@ import random
 
 import pytest
 
-from ring_plugins.core.errors import ArgumentError
-from ring_plugins.core.fusion import MIB, BucketSizes, Entry, FusionPlan
-from ring_plugins.core.tuning import BucketTuner, is_wanted
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.gradients.fusion import MIB, BucketSizes, Entry, FusionPlan
+from ring_plugins.core.gradients.tuning import BucketTuner, is_wanted
 
 MODEL = FusionPlan([Entry(f"p{i}", "float32", count) for i, count in enumerate([10, 900_000, 70_000, 4_000_000] * 8)])
 

@@ -1,7 +1,7 @@
 import pytest
 
-from ring_plugins.core.errors import ArgumentError, LaunchError
-from ring_plugins.core.place import virtual_nodes
+from ring_plugins.core.base.errors import ArgumentError, LaunchError
+from ring_plugins.core.rendezvous.topology import virtual_nodes
 from ring_plugins.core.world import init
 
 

@@ -77,9 +77,9 @@ def launches(cluster):
 @pytest.mark.mpi
 def test_all_reduce_is_right_and_sends_no_more_than_it_must(cluster):
     number = len(cluster.hosts)
-    for plane, launch in launches(cluster):
+    for transport, launch in launches(cluster):
         result = launch()
-        assert set(result.values("plane")) == {plane}
+        assert set(result.values("plane")) == {transport}
         sent = result.values("sent")
         assert len(sent) in (number, 2 * number)
         least = 2 * (number - 1) / number

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.lightning.parallel import devices_of_node
 from tests.launch import run_ranks
 

@@ -12,7 +12,7 @@ import pytorch_lightning
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.lightning import (
     RingEnvironment,
     RingFabricStrategy,

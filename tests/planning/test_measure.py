@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch import nn
 
-from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.planning import Profile, measure
 
 

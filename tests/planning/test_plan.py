@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ring_plugins.cli.main import app
-from ring_plugins.core.errors import ArgumentError
-from ring_plugins.core.fusion import BucketSizes
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.gradients.fusion import BucketSizes
 from ring_plugins.planning import (
     TRANSPORTS,
     Gradient,

@@ -8,7 +8,7 @@ from torch import nn
 
 import ring_plugins as ring
 import ring_plugins.torch
-from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.torch import DistributedOptimizer, GradientAverager, broadcast_parameters
 from tests.checks import run
 

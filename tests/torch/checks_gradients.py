@@ -105,7 +105,7 @@ def equals_one_process_on_the_concatenated_batch() -> None:
 
 @check
 def tuned_buckets_change_between_steps_and_results_do_not() -> None:
-    from ring_plugins.core import tuning
+    from ring_plugins.core.gradients import tuning
 
     before = tuning._CAPACITIES, tuning._CROSSOVERS, tuning._TURNS, tuning._FINAL_TURNS
     tuning._CAPACITIES, tuning._CROSSOVERS, tuning._TURNS, tuning._FINAL_TURNS = (64, 4096), (128, 20_000), 2, 2

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from ring_plugins.core.errors import TimeoutExceeded
+from ring_plugins.core.base.errors import TimeoutExceeded
 from ring_plugins.torch.monitored_barrier import monitored_barrier
 
 

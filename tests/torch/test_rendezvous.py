@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 import ring_plugins.torch  # noqa: F401 - registers the rendezvous
-from ring_plugins.core.errors import LaunchError, RingError, TimeoutExceeded
-from ring_plugins.core.launch import rendezvous
-from ring_plugins.core.launch.record import LaunchRecord
+from ring_plugins.core.base.errors import LaunchError, RingError, TimeoutExceeded
+from ring_plugins.core.rendezvous import tcp as rendezvous
+from ring_plugins.core.rendezvous.record import LaunchRecord
 from ring_plugins.torch.rendezvous import VARIABLES, exchange_through_store
 from tests.launch import REPOSITORY, run_ranks
 

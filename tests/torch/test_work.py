@@ -6,8 +6,8 @@ from datetime import timedelta
 import pytest
 import torch
 
-from ring_plugins.core.collectives.alone import AloneCommunicator
-from ring_plugins.core.errors import MismatchError, TimeoutExceeded
+from ring_plugins.core.base.errors import MismatchError, TimeoutExceeded
+from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.torch.work import RingWork
 
 
@@ -59,6 +59,6 @@ def test_an_error_inside_the_operation_is_the_works():
     def fail():
         raise MismatchError("no")
 
-    work = RingWork.start(AloneCommunicator("alone"), "barrier", [], fail)
+    work = RingWork.start(SingleCommunicator("alone"), "barrier", [], fail)
     with pytest.raises(MismatchError, match="no"):
         work.wait()

@@ -8,24 +8,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ring_plugins.core.arithmetic import reduce_into
-from ring_plugins.core.collectives.between_hosts import BetweenHosts
-from ring_plugins.core.collectives.lane import Lane
-from ring_plugins.core.collectives.node import Node, create_segment
-from ring_plugins.core.collectives.ordered import OrderedOperations, blocking
-from ring_plugins.core.collectives.signature import Signature, signature
-from ring_plugins.core.collectives.transport import Transport
-from ring_plugins.core.compression import HalfWire
-from ring_plugins.core.dtypes import check_reducible
-from ring_plugins.core.errors import ArgumentError, MismatchError, RingError
-from ring_plugins.core.failure import Watch
-from ring_plugins.core.memory import HostMemory
-from ring_plugins.core.operations import Op
-from ring_plugins.core.plane import Plane
-from ring_plugins.core.shared_memory import Address, SharedBuffer, is_available
-from ring_plugins.core.waiting import Wait
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from ring_plugins.core.arrays.arithmetic import reduce_into
+from ring_plugins.core.arrays.codec import HalfCodec
+from ring_plugins.core.arrays.dtypes import Op, check_reducible
+from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
+from ring_plugins.core.base.types import Array
+from ring_plugins.core.collectives.api import ByteCollectives
+from ring_plugins.core.collectives.executor import SerialExecutor, blocking
+from ring_plugins.core.collectives.fingerprint import Fingerprint, fingerprint
+from ring_plugins.core.collectives.hierarchical import HierarchicalAllReduce
+from ring_plugins.core.collectives.net_group import NetworkGroup
+from ring_plugins.core.collectives.shm_group import SharedMemoryGroup, create_segment
+from ring_plugins.core.control.failure_detector import FailureDetector
+from ring_plugins.core.control.wait import Wait
+from ring_plugins.core.linux.shared_memory import Address, SharedBuffer, is_available
+from ring_plugins.core.net.transport import Transport
 
 
 class Member(NamedTuple):
@@ -48,7 +46,7 @@ class Member(NamedTuple):
 Gather = Callable[[Any], list[Any]]
 
 
-class HostCommunicator(OrderedOperations):
+class HostCommunicator(SerialExecutor):
     """A `Communicator` for host memory.
 
     Args:
@@ -57,7 +55,7 @@ class HostCommunicator(OrderedOperations):
         node: key of its host.
         tag: the first of two message tags that this process offers; those of the first member are taken.
         gather: how the members meet.
-        watch: what becomes of the other ranks.
+        failure_detector: what becomes of the other ranks.
         plane: between hosts; None if all members are on one.
     """
 
@@ -68,12 +66,12 @@ class HostCommunicator(OrderedOperations):
         node: str,
         tag: int,
         gather: Gather,
-        watch: Watch | None,
-        plane: Plane | None,
+        failure_detector: FailureDetector | None,
+        transport: Transport | None,
     ) -> None:
         own = create_segment() if is_available() else None
         members = [Member(*m) for m in gather(tuple(Member(rank, node, own.address if own else None, tag)))]
-        super().__init__(name, Wait(name, watch))
+        super().__init__(name, Wait(name, failure_detector))
         self.ranks = tuple(member.rank for member in members)
         self.rank, self.size = self.ranks.index(rank), len(members)
         first_tag = members[0].tag
@@ -83,15 +81,15 @@ class HostCommunicator(OrderedOperations):
             nodes.setdefault(member.node, []).append(member)
         here = nodes[node]
         position = [member.rank for member in here].index(rank)
-        self._node: Node | None = None
+        self._node: SharedMemoryGroup | None = None
         if len(here) > 1:
             assert own is not None
             addresses = [member.address for member in here if member.address is not None]
-            self._node = Node(own, addresses, [m.rank for m in here], position, self._wait, name)
-        self._flat: Lane | None = None
-        self._between_hosts: BetweenHosts | None = None
+            self._node = SharedMemoryGroup(own, addresses, [m.rank for m in here], position, self._wait, name)
+        self._flat: NetworkGroup | None = None
+        self._hierarchical: HierarchicalAllReduce | None = None
         if len(nodes) > 1:
-            if plane is None:
+            if transport is None:
                 raise RingError(
                     f"{name}: the ranks {self.ranks} do not share memory, and nothing carries data between them; "
                     "start the job with mpirun or torchrun."
@@ -99,18 +97,18 @@ class HostCommunicator(OrderedOperations):
             owners, lane = min(map(len, nodes.values())), None
             if position < owners:
                 ranks = [group[position].rank for group in nodes.values()]
-                lane = Lane(plane, ranks, ranks.index(rank), first_tag, self._wait, name)
+                lane = NetworkGroup(transport, ranks, ranks.index(rank), first_tag, self._wait, name)
                 lane.connect()
-            self._between_hosts = BetweenHosts(self._node, lane, position, owners, len(nodes), self.size)
-            self._flat = Lane(plane, self.ranks, self.rank, first_tag + 1, self._wait, name)
+            self._hierarchical = HierarchicalAllReduce(self._node, lane, position, owners, len(nodes), self.size)
+            self._flat = NetworkGroup(transport, self.ranks, self.rank, first_tag + 1, self._wait, name)
 
     def close(self) -> None:
         super().close()
-        self._between_hosts = None
+        self._hierarchical = None
         self._node = None  # and with it all shared memory that nobody has a view of
 
     @property
-    def _transport(self) -> Transport:
+    def _bytes(self) -> ByteCollectives:
         """For operations in which all members are alike."""
         transport = self._flat or self._node
         assert transport is not None
@@ -134,7 +132,7 @@ class HostCommunicator(OrderedOperations):
             mine = np.array(address, np.int64)
             rows = np.empty((node.size, mine.size), np.int64)
             parts = [row.view(np.uint8) for row in rows]
-            node.all_gather(mine.view(np.uint8), parts, signature("allocate", count=nbytes, dtype="bytes"))
+            node.all_gather(mine.view(np.uint8), parts, fingerprint("allocate", count=nbytes, dtype="bytes"))
             return [(int(pid), int(fd), int(size)) for pid, fd, size in rows]
 
         return node.allocate(nbytes, exchange)
@@ -146,14 +144,14 @@ class HostCommunicator(OrderedOperations):
     # Collectives ----------------------------------------------------------------------------------
 
     @blocking
-    def all_reduce(self, memory: HostMemory, op: Op, wire: HalfWire | None = None) -> None:
+    def all_reduce(self, memory: HostMemory, op: Op, codec: HalfCodec | None = None) -> None:
         array, dtype, source = memory
         check_reducible(dtype, op)
-        sign = self._sign("all_reduce", dtype, array.size, op._value_ if wire is None else f"{op._value_} {wire}")
+        sign = self._sign("all_reduce", dtype, array.size, op._value_ if codec is None else f"{op._value_} {codec}")
         self.statistics.nbytes += array.nbytes
-        if self._between_hosts is not None:
+        if self._hierarchical is not None:
             try:
-                self._between_hosts.all_reduce(array, op, dtype, sign, wire, source)
+                self._hierarchical.all_reduce(array, op, dtype, sign, codec, source)
             except MismatchError as error:
                 if self._node is not None:
                     self._node.tell(error)
@@ -168,21 +166,21 @@ class HostCommunicator(OrderedOperations):
         array, dtype, _ = memory
         self.statistics.nbytes += array.nbytes
         sign = self._sign("broadcast", dtype, array.size, f"root {root}")
-        self._transport.broadcast(array.view(np.uint8), root, sign)
+        self._bytes.broadcast(array.view(np.uint8), root, sign)
 
     @blocking
     def all_gather(self, mine: HostMemory, out: HostMemory, counts: Sequence[int]) -> None:
         self.statistics.nbytes += mine.array.nbytes
         parts = _split(out.array, counts, "counts")
         sign = self._sign("all_gather", mine.dtype, sum(counts))
-        self._transport.all_gather(mine.array.view(np.uint8), parts, sign)
+        self._bytes.all_gather(mine.array.view(np.uint8), parts, sign)
 
     @blocking
     def reduce_scatter(self, full: HostMemory, out: HostMemory, counts: Sequence[int], op: Op) -> None:
         check_reducible(full.dtype, op)
         self.statistics.nbytes += full.array.nbytes
         terms = np.empty((self.size, out.array.size), out.array.dtype)
-        self._transport.all_to_all(
+        self._bytes.all_to_all(
             _split(full.array, counts, "counts"),
             [row.view(np.uint8) for row in terms],
             self._sign("reduce_scatter", full.dtype, full.array.size, op._value_),
@@ -194,7 +192,7 @@ class HostCommunicator(OrderedOperations):
         self, send: HostMemory, send_counts: Sequence[int], out: HostMemory, out_counts: Sequence[int]
     ) -> None:
         self.statistics.nbytes += send.array.nbytes
-        self._transport.all_to_all(
+        self._bytes.all_to_all(
             _split(send.array, send_counts, "send_counts"),
             _split(out.array, out_counts, "out_counts"),
             self._sign("all_to_all", send.dtype),
@@ -202,7 +200,7 @@ class HostCommunicator(OrderedOperations):
 
     @blocking
     def barrier(self) -> None:
-        self._transport.barrier(self._sign("barrier"))
+        self._bytes.barrier(self._sign("barrier"))
 
     @blocking
     def broadcast_object(self, item: Any, root: int = 0) -> Any:
@@ -210,24 +208,24 @@ class HostCommunicator(OrderedOperations):
         sign = self._sign("broadcast_object", detail=f"root {root}")
         data = _pickled(item) if self.rank == root else np.empty(0, np.uint8)
         length = np.array([data.size])
-        self._transport.broadcast(length.view(np.uint8), root, sign)
+        self._bytes.broadcast(length.view(np.uint8), root, sign)
         if self.rank != root:
             data = np.empty(int(length[0]), np.uint8)
-        self._transport.broadcast(data, root, sign)
+        self._bytes.broadcast(data, root, sign)
         return item if self.rank == root else pickle.loads(data.data)
 
     @blocking
     def all_gather_object(self, item: Any) -> list[Any]:
         return self._all_gather_object(item, self._sign("all_gather_object"))
 
-    def _all_gather_object(self, item: Any, sign: Signature) -> list[Any]:
+    def _all_gather_object(self, item: Any, sign: Fingerprint) -> list[Any]:
         data = _pickled(item)
         lengths = np.empty(self.size, np.int64)
         mine = np.array([data.size], np.int64)
-        self._transport.all_gather(mine.view(np.uint8), _split(lengths, [1] * self.size, "counts"), sign)
+        self._bytes.all_gather(mine.view(np.uint8), _split(lengths, [1] * self.size, "counts"), sign)
         out = np.empty(int(lengths.sum()), np.uint8)
         parts = _split(out, lengths.tolist(), "counts")
-        self._transport.all_gather(data, parts, sign)
+        self._bytes.all_gather(data, parts, sign)
         return [pickle.loads(part.data) for part in parts]
 
     def _check_root(self, root: int) -> None:

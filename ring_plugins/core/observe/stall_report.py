@@ -1,12 +1,179 @@
-"""What a person reads when ranks wait: pure text."""
+"""What a person reads when ranks wait: pure text.
+
+What a process is doing: by its own account, or, where it does not answer, as far as the kernel tells.
+
+A guess at why a rank does not come, from what it and the kernel say.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ring_plugins.core.failure import Peer
-from ring_plugins.core.observe.causes import guess, is_ours
+from ring_plugins.core.base.errors import name_ranks
+from ring_plugins.core.collectives.executor import Activity
+from ring_plugins.core.control.failure_detector import Peer
+from ring_plugins.core.trace.steps import steps
+
+_FRAMES = 24
+_STATES = {
+    "R": "running",
+    "S": "sleeping in the kernel",
+    "D": "waiting for a disk, a network file system or a device",
+    "T": "stopped",
+    "t": "stopped by a debugger",
+    "Z": "dead, and its parent has not noticed",
+    "X": "dead",
+}
+
+
+def own_account(activities: Iterable[Activity]) -> dict[str, Any]:
+    """What the calling process is doing, as JSON can hold it.
+
+    Args:
+        activities: what it did last with each of its communicators.
+
+    Returns:
+        host, pid; "step", how many have ended; "activities", the latest first: communicator, operation, part_of,
+        number of operations finished, and how many seconds ago the last ended (None: it is under way); "stack", the
+        innermost frames of the main thread, outermost first: file, line, function, source.
+    """
+    now = time.monotonic()
+    latest = sorted(activities, key=lambda activity: activity.ended or now, reverse=True)
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    stack = traceback.extract_stack(frame)[-_FRAMES:] if frame is not None else []
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "step": steps.count,
+        "activities": [
+            {
+                "communicator": activity.communicator,
+                "operation": activity.operation,
+                "part_of": activity.part_of,
+                "number": activity.number,
+                "ended": now - activity.ended if activity.ended else None,
+            }
+            for activity in latest[:3]
+        ],
+        "stack": [[entry.filename, entry.lineno, entry.name, entry.line or ""] for entry in stack],
+    }
+
+
+def kernel_account(pid: int) -> dict[str, Any]:
+    """What the kernel says of another process of this host.
+
+    Returns:
+        "state", its letter in proc(5), "" where there is no such process; "said", the same in words with where in the
+        kernel it waits, as far as this user may know.
+    """
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return {"state": "", "said": "there is no such process any more"}
+    said = _STATES.get(state, f"in state {state}")
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/wchan") as file:
+        function = file.read().strip("\0\n ")
+        if function not in ("", "0"):
+            said += f" (in {function})"
+    return {"state": state, "said": said}
+
+
+class _Sign(NamedTuple):
+    """Where a stack passes through, what that means.
+
+    Attributes:
+        files: parts of file names.
+        functions: parts of function names, of frames that are not this package's.
+        meaning: for the report.
+    """
+
+    files: tuple[str, ...]
+    functions: tuple[str, ...]
+    meaning: str
+
+
+#: The first that fits counts; the innermost frames are looked at first for each.
+_SIGNS = (
+    _Sign(("/pdb.py", "/bdb.py", "debugpy"), (), "it stands in a debugger"),
+    _Sign(
+        ("/torch/utils/data/", "/tensorflow/python/data/", "data_adapters/", "/datasets/", "/webdataset/", "/PIL/"),
+        ("next_data", "load_batch", "read_batch", "__getitem__", "get_batch"),
+        "its data loader is slow, or has no data",
+    ),
+    _Sign(
+        ("/torch/serialization.py", "/saving/", "checkpoint", "/h5py/", "/safetensors/", "/fsspec/", "/orbax/"),
+        ("save_checkpoint", "save_model", "save_weights", "dump_checkpoint"),
+        "it writes or reads a checkpoint; let all ranks wait for it, or raise RING_STALL_WARNING",
+    ),
+    _Sign(
+        ("evaluation_loop.py",),
+        ("validat", "evaluat", "eval_", "test_step", "_eval"),
+        "it is in evaluation while the others train: let all ranks evaluate, each its share",
+    ),
+    _Sign(
+        ("/torch/_inductor/", "/torch/_dynamo/", "/jax/_src/interpreters/", "/jax/_src/compiler.py", "/triton/"),
+        ("trace_function", "xla_compile"),
+        "it compiles; data of another shape makes a rank compile anew",
+    ),
+    _Sign(("/requests/", "/urllib", "/http/client.py", "/socket.py", "/ssl.py"), (), "it waits for the network"),
+    _Sign(("/subprocess.py",), (), "it waits for another program"),
+)
+
+
+def is_ours(file: str) -> bool:
+    """Whether a frame belongs to this package."""
+    return "/ring_plugins/" in file and "/tests/" not in file
+
+
+def guess(account: dict[str, Any] | None, kernel: dict[str, Any] | None, step: int, waits_in: str) -> str:
+    """Why a rank does not come, in a sentence.
+
+    Args:
+        account: what the rank says (`own_account`), None where it does not answer.
+        kernel: what the kernel says (`kernel_account`), None where nobody could look.
+        step: how many steps the waiting ranks have finished.
+        waits_in: the operation that this rank itself waits in, "" if it does not.
+    """
+    state = kernel["state"] if kernel is not None else "?"
+    if state in ("T", "t"):
+        return "the process is stopped (Ctrl-Z, SIGSTOP or a debugger); `kill -CONT` lets it go on"
+    if state in ("Z", "X", ""):
+        return "the process is dead"
+    if account is None:
+        if kernel is None:
+            return "its host is down or cut off, or it is in native code holding the GIL"
+        if state == "D":
+            return "a disk or network file system does not answer it"
+        return "does not answer: it is in native code holding the GIL"
+    if waits_in:
+        return f"it took another path through the program: it waits itself, in {waits_in}"
+    return (
+        _from_stack(account["stack"], account["step"] - step)
+        or "it computes, or waits for something, in the lines above"
+    )
+
+
+def _from_stack(stack: Sequence[Sequence[Any]], ahead: int) -> str:
+    frames = [(str(file), str(function)) for file, _, function, _ in stack if not is_ours(str(file))]
+    if frames and frames[-1][1] in ("_shutdown", "_run_exitfuncs", "_at_exit"):
+        return "its script has ended; the ranks took different numbers of steps"
+    for sign in _SIGNS:
+        for file, function in reversed(frames):
+            if any(part in file for part in sign.files) or any(part in function.lower() for part in sign.functions):
+                return sign.meaning
+    if ahead > 0:
+        return f"it has finished {ahead} more step{'s' if ahead > 1 else ''} than the waiting ranks and left the loop"
+    return ""
+
 
 _LISTED, _LINES = 8, 8
 
@@ -67,18 +234,10 @@ class Absent(NamedTuple):
     kernel: dict[str, Any] | None
 
 
-def ranks_of(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 1, 2, 5", or their number where there are many."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:_LISTED]))
-    return f"ranks {shown}" + (f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else "")
-
-
 def report(
     waits: Sequence[Waiting],
     absent: Mapping[int, Absent],
-    roster: Sequence[Peer],
+    membership: Sequence[Peer],
     step: int,
     now: float,
     next_report: float,
@@ -103,20 +262,20 @@ def report(
         ranks = sorted({wait.rank for wait in group})
         first = min(group, key=lambda wait: wait.since)
         lines.append(
-            f"  {ranks_of(ranks)} wait{'s' if len(ranks) == 1 else ''} since {first.clock} in {operation}"
+            f"  {name_ranks(ranks)} wait{'s' if len(ranks) == 1 else ''} since {first.clock} in {operation}"
             + (f", part of {part_of}" if part_of else "")
             + _for_whom(sorted({rank for wait in group for rank in wait.missing}))
         )
     for rank, found in sorted(absent.items()):
         own = [wait for wait in waits if wait.rank == rank]
-        lines += _absent(rank, roster[rank], found, step, own[0].operation if own else "")
+        lines += _absent(rank, membership[rank], found, step, own[0].operation if own else "")
     lines.append(f"  Next report in {next_report:.0f} s. RING_STALL_ABORT=seconds would end a stalled job.")
     return "\n".join(lines)
 
 
 def _for_whom(missing: Sequence[int]) -> str:
     if missing:
-        return f", for {ranks_of(missing)}"
+        return f", for {name_ranks(missing)}"
     return (
         ", to which all have come: NCCL does not get through. NCCL_DEBUG=INFO shows the network that it uses; ranks "
         "that pass different sizes look like this too"

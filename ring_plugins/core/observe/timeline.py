@@ -1,19 +1,141 @@
-"""A timeline of all ranks in one file, written while the job runs."""
+"""A timeline of all ranks in one file, written while the job runs.
+
+Spans as the events that Perfetto (ui.perfetto.dev) and chrome://tracing draw: a process a rank, a row a thread.
+
+How far this host's clock is from rank 0's.
+
+As in Cristian, "Probabilistic clock synchronization" (1989): of many questions what time it is, the answer that came
+back fastest was read closest to the middle between question and answer, at most half that time off.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import monotonic_ns
 from typing import IO, Any
 
 from ring_plugins.core.control.channel import EVERYONE, Body, Channel
-from ring_plugins.core.failure import Peer
-from ring_plugins.core.observe.clock import ClockOffset
-from ring_plugins.core.observe.recorder import Span, recorder
-from ring_plugins.core.observe.trace_events import events, header, label
+from ring_plugins.core.control.failure_detector import Peer
+from ring_plugins.core.trace.recorder import Span, recorder
+
+#: kind, name, begin and end in nanoseconds on rank 0's clock, arguments: a `Span` on its way.
+Row = tuple[str, str, int, int, dict[str, Any]]
+Event = dict[str, Any]
+
+_SCRIPT, _COMMUNICATION = 0, 1
+_ROWS = {"step": _SCRIPT, "backward": _SCRIPT, "wait": _SCRIPT, "call": _SCRIPT, "operation": _COMMUNICATION}
+
+_identities = itertools.count(1)
+
+
+def header(rank: int, host: str) -> list[Event]:
+    """What names a rank's rows."""
+    names = [("process_name", 0, f"rank {rank} on {host}")]
+    names += [("thread_name", _SCRIPT, "script"), ("thread_name", _COMMUNICATION, "communication")]
+    events: list[Event] = [
+        {"ph": "M", "pid": rank, "tid": row, "name": what, "args": {"name": name}} for what, row, name in names
+    ]
+    return [*events, {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}]
+
+
+def label(rank: int, uncertainty: int, lost: int) -> Event:
+    """What a viewer shows beside a rank's name: how well its clock is known, in nanoseconds, and spans lost."""
+    text = "rank 0's clock" if uncertainty == 0 else f"clock within {uncertainty / 1e3:.0f} µs of rank 0's"
+    text += f", {lost} spans lost" if lost else ""
+    return {"ph": "M", "pid": rank, "name": "process_labels", "args": {"labels": text, "uncertainty": uncertainty}}
+
+
+def events(rank: int, row: Row, origin: int) -> Iterator[Event]:
+    """The events of a span.
+
+    Args:
+        rank: whose it is.
+        row: the span.
+        origin: nanoseconds that count as 0.
+    """
+    kind, name, begin, end, arguments = row
+    if kind == "bucket":
+        yield from _bucket(rank, row, origin)
+        return
+    yield {
+        "ph": "X",
+        "pid": rank,
+        "tid": _ROWS.get(kind, _SCRIPT),
+        "cat": kind,
+        "name": f"wait for {name}" if kind == "wait" else name,
+        "ts": (begin - origin) / 1e3,
+        "dur": max(0, end - begin) / 1e3,
+        "args": arguments,
+    }
+
+
+def _bucket(rank: int, row: Row, origin: int) -> Iterator[Event]:
+    """A bucket overlaps with others, so it has a row of its own: ready, launched, started, reduced."""
+    _, name, ready, reduced, arguments = row
+    launched, started = int(arguments["launched"]), int(arguments["started"])
+    both = {"pid": rank, "tid": _COMMUNICATION, "cat": "bucket", "id": next(_identities)}
+    parts = [
+        (name, ready, reduced, {"nbytes": arguments["nbytes"]}),
+        ("until launched", ready, launched, {}),
+        ("until its turn", launched, started, {}),
+        ("reducing", started, reduced, {}),
+    ]
+    for part, begin, end, more in parts:
+        yield {**both, "ph": "b", "name": part, "ts": (begin - origin) / 1e3, "args": more}
+        yield {**both, "ph": "e", "name": part, "ts": (max(begin, end) - origin) / 1e3}
+
+
+_FIRST, _KEPT = 8, 16
+_SOON, _LATER = 0.05, 5.0
+
+
+class ClockOffset:
+    """Asks rank 0 for the time; on rank 0 answers.
+
+    Args:
+        channel: between the ranks.
+        same: whether this process reads the same clock as rank 0, being on its host.
+
+    Attributes:
+        uncertainty: nanoseconds by which `offset` may be wrong; 0 where the clock is the same.
+    """
+
+    def __init__(self, channel: Channel, same: bool) -> None:
+        self._channel, self._same = channel, same
+        self._answers: deque[tuple[int, int]] = deque(maxlen=_KEPT)  # how long it took, offset
+        self._asked, self._next = 0, 0.0
+        channel.on("what time", lambda sender, body: channel.tell(sender, "time", {**body, "time": monotonic_ns()}))
+        channel.on("time", self._note)
+
+    @property
+    def is_known(self) -> bool:
+        return self._same or len(self._answers) >= _FIRST // 2
+
+    @property
+    def offset(self) -> int:
+        """Nanoseconds to add to `time.monotonic_ns` here to have it as on rank 0."""
+        return 0 if self._same or not self._answers else min(self._answers)[1]
+
+    @property
+    def uncertainty(self) -> int:
+        return 0 if self._same or not self._answers else min(self._answers)[0] // 2
+
+    def ask(self, now: float) -> None:
+        """Ask again where it is time to; called often."""
+        if not self._same and now >= self._next:
+            self._asked += 1
+            self._next = now + (_SOON if self._asked < _FIRST else _LATER)
+            self._channel.tell(0, "what time", {"asked": monotonic_ns()}, droppable=True)
+
+    def _note(self, sender: int, body: Body) -> None:
+        now = monotonic_ns()
+        self._answers.append((now - body["asked"], body["time"] - (body["asked"] + now) // 2))
+
 
 #: Seconds between the messages of a rank, spans in one, and seconds that a rank waits to learn its clock's offset.
 _PERIOD, _SPANS, _PATIENCE = 1.0, 2000, 5.0
@@ -71,7 +193,7 @@ def _on_rank_0s_clock(span: Span, offset: int) -> list[Any]:
     return [span.kind, span.name, span.begin + offset, span.end + offset, arguments]
 
 
-class TimelineDesk:
+class TimelineAggregator:
     """A service of rank 0's guard: writes what all ranks record to one file.
 
     The file is a JSON array that grows; viewers read one whose end is missing, so what there is when a job is killed
@@ -82,8 +204,8 @@ class TimelineDesk:
         roster: where they are.
     """
 
-    def __init__(self, channel: Channel, roster: Sequence[Peer]) -> None:
-        self._channel, self._roster = channel, roster
+    def __init__(self, channel: Channel, membership: Sequence[Peer]) -> None:
+        self._channel, self._roster = channel, membership
         self._directory: Path | None = None
         self._file: IO[str] | None = None
         self._origin = 0
@@ -165,67 +287,3 @@ class TimelineDesk:
             self._file.close()
             (self._directory / "timeline.json").replace(self._directory / "timeline.previous.json")
             self._open()
-
-
-class Timeline:
-    """Records a timeline of all ranks while it is open; all ranks use it, rank 0 writes.
-
-        with Timeline("traces"):
-            ...  # some steps
-
-    Args:
-        directory: where rank 0 puts `timeline.json`.
-
-    Raises:
-        OSError: on rank 0, where it cannot write there.
-    """
-
-    def __init__(self, directory: str | Path) -> None:
-        self._directory = Path(directory)
-
-    def start(self) -> None:
-        """Record from now on."""
-        desk = self._desk()
-        if desk is not None:
-            desk.start(self._directory)
-        if self._is_watched():
-            _wait_until(lambda: recorder.on)
-
-    def stop(self) -> Path | None:
-        """Stop, and return the file's path on rank 0, None elsewhere."""
-        desk = self._desk()
-        if desk is None:
-            # Rank 0 says when it ends; what this rank does after its own end is not to be in the timeline.
-            _wait_until(lambda: not recorder.on)
-            return None
-        desk.stop()
-        _wait_until(lambda: desk.is_complete)
-        return desk.finish()
-
-    def __enter__(self) -> Timeline:  # noqa: PYI034 - Self needs Python 3.11; nobody inherits
-        self.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or self._desk() is not None:  # a rank that failed does not wait for rank 0 before it says so
-            self.stop()
-
-    @staticmethod
-    def _is_watched() -> bool:
-        from ring_plugins.core.world import current, is_initialised
-
-        return is_initialised() and current().observers is not None
-
-    @classmethod
-    def _desk(cls) -> TimelineDesk | None:
-        from ring_plugins.core.world import current
-
-        observers = current().observers if cls._is_watched() else None
-        return observers.timeline if observers is not None else None
-
-
-def _wait_until(reached: Callable[[], bool]) -> None:
-    """Give rank 0's word time to arrive; a timeline is never worth more than a few seconds of waiting."""
-    end = time.monotonic() + _PATIENCE
-    while not reached() and time.monotonic() < end:
-        time.sleep(0.01)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
+from ring_plugins.core.base.errors import name_ranks
 from ring_plugins.doctor.findings import Finding, error, fine, warning
 from ring_plugins.doctor.job.facts import Facts
 from ring_plugins.doctor.job.links import Link
@@ -18,11 +19,6 @@ _SLOW_MESSAGE = 1000.0
 #: Packages whose versions must be equal for ranks to work together, rather than merely should be.
 _MUST_AGREE = ("ring_plugins", "NCCL", "torch", "keras", "tensorflow", "jax")
 _BIND = "--bind-to none (ring run and mpirun), or one core a rank: mpirun --map-by ppr:N:node:PE=CORES --bind-to core"
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0, 2"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def placement(facts: Sequence[Facts], links: Sequence[Link] = ()) -> Iterator[Finding]:
@@ -41,7 +37,7 @@ def placement(facts: Sequence[Facts], links: Sequence[Link] = ()) -> Iterator[Fi
             took = f"; a small message between them takes {worst / 1e3:.2f} ms instead of 0.02 to 0.2" if worst else ""
             yield error(
                 "placement",
-                f"{ranks_text([f.rank for f in bound])} ({', '.join(hosts)}) are all bound to core {core} of one "
+                f"{name_ranks([f.rank for f in bound])} ({', '.join(hosts)}) are all bound to core {core} of one "
                 f"machine and take turns on it{took}",
                 _BIND,
                 ranks=[fact.rank for fact in bound],
@@ -93,7 +89,7 @@ def agreement(facts: Sequence[Facts]) -> Iterator[Finding]:
         if len(by_version) == 1:
             continue
         differing = True
-        said = "; ".join(f"{version} on {ranks_text(ranks)}" for version, ranks in by_version.items())
+        said = "; ".join(f"{version} on {name_ranks(ranks)}" for version, ranks in by_version.items())
         make = error if name in _MUST_AGREE else warning
         yield make(
             "versions",
@@ -108,7 +104,7 @@ def agreement(facts: Sequence[Facts]) -> Iterator[Finding]:
             by_value.setdefault(fact.variables.get(name, "not set"), []).append(fact.rank)
         if len(by_value) > 1:
             differing = True
-            said = "; ".join(f"{value!r} on {ranks_text(ranks)}" for value, ranks in by_value.items())
+            said = "; ".join(f"{value!r} on {name_ranks(ranks)}" for value, ranks in by_value.items())
             yield warning(
                 "settings",
                 f"{name} differs: {said}",

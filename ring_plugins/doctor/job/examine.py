@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ring_plugins.benchmarking import Curve, all_reduce_curve, host_contestants
 from ring_plugins.core.world import current
 from ring_plugins.doctor.findings import Finding
 from ring_plugins.doctor.job.comparisons import agreement, links, name_resolution, placement
 from ring_plugins.doctor.job.facts import Facts, gather
 from ring_plugins.doctor.job.links import Link, measure
-from ring_plugins.measuring import Curve, all_reduce_curve, host_contestants
 
 _SIZES = tuple(1 << shift for shift in (6, 10, 14, 18, 20, 22, 24))
 _SECONDS_A_SIZE = 0.4
@@ -57,7 +57,7 @@ def examine_job(say: Callable[[str], None] = lambda what: None) -> Examination:
     """
     say("asking every rank")
     facts = gather()
-    say(f"measuring {current().place.num_nodes * (current().place.num_nodes - 1) // 2} pairs of hosts")
+    say(f"measuring {current().topology.num_nodes * (current().topology.num_nodes - 1) // 2} pairs of hosts")
     found = measure(facts)
     say("measuring all-reduce")
     curve = all_reduce_curve(host_contestants(("ring",)), _SIZES, _SECONDS_A_SIZE)

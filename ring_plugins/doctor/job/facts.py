@@ -49,7 +49,7 @@ class Facts:
 
 def gather() -> list[Facts]:
     """Everyone's facts in rank order; collective."""
-    place = current().place
+    place = current().topology
     found: list[Facts] = ring.all_gather_object(own(place.rank, place.node_rank, place.hosts))
     return found
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 import ring_plugins as ring
-from ring_plugins.core.collectives.protocol import Communicator
-from ring_plugins.core.memory import host_memory
+from ring_plugins.core.arrays.memory import host_memory
+from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.world import current
 from ring_plugins.doctor.job.facts import Facts
 
@@ -62,7 +62,7 @@ def rounds(hosts: int) -> Iterator[list[tuple[int, int]]]:
 
 def measure(facts: Sequence[Facts]) -> list[Link]:
     """All pairs of hosts; collective. Pairs that share no host are measured at the same time."""
-    place = current().place
+    place = current().topology
     first = {fact.node: fact for fact in reversed(facts)}
     found: list[Link] = []
     for pairs in rounds(place.num_nodes):

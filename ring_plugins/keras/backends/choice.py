@@ -8,7 +8,7 @@ from typing import cast
 
 import keras
 
-from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.keras.backends.protocol import Backend
 
 _KNOWN = ("tensorflow", "torch", "jax")

@@ -11,19 +11,17 @@ import jax
 import numpy as np
 from jax.experimental import io_callback
 
-from ring_plugins.core.collectives.protocol import Communicator
-from ring_plugins.core.compression import HalfWire
-from ring_plugins.core.dtypes import STORAGE
-from ring_plugins.core.fusion import Entry
-from ring_plugins.core.memory import HostMemory
-from ring_plugins.core.operations import Op
+from ring_plugins.core.arrays.codec import HalfCodec
+from ring_plugins.core.arrays.dtypes import STORAGE, Op
+from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.base.types import Array
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.gradients.fusion import Entry
 from ring_plugins.keras.averaging import Averaging
 from ring_plugins.keras.backends.jax_ffi import in_place
 from ring_plugins.keras.buckets import HostBuckets
 from ring_plugins.keras.failure import remembering, unwrapped
 from ring_plugins.keras.moments import BatchMoments, gradient_of_own
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 #: Bytes from which a gradient is worth a reduction of its own, which costs some microseconds, and saves two copies.
 _LARGE = 64 * 1024
@@ -40,7 +38,7 @@ class GradientAveraging(Averaging):
         self._waited, self._reduced_in_place = 0.0, 0
         self._dtypes: list[str] = []
         self._large: list[bool] = []
-        self._wires: dict[int, HalfWire] = {}
+        self._codecs: dict[int, HalfCodec] = {}
 
     def stateless_apply(
         self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]
@@ -169,18 +167,18 @@ class GradientAveraging(Averaging):
         for i, array in reversed(list(zip(indices, arrays, strict=True))):
             if self._large[i]:
                 memory = HostMemory(array.view(STORAGE[self._dtypes[i]]), self._dtypes[i])
-                self.communicator.all_reduce(memory, Op.AVERAGE, self._wire(i, memory))
+                self.communicator.all_reduce(memory, Op.AVERAGE, self._codec(i, memory))
                 self._reduced_in_place += array.nbytes
         for i, average in self.buckets.finish().items():
             np.copyto(small[i], average)
         self._waited += time.perf_counter() - started
 
-    def _wire(self, i: int, memory: HostMemory) -> HalfWire | None:
+    def _codec(self, i: int, memory: HostMemory) -> HalfCodec | None:
         if self.compression is None or not self.compression.applies_to(memory.dtype):
             return None
-        wire = self._wires.setdefault(i, HalfWire(self.compression))
-        wire.begin(memory.array)
-        return wire
+        codec = self._codecs.setdefault(i, HalfCodec(self.compression))
+        codec.begin(memory.array)
+        return codec
 
 
 def refuse_other_parallelism(model: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ring_plugins.core.collectives.protocol import Communicator
+from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.keras.averaging import Averaging
 from ring_plugins.keras.moments import BatchMoments
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from ring_plugins.core.collectives.protocol import Communicator
-from ring_plugins.core.errors import ArgumentError
-from ring_plugins.core.fusion import Entry
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.base.types import Array
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.gradients.fusion import Entry
 from ring_plugins.keras.averaging import Averaging, averaging_of
 from ring_plugins.keras.backends import tensorflow_device
 from ring_plugins.keras.backends.tensorflow_sparse import gathered
@@ -21,8 +21,6 @@ from ring_plugins.keras.backends.tensorflow_xla import compiled_around, refuse_i
 from ring_plugins.keras.buckets import HostBuckets
 from ring_plugins.keras.failure import remembering, unwrapped
 from ring_plugins.keras.moments import BatchMoments, gradient_of_own
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class GradientAveraging(Averaging):

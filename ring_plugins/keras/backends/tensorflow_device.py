@@ -18,22 +18,23 @@ host.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from ring_plugins.core import dlpack, nccl
-from ring_plugins.core.collectives.device import DeviceCommunicator
-from ring_plugins.core.collectives.protocol import Communicator
-from ring_plugins.core.errors import ArgumentError, MismatchError, RingError
-from ring_plugins.core.fusion import Bucket, Entry, FusionPlan
-from ring_plugins.core.job import World
-from ring_plugins.core.memory import DeviceMemory, Memory
-from ring_plugins.core.observe.steps import steps
-from ring_plugins.core.reducer import GradientReducer
+from ring_plugins.core import gpu as nccl
+from ring_plugins.core.arrays import memory as dlpack
+from ring_plugins.core.arrays.memory import DeviceMemory, Memory
+from ring_plugins.core.base import config
+from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.gpu.communicator import DeviceCommunicator
+from ring_plugins.core.gradients.fusion import Bucket, Entry, FusionPlan
+from ring_plugins.core.gradients.reducer import GradientReducer
+from ring_plugins.core.trace.steps import steps
+from ring_plugins.core.world import World
 
 #: As TensorFlow names the GPU of this rank, and as DLPack names its kind.
 GPU, KIND = "GPU:0", dlpack.CUDA
@@ -41,7 +42,7 @@ GPU, KIND = "GPU:0", dlpack.CUDA
 
 def is_wanted() -> bool:
     """Whether the user asked for NCCL under TensorFlow, which has never run on a card."""
-    return os.environ.get("RING_TENSORFLOW_NCCL", "0") == "1"
+    return config.TENSORFLOW_NCCL.get()
 
 
 def connect(name: str, world: World, host: Communicator) -> DeviceCommunicator | None:

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ring_plugins.core.collectives.protocol import Communicator
-from ring_plugins.core.memory import host_memory
+from ring_plugins.core.arrays.memory import host_memory
+from ring_plugins.core.base.types import Array
+from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.keras.failure import remembering
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def gathered(gradient: Any, communicator: Communicator) -> Any:

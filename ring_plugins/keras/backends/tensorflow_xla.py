@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ring_plugins.core.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError
 
 
 class InsideXla(ArgumentError):

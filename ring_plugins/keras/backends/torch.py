@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ring_plugins.core.collectives.protocol import Communicator
-from ring_plugins.core.errors import ArgumentError
-from ring_plugins.core.memory import host_array
+from ring_plugins.core.arrays.memory import host_array
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.keras.averaging import Averaging
 from ring_plugins.keras.moments import BatchMoments, gradient_of_own
 from ring_plugins.torch.gradients import GradientAverager

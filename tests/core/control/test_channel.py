@@ -3,9 +3,8 @@ import time
 
 import pytest
 
-from ring_plugins.core.control import Hub, Link
-from ring_plugins.core.control.channel import EVERYONE
-from ring_plugins.core.control.frames import FrameSocket
+from ring_plugins.core.control import ControlClient, ControlServer
+from ring_plugins.core.control.channel import EVERYONE, FrameSocket
 
 
 @pytest.fixture
@@ -17,9 +16,9 @@ def channels():
 
 
 def hub_and_links(channels, ranks, same_host=True, address=None):
-    hub = Hub(ranks, () if same_host else ("127.0.0.1",))
+    hub = ControlServer(ranks, () if same_host else ("127.0.0.1",))
     where = {**hub.address, **(address or {})}
-    channels += [hub, *(Link(rank, ranks, where, same_host) for rank in range(1, ranks))]
+    channels += [hub, *(ControlClient(rank, ranks, where, same_host) for rank in range(1, ranks))]
     return hub, channels[1:]
 
 

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from ring_plugins.core.collectives.ordered import OrderedOperations
-from ring_plugins.core.control import Hub
-from ring_plugins.core.failure import Peer
-from ring_plugins.core.observe.advice import Advice, advice
-from ring_plugins.core.observe.balance import Balance, BalanceDesk, stride
-from ring_plugins.core.observe.monitor import page
-from ring_plugins.core.observe.steps import StepClock, steps
-from ring_plugins.core.waiting import Wait
+from ring_plugins.core.collectives.executor import SerialExecutor
+from ring_plugins.core.control import ControlServer
+from ring_plugins.core.control.failure_detector import Peer
+from ring_plugins.core.control.wait import Wait
+from ring_plugins.core.observe.balance import Advice, Balance, BalanceAggregator, advice, stride
+from ring_plugins.core.trace.steps import StepClock, steps
+from ring_plugins.observe.balance_monitor import page
 from tests.launch import run_ranks
 
 TORCH = """
@@ -79,7 +78,7 @@ def test_a_step_is_what_lies_between_two_ends():
 def test_what_others_cost_while_the_script_computes_is_not_counted():
     """The communication thread has waited for a member long before the script stands still for it."""
     wait = Wait("gradients", None)
-    operations = OrderedOperations("gradients", wait)
+    operations = SerialExecutor("gradients", wait)
     everyone = threading.Event()
     before = steps.waiting, steps.moving
     work = operations.start("bucket 0", lambda: wait.until(everyone.is_set, list, lambda: "", arrival=True))
@@ -146,8 +145,8 @@ def test_a_page_is_a_page_with_a_thousand_ranks():
 
 
 def test_only_steps_that_all_ranks_reported_are_counted():
-    hub = Hub(3)
-    desk = BalanceDesk(hub, lambda total: None)
+    hub = ControlServer(3)
+    desk = BalanceAggregator(hub, lambda total: None)
     row = lambda number, waiting: [number, 1000, waiting, 10]  # noqa: E731
     desk._note(0, {"rows": [row(n, 50) for n in range(200)], "nbytes": 8})
     desk._note(1, {"rows": [row(n, 5) for n in range(150)], "nbytes": 8})

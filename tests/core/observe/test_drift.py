@@ -5,8 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from ring_plugins.core.errors import ArgumentError
-from ring_plugins.core.observe.drift import checksum, chosen_interval, difference
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.observe.drift import checksum, chosen_interval, difference
 from tests.launch import run_ranks
 
 TORCH = """

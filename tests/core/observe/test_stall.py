@@ -5,9 +5,8 @@ import signal
 
 import pytest
 
-from ring_plugins.core.failure import Peer
-from ring_plugins.core.observe.causes import guess
-from ring_plugins.core.observe.stall_report import Absent, Waiting, report, without_those_who_came
+from ring_plugins.core.control.failure_detector import Peer
+from ring_plugins.core.observe.stall_report import Absent, Waiting, guess, report, without_those_who_came
 from tests.launch import run_ranks, start_ranks
 
 COMMON = """
@@ -136,8 +135,8 @@ def test_who_has_not_come_to_what_gpus_wait_for_is_found_out_from_who_waits():
 
 def test_many_ranks_are_counted():
     waits = [wait(rank, (0,)) for rank in range(1, 300)]
-    roster = [Peer("h", rank, "h") for rank in range(300)]
-    text = report(waits, {0: Absent(None, None)}, roster, 0, 50.0, 30.0)
+    membership = [Peer("h", rank, "h") for rank in range(300)]
+    text = report(waits, {0: Absent(None, None)}, membership, 0, 50.0, 30.0)
     assert "and 291 more wait since" in text
     assert len(text) < 1000
 

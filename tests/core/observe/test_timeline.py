@@ -6,11 +6,12 @@ import signal
 import time
 from collections import defaultdict
 
-from ring_plugins.core.control import Hub, Link
-from ring_plugins.core.failure import Peer
-from ring_plugins.core.observe import clock, timeline
-from ring_plugins.core.observe.recorder import Recorder
-from ring_plugins.core.observe.timeline import TimelineDesk
+from ring_plugins.core.control import ControlClient, ControlServer
+from ring_plugins.core.control.failure_detector import Peer
+from ring_plugins.core.observe import timeline
+from ring_plugins.core.observe import timeline as clock
+from ring_plugins.core.observe.timeline import TimelineAggregator
+from ring_plugins.core.trace.recorder import Recorder
 from tests.launch import run_ranks, start_ranks
 
 TRAIN = """
@@ -80,8 +81,8 @@ def test_what_a_rank_did_before_it_died_is_there(tmp_path):
 
 def test_a_large_timeline_makes_room_and_stays_readable(tmp_path, monkeypatch):
     monkeypatch.setattr(timeline, "_LARGEST", 20_000)
-    hub = Hub(1)
-    desk = TimelineDesk(hub, [Peer("here", 1, "")])
+    hub = ControlServer(1)
+    desk = TimelineAggregator(hub, [Peer("here", 1, "")])
     desk.start(tmp_path)
     for i in range(500):
         desk._write(0, {"rows": [["step", f"step {i}", i * 1000, i * 1000 + 500, {}]]})
@@ -96,8 +97,8 @@ def test_a_large_timeline_makes_room_and_stays_readable(tmp_path, monkeypatch):
 
 
 def test_another_clock_is_read_as_well_as_the_network_allows(monkeypatch):
-    hub = Hub(2)
-    link = Link(1, 2, hub.address, same_host=True)
+    hub = ControlServer(2)
+    link = ControlClient(1, 2, hub.address, same_host=True)
     clock.ClockOffset(hub, same=True)
     far = clock.ClockOffset(link, same=False)
     ahead = 5_000_000_000
@@ -126,7 +127,7 @@ def _shifted(monkeypatch, real, shift, call):
 
 
 def test_the_recorder_forgets_the_oldest_where_nobody_takes(monkeypatch):
-    monkeypatch.setattr("ring_plugins.core.observe.recorder._LIMIT", 3)
+    monkeypatch.setattr("ring_plugins.core.trace.recorder._LIMIT", 3)
     recorder = Recorder()
     recorder.record("step", "off", 0, 1)
     recorder.on = True

@@ -1,0 +1,180 @@
+"""Sums and other reductions of numpy memory: the only place where numbers are combined.
+
+Reductions are done in pieces small enough to stay in a core's cache, so that dividing after the sum,
+or widening 16-bit floats to float32 and back, does not read main memory again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.base.types import Array
+
+#: Bytes of one piece: with a source or two it stays in a second-level cache of 1 MiB.
+PIECE_BYTES = 256 * 1024
+
+_UFUNC: dict[Op, Callable[..., Array]] = {
+    Op.AVERAGE: np.add,
+    Op.SUM: np.add,
+    Op.MIN: np.minimum,
+    Op.MAX: np.maximum,
+    Op.PRODUCT: np.multiply,
+}
+
+
+def reduce_into(target: Array, sources: Sequence[Array], op: Op, dtype: str, divisor: float = 1) -> None:
+    """Combine `sources` in their order and write the result to `target`.
+
+    Args:
+        target: 1-d storage array; may be `sources[0]` itself, or the other one of two.
+        sources: at least one 1-d storage array of the same length.
+        op: the reduction; AVERAGE sums here, the division is `divisor`'s.
+        dtype: element type by name (storage alone cannot tell bfloat16 from uint16).
+        divisor: the result is divided by this; 1 for none.
+
+    16-bit floats are combined in float32 and rounded once, to nearest even.
+    """
+    if dtype in _CONVERSIONS:
+        _reduce_half(target, sources, op, dtype, divisor)
+        return
+    if len(sources) == 1 and sources[0] is target:
+        if divisor != 1:
+            divide(target, divisor)
+        return
+    ufunc = _UFUNC[op]
+    if target.nbytes <= PIECE_BYTES:
+        _combine(target, sources, ufunc, divisor)
+        return
+    step = PIECE_BYTES // target.itemsize
+    for start in range(0, target.size, step):
+        end = start + step
+        _combine(target[start:end], [source[start:end] for source in sources], ufunc, divisor)
+
+
+def _combine(target: Array, sources: Sequence[Array], ufunc: Callable[..., Array], divisor: float) -> None:
+    if len(sources) == 1:
+        np.copyto(target, sources[0])
+    else:
+        ufunc(sources[0], sources[1], out=target)
+        for source in sources[2:]:
+            ufunc(target, source, out=target)
+    if divisor != 1:
+        divide(target, divisor)
+
+
+def reduce_everywhere(
+    arrays: Sequence[Array], op: Op, dtype: str, divisor: float = 1, source: Array | None = None
+) -> None:
+    """Combine `arrays` and leave the result in every one of them, piece by piece.
+
+    Where `source` is given it is combined in place of the first array, and only read.
+
+    The last array takes the sum first: where it was written by another core, reading and writing it at once
+    moves its cache lines here for good, which is several times faster than to read them now and to take them
+    away from their readers later.
+    """
+    *others, last = arrays
+    step = 2 * PIECE_BYTES // len(arrays) // last.itemsize
+    for start in range(0, last.size, step):
+        end = start + step
+        piece = last[start:end]
+        rest = [other[start:end] for other in others]
+        terms = rest if source is None else [source[start:end], *rest[1:]]
+        reduce_into(piece, [piece, *terms], op, dtype, divisor)
+        for copy in rest:
+            np.copyto(copy, piece)
+
+
+def divide(piece: Array, divisor: float) -> None:
+    """Divide floats in place.
+
+    A power of two is exact as a multiplication, which is faster; anything else is truly divided, so
+    that the average of equal values is that value.
+    """
+    if math.frexp(divisor)[0] == 0.5:
+        np.multiply(piece, _constant(1.0 / divisor, piece.dtype), piece)
+    else:
+        np.divide(piece, _constant(divisor, piece.dtype), piece)
+
+
+@lru_cache
+def _constant(value: float, dtype: np.dtype[Any]) -> Array:
+    """A number as numpy takes it fastest, which shows in small messages."""
+    return np.array(value, dtype)
+
+
+def _reduce_half(target: Array, sources: Sequence[Array], op: Op, dtype: str, divisor: float) -> None:
+    widen, narrow = _CONVERSIONS[dtype]
+    ufunc = _UFUNC[op]
+    step = PIECE_BYTES // 4
+    length = min(step, target.size)
+    total, other = np.empty(length, np.float32), np.empty(length, np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, target.size, step):
+            piece = target[start : start + step]
+            accumulated = total[: piece.size]
+            widen(sources[0][start : start + step], accumulated)
+            for source in sources[1:]:
+                term = other[: piece.size]
+                widen(source[start : start + step], term)
+                ufunc(accumulated, term, out=accumulated)
+            if divisor != 1:
+                divide(accumulated, divisor)
+            narrow(accumulated, piece)
+
+
+def narrow(values: Array, half: Array, dtype: str) -> None:
+    """Round float32 numbers to 16 bits, to nearest even; what is too large becomes infinite.
+
+    Args:
+        values: 1-d float32.
+        half: storage of as many elements of `dtype`, to fill.
+        dtype: "float16" or "bfloat16".
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        _CONVERSIONS[dtype][1](values, half)
+
+
+def widen(half: Array, values: Array, dtype: str) -> None:
+    """The other way round, which is exact."""
+    _CONVERSIONS[dtype][0](half, values)
+
+
+def _widen_float16(source: Array, out: Array) -> None:
+    np.copyto(out, source)
+
+
+def _narrow_float16(source: Array, out: Array) -> None:
+    np.copyto(out, source, casting="unsafe")
+
+
+def _widen_bfloat16(source: Array, out: Array) -> None:
+    bits = out.view(np.uint32)
+    np.copyto(bits, source)
+    np.left_shift(bits, 16, out=bits)
+
+
+def _narrow_bfloat16(source: Array, out: Array) -> None:
+    """Round to nearest even on the bits: a bfloat16 is the upper half of a float32."""
+    bits = source.view(np.uint32)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
+    not_a_number = np.isnan(source)
+    if not_a_number.any():
+        rounded[not_a_number] = 0x7FC0
+    np.copyto(out, rounded, casting="unsafe")
+
+
+_CONVERSIONS: dict[str, tuple[Callable[[Array, Array], None], Callable[[Array, Array], None]]] = {
+    "float16": (_widen_float16, _narrow_float16),
+    "bfloat16": (_widen_bfloat16, _narrow_bfloat16),
+}

@@ -1,0 +1,266 @@
+"""Every RING_* environment variable, declared once: name, type, default and meaning.
+
+The code reads a variable with `.get()`, `ring doctor` checks all of them, and docs/environment.md is generated from
+them (`python -m ring_plugins.core.base.config`). Nothing else in the package reads a RING_* variable.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Generic, NamedTuple, TypeVar
+
+from ring_plugins.core.base.errors import ArgumentError
+
+T = TypeVar("T")
+
+
+class Kind(NamedTuple, Generic[T]):
+    """A type of value.
+
+    Attributes:
+        parse: turns a text into a value, or raises ValueError.
+        problem: completes "NAME='value' is ..." for a text that `parse` refuses.
+    """
+
+    parse: Callable[[str], T]
+    problem: str
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError(text)
+    return value
+
+
+def _switch(text: str) -> bool:
+    return {"0": False, "1": True}[text]
+
+
+def _whole(text: str) -> int:
+    if not text.isdigit():
+        raise ValueError(text)
+    return int(text)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    counts = tuple(_whole(part.strip()) for part in text.split(","))
+    if min(counts) < 1:
+        raise ValueError(text)
+    return counts
+
+
+SECONDS = Kind(_positive, "not a positive number of seconds")
+SWITCH = Kind(_switch, "neither 0 nor 1")
+WHOLE_NUMBER = Kind(_whole, "not a whole number")
+COUNTS = Kind(_counts, "not one positive number, nor several separated by commas")
+TEXT: Kind[str] = Kind(str, "not a text")
+
+
+def one_of(*choices: str, synonyms: Mapping[str, str] | None = None) -> Kind[str]:
+    """One of several words; a synonym, which older releases documented, counts as the word it stands for."""
+    words = {**{choice: choice for choice in choices}, **(synonyms or {})}
+    return Kind(lambda text: words[text], f"not one of {', '.join(choices)}")
+
+
+class Variable(Generic[T]):
+    """An environment variable.
+
+    Args:
+        name: of the variable.
+        kind: type of its value.
+        default: value where it is not set or empty.
+        meaning: one line of Markdown for docs/environment.md, "" for a variable that only launchers of ours set.
+        shown_default: the default in words.
+        older: a name under which earlier releases documented it, still read.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kind: Kind[T],
+        default: T,
+        meaning: str,
+        shown_default: str = "",
+        older: str = "",
+    ) -> None:
+        self.name, self.kind, self.default, self.meaning = name, kind, default, meaning
+        self.shown_default, self.older = shown_default, older
+        ALL[name] = self
+
+    @property
+    def is_internal(self) -> bool:
+        """Whether only launchers of ours set it, for the processes that they start."""
+        return not self.meaning
+
+    def text(self, environment: Mapping[str, str] = os.environ) -> str:
+        """Its text, "" where it is not set."""
+        return environment.get(self.name) or (environment.get(self.older, "") if self.older else "")
+
+    def is_set(self, environment: Mapping[str, str] = os.environ) -> bool:
+        """Whether it has a text."""
+        return bool(self.text(environment))
+
+    def problem(self, environment: Mapping[str, str] = os.environ) -> str:
+        """What is wrong with its text, completing "NAME='value' is ..."; "" if nothing is."""
+        text = self.text(environment)
+        try:
+            if text:
+                self.kind.parse(text)
+        except (ValueError, KeyError):
+            return self.kind.problem
+        return ""
+
+    def get(self, environment: Mapping[str, str] = os.environ) -> T:
+        """Its value.
+
+        Raises:
+            ArgumentError: its text cannot be used.
+        """
+        text = self.text(environment)
+        if not text:
+            return self.default
+        try:
+            return self.kind.parse(text)
+        except (ValueError, KeyError):
+            raise ArgumentError(f"{self.name}={text!r} is {self.kind.problem}.") from None
+
+
+ALL: dict[str, Variable] = {}  # type: ignore[type-arg]  # of all types
+
+TIMEOUT = Variable(
+    "RING_TIMEOUT", SECONDS, 1800.0, "seconds that an operation waits for a rank that is alive but does not come"
+)
+STALL_WARNING = Variable(
+    "RING_STALL_WARNING",
+    SECONDS,
+    30.0,
+    "seconds of waiting after which rank 0 reports who is missing and what happens there ([observing](observing.md))",
+)
+STALL_ABORT = Variable(
+    "RING_STALL_ABORT",
+    SECONDS,
+    0.0,
+    "seconds of waiting after which a stalled job is ended with that report",
+    shown_default="never",
+)
+TIMELINE = Variable(
+    "RING_TIMELINE",
+    TEXT,
+    "",
+    "directory in which rank 0 writes a timeline of all ranks ([observing](observing.md))",
+    shown_default="none",
+)
+DRIFT_CHECK = Variable(
+    "RING_DRIFT_CHECK",
+    WHOLE_NUMBER,
+    0,
+    "steps between two comparisons of all ranks' weights, 0 for never ([observing](observing.md))",
+)
+START_TIMEOUT = Variable(
+    "RING_START_TIMEOUT",
+    SECONDS,
+    300.0,
+    "seconds that ranks wait for each other in `init()`, and for NCCL to connect their GPUs",
+)
+INTERFACE = Variable(
+    "RING_INTERFACE",
+    TEXT,
+    "",
+    "network between the hosts: an interface (`eth1`), several, or a subnet (`10.1.0.0/16`); `ring run` passes it to "
+    "mpirun, NCCL and gloo too: see [networks](networks.md)",
+    shown_default="fastest",
+)
+TRANSPORT = Variable(
+    "RING_TRANSPORT",
+    one_of("tcp", "mpi"),
+    "",
+    "what carries data between hosts under mpirun and `srun --mpi=pmix`: see [networks](networks.md#how-data-moves)",
+    shown_default="`tcp`, or `mpi` over InfiniBand and the like",
+    older="RING_PLANE",
+)
+NETWORK_TIMEOUT = Variable(
+    "RING_NETWORK_TIMEOUT",
+    SECONDS,
+    6.0,
+    "seconds without any acknowledgment from another host's kernel after which its network counts as lost: see "
+    "[networks](networks.md#while-training)",
+)
+SECRET = Variable(
+    "RING_SECRET",
+    TEXT,
+    "",
+    "secret that all ranks of a job which meet without MPI must share: see [networks](networks.md)",
+    shown_default="none",
+)
+LAUNCHER = Variable(
+    "RING_LAUNCHER",
+    one_of("mpi", "rendezvous", "slurm", "spawned", "single", synonyms={"grown": "spawned", "alone": "single"}),
+    "",
+    "`mpi`, `rendezvous`, `slurm` or `single` overrules the launcher that `init()` detects",
+    shown_default="detected",
+)
+SHARED_MEMORY = Variable(
+    "RING_SHARED_MEMORY",
+    SWITCH,
+    True,
+    "0 sends data between ranks of one host over MPI or sockets too",
+)
+VIRTUAL_NODES: Variable[tuple[int, ...]] = Variable(
+    "RING_VIRTUAL_NODES",
+    COUNTS,
+    (),
+    "`2` or `1,2` treats the ranks of one host as several hosts, for debugging; needs mpirun or torchrun",
+    shown_default="none",
+)
+AUTOTUNE = Variable(
+    "RING_AUTOTUNE",
+    SWITCH,
+    False,
+    "1 tries other bucket sizes in the first steps and keeps the fastest, with PyTorch and Lightning: see "
+    "[performance](performance.md#other-bucket-sizes)",
+)
+NCCL_LIBRARY = Variable(
+    "RING_NCCL_LIBRARY",
+    TEXT,
+    "",
+    "path of the NCCL to use; by default the one already in the process, else the wheel's, else the system's",
+    shown_default="found",
+)
+TENSORFLOW_NCCL = Variable(
+    "RING_TENSORFLOW_NCCL",
+    SWITCH,
+    False,
+    "1 averages gradients of Keras on TensorFlow in GPU memory; never tried on a card: see [gpu](gpu.md#use)",
+)
+SHARE_GPU = Variable(
+    "RING_SHARE_GPU", SWITCH, False, "1 lets several ranks use one GPU, to test with a single card; slow"
+)
+
+# Set by launchers of ours for the processes that they start.
+SPAWNED = Variable("RING_SPAWNED", TEXT, "", "")
+PARENT_NOTIFIER = Variable("RING_PARENT_NOTIFIER", TEXT, "", "")
+DRIVER = Variable("RING_DRIVER", TEXT, "", "")
+
+
+def page() -> str:
+    """docs/environment.md."""
+    return "\n".join(_page()) + "\n"
+
+
+def _page() -> Iterator[str]:
+    yield "# Environment variables\n"
+    yield "All are read when a job starts, and none is needed.\n"
+    yield "| variable | default | meaning |"
+    yield "|---|---|---|"
+    for variable in ALL.values():
+        if not variable.is_internal:
+            default = variable.default
+            shown = variable.shown_default or (str(int(default)) if isinstance(default, bool) else f"{default:g}")
+            older = f" (formerly `{variable.older}`, which still works)" if variable.older else ""
+            yield f"| `{variable.name}` | {shown} | {variable.meaning}{older} |"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,98 @@
+"""Every error a user can meet. Each says what happened, on which rank, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class RingError(RuntimeError):
+    """Base of all errors raised by ring_plugins."""
+
+
+class NotInitialized(RingError):
+    """A function that needs the other ranks was called before `ring_plugins.init()`."""
+
+
+class LaunchError(RingError):
+    """The processes of a job could not find each other."""
+
+
+class MissingDependency(RingError, ImportError):
+    """An optional package is needed here and is not installed; the text names the pip command."""
+
+
+class ArgumentError(RingError, ValueError):
+    """An argument has a value that cannot be used; the text names argument, value and remedy."""
+
+
+class SharedMemoryError(RingError):
+    """Processes of one host could not share memory."""
+
+
+class MismatchError(RingError):
+    """Ranks called different operations, or the same one with different sizes or types."""
+
+
+class PeerFailed(RingError):
+    """Another rank failed, so this operation can never complete.
+
+    Attributes:
+        rank: world rank of the process that failed.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[type[PeerFailed], tuple[str, int]]:
+        return type(self), (self.args[0], self.rank)
+
+
+class RankFailed(RingError):
+    """A function that `ring_plugins.run` or one of its relatives called failed on a rank.
+
+    The exception itself is the `__cause__`, where it can be pickled.
+
+    Attributes:
+        rank: that failed first.
+        host: where it ran.
+        traceback: as printed on that rank, "" where it was killed.
+    """
+
+    def __init__(self, message: str, rank: int, host: str, traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank, self.host, self.traceback = rank, host, traceback
+
+    def __reduce__(self) -> tuple[type[RankFailed], tuple[str, int, str, str]]:
+        return type(self), (self.args[0], self.rank, self.host, self.traceback)
+
+
+class PeerLeft(PeerFailed):
+    """Another rank ended its part normally while this one still waits for it."""
+
+
+class DeviceError(RingError):
+    """NCCL or the CUDA driver reported an error, is too old, or finds no GPU that this rank could use."""
+
+
+class DeadlockError(RingError):
+    """Two ranks wait for each other in different operations."""
+
+
+class DriftError(RingError):
+    """The weights have come to differ among ranks."""
+
+
+class TimeoutExceeded(RingError, TimeoutError):
+    """An operation waited longer than RING_TIMEOUT."""
+
+
+def name_ranks(ranks: Sequence[int], most: int = 20) -> str:
+    """Ranks as errors and reports name them: "rank 3", "ranks 0, 1", "ranks 0, 1 and 40 more".
+
+    Args:
+        ranks: at least one.
+        most: how many to list.
+    """
+    listed = ", ".join(map(str, ranks[:most])) + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"

@@ -1,0 +1,58 @@
+"""What the package says to the user: records of the logger "ring_plugins", by default on standard error.
+
+Every record carries the `rank` of its process, None before `init()`. To silence or redirect:
+
+    logging.getLogger("ring_plugins").setLevel(logging.ERROR)
+    logging.getLogger("ring_plugins").handlers[:] = [my_handler]
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TextIO
+
+logger = logging.getLogger("ring_plugins")
+
+_rank: int | None = None
+
+
+def set_rank(rank: int | None) -> None:
+    """Put this rank into every record from now on."""
+    global _rank
+    _rank = rank
+
+
+def _add_rank(record: logging.LogRecord) -> bool:
+    record.rank = _rank
+    return True
+
+
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Writes to whatever `sys.stderr` is at that moment, and survives that the launcher's end of the pipe is gone."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]  # a property in place of an attribute, as in logging itself
+        return sys.stderr
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        if not isinstance(sys.exc_info()[1], OSError | ValueError | AttributeError):
+            super().handleError(record)
+
+
+def _install() -> None:
+    if logger.handlers:  # the user's own, set before the first import
+        return
+    handler = _StandardError()
+    handler.setFormatter(logging.Formatter("ring_plugins: %(message)s"))
+    logger.addHandler(handler)
+    logger.propagate = False
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+
+
+logger.addFilter(_add_rank)
+_install()

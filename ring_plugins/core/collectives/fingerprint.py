@@ -1,0 +1,54 @@
+"""What an operation is, so that ranks can tell whether they are in the same one."""
+
+from __future__ import annotations
+
+import zlib
+from functools import lru_cache
+from typing import NamedTuple
+
+from ring_plugins.core.base.errors import MismatchError, name_ranks
+
+
+class Fingerprint(NamedTuple):
+    """An operation's identity: equal on all ranks, or the program is wrong.
+
+    Attributes:
+        code: a 62-bit number, what ranks compare.
+        text: what a person reads.
+    """
+
+    code: int
+    text: str
+
+
+@lru_cache(maxsize=4096)
+def fingerprint(kind: str, dtype: str = "", count: int = -1, detail: str = "") -> Fingerprint:
+    """The signature of an operation.
+
+    Args:
+        kind: its name.
+        dtype: element type, where it must agree.
+        count: elements, where they must agree; -1 where ranks may differ.
+        detail: anything else that must agree: the reduction, the root.
+    """
+    inner = ", ".join(filter(None, (f"{count} x {dtype}" if count >= 0 else dtype, detail)))
+    text = f"{kind}({inner})"
+    data = text.encode()
+    return Fingerprint(zlib.crc32(data) << 30 | zlib.adler32(data) & 0x3FFFFFFF, text)
+
+
+def mismatch(communicator: str, calls: dict[int, str]) -> MismatchError:
+    """The error for ranks in different operations.
+
+    Args:
+        calls: world rank -> text of its operation.
+    """
+    by_text: dict[str, list[int]] = {}
+    for rank, text in calls.items():
+        by_text.setdefault(text, []).append(rank)
+    said = ", but ".join(
+        f"{name_ranks(ranks)} call{'' if len(ranks) > 1 else 's'} {text}" for text, ranks in by_text.items()
+    )
+    return MismatchError(
+        f"ranks disagree in {communicator}: {said}. All ranks must make equal calls in the same order."
+    )

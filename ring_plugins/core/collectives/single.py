@@ -1,0 +1,73 @@
+"""The communicator of a job of one process: every operation is the identity."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ring_plugins.core.arrays.codec import HalfCodec
+from ring_plugins.core.arrays.dtypes import Op, check_reducible
+from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.collectives.api import Statistics, Work
+from ring_plugins.core.linux.shared_memory import SharedBuffer
+
+T = TypeVar("T")
+
+
+class SingleCommunicator:
+    """A `Communicator` of size 1."""
+
+    def __init__(self, name: str, world_rank: int = 0) -> None:
+        self.name, self.rank, self.size = name, 0, 1
+        self.ranks: tuple[int, ...] = (world_rank,)
+        self.statistics = Statistics()
+
+    def all_reduce(self, memory: HostMemory, op: Op, codec: HalfCodec | None = None) -> None:
+        check_reducible(memory.dtype, op)
+        if memory.source is not None:
+            np.copyto(memory.array, memory.source)
+
+    def broadcast(self, memory: HostMemory, root: int) -> None:
+        pass
+
+    def all_gather(self, mine: HostMemory, out: HostMemory, counts: Sequence[int]) -> None:
+        np.copyto(out.array, mine.array)
+
+    def reduce_scatter(self, full: HostMemory, out: HostMemory, counts: Sequence[int], op: Op) -> None:
+        check_reducible(full.dtype, op)
+        np.copyto(out.array, full.array)
+
+    def all_to_all(
+        self, send: HostMemory, send_counts: Sequence[int], out: HostMemory, out_counts: Sequence[int]
+    ) -> None:
+        np.copyto(out.array, send.array)
+
+    def barrier(self) -> None:
+        pass
+
+    def broadcast_object(self, item: Any, root: int = 0) -> Any:
+        return item
+
+    def all_gather_object(self, item: Any) -> list[Any]:
+        return [copy.deepcopy(item)]
+
+    def start(self, description: str, function: Callable[[], T]) -> Work[T]:
+        work = Work(description, function, lambda _: None)
+        work.run()
+        return work
+
+    def group(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def allocate(self, nbytes: int) -> SharedBuffer:
+        return SharedBuffer([np.zeros(nbytes, np.uint8)], 0)
+
+    def release(self, buffer: SharedBuffer) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

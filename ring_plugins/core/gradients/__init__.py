@@ -1,0 +1,1 @@
+"""Which gradients travel together, and when."""

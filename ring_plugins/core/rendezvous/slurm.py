@@ -1,0 +1,79 @@
+"""Started by srun without an MPI start-up protocol: its variables are turned into torchrun's."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from ring_plugins.core.rendezvous.record import LaunchRecord, integer
+
+
+def detect() -> LaunchRecord | None:
+    """A task of a step that srun started."""
+    # A shell inside `salloc` or `sbatch` has SLURM_NTASKS too, but is not a step's task.
+    if integer("SLURM_PROCID") is None or not os.environ.get("SLURM_STEP_ID"):
+        return None
+    if os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
+        return None
+    rank, size = integer("SLURM_PROCID"), integer("SLURM_STEP_NUM_TASKS") or integer("SLURM_NTASKS") or 1
+    if size == 1:
+        return None
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "")
+    local_size = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    variables = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": os.environ.get("SLURM_LOCALID", "0"),
+        "MASTER_ADDR": os.environ.get("MASTER_ADDR") or first_host(nodes),
+        "MASTER_PORT": os.environ.get("MASTER_PORT")
+        or str(port(integer("SLURM_JOB_ID") or 0, integer("SLURM_STEP_ID") or 0)),
+    }
+    return LaunchRecord(
+        "rendezvous",
+        "srun",
+        rank,
+        size,
+        integer("SLURM_LOCALID"),
+        int(local_size.group()) if local_size else None,
+        variables,
+    )
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of SLURM's compressed list, this one for an empty list."""
+    return next(iter(expand(nodelist)), "127.0.0.1")
+
+
+def expand(nodelist: str) -> list[str]:
+    """The hosts of SLURM's compressed list.
+
+    `"a1,a2"` gives `["a1", "a2"]`, `"rack[03-05,12]-gpu"` gives `["rack03-gpu", "rack04-gpu", "rack05-gpu",
+    "rack12-gpu"]`; several brackets multiply.
+    """
+    hosts = []
+    for pattern in re.findall(r"(?:[^\[,]|\[[^\]]*\])+", nodelist):
+        names = [""]
+        for text, ranges in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", pattern):
+            names = [name + part for name in names for part in ([text] if text else _numbers(ranges))]
+        hosts += names
+    return hosts
+
+
+def _numbers(ranges: str) -> list[str]:
+    """`"03-05,12"` gives `["03", "04", "05", "12"]`."""
+    numbers = []
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last or first) + 1)]
+    return numbers
+
+
+def expand_counts(counts: str) -> list[int]:
+    """What SLURM counts by node: `"4(x2),1"` gives `[4, 4, 1]`."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    return [int(number) for number, times in found for _ in range(int(times or 1))]
+
+
+def port(job: int, step: int) -> int:
+    """A port that all tasks of a step agree on without talking, and that other jobs of the host avoid."""
+    return 15000 + (job * 31 + step) % 15000

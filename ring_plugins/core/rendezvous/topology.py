@@ -1,0 +1,76 @@
+"""Where a process stands among the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ring_plugins.core.base.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where this process stands.
+
+    Attributes:
+        rank, size: in the job.
+        local_rank, local_size: on its host.
+        node_rank, num_nodes: of its host among the hosts.
+        hosts: the hosts' names in node order.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node_rank: int
+    num_nodes: int
+    hosts: tuple[str, ...]
+
+
+def virtual_nodes(domains: Sequence[str], setting: str) -> list[str]:
+    """A key a rank that tells which ranks count as one host.
+
+    Args:
+        domains: what ranks that can share memory have in common, in rank order.
+        setting: RING_VIRTUAL_NODES. "" for the real hosts; "2" splits every host's ranks into two;
+            "1,2" into one of one rank and one of two, and so on.
+
+    Raises:
+        LaunchError: a setting that does not fit.
+    """
+    if not setting:
+        return list(domains)
+    keys = list(domains)
+    for host in dict.fromkeys(domains):
+        members = [rank for rank, other in enumerate(domains) if other == host]
+        try:
+            numbers = [int(part) for part in setting.split(",")]
+        except ValueError:
+            numbers = []
+        if len(numbers) == 1 and 0 < numbers[0] <= len(members):
+            nodes = numbers[0]
+            numbers = [len(members) * (i + 1) // nodes - len(members) * i // nodes for i in range(nodes)]
+        if not numbers or min(numbers) < 1 or sum(numbers) != len(members):
+            raise LaunchError(
+                f"RING_VIRTUAL_NODES={setting!r} does not fit {len(members)} ranks: give a number of nodes, "
+                'or ranks per node that add up, as in "1,2".'
+            )
+        labels = [node for node, number in enumerate(numbers) for _ in range(number)]
+        for rank, label in zip(members, labels, strict=True):
+            keys[rank] = f"{host}/virtual{label}"
+    return keys
+
+
+def find_topology(rank: int, nodes: Sequence[str], hosts: Sequence[str]) -> Topology:
+    """The place of a rank.
+
+    Args:
+        rank: of this process.
+        nodes: key of the host of every rank.
+        hosts: name of the host of every rank.
+    """
+    order = list(dict.fromkeys(nodes))
+    mine = [other for other, node in enumerate(nodes) if node == nodes[rank]]
+    names = tuple(hosts[nodes.index(node)] for node in order)
+    return Topology(rank, len(nodes), mine.index(rank), len(mine), order.index(nodes[rank]), len(order), names)

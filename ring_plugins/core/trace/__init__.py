@@ -1,0 +1,1 @@
+"""What happened when: everyone writes it, `core.observe` reads it."""

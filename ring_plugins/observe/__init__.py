@@ -1,0 +1,1 @@
+"""What users ask of a running job: step breakdown, timeline, drift check."""

@@ -1,0 +1,120 @@
+"""The device communicator, with a stand-in for the GPU and for NCCL (see tests/gpu_stand_in.py)."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.launch import run_ranks, start_ranks
+
+
+@pytest.mark.ranks(2, 3)
+def test_every_collective_and_every_refusal(ranks):
+    result = run_ranks(Path(__file__).with_name("checks_device.py"), ranks)
+    assert result.values("failed") == [[]] * ranks
+    every = list(range(ranks))
+    said = f"ranks {', '.join(map(str, every))}"
+    for errors in result.values("errors"):
+        for error, part in zip(
+            errors,
+            ("int16", "would round", "memory of the CPU", "GPU 1", f"root={ranks}", "out_counts", "framework"),
+            strict=True,
+        ):
+            assert part in error
+    assert result.values("launches") == [[["all_reduce", "all_reduce"]]] * ranks
+    assert result.values("done") == [[False, True]] * ranks
+    assert result.values("kept") == [0] * ranks
+    assert result.values("kept by graphs") == [2] * ranks
+    assert all("ordinary steps before the capture" in text for text in result.values("captured"))
+    assert all("2.24" in text and "2.23.0" in text for text in result.values("float8"))
+    assert all(
+        said in text and "0000:01:00.0" in text and "RING_SHARE_GPU=1" in text for text in result.values("shared")
+    )
+    assert result.values("settings") == ["1"] * ranks
+    others = "rank 0" if ranks == 2 else "ranks 0, 2"
+    for text in result.values("versions"):
+        assert f"{others}: 2.32.3 (stand-in); rank 1: 2.27.4 (stand-in)" in text
+    assert all("there is no GPU 0" in text for text in result.values("no such GPU"))
+    for text in result.values("start"):
+        assert f"did not connect {said} of" in text and "within 1 s" in text
+    assert all("stand-in status 6" in text and "what the stand-in says" in text for text in result.values("noticed"))
+    assert result.values("aborted") == [["abort"]] * ranks
+
+
+KILLED = """
+    import os, signal, sys
+    import numpy as np
+    import ring_plugins as ring
+    from ring_plugins.core import world
+    from ring_plugins.core.arrays.memory import DeviceMemory
+    from tests.gpu_stand_in import install
+    from tests.worker import report
+
+    ring.init(ranks=int(os.environ["TEST_RANKS"]))
+    library, streams = install()
+    communicator = world.current().new_device_communicator("test", 0, streams)
+    x = np.ones(3, np.float32)
+    memory = DeviceMemory(x.ctypes.data, x.size, "float32", 0, x)
+    communicator.all_reduce(memory, ring.SUM)
+    if ring.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL) if os.environ["TEST_END"] == "killed" else sys.exit()
+    library.cuda.waits_at_once = False
+    communicator.all_reduce(memory, ring.SUM)
+    library.cuda.synchronize()
+    try:
+        communicator.check()
+    except ring.PeerFailed as error:
+        report("checked", str(error))
+    try:
+        communicator.all_reduce(memory, ring.SUM)
+    except ring.PeerFailed as error:
+        report("raised", str(error))
+    report("log", [entry for entry in library.log if isinstance(entry, str)])
+"""
+
+
+@pytest.mark.parametrize(("end", "said"), [("killed", "rank 1 (process"), ("left", "rank 1 has ended its part")])
+def test_a_kernel_that_waits_for_a_peer_that_is_gone_is_ended(end, said):
+    with start_ranks(KILLED, 2, env={"TEST_END": end}) as job:
+        result = job.wait(30)
+    assert (result.returncode != 0) == (end == "killed")
+    assert said in result.values("checked")[0]
+    assert result.values("raised") == result.values("checked")
+    assert result.values("log") == [["abort"]]
+
+
+STALLED = """
+    import os, time
+    import numpy as np
+    import ring_plugins as ring
+    from ring_plugins.core import world
+    from ring_plugins.core.arrays.memory import DeviceMemory
+    from tests.gpu_stand_in import install
+
+    ring.init(ranks=int(os.environ["TEST_RANKS"]))
+    library, streams = install()
+    library.cuda.waits_at_once = False
+    communicator = world.current().new_device_communicator("gradients", 0, streams)
+    x = np.ones(3, np.float32)
+    memory = DeviceMemory(x.ctypes.data, x.size, "float32", 0, x)
+
+    def reduce(bucket):
+        return communicator.start(bucket, lambda: communicator.all_reduce(memory, ring.SUM))
+
+    works = [reduce("bucket 0 of 2 (a)")]
+    if ring.rank() == 1:
+        time.sleep(5)  # asleep here
+    works.append(reduce("bucket 1 of 2 (b)"))
+    time.sleep(2 if ring.rank() == 1 else 7)  # the script goes on
+    communicator.synchronize()
+"""
+
+
+def test_a_stall_report_names_what_gpus_wait_for():
+    result = run_ranks(STALLED, 3, env={"RING_STALL_WARNING": "2"}, timeout=60)
+    said = result.output
+    assert "ranks 0, 2 wait since" in said
+    assert "in gradients: all_reduce on the GPU, part of bucket 1 of 2 (b), for rank 1" in said
+    assert "missing: rank 1 (process" in said
+    assert "last in ring_plugins: gradients: all_reduce on the GPU of bucket 0 of 2 (a), finished" in said
+    assert "time.sleep(5)  # asleep here" in said
+    assert "the stall is over" in said

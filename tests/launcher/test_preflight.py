@@ -1,0 +1,72 @@
+"""What is said about a host that does not answer, or is not the same; no host is asked here."""
+
+import pytest
+
+from ring_plugins.launcher.hosts import Share
+from ring_plugins.launcher.mpirun import Request
+from ring_plugins.launcher.plan import Plan, fit
+from ring_plugins.launcher.preflight import differences, explanation
+
+OWN = {
+    "name": "host1", "python": "3.11.7", "cores": 8, "ring_plugins": "0.1.0", "trouble": "",
+    "packages": {"torch": "2.13.0", "nvidia-nccl-cu12": "2.32.3"}, "missing": [], "program": "abc", "reaches": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, []),
+        ({"python": "3.11.2"}, []),
+        ({"packages": {**OWN["packages"], "jax": "0.4"}}, []),  # what is not here is not used
+        ({"python": "3.10.1"}, ["Python 3.10.1, but 3.11.7 on host1"]),
+        ({"ring_plugins": "0.0.9"}, ["ring_plugins 0.0.9, but 0.1.0 on host1: pip install ring_plugins==0.1.0 there"]),
+        (
+            {"ring_plugins": None, "trouble": "ModuleNotFoundError: no"},
+            ["cannot be imported (ModuleNotFoundError: no)"],
+        ),
+        (
+            {"packages": {"torch": "2.5.0"}},
+            ["torch 2.5.0, but 2.13.0 on host1: pip install torch==2.13.0 there", "nvidia-nccl-cu12 is missing"],
+        ),
+        ({"missing": ["/data/train.py"], "program": None}, ["has no /data/train.py"]),
+        ({"program": "abd"}, ["copy of the script differs"]),
+        ({"reaches": False}, ["a firewall between them?"]),
+    ],
+)
+def test_differences_that_matter_come_with_a_remedy(change, said):
+    found = differences(OWN, {**OWN, "name": "host2", **change})
+    assert len(found) == len(said)
+    for text, part in zip(found, said, strict=True):
+        assert part in text
+
+
+def test_a_host_without_an_answer():
+    assert differences(OWN, "no answer") == ["no answer"]
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "part"),
+    [
+        (255, "ssh: Could not resolve hostname b: Name or service not known\n", "write it into /etc/hosts"),
+        (255, "banner\nme@b: Permission denied (publickey).\n", "Permission denied (publickey). (log in without"),
+        (255, "Host key verification failed.\n", "accept its key once: ssh b"),
+        (255, "ssh: connect to host b port 22: Connection refused\n", "is sshd running"),
+        (255, "ssh: connect to host b port 22: Connection timed out\n", "a firewall"),
+        (127, "sh: 1: /venv/bin/python: not found\n", "/venv/bin/python must exist there"),
+        (3, "", "status 3 and no word"),
+    ],
+)
+def test_what_ssh_said_is_explained(status, said, part):
+    assert part in explanation("b", "/venv/bin/python", status, said)
+
+
+def test_threads_and_crowding_follow_the_smallest_host(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    shares = (Share("a", 2), Share("b", 2))
+    planned = Plan(Request(("/bin/true",), 4, shares, exports={"OMP_NUM_THREADS": "9"}), None, ("they take turns",))
+    fitted = fit(planned, {"a": 16, "b": 4})
+    assert (fitted.request.exports, fitted.request.crowded, fitted.notices) == ({"OMP_NUM_THREADS": "2"}, False, ())
+    crowded = fit(planned, {"a": 16, "b": 1})
+    assert crowded.request.crowded
+    assert "2 ranks share 1 cores of b" in crowded.notices[0]

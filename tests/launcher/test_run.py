@@ -1,0 +1,113 @@
+"""`ring run` with real ranks on this host: it starts, prints, and ends everything, whatever ends first."""
+
+import re
+import signal
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.documents import commands
+from tests.launch import run_ranks, start_ranks
+
+RING = str(Path(sys.executable).parent / "ring")
+STARTERS = [pytest.param("mpirun", marks=pytest.mark.mpi), "python"]
+
+
+def ring_run(*options: str) -> list[str]:
+    return [RING, "run", *options, sys.executable]
+
+
+WHO = """
+    import os, sys
+    import numpy as np, ring_plugins as ring
+    from tests.worker import report
+    ring.init()
+    report("who", [ring.size(), float(ring.all_reduce(1.0, ring.SUM)), os.environ["OMP_NUM_THREADS"], sys.argv[1:]])
+    print("rank", ring.rank(), "speaks")
+"""
+
+
+@pytest.mark.parametrize("starter", STARTERS)
+def test_ranks_arguments_and_tagged_lines(starter):
+    front = ring_run("--with", starter, "-n", "2", "--tag-output")
+    result = run_ranks(WHO, 2, front, args=["-n", "7", "--help"])
+    assert result.values("who") == [[2, 2.0, "1", ["-n", "7", "--help"]]] * 2
+    for rank in (0, 1):
+        assert re.search(rf"^\[(1,)?{rank}\]\S* ?rank {rank} speaks$", result.stdout, re.MULTILINE), result
+    assert re.search(r"^ring run: \$ .*script\.py -n 7 --help$", result.stderr, re.MULTILINE), result
+
+
+@pytest.mark.parametrize("starter", STARTERS)
+def test_output_in_files(starter, tmp_path):
+    script = "import os; print('here', os.environ.get('PMIX_RANK') or os.environ['LOCAL_RANK'])"
+    result = run_ranks(script, 2, ring_run("--with", starter, "-n", "2", "--output-dir", str(tmp_path / "logs")))
+    assert "here" not in result.output
+    written = [file.read_text() for file in (tmp_path / "logs").rglob("*") if file.is_file()]
+    assert sorted(filter(None, written)) == ["here 0\n", "here 1\n"]
+
+
+@pytest.mark.mpi
+def test_the_documented_commands(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(WHO))
+    for command in commands("docs/launching/one_machine.md", "tests/launcher/test_run.py"):
+        result = run_ranks("", 2, ["sh", "-c", f"cd {tmp_path} && PATH={Path(RING).parent}:$PATH && {command}"])
+        options = ["--epochs", "5"] if "--epochs" in command else []
+        assert result.values("who") == [[2, 2.0, "1", options]] * 2
+
+
+def test_a_command_behind_a_shell_and_a_rank_that_never_comes(tmp_path):
+    script = """
+        import os, sys
+        import ring_plugins as ring
+        if os.environ["LOCAL_RANK"] == "1" and sys.argv[1:]:
+            sys.exit(0)
+        ring.init()
+        print(f"size {ring.size()}\\n", end="")
+    """
+    front = [RING, "run", "--with", "python", "-n", "2", "sh", "-c", f'{sys.executable} "$@"; exit $?', "sh"]
+    assert run_ranks(script, 2, front).stdout.count("size 2") == 2
+    result = run_ranks(script, 2, front, args=["leave"], check=False)
+    assert result.returncode != 0
+    assert "rank 1 ended (exit status 0) before it reached ring_plugins.init()" in result.stderr
+
+
+ENDLESS = """
+    import os, subprocess, sys, time
+    import ring_plugins as ring
+    from tests.worker import report_pid
+    ring.init()
+    if sys.argv[1:]:
+        subprocess.Popen(["sleep", "600"], start_new_session=True)  # what a rank leaves behind
+    report_pid()
+    while True:
+        ring.barrier()
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("starter", STARTERS)
+@pytest.mark.parametrize("ended", ["rank", "interrupt", "SIGTERM", "SIGKILL"])
+def test_everything_ends(starter, ended):
+    # Nobody is left to look for what ranks leave behind when `ring run` itself is killed.
+    args = [] if ended == "SIGKILL" else ["leave something behind"]
+    with start_ranks(ENDLESS, 2, ring_run("--with", starter, "-n", "2"), args) as job:
+        job.pids()
+        if ended == "rank":
+            job.send_signal(1, signal.SIGKILL)
+        elif ended == "interrupt":
+            job.interrupt()
+        else:
+            job.signal_parent(signal.Signals[ended])
+        result = job.wait(30)
+    assert result.returncode == {"interrupt": 130, "SIGTERM": 143, "SIGKILL": -9, "rank": result.returncode}[ended]
+    assert result.returncode != 0
+    if ended == "rank":
+        assert re.search(r"rank 1\b.*(SIGKILL|died|Killed)", result.output, re.DOTALL), result
+
+
+def test_dry_run_prints_only():
+    result = run_ranks("print('ran')", 2, ring_run("--dry-run", "-n", "2", "--with", "python", "-x", "A=b c"))
+    assert re.fullmatch(r"env 'A=b c' \S*python\S* \S+script.py\n", result.stdout), result
+    assert result.stderr == ""
