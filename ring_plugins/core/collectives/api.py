@@ -8,6 +8,7 @@ Operations that run while the caller goes on.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from ring_plugins.core.arrays.codec import HalfCodec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.base.errors import RingError
 from ring_plugins.core.base.types import Bytes
 from ring_plugins.core.collectives.fingerprint import Fingerprint
 from ring_plugins.core.control.wait import nap_precisely
@@ -167,6 +169,53 @@ class CommunicationThread:
             del work  # and not keep its result until there is another
             with self._lock:
                 self._unfinished -= 1
+
+
+class FailureState:
+    """Remembers why a communicator can no longer be used.
+
+    Ranks match operations by their order alone. After an error that leaves this rank out of step with the others, every
+    further call must raise that error again; the remedy is a new communicator.
+
+    Args:
+        name: name of the communicator, for error texts.
+
+    Attributes:
+        error: the first such error, None while the communicator works.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.error: BaseException | None = None
+
+    def check(self) -> None:
+        """Raise the error, if there is one."""
+        if self.error is not None:
+            raise self.error
+
+    def fail(self, error: BaseException) -> None:
+        """Let every further call raise `error`, unless an earlier error is already recorded."""
+        self.error = self.error or error
+
+    def interrupt(self, operation: str, cause: BaseException) -> None:
+        """Record that something that is not our own error, such as KeyboardInterrupt, ended an operation halfway."""
+        self.fail(
+            RingError(
+                f"{self._name} was interrupted in {operation} by {type(cause).__name__} and is out of step with the "
+                "other ranks; call ring_plugins.shutdown() and init() on all ranks to go on."
+            )
+        )
+
+    def close(self) -> None:
+        """Record that the communicator has been closed."""
+        self.fail(RingError(f"{self._name} has been closed."))
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: let every call raise, since it would disturb the parent and its peers."""
+        self.error = RingError(
+            f"{self._name} belongs to process {os.getppid()}, which forked this one (a data loader's worker?). "
+            "Collectives are for the ranks themselves."
+        )
 
 
 if TYPE_CHECKING:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from ring_plugins.core.base.errors import ArgumentError, RingError
-from ring_plugins.core.collectives.api import CommunicationThread, Statistics, Work
+from ring_plugins.core.collectives.api import CommunicationThread, FailureState, Statistics, Work
 from ring_plugins.core.collectives.fingerprint import Fingerprint, fingerprint
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.trace.recorder import recorder
@@ -67,7 +66,7 @@ class SerialExecutor:
         self._wait = wait
         self._lock = threading.RLock()
         self._thread: CommunicationThread | None = None
-        self._broken: BaseException | None = None
+        self._failure = FailureState(name)
         self._operation, self._began, self._ended = "", 0.0, 0.0
         self._fingerprint: Fingerprint | None = None
         self._waited_before = 0.0
@@ -93,8 +92,8 @@ class SerialExecutor:
         if thread is not None and not inside and not thread.is_idle():
             return self.start(method.__name__, lambda: self._in_order(method, args, kwargs)).wait()
         with self._lock:
-            if self._broken is not None:
-                raise self._broken
+            if self._failure.error is not None:
+                raise self._failure.error
             work = thread.current if thread is not None and inside else None
             self._wait.part_of = work.description if work is not None and work.description != method.__name__ else ""
             self._wait.number = self.statistics.operations
@@ -106,13 +105,10 @@ class SerialExecutor:
             except ArgumentError:
                 raise
             except RingError as error:
-                self._broken = error
+                self._failure.fail(error)
                 raise
             except BaseException as error:
-                self._broken = RingError(
-                    f"{self.name} was interrupted in {method.__name__} by {type(error).__name__} and is out of step "
-                    "with the other ranks; call ring_plugins.shutdown() and init() on all ranks to go on."
-                )
+                self._failure.interrupt(method.__name__, error)
                 raise
             self._ended = time.monotonic()
             elapsed = self._ended - started
@@ -167,7 +163,7 @@ class SerialExecutor:
         if self._thread is not None:
             self._thread.close()
             self._thread = None
-        self._broken = self._broken or RingError(f"{self.name} has been closed.")
+        self._failure.close()
 
     def __del__(self) -> None:
         thread = getattr(self, "_thread", None)  # None too where the members never met
@@ -177,7 +173,4 @@ class SerialExecutor:
     def leave_to_parent(self) -> None:
         """In a forked child: let every call raise, since it would disturb the parent and its peers."""
         self._thread, self._lock = None, threading.RLock()
-        self._broken = RingError(
-            f"{self.name} belongs to process {os.getppid()}, which forked this one (a data loader's worker?). "
-            "Collectives are for the ranks themselves."
-        )
+        self._failure.leave_to_parent()

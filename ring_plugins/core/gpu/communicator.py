@@ -10,7 +10,6 @@ Operations of a GPU in order with the framework's, and what becomes of them when
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -19,7 +18,7 @@ from ring_plugins.core.arrays.codec import HalfCodec
 from ring_plugins.core.arrays.dtypes import Op, check_reducible
 from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.base.errors import ArgumentError, RingError
-from ring_plugins.core.collectives.api import Communicator, QueuedWork, Statistics, Work
+from ring_plugins.core.collectives.api import Communicator, FailureState, QueuedWork, Statistics, Work
 from ring_plugins.core.collectives.executor import Activity
 from ring_plugins.core.control.wait import LongWait, Wait
 from ring_plugins.core.gpu.connection import NcclConnection, others
@@ -54,7 +53,7 @@ class QueuedOperations:
         self.statistics = Statistics()
         self._host, self._wait, self._driver = host, wait, driver
         self._lock = threading.RLock()  # a communicator may be used by one thread at a time
-        self._broken: BaseException | None = None
+        self._failure = FailureState(name)
         self._depth = 0
         self._operation = ""
         self._overdue = Overdue(name, self.ranks[self.rank])
@@ -150,8 +149,7 @@ class QueuedOperations:
     @contextlib.contextmanager
     def _failing(self, what: str) -> Iterator[None]:
         """After an error that leaves the members out of step every further call raises it again."""
-        if self._broken is not None:
-            raise self._broken
+        self._failure.check()
         try:
             yield
         except ArgumentError:
@@ -162,17 +160,13 @@ class QueuedOperations:
         except Exception:
             raise  # the framework's, from a function given to `start`
         except BaseException as error:
-            self._give_up(
-                RingError(
-                    f"{self.name} was interrupted in {what} by {type(error).__name__} and is out of step with the "
-                    "other ranks; call ring_plugins.shutdown() and init() on all ranks to go on."
-                )
-            )
+            self._failure.interrupt(what, error)
+            self._nccl.abort()
             raise
 
     def _give_up(self, error: BaseException) -> None:
         """Let kernels that wait for peers end. Their results are of no use."""
-        self._broken = self._broken or error
+        self._failure.fail(error)
         self._nccl.abort()
 
     def check(self) -> None:
@@ -180,8 +174,7 @@ class QueuedOperations:
 
         A GPU that waited for a dead peer goes on only after this would raise.
         """
-        if self._broken is not None:
-            raise self._broken
+        self._failure.check()
 
     def watch(self, gone: Sequence[int]) -> None:
         """Look for failure while nobody calls: what the GPU does too long, and what NCCL noticed meanwhile.
@@ -241,7 +234,7 @@ class QueuedOperations:
         """Let go of the communicator, after the peers' part in what is under way."""
         with self._lock:
             self._nccl.part()
-            self._broken = self._broken or RingError(f"{self.name} has been closed.")
+            self._failure.close()
             self._queue.clear()
             own, self._own_stream = self._own_stream, 0
             if own:
@@ -252,10 +245,7 @@ class QueuedOperations:
         """In a forked child: let every call raise; CUDA does not survive a fork."""
         self._lock = threading.RLock()
         self._nccl.forget()
-        self._broken = RingError(
-            f"{self.name} belongs to process {os.getppid()}, which forked this one (a data loader's worker?). "
-            "Collectives are for the ranks themselves."
-        )
+        self._failure.leave_to_parent()
 
 
 class DeviceCommunicator(QueuedOperations):
