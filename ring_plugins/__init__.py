@@ -4,6 +4,8 @@
 started alone grow; the functions below then work on arrays of all ranks.
 """
 
+import importlib
+
 from ring_plugins.core.arrays.dtypes import AVERAGE, MAX, MIN, PRODUCT, SUM, Op
 from ring_plugins.core.base.errors import (
     ArgumentError,
@@ -37,8 +39,12 @@ from ring_plugins.core.functions import (
     reduce_scatter,
     size,
 )
+from ring_plugins.core.rendezvous.tcp import register_store_loader
 from ring_plugins.core.world import init, is_initialized, shutdown
 from ring_plugins.launcher.function import run
+
+# Under torchrun, whose agent may hold MASTER_PORT, ranks meet through torch's store, also in scripts without torch.
+register_store_loader(lambda: importlib.import_module("ring_plugins.torch.rendezvous"))
 
 __version__ = "0.1.0"
 

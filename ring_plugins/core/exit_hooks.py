@@ -1,4 +1,13 @@
-"""See to it that the other ranks learn how this process ends."""
+"""Tell the other ranks how this process ends: by an exception, by leaving, or in a forked child.
+
+An exception that nobody catches ends this process while its peers wait for it in a collective. The hook in
+`sys.excepthook` tells them before the interpreter is torn down. If a peer's failure caused the exception, the hook
+prints one line instead of a traceback, and waits a moment: the rank that failed first should end the job, so that the
+launcher reports its status.
+
+Interpreter exit calls `shutdown`, so that a script need not. A forked child (a data loader's worker) closes what it
+inherited without a word to anybody.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +19,45 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ring_plugins.core.base.errors import PeerFailed
 from ring_plugins.core.base.log import logger
-from ring_plugins.core.rendezvous import spawn as grow
+from ring_plugins.core.control.failure_detector import FailureDetector
+from ring_plugins.core.rendezvous import spawn
+from ring_plugins.core.rendezvous.topology import Topology
 
-if TYPE_CHECKING:
-    from ring_plugins.core.world import World
+#: Seconds that a rank waits before it aborts the job because of a peer, so that the rank that failed first ends it.
+_AFTER_PEER = 0.2
+#: The same where a network was lost: mpirun, as `ring run` starts it, notices that later than the ranks do, and only
+#: while it is not waiting for an answer from the lost host.
+_AFTER_NETWORK = 4.0
 
-#: Seconds in which mpirun, as `ring run` starts it, finds out that a network is lost, after the ranks have.
-_LAUNCHER_LOOKS = 4.0
+
+class Job(Protocol):
+    """What the hooks need to know of the world."""
+
+    topology: Topology
+    failure_detector: FailureDetector | None
+
+    def is_mine(self) -> bool: ...
+
+    def fail(self, error: BaseException) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def detach_after_fork(self) -> None: ...
+
+
 _failed = False
 _installed = False
 
 
-def install(current: Callable[[], World | None], shutdown: Callable[[], None]) -> None:
-    """Hook the ends of this process, once.
+def install(current: Callable[[], Job | None], shutdown: Callable[[], None]) -> None:
+    """Install the hooks of this process, once.
 
     Args:
-        current: the world that this process, or the one it was forked from, is part of.
+        current: returns the world that this process, or the process it was forked from, belongs to.
         shutdown: leaves it.
     """
     global _installed
@@ -37,69 +65,66 @@ def install(current: Callable[[], World | None], shutdown: Callable[[], None]) -
         return
     _installed = True
     atexit.register(_at_exit, current, shutdown)
-    os.register_at_fork(after_in_child=lambda: _forked(current()))
+    os.register_at_fork(after_in_child=lambda: _after_fork(current()))
     previous = sys.excepthook
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         global _failed
         _failed = True
-        world = current()
+        job = current()
         if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
             # torch.distributed's own hook collects what is printed, to show it when this one returns;
-            # but ending the job may end this process.
+            # but aborting the job may end this process.
             sys.stderr = sys.__stderr__
-        if world is None or world.topology.size == 1 or not world.is_mine():
+        if job is None or job.topology.size == 1 or not job.is_mine():
             previous(kind, error, trace)
             return
-        cause = consequence(world, error)
+        cause = consequence(job, error)
         if cause is not None:
-            logger.error(f"rank {world.topology.rank} ends because {cause}")
+            logger.error(f"rank {job.topology.rank} ends because {cause}")
         else:
-            logger.error(f"rank {world.topology.rank} failed:")
+            logger.error(f"rank {job.topology.rank} failed:")
             previous(kind, error, trace)
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        world.fail(cause or error)
+        _flush_output()
+        job.fail(cause or error)
         if cause is not None:
-            # Let the rank that failed first end the job. When a network is lost, let the launcher find that out: once
-            # it has sent its other half word that a rank ended, it waits for the answer.
-            time.sleep(
-                _LAUNCHER_LOOKS
-                if world.failure_detector is not None and world.failure_detector.has_lost_the_network
-                else 0.2
-            )
-        world.abort()
+            detector = job.failure_detector
+            time.sleep(_AFTER_NETWORK if detector is not None and detector.has_lost_the_network else _AFTER_PEER)
+        job.abort()
 
     sys.excepthook = uncaught
 
 
-def consequence(world: World, error: BaseException) -> PeerFailed | None:
+def consequence(job: Job, error: BaseException) -> PeerFailed | None:
     """The failure of a peer that made this rank raise `error`, or None if the cause is its own.
 
     Frameworks wrap errors: torch's C++ turns what a collective raised into a RuntimeError with its text.
     """
     if isinstance(error, PeerFailed):
         return error
-    if world.failure_detector is None or not world.failure_detector.told or PeerFailed.__name__ not in str(error):
+    if job.failure_detector is None or not job.failure_detector.told or PeerFailed.__name__ not in str(error):
         return None
-    return world.failure_detector.failure()
+    return job.failure_detector.failure()
 
 
-def _forked(world: World | None) -> None:
-    """A forked child can read who its parent is among the ranks; it is none itself."""
-    if world is not None:
-        world.leave_to_parent()
+def _after_fork(job: Job | None) -> None:
+    """Detach a forked child: it may query its parent's rank but is not a member of the job."""
+    if job is not None:
+        job.detach_after_fork()
 
 
-def _at_exit(current: Callable[[], World | None], shutdown: Callable[[], None]) -> None:
-    world = current()
-    if world is not None and not world.is_mine():
+def _at_exit(current: Callable[[], Job | None], shutdown: Callable[[], None]) -> None:
+    job = current()
+    if job is not None and not job.is_mine():
         return
     shutdown()
-    status = grow.wait_for_children(_failed)
+    status = spawn.wait_for_children(_failed)
     if status and not _failed:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        _flush_output()
         os._exit(status)
+
+
+def _flush_output() -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()

@@ -116,7 +116,7 @@ gpu_functions: dict[str, GpuFunctions] = {}
 def _on_gpu(x: Any, error: OnDevice) -> GpuFunctions:
     framework = type(x).__module__.partition(".")[0]
     if framework == "torch" and framework not in gpu_functions:
-        raise ArgumentError(f"{error} `import ring_plugins.torch` brings what GPUs need.") from error
+        raise ArgumentError(f"{error} `import ring_plugins.{framework}` brings what GPUs need.") from error
     if framework not in gpu_functions:
         raise ArgumentError(f"{error} Of tensors on GPUs, it takes torch's.") from error
     return gpu_functions[framework]

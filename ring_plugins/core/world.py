@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from ring_plugins.core import exit_hooks as endings
+from ring_plugins.core import exit_hooks
 from ring_plugins.core import gpu as nccl
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, NotInitialized
@@ -293,13 +293,13 @@ class World:
         for communicator in self._communicators.copy().values():
             communicator.close()
 
-    def leave_to_parent(self) -> None:
+    def detach_after_fork(self) -> None:
         """In a forked child: disturb neither the parent nor its peers."""
         if self.channel is not None:
             self.channel.abandon()
         for communicator in self._communicators.copy().values():
             if isinstance(communicator, SerialExecutor | DeviceCommunicator):
-                communicator.leave_to_parent()
+                communicator.detach_after_fork()
 
 
 class _Introduction(NamedTuple):
@@ -344,7 +344,7 @@ def init(ranks: int | None = None) -> World:
             f"this process was forked from rank {_world.topology.rank} (a data loader's worker?); ring_plugins.init() "
             "belongs into the ranks themselves."
         )
-    endings.install(lambda: _world, shutdown)
+    exit_hooks.install(lambda: _world, shutdown)
     connection = connect(ranks, _generation)
     _generation += 1
     kind = detect().kind

@@ -25,6 +25,8 @@ from ring_plugins.core import world
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
+from ring_plugins.core.rendezvous.tcp import register_store_provider
+from ring_plugins.torch import rendezvous
 from ring_plugins.torch.device import streams
 from ring_plugins.torch.point_to_point import PointToPoint, Stream
 from ring_plugins.torch.process_group import RingProcessGroup
@@ -54,6 +56,7 @@ _created: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 def register() -> None:
     """Register the "ring" backend and the rendezvous that serves it; harmless to call again."""
+    register_store_provider(rendezvous)
     if not dist.is_available() or "ring" in dist.Backend.backend_list:
         return
     dist.Backend.register_backend("ring", create_process_group, extended_api=True, devices=["cpu", "cuda"])

@@ -27,7 +27,7 @@ def owns_port() -> bool:
     return bool(_adopted) or torch.distributed.is_initialized()
 
 
-def open_board(generation: int = 0, timeout: timedelta = _SOON) -> Store:
+def open_store(generation: int = 0, timeout: timedelta = _SOON) -> Store:
     """A store that the ranks share, under keys that nobody else uses.
 
     Args:
@@ -54,7 +54,7 @@ def open_board(generation: int = 0, timeout: timedelta = _SOON) -> Store:
     return PrefixStore(f"ring_plugins/{restart}/{generation}", store)
 
 
-#: At most one store, which the next `open_board` uses instead of the launcher's.
+#: At most one store, which the next `open_store` uses instead of the launcher's.
 _adopted: list[Store] = []
 
 

@@ -170,7 +170,7 @@ class SerialExecutor:
         if thread is not None:
             thread.end()
 
-    def leave_to_parent(self) -> None:
+    def detach_after_fork(self) -> None:
         """In a forked child: let every call raise, since it would disturb the parent and its peers."""
         self._thread, self._lock = None, threading.RLock()
         self._failure.leave_to_parent()

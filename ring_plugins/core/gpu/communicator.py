@@ -241,7 +241,7 @@ class QueuedOperations:
                 self._driver.destroy_stream(own)
         self._host.close()
 
-    def leave_to_parent(self) -> None:
+    def detach_after_fork(self) -> None:
         """In a forked child: let every call raise; CUDA does not survive a fork."""
         self._lock = threading.RLock()
         self._nccl.forget()

@@ -1,21 +1,23 @@
 """Started by torchrun, or by anything that sets its variables: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 
-Rank 0 listens and the others call it (roll_call.py). Where it listens they know in one of two ways. Usually it is
-MASTER_PORT. But torchrun's agent keeps that port for a store of torch's, and so does a script that has initialised
-torch.distributed by itself; then rank 0 takes any port and hands its number round through that store.
+Rank 0 listens and the other ranks connect to it (bootstrap.py). They learn its port in one of two ways. Usually it is
+MASTER_PORT. But torchrun's agent keeps that port for a store of torch's, and so does a script that has initialized
+torch.distributed by itself. Rank 0 then listens on any free port and publishes the number through that store. The core
+imports no framework: the framework's face registers a `StoreProvider`, and the package registers a loader for jobs
+whose launcher holds the port although no script has imported the face.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import os
 import secrets
 import socket
 import sys
 import time
-from typing import Protocol, cast
+from collections.abc import Callable
+from typing import Protocol
 
 from ring_plugins.core.base.errors import LaunchError, MissingDependency
 from ring_plugins.core.base.log import logger
@@ -31,11 +33,38 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Store(Protocol):
-    """A store of torch's, as far as it is needed here: a text that rank 0 leaves for the others."""
+    """A key-value store that the ranks share, such as torch's TCPStore."""
 
     def set(self, key: str, value: str) -> None: ...
 
-    def get(self, key: str) -> bytes: ...
+    def get(self, key: str) -> bytes:
+        """The value of a key; waits until some rank has set it."""
+
+
+class StoreProvider(Protocol):
+    """A framework whose store may hold MASTER_PORT."""
+
+    def owns_port(self) -> bool:
+        """Whether this process has a store at MASTER_PORT already, or was given one."""
+
+    def open_store(self, generation: int) -> Store:
+        """The store, with keys of its own for the `generation`-th connection of the job."""
+
+
+_provider: StoreProvider | None = None
+_load_provider: Callable[[], StoreProvider] | None = None
+
+
+def register_store_provider(provider: StoreProvider) -> None:
+    """Let ranks meet through this framework's store where it holds MASTER_PORT."""
+    global _provider
+    _provider = provider
+
+
+def register_store_loader(load: Callable[[], StoreProvider]) -> None:
+    """Import a store provider with `load` if the launcher holds MASTER_PORT and no provider is registered."""
+    global _load_provider
+    _load_provider = load
 
 
 def detect() -> LaunchRecord | None:
@@ -93,37 +122,41 @@ def _end_process(code: int) -> None:
 
 
 def _meet(rank: int, size: int, address: str, generation: int) -> roll_call.Bootstrap:
-    board = _board(generation)
+    store = _open_store(generation)
     secret = roll_call.job_secret()
-    if board is None:
+    if store is None:
         port = integer("MASTER_PORT") or 0
         if rank == 0:
             return roll_call.host(_listen(port, size), size, secret)
         return roll_call.join(rank, size, address, port, secret)
+    # The store is closed before any rank goes on: the next of torch's stores may use its port again.
     if rank == 0:
         listener = socket.create_server(("", 0), backlog=size)
         secret = secret or secrets.token_hex(16)
-        board.set("roll call", f"{listener.getsockname()[1]} {secret}")
-        del board  # is closed before anyone goes on: a port may be used again by the next of torch's stores
+        store.set("bootstrap", f"{listener.getsockname()[1]} {secret}")
+        del store
         return roll_call.host(listener, size, secret)
-    port_text, secret = board.get("roll call").decode().split()
-    del board
+    port_text, secret = store.get("bootstrap").decode().split()
+    del store
     return roll_call.join(rank, size, address, int(port_text), secret)
 
 
-def _board(generation: int) -> Store | None:
-    """torch's store, where it has the rendezvous' port; the core imports no framework, so it is found by name."""
-    torch_store = sys.modules.get("ring_plugins.torch.rendezvous")
-    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
-    if not agents and (torch_store is None or not torch_store.owns_port()):
+def _open_store(generation: int) -> Store | None:
+    """The store that holds MASTER_PORT, None where the port is free for rank 0."""
+    agent_holds_port = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+    if not agent_holds_port and (_provider is None or not _provider.owns_port()):
         return None
-    try:
-        torch_store = importlib.import_module("ring_plugins.torch.rendezvous")
-    except ImportError as error:
-        raise MissingDependency(
-            f"torchrun's processes meet through torch, which is not installed ({error}): pip install torch."
-        ) from error
-    return cast("Store", torch_store.open_board(generation))
+    provider = _provider
+    if provider is None:
+        if _load_provider is None:
+            raise LaunchError("torchrun's agent holds MASTER_PORT, and nothing has registered a store to meet through.")
+        try:
+            provider = _load_provider()
+        except ImportError as error:
+            raise MissingDependency(
+                f"torchrun's processes meet through torch, which is not installed ({error}): pip install torch."
+            ) from error
+    return provider.open_store(generation)
 
 
 def _listen(port: int, size: int) -> socket.socket:
