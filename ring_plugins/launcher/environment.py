@@ -1,35 +1,39 @@
-"""Which environment variables the ranks get, also those on other hosts."""
+"""The environment of the ranks: which variables travel to other hosts, and how many threads a rank gets."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 
+from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError
 
-#: What these packages read. Everything else of a login belongs to its own host.
+#: What training and its libraries read. Everything else in an environment belongs to its own host.
 _PREFIXES = (
     "RING_", "NCCL_", "GLOO_", "UCX_", "FI_", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "PYTHON",
     "CUDA_", "NVIDIA_", "TORCH_", "PYTORCH_", "KERAS_", "TF_", "XLA_", "JAX_", "PL_", "HF_", "WANDB_", "MLFLOW_",
 )  # fmt: skip
 _NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
-#: Set by a launcher for one process; handed on they would contradict the next launcher.
-_NEVER = ("RING_SPAWNED",)
+#: Describes one process to itself; another rank that inherited it would take that process's place.
+_NEVER = (config.SPAWNED.name,)
 
 
-def exported(
+def exported_variables(
     wanted: Sequence[str], threads: int, interface: str | None, environment: Mapping[str, str] = os.environ
 ) -> dict[str, str | None]:
     """The variables that every rank gets: name to value, or to None for the value that this process has.
 
+    Values that are None need not appear on a command line, where every user of the host could read them.
+
     Args:
-        wanted: what the user adds, as `NAME` or `NAME=VALUE`.
-        threads: OMP_NUM_THREADS where the user has not set it.
-        interface: what NCCL and gloo are told to use where the user has not told them.
+        wanted: the user's additions, as `NAME` or `NAME=VALUE`.
+        threads: OMP_NUM_THREADS, unless the user has set it.
+        interface: network interface for NCCL and gloo, unless the user has set theirs.
         environment: of this process.
 
     Raises:
-        ArgumentError: a wanted variable that is not set here.
+        ArgumentError: a wanted variable is not set here.
     """
     chosen: dict[str, str | None] = {
         name: None
@@ -39,19 +43,24 @@ def exported(
     if "OMP_NUM_THREADS" not in environment:
         chosen["OMP_NUM_THREADS"] = str(threads)
     if interface:
-        chosen["RING_INTERFACE"] = interface
-        names_only = "/" not in interface  # a subnet is more than NCCL and gloo understand
+        chosen[config.INTERFACE.name] = interface
+        is_subnet = "/" in interface  # which NCCL and gloo do not understand
         for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-            if names_only and name not in environment:
+            if not is_subnet and name not in environment:
                 chosen[name] = interface
     for text in wanted:
         name, equals, value = text.partition("=")
         if not equals and name not in environment:
-            raise ArgumentError(f"-x {name}: it is not set here; set it, or write -x {name}=VALUE.")
+            raise ArgumentError(f"-x {name}: {name} is not set here; set it, or write -x {name}=VALUE.")
         chosen[name] = value if equals else None
     return chosen
 
 
 def threads_per_rank(cores: int, ranks: int) -> int:
-    """Threads that a rank may use where `ranks` share `cores`."""
+    """Threads for each of `ranks` that share `cores`."""
     return max(1, cores // ranks)
+
+
+def search_path() -> list[str]:
+    """Where this process finds modules, without the "" that stands for a directory which may differ elsewhere."""
+    return [path or os.getcwd() for path in sys.path]

@@ -14,7 +14,7 @@ from ring_plugins.core.rendezvous import detect
 from ring_plugins.launcher.environment import threads_per_rank
 from ring_plugins.launcher.hosts import parse_hosts, slots
 from ring_plugins.launcher.local_ranks import LocalRanks
-from ring_plugins.launcher.outcomes import pack, results_of
+from ring_plugins.launcher.outcomes import pack_call, results
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.remote_ranks import RemoteRanks
 
@@ -72,15 +72,14 @@ def run(
             f"this process is itself a rank, and ring_plugins.run() would start {ranks} more on each; start the script "
             "alone, or call the function itself after ring_plugins.init()."
         )
-    name = getattr(function, "__qualname__", function)
-    packed = pack(f"function={name!r} with its arguments", (function, tuple(args), {**(kwargs or {})}))
+    packed = pack_call(function, args, kwargs)
     elsewhere = sys.stdout is not sys.__stdout__  # as in a notebook
     if hosts:
         with (
             Relay(False, always=elsewhere) as relay,
             RemoteRanks(ranks, hosts, interface, dict(env or {}), tag_output, relay) as remote,
         ):
-            return results_of(remote.outcomes(packed, timeout))
+            return results(remote.outcomes(packed, timeout))
     environment = {"OMP_NUM_THREADS": str(threads_per_rank(available, ranks)), **os.environ, **(env or {})}
     with Relay(tag_output, always=elsewhere) as relay, LocalRanks(ranks, environment, relay) as local:
-        return results_of(local.outcomes(packed, timeout))
+        return results(local.outcomes(packed, timeout))

@@ -1,9 +1,10 @@
-"""Which hosts, and how many ranks on each: `-H`, hostfiles, and what a scheduler has allocated."""
+"""Which hosts a job uses and how many ranks each gets, from `-H`, a hostfile, or a scheduler's allocation."""
 
 from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,11 @@ from ring_plugins.core.rendezvous import slurm
 
 @dataclass(frozen=True)
 class Host:
-    """A host as a user names it.
+    """A host as the user names it.
 
     Attributes:
-        name: what reaches it: a name or an IPv4 address, with `user@` where ssh needs that.
-        slots: how many ranks it may take, None where nobody said.
+        name: name or IPv4 address, with `user@` where ssh needs that.
+        slots: number of ranks it may take, None if not given.
     """
 
     name: str
@@ -27,28 +28,28 @@ class Host:
 
 @dataclass(frozen=True)
 class Share:
-    """A host and the number of ranks it gets."""
+    """A host and the number of ranks placed on it."""
 
     host: str
     ranks: int
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Read `host1:2,host2:2`, where `:2` may be missing.
+    """Parse `host1:2,host2:2`; the `:2` is optional.
 
     Raises:
-        ArgumentError: a part that is no host, or a number that is not positive.
+        ArgumentError: a part is not a host, or its number is not positive.
     """
     return _merge([_host(part.strip(), f"-H {text!r}") for part in text.split(",")])
 
 
 def read_hostfile(path: str | Path) -> list[Host]:
-    """Read a hostfile as Open MPI writes it (`host slots=4`), as MPICH does (`host:4`), or of plain names.
+    """Read a hostfile in Open MPI's form (`host slots=4`), in MPICH's (`host:4`), or of plain names.
 
-    A `#` begins a comment. A host that stands on several lines gets their slots together.
+    A `#` starts a comment. A host that is listed several times gets the sum of its slots.
 
     Raises:
-        ArgumentError: no such file, no host in it, or a line that cannot be read.
+        ArgumentError: the file cannot be read, names no host, or has a line of another form.
     """
     try:
         lines = Path(path).read_text().splitlines()
@@ -74,7 +75,7 @@ def read_hostfile(path: str | Path) -> list[Host]:
 
 
 def allocated_hosts(environment: Mapping[str, str] = os.environ) -> list[Host]:
-    """The hosts that SLURM or PBS has given to this job, none outside of one."""
+    """The hosts that SLURM or PBS has allocated to this job; empty outside of such a job."""
     nodes = environment.get("SLURM_JOB_NODELIST", "")
     if nodes:
         names = slurm.expand(nodes)
@@ -87,14 +88,14 @@ def allocated_hosts(environment: Mapping[str, str] = os.environ) -> list[Host]:
 
 
 def slots(hosts: Sequence[Host]) -> int:
-    """How many ranks the hosts take together; one each where no number is said."""
+    """Number of ranks that the hosts take together; a host without a number takes one."""
     return sum(host.slots or 1 for host in hosts)
 
 
 def share(ranks: int, hosts: Sequence[Host]) -> list[Share]:
-    """How many ranks each host gets: the hosts are filled in order, and what is over goes round one by one.
+    """Place ranks on hosts: fill the hosts in order, then deal the remaining ranks out one by one.
 
-    Hosts that get none are left out.
+    Hosts that get no rank are left out.
     """
     counts = []
     left = ranks
@@ -104,6 +105,23 @@ def share(ranks: int, hosts: Sequence[Host]) -> list[Share]:
     for number in range(left):
         counts[number % len(hosts)] += 1
     return [Share(host.name, count) for host, count in zip(hosts, counts, strict=True) if count]
+
+
+def is_this_host(name: str) -> bool:
+    """Whether a name or address, with or without `user@`, is that of the host this process runs on."""
+    name = name.rpartition("@")[2]
+    own = socket.gethostname()
+    return name in (own, own.split(".")[0], "localhost") or name.startswith("127.") or _resolves_to_this_host(name)
+
+
+def _resolves_to_this_host(name: str) -> bool:
+    try:
+        address = socket.gethostbyname(name)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))  # only this host's own addresses can be bound
+    except OSError:
+        return False
+    return True
 
 
 def _host(text: str, where: str) -> Host:

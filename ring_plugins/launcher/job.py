@@ -63,7 +63,7 @@ def _by_ourselves(plan: Plan, supervisor: Supervisor) -> tuple[int, str | None]:
     own: Mapping[str, str] = {name: value for name, value in request.exports.items() if value is not None}
     with Relay(request.tag_output, request.output_directory) as relay:
         for rank in range(ranks):
-            out, err = relay.ends(rank)
+            out, err = relay.files(rank)
             supervisor.start(
                 request.command,
                 {**os.environ, **own, **child_environment(segment, rank, ranks, 0)},

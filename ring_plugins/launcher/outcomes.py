@@ -1,25 +1,42 @@
-"""How a function ended on a rank, in a form that travels, and which of several failures is the cause of the others."""
+"""A function call on a rank, and how its outcome comes back: pack, call, collect, and raise what went wrong first.
+
+`pack_call` makes bytes of a function and its arguments, `call` runs them on a rank, `collect` gathers an `Outcome` from
+each rank, and `results` returns what `ring_plugins.run` and its relatives return. How the bytes and outcomes travel is
+up to each launcher: a pipe on one host, a socket between hosts and on Spark, the object store of Ray.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from collections.abc import Sequence
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
-from ring_plugins.core.base.errors import ArgumentError, RankFailed
+from ring_plugins.core import world
+from ring_plugins.core.base.errors import ArgumentError, RankFailed, TimeoutExceeded, name_ranks
+from ring_plugins.core.exit_hooks import consequence
+
+#: Seconds that the other ranks may still report after one has failed. A rank needs up to RING_NETWORK_TIMEOUT, 6 s by
+#: default, to notice that a peer on another host is gone.
+GRACE_SECONDS = 7.0
+
+_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank gave no result.
+    """Why a rank has no result.
 
     Attributes:
-        host: where it ran.
-        summary: the error in a line.
-        traceback: the rank's own, "" where there is none.
-        error: the exception itself, pickled, or None where that is not possible.
-        caused_by: the rank whose failure made this one fail, if one did.
+        host: name of the rank's host.
+        summary: the error in one line.
+        traceback: the rank's own traceback, "" if there is none.
+        error: the pickled exception, None if it cannot be pickled.
+        caused_by: the rank whose failure made this one fail, None if it failed by itself.
     """
 
     host: str
@@ -31,75 +48,142 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a rank: its pickled result, or its failure."""
+    """How the call ended on a rank: a pickled result, or a failure."""
 
     rank: int
     result: bytes = b""
     failure: Failure | None = None
 
 
-def results_of(outcomes: Sequence[Outcome]) -> list[Any]:
-    """The results in rank order.
+def pack(what: str, value: Any) -> bytes:
+    """Pickle a value for another process. Where cloudpickle is installed, functions travel by value.
 
     Args:
-        outcomes: in the order in which they became known.
+        what: names the value in the error.
+        value: the value to pickle.
 
     Raises:
-        RankFailed: a rank failed; the first one that did so by itself.
-    """
-    failed = [outcome for outcome in outcomes if outcome.failure is not None]
-    if failed:
-        by_itself = [outcome for outcome in failed if outcome.failure and outcome.failure.caused_by is None]
-        raise_failure((by_itself or failed)[0])
-    return [pickle.loads(outcome.result) for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
-
-
-def raise_failure(outcome: Outcome) -> None:
-    """Raise what made a rank fail, with its own exception as the cause where that could travel."""
-    failure = outcome.failure
-    assert failure is not None
-    cause = None
-    if failure.error is not None:
-        try:
-            cause = pickle.loads(failure.error)
-        except Exception:  # an exception whose constructor wants more than its arguments: the text must do
-            cause = None
-    text = f"rank {outcome.rank} on {failure.host} failed: {failure.summary}"
-    if failure.traceback:
-        text += f"\n\nOn rank {outcome.rank}:\n{failure.traceback.rstrip()}"
-    raise RankFailed(text, outcome.rank, failure.host, failure.traceback) from cause
-
-
-def pack(what: str, thing: Any) -> bytes:
-    """Pickle something for another process; functions also by value, where cloudpickle is installed.
-
-    Args:
-        what: it is, for the error's text.
-        thing: to pickle.
-
-    Raises:
-        ArgumentError: it cannot be pickled.
+        ArgumentError: the value cannot be pickled.
     """
     try:
         import cloudpickle
     except ImportError:
-        return _pack_by_name(what, thing)
+        return _pack_by_name(what, value)
     try:
-        packed: bytes = cloudpickle.dumps(thing)
-    except Exception as error:  # what is raised depends on the object's own hooks
-        raise ArgumentError(f"{what} cannot be handed to another process: {error}.") from error
+        packed: bytes = cloudpickle.dumps(value)
+    except Exception as error:  # an object's own hooks may raise anything
+        raise ArgumentError(f"{what} cannot be sent to another process: {error}.") from error
     return packed
 
 
-def _pack_by_name(what: str, thing: Any) -> bytes:
-    parts = thing if isinstance(thing, tuple) else (thing,)
-    here = [part for part in parts if getattr(part, "__module__", None) == "__main__"]
-    remedy = "pip install cloudpickle, or move the function to the top of a module that can be imported"
-    if here:
+def _pack_by_name(what: str, value: Any) -> bytes:
+    parts = value if isinstance(value, tuple) else (value,)
+    remedy = "pip install cloudpickle, or move the function to the top level of a module that can be imported"
+    if any(getattr(part, "__module__", None) == "__main__" for part in parts):
         raise ArgumentError(
             f"{what} is defined in the script or notebook itself, which another process cannot import: {remedy}."
         )
     try:
-        return pickle.dumps(thing)
+        return pickle.dumps(value)
     except Exception as error:
-        raise ArgumentError(f"{what} cannot be handed to another process ({error}): {remedy}.") from error
+        raise ArgumentError(f"{what} cannot be sent to another process ({error}): {remedy}.") from error
+
+
+def pack_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
+    """Pickle `function(*args, **kwargs)`.
+
+    Raises:
+        ArgumentError: the function or an argument cannot be pickled.
+    """
+    name = getattr(function, "__qualname__", function)
+    return pack(f"function={name!r} with its arguments", (function, tuple(args), {**(kwargs or {})}))
+
+
+def call(packed: bytes, rank: int) -> Outcome:
+    """Run a packed call as a rank, and leave the job.
+
+    The other ranks learn of a failure at once, so that they stop waiting.
+    """
+    try:
+        function, args, kwargs = pickle.loads(packed)
+        outcome = Outcome(rank, pack(f"the result of rank {rank}", function(*args, **kwargs)))
+        world.shutdown()
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            return Outcome(rank, pack("nothing", None))
+        return Outcome(rank, failure=_failure(error))
+    return outcome
+
+
+def _failure(error: BaseException) -> Failure:
+    caused_by = None
+    if world.is_initialized() and (current := world.current()).topology.size > 1:
+        peer = consequence(current, error)
+        current.fail(peer or error)
+        caused_by = peer.rank if peer is not None else None
+    summary = "".join(traceback.format_exception_only(type(error), error)).strip()
+    # Skips the first frame, which is `call`.
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next))
+    packed = None
+    with contextlib.suppress(Exception):
+        packed = pack("the error", error.with_traceback(None))
+    return Failure(socket.gethostname(), summary, text, packed, caused_by)
+
+
+def collect(ranks: int, poll: Callable[[float], Iterable[Outcome]], timeout: float | None) -> list[Outcome]:
+    """Gather an outcome from every rank, or what arrives within `GRACE_SECONDS` of the first failure.
+
+    Args:
+        ranks: number of ranks.
+        poll: waits up to the given number of seconds and returns the outcomes that have arrived meanwhile.
+        timeout: seconds for all ranks to finish, None for no limit.
+
+    Returns:
+        The outcomes in the order of their arrival.
+
+    Raises:
+        TimeoutExceeded: a rank has not finished within `timeout`; the caller ends all ranks.
+    """
+    found: list[Outcome] = []
+    deadline = time.monotonic() + timeout if timeout is not None else float("inf")
+    give_up = float("inf")
+    while len(found) < ranks and time.monotonic() < give_up:
+        if time.monotonic() > deadline:
+            late = sorted(set(range(ranks)) - {outcome.rank for outcome in found})
+            raise TimeoutExceeded(
+                f"timeout={timeout:g}: {name_ranks(late)} of {ranks} did not finish in time; all ranks were ended."
+            )
+        for outcome in poll(_POLL_SECONDS):
+            found.append(outcome)
+            if outcome.failure is not None:
+                give_up = min(give_up, time.monotonic() + GRACE_SECONDS)
+    return found
+
+
+def results(outcomes: Sequence[Outcome]) -> list[Any]:
+    """The results in rank order.
+
+    Args:
+        outcomes: in the order of their arrival.
+
+    Raises:
+        RankFailed: a rank failed. Of several, the first that failed by itself is named.
+    """
+    failed = [outcome for outcome in outcomes if outcome.failure is not None]
+    if failed:
+        causes = [outcome for outcome in failed if outcome.failure and outcome.failure.caused_by is None]
+        _raise_failure((causes or failed)[0])
+    return [pickle.loads(outcome.result) for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
+
+
+def _raise_failure(outcome: Outcome) -> NoReturn:
+    failure = outcome.failure
+    assert failure is not None
+    cause = None
+    if failure.error is not None:
+        with contextlib.suppress(Exception):  # an exception whose constructor needs more than its args: text must do
+            cause = pickle.loads(failure.error)
+    text = f"rank {outcome.rank} on {failure.host} failed: {failure.summary}"
+    if failure.traceback:
+        text += f"\n\nOn rank {outcome.rank}:\n{failure.traceback.rstrip()}"
+    raise RankFailed(text, outcome.rank, failure.host, failure.traceback) from cause

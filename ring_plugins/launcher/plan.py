@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,8 +13,8 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, LaunchError
 from ring_plugins.core.linux.process import cores
 from ring_plugins.launcher import mpirun
-from ring_plugins.launcher.environment import exported, threads_per_rank
-from ring_plugins.launcher.hosts import Host, allocated_hosts, parse_hosts, read_hostfile, share, slots
+from ring_plugins.launcher.environment import exported_variables, threads_per_rank
+from ring_plugins.launcher.hosts import Host, allocated_hosts, is_this_host, parse_hosts, read_hostfile, share, slots
 from ring_plugins.launcher.mpirun import Mpirun, Request
 
 BINDINGS = ("none", "core", "numa", "socket")
@@ -126,24 +125,6 @@ def fit(planned: Plan, found: Mapping[str, int]) -> Plan:
     return replace(planned, request=request, notices=(*kept, *notices))
 
 
-def is_this_host(name: str) -> bool:
-    """Whether a host's name means the machine that this runs on."""
-    name = name.rpartition("@")[2]
-    own = socket.gethostname()
-    return name in (own, own.split(".")[0], "localhost") or name.startswith("127.") or _has_address(name)
-
-
-def _has_address(name: str) -> bool:
-    """Whether the name stands for an address of this host: only those can be bound to."""
-    try:
-        address = socket.gethostbyname(name)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return False
-    return True
-
-
 def accelerators() -> int:
     """How many NVIDIA devices this host offers, as far as its driver and CUDA_VISIBLE_DEVICES say."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -189,7 +170,7 @@ def _choose(options: Options, alone: bool) -> tuple[Mpirun | None, str]:
 
 
 def _exports(options: Options, threads: int, alone: bool) -> dict[str, str | None]:
-    chosen = exported(options.exports, threads, options.interface or config.INTERFACE.get())
+    chosen = exported_variables(options.exports, threads, options.interface or config.INTERFACE.get())
     if alone:  # the ranks inherit everything else
         return {name: value for name, value in chosen.items() if value is not None}
     return chosen

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.mpirun import Mpirun, Request
-from ring_plugins.launcher.plan import is_this_host
 from ring_plugins.launcher.rank_assignment import address_towards
 
 #: Packages that must have the same version on all hosts: ranks exchange what these make.

@@ -1,10 +1,11 @@
-"""Ranks of a function on several hosts: `ring run` starts them, and each calls this process back."""
+"""Runs a call on ranks of several hosts: `ring run` starts them, and each connects back here for its work."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,30 +13,28 @@ from collections.abc import Mapping
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.linux.interfaces import address_towards
 from ring_plugins.core.rendezvous import detect
 from ring_plugins.launcher.control import Driver, Line
-from ring_plugins.launcher.hosts import parse_hosts
-from ring_plugins.launcher.outcomes import Outcome
+from ring_plugins.launcher.environment import search_path
+from ring_plugins.launcher.hosts import is_this_host, parse_hosts
+from ring_plugins.launcher.outcomes import Outcome, call
 from ring_plugins.launcher.output import Relay
-from ring_plugins.launcher.plan import is_this_host
-from ring_plugins.launcher.process import search_path
-from ring_plugins.launcher.rank_assignment import address_towards
 
-_VARIABLE = config.DRIVER.name
 _RING = "from ring_plugins.cli.main import main; main()"
-_RANK = "from ring_plugins.launcher.remote_ranks import be_a_rank; be_a_rank()"
+_RANK = "from ring_plugins.launcher.remote_ranks import run_rank; run_rank()"
 
 
 class RemoteRanks:
-    """The ranks of one call. As a context it leaves none of them behind.
+    """The ranks of one call. Leaving the context ends all of them.
 
     Args:
-        ranks: how many.
+        ranks: number of ranks.
         hosts: as `ring run -H` takes them.
-        interface: as `ring run --interface`, or None.
-        variables: to set for the ranks.
-        tag_output: put its rank in front of every line.
-        relay: takes what they print.
+        interface: as `ring run --interface` takes it, or None.
+        variables: environment variables to set for the ranks.
+        tag_output: put `[rank] ` in front of every line.
+        relay: receives what the ranks print.
     """
 
     def __init__(
@@ -49,21 +48,21 @@ class RemoteRanks:
     ) -> None:
         self._ranks = ranks
         self._driver = Driver()
-        far = next((host.name for host in parse_hosts(hosts) if not is_this_host(host.name)), "localhost")
-        address = address_towards(far.rpartition("@")[2])
-        options = ["-n", str(ranks), "-H", hosts, "-x", _VARIABLE, "-x", "PYTHONPATH"]
+        remote = next((host.name for host in parse_hosts(hosts) if not is_this_host(host.name)), "localhost")
+        address = address_towards(remote.rpartition("@")[2]) or socket.gethostname()
+        # Every user of a host can read its command lines, so these hold names; the values are in the environment.
+        environment = {
+            config.DRIVER.name: f"{address} {self._driver.port} {self._driver.key.hex()}",
+            "PYTHONPATH": os.pathsep.join(search_path()),
+            **variables,
+        }
+        options = ["-n", str(ranks), "-H", hosts, *(word for name in environment for word in ("-x", name))]
         options += ["--interface", interface] if interface else []
         options += ["--tag-output"] if tag_output else []
-        options += [word for name, value in variables.items() for word in ("-x", f"{name}={value}")]
-        out, err = relay.ends(0)
+        out, err = relay.files(0)
         self._process = subprocess.Popen(
             [sys.executable, "-c", _RING, "run", *options, sys.executable, "-c", _RANK],
-            env={
-                **os.environ,
-                # In the environment, because command lines can be read by everyone on a host.
-                _VARIABLE: f"{address} {self._driver.port} {self._driver.key.hex()}",
-                "PYTHONPATH": os.pathsep.join(search_path()),
-            },
+            env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
@@ -71,11 +70,11 @@ class RemoteRanks:
         )
         relay.start()
 
-    def __enter__(self) -> RemoteRanks:  # noqa: PYI034 - typing.Self is younger than Python 3.10
+    def __enter__(self) -> RemoteRanks:  # noqa: PYI034 - typing.Self needs Python 3.11
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._driver.__exit__()  # the ranks hear that; whoever starts them may not have got so far
+        self._driver.__exit__()  # ranks that are connected end now; `ring run` may still be starting others
         try:
             self._process.wait(20.0 if kind is None else 2.0)
         except subprocess.TimeoutExpired:
@@ -95,32 +94,30 @@ class RemoteRanks:
 
     def _trouble(self) -> str | None:
         status = self._process.poll()
-        return None if status is None else f"ring run ended with status {status}; what it printed says why."
+        return None if status is None else f"ring run ended with status {status}; its output above says why."
 
 
-def be_a_rank() -> None:
-    """Be one of the ranks that `RemoteRanks` had started, and end when the driver ends."""
-    address, port, key = os.environ.pop(_VARIABLE).split()
+def run_rank() -> None:
+    """Be a rank that `RemoteRanks` had started: fetch the call, run it, report its outcome, exit."""
+    address, port, key = os.environ.pop(config.DRIVER.name).split()
     rank = detect().rank
     if rank is None:
         raise LaunchError("this process was not started by mpirun; ring_plugins.run(hosts=...) starts it.")
     line = Line(address, int(port), bytes.fromhex(key), rank)
     packed = line.work()
     done = threading.Event()
-    threading.Thread(target=_end_with, args=(line, done), name="ring:driver", daemon=True).start()
-    from ring_plugins.launcher.task import perform
-
-    outcome = perform(packed, rank)
+    threading.Thread(target=_end_with_driver, args=(line, done), name="ring:driver", daemon=True).start()
+    outcome = call(packed, rank)
     done.set()
     sys.stdout.flush()
     sys.stderr.flush()
     line.report(outcome)
-    # mpirun ends the others when one ends badly, which they could not do by themselves from another host.
+    # After a failure the driver cannot end ranks on other hosts; mpirun does, when one exits with a status.
     sys.exit(1 if outcome.failure is not None else 0)
 
 
-def _end_with(line: Line, done: threading.Event) -> None:
-    """End this process, unless it is `done`, when the driver hangs up: it has ended, or lost interest."""
+def _end_with_driver(line: Line, done: threading.Event) -> None:
+    """End this process when the driver closes the connection, unless the call is `done`."""
     with contextlib.suppress(OSError, EOFError):
         line.connection.poll(None)
     if not done.is_set():

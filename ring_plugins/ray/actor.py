@@ -28,6 +28,6 @@ class Rank:
             environment: in which `ring_plugins.init()` finds the others.
         """
         os.environ.update(environment)
-        from ring_plugins.launcher.task import perform
+        from ring_plugins.launcher.outcomes import call
 
-        return perform(packed, rank)
+        return call(packed, rank)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from ring_plugins.core.base.errors import ArgumentError, LaunchError, MissingDependency, TimeoutExceeded
-from ring_plugins.launcher.outcomes import Failure, Outcome, pack, results_of
+from ring_plugins.core.base.errors import ArgumentError, LaunchError, MissingDependency
+from ring_plugins.launcher.outcomes import Failure, Outcome, collect, pack_call, results
 from ring_plugins.launcher.rank_assignment import seats
 from ring_plugins.ray.actor import Rank
 
 T = TypeVar("T")
-
-#: Seconds in which the others may report once a rank has failed.
-_GRACE = 7.0
 
 
 def run(
@@ -67,13 +63,12 @@ def run(
         isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1
     ):
         raise ArgumentError(f"num_workers={num_workers!r} is not a positive number of ranks.")
-    name = getattr(function, "__qualname__", function)
-    packed = pack(f"function={name!r} with its arguments", (function, tuple(args), {**(kwargs or {})}))
+    packed = pack_call(function, args, kwargs)
     if not ray.is_initialized():
         ray.init()
     ranks = num_workers or _room(ray.cluster_resources(), needs)
     with _Group(ray, ranks, needs, placement, dict(env or {}), start_timeout) as group:
-        return results_of(group.outcomes(packed, timeout))
+        return results(group.outcomes(packed, timeout))
 
 
 def _room(cluster: Mapping[str, float], needs: Mapping[str, float]) -> int:
@@ -142,30 +137,22 @@ class _Group:
 
     def outcomes(self, packed: bytes, timeout: float | None) -> list[Outcome]:
         """Let every rank do its work, and gather how each ended, the first to end first."""
-        ray, found = self._ray, []
+        ray = self._ray
         waiting = {
             actor.perform.remote(packed, seat.rank, seat.environment(*self._meeting)): (seat.rank, host)
             for actor, seat, host in zip(self._actors, self._seats, self._hosts, strict=True)
         }
-        end = time.monotonic() + timeout if timeout is not None else float("inf")
-        give_up = float("inf")
-        while waiting and time.monotonic() < give_up:
-            if time.monotonic() > end:
-                late = sorted(rank for rank, _ in waiting.values())
-                raise TimeoutExceeded(
-                    f"timeout={timeout:g}: ranks {late} of {len(self._actors)} had not finished, and were ended."
-                )
-            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=0.2)
-            for reference in ready:
+
+        def poll(seconds: float) -> Iterator[Outcome]:
+            for reference in ray.wait(list(waiting), num_returns=1, timeout=seconds)[0]:
                 rank, host = waiting.pop(reference)
                 try:
-                    found.append(ray.get(reference))
+                    yield ray.get(reference)
                 except ray.exceptions.RayError as error:
                     why = next(iter(str(error).strip().splitlines()), repr(error)).strip("'")
-                    found.append(Outcome(rank, failure=Failure(host, f"its actor ended: {why}")))
-                if found[-1].failure is not None:
-                    give_up = min(give_up, time.monotonic() + _GRACE)
-        return found
+                    yield Outcome(rank, failure=Failure(host, f"its actor ended: {why}"))
+
+        return collect(len(self._actors), poll, timeout)
 
     def _end(self) -> None:
         from ray.util import remove_placement_group

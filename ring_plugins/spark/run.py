@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, MissingDependency
 from ring_plugins.launcher.control import Driver
-from ring_plugins.launcher.outcomes import pack, results_of
+from ring_plugins.launcher.outcomes import pack_call, results
 from ring_plugins.spark.task import Task
 
 if TYPE_CHECKING:
@@ -56,14 +56,13 @@ def run(
     context = _context()
     if num_proc is not None and (isinstance(num_proc, bool) or not isinstance(num_proc, int) or num_proc < 1):
         raise ArgumentError(f"num_proc={num_proc!r} is not a positive number of ranks.")
-    name = getattr(function, "__qualname__", function)
-    packed = pack(f"function={name!r} with its arguments", (function, tuple(args), {**(kwargs or {})}))
+    packed = pack_call(function, args, kwargs)
     ranks = _wait_for_slots(context, num_proc, start_timeout)
     with Driver() as driver:
         host = context.getConf().get("spark.driver.host") or "127.0.0.1"
         job = _Job(context, ranks, Task(host, driver.port, driver.key, dict(env or {})))
         try:
-            return results_of(driver.outcomes(packed, ranks, job.trouble, timeout))
+            return results(driver.outcomes(packed, ranks, job.trouble, timeout))
         finally:
             job.cancel()
 

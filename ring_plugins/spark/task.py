@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 
 from ring_plugins.launcher.control import Line
-from ring_plugins.launcher.process import RankProcess
+from ring_plugins.launcher.local_ranks import RankProcess
 from ring_plugins.launcher.rank_assignment import address_towards, free_port, seats
 
 
@@ -41,7 +41,7 @@ class Task:
         line = Line(self.driver, self.port, self.key, seat.rank)
         process = RankProcess(seat.rank, {**os.environ, **seat.environment(first[1], first[2]), **self.variables})
         try:
-            process.work(line.work())
+            process.send_call(line.work())
             ready = wait([process.connection, line.connection])
             if process.connection in ready:
                 line.report(process.outcome())
@@ -49,5 +49,5 @@ class Task:
                 while not process.has_ended() and not wait([line.connection], 0.05):
                     pass
         finally:
-            process.end()
+            process.kill()
         return iter(())

@@ -1,0 +1,59 @@
+"""Calls and their outcomes, without any rank: packing, collecting, and which failure is raised."""
+
+import time
+
+import pytest
+
+import ring_plugins as ring
+from ring_plugins.core.base.errors import PeerFailed
+from ring_plugins.launcher import outcomes
+from ring_plugins.launcher.outcomes import Failure, Outcome
+
+FAILED = Failure("a", "ValueError: x")
+
+
+def test_a_call_returns_its_packed_result():
+    outcome = outcomes.call(outcomes.pack_call(divmod, (7,), None), 0)
+    assert outcome.failure is not None and outcome.failure.summary.startswith("TypeError")
+    assert outcomes.results([outcomes.call(outcomes.pack_call(divmod, (7, 2), {}), 0)]) == [(3, 1)]
+
+
+def test_collect_returns_when_every_rank_has_reported():
+    arrivals = iter([[], [Outcome(1)], [Outcome(0)]])
+    assert [outcome.rank for outcome in outcomes.collect(2, lambda _: next(arrivals), None)] == [1, 0]
+
+
+def test_collect_waits_a_grace_period_for_the_others_after_a_failure(monkeypatch):
+    monkeypatch.setattr(outcomes, "GRACE_SECONDS", 0.05)
+    arrivals = iter([[Outcome(2, failure=FAILED)], [Outcome(0)]])
+
+    def poll(seconds):
+        time.sleep(0.01)
+        return next(arrivals, [])
+
+    assert [outcome.rank for outcome in outcomes.collect(3, poll, None)] == [2, 0]
+
+
+def test_collect_names_the_ranks_that_did_not_finish_in_time():
+    arrivals = iter([[Outcome(1)]])
+    with pytest.raises(ring.TimeoutExceeded, match="timeout=0.02: ranks 0, 2 of 3 did not finish in time"):
+        outcomes.collect(3, lambda _: time.sleep(0.005) or next(arrivals, []), 0.02)
+
+
+def test_of_several_failures_the_first_cause_is_raised():
+    cause = Outcome(2, failure=Failure("b", "ValueError: x", "..."))
+    later = [
+        Outcome(0, failure=Failure("a", "PeerFailed: rank 2 failed", caused_by=2)),
+        Outcome(1, outcomes.pack("", 5)),
+    ]
+    with pytest.raises(ring.RankFailed, match="rank 2 on b failed: ValueError: x"):
+        outcomes.results([*later, cause])
+    with pytest.raises(ring.RankFailed, match="rank 0 on a"):
+        outcomes.results(later)
+
+
+def test_an_exception_that_cannot_travel_is_told_in_words():
+    failure = Failure("a", "Stubborn: 1 and 2", "", outcomes.pack("", PeerFailed("x", 1))[:-5])
+    with pytest.raises(ring.RankFailed, match="rank 0 on a failed: Stubborn: 1 and 2") as caught:
+        outcomes.results([Outcome(0, failure=failure)])
+    assert caught.value.__cause__ is None
