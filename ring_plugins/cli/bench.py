@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import os
 import re
 from enum import Enum
 from pathlib import Path
@@ -77,12 +76,13 @@ def bench(
         sizes,
     )
     from ring_plugins.core.base.errors import ArgumentError
+    from ring_plugins.core.linux.process import cores
 
     names = None if only is None else [name.strip() for name in only.split(",")]
     try:
         wanted = sizes(size(smallest), size(largest), factor)
         check_names(names or [])
-        ring.init(ranks or max(2, len(os.sched_getaffinity(0))))
+        ring.init(ranks or max(2, cores()))
         contestants = {} if plane == Plane.DEVICE else host_contestants(names)
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error

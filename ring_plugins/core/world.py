@@ -35,7 +35,7 @@ from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gpu.stream import Streams
 from ring_plugins.core.gpu.watchdog import GpuWatchdog
 from ring_plugins.core.linux.interfaces import own_addresses
-from ring_plugins.core.linux.shared_memory import domain, is_available
+from ring_plugins.core.linux.shared_memory import is_available, shared_memory_domain
 from ring_plugins.core.observe.balance import Advice, BalanceAggregator, StepReports
 from ring_plugins.core.observe.stall import StallAggregator, StallWatch
 from ring_plugins.core.observe.timeline import TimelineAggregator, TimelineReports
@@ -120,7 +120,7 @@ class World:
             _Introduction(*item)
             for item in connection.gather(
                 _Introduction(
-                    domain(),
+                    shared_memory_domain(),
                     socket.gethostname(),
                     os.getpid(),
                     list(own.address) if own else None,

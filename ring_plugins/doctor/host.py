@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ring_plugins.core.base.errors import RingError
+from ring_plugins.core.linux.process import cpu_quota
 from ring_plugins.core.linux.shared_memory import Segment, is_available
 from ring_plugins.doctor.findings import Finding, error, fine, warning
 
@@ -55,7 +56,7 @@ def memory() -> Iterator[Finding]:
 def cores() -> Iterator[Finding]:
     """How many cores this process may use, and how many threads it would start on them."""
     usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    quota = cpu_quota(Path("/sys/fs/cgroup/cpu.max"))
+    quota = cpu_quota()
     evidence = {"cores_usable": usable, "cores_present": present, "quota_cores": quota}
     yield fine("cores", f"{usable} of {present} may be used: up to {usable} ranks of one thread each", "", **evidence)
     if quota is not None and quota < usable:
@@ -72,15 +73,6 @@ def cores() -> Iterator[Finding]:
             f"OMP_NUM_THREADS is not set: every rank would start {usable} threads",
             "export OMP_NUM_THREADS=1 with one rank a core; in general cores divided by ranks.",
         )
-
-
-def cpu_quota(file: Path) -> float | None:
-    """Cores that a control group may use at a time, from its cpu.max; None for no limit."""
-    try:
-        allowed, period = file.read_text().split()
-        return None if allowed == "max" else int(allowed) / int(period)
-    except (OSError, ValueError):
-        return None
 
 
 def limits() -> Iterator[Finding]:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.linux.interfaces import address_towards
 from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.mpirun import Mpirun, Request
-from ring_plugins.launcher.rank_assignment import address_towards
 
 #: Packages that must have the same version on all hosts: ranks exchange what these make.
 PACKAGES = (
@@ -112,7 +112,7 @@ def _ask(host: str | None, request: Request, mpirun: Mpirun, port: int | None) -
         "packages": PACKAGES,
         "paths": [os.getcwd(), program, mpirun.path, *([script] if script else [])],
         "program": script,
-        "listener": [address_towards(host.rpartition("@")[2]), port] if host and port else None,
+        "listener": [address_towards(host.rpartition("@")[2]) or socket.gethostname(), port] if host and port else None,
     }
     command = [python, "-", json.dumps(question)]
     if host is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,25 +52,3 @@ def seats(hosts: Sequence[str]) -> list[Seat]:
             rank, len(hosts), local.index(process), len(local), nodes.index(hosts[process]), len(nodes)
         )
     return [found[process] for process in range(len(hosts))]
-
-
-def address_towards(host: str) -> str:
-    """This host's address on the way to another, which is one that the other can answer to. Nothing is sent.
-
-    Args:
-        host: name or address.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))
-        except OSError:
-            return socket.gethostname()
-        address: str = probe.getsockname()[0]
-        return address
-
-
-def free_port() -> int:
-    """A port that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

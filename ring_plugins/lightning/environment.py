@@ -2,12 +2,12 @@
 
 import multiprocessing.util
 import os
-import socket
 from typing import Any, NamedTuple
 
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 
 from ring_plugins.core import world
+from ring_plugins.core.linux.interfaces import free_port
 from ring_plugins.core.rendezvous import LaunchRecord, detect
 from ring_plugins.core.rendezvous.topology import Topology
 
@@ -41,7 +41,7 @@ class RingEnvironment:
     def main_port(self) -> int:
         """A port for forked or spawned workers to meet at; other launches bring their own way."""
         if self._main_port is None:
-            self._main_port = int(os.environ["MASTER_PORT"]) if "MASTER_PORT" in os.environ else _free_port()
+            self._main_port = int(os.environ["MASTER_PORT"]) if "MASTER_PORT" in os.environ else free_port()
         return self._main_port
 
     @staticmethod
@@ -172,12 +172,6 @@ def announce_rank(rank: int | None = None) -> None:
         rank = world.current().topology.rank if world.is_initialized() else detect().rank
     if rank is not None:
         rank_zero_only.rank = rank  # type: ignore[attr-defined]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 announce_rank()

@@ -10,6 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 import ring_plugins as ring
 from ring_plugins.core import world
 from ring_plugins.core import world as job
+from ring_plugins.core.linux.process import cores
 from ring_plugins.lightning.environment import RingEnvironment, announce_rank
 from ring_plugins.lightning.failure import peers_were_told, tell_peers
 from ring_plugins.lightning.process_group import leave_process_group
@@ -81,7 +82,6 @@ def _share_cores(local_world_size: int) -> None:
     """Give each rank of this node its share of the cores, unless OMP_NUM_THREADS says otherwise."""
     if "OMP_NUM_THREADS" in os.environ or local_world_size == 1:
         return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = max(1, cores // local_world_size)
+    threads = max(1, cores() // local_world_size)
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)

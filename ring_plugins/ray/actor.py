@@ -6,8 +6,8 @@ import os
 import socket
 from collections.abc import Mapping
 
+from ring_plugins.core.linux.interfaces import free_port
 from ring_plugins.launcher.outcomes import Outcome
-from ring_plugins.launcher.rank_assignment import free_port
 
 
 class Rank:

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 
+from ring_plugins.core.linux.interfaces import address_towards, free_port
 from ring_plugins.launcher.control import Line
 from ring_plugins.launcher.local_ranks import RankProcess
-from ring_plugins.launcher.rank_assignment import address_towards, free_port, seats
+from ring_plugins.launcher.rank_assignment import seats
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Task:
         from pyspark import BarrierTaskContext
 
         context = BarrierTaskContext.get()
-        mine = json.dumps([socket.gethostname(), address_towards(self.driver), free_port()])
+        mine = json.dumps([socket.gethostname(), address_towards(self.driver) or socket.gethostname(), free_port()])
         told = [json.loads(text) for text in context.allGather(mine)]
         placed = seats([host for host, _, _ in told])
         seat = placed[context.partitionId()]

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from ring_plugins.doctor.findings import Severity, error, fine, perform, status, warning
-from ring_plugins.doctor.host import cpu_quota
 from ring_plugins.doctor.job.comparisons import agreement, links, name_resolution, placement
 from ring_plugins.doctor.job.facts import Facts
 from ring_plugins.doctor.job.links import Link, rounds
@@ -62,13 +61,9 @@ def test_variables_with_misspelt_names_or_values_are_found():
     assert "'yes' is neither 0 nor 1" in said[1].summary
 
 
-def test_small_readers(tmp_path):
+def test_small_readers():
     assert minima(["torch>=2.4; extra == 'torch'", "numpy>=1.24", "rich"]) == {"torch": "2.4", "numpy": "1.24"}
     assert number("2.13.0+cpu") == (2, 13, 0) > number("2.4")
-    for text, expected in (("150000 100000", 1.5), ("max 100000", None)):
-        (tmp_path / "cpu.max").write_text(text)
-        assert cpu_quota(tmp_path / "cpu.max") == expected
-    assert cpu_quota(tmp_path / "nothing") is None
 
 
 @pytest.mark.parametrize("hosts", [2, 3, 4, 7, 8])

@@ -12,7 +12,7 @@
 Each host is a set of namespaces: network, host name, process ids, shared memory and mounts are its own; the files are
 shared, as over NFS. They hang on one switch a network. Inside, `ssh HOST COMMAND` works (see login.py), names resolve
 through the host's own /etc/hosts, and /sys/class/net and /dev/shm are the host's. To `ring_plugins` they are different
-hosts without being told: `core.linux.shared_memory.domain()` tells hosts apart by name and process-id namespace, which
+hosts without being told: `shared_memory_domain()` tells hosts apart by name and process-id namespace, which
 is also what keeps the processes of two containers apart.
 
 Nothing has a name outside the namespaces, and each host's first process ends when its standard input closes, which the

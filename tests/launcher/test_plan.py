@@ -5,7 +5,6 @@ import sys
 import pytest
 
 from ring_plugins.core.base.errors import ArgumentError, LaunchError
-from ring_plugins.core.linux.process import cores
 from ring_plugins.launcher import mpirun, plan
 from ring_plugins.launcher.hosts import Share
 from ring_plugins.launcher.mpirun import Mpirun
@@ -85,25 +84,6 @@ def test_without_mpi_one_host_needs_none(found, said, monkeypatch):
 def test_what_cannot_be_done_is_named(options, said):
     with pytest.raises((ArgumentError, LaunchError), match=said):
         plan.plan(options)
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({"cpu.max": "max 100000"}, 8),
-        ({"cpu.max": "250000 100000"}, 2),
-        ({"cpu.max": "50000 100000"}, 1),
-        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
-        ({}, 8),
-    ],
-)
-def test_a_containers_quota_counts(files, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text + "\n")
-    assert cores(tmp_path) == expected
 
 
 def test_a_script_alone_is_run_by_this_python(tmp_path):

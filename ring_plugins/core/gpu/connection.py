@@ -19,6 +19,7 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.gpu.cuda import Driver
 from ring_plugins.core.gpu.nccl import SUCCESS, Config, Nccl, UniqueId, version_text
+from ring_plugins.core.linux.process import boot_id
 
 #: From this release on NCCL has a setting for several ranks on one GPU; before, it must believe in several hosts.
 _SHARING_SINCE = 23000
@@ -55,7 +56,7 @@ def connect(name: str, device: int, host: Communicator, nccl: Nccl, driver: Driv
         TimeoutExceeded: NCCL did not connect them within RING_START_TIMEOUT.
     """
     shares = config.SHARE_GPU.get()
-    card = f"{_machine()} {driver.bus_id(device)}"
+    card = f"{boot_id()} {driver.bus_id(device)}"
     everyones = [Introduction(*said) for said in host.all_gather_object((nccl.version, nccl.path, card, shares))]
     check_versions(everyones, host.ranks)
     check_cards(everyones, host.ranks)
@@ -155,15 +156,6 @@ def _prepare_to_share(version: int, rank: int) -> None:
         }
     for variable, value in settings.items():
         os.environ.setdefault(variable, value)
-
-
-def _machine() -> str:
-    """Which machine this is, in whatever container."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return os.uname().nodename
 
 
 def others(host: Communicator) -> list[int]:

@@ -1,1 +1,1 @@
-"""What is asked of Linux: shared memory, futexes, processes, interfaces."""
+"""Linux, as far as a job needs it: shared memory, futexes, processes, network interfaces."""

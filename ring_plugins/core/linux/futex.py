@@ -1,6 +1,7 @@
-"""Sleeping until another process changes a word of shared memory: Linux's futex(2), without a library of our own.
+"""Sleep until another process changes a word of shared memory: Linux's futex(2), called through libc's syscall().
 
-Where the call is not known, sleeping is a short nap and waking does nothing: whoever waits looks again.
+Python offers no futex, and its locks live in one process. Where the system call's number is unknown, sleeping is a
+short nap and waking does nothing: callers look at the word again in any case.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import platform
 import sys
 import time
 
-#: Number of the system call by machine; the calls' numbers are part of Linux's stable interface.
+#: Number of the system call by machine, part of Linux's stable interface.
 _NUMBERS = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "riscv64": 98}
 _WAIT, _WAKE, _EVERYONE = 0, 1, 2**31 - 1
 _NAP = 50e-6
@@ -37,20 +38,20 @@ if _number is not None:
         Args:
             address: of the word, aligned to 4 bytes; the low 32 bits of a little-endian 64-bit number will do.
             value: what the caller has seen there; its low 32 bits count.
-            seconds: to sleep at most. Returns early at signals and now and then without any reason.
+            seconds: to sleep at most. Signals, and sometimes nothing at all, end the sleep early.
         """
         limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
         _syscall(_call, ctypes.c_void_p(address), _wait, ctypes.c_uint32(value & 0xFFFFFFFF), ctypes.byref(limit))
 
     def wake(address: int) -> None:
-        """End the sleep of all processes and threads that wait for this word."""
+        """Wake all processes and threads that sleep on this word."""
         _syscall(_call, ctypes.c_void_p(address), _wake, _all)
 
 else:  # pragma: no cover
 
     def sleep_while(address: int, value: int, seconds: float) -> None:
-        """See above."""
+        """Nap instead."""
         time.sleep(min(seconds, _NAP))
 
     def wake(address: int) -> None:
-        """See above."""
+        """Do nothing: sleepers wake by themselves."""

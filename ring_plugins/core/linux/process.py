@@ -1,75 +1,102 @@
-"""What a process asks of Linux about its relatives."""
+"""This process and its relatives: which cores it may use, who its children are, and what ends it."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import resource
 import signal
-from collections.abc import Iterator
+import socket
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Let the kernel send this process a signal when the thread that started it ends: nothing outlives a driver."""
+    """Have the kernel send this process a signal when the thread that started it ends, so that nothing outlives it."""
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans(adopt: bool) -> None:
-    """Let descendants whose parent ends become children of this process, so that none is lost sight of."""
+    """Let descendants whose parent ends become children of this process, which can then still find and end them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
-def cores(group: Path = Path("/sys/fs/cgroup")) -> int:
-    """How many cores this process may keep busy: those it may run on, or less where its container has a quota.
-
-    Args:
-        group: where the container's control group is seen, version 2 or 1.
-    """
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = _quota(group)
-        allowed = min(allowed, max(1, int(quota / period)))
-    return allowed
-
-
-def _quota(group: Path) -> tuple[float, float]:
-    """Microseconds of all cores together that may be used in a period of so many; ValueError without a limit."""
-    if (group / "cpu.max").exists():
-        quota, period = (group / "cpu.max").read_text().split()
-    else:
-        quota, period = ((group / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-    if float(quota) <= 0:  # "max", which is no number, or -1
-        raise ValueError("no limit")
-    return float(quota), float(period)
+def _prctl(option: int, value: int) -> None:
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def children() -> dict[int, list[int]]:
-    """The process ids of every process of this host that has children, and theirs."""
+    """Process ids of the children of every process on this host that has any."""
+    import psutil  # takes 15 ms, and only launchers need it
+
     found: dict[int, list[int]] = {}
-    for pid, parent in _parents():
-        found.setdefault(parent, []).append(pid)
+    for process in psutil.process_iter(["ppid"]):
+        found.setdefault(process.info["ppid"], []).append(process.pid)
     return found
 
 
 def descendants(pid: int, family: dict[int, list[int]]) -> list[int]:
-    """Children of a process, their children, and so on, according to `children`."""
+    """Children of a process, their children, and so on.
+
+    Args:
+        pid: of the process.
+        family: from `children`.
+    """
     found = list(family.get(pid, []))
     for descendant in found:
         found += family.get(descendant, [])
     return found
 
 
-def _parents() -> Iterator[tuple[int, int]]:
-    for directory in Path("/proc").iterdir():
-        if directory.name.isdecimal():
-            with contextlib.suppress(OSError, IndexError):
-                # The name of the program, in brackets, may hold spaces and brackets itself.
-                yield int(directory.name), int((directory / "stat").read_text().rpartition(")")[2].split()[1])
+def cores(group: Path = _CGROUP) -> int:
+    """How many cores this process may keep busy: its affinity, or less where its container has a quota.
+
+    Args:
+        group: directory of the container's control group, version 2 or 1.
+    """
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota(group)
+    return allowed if quota is None else min(allowed, max(1, int(quota)))
 
 
-def _prctl(option: int, value: int) -> None:
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+def cpu_quota(group: Path = _CGROUP) -> float | None:
+    """Cores that a container may use at a time, None without a limit.
+
+    Args:
+        group: as for `cores`.
+    """
+    try:
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota, period = ((group / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        limit = float(quota) / float(period)  # ValueError for "max", which means no limit, as -1 does in version 1
+    except (OSError, ValueError):
+        return None
+    return limit if limit > 0 else None
+
+
+def raise_open_file_limit(wanted: int = 65536) -> None:
+    """Raise the soft limit of open files: each connection is one, and the usual 1,024 is too few for a large job.
+
+    Args:
+        wanted: how many files to allow, as far as the hard limit does.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def boot_id() -> str:
+    """Identifies the running kernel, also from inside a container; the host's name where it tells none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()

@@ -1,8 +1,14 @@
 """Memory that the processes of one host share, and that nobody can leak.
 
-A segment is an anonymous file in memory (`memfd_create(2)`). It never has a name: peers open it through
-`/proc/<pid>/fd/<fd>` of the process that made it, and it is gone with the last process that maps it,
-also after SIGKILL. Unlike files in /dev/shm it is not bounded by the 64 MiB that containers grant there.
+The usual ways to share memory leave something behind when a process is killed: POSIX segments stay in /dev/shm, System
+V segments in the kernel, both until somebody removes them; and containers limit /dev/shm to 64 MiB unless told
+otherwise. So a segment here is an anonymous file in memory (memfd_create(2)). It has no name: peers open it through
+/proc/PID/fd/FD of the process that made it, and the kernel frees it with the last process that maps it, also after
+SIGKILL. It counts as memory of the process and not as part of /dev/shm.
+
+Opening /proc/PID/fd/FD needs the permission to trace that process (ptrace(2), "access mode checking"), which processes
+of one user in one process-id namespace have. Processes that lack it get a `SharedMemoryError` that says so. Passing
+file descriptors over Unix sockets would need no such permission, but a connection for each pair of ranks.
 """
 
 from __future__ import annotations
@@ -20,26 +26,25 @@ import numpy as np
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import SharedMemoryError
 from ring_plugins.core.base.types import Bytes
+from ring_plugins.core.linux.process import boot_id
 
 #: Where another process of this host finds a segment: process id, file descriptor there, bytes.
 Address = tuple[int, int, int]
 
 
 def is_available() -> bool:
-    """Whether processes can share memory here: Linux, unless RING_SHARED_MEMORY=0."""
+    """Whether processes can share memory here: on Linux, unless RING_SHARED_MEMORY=0."""
     return hasattr(os, "memfd_create") and config.SHARED_MEMORY.get()
 
 
-def domain() -> str:
-    """A text that is equal for two processes exactly if they may open each other's segments.
+def shared_memory_domain() -> str:
+    """Text that is equal for two processes exactly if they can open each other's segments.
 
     Processes in different containers of one machine differ in their process-id namespace.
     """
     if not is_available():
         return f"{os.uname().nodename}/alone/{os.getpid()}"
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return f"{os.uname().nodename}/{boot}/{os.readlink('/proc/self/ns/pid')}/{os.getuid()}"
+    return f"{os.uname().nodename}/{boot_id()}/{os.readlink('/proc/self/ns/pid')}/{os.getuid()}"
 
 
 class Segment:
@@ -58,10 +63,10 @@ class Segment:
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
-        """Make a segment of zeros.
+        """Create a segment filled with zeros.
 
         Raises:
-            SharedMemoryError: not Linux, or out of memory or file descriptors.
+            SharedMemoryError: this is not Linux, or memory or file descriptors have run out.
         """
         if not is_available():
             raise SharedMemoryError("shared memory needs Linux and RING_SHARED_MEMORY not 0.")
@@ -74,22 +79,23 @@ class Segment:
                 os.close(fd)
                 raise
         except OSError as error:
-            raise SharedMemoryError(f"cannot make a shared segment of {nbytes} bytes: {error}.") from error
+            raise SharedMemoryError(f"cannot create a shared segment of {nbytes} bytes: {error}.") from error
 
     @classmethod
     def open(cls, address: Address, rank: int) -> Segment:
-        """Map the segment that world rank `rank` made.
+        """Map the segment that world rank `rank` created.
 
         Raises:
-            SharedMemoryError: the other process does not exist any more, or may not be looked into.
+            SharedMemoryError: the other process no longer exists, or this one may not access it.
         """
         pid, fd, nbytes = address
         try:
             return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC), nbytes)
         except OSError as error:
             raise SharedMemoryError(
-                f"cannot map the memory of rank {rank} (process {pid}): {error}. If the process lives, the two "
-                "may not look into each other (different users or capabilities): set RING_SHARED_MEMORY=0 on all ranks."
+                f"cannot map the memory of rank {rank} (process {pid}): {error}. If that process is "
+                "alive, this one may not access it (different users or capabilities): set RING_SHARED_MEMORY=0 on all "
+                "ranks."
             ) from error
 
     @property
@@ -107,11 +113,11 @@ class Segment:
 
 
 class SharedBuffer:
-    """Memory of the same size on every rank of a host, which all of them map.
+    """Memory of equal size on every rank of a host, mapped by all of them.
 
     Attributes:
-        array: this rank's own part, 1-d uint8.
-        parts: every local rank's part in rank order, the own one included.
+        array: this rank's part, 1-d uint8.
+        parts: every local rank's part in rank order, this rank's included.
     """
 
     def __init__(self, parts: Sequence[Bytes], rank: int) -> None:
@@ -131,30 +137,30 @@ def address_of(array: np.ndarray[Any, Any]) -> int:
     return address
 
 
-class _Turnstile(threading.local):
-    """A lock of each thread's own: of one for all, two threads at once would release what is released."""
+class _FenceLock(threading.local):
+    """A lock for each thread: with one for all, two threads fencing at once would release an unlocked lock."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.lock.acquire()
 
 
-_turnstile = _Turnstile()
+_fence = _FenceLock()
 
 
 def _publish_weakly_ordered() -> None:
-    """Make all stores so far visible before any store that follows, and all loads so far happen before what follows.
+    """Order memory accesses: all loads and stores so far happen before any that follow.
 
-    On processors that may reorder memory accesses (Arm, POWER) releasing and acquiring a lock is a full fence;
-    x86 keeps both in order by itself, see `publish`.
+    On processors that reorder memory accesses (Arm, POWER) releasing and acquiring a lock is a full fence. x86 keeps
+    stores in order, and loads in order, by itself.
     """
-    lock = _turnstile.lock
+    lock = _fence.lock
     lock.release()
     lock.acquire()
 
 
 def _publish_ordered() -> None:
-    """Nothing to do: x86 makes stores visible in program order."""
+    """Does nothing: x86 makes stores visible in program order."""
 
 
 publish = _publish_ordered if platform.machine() in ("x86_64", "AMD64", "i686") else _publish_weakly_ordered

@@ -16,12 +16,12 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.linux.interfaces import Interface, interfaces
+from ring_plugins.core.linux.process import boot_id
 
 #: What is sent at most, and for how long at most. The first part is not timed: connections begin slowly.
 _BYTES, _FIRST, _SECONDS = 8 << 20, 1 << 19, 0.1
@@ -124,8 +124,7 @@ def own_interfaces(rank: int, preferred: str = "") -> HostInterfaces:
 
 def _stack() -> str:
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/net')}"
+        return f"{boot_id()}/{os.readlink('/proc/self/ns/net')}"
     except OSError:
         return socket.gethostname()
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import ring_plugins as ring
+from ring_plugins.core.linux.process import boot_id
 from ring_plugins.core.world import current
 from ring_plugins.doctor.devices import nccl_found
 from ring_plugins.doctor.network import Interface, interfaces, resolve
@@ -63,7 +64,7 @@ def own(rank: int, node: int, hosts: tuple[str, ...]) -> Facts:
         rank,
         node,
         socket.gethostname(),
-        kernel(),
+        boot_id(),
         cores,
         int(threads) if threads.isdigit() and int(threads) else len(cores),
         known,
@@ -71,12 +72,3 @@ def own(rank: int, node: int, hosts: tuple[str, ...]) -> Facts:
         {host: resolve(host) for host in dict.fromkeys(hosts)},
         readable(os.environ),
     )
-
-
-def kernel() -> str:
-    """Which running kernel this is, whatever container or namespace the process sits in."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return socket.gethostname()

@@ -1,0 +1,64 @@
+"""Core counting, process families, limits."""
+
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from ring_plugins.core.linux.process import boot_id, children, cores, cpu_quota, descendants, raise_open_file_limit
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"cpu.max": "max 100000"}, 8),
+        ({"cpu.max": "250000 100000"}, 2),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        ({}, 8),
+    ],
+)
+def test_a_container_quota_lowers_the_number_of_cores(files, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert cores(tmp_path) == expected
+
+
+def test_a_quota_may_be_a_fraction_of_a_core(tmp_path):
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert cpu_quota(tmp_path) == 1.5
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert cpu_quota(tmp_path) is None
+    assert cpu_quota(tmp_path / "nowhere") is None
+
+
+def test_children_and_their_children_are_found():
+    nested = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
+    with subprocess.Popen([sys.executable, "-c", nested], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()  # the grandchild runs
+        family = children()
+        assert child.pid in family[os.getpid()]
+        assert family[child.pid][0] in descendants(os.getpid(), family)
+        child.communicate(b"\n")
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_allowed_and_never_lowered():
+    before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+        raise_open_file_limit(300)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
+        raise_open_file_limit(100)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_the_boot_id_stays_the_same():
+    assert boot_id() and boot_id() == boot_id()
