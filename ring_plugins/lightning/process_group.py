@@ -15,7 +15,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.world import World
-from ring_plugins.torch.registration import register
+from ring_plugins.torch.backend import register
 from ring_plugins.torch.rendezvous import store_from_world
 
 BACKEND = "ring"

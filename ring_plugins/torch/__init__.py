@@ -4,10 +4,10 @@ from ring_plugins.core.functions import gpu_functions
 from ring_plugins.observe.balance_monitor import BalanceMonitor
 from ring_plugins.observe.timeline import Timeline
 from ring_plugins.torch import functions
+from ring_plugins.torch.backend import register
 from ring_plugins.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from ring_plugins.torch.gradients import GradientAverager
 from ring_plugins.torch.optimizer import DistributedOptimizer
-from ring_plugins.torch.registration import register
 
 register()
 gpu_functions["torch"] = functions

@@ -1,4 +1,4 @@
-"""What torch's autograd tells: that a gradient is there, and that a backward is over."""
+"""The events that torch reports: a gradient is accumulated, a backward ends, a module gets a parameter."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 
 def when_accumulated(parameter: nn.Parameter, call: Callable[[torch.Tensor], None]) -> list[Any]:
-    """Call whenever the parameter's gradient has been accumulated, also if it is frozen now and unfrozen later.
+    """Call a function whenever the parameter's gradient has been accumulated, also if it is frozen until later.
 
     Returns:
         The hook, to be removed with its `remove()`; nothing for parameters that cannot have gradients.
@@ -30,40 +34,59 @@ def when_accumulated(parameter: nn.Parameter, call: Callable[[torch.Tensor], Non
 
 
 class Backward:
-    """The backward that is under way, if one is.
+    """The running backward, if there is one.
 
-    Autograd drops its callbacks when backward raises, so a backward that failed is one that nobody holds the callback
-    of: it is then not under way any more.
+    Autograd drops its callbacks when backward raises. It holds the only reference to ours, so a backward that failed is
+    recognized by the callback being gone.
 
     Args:
-        ended: called at the end of each.
+        ended: called at the end of each backward.
     """
 
     def __init__(self, ended: Callable[[], None]) -> None:
         self._ended = ended
-        self._end: Callable[[], _End | None] = lambda: None
+        self._callback: Callable[[], _EndOfBackward | None] = lambda: None
 
     @property
-    def is_under_way(self) -> bool:
+    def is_running(self) -> bool:
         """Whether autograd still holds the callback."""
-        return self._end() is not None
+        return self._callback() is not None
 
     def begin(self) -> None:
-        """Called inside a backward, at its first gradient."""
-        end = _End(self._ended)
-        self._end = weakref.ref(end)
-        Variable._execution_engine.queue_callback(end)
+        """Ask autograd to call at the end; called inside a backward, at its first gradient."""
+        callback = _EndOfBackward(self._ended)
+        self._callback = weakref.ref(callback)
+        Variable._execution_engine.queue_callback(callback)
 
-    def is_over(self) -> None:
-        """Its end has been seen to."""
-        self._end = lambda: None
+    def end(self) -> None:
+        """Note that the end has been handled."""
+        self._callback = lambda: None
 
 
-class _End:
-    """What autograd calls when backward is over. Autograd holds the only reference to it."""
+class _EndOfBackward:
+    """A callable that can be referenced weakly, which a bound method cannot."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
 
     def __call__(self) -> None:
         self._call()
+
+
+# Walking through a model of thousands of parameters at every step would cost milliseconds. torch calls hooks instead
+# whenever any module gets a parameter or a submodule, so an unchanged count means an unchanged model.
+_registrations = 0
+
+
+def _count_registration(module: Any, name: str, value: Any) -> None:
+    global _registrations
+    _registrations += 1
+
+
+register_module_parameter_registration_hook(_count_registration)
+register_module_module_registration_hook(_count_registration)
+
+
+def registrations() -> int:
+    """How many parameters and submodules have been registered with any module of this process so far."""
+    return _registrations

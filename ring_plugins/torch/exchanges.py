@@ -1,6 +1,6 @@
-"""What collectives of a process group do with tensors, once torch's ways of passing them are behind us.
+"""The collectives that move different data to different ranks: all-gather, reduce-scatter and all-to-all.
 
-Each function checks its tensors at once and returns what is left to do: a function of a communicator.
+Each function checks its tensors at once and returns the rest of the work, a function of a communicator.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ import torch.distributed as dist
 
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.torch.arguments import operation
 from ring_plugins.torch.device import memory_of
-from ring_plugins.torch.tensors import EqualParts, Target, Targets, flat_sources
+from ring_plugins.torch.tensors import EqualParts, Target, Targets, flat_sources, operation
 
 Exchange = Callable[[Communicator[Any]], None]
 
 
-def gather_all(pairs: Sequence[tuple[torch.Tensor, Targets | EqualParts]], group: dist.ProcessGroup) -> Exchange:
-    """Everyone's tensor on every rank.
+def all_gather(pairs: Sequence[tuple[torch.Tensor, Targets | EqualParts]], group: dist.ProcessGroup) -> Exchange:
+    """Gather every rank's tensors on every rank.
 
     Args:
-        pairs: this rank's flat tensor, and where everyone's go.
-        group: whose members do this.
+        pairs: this rank's flat tensor, and the target of all ranks' tensors.
+        group: the ranks.
+
+    Raises:
+        ArgumentError: a target has no place for this rank's tensor.
     """
     rank = group.rank()
     for source, targets in pairs:
@@ -43,15 +45,18 @@ def gather_all(pairs: Sequence[tuple[torch.Tensor, Targets | EqualParts]], group
     return run
 
 
-def reduce_and_scatter(
+def reduce_scatter(
     triples: Sequence[tuple[torch.Tensor, torch.Tensor, list[int]]], reduction: Any, group: dist.ProcessGroup
 ) -> Exchange:
-    """Everyone's tensors combined, a part to each rank.
+    """Reduce tensors over all ranks and leave one part of each result on each rank.
 
     Args:
-        triples: this rank's output, its whole flat input, and the elements that each rank gets.
+        triples: this rank's output, its whole flat input, and the number of elements that each rank gets.
         reduction: torch's.
-        group: whose members do this.
+        group: the ranks.
+
+    Raises:
+        ArgumentError: the counts do not fit the tensors.
     """
     rank, steps = group.rank(), []
     for output, full, counts in triples:
@@ -70,15 +75,25 @@ def reduce_and_scatter(
     return run
 
 
-def swap(
+def all_to_all(
     description: str,
     outputs: list[torch.Tensor],
     inputs: list[torch.Tensor],
     group: dist.ProcessGroup,
     send_counts: list[int] | None = None,
-    out_counts: list[int] | None = None,
+    receive_counts: list[int] | None = None,
 ) -> Exchange:
-    """All to all. Counts default to one tensor a rank; no tensors mean nothing to or from anyone."""
+    """Send a part of the inputs to every rank and receive a part of the outputs from every rank.
+
+    Args:
+        description: for errors.
+        outputs, inputs: in rank order; an empty list exchanges nothing in that direction.
+        group: the ranks.
+        send_counts, receive_counts: elements for each rank; by default one tensor a rank.
+
+    Raises:
+        ArgumentError: inputs and outputs have different types.
+    """
     rank, nothing = group.rank(), [0] * group.size()
     any_tensor = (outputs or inputs)[0]
     dtype = any_tensor.dtype
@@ -88,7 +103,7 @@ def swap(
     if source.dtype != dtype:
         raise ArgumentError(f"{description} on rank {rank}: input is {source.dtype}, output is {dtype}.")
     sent = send_counts or ([tensor.numel() for tensor in inputs] if inputs else nothing)
-    received = out_counts or (targets.counts if targets else nothing)
+    received = receive_counts or (targets.counts if targets else nothing)
 
     def run(communicator: Communicator[Any]) -> None:
         memory = targets.memory if targets else memory_of(empty)

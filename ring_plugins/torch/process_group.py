@@ -1,11 +1,14 @@
-"""The "ring" backend of torch.distributed: its collectives, over a core communicator for each kind of memory.
+"""The "ring" process group of torch.distributed: its collectives, over one core communicator for each kind of memory.
 
-torch calls the methods by the names below; where a release renamed one, both names are there. The rest of
-torch.distributed (object collectives, DistributedDataParallel, DTensor, torchmetrics) is built from these.
+torch calls a process group written in Python by name, from Python (torch/distributed/distributed_c10d.py) and from C++
+(PyProcessGroup in torch/csrc/distributed/c10d). DistributedDataParallel, FSDP, DTensor, object collectives and
+torchmetrics are built on these calls, so they all work on any group that has them. Names differ among releases:
+2.13 calls `all_gather_single`, `reduce_scatter_single`, `all_to_all_single` and their `_coalesced` forms; 2.4 to 2.12
+call the names at the end of the class, and the C++ of 2.13 still falls back to those.
 
-What torch asks of a process group besides collectives: its name, its store, its device.
-
-A process group's communicators, and how an operation runs on them.
+A collective runs in one of three ways. If torch would only wait for it (`opts.asyncOp` is there and False), it runs in
+the calling thread. Otherwise it runs on the communicator's thread, after everything started there before. On a GPU
+it is queued on the communicator's stream.
 """
 
 from __future__ import annotations
@@ -20,37 +23,60 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
-from ring_plugins.torch.arguments import all_at, by_type, elements_by_rank, one_per_rank, operation, single
+from ring_plugins.torch import exchanges
 from ring_plugins.torch.device import index_of, is_on_gpu, memory_of
-from ring_plugins.torch.exchanges import gather_all, reduce_and_scatter, swap
-from ring_plugins.torch.monitored_barrier import monitored_barrier
 from ring_plugins.torch.point_to_point import PointToPoint
-from ring_plugins.torch.tensors import EqualParts, Target, Targets, flat_source, flat_sources
-from ring_plugins.torch.work import DeviceRingWork, RingWork
+from ring_plugins.torch.store import monitored_barrier
+from ring_plugins.torch.tensors import (
+    EqualParts,
+    Target,
+    Targets,
+    all_at,
+    by_type,
+    elements_by_rank,
+    flat_source,
+    flat_sources,
+    one_per_rank,
+    operation,
+    single,
+)
+from ring_plugins.torch.work import GpuWork, RingWork
 
-# torch's stub describes the overloads that its C++ base accepts; nobody calls a subclass with more than one of them.
+# torch's stub describes the overloads of the C++ class; a subclass written in Python has one method for each name.
 _Base: Any = dist.ProcessGroup
 
 
-class NamedGroup(_Base):  # type: ignore[misc]
-    """A process group written in Python, without collectives yet.
+class RingProcessGroup(_Base):  # type: ignore[misc]
+    """The "ring" process group.
 
     Args:
         store: shared by the members, under a prefix that no other group uses.
-        rank: of this process in the group.
-        size: of the group.
+        communicator: among the members, in group order; used by nobody else, closed with the group.
+        point_to_point: messages between pairs of members.
+        connect_gpu: makes a communicator for a GPU, given its index; all members call it in their first collective on
+            tensors of GPUs.
     """
 
-    # What torch asks a backend object for; a Python process group is its own only backend.
-    supports_splitting = False
-    supports_coalescing = False
-    supports_time_estimate = False
-
-    def __init__(self, store: Store, rank: int, size: int) -> None:
-        super().__init__(rank, size)
+    def __init__(
+        self,
+        store: Store,
+        communicator: Communicator,
+        point_to_point: PointToPoint,
+        connect_gpu: Callable[[int], DeviceCommunicator],
+    ) -> None:
+        super().__init__(communicator.rank, communicator.size)
         self._store = store
         self._name = ""
         self._description = ""
+        self._communicator = communicator
+        self._connect_gpu = connect_gpu
+        self._on_gpus: dict[int, DeviceCommunicator] = {}
+        self._point_to_point = point_to_point
+        self._monitored_barriers = 0
+
+    # Names --------------------------------------------------------------------------------------------
+    # C++ (PyProcessGroup) calls the camel-case methods; distributed_c10d.py reads the attributes, and calls
+    # `_set_group_name` and `_set_group_desc` in `_new_process_group_helper`.
 
     def getBackendName(self) -> str:  # noqa: N802
         """The name given to `init_process_group`."""
@@ -78,97 +104,30 @@ class NamedGroup(_Base):  # type: ignore[misc]
     group_desc = property(getGroupDesc)
 
     def get_group_store(self) -> Store:
-        """The store that the members share."""
+        """The store that the members share; `split_group` asks for it."""
         return self._store
+
+    # torch looks for one backend object per device type; a process group written in Python is its own.
 
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
-    def _get_backend(self, device: torch.device) -> NamedGroup:
+    def _get_backend(self, device: torch.device) -> RingProcessGroup:
         return self
 
+    supports_splitting = False  # read by `split_group` and `_new_process_group_helper`
+    supports_coalescing = False  # read by `batch_isend_irecv`
+    supports_time_estimate = False  # read by `_time_estimator`
 
-class CommunicatingGroup(NamedGroup):
-    """A process group with communicators of its own, one for each kind of memory.
-
-    Args:
-        store: shared by the members, under a prefix that no other group uses.
-        communicator: among the members, in group order; used by nobody else, closed with the group.
-        point_to_point: messages between pairs of members.
-        connect: makes a communicator for a GPU, given its index; all members call it in their first collective on
-            tensors of GPUs.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        communicator: Communicator,
-        point_to_point: PointToPoint,
-        connect: Callable[[int], DeviceCommunicator],
-    ) -> None:
-        super().__init__(store, communicator.rank, communicator.size)
-        self._communicator = communicator
-        self._connect = connect
-        self._on_gpus: dict[int, DeviceCommunicator] = {}
-        self._point_to_point = point_to_point
-
-    def _begin(
-        self,
-        description: str,
-        outputs: list[torch.Tensor],
-        function: Callable[[Communicator[Any]], None],
-        opts: Any,
-        inputs: Sequence[torch.Tensor] = (),
-    ) -> RingWork:
-        """Run now where the caller would only wait, else on the communicator's thread; on a GPU queue it."""
-        described = f"{description} in process group {self._name or 'default'!r}"
-        waits = opts is not None and not getattr(opts, "asyncOp", True)
-        on_gpu = next((tensor for tensor in (*outputs, *inputs) if is_on_gpu(tensor)), None)
-        if on_gpu is not None:
-            device = self._on_gpu(index_of(on_gpu))
-            queued = DeviceRingWork(device, described, outputs, device.start(described, lambda: function(device)))
-            if waits:
-                queued.wait()
-            return queued
-        if waits:
-            function(self._communicator)
-            return RingWork.done(described, outputs)
-        return RingWork.start(self._communicator, described, outputs, lambda: function(self._communicator))
-
-    def _on_gpu(self, index: int) -> DeviceCommunicator:
-        if index not in self._on_gpus:
-            self._on_gpus[index] = self._connect(index)
-        return self._on_gpus[index]
-
-    def wait_for_gpus(self) -> None:
-        """Return when the GPUs have done all that they were given by this group."""
-        for communicator in self._on_gpus.values():
-            communicator.synchronize()
-
-    def shutdown(self) -> None:
-        """Let go of the communicators; `destroy_process_group` calls this on every rank."""
-        self._point_to_point.close()
-        for communicator in self._on_gpus.values():
-            communicator.close()
-        self._communicator.close()
-
-    abort = shutdown
-
-
-class RingProcessGroup(CommunicatingGroup):
-    """The "ring" process group; its arguments are those of `CommunicatingGroup`."""
-
-    _monitored_barriers = 0
-
-    # Everyone has, or combines, everything -----------------------------------------------------------
+    # All ranks combine or collect everything ----------------------------------------------------------
 
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> RingWork:
-        """Combine everyone's tensor in place."""
+        """Reduce the ranks' tensors, in place."""
         return self.allreduce_coalesced([single(tensors, "tensors")], opts)
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> RingWork:
-        """Combine several tensors in place, those of one type in one go."""
+        """Reduce several tensors in place, those of one type by one collective."""
         opts = opts or dist.AllreduceOptions()
         batches = []
         for of_one_type in by_type(tensors):
@@ -184,10 +143,10 @@ class RingProcessGroup(CommunicatingGroup):
                 communicator.all_reduce(target.memory, op)
                 target.store()
 
-        return self._begin("all_reduce", list(tensors), run, opts)
+        return self._start("all_reduce", list(tensors), run, opts)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> RingWork:
-        """Overwrite everyone's tensor with the root's."""
+        """Overwrite every rank's tensor with the root's."""
         opts = opts or dist.BroadcastOptions()
         tensor = single(tensors, "tensors")
         root = int(opts.rootRank)
@@ -198,45 +157,45 @@ class RingProcessGroup(CommunicatingGroup):
             if root != self.rank():
                 target.store()
 
-        return self._begin("broadcast", [tensor], run, opts)
+        return self._start("broadcast", [tensor], run, opts)
 
     def allgather(
         self, output_tensors: Sequence[Sequence[torch.Tensor]], input_tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> RingWork:
-        """Fill the list with everyone's tensor; their sizes may differ."""
+        """Fill the list with every rank's tensor; their sizes may differ."""
         outputs = one_per_rank(single(output_tensors, "output_tensors"), "output_tensors", self)
         source = flat_source(single(input_tensors, "input_tensors"), "input_tensor")
         targets = Targets(outputs, "output_tensors")
-        return self._begin("all_gather", outputs, gather_all([(source, targets)], self), opts)
+        return self._start("all_gather", outputs, exchanges.all_gather([(source, targets)], self), opts)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> RingWork:  # noqa: A002
-        """Fill one tensor with everyone's, one behind the other."""
+        """Fill one tensor with every rank's, one behind the other."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> RingWork:
-        """As `all_gather_single`, for several tensors in one work."""
+        """Do `all_gather_single` for several tensors, in one work."""
         pairs = []
         for output, mine in zip(outputs, inputs, strict=True):
             pairs.append((flat_source(mine, "input_tensor"), EqualParts(output, self.size(), "output_tensor")))
-        return self._begin("all_gather", list(outputs), gather_all(pairs, self), opts)
+        return self._start("all_gather", list(outputs), exchanges.all_gather(pairs, self), opts)
 
     def allgather_coalesced(
         self, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> RingWork:
-        """As `allgather`, for several tensors in one work."""
+        """Do `allgather` for several tensors, in one work."""
         pairs = []
         for outputs, mine in zip(output_lists, inputs, strict=True):
             checked = one_per_rank(outputs, "output_tensors", self)
             pairs.append((flat_source(mine, "input_tensor"), Targets(checked, "output_tensors")))
         every = [output for outputs in output_lists for output in outputs]
-        return self._begin("all_gather", every, gather_all(pairs, self), opts)
+        return self._start("all_gather", every, exchanges.all_gather(pairs, self), opts)
 
-    # One gives or gets ------------------------------------------------------------------------------
+    # One rank sends to or receives from all -----------------------------------------------------------
 
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> RingWork:
-        """Combine everyone's tensor into the root's; the others keep theirs."""
+        """Reduce the ranks' tensors into the root's; the others keep theirs."""
         opts = opts or dist.ReduceOptions()
         tensor = single(tensors, "tensors")
         op = operation(opts.reduceOp, tensor)
@@ -249,59 +208,59 @@ class RingProcessGroup(CommunicatingGroup):
             if opts.rootRank == self.rank():
                 target.store()
 
-        return self._begin("reduce", [tensor], run, opts)
+        return self._start("reduce", [tensor], run, opts)
 
     def gather(
         self, output_tensors: Sequence[Sequence[torch.Tensor]], input_tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> RingWork:
-        """Fill the root's list with everyone's tensor."""
+        """Fill the root's list with every rank's tensor."""
         opts = opts or dist.GatherOptions()
         root, mine = int(opts.rootRank), single(input_tensors, "input_tensors")
         outputs: list[torch.Tensor] = []
         if root == self.rank():
             outputs = one_per_rank(single(output_tensors, "gather_list"), "gather_list", self)
-        run = swap("gather", outputs, [mine], self, send_counts=all_at(root, mine.numel(), self))
-        return self._begin("gather", outputs, run, opts, [mine])
+        run = exchanges.all_to_all("gather", outputs, [mine], self, send_counts=all_at(root, mine.numel(), self))
+        return self._start("gather", outputs, run, opts, [mine])
 
     def scatter(
         self, output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[Sequence[torch.Tensor]], opts: Any = None
     ) -> RingWork:
-        """Give every rank its tensor of the root's list."""
+        """Give each rank its tensor of the root's list."""
         opts = opts or dist.ScatterOptions()
         root, output = int(opts.rootRank), single(output_tensors, "output_tensors")
         inputs: list[torch.Tensor] = []
         if root == self.rank():
             inputs = one_per_rank(single(input_tensors, "scatter_list"), "scatter_list", self)
-        run = swap("scatter", [output], inputs, self, out_counts=all_at(root, output.numel(), self))
-        return self._begin("scatter", [output], run, opts, inputs)
+        run = exchanges.all_to_all("scatter", [output], inputs, self, receive_counts=all_at(root, output.numel(), self))
+        return self._start("scatter", [output], run, opts, inputs)
 
-    # Everyone gets a part ---------------------------------------------------------------------------
+    # Each rank receives a part ------------------------------------------------------------------------
 
     def reduce_scatter(
         self, output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[Sequence[torch.Tensor]], opts: Any = None
     ) -> RingWork:
-        """Combine everyone's lists and leave to each rank its element; their sizes may differ."""
+        """Reduce the ranks' lists and leave each rank its element; the elements' sizes may differ."""
         opts = opts or dist.ReduceScatterOptions()
         inputs = one_per_rank(single(input_tensors, "input_tensors"), "input_list", self)
         output = single(output_tensors, "output_tensors")
         counts = [tensor.numel() for tensor in inputs]
-        run = reduce_and_scatter([(output, flat_sources(inputs, "input_list"), counts)], opts.reduceOp, self)
-        return self._begin("reduce_scatter", [output], run, opts)
+        run = exchanges.reduce_scatter([(output, flat_sources(inputs, "input_list"), counts)], opts.reduceOp, self)
+        return self._start("reduce_scatter", [output], run, opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> RingWork:  # noqa: A002
-        """Combine everyone's tensor and leave to each rank its equal part."""
+        """Reduce the ranks' tensors and leave each rank its equal part."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> RingWork:
-        """As `reduce_scatter_single`, for several tensors in one work."""
+        """Do `reduce_scatter_single` for several tensors, in one work."""
         triples = []
         for output, full in zip(outputs, inputs, strict=True):
             triples.append((output, flat_source(full, "input_tensor"), [output.numel()] * self.size()))
         opts = opts or dist.ReduceScatterOptions()
-        run = reduce_and_scatter(triples, opts.reduceOp, self)
-        return self._begin("reduce_scatter", list(outputs), run, opts)
+        run = exchanges.reduce_scatter(triples, opts.reduceOp, self)
+        return self._start("reduce_scatter", list(outputs), run, opts)
 
     def alltoall(
         self, output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[torch.Tensor], opts: Any = None
@@ -309,7 +268,9 @@ class RingProcessGroup(CommunicatingGroup):
         """Send the i-th input to rank i and receive the i-th output from it."""
         outputs = one_per_rank(output_tensors, "output_tensor_list", self)
         inputs = one_per_rank(input_tensors, "input_tensor_list", self)
-        return self._begin("all_to_all", outputs, swap("all_to_all", outputs, inputs, self), opts, inputs)
+        return self._start(
+            "all_to_all", outputs, exchanges.all_to_all("all_to_all", outputs, inputs, self), opts, inputs
+        )
 
     def all_to_all_single(
         self,
@@ -319,24 +280,25 @@ class RingProcessGroup(CommunicatingGroup):
         input_split_sizes: Sequence[int] = (),
         opts: Any = None,
     ) -> RingWork:
-        """As `alltoall` with the rows of one tensor; split sizes count rows, none means equal parts."""
+        """Do `alltoall` with the rows of one tensor; split sizes count rows, none means equal parts."""
         send_counts = elements_by_rank(input, input_split_sizes, "input", self)
-        out_counts = elements_by_rank(output, output_split_sizes, "output", self)
-        run = swap("all_to_all", [output], [input], self, send_counts, out_counts)
-        return self._begin("all_to_all", [output], run, opts, [input])
+        receive_counts = elements_by_rank(output, output_split_sizes, "output", self)
+        run = exchanges.all_to_all("all_to_all", [output], [input], self, send_counts, receive_counts)
+        return self._start("all_to_all", [output], run, opts, [input])
 
     def barrier(self, opts: Any = None) -> RingWork:
-        """Return when everyone has called."""
-        self.wait_for_gpus()
-        return self._begin("barrier", [], lambda communicator: communicator.barrier(), opts)
+        """Return when all ranks have called and their GPUs have done what this group gave them."""
+        for gpu in self._on_gpus.values():
+            gpu.synchronize()
+        return self._start("barrier", [], lambda communicator: communicator.barrier(), opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that names the ranks which did not come in time."""
+        """Return when all ranks have called; the error names the ranks that did not."""
         self._monitored_barriers += 1
         store = PrefixStore(f"monitored_barrier/{self._monitored_barriers}", self._store)
         monitored_barrier(store, self.rank(), self.size(), timeout, wait_all_ranks)
 
-    # From one to another ----------------------------------------------------------------------------
+    # Point to point -----------------------------------------------------------------------------------
 
     def send(self, tensors: Sequence[torch.Tensor], dst_rank: int, tag: int = 0) -> RingWork:
         """Send a tensor to one rank."""
@@ -347,17 +309,52 @@ class RingProcessGroup(CommunicatingGroup):
         return self._point_to_point.receive(single(tensors, "tensors"), src_rank, tag)
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> RingWork:
-        """Not offered.
-
-        Raises:
-            ArgumentError: always.
-        """
+        """Raise `ArgumentError`: the backend has no such receive."""
         raise ArgumentError(
-            f"src=None on rank {self.rank()}: the 'ring' backend cannot receive from just any rank; "
+            f"src=None on rank {self.rank()}: the 'ring' backend cannot receive from any source; "
             "name the source rank, or use a gloo group: torch.distributed.new_group(backend='gloo')."
         )
 
-    # Names of the same in other torch releases (2.4 to 2.12), which torch's C++ still falls back to.
+    # Life ---------------------------------------------------------------------------------------------
+
+    def _start(
+        self,
+        description: str,
+        outputs: list[torch.Tensor],
+        function: Callable[[Communicator[Any]], None],
+        opts: Any,
+        inputs: Sequence[torch.Tensor] = (),
+    ) -> RingWork:
+        """Run a collective in the calling thread, on the communicator's thread, or on a GPU; see the module's text."""
+        described = f"{description} in process group {self._name or 'default'!r}"
+        waits = opts is not None and not getattr(opts, "asyncOp", True)
+        on_gpu = next((tensor for tensor in (*outputs, *inputs) if is_on_gpu(tensor)), None)
+        if on_gpu is not None:
+            device = self._on_gpu(index_of(on_gpu))
+            queued = GpuWork(device, described, outputs, device.start(described, lambda: function(device)))
+            if waits:
+                queued.wait()
+            return queued
+        if waits:
+            function(self._communicator)
+            return RingWork.done(described, outputs)
+        return RingWork.start(self._communicator, described, outputs, lambda: function(self._communicator))
+
+    def _on_gpu(self, index: int) -> DeviceCommunicator:
+        if index not in self._on_gpus:
+            self._on_gpus[index] = self._connect_gpu(index)
+        return self._on_gpus[index]
+
+    def shutdown(self) -> None:
+        """Close the communicators. `destroy_process_group` calls this on every rank."""
+        self._point_to_point.close()
+        for communicator in self._on_gpus.values():
+            communicator.close()
+        self._communicator.close()
+
+    abort = shutdown  # called by distributed_c10d.py, `_abort_process_group`
+
+    # The names by which torch 2.4 to 2.12 call the same, and to which the C++ of 2.13 falls back.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, cast
@@ -15,7 +13,7 @@ from typing import Any, cast
 import torch.distributed
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]  # torch re-exports these unmarked
 
-from ring_plugins.core.base.errors import LaunchError, RingError, TimeoutExceeded
+from ring_plugins.core.base.errors import LaunchError
 
 #: What a torchrun-style launcher sets.
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -76,48 +74,6 @@ def innermost(store: Store) -> Store:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
-
-
-def exchange_through_store(
-    store: Store, name: str, rank: int, size: int, item: Any, cancelled: Callable[[], bool] = lambda: False
-) -> list[Any]:
-    """One picklable item from every rank, in rank order.
-
-    Args:
-        store: shared by the ranks.
-        name: never used before in this store.
-        rank: the caller's place among those who exchange.
-        size: how many exchange.
-        item: this rank's.
-        cancelled: becomes true when nobody is interested any more.
-
-    Raises:
-        TimeoutExceeded: a rank did not come within the store's time-out.
-        RingError: cancelled.
-    """
-    cast(Any, store).set(f"{name}/{rank}", pickle.dumps(item))  # torch's stub forgets that bytes will do
-    found = []
-    for other in range(size):
-        value = _get(store, f"{name}/{other}", f"rank {rank} of {size} waited for rank {other} in {name}", cancelled)
-        found.append(pickle.loads(value))
-    return found
-
-
-def _get(store: Store, key: str, what: str, cancelled: Callable[[], bool]) -> bytes:
-    """The value of a key, looked for again and again: a blocking `get` locks out all other threads of the store."""
-    patience = cast("timedelta", cast(Any, store).timeout).total_seconds()
-    started, pause = time.monotonic(), 0.001
-    while not store.check([key]):
-        if cancelled():
-            raise RingError(f"{what}, but the process group was closed meanwhile.")
-        if time.monotonic() - started > patience:
-            raise TimeoutExceeded(
-                f"{what} for {patience:g} s. All ranks of a group must create it, and a message needs both ends; "
-                "look for the error that the missing rank printed."
-            )
-        time.sleep(pause)
-        pause = min(1.5 * pause, 0.02)
-    return store.get(key)
 
 
 def replace_env_rendezvous() -> None:

@@ -1,33 +1,61 @@
-"""torch tensors as the plain memory that the core works on, with copies only where torch's layout forces them."""
+"""torch's arguments as the core wants them: flat memory, counts of elements, a reduction.
+
+Copies are made only where a tensor's layout forces them. Everything here checks its arguments and raises
+`ArgumentError` before anything is sent.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
+from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import Memory
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.torch.device import is_supported, memory_of
 
+T = TypeVar("T")
+
+_OPERATIONS = [
+    (dist.ReduceOp.SUM, Op.SUM),
+    (dist.ReduceOp.AVG, Op.AVERAGE),
+    (dist.ReduceOp.MIN, Op.MIN),
+    (dist.ReduceOp.MAX, Op.MAX),
+    (dist.ReduceOp.PRODUCT, Op.PRODUCT),
+]
+
+
+# Memory -------------------------------------------------------------------------------------------
+
 
 def flat_source(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """A 1-d contiguous tensor with the values of `tensor`: a view of it, or a copy where there can be no view.
+    """A 1-d contiguous tensor with the values of `tensor`: a view where possible, else a copy.
 
     Raises:
-        ArgumentError: not a dense tensor in memory of ours.
+        ArgumentError: the tensor is not dense, or not on a CPU or CUDA GPU.
     """
     check_dense(tensor, name)
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
+def flat_sources(tensors: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+    """A 1-d contiguous tensor with the values of several tensors of one type, in order; a view where possible."""
+    check_same_type(tensors, name)
+    parts = [flat_source(tensor, name) for tensor in tensors]
+    joined = _joined(parts)
+    return torch.cat(parts) if joined is None else joined
+
+
 class Target:
-    """Where a result goes: the tensor's own memory, or memory of ours that is copied into it at the end.
+    """Receives a result in the tensor's own memory, or in a staging buffer that `store` copies into the tensor.
 
     Args:
         tensor: receives the result.
         name: for errors.
-        keep: whether the tensor's present values take part (in place) or are only overwritten.
+        keep: whether the operation reads the tensor's present values; if not they are only overwritten.
     """
 
     def __init__(self, tensor: torch.Tensor, name: str, keep: bool = False) -> None:
@@ -39,24 +67,34 @@ class Target:
 
     @property
     def memory(self) -> Memory:
-        """What the core writes to."""
+        """The memory that the core writes to."""
         return memory_of(self.flat)
 
     def store(self) -> None:
-        """Bring the result into the tensor, if it is not there already."""
+        """Copy the result into the tensor unless it is there already."""
         if self._staged:
             self._tensor.copy_(self.flat.view(self._tensor.shape))
 
 
+class EqualParts(Target):
+    """A `Target` that a collective fills in equal parts, one from each rank."""
+
+    def __init__(self, tensor: torch.Tensor, parts: int, name: str) -> None:
+        super().__init__(tensor, name)
+        if tensor.numel() % parts:
+            raise ArgumentError(f"{name} has {tensor.numel()} elements, which do not divide among {parts} ranks.")
+        self.counts = [tensor.numel() // parts] * parts
+
+
 class Targets:
-    """One flat piece of memory for the results of several tensors, in order.
+    """A `Target` of several tensors, which receive their results in order.
 
     Tensors that already lie one behind the other in memory (the chunks of one big tensor) need no copy.
 
     Args:
         tensors: receive the results; all of one type.
         name: for errors.
-        keep: whether the tensors' present values take part (in place) or are only overwritten.
+        keep: whether the operation reads the tensors' present values; if not they are only overwritten.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], name: str, keep: bool = False) -> None:
@@ -74,62 +112,14 @@ class Targets:
 
     @property
     def memory(self) -> Memory:
-        """What the core writes to."""
+        """The memory that the core writes to."""
         return memory_of(self.flat)
 
     def store(self) -> None:
-        """Bring the results into the tensors, if they are not there already."""
+        """Copy the results into the tensors unless they are there already."""
         if self._staged:
             for tensor, part in zip(self._tensors, torch.split(self.flat, self.counts), strict=True):
                 tensor.copy_(part.view(tensor.shape))
-
-
-class EqualParts(Target):
-    """One tensor as the target of a collective that fills it in equal parts, one a rank."""
-
-    def __init__(self, tensor: torch.Tensor, parts: int, name: str) -> None:
-        super().__init__(tensor, name)
-        if tensor.numel() % parts:
-            raise ArgumentError(f"{name} has {tensor.numel()} elements, which do not divide among {parts} ranks.")
-        self.counts = [tensor.numel() // parts] * parts
-
-
-def flat_sources(tensors: Sequence[torch.Tensor], name: str) -> torch.Tensor:
-    """The values of several tensors of one type, one behind the other."""
-    check_same_type(tensors, name)
-    parts = [flat_source(tensor, name) for tensor in tensors]
-    joined = _joined(parts)
-    return torch.cat(parts) if joined is None else joined
-
-
-def check_dense(tensor: torch.Tensor, name: str) -> None:
-    """Refuse what is not a dense tensor in the memory of a CPU or a CUDA GPU.
-
-    Raises:
-        ArgumentError: naming the device or the layout.
-    """
-    if not is_supported(tensor):
-        raise ArgumentError(
-            f"{name} is on device {tensor.device}; the 'ring' backend takes tensors of CPUs and of CUDA GPUs. "
-            f"Pass {name}.cpu()."
-        )
-    if tensor.layout is not torch.strided:
-        raise ArgumentError(
-            f"{name} has layout {tensor.layout}; the 'ring' backend takes dense tensors. Pass {name}.to_dense()."
-        )
-
-
-def check_same_type(tensors: Sequence[torch.Tensor], name: str) -> None:
-    """Refuse a list of tensors that is empty or has several types.
-
-    Raises:
-        ArgumentError: naming the types.
-    """
-    for tensor in tensors:
-        check_dense(tensor, name)
-    types = list(dict.fromkeys(str(tensor.dtype) for tensor in tensors))
-    if len(types) != 1:
-        raise ArgumentError(f"{name} has tensors of types {types}; there must be exactly one type.")
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -143,3 +133,119 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
             return None
         end += tensor.numel()
     return first.as_strided((end - first.storage_offset(),), (1,))
+
+
+def check_dense(tensor: torch.Tensor, name: str) -> None:
+    """Check that the tensor is dense, and in the memory of a CPU or a CUDA GPU.
+
+    Raises:
+        ArgumentError: it is not; the text names the device or the layout.
+    """
+    if not is_supported(tensor):
+        raise ArgumentError(
+            f"{name} is on device {tensor.device}; the 'ring' backend takes tensors of CPUs and of CUDA GPUs. "
+            f"Pass {name}.cpu()."
+        )
+    if tensor.layout is not torch.strided:
+        raise ArgumentError(
+            f"{name} has layout {tensor.layout}; the 'ring' backend takes dense tensors. Pass {name}.to_dense()."
+        )
+
+
+def check_same_type(tensors: Sequence[torch.Tensor], name: str) -> None:
+    """Check that a list holds dense tensors of exactly one type.
+
+    Raises:
+        ArgumentError: it does not; the text names the types.
+    """
+    for tensor in tensors:
+        check_dense(tensor, name)
+    types = list(dict.fromkeys(str(tensor.dtype) for tensor in tensors))
+    if len(types) != 1:
+        raise ArgumentError(f"{name} has tensors of types {types}; all must have one type.")
+
+
+# Lists and counts ---------------------------------------------------------------------------------
+
+
+def operation(op: Any, tensor: torch.Tensor) -> Op:
+    """The core's reduction for torch's.
+
+    Raises:
+        ArgumentError: the backend does not have it.
+    """
+    check_dense(tensor, "tensor")
+    known = next((ours for theirs, ours in _OPERATIONS if op == theirs), None)
+    if known is None:
+        raise ArgumentError(
+            f"op={getattr(op, 'op', op)} is not offered by the 'ring' backend; it has SUM, AVG, MIN, MAX and PRODUCT. "
+            "For bitwise operations and PREMUL_SUM gather first, or use a gloo group: "
+            "torch.distributed.new_group(backend='gloo')."
+        )
+    return known
+
+
+def single(items: Sequence[T], name: str) -> T:
+    """The only element of a list. torch's interface dates from a time when one process drove several devices.
+
+    Raises:
+        ArgumentError: the list does not have exactly one element.
+    """
+    if len(items) != 1:
+        raise ArgumentError(f"{name} has {len(items)} elements; the 'ring' backend takes one tensor a rank.")
+    return items[0]
+
+
+def by_type(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The tensors of each type together, in order."""
+    groups: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    yield from groups.values()
+
+
+def one_per_rank(tensors: Sequence[torch.Tensor], name: str, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """A list that has one tensor for each rank of the group.
+
+    Raises:
+        ArgumentError: it has another length.
+    """
+    size, rank = group.size(), group.rank()
+    if len(tensors) != size:
+        raise ArgumentError(
+            f"{name} on rank {rank} has {len(tensors)} tensors; it must have one for each of {size} ranks."
+        )
+    return list(tensors)
+
+
+def elements_by_rank(tensor: torch.Tensor, splits: Sequence[int], name: str, group: dist.ProcessGroup) -> list[int]:
+    """Elements for each rank of the group.
+
+    Args:
+        tensor: whose rows (first dimension) are split.
+        splits: rows for each rank; empty for equal numbers.
+        name: for errors.
+        group: the ranks.
+
+    Raises:
+        ArgumentError: the splits do not add up, or the rows do not divide.
+    """
+    size, rank = group.size(), group.rank()
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not splits:
+        if rows % size:
+            raise ArgumentError(
+                f"{name} on rank {rank} has {rows} rows, which do not divide among {size} ranks; "
+                f"give {name}_split_sizes."
+            )
+        splits = [rows // size] * size
+    if len(splits) != size or sum(splits) != rows:
+        raise ArgumentError(
+            f"{name}_split_sizes={list(splits)} on rank {rank} must be {size} numbers that add up to {rows} rows."
+        )
+    return [split * (tensor.numel() // rows if rows else 0) for split in splits]
+
+
+def all_at(root: int, count: int, group: dist.ProcessGroup) -> list[int]:
+    """Elements for each rank of the group where the root has all of them."""
+    return [count if rank == root else 0 for rank in range(group.size())]

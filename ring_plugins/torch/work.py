@@ -1,4 +1,8 @@
-"""A running collective as torch.distributed knows it: `Work` with `wait`, `is_completed` and a future."""
+"""`torch.distributed.Work` for a running operation: `wait`, `is_completed` and a future.
+
+`RingWork` runs on the host, in whichever thread. `GpuWork` and `GpuMessageWork` are queued on a GPU: waiting for them
+makes the current stream wait, not the host.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,18 +18,22 @@ import torch.distributed as dist
 from ring_plugins.core.base.errors import TimeoutExceeded
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.api import Work as CoreWork
-from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.torch import device
 
+if TYPE_CHECKING:
+    from ring_plugins.core.gpu.communicator import DeviceCommunicator
+
 _NO_TIMEOUT = timedelta(0)
+#: A GPU cannot wake the host; this often `GpuWork.wait(timeout)` looks whether it is done.
+_POLL_SECONDS = 0.0005
 
 
 class RingWork(dist.Work):
-    """A collective that is done, or that another thread will finish.
+    """An operation that is done, or that another thread will finish.
 
     Args:
         description: the operation, for errors.
-        outputs: the tensors that hold the result once it is there; what the future gives.
+        outputs: the tensors that will hold the result; the value of the future.
     """
 
     def __init__(self, description: str, outputs: list[torch.Tensor]) -> None:
@@ -41,7 +49,7 @@ class RingWork(dist.Work):
 
     @classmethod
     def done(cls, description: str, outputs: list[torch.Tensor]) -> RingWork:
-        """A work that was complete before anybody could wait for it."""
+        """A work that is complete already."""
         work = cls(description, outputs)
         work._finished.set()
         return work
@@ -50,13 +58,12 @@ class RingWork(dist.Work):
     def start(
         cls, communicator: Communicator, description: str, outputs: list[torch.Tensor], function: Callable[[], None]
     ) -> RingWork:
-        """Run `function` on the communicator's thread, after all started there before."""
+        """Run `function` on the communicator's thread, after everything that was started there before."""
         work = cls(description, outputs)
-        work._core = communicator.start(description, lambda: work.run(function))
+        work._core = communicator.start(description, lambda: work._run(function))
         return work
 
-    def run(self, function: Callable[[], None]) -> None:
-        """Run the operation itself, in the thread that calls; its error goes to whoever waits, and is raised here."""
+    def _run(self, function: Callable[[], None]) -> None:
         try:
             function()
         except BaseException as error:
@@ -66,13 +73,13 @@ class RingWork(dist.Work):
             self.finish(self._error)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """The operation ended, with an error or without."""
+        """Complete the work, with an error or without."""
         with self._lock:
             self._error = error
             self._finished.set()
             trigger = self._trigger
         if trigger is not None:
-            self._fire(trigger)
+            self._complete(trigger)
 
     # torch.distributed calls these names.
 
@@ -80,21 +87,24 @@ class RingWork(dist.Work):
         """Return True when the result is there; raise the operation's own error if it failed.
 
         Raises:
-            TimeoutExceeded: not within `timeout` (zero: no limit of its own).
+            TimeoutExceeded: the operation did not complete within `timeout` (zero: no limit of its own).
         """
         if timeout > _NO_TIMEOUT:
             if not self._finished.wait(timeout.total_seconds()):
-                raise TimeoutExceeded(
-                    f"{self._description} was not complete after wait(timeout={timeout}); it is still under way. "
-                    "Have all ranks called it?"
-                )
+                raise self._overdue(timeout)
         elif self._core is not None:
-            self._core.wait()  # its way of waiting lets the core notice ranks that wait for each other
+            self._core.wait()  # lets the core notice ranks that wait for each other
         else:
             self._finished.wait()
         if self._error is not None:
             raise self._error
         return True
+
+    def _overdue(self, timeout: timedelta) -> TimeoutExceeded:
+        return TimeoutExceeded(
+            f"{self._description} was not complete after wait(timeout={timeout}); it is still running. "
+            "Have all ranks called it?"
+        )
 
     def is_completed(self) -> bool:
         """Whether the operation ended, with an error or without."""
@@ -109,41 +119,41 @@ class RingWork(dist.Work):
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """The output tensors."""
+        """The output tensors, once they are complete."""
         self.wait()
         return self._outputs
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """Wait, as `wait` does."""
         self.wait()
 
     def source_rank(self) -> int:
-        """Only receives from any source have one, and those are not offered."""
+        """Return -1: only a receive from any source has a source rank, and the backend has no such receive."""
         return -1
 
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """A torch future with the list of output tensors as its value; made on demand, most callers only wait.
+        """A torch future whose value is the list of output tensors. Made on demand, since most callers only wait.
 
-        On failure the future holds the error's text: torch's C++ waits on these futures too, and an exception
-        object set from Python would look like a result to it (torch/futures/__init__.py, `set_exception`).
+        On failure the future holds the error's text: torch's C++ waits on these futures too, and would take an
+        exception object that was set from Python for a result (torch/futures/__init__.py, `set_exception`).
         """
         with self._lock:
             if self._future is None:
                 self._trigger = self._new_trigger()
                 self._future = self._trigger.then(self._value)
-                fire = self._finished.is_set()
+                is_complete = self._finished.is_set()
             else:
-                fire = False
-        if fire and self._trigger is not None:
-            self._fire(self._trigger)
+                is_complete = False
+        if is_complete and self._trigger is not None:
+            self._complete(self._trigger)
         return self._future
 
     def _new_trigger(self) -> torch.futures.Future[Any]:
         return torch.futures.Future()
 
-    def _fire(self, trigger: torch.futures.Future[Any]) -> None:
+    def _complete(self, trigger: torch.futures.Future[Any]) -> None:
         trigger.set_result(None)
 
     def _value(self, _: Any) -> list[torch.Tensor]:
@@ -152,13 +162,13 @@ class RingWork(dist.Work):
         return self._outputs
 
 
-class DeviceRingWork(RingWork):
-    """A collective that is queued on a GPU: to wait for it is to let the current stream wait.
+class GpuWork(RingWork):
+    """A collective that is queued on a GPU.
 
     Args:
-        communicator: on whose stream it is.
+        communicator: on whose stream it is queued.
         description, outputs: as `RingWork`.
-        queued: what the communicator knows it by.
+        queued: the communicator's handle.
     """
 
     def __init__(
@@ -174,20 +184,17 @@ class DeviceRingWork(RingWork):
         device.complete(self._future, outputs, communicator)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Let what this thread queues next come after it. Only a `timeout` waits on the host, for as long.
+        """Make what this thread queues next wait for the result. The host waits only if a `timeout` is given.
 
         Raises:
-            TimeoutExceeded: not within `timeout` (zero: no limit of its own).
+            TimeoutExceeded: the GPU was not done within `timeout` (zero: no limit of its own).
         """
         if timeout > _NO_TIMEOUT:
             end = time.monotonic() + timeout.total_seconds()
             while not self._queued.done():
                 if time.monotonic() > end:
-                    raise TimeoutExceeded(
-                        f"{self._description} was not complete after wait(timeout={timeout}); it is still under way. "
-                        "Have all ranks called it?"
-                    )
-                time.sleep(0.0005)
+                    raise self._overdue(timeout)
+                time.sleep(_POLL_SECONDS)
         self._queued.wait()
         return True
 
@@ -198,5 +205,52 @@ class DeviceRingWork(RingWork):
     is_success = is_completed
 
     def get_future(self) -> Any:
-        """A torch future with the list of output tensors; it knows the GPU's streams."""
+        """A torch future whose value is the list of output tensors; it knows the GPU's streams."""
         return self._future
+
+
+class GpuMessageWork(RingWork):
+    """A message that another thread queues on a GPU once sender and receiver are connected.
+
+    Args:
+        description, outputs: as `RingWork`.
+        index: the GPU.
+    """
+
+    def __init__(self, description: str, outputs: list[torch.Tensor], index: int) -> None:
+        super().__init__(description, outputs)
+        self._index = index
+        self._communicator: DeviceCommunicator | None = None
+        self._queued: CoreWork[None] | None = None
+
+    def set_queued(self, communicator: DeviceCommunicator, queued: CoreWork[None]) -> None:
+        """Hand over the communicator's handle, before `finish`."""
+        self._communicator, self._queued = communicator, queued
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Make what this thread queues next wait for the message. The host waits only until it is queued.
+
+        Raises:
+            TimeoutExceeded: it was not queued within `timeout` (zero: no limit of its own).
+        """
+        super().wait(timeout)
+        assert self._queued is not None
+        self._queued.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the GPU is done with it, or it failed."""
+        return self._finished.is_set() and (self._queued is None or self._queued.done())
+
+    def is_success(self) -> bool:
+        """Whether the GPU is done with it."""
+        return self._error is None and self.is_completed()
+
+    def _new_trigger(self) -> torch.futures.Future[Any]:
+        return device.future_on_gpu(self._index)
+
+    def _complete(self, trigger: torch.futures.Future[Any]) -> None:
+        if self._communicator is None:
+            trigger.set_result(None)
+        else:
+            device.complete(trigger, None, self._communicator)

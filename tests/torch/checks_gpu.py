@@ -232,8 +232,8 @@ def what_is_elsewhere_is_refused():
     averager = GradientAverager(own)
     own.to("cpu")
     try:
-        averager._look_anew()
-        averager._plans.current()
+        averager._take_parameters()
+        averager._current_buckets()
     except ArgumentError as error:
         assert "gradients are averaged on GPU" in str(error)
     else:

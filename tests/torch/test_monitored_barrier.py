@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from ring_plugins.core.base.errors import TimeoutExceeded
-from ring_plugins.torch.monitored_barrier import monitored_barrier
+from ring_plugins.torch.store import monitored_barrier
 
 
 def arrive(ranks, size, **options):
@@ -32,9 +32,9 @@ def test_it_passes_when_all_come():
 @pytest.mark.parametrize(("wait_all_ranks", "named"), [(False, "rank 1 of 4"), (True, "ranks 1, 3 of 4")])
 def test_it_names_the_ranks_that_did_not_come(wait_all_ranks, named):
     errors = arrive([0, 2], size=4, timeout=timedelta(seconds=0.2), wait_all_ranks=wait_all_ranks)
-    assert all(f"{named} did not come" in error for error in errors)
+    assert all(f"{named} did not call" in error for error in errors)
 
 
 def test_it_says_when_rank_0_itself_does_not_come():
     (error,) = arrive([1], size=2, timeout=timedelta(seconds=0.2))
-    assert "rank 0 did not come" in error
+    assert "rank 0 did not call" in error

@@ -13,7 +13,8 @@ import ring_plugins.torch  # noqa: F401 - registers the rendezvous
 from ring_plugins.core.base.errors import LaunchError, RingError, TimeoutExceeded
 from ring_plugins.core.rendezvous import tcp as rendezvous
 from ring_plugins.core.rendezvous.record import LaunchRecord
-from ring_plugins.torch.rendezvous import VARIABLES, exchange_through_store
+from ring_plugins.torch.rendezvous import VARIABLES
+from ring_plugins.torch.store import exchange_through_store
 from tests.launch import REPOSITORY, run_ranks
 
 BOTH = """

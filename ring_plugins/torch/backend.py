@@ -1,0 +1,113 @@
+"""Registers the "ring" backend with torch.distributed, and connects the members of each new process group."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch re-exports them unmarked
+
+from ring_plugins.core import rendezvous as launch
+from ring_plugins.core import world
+from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.gpu.communicator import DeviceCommunicator
+from ring_plugins.core.rendezvous.tcp import register_store_provider
+from ring_plugins.torch import rendezvous
+from ring_plugins.torch.device import streams
+from ring_plugins.torch.point_to_point import Channel, PointToPoint
+from ring_plugins.torch.process_group import RingProcessGroup
+from ring_plugins.torch.rendezvous import adopt, replace_env_rendezvous
+from ring_plugins.torch.store import exchange_through_store
+
+#: How often this process created a group of each name. All members count alike, so a group that is created again after
+#: it was destroyed uses keys of its own in a store that still holds the old ones.
+_created: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+
+
+def register() -> None:
+    """Register the "ring" backend and the rendezvous that serves it; harmless to call again."""
+    register_store_provider(rendezvous)
+    if not dist.is_available() or "ring" in dist.Backend.backend_list:
+        return
+    dist.Backend.register_backend("ring", create_process_group, extended_api=True, devices=["cpu", "cuda"])
+    replace_env_rendezvous()
+
+
+def create_process_group(options: Any, _backend_options: Any = None) -> RingProcessGroup:
+    """Create a process group; torch calls this on every member.
+
+    Args:
+        options: torch's `_DistributedBackendOptions`: store, group_rank, group_size, group_id.
+
+    Raises:
+        LaunchError: the group is larger than the job that ring_plugins sees.
+    """
+    rank, size, group_id = options.group_rank, options.group_size, options.group_id
+    # A connection of our own where torch offers one (2.5): its threads must not wait for the script's use of the store.
+    base = options.store.clone() if hasattr(options.store, "clone") else options.store
+    store = PrefixStore(f"ring/{next(_created[group_id])}", base)
+    if size > 1 and not world.is_initialized() and launch.detect().kind == "alone":
+        # The script started its processes itself and gave torch their ranks.
+        adopt(PrefixStore("world", store), rank, size)
+    own = world.init()
+    if size > own.topology.size:
+        raise LaunchError(
+            f"torch.distributed was asked for {size} ranks, but ring_plugins runs {own.topology.size} "
+            f"(launch: {own.launcher}). Start the script with mpirun or torchrun, or call ring_plugins.init(ranks=...) "
+            "first with that number."
+        )
+    ranks = tuple(exchange_through_store(store, "ranks", rank, size, own.topology.rank))
+    connections = _Connections(own, store, group_id, rank, ranks)
+    point_to_point = PointToPoint(rank, size, connections.for_channel)
+    return RingProcessGroup(store, connections.for_host(), point_to_point, connections.for_gpu)
+
+
+class _Connections:
+    """Makes the communicators of one process group; their members meet through the group's store.
+
+    Args:
+        own: the world that the group is part of.
+        store: shared by the members of the group.
+        group_id: torch's name of the group.
+        rank: of this process in the group.
+        ranks: of all members in the world.
+    """
+
+    def __init__(self, own: world.World, store: Store, group_id: str, rank: int, ranks: tuple[int, ...]) -> None:
+        self._world, self._store, self._group_id = own, store, group_id
+        self._rank, self._ranks = rank, ranks
+
+    def for_host(self) -> Communicator:
+        gather = self._gather(self._group_id, self._rank, len(self._ranks))
+        return self._world.new_communicator(f"process group {self._group_id}", self._ranks, gather)
+
+    def for_gpu(self, index: int) -> DeviceCommunicator:
+        name = f"{self._group_id} on GPUs"
+        gather = self._gather(name, self._rank, len(self._ranks))
+        return self._world.new_device_communicator(f"process group {name}", index, streams(index), self._ranks, gather)
+
+    def for_channel(self, channel: Channel, index: int | None, cancelled: Callable[[], bool]) -> Communicator[Any]:
+        sender, receiver, tag, _ = channel
+        name = f"{self._group_id}, {sender} to {receiver}, tag {tag}" + (", between GPUs" if index is not None else "")
+        ends = (self._ranks[sender], self._ranks[receiver])
+        gather = self._gather(name, 0 if sender == self._rank else 1, 2, cancelled)
+        if index is None:
+            return self._world.new_communicator(f"process group {name}", ends, gather)
+        return self._world.new_device_communicator(
+            f"process group {name}", index, streams(index), ends, gather, own_stream=True
+        )
+
+    def _gather(
+        self, name: str, rank: int, size: int, cancelled: Callable[[], bool] = lambda: False
+    ) -> Callable[[Any], list[Any]]:
+        """A function that exchanges objects among `size` members, any number of times."""
+        rounds = itertools.count()
+
+        def gather(item: Any) -> list[Any]:
+            return exchange_through_store(self._store, f"{name}/{next(rounds)}", rank, size, item, cancelled)
+
+        return gather

@@ -1,0 +1,93 @@
+"""The memory of buckets on a GPU: allocated by torch, and rounded to 16 bits by torch where compression is on.
+
+Between hosts the core rounds what it sends. NCCL does not, so between GPUs the rounded copy is what is reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ring_plugins.core.arrays.codec import Compression
+from ring_plugins.core.arrays.memory import Memory
+from ring_plugins.core.gradients.fusion import Bucket, FusionPlan
+from ring_plugins.torch.device import memory_of
+
+
+class DeviceBuckets:
+    """The buckets of a plan in the memory of a GPU.
+
+    Attributes:
+        plan, memories: as `BucketMemory` has them.
+        tensors: each bucket as a 1-d tensor.
+    """
+
+    def __init__(self, plan: FusionPlan, device: torch.device | None) -> None:
+        self.plan = plan
+        flat = torch.zeros(plan.nbytes, dtype=torch.uint8, device=device)
+        parts = torch.split(flat, [bucket.nbytes for bucket in plan.buckets])
+        self.tensors = [
+            part.view(getattr(torch, bucket.dtype)) for bucket, part in zip(plan.buckets, parts, strict=True)
+        ]
+        self.memories = [memory_of(tensor) for tensor in self.tensors]
+
+    def release(self) -> None:
+        """Nothing to do: torch frees the memory with its last view, after our communicator's use of it."""
+
+
+class HalfBuckets:
+    """16-bit copies of `DeviceBuckets` and of the direct gradients, reduced in their place.
+
+    NCCL's average scales numbers down before it adds them, so float16 overflows only where the average does.
+
+    Args:
+        plan: of the buckets.
+        tensors: each bucket as a 1-d tensor.
+        compression: the type to round to, and whether to add the rounding error to the next step.
+    """
+
+    def __init__(self, plan: FusionPlan, tensors: Sequence[torch.Tensor], compression: Compression) -> None:
+        self.plan = plan
+        self._tensors, self._compression = tensors, compression
+        self._dtype: torch.dtype = getattr(torch, compression.dtype)
+        self._halves = [self._half_of(tensor) for tensor in tensors]
+        self.memories = [memory_of(half) for half in self._halves]
+        #: (rounded, exact) tensors of the current pass.
+        self._packed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        #: Rounding errors, by bucket and place in it.
+        self._errors: dict[tuple[int, int], torch.Tensor] = {}
+
+    def _half_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A buffer of half the size, or the tensor itself where compression does not apply to its type."""
+        if not self._compression.applies_to(str(tensor.dtype).removeprefix("torch.")):
+            return tensor
+        return torch.zeros(tensor.numel(), dtype=self._dtype, device=tensor.device)
+
+    @torch.no_grad()
+    def pack(self, bucket: Bucket, direct: Sequence[torch.Tensor]) -> list[Memory]:
+        """Round a bucket that was just filled, and its direct gradients; return the memory of the latter."""
+        flat = [tensor.detach().as_strided((tensor.numel(),), (1,)) for tensor in direct]
+        halves = [self._halves[bucket.index], *(self._half_of(tensor) for tensor in flat)]
+        for place, (half, exact) in enumerate(zip(halves, [self._tensors[bucket.index], *flat], strict=True)):
+            if half is exact:
+                continue
+            if self._compression.feedback:
+                error = self._errors.get((bucket.index, place))
+                values = exact if error is None else exact + error
+                half.copy_(values)
+                self._errors[bucket.index, place] = (values - half).nan_to_num_(0, 0, 0)
+            else:
+                half.copy_(exact)
+            self._packed.append((half, exact))
+        return [memory_of(half) for half in halves[1:]]
+
+    @torch.no_grad()
+    def unpack(self) -> None:
+        """Copy the averages to the gradients."""
+        packed, self._packed = self._packed, []
+        for half, exact in packed:
+            exact.copy_(half)
+
+    def release(self) -> None:
+        """Nothing to do: torch frees the memory with its last view."""

@@ -1,0 +1,284 @@
+"""The gradients of some parameters, and how they are reduced: in buckets, in place, or gathered as sparse rows.
+
+A small gradient lives in its bucket: `p.grad` is a view of the bucket's memory. A large one is reduced where autograd
+put it. Both must lie in memory the same way on all ranks, without gaps; autograd accumulates fastest into a gradient
+that is laid out like its parameter, so that is the layout where it leaves no gaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ring_plugins.core.arrays.codec import Compression
+from ring_plugins.core.arrays.memory import Memory
+from ring_plugins.core.base.errors import ArgumentError, RingError
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.gpu.communicator import DeviceCommunicator
+from ring_plugins.core.gradients.fusion import Bucket, BucketMemory, BucketSizes, Entry, FusionBuffer, FusionPlan
+from ring_plugins.core.gradients.reducer import GradientReducer
+from ring_plugins.torch.device import index_of, is_capturing, is_on_gpu, memory_of, streams
+from ring_plugins.torch.device_buckets import DeviceBuckets, HalfBuckets
+from ring_plugins.torch.sparse import average_sparse
+
+Named = tuple[str, nn.Parameter]
+
+
+class GradientBuckets:
+    """Everything that belongs to one set of parameters that are not frozen.
+
+    Args:
+        named: (name, parameter) pairs of the whole model, equal on all ranks. Frozen parameters are left out.
+        communicator: reduces the gradients; used by nobody else.
+        sizes: of buckets, and of the gradients that are too large for them.
+        compression: how gradients travel; None for unchanged.
+        known_sparse: parameters whose gradients are gathered as sparse rows.
+        gathers_sparse: whether parameters whose gradients turn out to be sparse are gathered too; if not their
+            gradients are made dense.
+
+    Attributes:
+        reducer: launches the buckets.
+        entries: by position in `named` the entry of the plan, -1 for parameters that the reducer does not know.
+        parameters, names: by entry.
+        views: by entry the gradient's place in its bucket, None for those that are reduced in place.
+
+    Raises:
+        MismatchError: the parameters differ among ranks.
+        ArgumentError: a parameter is not on the communicator's device.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[Named],
+        communicator: Communicator[Any],
+        sizes: BucketSizes,
+        compression: Compression | None,
+        known_sparse: set[nn.Parameter],
+        gathers_sparse: bool,
+    ) -> None:
+        self._communicator = communicator
+        gpu = communicator.device if isinstance(communicator, DeviceCommunicator) else None
+        self._streams = None if gpu is None else streams(gpu)
+        trained = [position for position, (_, p) in enumerate(named) if p.requires_grad]
+        positions = [position for position in trained if named[position][1] not in known_sparse]
+        self._sparse = [named[position][1] for position in trained if named[position][1] in known_sparse]
+        self.entries = [-1] * len(named)
+        for entry, position in enumerate(positions):
+            self.entries[position] = entry
+        self.names = [named[position][0] for position in positions]
+        self.parameters = [named[position][1] for position in positions]
+        self.plan = FusionPlan([_entry(*named[position], gpu, compression) for position in positions], *sizes)
+        self.plan.check_equal(communicator)
+        self._half: HalfBuckets | None = None  # between GPUs; elsewhere the communicator rounds
+        self._buffer, tensors = self._allocate(compression)
+        self.views: list[torch.Tensor | None] = [None] * len(self.parameters)
+        self._flags: list[torch.Tensor] = []
+        for bucket, tensor in zip(self.plan.buckets, tensors, strict=True):
+            self._flags.append(tensor[bucket.flags : bucket.flags + len(bucket.entries)])
+            for i, offset in zip(bucket.entries, bucket.offsets, strict=True):
+                if i not in bucket.direct:
+                    self.views[i] = _view_of(tensor, offset, self.parameters[i])
+        #: Flags are 1 on ranks that have the gradient. An average above this means some rank has it, also when rounded.
+        self._any_rank_has_it = 0.5 / communicator.size
+        #: By entry the memory that receives the average of a gradient that this rank does not have in this pass.
+        self._absent: dict[int, torch.Tensor] = {}
+        #: Entries found to have sparse gradients in the first pass.
+        self._found_sparse: set[int] = set()
+        self._collects_sparse = gathers_sparse
+        self.reducer = GradientReducer(self._buffer, communicator, self._fill, compression=compression)
+
+    def _allocate(self, compression: Compression | None) -> tuple[BucketMemory, list[torch.Tensor]]:
+        """The buckets' memory, and each bucket as a 1-d tensor."""
+        if not isinstance(self._communicator, DeviceCommunicator):
+            host = FusionBuffer(self.plan, self._communicator)
+            arrays = [memory.array for memory in host.memories]
+            return host, [
+                torch.frombuffer(array, dtype=getattr(torch, bucket.dtype))
+                for bucket, array in zip(self.plan.buckets, arrays, strict=True)
+            ]
+        on_gpu = DeviceBuckets(self.plan, self.parameters[0].device if self.parameters else None)
+        if compression is None:
+            return on_gpu, on_gpu.tensors
+        self._half = HalfBuckets(self.plan, on_gpu.tensors, compression)
+        return self._half, on_gpu.tensors
+
+    # A pass, from the first gradient to the averages ----------------------------------------------------
+
+    def _fill(self, bucket: Bucket) -> list[Memory]:
+        """Prepare a bucket for its reduction.
+
+        Gradients that autograd put elsewhere move in by one fused copy, and `p.grad` becomes the view.
+
+        Returns:
+            The memory of the direct gradients.
+        """
+        if self._streams is not None:
+            self._streams.catch_up()
+        to: list[torch.Tensor] = []
+        source: list[torch.Tensor] = []
+        moved: list[int] = []
+        zero_flags: list[int] = []
+        direct: list[torch.Tensor] = []
+        for place, i in enumerate(bucket.entries):
+            parameter, view = self.parameters[i], self.views[i]
+            gradient = parameter.grad
+            if gradient is view and view is not None:
+                continue
+            if gradient is not None and gradient.is_sparse:
+                gradient = self._densified(i, gradient)
+            if gradient is None:
+                zero_flags.append(place)
+                zeros = _memory_like(parameter).zero_() if view is None else view.zero_()
+                self._absent[i] = zeros
+                if view is None:
+                    direct.append(zeros)
+            elif view is not None:
+                to.append(view)
+                source.append(gradient)
+                moved.append(i)
+            else:
+                direct.append(_laid_out(parameter, gradient))
+        with torch.no_grad():
+            if to:
+                torch._foreach_copy_(to, source)
+            flags = self._flags[bucket.index]
+            flags.fill_(1)
+            for place in zero_flags:
+                flags[place] = 0
+        for i in moved:
+            self.parameters[i].grad = self.views[i]
+        if self._half is not None:
+            return self._half.pack(bucket, direct)
+        return [_dense_memory(gradient) for gradient in direct]
+
+    def _densified(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """The gradient as a dense one; None in the first pass, where sparse gradients are only noted."""
+        if self._collects_sparse:
+            self._found_sparse.add(i)
+            return None
+        parameter = self.parameters[i]
+        with torch.no_grad():
+            parameter.grad = _memory_like(parameter).copy_(gradient.to_dense())
+        return parameter.grad
+
+    def finish(self) -> list[nn.Parameter]:
+        """Finish a pass: every gradient is the average when this returns.
+
+        Returns:
+            Parameters found to have sparse gradients, the same on all ranks. They are to be `known_sparse` from now on.
+        """
+        self.reducer.finish()
+        self._assign_absent()
+        found = self._agree_on_sparse() if self._collects_sparse else []
+        for parameter in (*self._sparse, *found):
+            average_sparse(parameter, self._communicator)
+        return found
+
+    def _assign_absent(self) -> None:
+        """Assign the averages of gradients that this rank does not have and another rank has; the rest stay None."""
+        if self._half is not None:
+            self._half.unpack()
+        absent, self._absent = self._absent, {}
+        if not absent:
+            return
+        for bucket, flags in zip(self.plan.buckets, self._flags, strict=True):
+            if absent.keys().isdisjoint(bucket.entries):
+                continue
+            if is_on_gpu(flags) and is_capturing():
+                names = ", ".join(self.names[i] for i in sorted(absent))
+                raise RingError(
+                    f"a CUDA graph is being captured, and this rank has no gradient for {names}. Whether another rank "
+                    "has one must be read from the GPU, which a capture cannot do. Freeze these parameters "
+                    "(requires_grad_(False))."
+                )
+            for i, flag in zip(bucket.entries, flags.tolist(), strict=True):
+                if i in absent and flag > self._any_rank_has_it and i not in self._found_sparse:
+                    self.parameters[i].grad = absent[i]
+
+    def _agree_on_sparse(self) -> list[nn.Parameter]:
+        self._collects_sparse = False
+        by_rank = self._communicator.all_gather_object(sorted(self._found_sparse))
+        return [self.parameters[i] for i in sorted({i for found in by_rank for i in found})]
+
+    def abandon(self) -> None:
+        """Finish a pass whose backward failed, so that other ranks do not wait for it; gradients are worthless."""
+        self.reducer.abandon(self._scratch)
+
+    def _scratch(self, bucket: Bucket) -> list[Memory]:
+        """Memory of the direct gradients' sizes, in place of gradients that may not exist."""
+        zeros = [_memory_like(self.parameters[i]).zero_() for i in bucket.direct]
+        return [_dense_memory(zero) for zero in zeros] if self._half is None else self._half.pack(bucket, zeros)
+
+    def release(self) -> None:
+        """Give the memory back; gradients in it stay valid."""
+        self._buffer.release()
+
+
+def _entry(name: str, parameter: nn.Parameter, gpu: int | None, compression: Compression | None) -> Entry:
+    if (index_of(parameter) if is_on_gpu(parameter) else None) != gpu:
+        where = "the CPU" if gpu is None else f"GPU {gpu}"
+        raise ArgumentError(
+            f"parameter {name} is on {parameter.device}, but gradients are averaged on {where}, where the parameters "
+            "were when averaging was set up. Move the model before that."
+        )
+    strides = "" if parameter.is_contiguous() else f", strides {tuple(parameter.stride())}"
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    wire = f", {compression}" if compression is not None else ""
+    return Entry(name, dtype, parameter.numel(), f"shape {tuple(parameter.shape)}{strides}{wire}")
+
+
+# Layout -------------------------------------------------------------------------------------------
+
+
+def _view_of(bucket: torch.Tensor, offset: int, parameter: nn.Parameter) -> torch.Tensor:
+    """The gradient's place in the bucket."""
+    flat = bucket[offset : offset + parameter.numel()]
+    if parameter.numel() and _is_dense(parameter):
+        return flat.as_strided(parameter.shape, parameter.stride())
+    return flat.view(parameter.shape)
+
+
+def _memory_like(parameter: nn.Parameter) -> torch.Tensor:
+    """Uninitialized memory for a gradient."""
+    if _is_dense(parameter):
+        return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+
+
+def _laid_out(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient in the layout of all ranks and in memory of its own; a copy if autograd made it otherwise."""
+    expected = parameter.stride() if _is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
+    lazy = gradient.is_conj() or gradient.is_neg()
+    if gradient.stride() != expected or gradient.requires_grad or lazy or _is_shared(gradient):
+        with torch.no_grad():
+            parameter.grad = _memory_like(parameter).copy_(gradient)
+        return parameter.grad
+    return gradient
+
+
+def _dense_memory(tensor: torch.Tensor) -> Memory:
+    """The memory of a dense tensor, in the order in which its elements lie there."""
+    return memory_of(tensor.detach().as_strided((tensor.numel(),), (1,)))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a stretch of memory without gaps or overlaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _is_shared(gradient: torch.Tensor) -> bool:
+    """Whether other tensors lie in the gradient's memory and would see it change.
+
+    For `p.view(-1) + f(x)` autograd hands `p` a view of the gradient that the backward of `f` has yet to read.
+    """
+    storage = gradient.untyped_storage()
+    uses: int = torch._C._storage_Use_Count(storage._cdata)
+    return uses > 2  # the gradient itself, and `storage`
