@@ -1,4 +1,4 @@
-"""`ring run`: start a program on several ranks, here or on several hosts."""
+"""`ring run`: runs a program on several ranks, on this host or several."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 
 class Binding(str, Enum):
-    """To what each rank is bound."""
+    """Values of --bind."""
 
     NONE = "none"
     CORE = "core"
@@ -19,7 +19,7 @@ class Binding(str, Enum):
 
 
 class Starter(str, Enum):
-    """What starts the ranks."""
+    """Values of --with."""
 
     AUTO = "auto"
     MPIRUN = "mpirun"
@@ -30,15 +30,15 @@ _WHERE, _HOW, _OUT, _MPI = "Where", "How", "Output", "mpirun"
 
 
 def run(
-    command: Annotated[list[str], typer.Argument(help="The program and its arguments, handed on unchanged.")],
+    command: Annotated[list[str], typer.Argument(help="The program and its arguments, passed on unchanged.")],
     ranks: Annotated[
         int | None,
         typer.Option(
             "-n",
             "-np",
             "--ranks",
-            help="How many. By default as many as the hosts have slots; on this host alone one a GPU, "
-            "or where there is none one a core.",
+            help="Number of ranks. By default one for each slot of the hosts; on this host alone one for each GPU, "
+            "or for each core if it has no GPU.",
             rich_help_panel=_WHERE,
         ),
     ] = None,
@@ -60,13 +60,15 @@ def run(
     ] = None,
     agent: Annotated[
         str | None,
-        typer.Option("--agent", help="What is run in place of ssh: `AGENT HOST COMMAND`.", rich_help_panel=_WHERE),
+        typer.Option(
+            "--agent", help="Program that replaces ssh, called as `AGENT HOST COMMAND`.", rich_help_panel=_WHERE
+        ),
     ] = None,
     check: Annotated[
         bool,
         typer.Option(
             "--check/--no-check",
-            help="Before starting on several hosts, see that each answers and has the same versions.",
+            help="Check that each of several hosts answers and has the same versions before starting.",
             rich_help_panel=_WHERE,
         ),
     ] = True,
@@ -74,7 +76,7 @@ def run(
         Binding,
         typer.Option(
             "--bind",
-            help="Bind each rank. A rank bound to a core keeps its data loaders and its communication there as well.",
+            help="Bind each rank. A rank bound to a core shares it with its data loaders and its communication.",
             rich_help_panel=_HOW,
         ),
     ] = Binding.NONE,
@@ -83,43 +85,47 @@ def run(
         typer.Option(
             "-x",
             "--export",
-            help="`NAME` or `NAME=VALUE` for every rank, besides what libraries of training read.",
+            help="`NAME` or `NAME=VALUE` for every rank. Variables that training libraries read are exported anyway.",
             rich_help_panel=_HOW,
         ),
     ] = None,
     starter: Annotated[
         Starter,
-        typer.Option("--with", help="`python` starts the ranks of this host without MPI.", rich_help_panel=_HOW),
+        typer.Option("--with", help="What starts the ranks; `python` needs no MPI, on one host.", rich_help_panel=_HOW),
     ] = Starter.AUTO,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the command and end.", rich_help_panel=_HOW)
+        bool, typer.Option("--dry-run", help="Print the command and exit.", rich_help_panel=_HOW)
     ] = False,
     tag_output: Annotated[
-        bool, typer.Option("--tag-output", help="Put its rank in front of every line.", rich_help_panel=_OUT)
+        bool, typer.Option("--tag-output", help="Put the rank in front of every line.", rich_help_panel=_OUT)
     ] = False,
     output_directory: Annotated[
         str | None,
-        typer.Option("--output-dir", help="Write each rank's output to files in here instead.", rich_help_panel=_OUT),
+        typer.Option(
+            "--output-dir", help="Directory in which each rank's output goes to files instead.", rich_help_panel=_OUT
+        ),
     ] = None,
     mpirun: Annotated[
         str | None,
         typer.Option(
             "--mpirun",
-            help="The mpirun to use; by default the one beside this Python, else the first on PATH.",
+            help="The mpirun to use. By default the one beside this Python, else the first on PATH.",
             rich_help_panel=_MPI,
         ),
     ] = None,
     mpirun_options: Annotated[
         str,
         typer.Option(
-            "--mpirun-options", help="More options for it, in one argument: `'--mca pml ob1'`.", rich_help_panel=_MPI
+            "--mpirun-options",
+            help="Further options for mpirun, in one argument: `'--mca pml ob1'`.",
+            rich_help_panel=_MPI,
         ),
     ] = "",
 ) -> None:
-    """Run a program on several ranks, on this host or on several.
+    """Run a program on several ranks, on this host or several.
 
-    A front for the mpirun that is there (Open MPI, MPICH, Intel MPI), which prints the command it runs. Without
-    mpirun it starts the ranks of one host itself. All ranks on all hosts end when one fails, or this command does.
+    Wraps the installed mpirun (Open MPI, MPICH or Intel MPI) and prints the command it runs. Without mpirun it starts
+    the ranks of one host itself. All ranks on all hosts end when one of them fails and when this command ends.
 
     **Examples**
 
@@ -130,12 +136,12 @@ def run(
     `ring run --hostfile hosts --tag-output --dry-run python train.py`
     """
     from ring_plugins.core.base.errors import RingError
-    from ring_plugins.launcher import preflight
-    from ring_plugins.launcher.job import carry_out, printable, say
-    from ring_plugins.launcher.plan import Options, fit, plan
+    from ring_plugins.launcher import job
+    from ring_plugins.launcher.launch_plan import Options, adapt, make_plan
+    from ring_plugins.launcher.preflight import check_hosts
 
     try:
-        planned = plan(
+        plan = make_plan(
             Options(
                 command=tuple(command),
                 ranks=ranks,
@@ -143,25 +149,30 @@ def run(
                 hostfile=hostfile,
                 interface=interface,
                 bind=bind.value,
-                exports=tuple(export or ()),
+                export=tuple(export or ()),
                 agent=agent,
                 tag_output=tag_output,
                 output_directory=output_directory,
                 mpirun=mpirun,
                 mpirun_options=tuple(shlex.split(mpirun_options)),
-                by=starter.value,
+                starter=starter.value,
             )
         )
         if dry_run:
-            typer.echo(printable(planned))
+            typer.echo(job.shell_command(plan))
             return
-        if check and planned.hosts and planned.by is not None:
-            planned = fit(planned, preflight.check(planned.request, planned.by, planned.hosts))
-        for notice in planned.notices:
-            say(notice)
-        say(f"$ {printable(planned)}")
-        status = carry_out(planned, say)
+        if check and plan.hosts and plan.mpirun is not None:
+            plan = adapt(plan, check_hosts(plan.job, plan.mpirun, plan.hosts))
+        for notice in plan.notices:
+            _notify(notice)
+        _notify(f"$ {job.shell_command(plan)}")
+        status = job.run(plan, _notify)
     except RingError as error:
-        say(str(error))
+        _notify(str(error))
         raise typer.Exit(2) from None
     raise typer.Exit(status)
+
+
+def _notify(text: str) -> None:
+    """Print a line for the user beside the ranks' own output."""
+    typer.echo(f"ring run: {text}", err=True)

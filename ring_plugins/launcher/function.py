@@ -1,4 +1,4 @@
-"""`ring_plugins.run`: a function on several ranks, from a notebook, a test or a script."""
+"""`ring_plugins.run`: calls a function on several ranks, from a notebook, a test or a script."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ def run(
     tag_output: bool = False,
     timeout: float | None = None,
 ) -> list[T]:
-    """Call `function(*args, **kwargs)` on several ranks, of this host or of several, and return what each returned.
+    """Call `function(*args, **kwargs)` on several ranks, on this host or several, and return the result of each.
 
-    Every rank is a fresh process of this Python, in which `ring_plugins.init()` finds the others; what this process
-    has imported or initialised (torch, TensorFlow, CUDA) is not shared and does no harm. All ranks end when one
-    fails, when this call is interrupted, and when this process ends, however it does.
+    Every rank is a fresh process of this Python, in which `ring_plugins.init()` finds the others. It does not share what
+    this process has imported or initialized (torch, TensorFlow, CUDA). All ranks end when one fails, when this call is
+    interrupted, and when this process ends for whatever reason.
 
     Args:
-        function: also one from a notebook, a script or a closure, where cloudpickle is installed. Data that it
-            refers to travels with it.
-        args, kwargs: for the function, the same on every rank.
-        ranks: how many; by default one for every core that this process may use, or for every slot of `hosts`.
-        hosts: `"host1:2,host2:2"` runs there, by way of `ring run` with its checks, instead of on this host alone. All
-            need the same Python and packages under the same paths; this process must reach them by ssh, and they it.
+        function: the function. With cloudpickle installed it may come from a notebook or a script, or be a closure,
+            whose data travels with it.
+        args, kwargs: arguments of the function, the same on every rank.
+        ranks: number of ranks; by default one for each core that this process may use, or for each slot of `hosts`.
+        hosts: `"host1:2,host2:2"` runs the ranks there, by way of `ring run` and its checks. All hosts need the same
+            Python and packages under the same paths. This process must reach them by ssh, and they must reach it.
         interface: with `hosts`, the network interface that carries the traffic.
-        env: variables to set for the ranks. OMP_NUM_THREADS is their share of the cores, unless it is set.
+        env: variables to set for the ranks. OMP_NUM_THREADS is a rank's share of the cores unless it is set.
         tag_output: put `[rank] ` in front of every line that a rank prints.
-        timeout: seconds for everything, without limit by default.
+        timeout: seconds for the whole call, None for no limit.
 
     Returns:
         The results in rank order.
 
     Raises:
-        RankFailed: the function raised on a rank, or its process died; the exception is the `__cause__`.
-        ArgumentError: a function, argument or number that cannot be used.
-        TimeoutExceeded: `timeout` passed; all ranks have been ended.
+        RankFailed: the function raised on a rank, or the rank's process died; the exception is the `__cause__`.
+        ArgumentError: the function or an argument cannot be used.
+        TimeoutExceeded: `timeout` has passed; all ranks have been ended.
         LaunchError: this process is itself a rank of a job, or the ranks could not be started.
     """
     available = cores()
@@ -69,17 +69,17 @@ def run(
         raise ArgumentError(f"timeout={timeout!r} is not a positive number of seconds.")
     if detect().kind != "alone" or (world.is_initialized() and world.current().topology.size > 1):
         raise LaunchError(
-            f"this process is itself a rank, and ring_plugins.run() would start {ranks} more on each; start the script "
-            "alone, or call the function itself after ring_plugins.init()."
+            f"this process is itself a rank, and ring_plugins.run() would start {ranks} more from each; start the script "
+            "with plain python, or call the function itself after ring_plugins.init()."
         )
     packed = pack_call(function, args, kwargs)
-    elsewhere = sys.stdout is not sys.__stdout__  # as in a notebook
+    is_redirected = sys.stdout is not sys.__stdout__  # as in a notebook
     if hosts:
         with (
-            Relay(False, always=elsewhere) as relay,
-            RemoteRanks(ranks, hosts, interface, dict(env or {}), tag_output, relay) as remote,
+            Relay(False, always=is_redirected) as relay,
+            RemoteRanks(ranks, hosts, interface, dict(env or {}), tag_output, relay) as remote_ranks,
         ):
-            return results(remote.outcomes(packed, timeout))
+            return results(remote_ranks.outcomes(packed, timeout))
     environment = {"OMP_NUM_THREADS": str(threads_per_rank(available, ranks)), **os.environ, **(env or {})}
-    with Relay(tag_output, always=elsewhere) as relay, LocalRanks(ranks, environment, relay) as local:
-        return results(local.outcomes(packed, timeout))
+    with Relay(tag_output, always=is_redirected) as relay, LocalRanks(ranks, environment, relay) as local_ranks:
+        return results(local_ranks.outcomes(packed, timeout))

@@ -1,4 +1,4 @@
-"""Carrying out a plan: the ranks run, this process watches, and all end together."""
+"""Runs a launch plan: starts mpirun or the ranks, watches them, and ends all of them together."""
 
 from __future__ import annotations
 
@@ -6,67 +6,66 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 
 from ring_plugins.core.control.failure_detector import ParentNotifier
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment, ending
 from ring_plugins.launcher import mpirun
+from ring_plugins.launcher.launch_plan import LaunchPlan
 from ring_plugins.launcher.output import Relay
-from ring_plugins.launcher.plan import Plan
 from ring_plugins.launcher.supervision import Supervisor
 
 
-def printable(plan: Plan) -> str:
-    """What is run, so that it can be pasted into a shell."""
-    if plan.by is not None:
-        return shlex.join(mpirun.command_line(plan.by, plan.request))
-    exports = [f"{name}={value}" for name, value in plan.request.exports.items() if value is not None]
-    return shlex.join(["env", *exports, *plan.request.command] if exports else plan.request.command)
+def shell_command(plan: LaunchPlan) -> str:
+    """The command that `run` runs, in a form that can be pasted into a shell."""
+    if plan.mpirun is not None:
+        return shlex.join(mpirun.command_line(plan.mpirun, plan.job))
+    variables = [f"{name}={value}" for name, value in plan.job.environment.items() if value is not None]
+    return shlex.join(["env", *variables, *plan.job.command] if variables else plan.job.command)
 
 
-def carry_out(plan: Plan, say: Callable[[str], None]) -> int:
-    """Run the job to its end.
+def run(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
+    """Run a job to its end.
 
     Args:
-        plan: what to run.
-        say: prints a line for the user.
+        plan: the job and what starts it.
+        notify: shows one line to the user.
 
     Returns:
-        The exit status: 0 only if every rank ended with 0.
+        The exit status: 0 only if every rank exited with 0.
     """
     with Supervisor() as supervisor:
-        status, why = _by_mpirun(plan, supervisor) if plan.by is not None else _by_ourselves(plan, supervisor)
+        status, why = _run_mpirun(plan, supervisor) if plan.mpirun is not None else _run_ranks(plan, supervisor)
         if why:
-            say(why)
+            notify(why)
         if supervisor.signalled is not None:
-            say(f"ended every rank because of {supervisor.signalled.name}.")
+            notify(f"ended every rank because of {supervisor.signalled.name}.")
     return status
 
 
-def _by_mpirun(plan: Plan, supervisor: Supervisor) -> tuple[int, str | None]:
-    assert plan.by is not None
-    # SIGTERM lets mpirun end its ranks on all hosts; what is left here is killed.
-    with ParentNotifier() as starter:
-        environment = {**os.environ, **starter.environment}
-        supervisor.start(mpirun.command_line(plan.by, plan.request), environment, signal.SIGTERM)
+def _run_mpirun(plan: LaunchPlan, supervisor: Supervisor) -> tuple[int, str | None]:
+    assert plan.mpirun is not None
+    with ParentNotifier() as notifier:
+        environment = {**os.environ, **notifier.environment}
+        # On SIGTERM mpirun ends its ranks on all hosts; whatever remains on this one is killed.
+        supervisor.start(mpirun.command_line(plan.mpirun, plan.job), environment, end_signal=signal.SIGTERM)
         status, why = supervisor.wait()
-        # Open MPI 5 ends with 0 where it lost a host.
-        return status or (1 if starter.heard() else 0), why
+        # Open MPI 5 exits with 0 after it has lost a host.
+        return status or (1 if notifier.heard() else 0), why
 
 
-def _by_ourselves(plan: Plan, supervisor: Supervisor) -> tuple[int, str | None]:
-    request, ranks = plan.request, plan.request.ranks
-    segment = Segment.create(SharedMemoryRendezvous.nbytes(ranks))
-    meeting = SharedMemoryRendezvous(segment, 0, ranks, [])
-    own: Mapping[str, str] = {name: value for name, value in request.exports.items() if value is not None}
-    with Relay(request.tag_output, request.output_directory) as relay:
-        for rank in range(ranks):
+def _run_ranks(plan: LaunchPlan, supervisor: Supervisor) -> tuple[int, str | None]:
+    job = plan.job
+    segment = Segment.create(SharedMemoryRendezvous.nbytes(job.ranks))
+    rendezvous = SharedMemoryRendezvous(segment, 0, job.ranks, [])
+    variables: Mapping[str, str] = {name: value for name, value in job.environment.items() if value is not None}
+    with Relay(job.tag_output, job.output_directory) as relay:
+        for rank in range(job.ranks):
             out, err = relay.files(rank)
             supervisor.start(
-                request.command,
-                {**os.environ, **own, **child_environment(segment, rank, ranks, 0)},
+                job.command,
+                {**os.environ, **variables, **child_environment(segment, rank, job.ranks, 0)},
                 pass_fds=[segment.fd],
                 stdin=None if rank == 0 else subprocess.DEVNULL,
                 stdout=out,
@@ -74,9 +73,9 @@ def _by_ourselves(plan: Plan, supervisor: Supervisor) -> tuple[int, str | None]:
             )
         relay.start()
 
-        def look() -> str | None:
-            """A rank that has ended without ever meeting the others, who wait for it."""
-            arrived = [meeting.has_arrived(rank) for rank in range(ranks)]
+        def find_missing_rank() -> str | None:
+            """A rank that exited before init(), where the others wait for it."""
+            arrived = [rendezvous.has_arrived(rank) for rank in range(job.ranks)]
             for rank, process in enumerate(supervisor.processes):
                 if any(arrived) and not arrived[rank] and process.poll() is not None:
                     return (
@@ -85,18 +84,13 @@ def _by_ourselves(plan: Plan, supervisor: Supervisor) -> tuple[int, str | None]:
                     )
             return None
 
-        status, why = supervisor.wait(look)
-    return status, why or _worst(supervisor)
+        status, why = supervisor.wait(find_missing_rank)
+    return status, why or _failed_rank(supervisor)
 
 
-def _worst(supervisor: Supervisor) -> str | None:
-    """The rank that ended badly, for a user who sees no traceback because it was killed."""
+def _failed_rank(supervisor: Supervisor) -> str | None:
+    """The first rank with a bad exit status; a killed rank leaves no traceback that would say so."""
     for rank, process in enumerate(supervisor.processes):
         if process.returncode and supervisor.signalled is None:
             return f"rank {rank} ended with {ending(process.returncode)}."
     return None
-
-
-def say(text: str) -> None:
-    """Print a line for the user beside the ranks' own output."""
-    print(f"ring run: {text}", file=sys.stderr, flush=True)

@@ -1,8 +1,11 @@
-"""The mpirun that is there, and the command line by which it does what was asked for.
+"""Finds mpirun, tells whose it is, and writes its command line.
 
-Hydra's mpiexec, which is MPICH's, and Intel MPI's child of it.
+Three MPI implementations are known. Their launchers take the same wishes in different words:
 
-Open MPI's mpirun: version 5, which stands on PRRTE, and version 4, which stands on ORTE.
+- Open MPI 4 starts its daemons with ORTE, Open MPI 5 with PRRTE. Parameters of the daemons changed from `--mca` to
+  `--prtemca`, and some options were renamed; parameters of MPI itself stay `--mca`.
+- MPICH's launcher is called Hydra. It hands the whole environment to every rank.
+- Intel MPI's is a descendant of Hydra, with its own words for pinning and hosts.
 """
 
 from __future__ import annotations
@@ -15,95 +18,32 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple, get_args
 
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.control.tcp_liveness import patience
 from ring_plugins.launcher.hosts import Share
 
+Flavor = Literal["Open MPI", "MPICH", "Intel MPI"]
 
-def _hydra_command_line(mpirun: Mpirun, request: Request) -> list[str]:
-    """The options of Hydra that a request needs. It hands the whole environment on by itself."""
-    intel = mpirun.flavour == "Intel MPI"
-    line = [mpirun.path]
-    if request.agent:
-        program, *words = shlex.split(request.agent)
-        if words:  # Hydra takes one word as the agent, and its options from a variable
-            variable = "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS" if intel else "HYDRA_LAUNCH_EXTRA_ARGS"
-            line = ["env", f"{variable}={shlex.join(words)}", mpirun.path]
-        line += ["-launcher", "ssh", "-launcher-exec", shutil.which(program) or program]
-    if request.interface and not set("/,") & set(request.interface):  # Hydra knows one interface, by its name
-        line += ["-iface", request.interface]
-    if intel:
-        line += ["-genv", "I_MPI_PIN", "off"] if request.bind == "none" else _intel_pinning(request.bind)
-    else:
-        line += ["-bind-to", request.bind]
-    if request.tag_output:
-        line += ["-prepend-rank"]
-    if request.output_directory:
-        line += ["-outfile-pattern", f"{request.output_directory}/rank.%r.out"]
-        line += ["-errfile-pattern", f"{request.output_directory}/rank.%r.err"]
-    for name, value in request.exports.items():
-        if value is not None:
-            line += ["-genv", name, value]
-    line += request.options
-    if not request.shares:
-        return [*line, "-n", str(request.ranks), *request.command]
-    if not intel:
-        hosts = ",".join(f"{share.host}:{share.ranks}" for share in request.shares)
-        return [*line, "-hosts", hosts, "-n", str(request.ranks), *request.command]
-    # Intel MPI knows no `host:number`: every host gets an argument set of its own.
-    for number, share in enumerate(request.shares):
-        line += [":"] if number else []
-        line += ["-host", share.host, "-n", str(share.ranks), *request.command]
-    return line
+_VERSION_SECONDS = 20
+#: In the version texts of both libraries and launchers. Intel's come first: they mention MPICH too.
+_PATTERNS = (
+    ("Intel MPI", r"Intel\(R\) MPI Library.*?(\d{4}[.\d]*)"),
+    ("Open MPI", r"(?:Open ?MPI\)?|OpenRTE\)?)\s*v?(\d[\w.]*)"),
+    ("MVAPICH", r"MVAPICH2? Version\s*:?\s*(\d[\w.]*)"),
+    ("MPICH", r"(?:MPICH Version|HYDRA build details.*?Version)\s*:?\s*(\d[\w.]*)"),
+)
 
 
-def _intel_pinning(bind: str) -> list[str]:
-    return ["-genv", "I_MPI_PIN", "on", "-genv", "I_MPI_PIN_DOMAIN", bind]
+class Implementation(NamedTuple):
+    """An MPI implementation and its version, such as "Open MPI" and "5.0.11"."""
 
+    name: str
+    version: str
 
-def _open_mpi_command_line(mpirun: Mpirun, request: Request) -> list[str]:
-    """The options of Open MPI that a request needs."""
-    new = mpirun.flavour == "Open MPI 5"
-    daemons = "--prtemca" if new else "--mca"
-    line = [mpirun.path]
-    if request.as_root:
-        line += ["--allow-run-as-root"]
-    line += ["-n", str(request.ranks)]
-    if request.shares:
-        line += ["-H", ",".join(f"{share.host}:{share.ranks}" for share in request.shares)]
-    if request.agent:
-        line += [daemons, "plm_ssh_agent" if new else "plm_rsh_agent", request.agent]
-    line += ["--map-by", "slot:OVERSUBSCRIBE" if request.crowded else "slot", "--bind-to", _bind(request, new)]
-    if request.interface:
-        line += ["--mca", "btl_tcp_if_include", request.interface]
-        line += [daemons, "prte_if_include" if new else "oob_tcp_if_include", request.interface]
-    if request.shares:
-        # A lost network is noticed a little later than by the ranks, which have more to say about it.
-        for word, number in {"time": 1, "intvl": 1, "probes": round(patience()) + 1}.items():
-            line += [daemons, f"oob_tcp_keepalive_{word}", str(number)]
-    line += _output(request, new)
-    for name, value in request.exports.items():
-        line += ["-x", name if value is None else f"{name}={value}"]
-    return [*line, *request.options, *request.command]
-
-
-def _bind(request: Request, new: bool) -> str:
-    return "package" if new and request.bind == "socket" else request.bind
-
-
-def _output(request: Request, new: bool) -> list[str]:
-    if not new:
-        line = ["--tag-output"] if request.tag_output else []
-        return [*line, "--output-filename", request.output_directory] if request.output_directory else line
-    wishes = ["tag"] if request.tag_output else []
-    if request.output_directory:
-        wishes.append(f"dir={request.output_directory}")
-    return ["--output", ",".join(wishes)] if wishes else []
-
-
-Flavour = Literal["Open MPI 5", "Open MPI 4", "MPICH", "Intel MPI"]
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
 
 
 @dataclass(frozen=True)
@@ -112,32 +52,37 @@ class Mpirun:
 
     Attributes:
         path: of the program.
-        flavour: whose options it takes. Hydra of any other origin counts as MPICH's.
-        version: as it says itself.
+        flavor: the implementation whose options it takes. Every other descendant of Hydra counts as MPICH.
+        version: what it says about itself.
     """
 
     path: str
-    flavour: Flavour
+    flavor: Flavor
     version: str
+
+    @property
+    def uses_prrte(self) -> bool:
+        """Whether its daemons are PRRTE's, as of Open MPI 5, rather than ORTE's."""
+        return self.flavor == "Open MPI" and int(self.version.split(".")[0]) >= 5
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a job is to be, whatever starts it.
+class JobSpec:
+    """A job in words that any launcher understands.
 
     Attributes:
         command: program and arguments of every rank.
-        ranks: how many.
-        shares: the hosts and their ranks, in rank order; empty for this host, or for what a scheduler allocated.
-        interface: network that the ranks use: an interface's name, several, or a subnet; None for the MPI's own choice.
+        ranks: number of ranks.
+        shares: hosts and their numbers of ranks, in rank order; empty for this host, or if a scheduler chose the hosts.
+        interface: network for the ranks: an interface's name, several, or a subnet; None leaves the choice to MPI.
         bind: "none", "core", "numa" or "socket".
-        crowded: some host gets more ranks than it has cores.
-        as_root: this user is root, which Open MPI wants to be told.
-        agent: what is run in place of ssh, with the host and a command as arguments.
-        exports: variables for every rank; None as the value stands for that of this process.
+        oversubscribed: some host gets more ranks than it has cores.
+        as_root: this user is root, which Open MPI refuses unless told.
+        agent: program that replaces ssh; gets the host and a command as arguments.
+        environment: variables for every rank; None stands for the value that this process has.
         tag_output: put its rank in front of every line.
-        output_directory: write each rank's output to files in there instead of the terminal.
-        options: further options, in mpirun's own words.
+        output_directory: write each rank's output to files in this directory instead of the terminal.
+        options: further options for mpirun.
     """
 
     command: tuple[str, ...]
@@ -145,63 +90,69 @@ class Request:
     shares: tuple[Share, ...] = ()
     interface: str | None = None
     bind: str = "none"
-    crowded: bool = False
+    oversubscribed: bool = False
     as_root: bool = False
     agent: str | None = None
-    exports: Mapping[str, str | None] = field(default_factory=dict)
+    environment: Mapping[str, str | None] = field(default_factory=dict)
     tag_output: bool = False
     output_directory: str | None = None
     options: tuple[str, ...] = ()
 
 
+def locate() -> str | None:
+    """Path of the mpirun beside this Python, else of the first mpirun or mpiexec on PATH, else None."""
+    beside = Path(sys.executable).parent / "mpirun"
+    return str(beside) if beside.exists() else shutil.which("mpirun") or shutil.which("mpiexec")
+
+
 def find(wanted: str | None = None) -> Mpirun | None:
-    """The mpirun to use: the one wanted, else the one beside this Python, else the first on PATH.
+    """The mpirun that the user wants, else the one that `locate` finds, else None.
 
     Raises:
-        LaunchError: it does not run, or nobody knows its options.
+        LaunchError: it does not run, or is of an unknown kind.
     """
-    beside = Path(sys.executable).parent / "mpirun"
-    path = wanted or (str(beside) if beside.exists() else shutil.which("mpirun") or shutil.which("mpiexec"))
+    path = wanted or locate()
     if path is None:
         return None
     try:
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
+        answer = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=_VERSION_SECONDS, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{path} --version does not run: {error}. Name another one with --mpirun.") from error
-    return recognize(shutil.which(path) or path, said.stdout + said.stderr)
+    return recognize(shutil.which(path) or path, answer.stdout + answer.stderr)
+
+
+def identify(text: str) -> Implementation | None:
+    """The MPI implementation that a library's or a launcher's version text names, None if it is unknown."""
+    for name, pattern in _PATTERNS:
+        if found := re.search(pattern, text, re.DOTALL):
+            return Implementation(name, found[1].rstrip("."))
+    return None
 
 
 def recognize(path: str, text: str) -> Mpirun:
-    """Whose mpirun says `text` when it is asked for its version.
+    """The mpirun at `path`, which answers `--version` with `text`.
 
     Raises:
-        LaunchError: nobody's that is known here.
+        LaunchError: it is of an unknown kind.
     """
-    if found := re.search(r"\(Open ?MPI\) (\d+)(\S*)|\(OpenRTE\) (\d+)(\S*)", text):
-        major, rest = (found[1], found[2]) if found[1] else (found[3], found[4])
-        return Mpirun(path, "Open MPI 5" if int(major) >= 5 else "Open MPI 4", major + rest)
-    if found := re.search(r"Intel\(R\) MPI Library.*?Version (\S+)", text, re.DOTALL):
-        return Mpirun(path, "Intel MPI", found[1])
-    if found := re.search(r"HYDRA build details:\s*Version:\s*(\S+)", text):
-        return Mpirun(path, "MPICH", found[1])
-    said = text.strip().splitlines()[0] if text.strip() else "nothing"
+    found = identify(text)
+    if found is not None:
+        for flavor in get_args(Flavor):
+            if found.name == flavor:
+                return Mpirun(path, flavor, found.version)
+    first_line = text.strip().splitlines()[0] if text.strip() else ""
     raise LaunchError(
-        f"{path} is none of Open MPI, MPICH and Intel MPI: asked for its version it says {said!r}. "
-        "Name another one with --mpirun, or run it yourself; the script needs no `ring run`."
+        f"{path} is none of Open MPI, MPICH and Intel MPI: it answers --version with {first_line!r}. "
+        "Name another one with --mpirun, or run it yourself; the script does not need `ring run`."
     )
 
 
-def command_line(mpirun: Mpirun, request: Request) -> list[str]:
-    """The command that starts the job."""
-    if mpirun.flavour in ("MPICH", "Intel MPI"):
-        return _hydra_command_line(mpirun, request)
-    return _open_mpi_command_line(mpirun, request)
+def resolve_program(command: Sequence[str]) -> tuple[str, ...]:
+    """The command with the full path of its program, because other hosts may have another PATH.
 
-
-def program_and_arguments(command: Sequence[str]) -> tuple[str, ...]:
-    """The command with its program's full path, because other hosts search other directories.
-
-    A Python script that is not a program by itself is run by this Python.
+    A Python script that is not executable is run by this Python.
 
     Raises:
         LaunchError: there is no such program.
@@ -209,8 +160,89 @@ def program_and_arguments(command: Sequence[str]) -> tuple[str, ...]:
     program, *arguments = command
     found = shutil.which(program)
     if found:
-        # A path that was given is left as it is; what was found on PATH may be relative to here.
+        # A path that the user gave stays as it is; one found on PATH may be relative to this directory.
         return (found if "/" in program else str(Path(found).absolute()), *arguments)
     if program.endswith(".py") and Path(program).is_file():
         return (sys.executable, program, *arguments)
-    raise LaunchError(f"there is no program {program!r} here; what stands behind the options is run on every rank.")
+    raise LaunchError(
+        f"there is no program {program!r} here; the words after the options are the command of each rank."
+    )
+
+
+def command_line(mpirun: Mpirun, job: JobSpec) -> list[str]:
+    """The command that starts the job."""
+    return _open_mpi_command(mpirun, job) if mpirun.flavor == "Open MPI" else _hydra_command(mpirun, job)
+
+
+def _open_mpi_command(mpirun: Mpirun, job: JobSpec) -> list[str]:
+    prrte = mpirun.uses_prrte
+    daemons = "--prtemca" if prrte else "--mca"
+    line = [mpirun.path]
+    if job.as_root:
+        line += ["--allow-run-as-root"]
+    line += ["-n", str(job.ranks)]
+    if job.shares:
+        line += ["-H", ",".join(f"{share.host}:{share.ranks}" for share in job.shares)]
+    if job.agent:
+        line += [daemons, "plm_ssh_agent" if prrte else "plm_rsh_agent", job.agent]
+    line += ["--map-by", "slot:OVERSUBSCRIBE" if job.oversubscribed else "slot"]
+    line += ["--bind-to", "package" if prrte and job.bind == "socket" else job.bind]
+    if job.interface:
+        line += ["--mca", "btl_tcp_if_include", job.interface]
+        line += [daemons, "prte_if_include" if prrte else "oob_tcp_if_include", job.interface]
+    if job.shares:
+        # The daemons notice a lost network a second after the ranks, whose error says more.
+        for parameter, seconds in {"time": 1, "intvl": 1, "probes": round(patience()) + 1}.items():
+            line += [daemons, f"oob_tcp_keepalive_{parameter}", str(seconds)]
+    line += _open_mpi_output(job, prrte)
+    for name, value in job.environment.items():
+        line += ["-x", name if value is None else f"{name}={value}"]
+    return [*line, *job.options, *job.command]
+
+
+def _open_mpi_output(job: JobSpec, prrte: bool) -> list[str]:
+    if not prrte:
+        line = ["--tag-output"] if job.tag_output else []
+        return [*line, "--output-filename", job.output_directory] if job.output_directory else line
+    words = ["tag"] if job.tag_output else []
+    if job.output_directory:
+        words.append(f"dir={job.output_directory}")
+    return ["--output", ",".join(words)] if words else []
+
+
+def _hydra_command(mpirun: Mpirun, job: JobSpec) -> list[str]:
+    intel = mpirun.flavor == "Intel MPI"
+    line = [mpirun.path]
+    if job.agent:
+        program, *words = shlex.split(job.agent)
+        if words:  # Hydra takes a single word as the agent, and the agent's options from a variable
+            variable = "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS" if intel else "HYDRA_LAUNCH_EXTRA_ARGS"
+            line = ["env", f"{variable}={shlex.join(words)}", mpirun.path]
+        line += ["-launcher", "ssh", "-launcher-exec", shutil.which(program) or program]
+    if job.interface and not set("/,") & set(job.interface):  # Hydra takes the name of one interface, no subnet
+        line += ["-iface", job.interface]
+    if not intel:
+        line += ["-bind-to", job.bind]
+    elif job.bind == "none":
+        line += ["-genv", "I_MPI_PIN", "off"]
+    else:
+        line += ["-genv", "I_MPI_PIN", "on", "-genv", "I_MPI_PIN_DOMAIN", job.bind]
+    if job.tag_output:
+        line += ["-prepend-rank"]
+    if job.output_directory:
+        line += ["-outfile-pattern", f"{job.output_directory}/rank.%r.out"]
+        line += ["-errfile-pattern", f"{job.output_directory}/rank.%r.err"]
+    for name, value in job.environment.items():
+        if value is not None:
+            line += ["-genv", name, value]
+    line += job.options
+    if not job.shares:
+        return [*line, "-n", str(job.ranks), *job.command]
+    if not intel:
+        hosts = ",".join(f"{share.host}:{share.ranks}" for share in job.shares)
+        return [*line, "-hosts", hosts, "-n", str(job.ranks), *job.command]
+    # Intel MPI does not understand `host:number`: each host gets its own set of arguments.
+    for number, share in enumerate(job.shares):
+        line += [":"] if number else []
+        line += ["-host", share.host, "-n", str(share.ranks), *job.command]
+    return line

@@ -1,8 +1,12 @@
-"""What a host says about itself: sent to its Python over standard input, so it needs nothing but that.
+"""Reports what `preflight` wants to know about a host. It is sent to the host's Python over standard input.
 
-`python - JSON` prints a line that begins with `ring probe:` and goes on as JSON. The argument's keys: `packages`, whose
-versions to tell; `paths`, which ought to exist; `program`, a file whose contents ought to be the same everywhere;
-`listener`, an address and port that ought to be reachable, or null.
+It therefore imports the standard library only, and ring_plugins where that can be imported. `python - JSON` prints one
+line, `ring probe: ` and a JSON object. The argument's keys:
+
+    packages: names of packages whose versions to report
+    paths: files and directories that ought to exist
+    program: a file whose contents ought to be the same on all hosts, or null
+    listener: address and port that ought to accept a connection, or null
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import sys
 
 
 def versions(names: list[str]) -> dict[str, str]:
-    """Of those packages that are installed."""
+    """Package name to version, for the packages that are installed."""
     found = {}
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -27,9 +31,9 @@ def versions(names: list[str]) -> dict[str, str]:
 
 
 def own_package() -> tuple[str | None, str, int]:
-    """Version of the package as it is imported, which is not always as it was installed, or what keeps it from that.
+    """Version of ring_plugins, why it cannot be imported, and the number of cores, which ring_plugins counts.
 
-    And the number of cores, which it counts.
+    The imported version counts: with PYTHONPATH it may differ from the installed one.
     """
     try:
         import ring_plugins
@@ -40,7 +44,7 @@ def own_package() -> tuple[str | None, str, int]:
 
 
 def digest(path: str | None) -> str | None:
-    """Of what a file holds, None where there is none."""
+    """SHA-256 of a file, None if there is no such file."""
     if path is None or not os.path.isfile(path):
         return None
     with open(path, "rb") as file:
@@ -48,7 +52,7 @@ def digest(path: str | None) -> str | None:
 
 
 def reaches(listener: list[str] | None) -> bool:
-    """Whether somebody can be connected to, at an address and port."""
+    """Whether the address and port accept a connection; True if there is none to try."""
     if listener is None:
         return True
     try:
@@ -59,8 +63,8 @@ def reaches(listener: list[str] | None) -> bool:
 
 
 def main() -> None:
-    """Answer the question in the first argument."""
-    wanted = json.loads(sys.argv[1])
+    """Print the report that the first argument asks for."""
+    question = json.loads(sys.argv[1])
     version, trouble, cores = own_package()
     report = {
         "name": socket.gethostname(),
@@ -68,10 +72,10 @@ def main() -> None:
         "cores": cores,
         "ring_plugins": version,
         "trouble": trouble,
-        "packages": versions(wanted["packages"]),
-        "missing": [path for path in wanted["paths"] if not os.path.exists(path)],
-        "program": digest(wanted["program"]),
-        "reaches": reaches(wanted["listener"]),
+        "packages": versions(question["packages"]),
+        "missing": [path for path in question["paths"] if not os.path.exists(path)],
+        "program": digest(question["program"]),
+        "reaches": reaches(question["listener"]),
     }
     print("ring probe:", json.dumps(report))
 

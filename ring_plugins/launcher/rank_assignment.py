@@ -1,14 +1,16 @@
-"""Who is which rank when a cluster's own scheduler has placed the processes."""
+"""Assigns ranks to processes that a cluster's own scheduler has placed, as Spark and Ray do."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ring_plugins.core.base import config
+
 
 @dataclass(frozen=True)
-class Seat:
-    """A rank's place in its job, as the variables of torchrun say it."""
+class RankAssignment:
+    """A process's place in its job, in the terms of torchrun."""
 
     rank: int
     size: int
@@ -18,14 +20,14 @@ class Seat:
     num_nodes: int
 
     def environment(self, address: str, port: int) -> dict[str, str]:
-        """What the rank is told.
+        """The variables by which `ring_plugins.init()` finds the other ranks.
 
         Args:
-            address, port: where rank 0 can be met.
+            address, port: where rank 0 listens.
         """
         return {
-            # A scheduler may itself have been started by mpirun or srun, whose variables would contradict these.
-            "RING_LAUNCHER": "rendezvous",
+            # The scheduler itself may run under mpirun or srun, whose variables contradict these.
+            config.LAUNCHER.name: "rendezvous",
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.size),
             "LOCAL_RANK": str(self.local_rank),
@@ -37,18 +39,21 @@ class Seat:
         }
 
 
-def seats(hosts: Sequence[str]) -> list[Seat]:
-    """A seat for every process, so that ranks of one host follow each other.
+def assign_ranks(hosts: Sequence[str]) -> list[RankAssignment]:
+    """Assign a rank to every process, so that the ranks of one host follow each other.
 
     Args:
-        hosts: where each process runs, in the scheduler's order.
+        hosts: the host of each process, in the scheduler's order.
+
+    Returns:
+        An assignment for each process, in the same order.
     """
     nodes = list(dict.fromkeys(hosts))
     order = sorted(range(len(hosts)), key=lambda process: (nodes.index(hosts[process]), process))
-    found: dict[int, Seat] = {}
+    found: dict[int, RankAssignment] = {}
     for rank, process in enumerate(order):
         local = [other for other in order if hosts[other] == hosts[process]]
-        found[process] = Seat(
+        found[process] = RankAssignment(
             rank, len(hosts), local.index(process), len(local), nodes.index(hosts[process]), len(nodes)
         )
     return [found[process] for process in range(len(hosts))]

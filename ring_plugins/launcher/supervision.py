@@ -1,4 +1,16 @@
-"""Processes that end together: with the first that fails, on a signal, and when their starter is killed itself."""
+"""Ends processes together: when one of them fails, on a signal, and when the process that started them is killed.
+
+`ring run` promises that nothing of a job outlives it. Three mechanisms of Linux keep that promise:
+
+- A process that is started here asks the kernel for a signal at the death of its parent (PR_SET_PDEATHSIG). It holds
+  even if this process is killed with SIGKILL.
+- This process adopts orphans (PR_SET_CHILD_SUBREAPER). What a rank leaves behind, such as a data loader's worker in a
+  session of its own, becomes a child of this process instead of init's, and is found and killed.
+- Signals to this process are noted, and the wait loop acts on them: the ranks get some seconds to print their own errors
+  before they are killed.
+
+Process groups alone would not do: mpirun, shells and data loaders make sessions of their own.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +25,23 @@ from typing import Any
 
 from ring_plugins.core.linux.process import adopt_orphans, children, descendants, end_with_parent
 
-#: Seconds in which others of the job may end by themselves, with a word of their own, once it is over.
-_GRACE = 8.0
-#: Seconds that a terminal's Ctrl-C, which reaches all processes by itself, is left to do its work.
-_INTERRUPTED = 3.0
-#: How often to look for processes that a rank has left behind.
-_LOOK = 1.5
+#: Seconds that the other processes get to end by themselves, with errors of their own, once the job is over.
+_GRACE_SECONDS = 8.0
+#: Seconds before SIGTERM follows a Ctrl-C, which the terminal has sent to all processes already.
+_INTERRUPT_SECONDS = 3.0
+#: Seconds between two searches for orphans.
+_ORPHAN_SECONDS = 1.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Supervisor:
-    """Starts processes and sees all of them, and what they start, to their end.
+    """Starts processes, and sees them and everything they start to their end.
 
-    Used as a context in the main thread. Orphans of the processes become children of this one, so that none is lost
-    sight of, whatever it does.
+    Use it as a context manager in the main thread.
+
+    Attributes:
+        processes: in the order of their start.
+        signalled: the last signal that this process received, None if none.
     """
 
     def __init__(self) -> None:
@@ -34,38 +49,38 @@ class Supervisor:
         self.signalled: signal.Signals | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> Supervisor:  # noqa: PYI034 - typing.Self is younger than Python 3.10
+    def __enter__(self) -> Supervisor:  # noqa: PYI034 - typing.Self needs Python 3.11
         adopt_orphans(True)
         for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
-                self._previous[number] = signal.signal(number, self._take_note)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as set by nohup, which must keep its effect
+                self._previous[number] = signal.signal(number, self._note_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
-        end(self.processes)
+        _kill_all(self.processes)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         adopt_orphans(False)
 
-    def _take_note(self, number: int, _: FrameType | None) -> None:
+    def _note_signal(self, number: int, _: FrameType | None) -> None:
         self.signalled = signal.Signals(number)
 
     def start(
         self,
         command: Sequence[str],
         environment: Mapping[str, str],
-        dying_word: signal.Signals = signal.SIGKILL,
+        end_signal: signal.Signals = signal.SIGKILL,
         pass_fds: Sequence[int] = (),
         stdin: int | None = None,
         stdout: int | None = None,
         stderr: int | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start a process that gets the signal `dying_word` when this process ends before it."""
-        starter = os.getpid()
+        """Start a process, which gets `end_signal` if this process ends before it."""
+        parent = os.getpid()
 
-        def before_running() -> None:
-            end_with_parent(dying_word)
-            if os.getppid() != starter:
+        def before_exec() -> None:
+            end_with_parent(end_signal)
+            if os.getppid() != parent:
                 os._exit(1)
 
         process = subprocess.Popen(
@@ -75,71 +90,71 @@ class Supervisor:
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
-            preexec_fn=before_running,  # noqa: PLW1509 - in the main thread of a process without others
+            preexec_fn=before_exec,  # noqa: PLW1509 - this is the main thread, before any other is started
         )
         self.processes.append(process)
         return process
 
-    def wait(self, look: Callable[[], str | None] = lambda: None) -> tuple[int, str | None]:
-        """Wait until all have ended; once one has failed the others get some seconds to do so.
+    def wait(self, find_trouble: Callable[[], str | None] = lambda: None) -> tuple[int, str | None]:
+        """Wait until all processes have ended. Once one has failed, the others get `_GRACE_SECONDS`.
 
         Args:
-            look: looked at regularly; a text says that the job cannot succeed any more, and why.
+            find_trouble: called regularly; returns why the job cannot succeed any more, None while it can.
 
         Returns:
-            The exit status that the job deserves, and the text of `look`, if there was one.
+            The exit status of the job, and what `find_trouble` found.
         """
         over: float | None = None
-        next_look = time.monotonic() + _LOOK
-        idle = False
-        told_to_end = False
-        why = None
+        next_search = time.monotonic() + _ORPHAN_SECONDS
+        had_orphans = False
+        terminated = False
+        trouble = None
         while any(process.poll() is None for process in self.processes):
             now = time.monotonic()
             if over is None and self.signalled is not None:
                 over = now
-            if over is None and (why := look()) is not None:
+            if over is None and (trouble := find_trouble()) is not None:
                 over = now
             if over is None and any(process.returncode for process in self.processes):
                 over = now
-            patience = _INTERRUPTED if self.signalled == signal.SIGINT else 0.0
-            # Ranks that wait for one that will never come cannot end by themselves.
-            if over is not None and (self.signalled or why) and not told_to_end and now - over >= patience:
-                told_to_end = True
+            delay = _INTERRUPT_SECONDS if self.signalled == signal.SIGINT else 0.0
+            # After a failure the ranks tell each other. After a signal, or where a rank never came, nobody tells them.
+            if over is not None and (self.signalled or trouble) and not terminated and now - over >= delay:
+                terminated = True
                 for process in self.processes:
                     if process.poll() is None:
                         process.terminate()
-            if over is not None and now - over > _GRACE:
+            if over is not None and now - over > _GRACE_SECONDS:
                 break
-            if now > next_look:
-                next_look = now + _LOOK
-                idle = self._end_orphans_of_the_idle(idle)
+            if now > next_search:
+                next_search = now + _ORPHAN_SECONDS
+                had_orphans = self._kill_orphans_of_idle_processes(had_orphans)
             time.sleep(0.02)
-        end(self.processes)
+        _kill_all(self.processes)
         if self.signalled is not None:
-            return 128 + self.signalled, why
+            return 128 + self.signalled, trouble
         codes = [process.returncode for process in self.processes]
         bad = next((code for code in codes if code), 0)
-        return (bad if bad >= 0 else 128 - bad) or (1 if why else 0), why
+        return (bad if bad >= 0 else 128 - bad) or (1 if trouble else 0), trouble
 
-    def _end_orphans_of_the_idle(self, idle: bool) -> bool:
-        """End what ranks left behind if nothing runs any more: mpirun waits for everyone who could still print.
+    def _kill_orphans_of_idle_processes(self, had_orphans: bool) -> bool:
+        """Kill orphans once no rank runs any more: mpirun waits for every process that could still print.
 
         Args:
-            idle: what this returned last time; twice in a row is no moment between two things.
+            had_orphans: what this returned last time. Ranks that are just being started look the same for a moment.
         """
         family = children()
         own = [process.pid for process in self.processes]
         orphans = [pid for pid in family.get(os.getpid(), []) if pid not in own]
-        busy = any(family.get(pid) for pid in own)
-        if idle and not busy:
+        is_busy = any(family.get(pid) for pid in own)
+        if had_orphans and not is_busy:
             for pid in [*orphans, *(below for orphan in orphans for below in descendants(orphan, family))]:
                 _kill(pid)
-        return bool(orphans) and not busy
+        return bool(orphans) and not is_busy
 
 
-def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Kill what still lives of `processes` and of what they started, until nothing does."""
+def _kill_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Kill those of `processes` that still run, and then every descendant of this process, until none is left."""
     for process in processes:
         if process.poll() is None:
             process.kill()
@@ -156,4 +171,4 @@ def _kill(pid: int) -> None:
     with contextlib.suppress(OSError):
         os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(OSError):
-        os.waitpid(pid, os.WNOHANG)  # an orphan that became our child
+        os.waitpid(pid, os.WNOHANG)  # an orphan that this process has adopted

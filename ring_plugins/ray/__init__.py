@@ -1,4 +1,4 @@
-"""Ranks on the nodes of a Ray cluster."""
+"""Runs ranks on the nodes of a Ray cluster."""
 
 from ring_plugins.ray.run import run
 

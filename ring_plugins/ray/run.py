@@ -1,15 +1,17 @@
-"""`ring_plugins.ray.run`: a function on several Ray actors, with the results on the driver."""
+"""`ring_plugins.ray.run`: calls a function on several Ray actors and returns the results to the driver."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, MissingDependency
-from ring_plugins.launcher.outcomes import Failure, Outcome, collect, pack_call, results
-from ring_plugins.launcher.rank_assignment import seats
-from ring_plugins.ray.actor import Rank
+from ring_plugins.core.linux.interfaces import free_port
+from ring_plugins.launcher.outcomes import Failure, Outcome, call, collect, pack_call, results
+from ring_plugins.launcher.rank_assignment import assign_ranks
 
 T = TypeVar("T")
 
@@ -28,28 +30,28 @@ def run(
 ) -> list[T]:
     """Call `function(*args, **kwargs)` on several actors of a Ray cluster, all at once.
 
-    One actor is one rank, and a process of its own, in which `ring_plugins.init()` finds the others. All end when one
-    fails and when the driver does. A rank that fails is not tried again. Without `ray.init()` before, Ray finds or
-    starts a cluster as it always does.
+    Each actor is one rank, in a process of its own, in which `ring_plugins.init()` finds the others. All ranks end when
+    one fails and when the driver ends; a failed rank is not retried. Unless `ray.init()` was called before, Ray finds
+    or starts a cluster as usual.
 
     Args:
-        function: also one from a notebook or a closure.
-        args, kwargs: for the function, the same on every rank.
+        function: the function; it may come from a notebook or be a closure.
+        args, kwargs: arguments of the function, the same on every rank.
         num_workers: number of ranks; by default as many as the cluster has room for.
-        resources: of each rank, in Ray's words; `{"CPU": 1}` by default, `{"CPU": 4, "GPU": 1}` with a GPU each.
-        placement: strategy of the placement group: few nodes (PACK), or many (SPREAD).
+        resources: of each rank, as Ray names them; `{"CPU": 1}` by default, `{"CPU": 4, "GPU": 1}` for a GPU each.
+        placement: strategy of the placement group: PACK prefers few nodes, SPREAD many.
         env: variables to set for the ranks.
         start_timeout: seconds to wait until Ray has room for all ranks.
-        timeout: seconds for everything after that, without limit by default.
+        timeout: seconds for the call after that, None for no limit.
 
     Returns:
         The results in rank order.
 
     Raises:
-        RankFailed: the function raised on a rank, or its actor died; the text names rank and host.
-        ArgumentError: a function, argument or number that cannot be used.
+        RankFailed: the function raised on a rank, or the rank's actor died; the text names rank and host.
+        ArgumentError: the function or an argument cannot be used.
         LaunchError: the cluster has no room for all ranks.
-        TimeoutExceeded: `timeout` passed; all ranks have been ended.
+        TimeoutExceeded: `timeout` has passed; all ranks have been ended.
         MissingDependency: ray is not installed.
     """
     try:
@@ -66,34 +68,61 @@ def run(
     packed = pack_call(function, args, kwargs)
     if not ray.is_initialized():
         ray.init()
-    ranks = num_workers or _room(ray.cluster_resources(), needs)
-    with _Group(ray, ranks, needs, placement, dict(env or {}), start_timeout) as group:
-        return results(group.outcomes(packed, timeout))
+    ranks = num_workers or _max_ranks(ray.cluster_resources(), needs)
+    with _RankActors(ray, ranks, needs, placement, dict(env or {}), start_timeout) as actors:
+        return results(actors.outcomes(packed, timeout))
 
 
-def _room(cluster: Mapping[str, float], needs: Mapping[str, float]) -> int:
-    """How many ranks a cluster has room for."""
+def _max_ranks(cluster: Mapping[str, float], needs: Mapping[str, float]) -> int:
+    """Number of ranks for which the cluster has room."""
     ranks = min(int(cluster.get(name, 0.0) // amount) for name, amount in needs.items() if amount > 0)
     if ranks < 1:
-        raise LaunchError(f"the Ray cluster has {_words(cluster)}, and a rank needs {_words(needs)}.")
+        raise LaunchError(f"the Ray cluster has {_describe(cluster)}, and a rank needs {_describe(needs)}.")
     return ranks
 
 
-def _words(amounts: Mapping[str, float]) -> str:
-    """`4 CPU, 1 GPU`, without what Ray counts for itself."""
-    own = ("memory", "object_store_memory")
+def _describe(resources: Mapping[str, float]) -> str:
+    """`4 CPU, 1 GPU`, without the resources that Ray adds for itself."""
+    internal = ("memory", "object_store_memory")
     return ", ".join(
         f"{amount:g} {name}"
-        for name, amount in sorted(amounts.items())
-        if name not in own and not name.startswith("node:")
+        for name, amount in sorted(resources.items())
+        if name not in internal and not name.startswith("node:")
     )
 
 
-class _Group:
-    """The actors of one call, in a placement group of their own. As a context it leaves neither behind."""
+class _RankActor:
+    """One rank; `ray.remote` makes an actor of this class. The actor's process ends with the job."""
+
+    def location(self) -> tuple[str, str, int]:
+        """The host's name, its address in the cluster, and a free port there."""
+        import ray
+
+        return socket.gethostname(), ray.util.get_node_ip_address(), free_port()
+
+    def call(self, packed: bytes, rank: int, environment: Mapping[str, str]) -> Outcome:
+        """Run the packed call as a rank.
+
+        Args:
+            packed: what `pack_call` made.
+            rank: number of this rank.
+            environment: variables by which `ring_plugins.init()` finds the others.
+        """
+        os.environ.update(environment)
+        return call(packed, rank)
+
+
+class _RankActors:
+    """The actors of one call, in a placement group of their own. Leaving the context removes both."""
 
     def __init__(
-        self, ray: Any, ranks: int, needs: dict[str, float], placement: str, env: dict[str, str], patience: float
+        self,
+        ray: Any,
+        ranks: int,
+        needs: dict[str, float],
+        placement: str,
+        variables: dict[str, str],
+        start_timeout: float,
     ) -> None:
         from ray.util import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -101,11 +130,11 @@ class _Group:
         self._ray, self._actors = ray, []
         self._group = placement_group([dict(needs) for _ in range(ranks)], strategy=placement)
         try:
-            if not self._group.wait(patience):
+            if not self._group.wait(start_timeout):
                 raise LaunchError(
-                    f"after {patience:g} s Ray has no room for {ranks} ranks of {_words(needs)} each, placed "
-                    f"{placement}: the cluster has {_words(ray.cluster_resources())}, of which "
-                    f"{_words(ray.available_resources())} are free. Start fewer ranks, or add nodes."
+                    f"after {start_timeout:g} s Ray has no room for {ranks} ranks of {_describe(needs)} each, placed "
+                    f"{placement}: the cluster has {_describe(ray.cluster_resources())}, of which "
+                    f"{_describe(ray.available_resources())} are free. Start fewer ranks, or add nodes."
                 )
             others = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
             for number in range(ranks):
@@ -114,33 +143,37 @@ class _Group:
                     "num_gpus": needs.get("GPU", 0),
                     "resources": others,
                     "max_restarts": 0,
-                    "runtime_env": {"env_vars": env} if env else None,  # with one, no process stands ready
+                    # With a runtime environment of its own an actor cannot use a process that Ray has started ahead.
+                    "runtime_env": {"env_vars": variables} if variables else None,
                     "scheduling_strategy": PlacementGroupSchedulingStrategy(
                         self._group, placement_group_bundle_index=number
                     ),
                 }
-                self._actors.append(ray.remote(Rank).options(**options).remote())
-            told = ray.get([actor.where.remote() for actor in self._actors], timeout=patience)
+                self._actors.append(ray.remote(_RankActor).options(**options).remote())
+            locations = ray.get([actor.location.remote() for actor in self._actors], timeout=start_timeout)
         except BaseException:
             self._end()
             raise
-        self._hosts = [host for host, _, _ in told]
-        self._seats = seats(self._hosts)
-        first = self._seats.index(next(seat for seat in self._seats if seat.rank == 0))
-        self._meeting = (told[first][1], told[first][2])
+        self._hosts = [host for host, _, _ in locations]
+        self._assignments = assign_ranks(self._hosts)
+        first = next(process for process, assignment in enumerate(self._assignments) if assignment.rank == 0)
+        self._rendezvous = locations[first][1:]
 
-    def __enter__(self) -> _Group:  # noqa: PYI034 - typing.Self is younger than Python 3.10
+    def __enter__(self) -> _RankActors:  # noqa: PYI034 - typing.Self needs Python 3.11
         return self
 
     def __exit__(self, *_: object) -> None:
         self._end()
 
     def outcomes(self, packed: bytes, timeout: float | None) -> list[Outcome]:
-        """Let every rank do its work, and gather how each ended, the first to end first."""
+        """Run the call on every rank and collect the outcomes, in the order of their arrival."""
         ray = self._ray
         waiting = {
-            actor.perform.remote(packed, seat.rank, seat.environment(*self._meeting)): (seat.rank, host)
-            for actor, seat, host in zip(self._actors, self._seats, self._hosts, strict=True)
+            actor.call.remote(packed, assignment.rank, assignment.environment(*self._rendezvous)): (
+                assignment.rank,
+                host,
+            )
+            for actor, assignment, host in zip(self._actors, self._assignments, self._hosts, strict=True)
         }
 
         def poll(seconds: float) -> Iterator[Outcome]:
@@ -158,7 +191,7 @@ class _Group:
         from ray.util import remove_placement_group
 
         for actor in self._actors:
-            with contextlib.suppress(Exception):  # it is dead already, or Ray is
+            with contextlib.suppress(Exception):  # the actor, or Ray itself, has ended already
                 self._ray.kill(actor)
         with contextlib.suppress(Exception):
             remove_placement_group(self._group)

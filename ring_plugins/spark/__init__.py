@@ -1,4 +1,4 @@
-"""Ranks on the executors of a Spark cluster."""
+"""Runs ranks on the executors of a Spark cluster."""
 
 from ring_plugins.spark.run import run
 

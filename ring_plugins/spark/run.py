@@ -1,17 +1,29 @@
-"""`ring_plugins.spark.run`: a function on several executors, with the results on the driver."""
+"""`ring_plugins.spark.run`: calls a function on several Spark executors and returns the results to the driver.
+
+Each rank is a task in barrier mode, which Spark starts all at once or not at all. The task starts the rank as a process
+of its own, because Spark reuses its Python workers, and watches it while it keeps a connection to the driver: when the
+driver ends, the connection closes and the task kills the rank.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, MissingDependency
-from ring_plugins.launcher.control import Driver
+from ring_plugins.core.linux.interfaces import address_towards, free_port
+from ring_plugins.launcher.control import Driver, Line
+from ring_plugins.launcher.local_ranks import RankProcess
 from ring_plugins.launcher.outcomes import pack_call, results
-from ring_plugins.spark.task import Task
+from ring_plugins.launcher.rank_assignment import assign_ranks
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -31,26 +43,26 @@ def run(
 ) -> list[T]:
     """Call `function(*args, **kwargs)` on several executors of the active Spark session, all at once.
 
-    One Spark task in barrier mode is one rank. Each runs the function in a process of its own, in which
-    `ring_plugins.init()` finds the others; it ends when another rank fails, when Spark ends the task, and when the
-    driver is gone. A rank that fails is not tried again.
+    Each rank is a Spark task in barrier mode. It runs the function in a process of its own, in which
+    `ring_plugins.init()` finds the others; the process ends when another rank fails, when Spark ends the task, and when
+    the driver ends. A failed rank is not retried.
 
     Args:
-        function: also one from a notebook or a closure.
-        args, kwargs: for the function, the same on every rank.
+        function: the function; it may come from a notebook or be a closure.
+        args, kwargs: arguments of the function, the same on every rank.
         num_proc: number of ranks; by default as many tasks as Spark can run at the same time.
         env: variables to set for the ranks.
         start_timeout: seconds to wait until Spark has slots for all ranks.
-        timeout: seconds for everything, without limit by default.
+        timeout: seconds for the whole call, None for no limit.
 
     Returns:
         The results in rank order. They pass through the driver's memory: let rank 0 write a model to storage.
 
     Raises:
-        RankFailed: the function raised on a rank, or its task was lost; the text names rank and host.
-        ArgumentError: a function, argument or number that cannot be used.
+        RankFailed: the function raised on a rank, or the rank's task was lost; the text names rank and host.
+        ArgumentError: the function or an argument cannot be used.
         LaunchError: Spark has no slots for all ranks, or they cannot reach the driver.
-        TimeoutExceeded: `timeout` passed; all ranks have been ended.
+        TimeoutExceeded: `timeout` has passed; all ranks have been ended.
         MissingDependency: pyspark is not installed.
     """
     context = _context()
@@ -60,17 +72,48 @@ def run(
     ranks = _wait_for_slots(context, num_proc, start_timeout)
     with Driver() as driver:
         host = context.getConf().get("spark.driver.host") or "127.0.0.1"
-        job = _Job(context, ranks, Task(host, driver.port, driver.key, dict(env or {})))
+        job = _SparkJob(context, ranks, _RankTask(host, driver.port, driver.key, dict(env or {})))
         try:
             return results(driver.outcomes(packed, ranks, job.trouble, timeout))
         finally:
             job.cancel()
 
 
-class _Job:
-    """The Spark job whose tasks are the ranks, in a thread of its own."""
+def _context() -> SparkContext:
+    try:
+        from pyspark.sql import SparkSession
+    except ImportError as error:
+        raise MissingDependency(f'pyspark is not installed ({error}): pip install "ring_plugins[spark]"') from error
+    session = SparkSession.getActiveSession()
+    if session is None:
+        raise LaunchError(
+            "there is no active Spark session: create one first with SparkSession.builder.getOrCreate(), with a task "
+            "slot for each rank."
+        )
+    return session.sparkContext
 
-    def __init__(self, context: SparkContext, ranks: int, task: Task) -> None:
+
+def _wait_for_slots(context: SparkContext, wanted: int | None, start_timeout: float) -> int:
+    """The number of ranks to start. Spark itself would wait for slots for ten minutes without a message."""
+    scala: Any = context._jsc.sc()  # pyspark 3.5 to 4.3 have no public way to ask
+    profile = scala.resourceProfileManager().defaultResourceProfile()
+    deadline = time.monotonic() + start_timeout
+    while True:
+        slots = int(scala.maxNumConcurrentTasks(profile))
+        if slots >= (wanted or 1):
+            return wanted or slots
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"num_proc={wanted}, but after {start_timeout:g} s Spark can run {slots} tasks at the same time, and a "
+                "barrier needs a slot for each rank. Ask Spark for more executors or cores, or start fewer ranks."
+            )
+        time.sleep(0.2)
+
+
+class _SparkJob:
+    """The Spark job whose tasks are the ranks, run by a thread of its own."""
+
+    def __init__(self, context: SparkContext, ranks: int, task: _RankTask) -> None:
         from pyspark import InheritableThread
 
         self._context, self._group = context, f"ring_plugins-{uuid.uuid4().hex[:8]}"
@@ -83,54 +126,63 @@ class _Job:
         try:
             self._context.setJobGroup(self._group, "ring_plugins.spark.run", interruptOnCancel=True)
             self._tasks.collect()
-        except BaseException as error:  # told to the thread that waits
+        except BaseException as error:  # `trouble` hands it to the waiting thread
             self._error = error
 
     def trouble(self) -> str | None:
-        """Why no further task will call, once that is so."""
+        """Why no further task will connect, None while one may."""
         if self._thread.is_alive():
             return None
         if self._error is None:
             return "Spark has run all tasks"
-        # Python's error inside Java's inside Python's: the last line with a name of an error says what happened.
+        # The text holds a Python error inside a Java error inside a Python error; the first line names the cause.
         lines = [line.strip() for line in str(self._error).splitlines() if "Error: " in line]
         return lines[0] if lines else str(self._error)
 
     def cancel(self) -> None:
-        """End what still runs of it."""
+        """End the tasks that still run."""
         if self._thread.is_alive():
-            self._thread.join(1.0)  # its tasks have reported, and are on their way out
+            self._thread.join(1.0)  # the tasks have reported and are about to end
         if self._thread.is_alive():
             self._context.cancelJobGroup(self._group)
             self._thread.join(10.0)
 
 
-def _context() -> SparkContext:
-    try:
-        from pyspark.sql import SparkSession
-    except ImportError as error:
-        raise MissingDependency(f'pyspark is not installed ({error}): pip install "ring_plugins[spark]"') from error
-    session = SparkSession.getActiveSession()
-    if session is None:
-        raise LaunchError(
-            "there is no active Spark session: make one first, SparkSession.builder.getOrCreate(), with as many task "
-            "slots as there are to be ranks."
-        )
-    return session.sparkContext
+@dataclass(frozen=True)
+class _RankTask:
+    """A barrier task that runs one rank; callable as `mapPartitions` wants it.
 
+    Attributes:
+        driver, port, key: where the driver listens, and its key.
+        variables: to set for the rank.
+    """
 
-def _wait_for_slots(context: SparkContext, wanted: int | None, patience: float) -> int:
-    """How many ranks to start. Spark itself would ask again and again for ten minutes without saying so."""
-    scala: Any = context._jsc.sc()  # pyspark 3.5 to 4.3 have no other way to ask
-    profile = scala.resourceProfileManager().defaultResourceProfile()
-    end = time.monotonic() + patience
-    while True:
-        slots = int(scala.maxNumConcurrentTasks(profile))
-        if slots >= (wanted or 1):
-            return wanted or slots
-        if time.monotonic() > end:
-            raise LaunchError(
-                f"num_proc={wanted}, but after {patience:g} s Spark can run {slots} tasks at the same time, and a "
-                "barrier needs a slot for each rank. Ask Spark for more executors or cores, or start fewer ranks."
-            )
-        time.sleep(0.2)
+    driver: str
+    port: int
+    key: bytes = field(repr=False)
+    variables: dict[str, str]
+
+    def __call__(self, _: Iterable[int]) -> Iterator[int]:
+        """Run the rank until it ends or the driver does."""
+        from pyspark import BarrierTaskContext
+
+        context = BarrierTaskContext.get()
+        own_address = address_towards(self.driver) or socket.gethostname()
+        own = json.dumps([socket.gethostname(), own_address, free_port()])
+        tasks = [json.loads(text) for text in context.allGather(own)]
+        assignments = assign_ranks([host for host, _, _ in tasks])
+        mine = assignments[context.partitionId()]
+        _, address, port = next(task for task, other in zip(tasks, assignments, strict=True) if other.rank == 0)
+        line = Line(self.driver, self.port, self.key, mine.rank)
+        process = RankProcess(mine.rank, {**os.environ, **mine.environment(address, port), **self.variables})
+        try:
+            process.send_call(line.work())
+            ready = wait([process.connection, line.connection])
+            if process.connection in ready:
+                line.report(process.outcome())
+                # The process may still be exiting; the driver closes the connection once it has heard from all ranks.
+                while not process.has_ended() and not wait([line.connection], 0.05):
+                    pass
+        finally:
+            process.kill()
+        return iter(())

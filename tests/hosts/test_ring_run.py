@@ -79,7 +79,7 @@ def test_hosts_that_cannot_be_reached_or_reach_are_named(cluster):
     assert "3 of 4 hosts cannot take part" in said
     assert re.search(r"host3: ssh: connect to host host3 port 22: Connection timed out \(is it up", said), said
     assert re.search(r"nowhere: ssh: Could not resolve hostname nowhere.*/etc/hosts", said), said
-    assert "host2: reaches host1 by no port of its choice: a firewall" in said
+    assert "host2: cannot connect to a port of host1: is a firewall" in said
 
 
 ENDLESS = """

@@ -1,11 +1,8 @@
-"""What is said about a host that does not answer, or is not the same; no host is asked here."""
+"""What the pre-flight check says about hosts that do not answer or differ; no host is asked here."""
 
 import pytest
 
-from ring_plugins.launcher.hosts import Share
-from ring_plugins.launcher.mpirun import Request
-from ring_plugins.launcher.plan import Plan, fit
-from ring_plugins.launcher.preflight import differences, explanation
+from ring_plugins.launcher.preflight import differences, explain
 
 OWN = {
     "name": "host1", "python": "3.11.7", "cores": 8, "ring_plugins": "0.1.0", "trouble": "",
@@ -31,7 +28,7 @@ OWN = {
         ),
         ({"missing": ["/data/train.py"], "program": None}, ["has no /data/train.py"]),
         ({"program": "abd"}, ["copy of the script differs"]),
-        ({"reaches": False}, ["a firewall between them?"]),
+        ({"reaches": False}, ["is a firewall between them?"]),
     ],
 )
 def test_differences_that_matter_come_with_a_remedy(change, said):
@@ -41,7 +38,7 @@ def test_differences_that_matter_come_with_a_remedy(change, said):
         assert part in text
 
 
-def test_a_host_without_an_answer():
+def test_a_host_without_an_answer_differs_by_its_reason():
     assert differences(OWN, "no answer") == ["no answer"]
 
 
@@ -54,19 +51,8 @@ def test_a_host_without_an_answer():
         (255, "ssh: connect to host b port 22: Connection refused\n", "is sshd running"),
         (255, "ssh: connect to host b port 22: Connection timed out\n", "a firewall"),
         (127, "sh: 1: /venv/bin/python: not found\n", "/venv/bin/python must exist there"),
-        (3, "", "status 3 and no word"),
+        (3, "", "exit status 3 without a message"),
     ],
 )
-def test_what_ssh_said_is_explained(status, said, part):
-    assert part in explanation("b", "/venv/bin/python", status, said)
-
-
-def test_threads_and_crowding_follow_the_smallest_host(monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    shares = (Share("a", 2), Share("b", 2))
-    planned = Plan(Request(("/bin/true",), 4, shares, exports={"OMP_NUM_THREADS": "9"}), None, ("they take turns",))
-    fitted = fit(planned, {"a": 16, "b": 4})
-    assert (fitted.request.exports, fitted.request.crowded, fitted.notices) == ({"OMP_NUM_THREADS": "2"}, False, ())
-    crowded = fit(planned, {"a": 16, "b": 1})
-    assert crowded.request.crowded
-    assert "2 ranks share 1 cores of b" in crowded.notices[0]
+def test_the_words_of_ssh_are_explained(status, said, part):
+    assert part in explain("b", "/venv/bin/python", status, said)

@@ -1,0 +1,174 @@
+"""Decides how many ranks a job has, where they run and what starts them, from the options of `ring run`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from ring_plugins.core.base import config
+from ring_plugins.core.base.errors import ArgumentError, LaunchError
+from ring_plugins.core.linux.process import cores
+from ring_plugins.launcher import mpirun
+from ring_plugins.launcher.environment import exported_variables, threads_per_rank
+from ring_plugins.launcher.hosts import Host, allocated_hosts, is_this_host, parse_hosts, read_hostfile, share, slots
+from ring_plugins.launcher.mpirun import JobSpec, Mpirun
+
+BINDINGS = ("none", "core", "numa", "socket")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `ring run`; its help explains them."""
+
+    command: tuple[str, ...]
+    ranks: int | None = None
+    hosts: str | None = None
+    hostfile: str | None = None
+    interface: str | None = None
+    bind: str = "none"
+    export: tuple[str, ...] = ()
+    agent: str | None = None
+    tag_output: bool = False
+    output_directory: str | None = None
+    mpirun: str | None = None
+    mpirun_options: tuple[str, ...] = ()
+    starter: Literal["auto", "mpirun", "python"] = "auto"
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """A job and what starts it.
+
+    Attributes:
+        job: the job.
+        mpirun: the mpirun that starts it, None if this process starts the ranks.
+        notices: what the user should know, one line each.
+        hosts: names of the hosts that mpirun starts ranks on by ssh or the agent; empty on one host, and where a
+            scheduler starts the ranks.
+    """
+
+    job: JobSpec
+    mpirun: Mpirun | None
+    notices: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = field(default=())
+
+
+def make_plan(options: Options) -> LaunchPlan:
+    """Plan a job. Starts nothing but `mpirun --version`.
+
+    Raises:
+        ArgumentError: an option is wrong, or two contradict each other.
+        LaunchError: the program does not exist, or nothing here can run it on several hosts.
+    """
+    _check(options)
+    allocation = allocated_hosts() if not options.hosts and not options.hostfile else []
+    hosts = _named_hosts(options) or allocation
+    available = cores()
+    ranks = options.ranks or (slots(hosts) if hosts else gpus() or available)
+    shares = tuple(share(ranks, hosts)) if hosts else ()
+    is_local = all(is_this_host(part.host) for part in shares)
+    launcher, missing = _choose_mpirun(options, is_local)
+    most = max((part.ranks for part in shares), default=ranks)
+    oversubscribed = (ranks if is_local else most) > available
+    if oversubscribed and options.bind != "none":
+        raise ArgumentError(
+            f"--bind {options.bind}: {most} ranks on {available} cores would wait for each other; leave them unbound."
+        )
+    notices = []
+    if missing:
+        notices.append(f"{missing}; starting the ranks as processes of this host, which share memory.")
+    if hosts and any(host.slots for host in hosts) and ranks > slots(hosts):
+        notices.append(f"{ranks} ranks are more than the {slots(hosts)} slots of the hosts: they share them.")
+    if oversubscribed:
+        notices.append(_oversubscription(most, available))
+    interface = options.interface or config.INTERFACE.get() or None
+    environment = exported_variables(options.export, threads_per_rank(available, most), interface)
+    if is_local:  # the ranks inherit what this process has
+        environment = {name: value for name, value in environment.items() if value is not None}
+    job = JobSpec(
+        command=mpirun.resolve_program(options.command),
+        ranks=ranks,
+        shares=() if is_local or allocation else shares,
+        interface=interface,
+        bind=options.bind,
+        oversubscribed=oversubscribed,
+        as_root=os.geteuid() == 0,
+        agent=options.agent,
+        environment=environment,
+        tag_output=options.tag_output,
+        output_directory=str(Path(options.output_directory).absolute()) if options.output_directory else None,
+        options=options.mpirun_options,
+    )
+    return LaunchPlan(job, launcher, tuple(notices), tuple(part.host for part in job.shares))
+
+
+def adapt(plan: LaunchPlan, cores_of: Mapping[str, int]) -> LaunchPlan:
+    """Adapt a plan to the hosts' numbers of cores, which `make_plan` does not know.
+
+    Args:
+        plan: the plan.
+        cores_of: host name to its number of cores.
+    """
+    job = plan.job
+    oversubscribed = [part for part in job.shares if part.ranks > cores_of.get(part.host, part.ranks)]
+    notices = [_oversubscription(part.ranks, cores_of[part.host], part.host) for part in oversubscribed]
+    environment = dict(job.environment)
+    if environment.get("OMP_NUM_THREADS") is not None and "OMP_NUM_THREADS" not in os.environ:
+        known = [threads_per_rank(cores_of[part.host], part.ranks) for part in job.shares if part.host in cores_of]
+        environment["OMP_NUM_THREADS"] = str(min(known, default=1))
+    job = replace(job, oversubscribed=bool(oversubscribed), environment=environment)
+    kept = [notice for notice in plan.notices if "take turns" not in notice]
+    return replace(plan, job=job, notices=(*kept, *notices))
+
+
+def _oversubscription(ranks: int, available: int, host: str = "") -> str:
+    where = f" of {host}" if host else ""
+    return f"{ranks} ranks share {available} cores{where}: they take turns, and every step waits for the slowest."
+
+
+def gpus() -> int:
+    """Number of NVIDIA GPUs that this host's driver and CUDA_VISIBLE_DEVICES offer."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    if visible is None or not present:
+        return present
+    return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+
+
+def _check(options: Options) -> None:
+    if not options.command:
+        raise ArgumentError("nothing to run: write `ring run -n 2 python train.py`.")
+    if options.ranks is not None and options.ranks < 1:
+        raise ArgumentError(f"-n {options.ranks} is not a positive number of ranks.")
+    if options.hosts and options.hostfile:
+        raise ArgumentError("-H and --hostfile both name hosts: give one of them.")
+    if options.bind not in BINDINGS:
+        raise ArgumentError(f"--bind {options.bind} is not one of {', '.join(BINDINGS)}.")
+
+
+def _named_hosts(options: Options) -> Sequence[Host]:
+    if options.hosts:
+        return parse_hosts(options.hosts)
+    return read_hostfile(options.hostfile) if options.hostfile else []
+
+
+def _choose_mpirun(options: Options, is_local: bool) -> tuple[Mpirun | None, str]:
+    """The mpirun to use, or None and what is missing for one."""
+    if options.starter == "python":
+        if not is_local:
+            raise ArgumentError("--with python starts ranks on this host only; several hosts need mpirun.")
+        return None, ""
+    found = mpirun.find(options.mpirun)
+    if found is None:
+        missing = "there is no mpirun beside this Python or on PATH"
+    elif importlib.util.find_spec("mpi4py") is None:
+        missing = "mpi4py is not installed"
+    else:
+        return found, ""
+    if is_local and options.starter == "auto" and options.mpirun is None:
+        return None, missing
+    raise LaunchError(f'{missing}; add it on every host with: pip install "ring_plugins[mpi]"')

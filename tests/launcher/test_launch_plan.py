@@ -1,0 +1,105 @@
+"""The plan that `ring run` makes of its options; nothing is started here."""
+
+import sys
+
+import pytest
+
+from ring_plugins.core.base.errors import ArgumentError, LaunchError
+from ring_plugins.launcher import launch_plan, mpirun
+from ring_plugins.launcher.hosts import Share
+from ring_plugins.launcher.launch_plan import LaunchPlan, Options, adapt, make_plan
+from ring_plugins.launcher.mpirun import JobSpec, Mpirun
+
+COMMAND = (sys.executable, "train.py")
+
+
+@pytest.fixture(autouse=True)
+def _on_four_cores_with_mpi(monkeypatch):
+    monkeypatch.setattr(launch_plan, "cores", lambda: 4)
+    monkeypatch.setattr(mpirun, "find", lambda _: Mpirun("/opt/mpirun", "Open MPI 5", "5.0.11"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
+    for name in ("SLURM_JOB_NODELIST", "PBS_NODEFILE", "RING_INTERFACE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_one_host_gets_a_rank_for_every_core_and_shares_threads():
+    planned = make_plan(Options(COMMAND))
+    assert (planned.job.ranks, planned.job.shares, planned.hosts) == (4, (), ())
+    assert planned.job.environment == {"OMP_NUM_THREADS": "1"}
+    assert make_plan(Options(COMMAND, ranks=2)).job.environment == {"OMP_NUM_THREADS": "2"}
+
+
+def test_a_host_with_gpus_gets_a_rank_for_each(monkeypatch):
+    monkeypatch.setattr(launch_plan, "gpus", lambda: 2)
+    assert make_plan(Options(COMMAND)).job.ranks == 2
+
+
+def test_the_slots_of_the_hosts_decide_the_number_of_ranks():
+    planned = make_plan(Options(COMMAND, hosts="far1:2,far2:3"))
+    assert (planned.job.ranks, planned.job.shares) == (5, (Share("far1", 2), Share("far2", 3)))
+    assert planned.hosts == ("far1", "far2")
+    assert "PATH" in planned.job.environment  # another host knows nothing of ours
+    assert make_plan(Options(COMMAND, ranks=2, hosts="far1:2,far2:3")).hosts == ("far1",)
+
+
+def test_more_ranks_than_cores_or_slots_are_noticed():
+    planned = make_plan(Options(COMMAND, ranks=9))
+    assert planned.job.oversubscribed
+    assert "9 ranks share 4 cores" in planned.notices[0]
+    assert "9 ranks are more than the 4 slots" in make_plan(Options(COMMAND, ranks=9, hosts="far:4")).notices[0]
+    assert make_plan(Options(COMMAND, ranks=2, hosts="far1,far2")).notices == ()
+
+
+def test_inside_an_allocation_mpirun_finds_the_hosts_itself(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")
+    planned = make_plan(Options(COMMAND))
+    assert (planned.job.ranks, planned.job.shares, planned.hosts) == (8, (), ())
+
+
+@pytest.mark.parametrize(("found", "said"), [(None, "no mpirun"), ("there", "mpi4py is not installed")])
+def test_one_host_does_without_mpi_and_several_say_what_is_missing(found, said, monkeypatch):
+    monkeypatch.setattr(mpirun, "find", lambda _: found)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    planned = make_plan(Options(COMMAND, ranks=2, hosts="localhost:2"))
+    assert planned.mpirun is None
+    assert said in planned.notices[0]
+    with pytest.raises(LaunchError, match=f'{said}.*pip install "ring_plugins\\[mpi\\]"'):
+        make_plan(Options(COMMAND, ranks=2, hosts="far:2"))
+    with pytest.raises(LaunchError, match=said):
+        make_plan(Options(COMMAND, ranks=2, starter="mpirun"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (Options(()), "nothing to run"),
+        (Options(COMMAND, ranks=0), "-n 0"),
+        (Options(COMMAND, hosts="a", hostfile="b"), "-H and --hostfile"),
+        (Options(COMMAND, hosts="far:2", starter="python"), "on this host only"),
+        (Options(COMMAND, ranks=5, bind="core"), "--bind core: 5 ranks on 4 cores"),
+        (Options(("no-such-program",)), "no program 'no-such-program'"),
+    ],
+)
+def test_wrong_options_are_refused(options, said):
+    with pytest.raises((ArgumentError, LaunchError), match=said):
+        make_plan(options)
+
+
+def test_a_script_that_is_no_program_is_run_by_this_python(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    assert mpirun.resolve_program([str(script), "-v"]) == (sys.executable, str(script), "-v")
+    assert mpirun.resolve_program(["sh", "-c", "x"])[0].endswith("/sh")
+
+
+def test_threads_and_oversubscription_follow_the_smallest_host():
+    shares = (Share("a", 2), Share("b", 2))
+    job = JobSpec(("/bin/true",), 4, shares, environment={"OMP_NUM_THREADS": "9"})
+    planned = LaunchPlan(job, None, ("they take turns",))
+    adapted = adapt(planned, {"a": 16, "b": 4})
+    assert (adapted.job.environment, adapted.job.oversubscribed) == ({"OMP_NUM_THREADS": "2"}, False)
+    assert adapted.notices == ()
+    oversubscribed = adapt(planned, {"a": 16, "b": 1})
+    assert oversubscribed.job.oversubscribed
+    assert "2 ranks share 1 cores of b" in oversubscribed.notices[0]
