@@ -35,9 +35,9 @@ def run(
 ) -> list[T]:
     """Call `function(*args, **kwargs)` on several ranks, on this host or several, and return the result of each.
 
-    Every rank is a fresh process of this Python, in which `ring_plugins.init()` finds the others. It does not share what
-    this process has imported or initialized (torch, TensorFlow, CUDA). All ranks end when one fails, when this call is
-    interrupted, and when this process ends for whatever reason.
+    Every rank is a fresh process of this Python, in which `ring_plugins.init()` finds the others. It shares nothing
+    that this process has imported or initialized (torch, TensorFlow, CUDA). All ranks end when one fails, when this
+    call is interrupted, and when this process ends for whatever reason.
 
     Args:
         function: the function. With cloudpickle installed it may come from a notebook or a script, or be a closure,
@@ -69,8 +69,8 @@ def run(
         raise ArgumentError(f"timeout={timeout!r} is not a positive number of seconds.")
     if detect().kind != "alone" or (world.is_initialized() and world.current().topology.size > 1):
         raise LaunchError(
-            f"this process is itself a rank, and ring_plugins.run() would start {ranks} more from each; start the script "
-            "with plain python, or call the function itself after ring_plugins.init()."
+            f"this process is itself a rank, and ring_plugins.run() would start {ranks} more from each; start the "
+            "script with plain python, or call the function itself after ring_plugins.init()."
         )
     packed = pack_call(function, args, kwargs)
     is_redirected = sys.stdout is not sys.__stdout__  # as in a notebook

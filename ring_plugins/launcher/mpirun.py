@@ -221,12 +221,7 @@ def _hydra_command(mpirun: Mpirun, job: JobSpec) -> list[str]:
         line += ["-launcher", "ssh", "-launcher-exec", shutil.which(program) or program]
     if job.interface and not set("/,") & set(job.interface):  # Hydra takes the name of one interface, no subnet
         line += ["-iface", job.interface]
-    if not intel:
-        line += ["-bind-to", job.bind]
-    elif job.bind == "none":
-        line += ["-genv", "I_MPI_PIN", "off"]
-    else:
-        line += ["-genv", "I_MPI_PIN", "on", "-genv", "I_MPI_PIN_DOMAIN", job.bind]
+    line += _intel_binding(job.bind) if intel else ["-bind-to", job.bind]
     if job.tag_output:
         line += ["-prepend-rank"]
     if job.output_directory:
@@ -246,3 +241,9 @@ def _hydra_command(mpirun: Mpirun, job: JobSpec) -> list[str]:
         line += [":"] if number else []
         line += ["-host", share.host, "-n", str(share.ranks), *job.command]
     return line
+
+
+def _intel_binding(bind: str) -> list[str]:
+    if bind == "none":
+        return ["-genv", "I_MPI_PIN", "off"]
+    return ["-genv", "I_MPI_PIN", "on", "-genv", "I_MPI_PIN_DOMAIN", bind]

@@ -81,8 +81,8 @@ def differences(own: Report, other: Report | str) -> list[str]:
         found.append(f"Python {other['python']}, but {own['python']} on {here}: use the same environment on both.")
     if other["ring_plugins"] is None:
         found.append(
-            f"ring_plugins cannot be imported ({other['trouble']}): install it there, or export the variable that makes "
-            "it importable here, as in -x PYTHONPATH."
+            f"ring_plugins cannot be imported ({other['trouble']}): install it there, or export the variable that "
+            "makes it importable here, as in -x PYTHONPATH."
         )
     mine = {"ring_plugins": own["ring_plugins"], **own["packages"]}
     theirs = {"ring_plugins": other["ring_plugins"] or own["ring_plugins"], **other["packages"]}
@@ -97,8 +97,8 @@ def differences(own: Report, other: Report | str) -> list[str]:
         found.append(f"its copy of the script differs from the one on {here}: copy it again.")
     if not other["reaches"]:
         found.append(
-            f"cannot connect to a port of {here}: is a firewall between them? mpirun's daemons and the ranks connect in "
-            "both directions; open the ports between the hosts, or name another network with --interface."
+            f"cannot connect to a port of {here}: is a firewall between them? mpirun's daemons and the ranks connect "
+            "in both directions; open the ports between the hosts, or name another network with --interface."
         )
     return found
 

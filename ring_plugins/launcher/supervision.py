@@ -6,8 +6,8 @@
   even if this process is killed with SIGKILL.
 - This process adopts orphans (PR_SET_CHILD_SUBREAPER). What a rank leaves behind, such as a data loader's worker in a
   session of its own, becomes a child of this process instead of init's, and is found and killed.
-- Signals to this process are noted, and the wait loop acts on them: the ranks get some seconds to print their own errors
-  before they are killed.
+- Signals to this process are noted, and the wait loop acts on them: the ranks get some seconds to print their own
+  errors before they are killed.
 
 Process groups alone would not do: mpirun, shells and data loaders make sessions of their own.
 """
