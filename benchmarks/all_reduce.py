@@ -14,7 +14,7 @@ import argparse
 from measure import machine, save
 
 import ring_plugins as ring
-from ring_plugins.benchmarking import Times, all_reduce_curve, host_contestants
+from ring_plugins.benchmarking import Times, all_reduce_curve, host_backends
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
         if ring.rank() == 0:
             print(f"{size:>12,} B  " + "  ".join(f"{n} {t.median * 1e6:,.1f} µs" for n, t in times.items()), flush=True)
 
-    curve = all_reduce_curve(host_contestants(), sizes, options.seconds, say)
+    curve = all_reduce_curve(host_backends(), sizes, options.seconds, say)
     if ring.rank() == 0:
         report(curve.times)
     ring.barrier()

@@ -20,7 +20,7 @@ _ENOUGH = 512 * 1024
 
 
 def bare_sockets() -> Callable[[int], Callable[[], object]]:
-    """A contestant, connected; collective."""
+    """A backend, connected; collective."""
     lines = _connect()
     for line in lines:
         line.setblocking(False)

@@ -28,9 +28,9 @@ from bare_sockets import bare_sockets
 from measure import machine, save
 
 import ring_plugins as ring
-from ring_plugins.benchmarking.backends import Contestant, bucket, gloo, ordinary
+from ring_plugins.benchmarking import Times, interleaved
+from ring_plugins.benchmarking.backends import Backend, bucket, gloo, ordinary
 from ring_plugins.benchmarking.backends import mpi as flat_mpi
-from ring_plugins.benchmarking.timing import Times, interleaved
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.collectives.host import HostCommunicator
@@ -50,7 +50,7 @@ NETWORKS = [
 ]
 
 
-def over_mpi() -> Contestant:
+def over_mpi() -> Backend:
     """ring_plugins with MPI between the hosts instead of sockets."""
     world = current()
     communicator = HostCommunicator(
@@ -79,7 +79,7 @@ def worker(options: argparse.Namespace) -> None:
     os.environ |= {"RING_LAUNCHER": "rendezvous", "RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": address}
     os.environ["MASTER_PORT"] = "29600"
     ring.init()
-    variants: dict[str, Contestant] = {"ring": ordinary, "ring bucket": bucket, "ring over MPI": over_mpi()}
+    variants: dict[str, Backend] = {"ring": ordinary, "ring bucket": bucket, "ring over MPI": over_mpi()}
     variants |= {"bare sockets": bare_sockets(), "MPI": flat_mpi} | ({} if options.without_gloo else {"gloo": gloo})
     rows: dict[int, dict[str, Times]] = {}
     for nbytes in [size for size in SIZES if size <= (options.largest or SIZES[-1])]:

@@ -20,10 +20,10 @@ VARIANTS = ("no communication", "ring_plugins", "DDP (gloo)", "DDP (gloo), views
 def rank(variant: str) -> None:
     """One rank of one variant: a few steps of a model with 320 MB of parameters."""
     import torch
-    from all_reduce import start_gloo
     from torch import nn
 
     import ring_plugins as ring
+    from ring_plugins.benchmarking import start_gloo
     from ring_plugins.torch import DistributedOptimizer
 
     torch.set_num_threads(1)

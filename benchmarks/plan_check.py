@@ -29,7 +29,7 @@ def rank(seconds: float) -> None:
     from training_step import MODELS, step
 
     import ring_plugins as ring
-    from ring_plugins.benchmarking import all_reduce_curve, host_contestants, interleaved
+    from ring_plugins.benchmarking import all_reduce_curve, host_backends, interleaved
     from ring_plugins.planning import measure, predict
     from ring_plugins.planning.network import fitted
     from ring_plugins.torch import DistributedOptimizer
@@ -54,7 +54,7 @@ def rank(seconds: float) -> None:
             steps[variant] = step(model, optimizer, x, y)
         steps["together"]()
         take_the_core()
-        curve = all_reduce_curve(host_contestants(("ring",)), SIZES, seconds / 8)
+        curve = all_reduce_curve(host_backends(("ring",)), SIZES, seconds / 8)
         network = fitted("", [(size, times["ring"].low) for size, times in curve.times.items()], 2, 2)
         probe = interleaved(steps, 2, warm_up=1)
         times = interleaved(steps, int(max(5, seconds / sum(t.median for t in probe.values()))))

@@ -16,8 +16,8 @@ import matplotlib.pyplot as plt
 from between_hosts import limit
 from measure import RESULTS
 
-from ring_plugins.benchmarking.picture import COLOURS
-from ring_plugins.planning import counts, draw, parse, predict, reference
+from ring_plugins.drawing import COLORS, draw_scaling
+from ring_plugins.planning import counts, parse, predict, reference
 
 PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
 LABELS = {
@@ -29,11 +29,11 @@ LABELS = {
     "ring over MPI": "ring_plugins over MPI",
     "bare sockets": "bare sockets, the same bytes",
 }
-COLOURS = COLOURS | {"ring over MPI": "#7a5195", "bare sockets": "#222222"}
-STEP_COLOURS = {
-    "ring_plugins": COLOURS["ring"],
-    "DDP (gloo)": COLOURS["gloo"],
-    "no communication": COLOURS["plain copy"],
+COLORS = COLORS | {"ring over MPI": "#7a5195", "bare sockets": "#222222"}
+STEP_COLORS = {
+    "ring_plugins": COLORS["ring"],
+    "DDP (gloo)": COLORS["gloo"],
+    "no communication": COLORS["plain copy"],
 }
 
 
@@ -50,7 +50,7 @@ def steps() -> None:
         times = record["seconds"][model]
         for i, (name, t) in enumerate(times.items()):
             low, high = (t["median"] - t["low"]) * 1e3, (t["high"] - t["median"]) * 1e3
-            panel.bar(i, t["median"] * 1e3, color=STEP_COLOURS[name], yerr=[[low], [high]], ecolor="#333333", capsize=3)
+            panel.bar(i, t["median"] * 1e3, color=STEP_COLORS[name], yerr=[[low], [high]], ecolor="#333333", capsize=3)
             panel.annotate(
                 f"{t['median'] * 1e3:.1f}", (i, t["median"] * 1e3 + high), ha="center", va="bottom", fontsize=9
             )
@@ -75,10 +75,10 @@ def messages() -> None:
     for name in next(iter(record["seconds"].values())):
         micro = [record["seconds"][str(size)][name]["median"] * 1e6 for size in sizes]
         style = "--" if name == "plain copy" else "-"
-        left.loglog(sizes, micro, style, marker="o", ms=3, color=COLOURS[name], label=LABELS[name])
+        left.loglog(sizes, micro, style, marker="o", ms=3, color=COLORS[name], label=LABELS[name])
         ours = [record["seconds"][str(size)]["ring"]["median"] * 1e6 for size in sizes]
         right.semilogx(
-            sizes, [m / o for m, o in zip(micro, ours, strict=True)], style, marker="o", ms=3, color=COLOURS[name]
+            sizes, [m / o for m, o in zip(micro, ours, strict=True)], style, marker="o", ms=3, color=COLORS[name]
         )
     left.set(xlabel="bytes", ylabel="µs", title="all-reduce of float32, two ranks")
     right.set(xlabel="bytes", ylabel="time / ring_plugins, ordinary memory", title="the same as a ratio", yscale="log")
@@ -103,7 +103,7 @@ def scaling() -> None:
     ]:
         between = parse(network, transport)
         series[f"{model}, {between.name}"] = [predict(reference(model), between, ranks, 4) for ranks in counts(1024)]
-    draw(series, "Predicted: four Pascal GPUs a host, batch 64 a GPU", PICTURES / "plan.png")
+    draw_scaling(series, "Predicted: four Pascal GPUs a host, batch 64 a GPU", PICTURES / "plan.png")
 
 
 def between_hosts() -> None:
@@ -120,7 +120,7 @@ def between_hosts() -> None:
             took = [one["seconds"][str(size)][name]["median"] for size in sizes]
             share = [100 * best / median for best, median in zip(least, took, strict=True)]
             style = ":" if name == "bare sockets" else "-"
-            panel.semilogx(sizes, share, style, marker="o", ms=3, color=COLOURS[name], label=LABELS[name])
+            panel.semilogx(sizes, share, style, marker="o", ms=3, color=COLORS[name], label=LABELS[name])
         panel.set(xlabel="bytes", ylabel="% of the wire's limit", ylim=(0, 100))
         panel.set_title(f"{one['hosts']} hosts, {one['ranks']} ranks, {one['rate']}/s", fontsize=10)
         panel.spines[["top", "right"]].set_visible(False)

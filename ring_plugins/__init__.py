@@ -1,10 +1,11 @@
-"""Averages gradients among processes: one core for PyTorch, Lightning and plain numpy.
+"""All-reduce training: one core that averages gradients for PyTorch, Lightning and Keras, and collectives on arrays.
 
-`ring_plugins.init()` joins the processes that mpirun, torchrun or srun started, or lets a script that was
-started alone grow; the functions below then work on arrays of all ranks.
+`ring_plugins.init()` joins the processes that mpirun, torchrun or srun started, or starts further ranks of a script
+that was started on its own; the functions below then work on arrays of all ranks.
 """
 
 import importlib
+import warnings
 
 from ring_plugins.core.arrays.dtypes import AVERAGE, MAX, MIN, PRODUCT, SUM, Op
 from ring_plugins.core.base.errors import (
@@ -45,6 +46,16 @@ from ring_plugins.launcher.function import run
 
 # Under torchrun, whose agent may hold MASTER_PORT, ranks meet through torch's store, also in scripts without torch.
 register_store_loader(lambda: importlib.import_module("ring_plugins.torch.rendezvous"))
+#: Former spellings, which earlier releases documented.
+_RENAMED = {"is_initialised": "is_initialized", "NotInitialised": "NotInitialized"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"ring_plugins.{name} is now ring_plugins.{_RENAMED[name]}.", DeprecationWarning, stacklevel=2)
+    return globals()[_RENAMED[name]]
+
 
 __version__ = "0.1.0"
 

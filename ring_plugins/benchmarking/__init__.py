@@ -1,27 +1,24 @@
 """Measurements of collectives that `ring bench`, `ring doctor` and benchmarks/ share."""
 
 from ring_plugins.benchmarking.backends import (
-    Contestant,
+    Backend,
     check_names,
     close,
-    device_contestants,
-    host_contestants,
+    device_backends,
+    host_backends,
     start_gloo,
 )
-from ring_plugins.benchmarking.curve import Curve, all_reduce_curve, sizes
-from ring_plugins.benchmarking.picture import draw
-from ring_plugins.benchmarking.timing import Times, interleaved
+from ring_plugins.benchmarking.curve import Curve, Times, all_reduce_curve, interleaved, sizes
 
 __all__ = [
-    "Contestant",
+    "Backend",
     "Curve",
     "Times",
     "all_reduce_curve",
     "check_names",
     "close",
-    "device_contestants",
-    "draw",
-    "host_contestants",
+    "device_backends",
+    "host_backends",
     "interleaved",
     "sizes",
     "start_gloo",

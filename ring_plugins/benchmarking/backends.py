@@ -1,4 +1,4 @@
-"""What an all-reduce can be measured with, and beside what."""
+"""Backends of all-reduce to measure: ring_plugins, and what it is compared with."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ring_plugins.core.linux.interfaces import interfaces
 from ring_plugins.core.net.network_choice import choose, own_interfaces
 from ring_plugins.core.world import current
 
-#: Given the bytes of a message, what to call to reduce one on all ranks, in place and until it is done.
-Contestant = Callable[[int], Callable[[], object]]
+#: Takes the bytes of a message, and returns a function that all-reduces one on all ranks, in place, until it is done.
+Backend = Callable[[int], Callable[[], object]]
 
 
 def ordinary(nbytes: int) -> Callable[[], object]:
@@ -26,7 +26,7 @@ def ordinary(nbytes: int) -> Callable[[], object]:
 
 
 def bucket(nbytes: int) -> Callable[[], object]:
-    """ring_plugins, in memory from the communicator, as small gradients live in."""
+    """ring_plugins, in memory from the communicator, where small gradients live."""
     communicator = current().communicator
     buffer = communicator.allocate(nbytes)
     shared = buffer.array.view(np.float32)
@@ -59,25 +59,22 @@ def gloo(nbytes: int) -> Callable[[], object]:
 
 
 class _Releasing:
-    """A call, and what to give back when nobody calls it any more; all ranks drop it at the same place."""
+    """A reduction whose memory is given back when it is closed; collective."""
 
-    def __init__(self, call: Callable[[], object], release: Callable[[], None]) -> None:
-        self._call, self._release = call, release
+    def __init__(self, reduce: Callable[[], object], release: Callable[[], None]) -> None:
+        self._reduce, self.close = reduce, release
 
     def __call__(self) -> object:
-        return self._call()
-
-    def close(self) -> None:
-        self._release()
+        return self._reduce()
 
 
-def close(call: Callable[[], object]) -> None:
-    """Give back what a contestant's call holds."""
-    if isinstance(call, _Releasing):
-        call.close()
+def close(reduction: Callable[[], object]) -> None:
+    """Release the memory that a backend's reduction holds."""
+    if isinstance(reduction, _Releasing):
+        reduction.close()
 
 
-HOST: dict[str, Contestant] = {
+HOST: dict[str, Backend] = {
     "ring": ordinary,
     "ring bucket": bucket,
     "plain copy": plain_copy,
@@ -87,42 +84,42 @@ HOST: dict[str, Contestant] = {
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Whether these are host contestants, before ranks are started for them.
+    """Check names of host backends before ranks are started for them.
 
     Raises:
-        ArgumentError: one is not.
+        ArgumentError: there is no backend of that name.
     """
     for name in names:
         if name not in HOST:
-            raise ArgumentError(f"{name!r} is none of {', '.join(HOST)}.")
+            raise ArgumentError(f"{name!r} is not one of {', '.join(HOST)}.")
 
 
-def host_contestants(names: Iterable[str] | None = None) -> dict[str, Contestant]:
-    """Those of host memory that can run in this job.
+def host_backends(names: Iterable[str] | None = None) -> dict[str, Backend]:
+    """Backends that reduce host memory and can run in this job.
 
     Args:
-        names: which; all that are there by default.
+        names: of those wanted; by default all that are available.
 
     Raises:
-        ArgumentError: a name is not known, or cannot run here.
+        ArgumentError: a name is unknown, or its backend cannot run here.
     """
-    there = [
+    available = [
         name
         for name in HOST
         if (name != "MPI" or current().launcher == "mpi")
         and (name != "gloo" or importlib.util.find_spec("torch") is not None)
     ]
-    wanted = there if names is None else list(names)
+    wanted = available if names is None else list(names)
     check_names(wanted)
     for name in wanted:
-        if name not in there:
+        if name not in available:
             raise ArgumentError(f"{name} cannot be measured here: MPI needs mpirun, gloo needs torch.")
     return {name: HOST[name] for name in wanted}
 
 
 def ring_on_gpu(nbytes: int) -> Callable[[], object]:
     """ring_plugins in GPU memory, through its torch.distributed backend."""
-    import ring_plugins.torch  # noqa: F401 - which makes the backend known
+    import ring_plugins.torch  # noqa: F401 - registers the backend
 
     return _on_gpu(nbytes, "ring")
 
@@ -152,11 +149,11 @@ def _on_gpu(nbytes: int, backend: str) -> Callable[[], object]:
     return reduce
 
 
-DEVICE: dict[str, Contestant] = {"ring (GPU)": ring_on_gpu, "NCCL (torch)": nccl_of_torch}
+DEVICE: dict[str, Backend] = {"ring (GPU)": ring_on_gpu, "NCCL (torch)": nccl_of_torch}
 
 
-def device_contestants() -> dict[str, Contestant]:
-    """Those of GPU memory; none where torch sees no GPU."""
+def device_backends() -> dict[str, Backend]:
+    """Backends that reduce GPU memory; none if torch sees no GPU."""
     if importlib.util.find_spec("torch") is None:
         return {}
     import torch
@@ -165,7 +162,7 @@ def device_contestants() -> dict[str, Contestant]:
 
 
 def start_gloo() -> None:
-    """Let torch.distributed's default group be gloo among the ranks of this job, if there is none yet; collective."""
+    """Make gloo torch.distributed's default group among the ranks of this job, unless there is one; collective."""
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it unmarked
 

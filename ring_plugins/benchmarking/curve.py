@@ -1,33 +1,91 @@
-"""All-reduce by size of message, in the terms of NVIDIA's nccl-tests.
+"""Times of all-reduce by message size, in the terms of NVIDIA's nccl-tests.
 
-algbw = bytes / time, what a program sees. busbw = algbw * 2 (n-1) / n for n ranks: what a ring moves over each link, so
-that figures of different numbers of ranks can be compared with what the hardware can do
+algbw = bytes / time is the bandwidth that a program sees. busbw = algbw * 2 (n-1) / n for n ranks is what a ring moves
+over each link, so that figures of different numbers of ranks can be compared with what the hardware can do
 (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+
+Timing is interleaved: every repetition runs all variants, so that noise of the machine hits all of them alike.
 """
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 import ring_plugins as ring
-from ring_plugins.benchmarking.backends import Contestant, close
-from ring_plugins.benchmarking.timing import Times, interleaved
+from ring_plugins.benchmarking.backends import Backend, close
 from ring_plugins.core.base.errors import ArgumentError
 
-#: Up to this size one sample is the mean of several calls, as MPI's own benchmarks do.
+#: Up to this size one sample is the mean of several calls, as in MPI's own benchmarks.
 _SMALL, _CALLS = 64 << 10, 20
-_MOST = 1000
+_MOST_REPETITIONS = 1000
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one variant; each sample is that of the slowest rank.
+
+    Attributes:
+        median: of all samples.
+        low, high: quartiles.
+        least: the shortest.
+    """
+
+    median: float
+    low: float
+    high: float
+    least: float
+
+
+def interleaved(
+    variants: Mapping[str, Callable[[], object]], repetitions: int, calls: int = 1, warm_up: int = 2
+) -> dict[str, Times]:
+    """Time all variants on all ranks, taking turns; collective.
+
+    A collective takes as long as its slowest rank, so the ranks' times are combined by MAX for each repetition. Every
+    other repetition runs the variants in reverse order.
+
+    Args:
+        variants: name -> what to time.
+        repetitions: samples of each.
+        calls: how often a variant is called for one sample, which is then the mean time of a call.
+        warm_up: repetitions that do not count.
+    """
+    names = list(variants)
+    seconds = np.zeros((repetitions, len(names)))
+    gc.collect()
+    gc.disable()
+    try:
+        for repetition in range(-warm_up, repetitions):
+            order = range(len(names)) if repetition % 2 else reversed(range(len(names)))
+            for i in order:
+                ring.barrier()
+                started = time.perf_counter()
+                variant = variants[names[i]]
+                for _ in range(calls):
+                    variant()
+                elapsed = (time.perf_counter() - started) / calls
+                if repetition >= 0:
+                    seconds[repetition, i] = elapsed
+    finally:
+        gc.enable()
+    seconds = ring.all_reduce(seconds, ring.MAX)
+    quantiles = np.percentile(seconds, [50, 25, 75, 0], axis=0)
+    return {name: Times(*map(float, quantiles[:, i])) for i, name in enumerate(names)}
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Times of all contestants, by bytes.
+    """Times of all backends by message size.
 
     Attributes:
         ranks, nodes: of the job.
-        times: bytes of a message to contestant to its times.
+        times: bytes of a message -> backend -> its times.
     """
 
     ranks: int
@@ -35,8 +93,13 @@ class Curve:
     times: dict[int, dict[str, Times]]
 
     @property
-    def contestants(self) -> list[str]:
-        """Their names."""
+    def job(self) -> str:
+        """ "2 ranks on 1 host"."""
+        return f"{self.ranks} rank{'s' * (self.ranks > 1)} on {self.nodes} host{'s' * (self.nodes > 1)}"
+
+    @property
+    def backends(self) -> list[str]:
+        """Names of the backends."""
         return list(next(iter(self.times.values()), {}))
 
     def algbw(self, nbytes: int, name: str, least: bool = False) -> float:
@@ -49,11 +112,11 @@ class Curve:
         return self.algbw(nbytes, name, least) * 2 * (self.ranks - 1) / self.ranks
 
     def record(self) -> dict[str, Any]:
-        """As JSON can hold it; times in seconds, bandwidths in GB/s."""
+        """The curve as JSON values; times in seconds, bandwidths in GB/s."""
         rows = [
             {
                 "bytes": nbytes,
-                "contestant": name,
+                "backend": name,
                 **asdict(times),
                 "algbw": self.algbw(nbytes, name),
                 "busbw": self.busbw(nbytes, name),
@@ -65,7 +128,7 @@ class Curve:
 
 
 def sizes(smallest: int, largest: int, factor: int = 4) -> list[int]:
-    """Sizes from one to the other, by a factor; both ends are in.
+    """Sizes from the smallest to the largest, both included, each `factor` times the one before.
 
     Raises:
         ArgumentError: no size fits between them.
@@ -83,30 +146,31 @@ def sizes(smallest: int, largest: int, factor: int = 4) -> list[int]:
 
 
 def all_reduce_curve(
-    contestants: Mapping[str, Contestant],
+    backends: Mapping[str, Backend],
     nbytes: Sequence[int],
     seconds: float,
-    say: Callable[[int, dict[str, Times]], None] = lambda size, times: None,
+    report: Callable[[int, dict[str, Times]], None] = lambda size, times: None,
 ) -> Curve:
-    """Measure float32 sums or averages of these sizes; collective.
+    """Measure float32 all-reduces of these sizes; collective.
 
     Args:
-        contestants: what to measure, by name, taking turns.
+        backends: name -> what to measure; they take turns.
         nbytes: of the messages, multiples of 4.
         seconds: to spend on each size, about.
-        say: told of every size when it is done.
+        report: called after each size with its times.
 
     Returns:
         The same on all ranks.
     """
     found: dict[int, dict[str, Times]] = {}
     for size in nbytes:
-        made = {name: make(size) for name, make in contestants.items()}
+        reductions = {name: make(size) for name, make in backends.items()}
         calls = _CALLS if size <= _SMALL else 1
-        probe = interleaved(made, 3, calls, warm_up=1)
+        probe = interleaved(reductions, 3, calls, warm_up=1)
         repetition = calls * sum(times.median for times in probe.values())
-        found[size] = interleaved(made, int(min(_MOST, max(5, seconds / repetition))), calls, warm_up=1)
-        for call in made.values():
-            close(call)
-        say(size, found[size])
+        repetitions = int(min(_MOST_REPETITIONS, max(5, seconds / repetition)))
+        found[size] = interleaved(reductions, repetitions, calls, warm_up=1)
+        for reduction in reductions.values():
+            close(reduction)
+        report(size, found[size])
     return Curve(ring.size(), ring.num_nodes(), found)

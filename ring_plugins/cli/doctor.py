@@ -1,11 +1,11 @@
-"""`ring doctor`: what this host, or the job it runs in, is missing and how to mend it."""
+"""`ring doctor`: find what is wrong with this host, or with the job it runs in, and say how to fix it."""
 
 from __future__ import annotations
 
 import json as json_module
 import socket
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,12 +23,12 @@ def doctor(
         bool, typer.Option("--json", help="Print everything as JSON, for scripts and bug reports.")
     ] = False,
 ) -> None:
-    """Look at what jobs need, and at what lies between the ranks of one.
+    """Check this host, or all hosts of a job and the links between them.
 
-    Alone it looks at this host: packages, MPI, NCCL, GPUs, cores, memory, networks, limits and settings. Started by
+    On its own it checks this host: packages, MPI, NCCL, GPUs, cores, memory, networks, limits and settings. Started by
     `ring run`, `mpirun` or `torchrun` it also measures every pair of hosts and all-reduce, and compares the ranks.
 
-    Ends with status 0 if nothing is wrong, 1 after warnings, 2 after errors.
+    The exit status is 0 if nothing is wrong, 1 after warnings, 2 after errors.
 
     **Examples**
 
@@ -40,16 +40,16 @@ def doctor(
     from ring_plugins.core.rendezvous import detect
 
     if detect().kind == "alone":
-        raise typer.Exit(_alone(json))
-    raise typer.Exit(_in_job(json))
+        raise typer.Exit(_examine_host(json))
+    raise typer.Exit(_examine_job(json))
 
 
-def _alone(json: bool) -> int:
+def _examine_host(json: bool) -> int:
     from rich.console import Console
 
     from ring_plugins.doctor import examine_host, status
 
-    with Console(stderr=True).status("looking at this host"):
+    with Console(stderr=True).status("checking this host"):
         findings = list(examine_host())
     if json:
         print(json_module.dumps({"findings": [finding.record() for finding in findings]}, indent=1))
@@ -58,7 +58,7 @@ def _alone(json: bool) -> int:
     return status(findings)
 
 
-def _in_job(json: bool) -> int:
+def _examine_job(json: bool) -> int:
     from rich.console import Console
 
     import ring_plugins as ring
@@ -67,17 +67,17 @@ def _in_job(json: bool) -> int:
     ring.init()
     first = ring.rank() == 0
     console = Console(stderr=True, quiet=not first)
-    with console.status("starting") as line:
-        line.update("looking at every host")
+    with console.status("starting") as progress:
+        progress.update("checking every host")
         host = list(examine_host()) if ring.local_rank() == 0 else []
-        mine = socket.gethostname()
-        said = [
-            Finding(f"{mine}: {one.check}", one.severity, one.summary, one.remedy, one.evidence)
+        name = socket.gethostname()
+        problems = [
+            Finding(f"{name}: {one.check}", one.severity, one.summary, one.remedy, one.evidence)
             for one in host
             if one.severity > Severity.FINE
         ]
-        hosts = [finding for part in ring.all_gather_object(said) for finding in part]
-        examination = examine_job(line.update)
+        hosts = [finding for part in ring.all_gather_object(problems) for finding in part]
+        examination = examine_job(progress.update)
     findings = [*examination.findings, *hosts]
     if first and json:
         print(json_module.dumps({**examination.record(), "findings": [one.record() for one in findings]}, indent=1))
@@ -100,28 +100,24 @@ def _print_findings(console: Console, findings: Sequence[Finding]) -> None:
         if finding.remedy:
             table.add_row("", "", f"[cyan]-> {escape(finding.remedy)}[/]")
     console.print(table)
-    worst = [one for one in findings if one.severity]
-    console.print(f"\n{len(worst)} of {len(findings)} findings want attention." if worst else "\nNothing is wrong.")
+    problems = sum(one.severity > 0 for one in findings)
+    console.print(f"\n{problems} of {len(findings)} findings need attention." if problems else "\nNothing is wrong.")
 
 
 def _print_job(console: Console, examination: Examination, findings: Sequence[Finding]) -> None:
-    facts = examination.facts
-    hosts = list(dict.fromkeys((fact.node, fact.host) for fact in facts))
-    console.print(
-        f"{len(facts)} ranks on {len(hosts)} host{'s' if len(hosts) > 1 else ''}, started by {examination.started_by}\n"
-    )
+    console.print(f"{examination.curve.job}, started by {examination.started_by}\n")
     if examination.links:
-        between = _table("between hosts", "µs a message", "Gbit/s", "back", "by", "plain TCP Gbit/s")
+        between = _table("between hosts", "µs per message", "Gbit/s", "back", "interface", "plain TCP Gbit/s")
         for link in examination.links:
             between.add_row(
                 " - ".join(link.hosts),
                 f"{link.microseconds:,.0f}",
                 *(f"{rate:.2f}" for rate in link.gigabits),
-                "\n".join(dict.fromkeys(name or "?" for name in link.carried_by)),
-                "\n".join(f"{name.split()[0]} {rate:.2f}" for name, rate in link.streams.items()),
+                "\n".join(dict.fromkeys(name or "?" for name in link.interfaces)),
+                "\n".join(f"{name.split()[0]} {rate:.2f}" for name, rate in link.tcp_gigabits.items()),
             )
         console.print(between)
-    curve: Any = examination.curve
+    curve = examination.curve
     table = _table("all-reduce, bytes", "µs", "algbw, GB/s", "busbw, GB/s")
     for nbytes, times in curve.times.items():
         (name,) = times

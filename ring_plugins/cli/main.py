@@ -1,4 +1,4 @@
-"""What `ring` in a terminal runs."""
+"""The `ring` command."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-# What follows the program to run is the program's own: `ring run -n 2 python train.py -n 5`.
+# Options after the program's name belong to the program: `ring run -n 2 python train.py -n 5`.
 app.command("run", context_settings={"allow_interspersed_args": False}, no_args_is_help=True)(run)
 app.command("doctor")(doctor)
 app.command("bench")(bench)
@@ -37,12 +37,12 @@ app.command("plan")(plan)
 @app.callback()
 def ring(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Train on many processes: start them, look at what they run on, measure, and plan."""
+    """Start training on many processes, diagnose hosts and networks, measure all-reduce, and predict scaling."""
 
 
 def main() -> None:
-    """The entry point."""
+    """Run the `ring` command."""
     app()

@@ -1,4 +1,4 @@
-"""`ring plan`: how a model will scale, and which network it needs."""
+"""`ring plan`: predict how a model scales, and which network it needs."""
 
 from __future__ import annotations
 
@@ -24,40 +24,48 @@ def plan(
         ),
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="Your own, as `ring_plugins.planning.measure(..., file=...)` wrote it.")
+        Path | None,
+        typer.Option(help="Your own model: a file that `ring_plugins.planning.measure(..., file=...)` wrote."),
     ] = None,
     network: Annotated[
         str,
         typer.Option(
-            help="Between hosts: a rate such as `25gbit`, a name such as `ib-hdr`, or a file of `ring bench --json`."
+            help="Network between hosts: a rate such as `25gbit`, a name such as `ib-hdr`, or a file that `ring bench "
+            "--json` wrote."
         ),
     ] = "25gbit",
     transport: Annotated[
-        str, typer.Option(help="What uses it: `rdma` or `tcp` (NCCL), `cpu` (MPI on CPUs), `ring` (ours on CPUs).")
+        str,
+        typer.Option(help="Transport: `rdma` or `tcp` (NCCL), `cpu` (MPI on CPUs), `ring` (this package on CPUs)."),
     ] = "tcp",
-    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="The most ranks to look at.")] = 1024,
-    per_host: Annotated[int, typer.Option(min=1, help="Ranks, or GPUs, of a host.")] = 8,
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Largest number of ranks to predict.")] = 1024,
+    per_host: Annotated[int, typer.Option(min=1, help="Ranks (GPUs) per host.")] = 8,
     inside: Annotated[
         float | None,
         typer.Option(
-            min=0.1, help="GB/s between the ranks of a host: 10 with PCIe 3 (default), 100 and more with NVLink."
+            min=0.1,
+            help="GB/s inside a host: 10 with PCIe 3, 100 or more with NVLink. The default is the transport's.",
         ),
     ] = None,
     step: Annotated[
-        float | None, typer.Option("--step-ms", help="Milliseconds of a step of one rank alone on your device.")
+        float | None,
+        typer.Option("--step-ms", help="Milliseconds of a step on your device, on one rank without communication."),
     ] = None,
     overlap: Annotated[
-        bool, typer.Option(help="Whether communication gets on during backward: not on CPUs whose every core computes.")
+        bool,
+        typer.Option(
+            help="Whether communication proceeds during backward; on CPUs it does not if every core computes."
+        ),
     ] = True,
-    target: Annotated[float, typer.Option(min=0.01, max=0.999, help="Efficiency to find the network for.")] = 0.9,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    png: Annotated[Path | None, typer.Option(help="Draw efficiency against ranks into this file.")] = None,
+    target: Annotated[float, typer.Option(min=0.01, max=0.999, help="Efficiency for which to find the network.")] = 0.9,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    png: Annotated[Path | None, typer.Option(help="Draw efficiency by ranks into this file.")] = None,
 ) -> None:
     """Predict how training scales with the number of ranks, and which network it needs.
 
-    Gradients become ready during backward, buckets leave in order, and an all-reduce costs a latency a hop and a time a
-    byte; what is not hidden behind backward makes the step longer, and so does waiting for the slowest of many ranks.
-    `docs/planning.md` compares the predictions with measured jobs.
+    Gradients become ready during backward, buckets leave in order, and an all-reduce costs a latency per hop and a time
+    per byte. Communication that backward does not hide makes the step longer, and so does waiting for the slowest rank.
+    `docs/planning.md` compares predictions with measured jobs.
 
     **Examples**
 
@@ -66,7 +74,7 @@ def plan(
     * `ring plan --profile mine.json --network network.json -n 64`
     """
     from ring_plugins.core.base.errors import ArgumentError
-    from ring_plugins.planning import Profile, counts, default_sizes, draw, needed_gigabits, parse, predict, reference
+    from ring_plugins.planning import Profile, counts, default_sizes, needed_gigabits, parse, predict, reference
 
     if (model is None) == (profile is None):
         raise typer.BadParameter("give either --model or --profile.")
@@ -96,7 +104,13 @@ def plan(
     else:
         _print(what, between, per_host, predictions, needed, target)
     if png is not None:
-        draw({between.name: predictions}, f"{what.name}, {per_host} ranks a host", png)
+        from ring_plugins.drawing import draw_scaling
+
+        draw_scaling({between.name: predictions}, f"{what.name}, {_count(per_host, 'rank')} per host", png)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 def _finite(value: float) -> float | None:
@@ -117,16 +131,18 @@ def _print(
 
     console = Console(highlight=False)
     console.print(
-        f"{profile.name}: {profile.nbytes / 1e6:,.1f} MB of gradients, {profile.step * 1e3:.1f} ms a step of "
-        f"{profile.batch} samples alone\n({profile.source})"
+        f"{profile.name}: {profile.nbytes / 1e6:,.1f} MB of gradients; "
+        f"a step of {_count(profile.batch, 'sample')} takes {profile.step * 1e3:.1f} ms on one rank\n({profile.source})"
     )
-    title = f"{network.name}, {per_host} ranks a host"
+    title = f"{network.name}, {_count(per_host, 'rank')} per host"
     caption = (
-        "late: waiting for the slowest rank; open: communication that backward does not hide; kept: efficiency, the "
-        f"share left of as many ranks without communication; {target:.0%} Gbit/s: the rate a host needs for that"
+        "straggler: ms of waiting for the slowest rank; exposed: ms of communication that backward does not hide; "
+        "efficiency: throughput as a share of that without communication; "
+        f"{target:.0%} Gbit/s: rate per host that reaches {target:.0%}"
     )
-    table = Table(title=title, caption=caption, box=SIMPLE, pad_edge=False)
-    for column in ("ranks", "hosts", "step ms", "late ms", "open ms", "kept", "samples/s", f"{target:.0%} Gbit/s"):
+    table = Table(title=title, caption=caption, box=SIMPLE, pad_edge=False, padding=(0, 0, 0, 1))
+    titles = ("ranks", "hosts", "step ms", "straggler", "exposed", "efficiency", "samples/s", f"{target:.0%} Gbit/s")
+    for column in titles:
         table.add_column(column, justify="right", no_wrap=True)
     for one in predictions:
         rate = needed[one.ranks]
@@ -147,15 +163,15 @@ def _print(
     rate = needed[most.ranks]
     if math.isinf(rate):
         console.print(
-            f"{target:.0%} of {most.ranks:,} ranks' throughput cannot be had from a faster network alone: latency, the "
-            "bytes that are ready last and waiting for the slowest rank remain. A larger batch a rank helps."
+            f"No network brings {most.ranks:,} ranks to {target:.0%}: latency, the bytes that are ready last and "
+            "waiting for the slowest rank remain. A larger batch per rank helps."
         )
     elif rate > network.gigabits:
         console.print(
-            f"{most.ranks:,} ranks reach {most.efficiency:.1%}; {target:.0%} needs {rate:.3g} Gbit/s a host with this "
-            f"transport, or a larger batch a rank."
+            f"{most.ranks:,} ranks reach {most.efficiency:.1%}; {target:.0%} needs {rate:.3g} Gbit/s per host with "
+            "this transport, or a larger batch per rank."
         )
     else:
         console.print(
-            f"{most.ranks:,} ranks reach {most.efficiency:.1%}; {target:.0%} would need {rate:.3g} Gbit/s a host."
+            f"{most.ranks:,} ranks reach {most.efficiency:.1%}; {target:.0%} would need {rate:.3g} Gbit/s per host."
         )

@@ -1,4 +1,4 @@
-"""What a check hands back."""
+"""Findings: the results of checks, with severity, remedy and evidence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Severity(IntEnum):
-    """How bad it is; the worst one of an examination becomes the command's exit status."""
+    """How bad a finding is; the worst one of an examination becomes the command's exit status."""
 
     FINE = 0
     WARNING = 1
@@ -18,14 +18,14 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of looking at one thing.
 
     Attributes:
         check: what was looked at, in a word or two.
         severity: how bad it is.
         summary: what was found, in a sentence.
-        remedy: what to do, with the command where there is one; "" where nothing needs to be done.
-        evidence: the numbers and names behind it, as JSON can hold them, with units in their names.
+        remedy: what to do, with the command if there is one; "" if nothing needs to be done.
+        evidence: the numbers and names behind it, ready for JSON, with units in their names.
     """
 
     check: str
@@ -35,7 +35,7 @@ class Finding:
     evidence: dict[str, Any] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """The finding as JSON values."""
         return {**asdict(self), "severity": self.severity.name.lower()}
 
 
@@ -44,12 +44,12 @@ Check = Callable[[], Iterable[Finding]]
 
 
 def fine(check: str, summary: str, remedy: str = "", **evidence: Any) -> Finding:
-    """Nothing wrong; a remedy here is advice."""
+    """Nothing is wrong; a remedy here is advice."""
     return Finding(check, Severity.FINE, summary, remedy, evidence)
 
 
 def warning(check: str, summary: str, remedy: str, **evidence: Any) -> Finding:
-    """Slower than it could be, or likely to fail later."""
+    """Something is slower than it could be, or likely to fail later."""
     return Finding(check, Severity.WARNING, summary, remedy, evidence)
 
 
@@ -59,14 +59,14 @@ def error(check: str, summary: str, remedy: str, **evidence: Any) -> Finding:
 
 
 def status(findings: Sequence[Finding]) -> int:
-    """Exit status for scripts: 0 nothing wrong, 1 warnings, 2 errors."""
+    """Exit status for scripts: 0 if nothing is wrong, 1 after warnings, 2 after errors."""
     return int(max((finding.severity for finding in findings), default=Severity.FINE))
 
 
-def perform(check: Check) -> list[Finding]:
-    """Run a check; one that breaks is a finding too, not the end of the examination."""
+def run_check(check: Check) -> list[Finding]:
+    """Run a check; if it raises, that is a finding too, not the end of the examination."""
     try:
         return list(check())
     except Exception as problem:
-        said = f"{type(problem).__name__}: {problem}"
-        return [warning(check.__name__.replace("_", " "), f"could not be looked at ({said})", "Please report this.")]
+        name = check.__name__.replace("_", " ")
+        return [warning(name, f"this check failed ({type(problem).__name__}: {problem})", "Please report this.")]

@@ -1,32 +1,111 @@
-"""Memory, cores and limits of this host."""
+"""The examination of one host: memory, cores, GPUs, NCCL and limits here, the rest in the files beside this one."""
 
 from __future__ import annotations
 
 import os
 import resource
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
+from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import RingError
-from ring_plugins.core.linux.process import cpu_quota
+from ring_plugins.core.gpu import load_nccl
+from ring_plugins.core.gpu.nccl import version_text
+from ring_plugins.core.linux import process
 from ring_plugins.core.linux.shared_memory import Segment, is_available
-from ring_plugins.doctor.findings import Finding, error, fine, warning
+from ring_plugins.doctor.findings import Check, Finding, error, fine, run_check, warning
+from ring_plugins.doctor.mpi import mpi
+from ring_plugins.doctor.network import host_name, networks
+from ring_plugins.doctor.packages import installed, packages
+from ring_plugins.doctor.settings import settings
 
 _MIB = 1 << 20
 _GIB = 1 << 30
 
 
-def memory() -> Iterator[Finding]:
-    """Main memory, and the ways in which ranks of a host share it."""
-    import psutil
+def examine_host() -> Iterator[Finding]:
+    """Run every check that needs no other ranks. Takes a few seconds and initializes neither MPI nor CUDA."""
+    for check in CHECKS:
+        yield from run_check(check)
 
+
+def nccl() -> Iterator[Finding]:
+    """Find NCCL and its version."""
+    version, path = find_nccl()
+    if version is not None:
+        yield fine("NCCL", f"{version} from {path}", version=version, path=path)
+        return
+    severity = error if gpu_names() or config.NCCL_LIBRARY.is_set() else fine
+    yield severity("NCCL", path, 'pip install "ring_plugins[nccl]" adds it for CUDA 12, nvidia-nccl-cu13 for CUDA 13.')
+
+
+def find_nccl() -> tuple[str | None, str]:
+    """The version and path of the NCCL that would be used, or None and the reason why there is none."""
+    try:
+        library = load_nccl()
+    except RingError as problem:
+        return None, str(problem)
+    return version_text(library.version), library.path
+
+
+def gpus() -> Iterator[Finding]:
+    """List the GPUs, and check that torch was built for them."""
+    names = gpu_names()
+    yield fine("GPUs", "; ".join(names) or "none: ranks compute on CPUs", gpus=names)
+    torch = installed("torch")
+    if names and torch is not None and torch.endswith("+cpu"):
+        yield warning("GPUs", f"torch {torch} was built without CUDA", "pip install torch, from the index with CUDA.")
+
+
+def gpu_names() -> list[str]:
+    """One line a GPU, as nvidia-smi prints it: "0, NVIDIA H100 80GB HBM3, 81559 MiB, 550.54.15"."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    done = subprocess.run(
+        [tool, "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+
+
+def cores() -> Iterator[Finding]:
+    """Count the cores that this process may use, and the threads it would start on them."""
+    visible, present, allowed = len(os.sched_getaffinity(0)), os.cpu_count() or 1, process.cores()
+    quota = process.cpu_quota()
+    evidence = {"cores_usable": allowed, "cores_present": present, "quota_cores": quota}
+    ranks = f"{allowed} rank{'s' if allowed > 1 else ''}"
+    yield fine("cores", f"{allowed} of {present} may be used: up to {ranks} of one thread each", "", **evidence)
+    if quota is not None and quota < visible:
+        yield warning(
+            "cores",
+            f"the container's quota is {quota:g} of the {visible} cores that programs see",
+            f"Start at most {allowed} threads in all, or raise the quota (docker run --cpus).",
+            **evidence,
+        )
+    if not os.environ.get("OMP_NUM_THREADS"):
+        yield fine(
+            "cores",
+            f"OMP_NUM_THREADS is not set: every rank would start {visible} threads",
+            "export OMP_NUM_THREADS=1 with one rank per core; in general, cores divided by ranks.",
+        )
+
+
+def memory() -> Iterator[Finding]:
+    """Check main memory, and the means by which ranks of a host share it."""
     free, total = psutil.virtual_memory().available, psutil.virtual_memory().total
     yield fine("memory", f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB are free", free_bytes=free, total_bytes=total)
     if not is_available():
         yield warning(
             "shared memory",
-            "switched off by RING_SHARED_MEMORY=0, or not Linux: ranks of one host talk through the network",
+            "switched off by RING_SHARED_MEMORY=0, or this is not Linux: ranks of one host talk through the network",
             "unset RING_SHARED_MEMORY",
         )
         return
@@ -36,7 +115,7 @@ def memory() -> Iterator[Finding]:
     except (OSError, RingError) as problem:
         yield error(
             "shared memory",
-            f"an anonymous file in memory (memfd) cannot be made and mapped: {problem}",
+            f"an anonymous file in memory (memfd) cannot be created and mapped: {problem}",
             "Allow memfd_create and /proc/PID/fd in the container, or set RING_SHARED_MEMORY=0 on all ranks.",
         )
         return
@@ -46,43 +125,24 @@ def memory() -> Iterator[Finding]:
     if size < 256 * _MIB:
         yield fine(
             "shared memory",
-            f"/dev/shm has {size / _MIB:.0f} MiB: nothing to ring_plugins, but little for Open MPI, NCCL and data "
-            "loaders' workers",
+            f"/dev/shm has {size / _MIB:.0f} MiB: enough for ring_plugins, which does not use it, but little for "
+            "Open MPI, NCCL and the workers of data loaders",
             "docker run --shm-size 1g, or --ipc host",
             dev_shm_bytes=size,
         )
 
 
-def cores() -> Iterator[Finding]:
-    """How many cores this process may use, and how many threads it would start on them."""
-    usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    quota = cpu_quota()
-    evidence = {"cores_usable": usable, "cores_present": present, "quota_cores": quota}
-    yield fine("cores", f"{usable} of {present} may be used: up to {usable} ranks of one thread each", "", **evidence)
-    if quota is not None and quota < usable:
-        yield warning(
-            "cores",
-            f"the container's quota is {quota:g} cores, less than the {usable} that programs see",
-            f"Start at most {max(1, int(quota))} threads in all, or raise the quota (docker run --cpus).",
-            **evidence,
-        )
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if not threads:
-        yield fine(
-            "cores",
-            f"OMP_NUM_THREADS is not set: every rank would start {usable} threads",
-            "export OMP_NUM_THREADS=1 with one rank a core; in general cores divided by ranks.",
-        )
-
-
 def limits() -> Iterator[Finding]:
-    """Limits of the shell that large jobs meet."""
+    """Check the shell's limits that large jobs run into."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     evidence = {"open_files": files, "locked_bytes": locked}
     if files != resource.RLIM_INFINITY and files < 1024:
-        yield warning("limits", f"only {files} files may be open; each peer takes a few", "ulimit -n 4096", **evidence)
+        yield warning("limits", f"only {files} files may be open; each peer needs a few", "ulimit -n 4096", **evidence)
         return
     text = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked / _MIB:.0f} MiB"
-    advice = "" if locked == resource.RLIM_INFINITY else "InfiniBand and RoCE want `ulimit -l unlimited`."
+    advice = "" if locked == resource.RLIM_INFINITY else "InfiniBand and RoCE need `ulimit -l unlimited`."
     yield fine("limits", f"{files} open files, {text} of locked memory", advice, **evidence)
+
+
+CHECKS: tuple[Check, ...] = (packages, mpi, nccl, gpus, cores, memory, networks, host_name, limits, settings)

@@ -1,15 +1,16 @@
-"""Which packages are installed, whether they are new enough, and which command adds those that are not."""
+"""Installed packages: their versions, those that are too old, and the command that adds or updates them."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+
+from packaging.requirements import Requirement
 
 from ring_plugins.doctor.findings import Finding, fine, warning
 
-#: Package to the extra of ring_plugins that brings it.
+#: Package -> the extra of ring_plugins that installs it.
 EXTRAS = {
     "numpy": "",
     "torch": "torch",
@@ -20,6 +21,7 @@ EXTRAS = {
     "mpi4py": "mpi",
     "nvidia-nccl-cu12": "nccl",
 }
+#: Packages that stand in for one of the above.
 _INSTEAD = {
     "lightning": ("pytorch-lightning",),
     "nvidia-nccl-cu12": ("nvidia-nccl-cu13",),
@@ -28,7 +30,7 @@ _INSTEAD = {
 
 
 def installed(name: str) -> str | None:
-    """The version of a package, None where it is not installed. Imports nothing."""
+    """The version of a package, or None if it is not installed. Imports nothing."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -36,53 +38,50 @@ def installed(name: str) -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python, ring_plugins and everything that it works with."""
+    """Versions of Python, ring_plugins and the packages it works with; None for those that are not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "ring_plugins": installed("ring_plugins")}
     for name in EXTRAS:
-        known = [name, *_INSTEAD.get(name, ())]
-        found[name] = next((version for one in known if (version := installed(one))), None)
+        candidates = [name, *_INSTEAD.get(name, ())]
+        found[name] = next((version for one in candidates if (version := installed(one))), None)
     return found
 
 
 def packages() -> Iterator[Finding]:
-    """Versions, what is too old, and what could be added."""
+    """List versions, what is too old, and what could be added."""
     found = versions()
-    there = {name: version for name, version in found.items() if version}
-    yield fine("packages", ", ".join(f"{name} {version}" for name, version in there.items()), versions=found)
+    present = {name: version for name, version in found.items() if version}
+    yield fine("packages", ", ".join(f"{name} {version}" for name, version in present.items()), versions=found)
     if found["ring_plugins"] is None:
         yield warning(
             "packages",
-            "ring_plugins is not installed here, but found on the path",
-            "pip install . in its directory, on every host.",
+            "ring_plugins is on the path, but not installed",
+            "Run `pip install .` in its directory, on every host.",
         )
-    lowest = minima(importlib.metadata.requires("ring_plugins") or [] if found["ring_plugins"] else [])
-    for name, version in there.items():
-        if name in lowest and number(version) < number(lowest[name]):
-            yield warning(
-                "packages", f"{name} {version} is older than {lowest[name]}", f'pip install "{name}>={lowest[name]}"'
-            )
+    else:
+        yield from unmet(present, importlib.metadata.requires("ring_plugins") or [])
     missing = [name for name, version in found.items() if version is None and EXTRAS.get(name)]
     if missing:
         extras = ",".join(EXTRAS[name] for name in missing)
         yield fine(
             "packages",
-            f"not installed, needed only by those who use it: {', '.join(missing)}",
-            f'pip install "ring_plugins[{extras}]" adds all of it; take from the list what you need.',
+            f"not installed, and needed only if you use them: {', '.join(missing)}",
+            f'pip install "ring_plugins[{extras}]" adds all of them; pick what you need.',
             missing=missing,
         )
 
 
-def minima(requirements: list[str]) -> dict[str, str]:
-    """The lowest version of each package in requirements such as `"torch>=2.4; extra == 'torch'"`."""
-    found: dict[str, str] = {}
-    for requirement in requirements:
-        match = re.match(r"([\w.-]+)[^;]*?>=\s*([\d.]+)", requirement)
-        if match:
-            found[match[1].lower()] = match[2]
-    return found
+def unmet(present: Mapping[str, str], requirements: Sequence[str]) -> Iterator[Finding]:
+    """Name packages that are installed in versions which ring_plugins does not support.
 
-
-def number(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version, to compare by."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, match[0].split("."))) if match else ()
+    Args:
+        present: package -> version.
+        requirements: as in the metadata of ring_plugins, `"torch>=2.4; extra == 'torch'"`; of all extras.
+    """
+    for requirement in map(Requirement, requirements):
+        version = present.get(requirement.name)
+        if version is not None and not requirement.specifier.contains(version, prereleases=True):
+            yield warning(
+                "packages",
+                f"{requirement.name} is {version}, but ring_plugins needs {requirement.name}{requirement.specifier}",
+                f'pip install "{requirement.name}{requirement.specifier}"',
+            )

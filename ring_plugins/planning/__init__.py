@@ -1,9 +1,8 @@
-"""How a model will scale: what `ring plan` prints, for scripts, and `measure` for models of one's own."""
+"""Predictions of how training scales: what `ring plan` prints, for scripts, and `measure` for your own models."""
 
 from ring_plugins.planning.measure import measure
 from ring_plugins.planning.models import REFERENCES, reference
-from ring_plugins.planning.network import PRESETS, TRANSPORTS, Network, Transport, parse
-from ring_plugins.planning.picture import draw
+from ring_plugins.planning.network import PRESETS, TRANSPORTS, Network, TransportModel, parse
 from ring_plugins.planning.profile import Gradient, Profile
 from ring_plugins.planning.simulation import Prediction, counts, default_sizes, needed_gigabits, predict
 
@@ -15,10 +14,9 @@ __all__ = [
     "Network",
     "Prediction",
     "Profile",
-    "Transport",
+    "TransportModel",
     "counts",
     "default_sizes",
-    "draw",
     "measure",
     "needed_gigabits",
     "parse",

@@ -1,4 +1,4 @@
-"""A profile of the user's own model, by running a few steps of it in this process."""
+"""Profiles of your own models, measured by running a few steps in this process."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ def measure(
     steps: int = 10,
     file: Path | str | None = None,
 ) -> Profile:
-    """Run training steps of a model alone and note when in backward each gradient is complete.
+    """Run training steps of a model on this rank alone, and record when in backward each gradient is complete.
 
-    Weights, running statistics and the optimizer's state are put back afterwards. With Keras, whose backends do not say
-    when a gradient is complete, the step is measured and shared out among layers by their arithmetic.
+    Weights, running statistics and the optimizer's state are restored afterwards. Keras does not tell when a gradient
+    is complete, so there the step is timed as a whole and divided among layers in proportion to their arithmetic.
 
     Args:
         model: a torch module (a LightningModule too), or a compiled Keras model.
-        batch: what one rank is given in a step, on the model's device. For torch: what `loss` takes; without one, a
-            pair (inputs, targets), a dictionary for a model that returns an object with `.loss`, or inputs alone. For
+        batch: of one rank and step, on the model's device. For torch: the argument of `loss`; without a loss, a pair
+            (inputs, targets), a dictionary for a model that returns an object with `.loss`, or inputs alone. For
             Keras: (x, y).
         loss: for torch, `loss(model, batch)` returning a number to differentiate. By default `model.training_step`
-            where there is one, else cross entropy with integer targets and squared error with others.
-        optimizer: for torch, whose step to time; SGD by default.
+            if there is one, else cross entropy with integer targets and squared error with others.
+        optimizer: for torch, the optimizer whose step is timed; SGD by default.
         steps: how many to time; their medians count.
         file: where to write the profile as JSON, for `ring plan --profile`.
 
     Raises:
-        ArgumentError: the model is of neither kind, or cannot take the batch.
+        ArgumentError: the model is neither a torch nor a Keras model, or cannot take the batch.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ArgumentError(f"steps={steps!r} is not a positive number of steps.")

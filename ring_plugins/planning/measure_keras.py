@@ -1,4 +1,4 @@
-"""The step of a Keras model, shared out among its layers by their arithmetic."""
+"""The profile of a Keras model: its step is timed and divided among its layers in proportion to their arithmetic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WARM_UP = 3
 
 
 def measure_keras(model: Any, batch: Any, steps: int) -> Profile:
-    """See `measure`."""
+    """As `measure`, for a compiled Keras model."""
     import keras
 
     if getattr(model, "optimizer", None) is None:
@@ -27,7 +27,7 @@ def measure_keras(model: Any, batch: Any, steps: int) -> Profile:
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     variables = [*model.variables, *model.optimizer.variables]
-    kept = [keras.ops.convert_to_numpy(variable) for variable in variables]
+    values = [keras.ops.convert_to_numpy(variable) for variable in variables]
     seconds = []
     try:
         for step in range(-_WARM_UP, steps):
@@ -36,7 +36,7 @@ def measure_keras(model: Any, batch: Any, steps: int) -> Profile:
             if step >= 0:
                 seconds.append(time.perf_counter() - began)
     finally:
-        for variable, value in zip(variables, kept, strict=True):
+        for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
         model.reset_metrics()
     layers = [
@@ -54,7 +54,7 @@ def measure_keras(model: Any, batch: Any, steps: int) -> Profile:
 
 
 def _operations(layer: Any, variable: Any) -> float:
-    """Of a product with a kernel: twice its size, at each place of the layer's output; next to none for the rest."""
+    """Operations of a product with a kernel: two per weight and place of the layer's output; few for the rest."""
     if len(variable.shape) < 2:
         return 1.0
     try:

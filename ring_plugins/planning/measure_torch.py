@@ -1,4 +1,4 @@
-"""When in a step the gradients of a torch model are complete."""
+"""The profile of a torch model: hooks record when in a step each gradient is complete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WARM_UP = 3
 
 
 class _Clock:
-    """Points in time, of the processor or, where the model is on a GPU, of its stream."""
+    """Reads the processor's clock or, for a model on a GPU, that of its stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -39,14 +39,14 @@ class _Clock:
 
 
 def measure_torch(model: nn.Module, batch: Any, loss: Any, optimizer: Any, steps: int) -> Profile:
-    """See `measure`."""
+    """As `measure`, for a torch module."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise ArgumentError("model has no parameter that requires a gradient.")
     differentiate: Callable[[nn.Module, Any], torch.Tensor] = loss or _default_loss
-    kept = copy.deepcopy(model.state_dict())
+    model_state = copy.deepcopy(model.state_dict())
     optimizer = optimizer or torch.optim.SGD([p for _, p in named], lr=0.0)
-    kept_optimizer = copy.deepcopy(optimizer.state_dict())
+    optimizer_state = copy.deepcopy(optimizer.state_dict())
     gradients = [p.grad for _, p in named]
     clock = _Clock(named[0][1].device)
     marks: dict[int, Any] = {}
@@ -73,8 +73,8 @@ def measure_torch(model: nn.Module, batch: Any, loss: Any, optimizer: Any, steps
     finally:
         for hook in hooks:
             hook.remove()
-        model.load_state_dict(kept)
-        optimizer.load_state_dict(kept_optimizer)
+        model.load_state_dict(model_state)
+        optimizer.load_state_dict(optimizer_state)
         model.train(model_was_training)
         for (_, parameter), gradient in zip(named, gradients, strict=True):
             parameter.grad = gradient

@@ -1,6 +1,6 @@
-"""Well-known models: parameters and arithmetic of every layer, from their papers, and published step times.
+"""Reference models: parameters and operations of every layer, from their papers, and published step times.
 
-A multiplication and an addition are two operations. A layer's normalisation is counted with the layer.
+A multiplication and an addition are two operations. A layer's normalization is counted with the layer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Layers = list[tuple[str, int, float]]
 
 
 class _Stack:
-    """Layers put one on the other; convolutions keep count of the image's side."""
+    """A stack of layers; `channels` is the number of channels that the next one reads."""
 
     def __init__(self, channels: int = 3) -> None:
         self.layers: Layers = []
@@ -24,7 +24,7 @@ class _Stack:
     def convolution(
         self, name: str, out: int, kernel: tuple[int, int] | int, side: int, into: int | None = None, bias: bool = False
     ) -> int:
-        """A convolution whose output has `side` x `side` places, with batch norm, or with a bias instead."""
+        """Add a convolution with `side` x `side` outputs and batch norm, or a bias instead; returns its channels."""
         high, wide = (kernel, kernel) if isinstance(kernel, int) else kernel
         channels = self.channels if into is None else into
         weights = high * wide * channels * out
@@ -80,7 +80,7 @@ def inception_v3() -> Layers:
         stack.channels = stack.convolution(f"conv{name}", out, kernel, side)
 
     def branches(block: str, side: int, *paths: Sequence[tuple[int, tuple[int, int] | int, int]]) -> None:
-        """Paths of (channels, kernel, side) that begin at the same place; what they end in is put side by side."""
+        """Parallel paths of (channels, kernel, side) whose outputs are concatenated."""
         total = 0
         for p, path in enumerate(paths):
             into = stack.channels
@@ -124,8 +124,8 @@ def inception_v3() -> Layers:
 def gpt2_small(length: int = 1024) -> Layers:
     """Radford et al. 2019, 124 million parameters; a sample is `length` tokens.
 
-    The output layer uses the token embedding's weights, so that their gradient, a third of all bytes, is complete
-    only when backward is over.
+    The output layer shares the token embedding's weights, so their gradient, a third of all bytes, is complete only
+    at the end of backward.
     """
     width, words = 768, 50257
     layers: Layers = [("wte", words * width, 0.0), ("wpe", 1024 * width, 0.0)]
@@ -146,12 +146,12 @@ def gpt2_small(length: int = 1024) -> Layers:
 
 
 class Reference(NamedTuple):
-    """A model by name.
+    """A reference model.
 
     Attributes:
-        layers: makes them.
-        batch: samples a step that the time is for.
-        rate: samples a second of one device.
+        layers: returns its layers.
+        batch: samples per step at that rate.
+        rate: samples per second of one device.
         source: of the rate.
     """
 
@@ -172,17 +172,17 @@ REFERENCES = {
 
 
 def reference(name: str, rate: float | None = None) -> Profile:
-    """A model by name.
+    """The profile of a reference model.
 
     Args:
         name: a key of `REFERENCES`.
-        rate: samples a second of one device, instead of the published one.
+        rate: samples per second of one device, instead of the published rate.
 
     Raises:
-        ArgumentError: no such model.
+        ArgumentError: there is no such model.
     """
     if name not in REFERENCES:
-        raise ArgumentError(f"model={name!r} is none of {', '.join(REFERENCES)}.")
+        raise ArgumentError(f"model={name!r} is not one of {', '.join(REFERENCES)}.")
     model = REFERENCES[name]
     source = model.source if rate is None else "the rate given"
     return from_costs(name, model.batch, model.layers(), model.batch / (rate or model.rate), source)

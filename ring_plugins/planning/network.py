@@ -1,8 +1,8 @@
-"""Networks as a model of all-reduce sees them: a latency a hop and a rate a host (alpha and beta).
+"""The cost model of a network: a latency per hop and a rate per host (alpha and beta).
 
-The alpha-beta model is Hockney's (1994); what a ring and a two-level all-reduce cost in it: Thakur, Rabenseifner,
-Gropp, "Optimization of collective communication operations in MPICH" (2005), and Patarasuk, Yuan, "Bandwidth optimal
-all-reduce algorithms" (2009).
+The alpha-beta model is Hockney's (1994). The costs of a ring and of a two-level all-reduce in it are from Thakur,
+Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH" (2005), and Patarasuk, Yuan,
+"Bandwidth optimal all-reduce algorithms" (2009).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ring_plugins.core.base.errors import ArgumentError
 
 
 @dataclass(frozen=True)
-class Transport:
-    """What moves the bytes, and how well.
+class TransportModel:
+    """How well a transport uses a network.
 
     Attributes:
         efficiency: the share of a link's rate that gradients get.
-        alpha: seconds a hop between hosts.
-        local_alpha: seconds a hop inside a host.
+        alpha: seconds per hop between hosts.
+        local_alpha: seconds per hop inside a host.
         local_gbytes: GB/s inside a host.
-        two_level: whether a host's ranks first reduce among themselves and then between hosts, one after the other;
-            else one ring goes through all ranks, pieces following each other.
+        two_level: whether the ranks of a host first reduce among themselves, and then the hosts among each other;
+            otherwise one pipelined ring runs through all ranks.
     """
 
     efficiency: float
@@ -38,13 +38,13 @@ class Transport:
     two_level: bool
 
 
-#: "rdma", "tcp" and "cpu" describe one ring over all ranks; their efficiencies are what the rows of VGG-16 in Horovod's
-#: published table imply, one number each. "ring" is ours between hosts, as measured on test hosts.
+#: "rdma", "tcp" and "cpu" describe one ring over all ranks; each efficiency follows from one row of VGG-16 in Horovod's
+#: published table. "ring" is ring_plugins between hosts, as measured on test hosts.
 TRANSPORTS = {
-    "rdma": Transport(efficiency=0.80, alpha=10e-6, local_alpha=3e-6, local_gbytes=10.0, two_level=False),
-    "tcp": Transport(efficiency=0.52, alpha=30e-6, local_alpha=3e-6, local_gbytes=10.0, two_level=False),
-    "cpu": Transport(efficiency=0.22, alpha=60e-6, local_alpha=5e-6, local_gbytes=5.0, two_level=False),
-    "ring": Transport(efficiency=0.90, alpha=100e-6, local_alpha=10e-6, local_gbytes=4.0, two_level=True),
+    "rdma": TransportModel(efficiency=0.80, alpha=10e-6, local_alpha=3e-6, local_gbytes=10.0, two_level=False),
+    "tcp": TransportModel(efficiency=0.52, alpha=30e-6, local_alpha=3e-6, local_gbytes=10.0, two_level=False),
+    "cpu": TransportModel(efficiency=0.22, alpha=60e-6, local_alpha=5e-6, local_gbytes=5.0, two_level=False),
+    "ring": TransportModel(efficiency=0.90, alpha=100e-6, local_alpha=10e-6, local_gbytes=4.0, two_level=True),
 }
 
 #: Rates in Gbit/s of networks that have names.
@@ -62,17 +62,17 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Network:
-    """What connects hosts.
+    """A network between hosts.
 
     Attributes:
-        name: for texts.
+        name: for display.
         gigabits: rate of a host's link in Gbit/s.
-        transport: what uses it.
+        transport: that uses it.
     """
 
     name: str
     gigabits: float
-    transport: Transport
+    transport: TransportModel
 
     def all_reduce(self, nbytes: int, ranks: int, per_host: int) -> float:
         """Seconds of one all-reduce while nothing else uses the network.
@@ -95,16 +95,16 @@ class Network:
         return share * hops + share * nbytes / min(rate, local_rate)
 
     def inside(self, gbytes: float) -> Network:
-        """The same with other hosts: GB/s that an all-reduce moves inside one."""
+        """The same network between hosts inside which an all-reduce moves `gbytes` GB/s."""
         return replace(self, transport=replace(self.transport, local_gbytes=gbytes))
 
     def at(self, gigabits: float) -> Network:
-        """The same at another rate."""
+        """The same network at another rate."""
         return replace(self, name=f"{gigabits:g} Gbit/s", gigabits=gigabits)
 
 
 def parse(text: str, transport: str = "tcp") -> Network:
-    """A network by what a user calls it.
+    """The network that a text describes.
 
     Args:
         text: "25gbit", "800mbit", a name in `PRESETS`, or a file that `ring bench --json` or `ring doctor --json` wrote
@@ -112,10 +112,10 @@ def parse(text: str, transport: str = "tcp") -> Network:
         transport: a name in `TRANSPORTS`; measured files bring their own.
 
     Raises:
-        ArgumentError: none of these.
+        ArgumentError: the text is none of these.
     """
     if transport not in TRANSPORTS:
-        raise ArgumentError(f"transport={transport!r} is none of {', '.join(TRANSPORTS)}.")
+        raise ArgumentError(f"transport={transport!r} is not one of {', '.join(TRANSPORTS)}.")
     rate = re.fullmatch(r"([\d.]+)\s*([gm])(?:bit|bit/s|bps)?", text.strip().lower())
     if rate is not None and float(rate[1]) > 0:
         gigabits = float(rate[1]) * (1 if rate[2] == "g" else 1e-3)
@@ -125,7 +125,8 @@ def parse(text: str, transport: str = "tcp") -> Network:
     if Path(text).exists():
         return measured(Path(text))
     raise ArgumentError(
-        f"network={text!r} is no rate such as 25gbit, none of {', '.join(PRESETS)}, and no file of ring bench --json."
+        f"network={text!r} is neither a rate such as 25gbit, nor one of {', '.join(PRESETS)}, nor a file of "
+        "ring bench --json."
     )
 
 
@@ -138,7 +139,7 @@ def measured(file: Path) -> Network:
     try:
         record = json.loads(file.read_text())
         record = record.get("all_reduce", record)
-        rows = [row for row in record["curve"] if row["contestant"] in ("ring", "ring (GPU)")]
+        rows = [row for row in record["curve"] if row.get("backend", row.get("contestant")) in ("ring", "ring (GPU)")]
         ranks, hosts = int(record["ranks"]), int(record["nodes"])
         points = [(int(row["bytes"]), float(row["median"])) for row in rows]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -146,26 +147,26 @@ def measured(file: Path) -> Network:
             f"{file} is not what ring bench --json writes ({type(error).__name__}: {error})."
         ) from error
     if hosts < 2 or len(points) < 2:
-        raise ArgumentError(f"{file} was measured on {hosts} host; start ring bench on two hosts or more.")
+        raise ArgumentError(f"{file} was measured on one host; start ring bench on two hosts or more.")
     return fitted(f"measured on {hosts} hosts", points, ranks, hosts)
 
 
 def fitted(name: str, points: Sequence[tuple[int, float]], ranks: int, hosts: int) -> Network:
-    """The latency and rate that explain measured all-reduces best, all of them alike in proportion.
+    """The latency and rate that explain measured all-reduces best, by least squares of relative errors.
 
     Args:
-        name: for texts.
+        name: for display.
         points: (bytes, seconds).
         ranks, hosts: that took part.
     """
     sizes, seconds = np.array(points, float).T
-    # Small messages say what a hop costs, large ones what a byte does; a line through all would let the large decide.
+    # Small messages tell the cost of a hop, large ones that of a byte; absolute errors would let the large ones decide.
     design = np.stack([np.ones_like(sizes), sizes], axis=1) / seconds[:, None]
     (fixed, each), *_ = np.linalg.lstsq(design, np.ones_like(sizes), rcond=None)
     if fixed <= 0:
         fixed = float(seconds.min()) / 2
     each = max(float(each), 1e-13)
     share = 2 * (hosts - 1) / hosts
-    # What the ranks of a host cost among themselves is in the measurement and cannot be told apart from the network.
-    inside = Transport(1.0, float(fixed) / (2 * (hosts - 1)), 0.0, 1e6, True)
+    # The measurement includes the cost inside hosts, which cannot be told apart from that of the network.
+    inside = TransportModel(1.0, float(fixed) / (2 * (hosts - 1)), 0.0, 1e6, True)
     return Network(name, share / each * 8e-9, inside)

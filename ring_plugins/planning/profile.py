@@ -1,4 +1,4 @@
-"""What of a model decides how it scales: how many bytes its gradients have, and when in a step each is ready."""
+"""A model as scaling sees it: the bytes of its gradients, and the time in a step at which each is ready."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ring_plugins.core.gradients.fusion import Entry
 
 @dataclass(frozen=True)
 class Gradient:
-    """Of one parameter.
+    """The gradient of one parameter.
 
     Attributes:
         name: of the parameter.
@@ -35,11 +35,11 @@ class Profile:
     Attributes:
         name: of the model.
         batch: samples a step.
-        forward: seconds before backward, with everything else that comes before it.
+        forward: seconds before backward, everything included.
         backward: seconds of backward.
-        update: seconds after it.
+        update: seconds after backward.
         gradients: in the order of the model's parameters.
-        source: where the times come from.
+        source: origin of the times, for display.
     """
 
     name: str
@@ -62,11 +62,11 @@ class Profile:
 
     @property
     def entries(self) -> list[Entry]:
-        """As the plan of buckets wants them."""
+        """The gradients as `FusionPlan` takes them."""
         return [Entry(g.name, g.dtype, g.count) for g in self.gradients]
 
     def at_step(self, seconds: float) -> Profile:
-        """The same model on a device where a step takes `seconds`: all times change alike.
+        """The same model on a device on which a step takes `seconds`; all times are scaled.
 
         Raises:
             ArgumentError: not a positive time.
@@ -86,15 +86,15 @@ class Profile:
         )
 
     def save(self, file: Path | str) -> None:
-        """Write it as JSON."""
+        """Write the profile as JSON."""
         Path(file).write_text(json.dumps({"ring_plugins_profile": 1, **asdict(self)}, indent=1) + "\n")
 
     @staticmethod
     def load(file: Path | str) -> Profile:
-        """Read what `save` wrote.
+        """Read a profile that `save` wrote.
 
         Raises:
-            ArgumentError: the file is something else, or not there.
+            ArgumentError: the file is missing, or is not a profile.
         """
         try:
             record = json.loads(Path(file).read_text())
@@ -103,7 +103,7 @@ class Profile:
             return Profile(record["name"], record["batch"], forward, backward, update, gradients, record["source"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ArgumentError(
-                f"{file} is no profile ({type(error).__name__}: {error}); make one with "
+                f"{file} is not a profile ({type(error).__name__}: {error}); make one with "
                 "ring_plugins.planning.measure(model, batch, file=...)."
             ) from error
 
@@ -118,10 +118,10 @@ def entry_bytes(gradient: Gradient) -> int:
 def from_costs(
     name: str, batch: int, layers: Sequence[tuple[str, int, float]], step: float, source: str, update: float = 0.0
 ) -> Profile:
-    """A profile of a model of which only the arithmetic is known.
+    """The profile of a model of which only the arithmetic is known.
 
-    Backward takes twice as long as forward (it computes two products where forward computes one), and each layer takes
-    its share of the arithmetic.
+    Backward takes twice as long as forward, since it computes two products for each of forward's, and each layer takes
+    a time in proportion to its arithmetic.
 
     Args:
         name, batch, source: as in `Profile`.

@@ -1,4 +1,7 @@
-"""A training step of many ranks, event by event: gradients become ready, buckets leave in order, the update waits."""
+"""A training step of many ranks, event by event.
+
+Gradients become ready during backward, buckets leave in order one after the other, and the update waits for the last.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,20 @@ from ring_plugins.core.gradients.fusion import BucketSizes, FusionPlan
 from ring_plugins.planning.network import Network
 from ring_plugins.planning.profile import Profile
 
-#: Spread of a rank's step times around their mean: what makes the slowest of many ranks slower than one alone.
+#: Standard deviation of a rank's step times as a share of their mean; it makes the slowest of many ranks a straggler.
 JITTER = 0.03
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step of `ranks` ranks.
+    """The predicted step of `ranks` ranks.
 
     Attributes:
         ranks: how many.
-        alone: seconds of a step of one rank by itself.
-        step: seconds of a step of all.
-        waiting: of these, for the slowest rank.
-        exposed: of these, communication that nothing hides.
+        alone: seconds of a step of one rank without communication.
+        step: seconds of a step of all ranks.
+        waiting: seconds of it spent waiting for the slowest rank (the straggler).
+        exposed: seconds of it spent in communication that backward does not hide.
         communication: seconds of communication in all, hidden or not.
     """
 
@@ -38,12 +41,12 @@ class Prediction:
 
     @property
     def efficiency(self) -> float:
-        """Throughput against as many ranks without communication; 1 is perfect."""
+        """Throughput as a share of that of as many ranks without communication."""
         return self.alone / self.step
 
 
 def slowest_of(ranks: int, jitter: float = JITTER) -> float:
-    """How much longer than the mean the slowest of `ranks` normally distributed times is expected to be, as a share.
+    """By what share of the mean the slowest of `ranks` normally distributed times is expected to exceed it.
 
     Blom's approximation of the largest order statistic (1958).
     """
@@ -51,7 +54,7 @@ def slowest_of(ranks: int, jitter: float = JITTER) -> float:
 
 
 def messages(profile: Profile, sizes: BucketSizes) -> list[tuple[float, list[int]]]:
-    """For each bucket in order when it is complete, in seconds of backward, and the bytes of its messages."""
+    """For each bucket in order: the second of backward at which it is complete, and the bytes of its messages."""
     plan = FusionPlan(profile.entries, *sizes)
     found = []
     for bucket in plan.buckets:
@@ -62,7 +65,7 @@ def messages(profile: Profile, sizes: BucketSizes) -> list[tuple[float, list[int
 
 
 def default_sizes(network: Network) -> BucketSizes:
-    """Bucket sizes of the plane that a network belongs to: on GPUs every gradient lives in a bucket."""
+    """Bucket sizes of the communicator that uses a network: on GPUs every gradient lives in a bucket."""
     return BucketSizes() if network.transport.two_level else BucketSizes(crossover=None)
 
 
@@ -75,28 +78,28 @@ def predict(
     jitter: float = JITTER,
     overlap: bool = True,
 ) -> Prediction:
-    """One step.
+    """Predict one step.
 
     Args:
         profile: of the model on one rank.
         network: between hosts.
         ranks: in all.
         per_host: ranks of a host.
-        sizes: of buckets; the defaults of the network's plane where not given.
-        jitter: spread of step times of a rank, as a share.
-        overlap: whether communication gets on while backward computes, as on GPUs, or with a core to spare.
+        sizes: of buckets; by default those for the network's communicator.
+        jitter: standard deviation of a rank's step times, as a share of their mean.
+        overlap: whether communication proceeds while backward computes, as on GPUs or with a core to spare.
     """
-    late = 1 + slowest_of(ranks, jitter)
-    start = profile.forward * late
-    end = start + profile.backward * late
+    straggler = 1 + slowest_of(ranks, jitter)
+    start = profile.forward * straggler
+    end = start + profile.backward * straggler
     free, busy = start, 0.0
     if ranks > 1:
         for ready, parts in messages(profile, sizes or default_sizes(network)):
             took = sum(network.all_reduce(nbytes, ranks, per_host) for nbytes in parts)
-            free = max(free, start + ready * late if overlap else end) + took
+            free = max(free, start + ready * straggler if overlap else end) + took
             busy += took
-    step = max(end, free) + profile.update * late
-    waiting = profile.step * (late - 1)
+    step = max(end, free) + profile.update * straggler
+    waiting = profile.step * (straggler - 1)
     return Prediction(ranks, profile.step, step, waiting, step - profile.step - waiting, busy)
 
 
@@ -109,7 +112,7 @@ def needed_gigabits(
     sizes: BucketSizes | None = None,
     overlap: bool = True,
 ) -> float:
-    """The rate in Gbit/s from which on an efficiency is reached; infinite where no rate is enough."""
+    """The lowest rate in Gbit/s that reaches an efficiency; infinite if no rate is enough."""
 
     def enough(gigabits: float) -> bool:
         return predict(profile, network.at(gigabits), ranks, per_host, sizes, overlap=overlap).efficiency >= efficiency

@@ -1,56 +1,119 @@
-"""`ring doctor` inside a job on test hosts that have something wrong with them."""
+"""The comparisons between ranks, on made-up facts and links."""
 
-import json
-import sys
+from dataclasses import replace
 
-import pytest
-
-from tests.hosts import hosts, why_not
-from tests.launch import run_ranks
-from tests.launchers import find_mpirun
-
-pytestmark = pytest.mark.mpi
-
-DOCTOR = """
-from ring_plugins.cli.main import main
-main()
-"""
+from ring_plugins.doctor.facts import Facts
+from ring_plugins.doctor.findings import Severity
+from ring_plugins.doctor.job import check_agreement, check_host_names, check_links, check_placement
+from ring_plugins.doctor.links import Link, rounds
+from ring_plugins.doctor.network import NetworkInterface
 
 
-def findings(report):
-    return {(one["check"], one["severity"]): one for one in report["findings"]}
+def facts(count, **changes):
+    """Ranks 0, 1, ... on hosts of their own, with everything in order."""
+    names = [f"host{i}" for i in range(count)]
+    return [
+        Facts(
+            rank=i,
+            node=i,
+            host=names[i],
+            kernel=f"kernel{i}",
+            cores=(0, 1),
+            threads=1,
+            versions={"python": "3.11.7", "torch": "2.13", "scipy": "1.0"},
+            interfaces=(NetworkInterface("eth0", (f"10.0.0.{i}",), ("10.0.0.0/16",), 10_000, True),),
+            resolved={name: [f"10.0.0.{j}"] for j, name in enumerate(names)},
+            variables={"RING_TIMEOUT": "60"},
+            **changes,
+        )
+        for i in range(count)
+    ]
 
 
-@pytest.mark.skipif(bool(why_not()), reason=why_not())
-def test_two_hosts_on_one_core_over_a_link_at_a_tenth_with_a_name_that_leads_home():
-    with hosts(2, rate="10gbit", loopback_names=True) as cluster:
-        cluster.shape("host2", "1gbit")
-        command = [find_mpirun(), "--hostfile", str(cluster.hostfile), "--map-by", "ppr:1:node:oversubscribe"]
-        command += ["--bind-to", "core", "--prtemca", "prte_if_include", "eth0", "--mca", "btl_tcp_if_include", "eth0"]
-        command += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self,sm", "-n", "2", sys.executable]
-        with cluster.start(command, DOCTOR, 2, ["doctor", "--json"]) as job:
-            result = job.wait(180)
-    assert result.returncode == 2, result
-    report = json.loads(result.stdout)
-    found = findings(report)
-    bound = found["placement", "error"]
-    assert "ranks 0, 1 (host1, host2) are all bound to core 0" in bound["summary"]
-    assert bound["evidence"]["message_microseconds"] > 0
-    slow = found["links", "warning"]
-    assert max(slow["evidence"]["gigabits"]) < 1.0
-    assert "of the 10 Gbit/s that host" in slow["summary"]
-    assert "is 127.0.1.1, which is every host itself" in found["host names", "warning"]["summary"]
-    (link,) = report["links"]
-    assert link["carried_by"] == ["eth0", "eth0"]
-    assert max(link["streams"].values()) < 1.0
+def link(a, b, there=9.4, back=9.4, microseconds=50.0, mpi=30.0, tcp_gigabits=None):
+    hosts = (f"host{a}", f"host{b}")
+    tcp_gigabits = {"eth0 10.0.0.0/16": min(there, back)} if tcp_gigabits is None else tcp_gigabits
+    return Link((a, b), hosts, (a, b), microseconds, mpi, (there, back), ("eth0", "eth0"), tcp_gigabits)
 
 
-def test_on_one_host_ranks_are_compared_and_all_reduce_is_measured():
-    with_doctor = run_ranks(
-        DOCTOR, 2, "torchrun", args=["doctor", "--json"], env={"OMP_NUM_THREADS": "64"}, check=False, timeout=180
-    )
-    assert with_doctor.returncode != 0, with_doctor
-    report = json.loads(with_doctor.stdout)
-    assert "threads in all share" in findings(report)["oversubscription", "warning"]["summary"]
-    assert report["started_by"] == "rendezvous"
-    assert [row["bytes"] for row in report["all_reduce"]["curve"]][-1] == 1 << 24
+def problems(found):
+    return [finding for finding in found if finding.severity > Severity.FINE]
+
+
+def test_a_healthy_job_has_no_findings():
+    all_links = [link(0, 1), link(0, 2), link(1, 2)]
+    said = [
+        *check_placement(facts(3), all_links),
+        *check_agreement(facts(3)),
+        *check_host_names(facts(3)),
+        *check_links(facts(3), all_links),
+    ]
+    assert problems(said) == []
+    assert len(said) == 4
+
+
+def test_ranks_bound_to_one_core_are_named_with_what_it_costs():
+    bound = [replace(fact, kernel="same", cores=(3,)) for fact in facts(2)]
+    (finding,) = check_placement(bound, [link(0, 1, mpi=8100.0)])
+    assert finding.severity == Severity.ERROR
+    assert "ranks 0, 1 (host0, host1) are all bound to core 3" in finding.summary
+    assert "takes 8.10 ms" in finding.summary
+    assert "--bind-to none" in finding.remedy
+
+
+def test_more_ranks_or_threads_than_cores():
+    (finding,) = check_placement([replace(fact, kernel="same") for fact in facts(3)])
+    assert finding.summary == "3 ranks share 2 cores of host0"
+    (finding,) = check_placement([replace(fact, kernel="same", threads=2) for fact in facts(2)])
+    assert finding.remedy == "export OMP_NUM_THREADS=1"
+
+
+def test_a_slow_link_is_found_by_what_its_card_states_and_by_the_others():
+    (finding,) = check_links(facts(2), [link(0, 1, 0.94, 0.95)])
+    assert "host0 and host1: 0.94 Gbit/s, 9 % of the 10 Gbit/s" in finding.summary
+    (finding,) = check_links(facts(3), [link(0, 1, 6.0, 6.0), link(0, 2, 6.0, 6.0), link(1, 2, 0.9, 0.9)])
+    assert "host1 and host2: 0.90 Gbit/s, where other pairs of hosts have 6.00" in finding.summary
+    pairs = [pair for together in rounds(4) for pair in together]
+    said = list(check_links(facts(4), [link(a, b, *([0.9] * 2 if b == 3 else [6.0] * 2)) for a, b in pairs]))
+    assert len(said) == 3
+    assert all("host3 is in every slow pair" in finding.summary for finding in said)
+    assert (
+        problems(check_links(facts(2), [link(0, 1, 4.0, 4.1, tcp_gigabits={"eth0 10.0.0.0/16": 8.0})])) == []
+    )  # a busy processor
+    (finding,) = check_links(facts(2), [link(0, 1, 9.0, 3.0, tcp_gigabits={"eth0 10.0.0.0/16": 9.0})])
+    assert "host0 to host1: 9.00 Gbit/s, back: 3.00" in finding.summary
+
+
+def test_data_on_the_slower_of_two_networks():
+    tcp_gigabits = {"eth0 10.0.0.0/16": 0.94, "eth1 10.1.0.0/16": 9.4}
+    said = problems(check_links(facts(2), [link(0, 1, 0.9, 0.9, tcp_gigabits=tcp_gigabits)]))
+    assert [finding.check for finding in said] == ["interface"]
+    assert "export RING_INTERFACE=eth1" in said[0].remedy
+
+
+def test_slow_messages():
+    (finding,) = check_links(facts(2), [link(0, 1, mpi=8000.0)])
+    assert "a small message by MPI takes 8.00 ms" in finding.summary
+
+
+def test_ranks_that_differ():
+    changed = facts(3)
+    changed[1] = replace(changed[1], versions={"python": "3.11.2", "torch": "2.12", "scipy": "1.1"}, variables={})
+    said = {finding.summary: finding.severity.name for finding in check_agreement(changed)}
+    assert said == {
+        "torch differs: 2.13 on ranks 0, 2; 2.12 on rank 1": "ERROR",
+        "scipy differs: 1.0 on ranks 0, 2; 1.1 on rank 1": "WARNING",
+        "RING_TIMEOUT differs: '60' on ranks 0, 2; 'not set' on rank 1": "WARNING",
+    }
+
+
+def test_names_that_do_not_resolve_or_resolve_to_loopback():
+    changed = facts(3)
+    changed[0] = replace(changed[0], resolved={"host0": ["127.0.1.1"], "host1": [], "host2": ["10.9.9.9"]})
+    said = list(check_host_names(changed))
+    assert [finding.summary for finding in said] == [
+        "on host0 the name host0 is 127.0.1.1, a loopback address, on which every host finds itself",
+        "on host0 the name host1 does not resolve",
+        "on host0 the name host2 is 10.9.9.9, which is not an address of host2",
+    ]
+    assert "`10.0.0.1 host1`" in said[1].remedy

@@ -1,0 +1,79 @@
+"""Facts about every rank and its host, gathered on all ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ring_plugins as ring
+from ring_plugins.core.linux.process import boot_id
+from ring_plugins.core.world import current
+from ring_plugins.doctor.host import find_nccl
+from ring_plugins.doctor.network import NetworkInterface, network_interfaces, resolve
+from ring_plugins.doctor.packages import versions
+from ring_plugins.doctor.settings import shown
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One rank and its host.
+
+    Attributes:
+        rank: of the process.
+        node: number of its host in the job.
+        host: name of that host.
+        kernel: equal for ranks that share cores, also from different containers.
+        cores: numbers of those that the process may run on.
+        threads: how many the process would compute with.
+        versions: of packages, and of NCCL if there is one.
+        interfaces: of the host.
+        resolved: host of the job -> the addresses that its name resolves to here.
+        variables: RING_*, which should agree on all ranks.
+    """
+
+    rank: int
+    node: int
+    host: str
+    kernel: str
+    cores: tuple[int, ...]
+    threads: int
+    versions: dict[str, str | None]
+    interfaces: tuple[NetworkInterface, ...]
+    resolved: dict[str, list[str]]
+    variables: dict[str, str]
+
+    def record(self) -> dict[str, Any]:
+        """The facts as JSON values."""
+        return asdict(self)
+
+    @property
+    def external_addresses(self) -> list[str]:
+        """Addresses of the host that other hosts may reach."""
+        return [address for one in self.interfaces if one.external for address in one.addresses]
+
+
+def gather_facts() -> list[Facts]:
+    """The facts of all ranks, in rank order; collective."""
+    topology = current().topology
+    found: list[Facts] = ring.all_gather_object(own_facts(topology.rank, topology.node_rank, topology.hosts))
+    return found
+
+
+def own_facts(rank: int, node: int, hosts: tuple[str, ...]) -> Facts:
+    """The facts of this process."""
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    return Facts(
+        rank,
+        node,
+        socket.gethostname(),
+        boot_id(),
+        cores,
+        int(threads) if threads.isdigit() and int(threads) else len(cores),
+        {**versions(), "NCCL": find_nccl()[0]},
+        tuple(network_interfaces()),
+        {host: resolve(host) for host in dict.fromkeys(hosts)},
+        shown(os.environ),
+    )

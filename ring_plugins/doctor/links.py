@@ -1,0 +1,227 @@
+"""Latency and bandwidth between hosts, measured: each pair through ring_plugins, each network through plain sockets.
+
+Pairs that share no host are measured at the same time, in the rounds of a round-robin tournament, so that the time
+grows with the number of hosts and not with the number of pairs. The plain TCP connection shows what the network itself
+carries. It is not the probe by which `init()` chooses among networks (core/net/network_choice.py): that one may take a
+tenth of a second of every start, this one is the figure that a report blames a cable for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import psutil
+
+import ring_plugins as ring
+from ring_plugins.core.arrays.memory import host_memory
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.world import current
+from ring_plugins.doctor.facts import Facts
+
+_PINGS, _WARM_UP = 40, 5
+_LARGE = 8 << 20
+#: Seconds to spend on each direction of a pair, about; at least three transfers.
+_SECONDS = 0.5
+_TCP_SECONDS, _TCP_PIECE = 0.4, 1 << 18
+
+
+@dataclass(frozen=True)
+class Link:
+    """The network between two hosts, as measured between the first rank of each.
+
+    Attributes:
+        nodes, hosts, ranks: of the two.
+        microseconds: median time of a small message, one way.
+        mpi_microseconds: the same by MPI's own blocking calls; None unless MPI started the job.
+        gigabits: Gbit/s from the first to the second, and back.
+        interfaces: those that carried most of it, at either end; "" if no counter moved.
+        tcp_gigabits: network that both hosts are on -> Gbit/s of one plain TCP connection.
+    """
+
+    nodes: tuple[int, int]
+    hosts: tuple[str, str]
+    ranks: tuple[int, int]
+    microseconds: float
+    mpi_microseconds: float | None
+    gigabits: tuple[float, float]
+    interfaces: tuple[str, str]
+    tcp_gigabits: dict[str, float]
+
+    @property
+    def slowest_message(self) -> float:
+        """Microseconds of a small message, by ring_plugins or by MPI, whichever takes longer."""
+        return max(self.microseconds, self.mpi_microseconds or 0.0)
+
+
+def rounds(hosts: int) -> Iterator[list[tuple[int, int]]]:
+    """Pairs of hosts, such that each pair occurs once, and each host at most once per round."""
+    # The circle method: the first place stays, all others move on by one.
+    places = [*range(hosts), *([-1] if hosts % 2 else [])]
+    for _ in range(len(places) - 1):
+        half = len(places) // 2
+        pairs = zip(places[:half], reversed(places[half:]), strict=True)
+        yield [(min(pair), max(pair)) for pair in pairs if -1 not in pair]
+        places = [places[0], places[-1], *places[1:-1]]
+
+
+def measure_links(facts: Sequence[Facts]) -> list[Link]:
+    """Measure all pairs of hosts; collective."""
+    topology = current().topology
+    first = {fact.node: fact for fact in reversed(facts)}
+    found: list[Link] = []
+    for pairs in rounds(topology.num_nodes):
+        link = None
+        mine = next((pair for pair in pairs if topology.rank in (first[pair[0]].rank, first[pair[1]].rank)), None)
+        ranks = [first[node].rank for node in mine] if mine else None
+        pair = _connect_pair(ranks)
+        if mine and pair is not None:
+            link = _measure_pair(pair, first[mine[0]], first[mine[1]])
+            pair.close()
+        found += [one for one in ring.all_gather_object(link) if one is not None]
+    return sorted(found, key=lambda one: one.nodes)
+
+
+def _connect_pair(ranks: list[int] | None) -> Communicator | None:
+    """A communicator of two ranks; collective among all ranks, and None on those that are in no pair."""
+    gather_all = current().communicator.all_gather_object
+    if ranks is None:
+        gather_all((None, None))
+        return None
+
+    def gather(payload: Any) -> list[Any]:
+        return [item for key, item in gather_all((min(ranks), payload)) if key == min(ranks)]
+
+    return current().new_communicator("doctor's pair", ranks, gather)
+
+
+def _measure_pair(pair: Communicator, one: Facts, other: Facts) -> Link | None:
+    """The link, on the first rank of the pair."""
+    small, large = host_memory(np.zeros(1)), host_memory(np.zeros(_LARGE // 8))
+    seconds = []
+    for i in range(_PINGS + _WARM_UP):
+        started = time.perf_counter()
+        pair.broadcast(small, 0)
+        pair.broadcast(small, 1)
+        if i >= _WARM_UP:
+            seconds.append((time.perf_counter() - started) / 2)
+    mpi_microseconds = _mpi_microseconds(pair) if current().launcher == "mpi" else None
+    before = _traffic()
+    rates = tuple(8e-9 * _LARGE / _transfer_seconds(pair, large, root) for root in (0, 1))
+    used = pair.all_gather_object(_busiest(before, _traffic()))
+    tcp_gigabits = {}
+    for name, address in _common_networks(one, other):
+        rate = _tcp_gigabits(pair, address)
+        if rate:
+            tcp_gigabits[name] = rate
+    if pair.rank != 0:
+        return None
+    return Link(
+        (one.node, other.node),
+        (one.host, other.host),
+        (one.rank, other.rank),
+        statistics.median(seconds) * 1e6,
+        mpi_microseconds,
+        (rates[0], rates[1]),
+        (used[0], used[1]),
+        tcp_gigabits,
+    )
+
+
+def _mpi_microseconds(pair: Communicator) -> float:
+    """Time of a small message by MPI's own calls, which keep their core busy while they wait."""
+    from mpi4py import MPI
+
+    world, data, other = MPI.COMM_WORLD, np.zeros(1), pair.ranks[1 - pair.rank]
+    seconds = []
+    for _ in range(_PINGS // 2):
+        started = time.perf_counter()
+        if pair.rank == 0:
+            world.Send(data, other)
+            world.Recv(data, other)
+        else:
+            world.Recv(data, other)
+            world.Send(data, other)
+        seconds.append((time.perf_counter() - started) / 2)
+    return statistics.median(seconds) * 1e6
+
+
+def _transfer_seconds(pair: Communicator, memory: Any, root: int) -> float:
+    """Seconds of one large message from `root`: the median of as many as time allows, the same on both ranks."""
+    pair.broadcast(memory, root)
+    started = time.perf_counter()
+    pair.broadcast(memory, root)
+    pair.barrier()
+    times = max(3, min(20, int(_SECONDS / (time.perf_counter() - started))))
+    seconds = []
+    for _ in range(min(pair.all_gather_object(times))):
+        pair.barrier()
+        started = time.perf_counter()
+        pair.broadcast(memory, root)
+        pair.barrier()
+        seconds.append(time.perf_counter() - started)
+    return float(max(pair.all_gather_object(statistics.median(seconds))))
+
+
+def _traffic() -> dict[str, int]:
+    """Interface -> bytes that it has sent and received."""
+    return {name: c.bytes_sent + c.bytes_recv for name, c in psutil.net_io_counters(pernic=True).items()}
+
+
+def _busiest(before: dict[str, int], after: dict[str, int]) -> str:
+    """The interface whose counters moved most, if by about what was sent; "" for RDMA and the like."""
+    moved = {name: after[name] - before.get(name, 0) for name in after if name != "lo"}
+    name = max(moved, key=lambda one: moved[one], default="")
+    return name if name and moved[name] > _LARGE else ""
+
+
+def _common_networks(one: Facts, other: Facts) -> list[tuple[str, str]]:
+    """Each IPv4 network that both hosts are on, each by an interface of its own: its name, and the other's address."""
+    found = []
+    for interface in one.interfaces:
+        for address in other.external_addresses:
+            if not interface.external or ":" in address:
+                continue
+            networks = [n for n in interface.networks if ipaddress.ip_address(address) in ipaddress.ip_network(n)]
+            if networks and address not in interface.addresses:
+                found.append((f"{interface.name} {networks[0]}", address))
+    return found
+
+
+def _tcp_gigabits(pair: Communicator, address: str) -> float:
+    """Gbit/s of one TCP connection to the second rank at `address`, 0 if it cannot be reached; on both ranks."""
+    if pair.rank == 1:
+        with socket.create_server((address, 0)) as server:
+            server.settimeout(3.0)
+            pair.all_gather_object(server.getsockname()[1])
+            received = _receive(server)
+        return float(pair.all_gather_object(received)[1])
+    port = pair.all_gather_object(0)[1]
+    with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=2.0) as connection:
+        connection.settimeout(3.0)
+        piece, end = bytes(_TCP_PIECE), time.monotonic() + _TCP_SECONDS
+        while time.monotonic() < end:
+            connection.sendall(piece)
+    return float(pair.all_gather_object(0.0)[1])
+
+
+def _receive(server: socket.socket) -> float:
+    """Gbit/s that one connection brings in, from the first bytes on; 0 if none comes."""
+    total, buffer = 0, bytearray(_TCP_PIECE)
+    with contextlib.suppress(OSError):
+        connection, _ = server.accept()
+        with connection:
+            connection.settimeout(3.0)
+            connection.recv_into(buffer)
+            started = last = time.monotonic()
+            while count := connection.recv_into(buffer):
+                total, last = total + count, time.monotonic()
+            return 8e-9 * total / (last - started) if last > started else 0.0
+    return 0.0

@@ -1,0 +1,34 @@
+import socket
+
+import pytest
+
+from ring_plugins.core.linux.interfaces import Interface
+from ring_plugins.doctor import network
+
+
+def test_addresses_are_grouped_by_interface_external_ones_first(monkeypatch):
+    addresses = [
+        Interface("lo", "127.0.0.1", 8, 0, True),
+        Interface("eth0", "10.0.0.1", 16, 0, False),
+        Interface("eth0", "10.1.0.1", 16, 0, False),
+    ]
+    monkeypatch.setattr(network.linux, "interfaces", lambda: addresses)
+    first, last = network.network_interfaces()
+    assert first.name == "eth0" and first.external
+    assert first.addresses == ("10.0.0.1", "10.1.0.1") and first.networks == ("10.0.0.0/16", "10.1.0.0/16")
+    assert last.name == "lo" and not last.external
+
+
+def test_an_interface_that_is_not_there_is_an_error(monkeypatch):
+    monkeypatch.setenv("RING_INTERFACE", "ib77")
+    (finding,) = network.networks()
+    assert finding.severity.name == "ERROR" and "ib77" in finding.summary
+
+
+@pytest.mark.parametrize(("addresses", "severity"), [([], "WARNING"), (["127.0.1.1"], "FINE"), (["10.0.0.1"], "FINE")])
+def test_the_hosts_own_name(monkeypatch, addresses, severity):
+    monkeypatch.setattr(socket, "gethostname", lambda: "node1")
+    monkeypatch.setattr(network, "resolve", lambda name: addresses)
+    (finding,) = network.host_name()
+    assert finding.severity.name == severity and "node1" in finding.summary
+    assert ("/etc/hosts" in finding.remedy) == (addresses != ["10.0.0.1"])
