@@ -56,10 +56,10 @@ NARROW = """
 import os, random, socket, time
 import numpy as np
 import ring_plugins as ring
-from ring_plugins.core.net import listener as switchboard
+from ring_plugins.core.net import listener
 from ring_plugins.core.collectives import hierarchical as lockstep
 
-ready, step = switchboard._ready, lockstep._Staged.step
+ready, step = listener._ready, lockstep._Staged.step
 
 class Narrow(socket.socket):
     def setsockopt(self, level, option, *value):
@@ -76,7 +76,7 @@ def late(self, new, old):
         time.sleep(chance.random() * 0.01)
     step(self, new, old)
 
-switchboard._ready, lockstep._Staged.step = narrow, late
+listener._ready, lockstep._Staged.step = narrow, late
 ring.init()
 chance = random.Random(ring.rank())
 for i in range(10):

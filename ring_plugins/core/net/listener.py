@@ -1,27 +1,44 @@
-"""Connections between the ranks of one job, and with nobody else.
+"""Connections between the ranks of one job, for data.
 
-Every rank listens on one port. Who connects proves that it knows the job's secret and says which rank it is and for
-what tag; the answer proves the same. Neither proof can be used a second time.
+Every rank listens on one port. Of two ranks the lower one connects, once for each tag, and both ends authenticate
+themselves (see auth.py). Nothing here waits for another rank: connecting is as much a matter of asking again as moving
+bytes is, so a rank connects to many peers in the time that one takes, and whoever waits can be told of a failure.
+
+One thread accepts for the whole process. It must be a thread: a rank that computes is to answer ranks that connect.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
-import json
-import resource
-import secrets
+import errno
+import os
+import select
 import socket
-import struct
 import threading
+import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ring_plugins.core.base.errors import LaunchError, PeerFailed
+from ring_plugins.core.net.auth import (
+    Acceptor,
+    Claim,
+    ClientHandshake,
+    Disconnected,
+    Purpose,
+    Refused,
+    advance,
+    allow_files,
+)
 
-_LONGEST = 4096
-_HANDSHAKE = 5.0
+#: Connections that this process expects to need at most.
+_FILES = 65536
+#: Seconds between two attempts to connect, where a peer dropped an attempt before it answered.
+_AGAIN = 0.05
+#: Linux's IP_BIND_ADDRESS_NO_PORT, which Python names from 3.12. A socket that is bound to an address is otherwise
+#: given a port that nothing else on the host may use, and the 28,000 that there are do not suffice for 64 ranks a host
+#: that connect to hundreds of others. With it, `connect` picks a port that need only be unused towards that peer.
+_IP_BIND_ADDRESS_NO_PORT = 24
 
 
 class Peer(NamedTuple):
@@ -39,11 +56,11 @@ class Peer(NamedTuple):
 
 
 class Listener:
-    """One rank's listening socket and the connections that came in on it.
+    """One rank's listening socket, the connections that came in on it, and those that it makes to others.
 
     Args:
         address: to listen on, "" for all; connections to others leave from there too.
-        patience: seconds that a connection may take.
+        patience: seconds after which a host that does not react counts as unreachable.
     """
 
     def __init__(self, address: str = "", patience: float = 15.0) -> None:
@@ -54,12 +71,15 @@ class Listener:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=1024)
         self.port: int = self._listener.getsockname()[1]
-        self._lines: dict[tuple[int, int], socket.socket] = {}
+        #: By rank and tag.
+        self._accepted: dict[tuple[int, int], socket.socket] = {}
+        self._attempts: dict[tuple[int, int], _Attempt] = {}
         self._closed = threading.Event()
-        _allow_files()
+        self._thread: threading.Thread | None = None
+        allow_files(_FILES)
 
     def open(self, rank: int, peers: Sequence[Peer], secret: str) -> None:
-        """Begin to take connections.
+        """Begin to accept connections.
 
         Args:
             rank: of this process.
@@ -67,179 +87,223 @@ class Listener:
             secret: of the job, which nobody else knows.
         """
         self._rank, self._peers, self._secret = rank, tuple(peers), secret.encode()
-        threading.Thread(target=self._accept, name="ring:switchboard", daemon=True).start()
+        acceptor = Acceptor(
+            self._secret,
+            Purpose.DATA,
+            lambda claim: claim.target == rank and 0 <= claim.rank < rank,
+            limit=len(peers) + 64,
+        )
+        acceptor.add(self._listener)
+        self._thread = threading.Thread(target=self._accept, args=(acceptor,), name="ring:listener", daemon=True)
+        self._thread.start()
 
-    def line(self, peer: int, tag: int) -> socket.socket | None:
-        """The connection with a rank for a tag: made here if that rank is higher, otherwise None until it has come.
+    def connection(self, peer: int, tag: int) -> socket.socket | None:
+        """The connection with a rank for a tag, once there is one: None means ask again. It is handed out once.
+
+        The lower rank connects. So with a higher `peer` this call begins to connect and the next ones continue; with a
+        lower one they find out whether it has connected.
 
         Raises:
             LaunchError: the rank cannot be reached.
             PeerFailed: it does not listen any more.
         """
-        if peer > self._rank:
-            return self._call(peer, tag)
-        return self._lines.pop((peer, tag), None)
+        if peer < self._rank:
+            return self._accepted.pop((peer, tag), None)
+        attempt = self._attempts.get((peer, tag))
+        if attempt is None:
+            claim = Claim(self._rank, peer, tag)
+            attempt = _Attempt(self._address, self._peers[peer], self._secret, claim, self.patience)
+            self._attempts[peer, tag] = attempt
+        try:
+            connected = attempt.advance()
+        except (OSError, Disconnected) as error:
+            del self._attempts[peer, tag]
+            raise self._failure(peer, error) from error
+        if connected is not None:
+            del self._attempts[peer, tag]
+        return connected
 
-    def hang_up(self, tag: int) -> None:
-        """Close connections for a tag that have come in and that nobody has asked for."""
-        for key in [key for key in self._lines if key[1] == tag]:
-            self._lines.pop(key).close()
+    def close_tag(self, tag: int) -> None:
+        """Close connections for a tag that nobody asked for, and give up those that are being made."""
+        for key in [key for key in self._accepted if key[1] == tag]:
+            self._accepted.pop(key).close()
+        for key in [key for key in self._attempts if key[1] == tag]:
+            self._attempts.pop(key).close()
 
     def close(self) -> None:
-        """Take no more connections, and close those that nobody asked for."""
+        """Accept no more connections, and close those that nobody asked for."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing alone does not
-        self._listener.close()
-        for line in self._lines.values():
-            line.close()
-        self._lines.clear()
+        if self._thread is None:
+            self._listener.close()
+        else:
+            self._thread.join(1.0)
+        for connected in self._accepted.values():
+            connected.close()
+        for attempt in self._attempts.values():
+            attempt.close()
+        self._accepted.clear()
+        self._attempts.clear()
 
-    # Calling ----------------------------------------------------------------------------------------
-
-    def _call(self, peer: int, tag: int) -> socket.socket:
-        host, address, port = self._peers[peer]
-        try:
-            line = socket.create_connection(
-                (address, port), self.patience, (self._address, 0) if self._address else None
-            )
-        except ConnectionRefusedError as error:
-            raise PeerFailed(
-                f"rank {peer} on {host} does not listen on {address}:{port} any more: it has ended, or something "
-                "between the hosts refuses connections.",
-                peer,
-            ) from error
-        except OSError as error:
-            raise LaunchError(self._unreachable(peer, error)) from error
-        try:
-            line.settimeout(self.patience)
-            challenge = _receive(line)
-            own = secrets.token_hex(16)
-            said = {"rank": self._rank, "to": peer, "tag": tag, "nonce": own}
-            _send(line, {**said, "proof": self._prove("call", challenge["nonce"], self._rank, peer, tag, own)})
-            answer = _receive(line)
-        except (OSError, EOFError, ValueError, KeyError) as error:
-            line.close()
-            raise LaunchError(
-                f"{self._who(peer)} took a connection from {self._who(self._rank)} and then did not answer ({error}): "
-                "the process is stopped or has just ended, or a proxy stands between the hosts."
-            ) from error
-        if not _is(answer.get("proof"), self._prove("answer", own, peer, tag)):
-            line.close()
-            raise LaunchError(
-                f"who listens at {address}:{port} is not rank {peer} of this job: {answer.get('error', 'wrong proof')}."
-            )
-        return _ready(line)
-
-    def say_who_does_not_come(self, peers: Sequence[int]) -> None:
-        """Raise for ranks that should have connected and did not.
+    def raise_missing(self, peers: Sequence[int]) -> None:
+        """Raise for ranks to which there is no connection at the end of RING_START_TIMEOUT.
 
         Raises:
             LaunchError: always.
         """
+        lower, higher = [peer for peer in peers if peer < self._rank], [peer for peer in peers if peer > self._rank]
+        if not lower:
+            raise LaunchError(
+                f"{', '.join(map(self._name, higher))} accepted a connection from {self._name(self._rank)} and did not "
+                "answer until RING_START_TIMEOUT: the process is stopped, or a proxy stands between the hosts."
+            )
         raise LaunchError(
-            f"{self._who(self._rank)} waited until RING_START_TIMEOUT for a connection from "
-            f"{', '.join(map(self._who, peers))} to port {self.port}. A firewall between the hosts drops connections "
+            f"{self._name(self._rank)} waited until RING_START_TIMEOUT for a connection from "
+            f"{', '.join(map(self._name, lower))} to port {self.port}. A firewall between the hosts drops connections "
             "from there (all TCP ports above 1023 must be open between them), or RING_INTERFACE names a network on "
             "which they do not reach each other."
         )
 
-    def _unreachable(self, peer: int, error: OSError) -> str:
-        _, address, port = self._peers[peer]
+    def _accept(self, acceptor: Acceptor) -> None:
+        while not self._closed.is_set():
+            for connected, claim, _ in acceptor.poll(60.0):
+                old = self._accepted.pop((claim.rank, claim.tag), None)
+                if old is not None:  # a first attempt of that rank, which it gave up
+                    old.close()
+                self._accepted[claim.rank, claim.tag] = _ready(connected)
+        acceptor.close()
+        for connected in list(self._accepted.values()):  # accepted while `close` ran
+            connected.close()
+
+    def _failure(self, peer: int, error: OSError | Disconnected) -> LaunchError | PeerFailed:
+        host, address, port = self._peers[peer]
+        if isinstance(error, ConnectionRefusedError):
+            return PeerFailed(
+                f"rank {peer} on {host} does not listen on {address}:{port} any more: it has ended, or something "
+                "between the hosts refuses connections.",
+                peer,
+            )
+        if isinstance(error, Refused):
+            return LaunchError(
+                f"the process that listens at {address}:{port} is not rank {peer} of this job on {host}: {error}."
+            )
+        if isinstance(error, Disconnected):
+            return LaunchError(
+                f"{self._name(peer)} accepted a connection from {self._name(self._rank)} and then did not answer "
+                f"({error}): the process has just ended, or a proxy stands between the hosts."
+            )
         if isinstance(error, TimeoutError):
             why = (
-                f"no answer in {self.patience:g} s. A firewall between the hosts drops connections (all TCP "
-                "ports above "
-                "1023 must be open between them), or the address belongs to a network on which they do not meet; "
-                "RING_INTERFACE chooses another"
+                f"no answer in {self.patience:g} s. A firewall between the hosts drops connections (all TCP ports "
+                "above 1023 must be open between them), or the address belongs to a network on which they do not "
+                "meet; RING_INTERFACE chooses another"
             )
         else:
             why = (
                 f"{error.strerror or error}; there is no route between the hosts on this network. RING_INTERFACE "
                 "chooses another"
             )
-        return f"{self._who(self._rank)} cannot reach {self._who(peer)} at {address}:{port}: {why}."
+        return LaunchError(f"{self._name(self._rank)} cannot reach {self._name(peer)} at {address}:{port}: {why}.")
 
-    def _who(self, rank: int) -> str:
+    def _name(self, rank: int) -> str:
         return f"rank {rank} on {self._peers[rank].host}"
 
-    # Being called -----------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        while not self._closed.is_set():
-            try:
-                line, _ = self._listener.accept()
-            except OSError:
-                if self._closed.is_set():
-                    return
-                continue  # out of files for a moment, or the caller has hung up already
-            # One that says nothing must not keep the others waiting.
-            threading.Thread(target=self._answer, args=(line,), name="ring:handshake", daemon=True).start()
+class _Attempt:
+    """A connection that is being made: first TCP's handshake, then ours.
 
-    def _answer(self, line: socket.socket) -> None:
+    A peer that drops it in between is tried again: it drops the oldest connections where strangers open too many.
+
+    Args:
+        source: numeric address to connect from, "" for any.
+        peer: to connect to.
+        secret, claim: for the handshake.
+        patience: seconds that the peer's host may take to react, and that a peer may drop connections.
+    """
+
+    def __init__(self, source: str, peer: Peer, secret: bytes, claim: Claim, patience: float) -> None:
+        self._source, self._peer, self._secret, self._claim = source, peer, secret, claim
+        self._patience = patience
+        self._began = self._dropped_at = self._pause_until = 0.0
+        self._socket: socket.socket | None = None
+        self._handshake = ClientHandshake(secret, Purpose.DATA, claim)
+        self._is_connected = False
+
+    def advance(self) -> socket.socket | None:
+        """The connection once both handshakes are over; never waits for them.
+
+        Raises:
+            OSError: the peer cannot be reached.
+            Refused, Disconnected: see `auth.advance`.
+        """
+        if self._socket is None:
+            if time.monotonic() < self._pause_until:
+                return None
+            self._socket = self._begin()
         try:
-            line.settimeout(_HANDSHAKE)
-            own = secrets.token_hex(16)
-            _send(line, {"nonce": own})
-            said = _receive(line)
-            rank, to, tag = int(said["rank"]), int(said["to"]), int(said["tag"])
-            proved = self._prove("call", own, rank, to, tag, said["nonce"])
-            if not _is(said.get("proof"), proved) or to != self._rank:
-                _send(line, {"error": "it belongs to another job, or is another rank"})
-                line.close()
-                return
-            _send(line, {"proof": self._prove("answer", said["nonce"], to, tag)})
-            self._lines[rank, tag] = _ready(line)
-        except (OSError, EOFError, ValueError, KeyError, TypeError):
-            line.close()  # a stranger, such as a port scanner
-        if self._closed.is_set():
-            line.close()
+            if not self._is_connected and not self._connects(self._socket):
+                return None
+            return _ready(self._socket) if advance(self._socket, self._handshake) else None
+        except Disconnected as error:
+            self.close()
+            now = time.monotonic()
+            self._dropped_at = self._dropped_at or now
+            if isinstance(error, Refused) or now - self._dropped_at > self._patience:
+                raise
+            self._pause_until = now + _AGAIN
+            return None
+        except BaseException:
+            self.close()
+            raise
 
-    def _prove(self, *said: object) -> str:
-        return hmac.new(self._secret, json.dumps(said).encode(), hashlib.sha256).hexdigest()
+    def _begin(self) -> socket.socket:
+        self._began, self._is_connected = time.monotonic(), False
+        self._handshake = ClientHandshake(self._secret, Purpose.DATA, self._claim)
+        family, kind, protocol, _, to = socket.getaddrinfo(
+            self._peer.address, self._peer.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )[0]
+        connecting = socket.socket(family, kind, protocol)
+        try:
+            connecting.setblocking(False)
+            if self._source:
+                bind_without_port(connecting, self._source)
+            with contextlib.suppress(BlockingIOError):
+                connecting.connect(to)
+        except BaseException:
+            connecting.close()
+            raise
+        return connecting
+
+    def _connects(self, connecting: socket.socket) -> bool:
+        poll = select.poll()
+        poll.register(connecting, select.POLLOUT)
+        if not poll.poll(0):
+            if time.monotonic() - self._began > self._patience:
+                raise TimeoutError(errno.ETIMEDOUT, "no answer")
+            return False
+        error = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise OSError(error, os.strerror(error))  # which makes the subclass that belongs to the number
+        self._is_connected = True
+        return True
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
 
-def _is(claimed: object, right: str) -> bool:
-    return isinstance(claimed, str) and hmac.compare_digest(claimed.encode(), right.encode())
+def bind_without_port(connecting: socket.socket, source: str) -> None:
+    """Bind a socket that is to connect to an address, and leave the port to `connect`."""
+    with contextlib.suppress(OSError):  # of other kernels than Linux's
+        connecting.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
+    connecting.bind((source, 0))
 
 
-def _ready(line: socket.socket) -> socket.socket:
+def _ready(connected: socket.socket) -> socket.socket:
     """A connection as transfers want it."""
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # Buffers stay the kernel's to size: it lets them grow as the connection needs, and setting them would end that.
-    line.setblocking(False)
-    return line
-
-
-def _send(line: socket.socket, message: dict[str, Any]) -> None:
-    data = json.dumps(message).encode()
-    line.sendall(struct.pack("!I", len(data)) + data)
-
-
-def _receive(line: socket.socket) -> dict[str, Any]:
-    (length,) = struct.unpack("!I", _exactly(line, 4))
-    if length > _LONGEST:
-        raise ValueError("it does not speak ring_plugins")
-    message = json.loads(_exactly(line, length))
-    if not isinstance(message, dict):
-        raise ValueError("it does not speak ring_plugins")
-    return message
-
-
-def _exactly(line: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        part = line.recv(count - len(data))
-        if not part:
-            raise EOFError("it closed the connection")
-        data += part
-    return data
-
-
-def _allow_files() -> None:
-    """Every connection is an open file, and the usual soft limit of 1,024 is nothing to a job of hundreds of ranks."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    connected.setblocking(False)
+    return connected

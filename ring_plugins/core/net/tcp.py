@@ -81,7 +81,7 @@ class Link:
     def is_connected(self) -> bool:
         """Whether bytes can move: the lower rank connects, the higher one is connected to."""
         if self.socket is None:
-            self.socket = self._listener.line(self.peer, self._tag)
+            self.socket = self._listener.connection(self.peer, self._tag)
         return self.socket is not None
 
     def send(self, data: Bytes) -> None:
@@ -273,7 +273,7 @@ class _Connecting:
     def done(self) -> bool:
         waiting = [link.peer for link in self._links if not link.is_connected()]
         if waiting and time.monotonic() > self._end:
-            self._listener.say_who_does_not_come(waiting)
+            self._listener.raise_missing(waiting)
         return not waiting
 
     def nap(self, seconds: float) -> None:
@@ -356,7 +356,7 @@ class TcpTransport:
         lines = self._lines.pop(tag, None)
         if lines is not None:
             lines.close()
-        self._listener.hang_up(tag)
+        self._listener.close_tag(tag)
 
     def _lost(self, peer: int, error: Exception) -> PeerFailed:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

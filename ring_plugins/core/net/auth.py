@@ -1,0 +1,671 @@
+"""Authenticated connections between the processes of a job, and the messages on them.
+
+The problem. A job listens in four places: every rank for data, rank 0 for the control channel and, while the ranks
+meet, for the bootstrap, and a launcher for the ranks that it started. Everyone who can reach the host can connect to
+these ports, and every local user can connect to an abstract unix socket.
+
+Threat model. A process that can connect but does not know the job's secret (another user, a port scanner, a health
+check, a rank of another job) must not take part in the job, run code in it, read from it, end it, delay it, or use up
+its files, threads or memory. Outside the model are root and processes of the same user, who can read the secret in
+memory, and everyone who can change packets under way: the handshake is authenticated, the data after it is neither
+signed nor encrypted. A network on which that matters needs WireGuard or IPsec below it.
+
+The handshake. Three messages of fixed size, 1.5 round trips:
+
+    client                                                                server
+           <- CHALLENGE  header | server's nonce
+              RESPONSE   header | rank, target, tag | client's nonce | proof ->
+           <- RESULT     header | status | proof
+
+    header  magic, version, purpose (data, control, bootstrap, launcher), kind of message
+    proof   HMAC-SHA256(secret, role | all bytes of the handshake before the proof)
+
+Both nonces, the role, the purpose and the claim (rank, target, tag) are under both proofs. So a proof cannot be
+replayed, cannot be reflected to its author, and is worth nothing at a port of another purpose, for another rank or for
+another tag. The client proves first: whoever merely connects receives nothing that was computed from the secret, and
+cannot try out weak values of RING_SECRET at home. Before both proofs nothing is parsed but integers at fixed offsets.
+JSON comes after them, and so do the launcher's pickles, which are as good as code.
+
+Unauthenticated connections are bounded in number and in seconds (`Acceptor`). An error of a connection closes that
+connection only. On unix sockets the kernel also tells the user (SO_PEERCRED), and other users are turned away.
+
+The handshake is a state machine without input and output, since two of its users block (launcher, bootstrap) and two
+must not (the listener and the control channel share a thread with everything else that watches over a job).
+
+Considered and left. TLS: certificates would have to reach every rank, the ssl module knows pre-shared keys from Python
+3.13 only, and data would be encrypted that today goes at the speed of the network. multiprocessing.connection: it
+accepts and authenticates in one blocking call, so that one silent connection keeps all others out; its proofs bind
+neither purpose nor rank; and it unpickles. A password-authenticated key exchange such as SPAKE2 would protect weak
+secrets from a server that only pretends; secrets are random numbers from a launcher instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import hashlib
+import hmac
+import json
+import os
+import resource
+import secrets
+import select
+import selectors
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from typing import Any, NamedTuple, cast
+
+from ring_plugins.core.base.log import logger
+
+MAGIC, VERSION = b"ringauth", 1
+_HEADER = struct.Struct("!8sBBB")
+_CLAIM = struct.Struct("!iiq")
+_STATUS = struct.Struct("!B")
+_NONCE, _PROOF = 16, hashlib.sha256().digest_size
+_CHALLENGE_BYTES = _HEADER.size + _NONCE
+_RESPONSE_BYTES = _HEADER.size + _CLAIM.size + _NONCE + _PROOF
+_RESULT_BYTES = _HEADER.size + _STATUS.size + _PROOF
+
+#: Seconds in which a connection has to authenticate itself: thousands of round trips, and few enough that silent ones
+#: do not pile up.
+HANDSHAKE_SECONDS = 5.0
+#: Connections accepted in one go, so that a flood of them cannot keep the caller from its other work.
+_ACCEPT_AT_ONCE = 64
+#: Seconds without accepting after the process ran out of files; the kernel keeps connections waiting meanwhile.
+_PAUSE = 0.2
+
+
+class Purpose(enum.IntEnum):
+    """What a connection is for."""
+
+    DATA = 1
+    CONTROL = 2
+    BOOTSTRAP = 3
+    LAUNCHER = 4
+
+
+#: Bytes of the longest message. The sender is authenticated, so this catches mistakes, not attacks. A message of the
+#: bootstrap holds every rank's payload; the launcher carries a user's functions and results, as large as they may be.
+_LONGEST = {Purpose.CONTROL: 1 << 24, Purpose.BOOTSTRAP: 1 << 28, Purpose.LAUNCHER: 1 << 40}
+
+
+class Claim(NamedTuple):
+    """What a client says of itself.
+
+    Attributes:
+        rank: of the client.
+        target: rank that it believes to have reached.
+        tag: what it wants to exchange.
+    """
+
+    rank: int
+    target: int = 0
+    tag: int = 0
+
+
+class Disconnected(Exception):
+    """The connection has ended or carries what is not of this protocol; the text completes "rank 3: ..."."""
+
+
+class Refused(Disconnected):
+    """The other side refused this one's proof or claim, or failed to prove that it belongs to the job."""
+
+
+class WrongSecret(Refused):
+    """The two sides do not know the same secret."""
+
+
+class _Kind(enum.IntEnum):
+    CHALLENGE = 1
+    RESPONSE = 2
+    RESULT = 3
+
+
+class _Status(enum.IntEnum):
+    ACCEPTED = 0
+    WRONG_SECRET = 1
+    UNWANTED = 2
+
+
+# The handshake ----------------------------------------------------------------------------------------
+
+
+class Handshake:
+    """One side of the handshake, which is fed with bytes and says what to send.
+
+    Attributes:
+        outgoing: to send now.
+        missing: bytes still to be read, 0 once the handshake is over.
+        refusal: why it failed, once `outgoing` is sent.
+    """
+
+    def __init__(self, secret: bytes, purpose: Purpose) -> None:
+        self.outgoing = b""
+        self.missing = 0
+        self.refusal: Refused | None = None
+        self._secret, self._purpose = secret, purpose
+        self._incoming = self._expected = self._transcript = b""
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes from the other side, at most `missing` of them.
+
+        Raises:
+            Disconnected: they are not of this protocol.
+        """
+        self._incoming += data
+        self.missing -= len(data)
+        self._check_header()
+        if not self.missing:
+            message, self._incoming = self._incoming, b""
+            self._receive(message)
+
+    def _receive(self, message: bytes) -> None:
+        raise NotImplementedError
+
+    def _expect(self, kind: _Kind, nbytes: int) -> None:
+        self._expected, self.missing = self._header(kind), nbytes
+
+    def _header(self, kind: _Kind) -> bytes:
+        return _HEADER.pack(MAGIC, VERSION, self._purpose, kind)
+
+    def _check_header(self) -> None:
+        """Refuse as soon as one byte is wrong: what is not of this protocol may never send all that is awaited."""
+        got = self._incoming[: len(self._expected)]
+        if got == self._expected[: len(got)]:
+            return
+        if got[: len(MAGIC)] != MAGIC[: len(got)]:
+            raise Disconnected("it does not speak ring_plugins")
+        if got[len(MAGIC)] != VERSION:
+            raise Disconnected(
+                f"it speaks version {got[len(MAGIC)]} of the handshake and this process version {VERSION}: install the "
+                "same release of ring_plugins on all hosts"
+            )
+        raise Disconnected("it belongs to another part of ring_plugins")
+
+    def _prove(self, role: bytes, transcript: bytes) -> bytes:
+        return hmac.new(self._secret, role + transcript, hashlib.sha256).digest()
+
+
+class ClientHandshake(Handshake):
+    """The connecting side.
+
+    Args:
+        secret: of the job.
+        purpose: of the connection.
+        claim: who this is.
+
+    Attributes:
+        has_proved: whether the response is on its way.
+    """
+
+    def __init__(self, secret: bytes, purpose: Purpose, claim: Claim) -> None:
+        super().__init__(secret, purpose)
+        self._claim = claim
+        self.has_proved = False
+        self._expect(_Kind.CHALLENGE, _CHALLENGE_BYTES)
+
+    def _receive(self, message: bytes) -> None:
+        if self.has_proved:
+            self._finish(message)
+            return
+        response = self._header(_Kind.RESPONSE) + _CLAIM.pack(*self._claim) + secrets.token_bytes(_NONCE)
+        response += self._prove(b"client", message + response)
+        self._transcript = message + response
+        self.outgoing, self.has_proved = response, True
+        self._expect(_Kind.RESULT, _RESULT_BYTES)
+
+    def _finish(self, message: bytes) -> None:
+        signed, proof = message[:-_PROOF], message[-_PROOF:]
+        status = signed[-1]
+        if status == _Status.WRONG_SECRET:  # which nobody can sign
+            self.refusal = WrongSecret("it refused this rank's secret")
+        elif not hmac.compare_digest(proof, self._prove(b"server", self._transcript + signed)):
+            self.refusal = WrongSecret("it did not prove that it knows the job's secret")
+        elif status != _Status.ACCEPTED:
+            self.refusal = Refused("it does not expect this rank, or not here")
+
+
+class ServerHandshake(Handshake):
+    """The accepting side.
+
+    Args:
+        secret, purpose: as for `ClientHandshake`.
+        expects: whether a claim that was proved is welcome.
+
+    Attributes:
+        claim: of the client; not to be believed before the handshake is over without a `refusal`.
+    """
+
+    def __init__(self, secret: bytes, purpose: Purpose, expects: Callable[[Claim], bool]) -> None:
+        super().__init__(secret, purpose)
+        self._expects = expects
+        self.claim = Claim(-1)
+        self.outgoing = self._transcript = self._header(_Kind.CHALLENGE) + secrets.token_bytes(_NONCE)
+        self._expect(_Kind.RESPONSE, _RESPONSE_BYTES)
+
+    def _receive(self, message: bytes) -> None:
+        signed, proof = message[:-_PROOF], message[-_PROOF:]
+        self.claim = Claim(*_CLAIM.unpack_from(message, _HEADER.size))
+        result = self._header(_Kind.RESULT)
+        if not hmac.compare_digest(proof, self._prove(b"client", self._transcript + signed)):
+            self.refusal = WrongSecret("it does not know the secret of this job")
+            self.outgoing = result + _STATUS.pack(_Status.WRONG_SECRET) + bytes(_PROOF)
+            return
+        if self._expects(self.claim):
+            result += _STATUS.pack(_Status.ACCEPTED)
+        else:
+            self.refusal = Refused("it is not expected")
+            result += _STATUS.pack(_Status.UNWANTED)
+        self.outgoing = result + self._prove(b"server", self._transcript + message + result)
+
+
+def advance(connected: socket.socket, handshake: Handshake) -> bool:
+    """Move a handshake on as far as it goes at once, on a socket that does not block; whether it is over.
+
+    No byte beyond the handshake is read.
+
+    Raises:
+        Refused: the two sides do not belong together.
+        Disconnected: the connection has ended, or carries something else.
+    """
+    try:
+        while True:
+            if handshake.outgoing:
+                _send_whole(connected, handshake)
+            if handshake.refusal is not None:
+                raise handshake.refusal
+            if not handshake.missing:
+                return True
+            data = connected.recv(handshake.missing)
+            if not data:
+                raise Disconnected("it closed the connection")
+            handshake.feed(data)
+    except (BlockingIOError, InterruptedError):
+        return False
+    except OSError as error:
+        raise Disconnected(error.strerror or str(error)) from error
+
+
+def _send_whole(connected: socket.socket, handshake: Handshake) -> None:
+    data, handshake.outgoing = handshake.outgoing, b""
+    try:
+        sent = connected.send(data)
+    except BlockingIOError:
+        sent = 0
+    except (BrokenPipeError, ConnectionResetError):
+        if handshake.missing or handshake.refusal is not None:
+            raise
+        return  # the client has left already, and may have said goodbye behind its proof
+    if sent != len(data):  # a fresh connection has room for a hundred bytes
+        raise Disconnected("it takes no bytes")
+
+
+def authenticate(connected: socket.socket, handshake: Handshake, seconds: float = HANDSHAKE_SECONDS) -> None:
+    """Carry a handshake to its end, waiting for the other side. The socket does not block afterwards.
+
+    Raises:
+        TimeoutError: it took longer than `seconds`.
+        Refused, Disconnected: see `advance`.
+    """
+    connected.setblocking(False)
+    end = time.monotonic() + seconds
+    while not advance(connected, handshake):
+        if not _wait_for(connected, select.POLLIN, end - time.monotonic()):
+            raise TimeoutError("no answer")
+
+
+def _wait_for(connected: socket.socket, events: int, seconds: float) -> bool:
+    poll = select.poll()
+    poll.register(connected, events)
+    return bool(poll.poll(max(seconds, 0.0) * 1000)) if seconds > 0 else False
+
+
+# Accepting --------------------------------------------------------------------------------------------
+
+
+class Authenticated(NamedTuple):
+    """A connection whose client has proved its claim; its socket does not block."""
+
+    socket: socket.socket
+    claim: Claim
+    address: str
+
+
+class _Unauthenticated(NamedTuple):
+    socket: socket.socket
+    handshake: ServerHandshake
+    address: str
+    deadline: float
+
+
+class Acceptor:
+    """Accepts connections on any number of listening sockets and authenticates them, without ever blocking.
+
+    It has a selector of its own, which `fileno` makes visible to the selector of its owner.
+
+    Args:
+        secret, purpose: as for `ClientHandshake`.
+        expects: whether a claim that was proved is welcome; by default all are.
+        limit: unauthenticated connections kept; beyond it the oldest is dropped. Let it be larger than the number of
+            clients that may connect at once.
+        on_wrong_secret: called with the address of a client that does not know the secret.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        purpose: Purpose,
+        expects: Callable[[Claim], bool] = lambda claim: True,
+        limit: int = 256,
+        on_wrong_secret: Callable[[str], None] = lambda address: None,
+    ) -> None:
+        self._secret, self._purpose, self._expects = secret, purpose, expects
+        self._limit, self._on_wrong_secret = limit, on_wrong_secret
+        self._selector = selectors.EpollSelector()
+        self._listeners: list[socket.socket] = []
+        #: By socket, the oldest first.
+        self._waiting: dict[socket.socket, _Unauthenticated] = {}
+        self._found: list[Authenticated] = []
+        self._resume_at = 0.0
+        self._has_warned = False
+
+    def add(self, listener: socket.socket) -> None:
+        """Accept on a listening socket, which belongs to the acceptor from now on."""
+        listener.setblocking(False)
+        self._listeners.append(listener)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def remove(self, listener: socket.socket) -> None:
+        """Stop listening on a socket, and close it."""
+        self._listeners.remove(listener)
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(listener)
+        listener.close()
+
+    def fileno(self) -> int:
+        """Readable when `poll` has something to do."""
+        return self._selector.fileno()
+
+    def waiting(self) -> int:
+        """Number of connections that have not authenticated themselves."""
+        return len(self._waiting)
+
+    def poll(self, seconds: float = 0.0) -> list[Authenticated]:
+        """Accept and authenticate what can be; wait `seconds` at most for something to happen.
+
+        Call it about once a second even when nothing happens: it drops connections whose time is over.
+        """
+        self._resume()
+        for key, _ in self._selector.select(self._bounded(seconds)):
+            ready = cast("socket.socket", key.fileobj)
+            if key.data is None:
+                self._accept(ready)
+            elif ready in self._waiting:
+                self._advance(key.data)
+        now = time.monotonic()
+        while self._waiting and (oldest := next(iter(self._waiting.values()))).deadline <= now:
+            self._drop(oldest)
+        found, self._found = self._found, []
+        return found
+
+    def close(self) -> None:
+        """Close everything.
+
+        A forked child may call it: it unregisters nothing, since the kernel's side of a selector is the parent's too.
+        """
+        for one in [*self._listeners, *self._waiting]:
+            one.close()
+        self._listeners.clear()
+        self._waiting.clear()
+        self._selector.close()
+
+    def _bounded(self, seconds: float) -> float:
+        now = time.monotonic()
+        if self._resume_at:
+            seconds = min(seconds, self._resume_at - now)
+        if self._waiting:
+            seconds = min(seconds, next(iter(self._waiting.values())).deadline - now)
+        return max(seconds, 0.0)
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(_ACCEPT_AT_ONCE):
+            try:
+                connected, address = listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                if error.errno in (errno.ECONNABORTED, errno.EPROTO):
+                    continue  # the client has gone already
+                self._pause(error)
+                return
+            try:
+                self._begin(connected, address)
+            except OSError:  # no more memory in the kernel for one socket's options or its place in the selector
+                self._waiting.pop(connected, None)
+                connected.close()
+
+    def _begin(self, connected: socket.socket, address: Any) -> None:
+        connected.setblocking(False)
+        if not is_same_user(connected):
+            connected.close()
+            return
+        if len(self._waiting) >= self._limit:
+            self._drop(next(iter(self._waiting.values())))
+        name = str(address[0]).removeprefix("::ffff:") if isinstance(address, tuple) else "this host"
+        handshake = ServerHandshake(self._secret, self._purpose, self._expects)
+        new = _Unauthenticated(connected, handshake, name, time.monotonic() + HANDSHAKE_SECONDS)
+        self._selector.register(connected, selectors.EVENT_READ, new)
+        self._waiting[connected] = new
+        self._advance(new)  # sends the challenge; a quick client has answered it by then
+
+    def _advance(self, one: _Unauthenticated) -> None:
+        try:
+            if not advance(one.socket, one.handshake):
+                return
+        except Exception as error:  # whatever bytes can do, they do it to their own connection only
+            self._drop(one)
+            if isinstance(error, WrongSecret):
+                self._on_wrong_secret(one.address)
+            return
+        del self._waiting[one.socket]
+        self._selector.unregister(one.socket)
+        self._found.append(Authenticated(one.socket, one.handshake.claim, one.address))
+
+    def _drop(self, one: _Unauthenticated) -> None:
+        del self._waiting[one.socket]
+        self._selector.unregister(one.socket)
+        one.socket.close()
+
+    def _pause(self, error: OSError) -> None:
+        """Accept nothing for a moment: a listening socket stays readable where accepting fails."""
+        for listener in self._listeners:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(listener)
+        self._resume_at = time.monotonic() + _PAUSE
+        if self._waiting:
+            self._drop(next(iter(self._waiting.values())))
+        if error.errno in (errno.EMFILE, errno.ENFILE) and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                f"process {os.getpid()} cannot accept connections of its job: {error.strerror}. It goes on as soon as "
+                "files are closed; raise the limit (ulimit -n)."
+            )
+
+    def _resume(self) -> None:
+        if self._resume_at and time.monotonic() >= self._resume_at:
+            self._resume_at = 0.0
+            for listener in self._listeners:
+                with contextlib.suppress(KeyError):  # added meanwhile
+                    self._selector.register(listener, selectors.EVENT_READ)
+
+
+def is_same_user(connected: socket.socket) -> bool:
+    """Whether the other end of a unix socket was opened by this process's user; true for other sockets."""
+    if connected.family != socket.AF_UNIX:
+        return True
+    credentials = struct.Struct("=iII")
+    _, uid, _ = credentials.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
+    return bool(uid == os.geteuid())
+
+
+def allow_files(count: int) -> None:
+    """Raise the soft limit of open files to `count` where that is allowed: every connection is one.
+
+    The usual 1,024 are too few for a job of hundreds of ranks.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(hard, count)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+# Messages ---------------------------------------------------------------------------------------------
+
+_LENGTH = struct.Struct("!Q")
+#: Bytes of one read, and buffers of one write.
+_READ, _WRITE_AT_ONCE = 1 << 18, 16
+
+
+class FrameSocket:
+    """Messages on an authenticated connection: a length, and so many bytes.
+
+    Nothing blocks but `flush` and `receive`. Large messages are not copied on their way out.
+
+    Args:
+        connected: the connection.
+        purpose: of it; bounds the size of messages.
+    """
+
+    def __init__(self, connected: socket.socket, purpose: Purpose) -> None:
+        connected.setblocking(False)
+        if connected.family != socket.AF_UNIX:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = connected
+        #: Bytes that wait to be sent.
+        self.unsent = 0
+        self._longest = _LONGEST[purpose]
+        self._outgoing: deque[memoryview] = deque()
+        self._incoming = bytearray()
+        self._received: deque[bytes] = deque()
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self.socket.fileno()
+
+    def send(self, message: bytes) -> None:
+        """Take a message; `write` or `flush` sends it."""
+        header = _LENGTH.pack(len(message))
+        parts = [header + message] if len(message) < _READ else [header, message]
+        self._outgoing += map(memoryview, parts)
+        self.unsent += len(header) + len(message)
+
+    def write(self) -> None:
+        """Send what the network takes now.
+
+        Raises:
+            Disconnected: the connection is lost.
+        """
+        parts = self._outgoing
+        while parts:
+            try:
+                sent = self.socket.sendmsg([*islice(parts, _WRITE_AT_ONCE)])
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                raise Disconnected(error.strerror or str(error)) from error
+            self.unsent -= sent
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.popleft())
+            if sent:
+                parts[0] = parts[0][sent:]
+
+    def read(self) -> list[bytes]:
+        """All messages that have arrived whole.
+
+        Raises:
+            Disconnected: the other side closed, or sent what is no message; messages before that have been returned.
+        """
+        end = ""
+        try:
+            while data := self.socket.recv(_READ):
+                self._incoming += data
+            end = "it closed the connection"
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            end = error.strerror or str(error)
+        messages = self._whole_messages()
+        if end and not messages:
+            raise Disconnected(end)
+        return messages  # the end is met again by the next call
+
+    def _whole_messages(self) -> list[bytes]:
+        messages: list[bytes] = []
+        while len(self._incoming) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._incoming)
+            if length > self._longest:
+                if messages:
+                    break  # met again by the next call
+                raise Disconnected(f"it sent a message of {length} bytes, and {self._longest} are allowed")
+            end = _LENGTH.size + length
+            if len(self._incoming) < end:
+                break
+            with memoryview(self._incoming) as view:
+                messages.append(bytes(view[_LENGTH.size : end]))
+            del self._incoming[:end]
+        return messages
+
+    def flush(self, seconds: float | None = None) -> None:
+        """Wait until all is sent, for so many seconds at most.
+
+        Raises:
+            Disconnected: the connection is lost.
+            TimeoutError: the other side did not take it in time.
+        """
+        end = time.monotonic() + seconds if seconds is not None else float("inf")
+        self.write()
+        while self.unsent:
+            if (left := end - time.monotonic()) <= 0:
+                raise TimeoutError("the other side takes no more bytes")
+            _wait_for(self.socket, select.POLLOUT, min(left, 60.0))
+            self.write()
+
+    def receive(self, seconds: float) -> bytes | None:
+        """The next message, or None if none arrives within so many seconds.
+
+        Raises:
+            Disconnected: see `read`.
+        """
+        end = time.monotonic() + seconds
+        while not self._received:
+            self._received += self.read()
+            if not self._received and not _wait_for(self.socket, select.POLLIN, end - time.monotonic()):
+                return None
+        return self._received.popleft()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.socket.close()
+
+
+def to_json(message: Any) -> bytes:
+    """A message as bytes."""
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+def from_json(data: bytes) -> Any:
+    """The message that bytes hold.
+
+    Raises:
+        Disconnected: they hold none.
+    """
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Disconnected("it sent what is no message of this job") from error

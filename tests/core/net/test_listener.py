@@ -1,0 +1,186 @@
+"""Connections between ranks, with several listeners in one process as ranks of several hosts."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+
+from ring_plugins.core.base.errors import LaunchError, PeerFailed
+from ring_plugins.core.net import listener as listener_module
+from ring_plugins.core.net.auth import Claim, ClientHandshake, Purpose, authenticate
+from ring_plugins.core.net.listener import Listener, Peer
+
+
+@pytest.fixture
+def job():
+    """A function that makes the listeners of so many ranks; secrets differ where they are given."""
+    made = []
+
+    def make(count, secrets=None, patience=5.0):
+        listeners = [Listener("127.0.0.1", patience) for _ in range(count)]
+        made.extend(listeners)
+        peers = [Peer(f"host{rank}", "127.0.0.1", one.port) for rank, one in enumerate(listeners)]
+        for rank, one in enumerate(listeners):
+            one.open(rank, peers, secrets[rank] if secrets else "a secret")
+        return listeners
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def ask(listener, peer, tag, seconds=5.0):
+    """The connection, asked for until it is there."""
+    end = time.monotonic() + seconds
+    while (connected := listener.connection(peer, tag)) is None and time.monotonic() < end:
+        time.sleep(0.001)
+    return connected
+
+
+def test_a_pair_of_ranks_has_a_connection_for_each_tag(job):
+    low, high = job(2)
+    ends = [(ask(low, 1, tag), ask(high, 0, tag)) for tag in (0, 7, 1 << 40)]
+    for number, (here, there) in enumerate(ends):
+        here.sendall(bytes([number]))
+        there.setblocking(True)
+        assert there.recv(10) == bytes([number])
+    for here, there in ends:
+        here.close()
+        there.close()
+
+
+def test_many_connections_are_made_at_once(job):
+    first, *others = job(20)
+    found = {}
+    end = time.monotonic() + 5
+    while len(found) < len(others) and time.monotonic() < end:
+        for rank in range(1, 20):
+            if rank not in found and (connected := first.connection(rank, 3)) is not None:
+                found[rank] = connected
+    assert len(found) == 19
+    for rank, connected in found.items():
+        connected.close()
+        ask(others[rank - 1], 0, 3).close()
+
+
+def test_connecting_takes_no_port_for_itself_alone(job):
+    low, high = job(2)
+    here, there = ask(low, 1, 0), ask(high, 0, 0)
+    assert here.getsockname()[0] == "127.0.0.1"
+    assert here.getsockopt(socket.IPPROTO_IP, listener_module._IP_BIND_ADDRESS_NO_PORT) == 1
+    here.close()
+    there.close()
+
+
+def test_a_rank_that_has_ended_is_named(job):
+    low, high = job(2)
+    high.close()
+    with pytest.raises(PeerFailed, match="rank 1 on host1 does not listen on 127.0.0.1:"):
+        ask(low, 1, 0)
+
+
+def test_a_rank_of_another_job_is_refused(job):
+    low, _ = job(2, ["one job", "another"])
+    with pytest.raises(LaunchError, match="is not rank 1 of this job on host1: it refused this rank's secret"):
+        ask(low, 1, 0)
+
+
+def test_another_rank_of_the_job_than_the_one_meant_is_refused(job):
+    low, _, other = job(3)
+    low._peers = (low._peers[0], low._peers[2], low._peers[2])
+    with pytest.raises(LaunchError, match="is not rank 1 of this job on host2: it does not expect this rank"):
+        ask(low, 1, 0)
+    assert other.connection(0, 0) is None
+
+
+def test_silent_strangers_make_no_threads_and_keep_nobody_out(job):
+    low, high = job(2)
+    before = threading.active_count()
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", high.port))) for _ in range(100)]
+        strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
+        began = time.monotonic()
+        here, there = ask(low, 1, 0), ask(high, 0, 0)
+        assert here is not None and there is not None
+        assert time.monotonic() - began < 1
+        assert threading.active_count() == before
+    here.close()
+    there.close()
+
+
+def test_a_connection_that_was_dropped_before_the_answer_is_made_again():
+    """A rank drops the oldest connections where strangers open too many."""
+    with socket.create_server(("127.0.0.1", 0)) as far:
+        low = Listener("127.0.0.1")
+        low.open(0, [Peer("a", "127.0.0.1", low.port), Peer("b", "127.0.0.1", far.getsockname()[1])], "a secret")
+        for _ in range(2):
+            assert low.connection(1, 0) is None
+            far.settimeout(5)
+            far.accept()[0].close()
+            time.sleep(0.01)
+            assert low.connection(1, 0) is None
+            time.sleep(0.06)
+        low.close()
+
+
+def test_a_proxy_that_never_lets_anyone_through_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as far:
+        far.settimeout(0.02)
+        low = Listener("127.0.0.1", patience=0.2)
+        low.open(0, [Peer("a", "127.0.0.1", low.port), Peer("b", "127.0.0.1", far.getsockname()[1])], "a secret")
+
+        def try_for_long():
+            for _ in range(1000):
+                low.connection(1, 0)
+                with contextlib.suppress(TimeoutError):
+                    far.accept()[0].close()
+
+        with pytest.raises(LaunchError, match="rank 1 on b accepted a connection from rank 0 on a and then did not"):
+            try_for_long()
+        low.close()
+
+
+def test_a_later_connection_of_a_rank_replaces_the_one_that_it_gave_up(job):
+    _, high = job(2)
+    for _ in range(2):
+        connected = socket.create_connection(("127.0.0.1", high.port))
+        authenticate(connected, ClientHandshake(b"a secret", Purpose.DATA, Claim(0, 1, 5)))
+    connected.setblocking(True)
+    connected.sendall(b"later")
+    time.sleep(0.05)
+    there = ask(high, 0, 5)
+    there.setblocking(True)
+    assert there.recv(10) == b"later"
+    there.close()
+    connected.close()
+
+
+def test_closing_a_tag_closes_what_nobody_asked_for(job):
+    low, high = job(2)
+    here = ask(low, 1, 4)
+    end = time.monotonic() + 5
+    while (0, 4) not in high._accepted and time.monotonic() < end:
+        time.sleep(0.001)
+    high.close_tag(4)
+    here.setblocking(True)
+    assert here.recv(1) == b""
+    here.close()
+
+
+def test_missing_ranks_are_named_with_the_direction(job):
+    _, middle, _ = job(3)
+    with pytest.raises(LaunchError, match=r"waited until RING_START_TIMEOUT for a connection from rank 0 on host0"):
+        middle.raise_missing([0, 2])
+    with pytest.raises(LaunchError, match=r"rank 2 on host2 accepted a connection from rank 1 on host1 and did not"):
+        middle.raise_missing([2])
+
+
+def test_closing_leaves_no_thread_and_no_port(job):
+    (one,) = job(1)
+    thread = one._thread
+    one.close()
+    assert not thread.is_alive()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", one.port))
