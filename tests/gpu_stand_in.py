@@ -1,19 +1,18 @@
-"""A GPU and an NCCL that are not there: what our code must get right about both, without the speed.
+"""A stand-in for the CUDA driver and for NCCL, which keeps the contracts that our code must honor.
 
-Injected as the loaded libraries, below the tables of C functions, so that all of our own code runs. It keeps what
-matters of their contracts:
+It is injected as the loaded libraries, below the declared C functions, so that all of our own code runs:
 
-- A stream is a thread that does what it was given in order, while the caller goes on; events are all that orders two
-  streams. Stream 1 is the caller's own: what torch or numpy does on the CPU has happened when it returns, so to make
-  that stream wait for an event is to block.
-- NCCL is nonblocking: a group of calls reaches the stream only after `ncclCommGetAsyncError` was asked often enough, so
-  an event that is recorded too early stands before the work.
-- A kernel that waits for a dead peer does not end before its communicator is aborted.
+- A stream is a thread that does its work in order while the caller goes on; only events order two streams. Stream 1 is
+  the caller's own: work of torch or numpy on the CPU is done when it returns, so making that stream wait for an event
+  blocks.
+- NCCL is nonblocking: a group of calls reaches the stream only after some calls of `ncclCommGetAsyncError`, so an event
+  that is recorded too early stands before the work.
+- A kernel that waits for a dead peer ends only when its communicator is aborted.
 
-The data is reduced by a host communicator, whose members meet through files.
+A host communicator, whose members meet through files, reduces the data.
 """
 
-# ruff: noqa: N802  # the functions bear the names that the libraries gave them
+# ruff: noqa: N802  # the functions have the names of the libraries' functions
 
 import contextlib
 import ctypes
@@ -28,19 +27,17 @@ from pathlib import Path
 
 import numpy as np
 
-from ring_plugins.core import gpu as nccl
 from ring_plugins.core import world
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import RingError
-from ring_plugins.core.gpu import cuda as driver
-from ring_plugins.core.gpu import nccl as calls
+from ring_plugins.core.gpu import cuda, nccl
 
 CALLERS_STREAM = 1
 SUCCESS, INVALID_ARGUMENT, REMOTE_ERROR, IN_PROGRESS = 0, 4, 6, 7
 NOT_READY = 600
-DTYPES = {kind: name for name, (kind, width) in calls._TYPES.items() if width == 1 and name != "bool"}
-OPERATIONS = {number: op for op, number in calls._OPERATIONS.items()}
+DTYPES = {kind: name for name, (kind, width) in nccl.TYPES.items() if width == 1 and name != "bool"}
+OPERATIONS = {number: op for op, number in nccl.REDUCTIONS.items()}
 
 
 class CFunctions:
@@ -97,10 +94,10 @@ class Stream(threading.Thread):
 
 class StandInDriver(CFunctions):
     def __init__(self, card="0000:01:00.0", devices=1):
-        super().__init__(driver.CALLS)
+        super().__init__(cuda.FUNCTIONS)
         self.card, self.devices = card, devices
         self.capturing = False
-        self.waits_at_once = True  # False: the caller's stream waits in `synchronize`, as a script does in `.item()`
+        self.waits_at_once = True  # False: the caller's stream waits only in `synchronize`, as a script in `.item()`
         self.awaited = []
         self.streams, self.events = {}, {}
         self.numbers = itertools.count(10)
@@ -202,9 +199,9 @@ class StandInNccl(CFunctions):
     """
 
     def __init__(self, cuda, version=23203, polls=3):
-        super().__init__(calls.CALLS, ["ncclGetErrorString", "ncclGetLastError"])
+        super().__init__(nccl.FUNCTIONS, ["ncclGetErrorString", "ncclGetLastError"])
         self.cuda, self.version, self.polls = cuda, version, polls
-        self.connects = True  # False: the start never ends
+        self.connects = True  # False: the connection is never made
         self.delay = 0.0  # of each kernel
         self.async_error = 0
         self.communicators = {}
@@ -295,7 +292,7 @@ class StandInNccl(CFunctions):
 
 
 class Communicator:
-    """What an ncclComm_t points to."""
+    """The target of an ncclComm_t."""
 
     def __init__(self, library, identity, rank, size):
         self.library, self.rank, self.size = library, rank, size
@@ -405,7 +402,7 @@ def memory(pointer, count, kind):
 
 
 class Streams:
-    """The framework's side: the CPU, where everything has happened when it returns."""
+    """The streams of a framework on the CPU, whose work is done when it returns."""
 
     def __init__(self, cuda):
         self.cuda = cuda
@@ -440,18 +437,19 @@ class Streams:
 
 
 def install(card=None, version=23203, polls=3):
-    """Let this process believe that it has a GPU, and NCCL; by default each rank has a card of its own."""
+    """Make this process load the stand-ins as its CUDA driver and NCCL; by default each rank has a GPU of its own."""
     if card is None:
         card = f"0000:{world.current().topology.rank + 1:02x}:00.0" if world.is_initialized() else "0000:01:00.0"
-    cuda = StandInDriver(card)
-    library = StandInNccl(cuda, version, polls)
-    loaded, loaded_driver = calls.Nccl(library, "stand-in"), driver.Driver(cuda)
-    nccl.load_nccl, nccl.load_driver = lambda: loaded, lambda: loaded_driver
-    return library, Streams(cuda)
+    driver = StandInDriver(card)
+    library = StandInNccl(driver, version, polls)
+    cuda.open_cuda, nccl.open_nccl = lambda: driver, lambda: (library, "stand-in")
+    cuda.load_driver.cache_clear()
+    nccl.load_nccl.cache_clear()
+    return library, Streams(driver)
 
 
 def install_for_torch(**options):
-    """As `install`, and let torch's CPU tensors pass for tensors on that GPU."""
+    """As `install`, and make torch's CPU tensors pass for tensors on that GPU."""
     import torch
 
     from ring_plugins.torch import device
@@ -466,7 +464,7 @@ def install_for_torch(**options):
         threading.Thread(target=wait, daemon=True).start()
 
     class Moment:
-        """What the CPU did before has happened."""
+        """An event on the CPU, which has always passed."""
 
         def __init__(self, index):
             pass

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ring_plugins.core import exit_hooks
-from ring_plugins.core import gpu as nccl
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, NotInitialized
 from ring_plugins.core.base.log import logger
@@ -31,6 +30,7 @@ from ring_plugins.core.control.liveness import Liveness, LocalPeers
 from ring_plugins.core.control.monitor import MonitorThread, Service
 from ring_plugins.core.control.tcp_liveness import TcpLiveness
 from ring_plugins.core.control.wait import Wait
+from ring_plugins.core.gpu import load_driver, load_nccl
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gpu.stream import Streams
 from ring_plugins.core.gpu.watchdog import GpuWatchdog
@@ -251,9 +251,7 @@ class World:
         """
         host = self.new_communicator(name, ranks, gather)
         wait = Wait(name, self.failure_detector)
-        communicator = DeviceCommunicator(
-            name, device, host, streams, wait, nccl.load_nccl(), nccl.load_driver(), own_stream
-        )
+        communicator = DeviceCommunicator(name, device, host, streams, wait, load_nccl(), load_driver(), own_stream)
         self._communicators[next(self._made)] = communicator
         return communicator
 

@@ -1,7 +1,6 @@
-"""NVIDIA's NCCL and the part of the CUDA driver that it takes to use it, by ctypes: nothing to compile."""
+"""Collectives between GPUs by NVIDIA's NCCL, called through ctypes together with a little of the CUDA driver."""
 
 from ring_plugins.core.gpu.cuda import Driver, load_driver
-from ring_plugins.core.gpu.library import load_nccl
-from ring_plugins.core.gpu.nccl import Nccl
+from ring_plugins.core.gpu.nccl import Nccl, load_nccl
 
 __all__ = ["Driver", "Nccl", "load_driver", "load_nccl"]

@@ -1,42 +1,108 @@
-"""Finding libnccl: the one this process already uses, else the wheel's, else the system's."""
+"""libnccl and libcuda: where they are found, and how ctypes calls their functions.
+
+Two NCCLs in one process work, but each keeps threads and device memory of its own. So the NCCL that is already loaded,
+such as the one of torch's CUDA build, comes first, then the one of NVIDIA's wheels, then the system's.
+RING_NCCL_LIBRARY overrides that order.
+"""
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib.metadata
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import DeviceError, MissingDependency
-from ring_plugins.core.gpu.nccl import Nccl
 
-SONAME = "libnccl.so.2"
-WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+NCCL_SONAME, CUDA_SONAME = "libnccl.so.2", "libcuda.so.1"
+NCCL_WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
-@functools.lru_cache(maxsize=1)
-def load_nccl() -> Nccl:
-    """NCCL for this process, found once.
+class CFunction(NamedTuple):
+    """A C function that returns a status.
 
-    Two NCCLs in one process work, but each keeps threads and device memory of its own, so the one that is already
-    there, such as that of torch's CUDA build, comes first. RING_NCCL_LIBRARY overrules everything.
+    Attributes:
+        since: the first version of the library that has it, as the library numbers itself.
+        arguments: ctypes types of its arguments.
+    """
+
+    since: int
+    arguments: tuple[Any, ...]
+
+
+class CLibrary:
+    """Calls the declared functions of a loaded library; each is looked up at its first use.
+
+    Args:
+        library: a `ctypes.CDLL`, or anything else that has C functions as attributes.
+        functions: name -> declaration.
+    """
+
+    def __init__(self, library: Any, functions: Mapping[str, CFunction]) -> None:
+        self._library = library
+        self._declared = functions
+        self._functions: dict[str, Any] = {}
+
+    def since(self, name: str) -> int:
+        """The first version of the library that has a function."""
+        return self._declared[name].since
+
+    def call(self, name: str, *arguments: Any) -> int:
+        """Call a function and return its status.
+
+        Raises:
+            AttributeError: the library lacks the function, although its version should have it.
+        """
+        function = self._functions.get(name)
+        if function is None:
+            function = getattr(self._library, name)
+            function.argtypes, function.restype = self._declared[name].arguments, ctypes.c_int
+            self._functions[name] = function
+        status: int = function(*arguments)
+        return status
+
+    def text(self, name: str, argument_type: Any, argument: Any) -> str:
+        """Call a function of one argument that returns a C string, and return that string."""
+        function = getattr(self._library, name)
+        function.argtypes, function.restype = (argument_type,), ctypes.c_char_p
+        found: bytes | None = function(argument)
+        return (found or b"").decode(errors="replace").strip()
+
+
+def open_cuda() -> ctypes.CDLL:
+    """Load the CUDA driver library of this machine.
 
     Raises:
-        MissingDependency: there is none; the text says where was looked and what to install.
-        DeviceError: RING_NCCL_LIBRARY names something that cannot be loaded, or the library is too old.
+        DeviceError: there is none.
+    """
+    try:
+        return ctypes.CDLL(CUDA_SONAME)
+    except OSError as error:
+        raise DeviceError(
+            f"the CUDA driver ({CUDA_SONAME}) cannot be loaded: {error}. It comes with NVIDIA's driver for the card, "
+            "not with pip; a container sees it with `--gpus all`. Without a GPU, train on the CPU."
+        ) from error
+
+
+def open_nccl() -> tuple[ctypes.CDLL, str]:
+    """Load NCCL, and return it with its path.
+
+    Raises:
+        MissingDependency: there is none; the text lists the places searched and what to install.
+        DeviceError: RING_NCCL_LIBRARY names a file that cannot be loaded.
     """
     chosen = config.NCCL_LIBRARY.get()
     if chosen:
         try:
-            return Nccl(ctypes.CDLL(chosen), chosen)
+            return ctypes.CDLL(chosen), chosen
         except OSError as error:
             raise DeviceError(f"RING_NCCL_LIBRARY={chosen!r} cannot be loaded: {error}") from error
     failed = []
-    for path in candidates():
+    for path in nccl_candidates():
         try:
-            return Nccl(ctypes.CDLL(path), path)
+            return ctypes.CDLL(path), path
         except OSError as error:
             failed.append(f"{path}: {error}")
     raise MissingDependency(
@@ -47,30 +113,30 @@ def load_nccl() -> Nccl:
     )
 
 
-def candidates() -> Iterator[str]:
-    """Where to look, best first: paths, and at last the bare name for the system's loader to find."""
+def nccl_candidates() -> Iterator[str]:
+    """Paths to try, best first; the last one is the bare name, which the system's loader resolves."""
     yield from _mapped()
     yield from _in_wheels()
-    yield SONAME
+    yield NCCL_SONAME
 
 
 def _mapped() -> list[str]:
-    """Files of that name which this process has mapped already."""
+    """NCCL libraries that this process has mapped already."""
     try:
         with open("/proc/self/maps") as maps:
-            paths = [line.split(maxsplit=5)[-1].strip() for line in maps if SONAME in line]
+            paths = [line.split(maxsplit=5)[-1].strip() for line in maps if NCCL_SONAME in line]
     except OSError:  # no /proc
         return []
-    return [path for path in dict.fromkeys(paths) if os.path.basename(path).startswith(SONAME)]
+    return [path for path in dict.fromkeys(paths) if os.path.basename(path).startswith(NCCL_SONAME)]
 
 
 def _in_wheels() -> Iterator[str]:
     """The library in NVIDIA's wheels, installed anywhere that Python looks."""
-    for wheel in WHEELS:
+    for wheel in NCCL_WHEELS:
         try:
             files = importlib.metadata.files(wheel) or []
         except importlib.metadata.PackageNotFoundError:
             continue
         for file in files:
-            if file.name == SONAME:
+            if file.name == NCCL_SONAME:
                 yield str(file.locate())

@@ -1,29 +1,30 @@
-"""The calls of NCCL that we use, as nccl.h declares them, and the error text for those that fail."""
+"""The NCCL functions that we use, as nccl.h declares them, with NCCL's own words in every error."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from ctypes import POINTER, c_int, c_size_t, c_uint, c_void_p
 from typing import Any
 
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError, DeviceError
-from ring_plugins.core.gpu.c_functions import Call, Table
+from ring_plugins.core.gpu.library import CFunction, CLibrary, open_nccl
 
 SUCCESS, IN_PROGRESS = 0, 7
-#: The oldest release with nonblocking communicators, without which a start that hangs could not be given up.
+#: The first release with nonblocking communicators. With an older one, a start that hangs could not be given up.
 OLDEST = 21400
 _FLOAT8_SINCE = 22400
 
 
 class UniqueId(ctypes.Structure):
-    """What the ranks of a new communicator must have in common; made by one of them."""
+    """ncclUniqueId: one rank of a new communicator makes it, and all its ranks pass it to NCCL."""
 
     _fields_ = [("internal", ctypes.c_byte * 128)]
 
 
 class Config(ctypes.Structure):
-    """The part of ncclConfig_t that release 2.14 had. NCCL fills in what later releases added, going by `version`."""
+    """The part of ncclConfig_t that release 2.14 had; NCCL goes by `version` and fills in newer fields itself."""
 
     _fields_ = [("size", c_size_t), ("magic", c_uint), ("version", c_uint), ("blocking", c_int)]
 
@@ -35,27 +36,27 @@ class Config(ctypes.Structure):
 _STREAM = _COMMUNICATOR = _MEMORY = c_void_p
 _TYPE = _REDUCTION = _RANK = c_int
 
-CALLS: dict[str, Call] = {
-    "ncclGetVersion": Call(0, (POINTER(c_int),)),
-    "ncclGetUniqueId": Call(0, (POINTER(UniqueId),)),
-    "ncclGroupStart": Call(0, ()),
-    "ncclGroupEnd": Call(0, ()),
-    "ncclCommInitRankConfig": Call(21400, (POINTER(c_void_p), c_int, UniqueId, _RANK, POINTER(Config))),
-    "ncclCommGetAsyncError": Call(20400, (_COMMUNICATOR, POINTER(c_int))),
-    "ncclCommAbort": Call(20400, (_COMMUNICATOR,)),
-    "ncclCommFinalize": Call(21400, (_COMMUNICATOR,)),
-    "ncclCommDestroy": Call(0, (_COMMUNICATOR,)),
-    "ncclAllReduce": Call(0, (_MEMORY, _MEMORY, c_size_t, _TYPE, _REDUCTION, _COMMUNICATOR, _STREAM)),
-    "ncclBroadcast": Call(20200, (_MEMORY, _MEMORY, c_size_t, _TYPE, _RANK, _COMMUNICATOR, _STREAM)),
-    "ncclReduce": Call(0, (_MEMORY, _MEMORY, c_size_t, _TYPE, _REDUCTION, _RANK, _COMMUNICATOR, _STREAM)),
-    "ncclAllGather": Call(0, (_MEMORY, _MEMORY, c_size_t, _TYPE, _COMMUNICATOR, _STREAM)),
-    "ncclReduceScatter": Call(0, (_MEMORY, _MEMORY, c_size_t, _TYPE, _REDUCTION, _COMMUNICATOR, _STREAM)),
-    "ncclSend": Call(20700, (_MEMORY, c_size_t, _TYPE, _RANK, _COMMUNICATOR, _STREAM)),
-    "ncclRecv": Call(20700, (_MEMORY, c_size_t, _TYPE, _RANK, _COMMUNICATOR, _STREAM)),
+FUNCTIONS: dict[str, CFunction] = {
+    "ncclGetVersion": CFunction(0, (POINTER(c_int),)),
+    "ncclGetUniqueId": CFunction(0, (POINTER(UniqueId),)),
+    "ncclGroupStart": CFunction(0, ()),
+    "ncclGroupEnd": CFunction(0, ()),
+    "ncclCommInitRankConfig": CFunction(21400, (POINTER(c_void_p), c_int, UniqueId, _RANK, POINTER(Config))),
+    "ncclCommGetAsyncError": CFunction(20400, (_COMMUNICATOR, POINTER(c_int))),
+    "ncclCommAbort": CFunction(20400, (_COMMUNICATOR,)),
+    "ncclCommFinalize": CFunction(21400, (_COMMUNICATOR,)),
+    "ncclCommDestroy": CFunction(0, (_COMMUNICATOR,)),
+    "ncclAllReduce": CFunction(0, (_MEMORY, _MEMORY, c_size_t, _TYPE, _REDUCTION, _COMMUNICATOR, _STREAM)),
+    "ncclBroadcast": CFunction(20200, (_MEMORY, _MEMORY, c_size_t, _TYPE, _RANK, _COMMUNICATOR, _STREAM)),
+    "ncclReduce": CFunction(0, (_MEMORY, _MEMORY, c_size_t, _TYPE, _REDUCTION, _RANK, _COMMUNICATOR, _STREAM)),
+    "ncclAllGather": CFunction(0, (_MEMORY, _MEMORY, c_size_t, _TYPE, _COMMUNICATOR, _STREAM)),
+    "ncclReduceScatter": CFunction(0, (_MEMORY, _MEMORY, c_size_t, _TYPE, _REDUCTION, _COMMUNICATOR, _STREAM)),
+    "ncclSend": CFunction(20700, (_MEMORY, c_size_t, _TYPE, _RANK, _COMMUNICATOR, _STREAM)),
+    "ncclRecv": CFunction(20700, (_MEMORY, c_size_t, _TYPE, _RANK, _COMMUNICATOR, _STREAM)),
 }
 
-#: ncclDataType_t by our name of the element type, and numbers an element. A boolean is a byte of 0 or 1.
-_TYPES = {
+#: Our name of an element type -> ncclDataType_t and numbers per element. A boolean is a byte of 0 or 1.
+TYPES = {
     "int8": (0, 1),
     "uint8": (1, 1),
     "bool": (1, 1),
@@ -72,12 +73,22 @@ _TYPES = {
     "complex64": (7, 2),
     "complex128": (8, 2),
 }
-#: What moves without being combined does so as bytes.
-BYTES = _TYPES["uint8"][0]
+#: The type for data that NCCL moves without combining it.
+BYTES = TYPES["uint8"][0]
 
-_OPERATIONS = {Op.SUM: 0, Op.PRODUCT: 1, Op.MAX: 2, Op.MIN: 3, Op.AVERAGE: 4}
-#: Of bytes that are 0 or 1 the largest is "any" and the smallest is "all"; a sum could wrap around.
+REDUCTIONS = {Op.SUM: 0, Op.PRODUCT: 1, Op.MAX: 2, Op.MIN: 3, Op.AVERAGE: 4}
+#: On bytes of 0 or 1, MAX is "any" and MIN is "all"; a sum could wrap around.
 _ON_BOOLEANS = {Op.SUM: Op.MAX, Op.PRODUCT: Op.MIN}
+
+
+@functools.lru_cache(maxsize=1)
+def load_nccl() -> Nccl:
+    """The NCCL of this process, loaded at the first call.
+
+    Raises:
+        MissingDependency, DeviceError: see `open_nccl`; or the library is too old.
+    """
+    return Nccl(*open_nccl())
 
 
 class Nccl:
@@ -85,10 +96,10 @@ class Nccl:
 
     Args:
         library: a `ctypes.CDLL`, or a stand-in with the same functions.
-        path: where it comes from, for texts.
+        path: where it was loaded from, for error texts.
 
     Attributes:
-        version: as NCCL numbers itself, 2.32.3 is 23203.
+        version: as NCCL numbers itself; 2.32.3 is 23203.
 
     Raises:
         DeviceError: the library is older than 2.14.
@@ -96,9 +107,9 @@ class Nccl:
 
     def __init__(self, library: Any, path: str) -> None:
         self.path = path
-        self._table = Table(library, CALLS)
+        self._library = CLibrary(library, FUNCTIONS)
         version = c_int()
-        self._table.call("ncclGetVersion", ctypes.byref(version))
+        self._library.call("ncclGetVersion", ctypes.byref(version))
         self.version = version.value
         if self.version < OLDEST:
             raise DeviceError(
@@ -113,42 +124,41 @@ class Nccl:
         """Call a function.
 
         Args:
-            name: as in `CALLS`.
+            name: a key of `FUNCTIONS`.
             arguments: its arguments.
-            communicator: which one's last error belongs into the text of a failure.
+            communicator: whose last error an error text quotes.
 
         Returns:
             SUCCESS or IN_PROGRESS.
 
         Raises:
-            DeviceError: anything else, with NCCL's own words; or this NCCL is too old for the function.
+            DeviceError: NCCL returned another status, or is too old for the function.
         """
-        if self.version < self._table.since(name):
-            raise DeviceError(
-                f"{name} came with NCCL {version_text(self._table.since(name))}, and this is {self}; upgrade it."
-            )
-        status = self._table.call(name, *arguments)
+        since = self._library.since(name)
+        if self.version < since:
+            raise DeviceError(f"{name} needs NCCL {version_text(since)}, and this is {self}; upgrade it.")
+        status = self._library.call(name, *arguments)
         if status not in (SUCCESS, IN_PROGRESS):
             raise DeviceError(f"{name} of {self} failed: {self.error_text(status, communicator)}")
         return status
 
     def error_text(self, status: int, communicator: c_void_p | None = None) -> str:
-        """What a status means, and what NCCL last complained about."""
-        meaning = self._table.text("ncclGetErrorString", c_int, status)
-        last = self._table.text("ncclGetLastError", c_void_p, communicator)
+        """The meaning of a status, and the last error that NCCL logged."""
+        meaning = self._library.text("ncclGetErrorString", c_int, status)
+        last = self._library.text("ncclGetLastError", c_void_p, communicator)
         return f"{meaning} (status {status}){': ' + last if last else ''}"
 
     def unique_id(self) -> bytes:
-        """A new identity for a communicator, of 128 bytes, for all its ranks."""
-        identity = UniqueId()
-        self.call("ncclGetUniqueId", ctypes.byref(identity))
-        return bytes(identity)
+        """The 128 bytes of a new `UniqueId`."""
+        unique_id = UniqueId()
+        self.call("ncclGetUniqueId", ctypes.byref(unique_id))
+        return bytes(unique_id)
 
     def state(self, communicator: c_void_p) -> int:
-        """SUCCESS when all that was asked of a communicator is queued on its stream, IN_PROGRESS before.
+        """SUCCESS once everything asked of a communicator is queued on its stream, IN_PROGRESS before.
 
         Raises:
-            DeviceError: it has failed since.
+            DeviceError: the communicator has failed.
         """
         found = c_int()
         self.call("ncclCommGetAsyncError", communicator, ctypes.byref(found), communicator=communicator)
@@ -157,25 +167,25 @@ class Nccl:
         return found.value
 
     def reduction(self, dtype: str, op: Op) -> tuple[int, int, int]:
-        """NCCL's numbers for a type and an operation, and how many NCCL elements one element is.
+        """NCCL's numbers of a type and of an operation, and how many NCCL elements make one element.
 
         Raises:
             ArgumentError: NCCL, or this release of it, cannot combine such elements.
         """
-        found = _TYPES.get(dtype)
+        found = TYPES.get(dtype)
         if found is None or (dtype in ("complex64", "complex128") and op not in (Op.SUM, Op.AVERAGE)):
             raise ArgumentError(
-                f"op={op.name} of dtype={dtype} is nothing that NCCL offers; convert first, for instance to float32 "
+                f"NCCL does not support op={op.name} for dtype={dtype}; convert to another type first, such as float32 "
                 "or int32."
             )
         if dtype.startswith("float8") and self.version < _FLOAT8_SINCE:
             raise ArgumentError(
-                f"dtype={dtype} came with NCCL {version_text(_FLOAT8_SINCE)}, and this is {self}; upgrade it or "
-                "convert to bfloat16 first."
+                f"dtype={dtype} needs NCCL {version_text(_FLOAT8_SINCE)}, and this is {self}; upgrade it or convert to "
+                "bfloat16 first."
             )
         if dtype == "bool":
             op = _ON_BOOLEANS.get(op, op)
-        return found[0], _OPERATIONS[op], found[1]
+        return found[0], REDUCTIONS[op], found[1]
 
 
 def version_text(version: int) -> str:

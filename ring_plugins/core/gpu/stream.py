@@ -1,6 +1,13 @@
-"""What a communicator has put on the stream of a GPU, and how that is ordered with the work around it.
+"""What a communicator has queued on a GPU's stream: ordered with the framework's work, kept alive, looked after.
 
-When the GPU waits for too long: nobody may call for minutes while it does.
+The framework computes on streams of its own, and NCCL's kernels run on the communication stream. Two events order them
+without stopping the host: one recorded on the caller's stream, for which the communication stream waits before an
+operation, and one recorded behind the operation, for which the caller's stream waits before it reads the result. c10d
+does the same, but tells the framework's allocator about the second stream (`record_stream`); we hold a reference to the
+memory until the second event has passed, which works for every framework.
+
+Nobody may call for minutes while a GPU waits for a rank that does not come, so another thread polls these events: that
+tells what the GPU waits for (`long_wait`) and when waiting is useless (`check_progress`).
 """
 
 from __future__ import annotations
@@ -17,250 +24,253 @@ from ring_plugins.core.collectives.executor import Activity
 from ring_plugins.core.control.wait import LongWait
 from ring_plugins.core.gpu.cuda import Driver
 
-#: Seconds in which the GPU may still finish what a rank that has ended in order had sent before.
-_LAST_WORDS = 2.0
-
-
-class Overdue:
-    """Looks now and then at the oldest thing that a communicator's GPU has not finished.
-
-    Args:
-        name: of the communicator, for texts.
-        rank: of this process in the job.
-    """
-
-    def __init__(self, name: str, rank: int) -> None:
-        self._name, self._rank = name, rank
-        self._timeout = config.TIMEOUT.get()
-        self._waits_for_gone_since = 0.0
-
-    def check(self, oldest: Queued | None, gone: Sequence[int]) -> None:
-        """Raise where there is no point in waiting any longer.
-
-        Args:
-            oldest: unfinished work, None if there is none.
-            gone: members (world ranks) whose processes have ended in order, so that nothing more will come from them.
-
-        Raises:
-            PeerLeft: what they sent before has had time to arrive.
-            TimeoutExceeded: it takes longer than RING_TIMEOUT.
-        """
-        now = time.monotonic()
-        if not gone or oldest is None:
-            self._waits_for_gone_since = 0.0
-        elif not self._waits_for_gone_since:
-            self._waits_for_gone_since = now
-        elif now - self._waits_for_gone_since > _LAST_WORDS:
-            raise PeerLeft(
-                f"rank {gone[0]} has ended its part of the job, and the GPU of rank {self._rank} waits for it in "
-                f"{self._name}: {oldest.text}. Usually the ranks took different numbers of steps: give every "
-                "rank the same number of batches.",
-                gone[0],
-            )
-        if oldest is not None and now - oldest.since > self._timeout:
-            raise TimeoutExceeded(
-                f"{self._name}: the GPU has not finished {oldest.text} for {self._timeout:g} s. "
-                "A rank did not call it, or computes for that long; set RING_TIMEOUT to wait longer."
-            )
+#: Seconds in which the GPU may still complete operations of a rank that has left: its data may be on the way.
+_IN_FLIGHT = 2.0
 
 
 class Streams(Protocol):
-    """The framework's streams, which only it knows."""
+    """A framework's streams on one GPU."""
 
     def current(self) -> int:
-        """Handle of the stream on which the calling thread's work goes now."""
+        """Handle of the stream to which the calling thread's work goes now."""
 
     def using(self, stream: int) -> contextlib.AbstractContextManager[Any]:
-        """Let the calling thread's work go to that stream."""
+        """Send the calling thread's work to this stream inside the context."""
 
 
-class Queued:
-    """Something on the communication stream.
+class QueuedOperation:
+    """One operation, or one group of them, on the communication stream.
 
     Attributes:
-        description: for texts, such as a bucket.
-        operation: the last operation in it.
-        number: operations of the communicator up to it; equal on members in step.
-        before: happens when the work is done that it comes after; 0 once that is known, and where there is none.
-        event: happens when it is done; 0 once that is known.
-        kept: what must stay alive until then.
-        captured: it belongs to a CUDA graph; nobody can tell when that is replayed.
-        since, came, ended: times of `time.monotonic` at which it was queued, at which somebody saw that the GPU had
-            come to it, and at which somebody saw that it was done; 0 until then.
+        description: of the work it belongs to, such as a bucket; "" for a call of the script's own.
+        operation: the last collective in it.
+        number: operations of the communicator up to this one; equal on members in step.
+        start_event: passes when the work before it is done; 0 once that is known, and where there is none.
+        end_event: passes when it is done; 0 once that is known.
+        owners: of the memory it works on, to keep that alive.
+        is_captured: whether it belongs to a CUDA graph. Nobody can tell when that is replayed.
+        queued_at: time of `time.monotonic`.
+        reached_at: when somebody first saw that the GPU had come to it, 0 before.
+        done_at: when somebody first saw that it was done, 0 before.
     """
 
     def __init__(
-        self, description: str, operation: str, number: int, before: int, event: int, kept: list[Any], captured: bool
+        self,
+        description: str,
+        operation: str,
+        number: int,
+        start_event: int,
+        end_event: int,
+        owners: list[Any],
+        is_captured: bool,
     ) -> None:
         self.description, self.operation, self.number = description, operation, number
-        self.before, self.event, self.kept, self.captured = before, event, kept, captured
-        self.since, self.came, self.ended = time.monotonic(), 0.0, 0.0
+        self.start_event, self.end_event, self.owners, self.is_captured = start_event, end_event, owners, is_captured
+        self.queued_at, self.reached_at, self.done_at = time.monotonic(), 0.0, 0.0
 
     @property
     def text(self) -> str:
-        """What it is, in short."""
+        """Its name in error texts."""
         return self.description or self.operation
 
 
 class StreamQueue:
-    """One communicator's part of the communication stream.
+    """One communicator's operations on the communication stream.
 
-    Calls must be made with the device current, by one thread at a time.
+    Used by one thread at a time, with the device current.
 
     Args:
-        name: of the communicator, for texts.
+        name: of the communicator, for error texts.
+        rank: world rank of this process.
         stream: handle of the stream.
-        streams: the framework's.
+        streams: the framework's streams.
         driver: of this process.
 
     Attributes:
         stream: as above.
-        unfinished: what is not known to be done, oldest first.
-        captured: what belongs to CUDA graphs, whose replays use its memory.
-        last: what was queued last.
+        unfinished: operations not known to be done, oldest first.
+        captured: operations that belong to CUDA graphs, whose replays use their memory.
     """
 
-    def __init__(self, name: str, stream: int, streams: Streams, driver: Driver) -> None:
-        self._name, self._streams, self._driver = name, streams, driver
+    def __init__(self, name: str, rank: int, stream: int, streams: Streams, driver: Driver) -> None:
+        self._name, self._rank, self._streams, self._driver = name, rank, streams, driver
         self.stream = stream
-        self.unfinished: deque[Queued] = deque()
-        self.captured: list[Queued] = []
-        self.last: Queued | None = None
-        self._kept: list[Any] = []
-        self._before = 0
+        self.unfinished: deque[QueuedOperation] = deque()
+        self.captured: list[QueuedOperation] = []
+        self._last: QueuedOperation | None = None
+        self._owners: list[Any] = []
+        self._start_event = 0
         self._has_run = False
+        self._timeout = config.TIMEOUT.get()
+        self._departed_since = 0.0
 
     @property
-    def oldest(self) -> Queued | None:
-        """The first that is not known to be done."""
+    def oldest(self) -> QueuedOperation | None:
+        """The first operation not known to be done."""
         return self.unfinished[0] if self.unfinished else None
 
-    def keep(self, owners: Iterable[Any]) -> None:
-        """Keep these alive until what is queued next is done."""
-        self._kept += owners
+    # Order ----------------------------------------------------------------------------------------
+
+    def keep_alive(self, owners: Iterable[Any]) -> None:
+        """Hold these until the operation pushed next is done."""
+        self._owners += owners
 
     def follow_caller(self, description: str) -> int:
-        """Let what is queued from now on come after the work that the caller's stream was given so far.
+        """Let what is queued from now on start after the work that the caller's stream has so far.
 
         Returns:
-            The caller's stream.
+            Handle of the caller's stream.
 
         Raises:
-            ArgumentError: a CUDA graph is being captured, and nothing has run before.
+            ArgumentError: a CUDA graph is being captured, and no operation has run before.
         """
         caller = self._streams.current()
         if not self._has_run and self._driver.is_capturing(caller):
             raise ArgumentError(
-                f"{self._name}: {description} is the first thing to be sent, and a CUDA graph is being captured. Run a "
-                "few ordinary steps before the capture, so that NCCL connects the GPUs outside of it."
+                f"{self._name}: {description} is the first operation, and a CUDA graph is being captured. Run a few "
+                "ordinary steps before the capture, so that NCCL connects the GPUs outside of it."
             )
         if caller != self.stream:
-            self._forget_before()
-            self._before = self._driver.record(caller)
-            self._driver.wait(self.stream, self._before)
+            self._drop_start_event()
+            self._start_event = self._driver.record_event(caller)
+            self._driver.wait_event(self.stream, self._start_event)
         return caller
 
-    def _forget_before(self) -> None:
-        """Let go of an event that nothing was queued behind, because of an error."""
-        before, self._before = self._before, 0
-        if before:
-            self._driver.destroy_event(before)
+    def _drop_start_event(self) -> None:
+        """Release an event behind which nothing was pushed, because of an error."""
+        event, self._start_event = self._start_event, 0
+        if event:
+            self._driver.destroy_event(event)
 
     def using(self) -> contextlib.AbstractContextManager[Any]:
-        """Let what the framework does inside go to the communication stream."""
+        """Send the framework's work inside the context to the communication stream."""
         return self._streams.using(self.stream)
 
-    def lead_caller(self, caller: int) -> None:
-        """Let what the caller's stream is given next come after all that is queued here."""
-        event = self._driver.record(self.stream)
-        self._driver.wait(caller, event)
+    def make_caller_follow(self, caller: int) -> None:
+        """Let the next work on the caller's stream start after all that is queued here."""
+        event = self._driver.record_event(self.stream)
+        self._driver.wait_event(caller, event)
         self._driver.destroy_event(event)
 
-    def remember(self, description: str, operation: str, number: int, caller: int) -> Queued:
-        """Note what was queued, to keep its memory and to notice that it takes too long.
+    def push(self, description: str, operation: str, number: int, caller: int) -> QueuedOperation:
+        """Note what was just queued, to keep its memory alive and to see when it is done.
 
         Args:
-            description, operation, number: see `Queued`.
-            caller: what `follow_caller` returned.
+            description, operation, number: see `QueuedOperation`.
+            caller: the result of `follow_caller`.
         """
-        captured = self._driver.is_capturing(caller)
-        if captured:
-            self._forget_before()
-        event = self._driver.record(self.stream)
-        queued = Queued(description, operation, number, self._before, event, self._kept, captured)
-        self._kept, self._before = [], 0
-        if captured:
+        is_captured = self._driver.is_capturing(caller)
+        if is_captured:
+            self._drop_start_event()
+        end_event = self._driver.record_event(self.stream)
+        queued = QueuedOperation(
+            description, operation, number, self._start_event, end_event, self._owners, is_captured
+        )
+        self._owners, self._start_event = [], 0
+        if is_captured:
             self.captured.append(queued)
         else:
-            self.forget_finished()
+            self.drop_finished()
             self._has_run = True
             self.unfinished.append(queued)
-            self.last = queued
+            self._last = queued
         return queued
 
-    def forget_finished(self) -> None:
-        """Let go of the memory of what is done."""
-        while self.unfinished and self.has_happened(self.unfinished[0]):
+    def join(self, queued: QueuedOperation) -> None:
+        """Let the next work on the caller's stream start after `queued`."""
+        caller = self._streams.current()
+        if queued.end_event and caller != self.stream:
+            self._driver.wait_event(caller, queued.end_event)
+
+    # Progress -------------------------------------------------------------------------------------
+
+    def is_done(self, queued: QueuedOperation) -> bool:
+        """Whether the GPU has completed it; never waits."""
+        if queued.end_event and not queued.is_captured and self._driver.query_event(queued.end_event):
+            self._driver.destroy_event(queued.end_event)
+            self._mark_reached(queued)
+            queued.end_event, queued.owners, queued.done_at = 0, [], time.monotonic()
+        return not queued.end_event
+
+    def drop_finished(self) -> None:
+        """Release the memory of operations that are done."""
+        while self.unfinished and self.is_done(self.unfinished[0]):
             self.unfinished.popleft()
 
-    def has_happened(self, queued: Queued) -> bool:
-        """Whether the GPU is done with it; asks, never waits."""
-        if queued.event and not queued.captured and self._driver.happened(queued.event):
-            self._driver.destroy_event(queued.event)
-            queued.event, queued.kept, queued.ended = 0, [], time.monotonic()
-            self._note_coming(queued)
-        return not queued.event
-
-    def look(self) -> None:
-        """See how far the GPU has come; asks, never waits."""
-        self.forget_finished()
+    def poll(self) -> None:
+        """Look how far the GPU has come; never waits."""
+        self.drop_finished()
         oldest = self.oldest
-        if oldest is not None and not oldest.came and (not oldest.before or self._driver.happened(oldest.before)):
-            self._note_coming(oldest)
+        if oldest is None or oldest.reached_at:
+            return
+        if not oldest.start_event or self._driver.query_event(oldest.start_event):
+            self._mark_reached(oldest)
 
-    def _note_coming(self, queued: Queued) -> None:
-        queued.came = queued.came or time.monotonic()
-        before, queued.before = queued.before, 0
-        if before:
-            self._driver.destroy_event(before)
+    def _mark_reached(self, queued: QueuedOperation) -> None:
+        queued.reached_at = queued.reached_at or time.monotonic()
+        event, queued.start_event = queued.start_event, 0
+        if event:
+            self._driver.destroy_event(event)
 
-    def wait(self, members: Sequence[int]) -> LongWait | None:
-        """What the GPU waits for, or moves bytes in, once it has come to it.
+    def check_progress(self, departed: Sequence[int]) -> None:
+        """Raise if it is useless to wait any longer for the oldest operation.
 
         Args:
-            members: the other members (world ranks), all of which are named: NCCL does not tell who has not come.
+            departed: members (world ranks) whose processes have ended normally.
+
+        Raises:
+            PeerLeft: the GPU waits for one of them, and has done so for long enough for data on the way to arrive.
+            TimeoutExceeded: the operation takes longer than RING_TIMEOUT.
+        """
+        now, oldest = time.monotonic(), self.oldest
+        if oldest is None or not departed or not oldest.reached_at:  # a GPU that still computes waits for nobody
+            self._departed_since = 0.0
+        elif not self._departed_since:
+            self._departed_since = now
+        elif now - self._departed_since > _IN_FLIGHT:
+            raise PeerLeft(
+                f"rank {departed[0]} has ended its part of the job, and the GPU of rank {self._rank} waits for it in "
+                f"{self._name}: {oldest.text}. Usually the ranks took different numbers of steps: give every rank the "
+                "same number of batches.",
+                departed[0],
+            )
+        if oldest is not None and now - oldest.queued_at > self._timeout:
+            raise TimeoutExceeded(
+                f"{self._name}: the GPU has not finished {oldest.text} for {self._timeout:g} s. A rank did not call "
+                "it, or computes for that long; set RING_TIMEOUT to wait longer."
+            )
+
+    def long_wait(self, peers: Sequence[int]) -> LongWait | None:
+        """The operation in which the GPU waits or moves bytes, None if it has not come to any.
+
+        Args:
+            peers: world ranks of the other members; all count as missing, since NCCL does not say who has not come.
         """
         oldest = self.oldest
-        if oldest is None or not oldest.came:
+        if oldest is None or not oldest.reached_at:
             return None
         return LongWait(
             self._name,
             f"{self._name}: {oldest.operation} on the GPU",
             oldest.number,
             oldest.description,
-            tuple(members),
-            oldest.came,
+            tuple(peers),
+            oldest.reached_at,
             time.monotonic(),  # the script itself may go on
             on_gpu=True,
         )
 
     def activity(self) -> Activity | None:
-        """What the GPU did last, or does now."""
-        shown = self.oldest or self.last
+        """The operation that the GPU is working on, or worked on last."""
+        shown = self.oldest or self._last
         if shown is None:
             return None
         text = f"{shown.operation} on the GPU"
-        if not shown.came:
+        if not shown.reached_at:
             text += " (queued; the GPU computes what comes before it)"
-        return Activity(self._name, text, shown.description, shown.since, shown.ended, shown.number)
-
-    def join(self, queued: Queued) -> None:
-        """Let what the caller's stream is given next come after `queued`."""
-        caller = self._streams.current()
-        if queued.event and caller != self.stream:
-            self._driver.wait(caller, queued.event)
+        return Activity(self._name, text, shown.description, shown.queued_at, shown.done_at, shown.number)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget all operations."""
         self.unfinished.clear()
         self.captured.clear()

@@ -1,4 +1,4 @@
-"""No GPU waits for a peer that is gone."""
+"""The GPU watchdog: sees to it that no GPU waits for a rank that is gone, even if the script makes no calls."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ring_plugins.core.gpu.communicator import DeviceCommunicator
 
 
 class GpuWatchdog:
-    """A service of the guard: looks after what the GPUs were given, and notes what they wait for.
+    """A service of the monitor thread: polls or aborts communicators, and publishes what the GPUs wait for.
 
     Args:
-        failure_detector: what becomes of the other ranks.
-        communicators: those of this process.
+        failure_detector: knows what became of the other ranks.
+        communicators: returns those of this process.
     """
 
     def __init__(
@@ -29,20 +29,20 @@ class GpuWatchdog:
         failure = self._failure_detector.failure() if communicators else None
         for communicator in communicators:
             if failure is None:
-                communicator.watch([rank for rank in communicator.ranks if self._failure_detector.has_ended(rank)])
+                communicator.poll([rank for rank in communicator.ranks if self._failure_detector.has_ended(rank)])
             else:
                 communicator.abort(failure)  # a kernel that waits for a dead peer would never end
         self._publish(communicators)
 
     def _publish(self, communicators: Sequence[DeviceCommunicator]) -> None:
-        """Note what the GPUs wait for: on each stream the first operation, since the others wait behind that."""
+        """Put the first operation of each stream into `long_waits`; the others wait behind it."""
         first: dict[int, tuple[float, DeviceCommunicator]] = {}
         for communicator in communicators:
             oldest = communicator.oldest
-            if oldest is not None and oldest.since < first.get(communicator.stream, (inf, communicator))[0]:
-                first[communicator.stream] = (oldest.since, communicator)
+            if oldest is not None and oldest.queued_at < first.get(communicator.stream, (inf, communicator))[0]:
+                first[communicator.stream] = (oldest.queued_at, communicator)
         found: dict[Hashable, LongWait | None] = {
-            ("stream", stream): communicator.wait_of_gpu() for stream, (_, communicator) in first.items()
+            ("stream", stream): communicator.long_wait() for stream, (_, communicator) in first.items()
         }
         waits = {key: wait for key, wait in found.items() if wait is not None}
         for key in self._published - waits.keys():

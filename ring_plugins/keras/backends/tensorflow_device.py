@@ -24,12 +24,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from ring_plugins.core import gpu as nccl
 from ring_plugins.core.arrays import memory as dlpack
 from ring_plugins.core.arrays.memory import DeviceMemory, Memory
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.gpu import load_driver
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import Bucket, Entry, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer
@@ -66,7 +66,7 @@ def connect(name: str, world: World, host: Communicator) -> DeviceCommunicator |
             f"ranks {lacking} have no GPU for TensorFlow, or not RING_TENSORFLOW_NCCL=1, and the others do. Set it on "
             "all ranks or on none, and give each a GPU."
         )
-    driver = nccl.load_driver()
+    driver = load_driver()
     with tf.init_scope(), tf.device(GPU):
         index = driver.device_of(_tensor_of(tf.zeros([1]))[0].pointer)
     return world.new_device_communicator(name, index, _Waited(driver.stream(index)))

@@ -1,15 +1,15 @@
-"""Every collective of the device communicator, against what it should be; run on 2 and 3 ranks with the stand-in."""
+"""Every collective of the device communicator against its expected result, with the stand-in, on 2 and 3 ranks."""
 
 import os
 
 import numpy as np
 
 import ring_plugins as ring
-from ring_plugins.core import gpu as nccl
 from ring_plugins.core import world
 from ring_plugins.core.arrays.dtypes import STORAGE
 from ring_plugins.core.arrays.memory import DeviceMemory, HostMemory
 from ring_plugins.core.base.errors import ArgumentError, DeviceError, RingError
+from ring_plugins.core.gpu import load_driver, load_nccl
 from tests.gpu_stand_in import install
 from tests.worker import report
 
@@ -92,7 +92,7 @@ check("objects", communicator.all_gather_object(rank), ranks)
 check("object", communicator.broadcast_object(rank, 1), 1)
 communicator.barrier()
 
-# Several in one launch, and while the caller goes on.
+# Several in one group, and one while the caller goes on.
 arrays = [np.full(n, rank, np.float32) for n in (3, 4)]
 launches = len(library.log)
 with communicator.group():
@@ -112,7 +112,7 @@ report("done", [was_done, work.done()])
 report("kept", len(communicator._queue.unfinished))
 library.delay = 0.0
 
-# What cannot be, which leaves the communicator as it was.
+# Invalid arguments, which leave the communicator usable.
 x, everything_to_0 = np.zeros(3, np.int16), [3] + [0] * (size - 1)
 report(
     "errors",
@@ -129,14 +129,14 @@ report(
         raised(lambda: communicator.allocate(1), ArgumentError),
     ],
 )
-nccl.load_nccl().version = 22300
+load_nccl().version = 22300
 report("float8", raised(lambda: communicator.all_reduce(DeviceMemory(1, 1, "float8_e5m2", 0), ring.SUM), ArgumentError))
-nccl.load_nccl().version = 23203
+load_nccl().version = 23203
 x = np.ones(3, np.float32)
 communicator.all_reduce(on_device(x), ring.SUM)
 check("after refusals", x, np.full(3, size, np.float32))
 
-# A capture keeps what it used, and asks no events; before anything was sent it is refused.
+# A capture keeps its memory alive and queries no events; as a communicator's first operation it is refused.
 fresh = world.current().new_device_communicator("fresh", 0, streams)
 library.cuda.capturing = True
 report("captured", raised(lambda: fresh.all_reduce(on_device(x), ring.SUM), ArgumentError))
@@ -146,7 +146,7 @@ report("kept by graphs", len(communicator._queue.captured))
 library.cuda.capturing = False
 fresh.close()
 
-# Ranks with one card, or other releases.
+# Ranks that share a GPU, or have different releases of NCCL.
 same = "0000:01:00.0"
 library.cuda.card = same
 report("shared", raised(lambda: world.current().new_device_communicator("shared", 0, streams), DeviceError))
@@ -157,11 +157,11 @@ x = np.full(3, rank, np.float32)
 shared.all_reduce(on_device(x), ring.SUM)
 check("shared card", x, np.full(3, ranks.sum(), np.float32))
 shared.close()
-nccl.load_nccl().version = 22704 if rank == 1 else 23203
+load_nccl().version = 22704 if rank == 1 else 23203
 report("versions", raised(lambda: world.current().new_device_communicator("versions", 0, streams), RingError))
-nccl.load_nccl().version = 23203
+load_nccl().version = 23203
 library.cuda.devices = 0
-report("no such GPU", raised(lambda: nccl.load_driver().bus_id(0), DeviceError))
+report("no such GPU", raised(lambda: load_driver().bus_id(0), DeviceError))
 library.cuda.devices = 1
 
 # A start that never ends.
@@ -169,10 +169,10 @@ library.connects = rank != 1
 os.environ["RING_START_TIMEOUT"] = "1"
 report("start", raised(lambda: world.current().new_device_communicator("late", 0, streams), RingError))
 
-# NCCL noticed something, while nobody called.
+# NCCL notices a failure between calls.
 library.log.clear()
 library.async_error = 6
-communicator.watch([])
+communicator.poll([])
 library.async_error = 0
 report("noticed", raised(lambda: communicator.all_reduce(on_device(x), ring.SUM), DeviceError))
 report("aborted", library.log)

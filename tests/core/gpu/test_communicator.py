@@ -1,4 +1,4 @@
-"""The device communicator, with a stand-in for the GPU and for NCCL (see tests/gpu_stand_in.py)."""
+"""DeviceCommunicator, with a stand-in for the GPU and for NCCL (see tests/gpu_stand_in.py)."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ from tests.launch import run_ranks, start_ranks
 
 
 @pytest.mark.ranks(2, 3)
-def test_every_collective_and_every_refusal(ranks):
-    result = run_ranks(Path(__file__).with_name("checks_device.py"), ranks)
+def test_every_collective_and_every_invalid_call(ranks):
+    result = run_ranks(Path(__file__).with_name("checks_communicator.py"), ranks)
     assert result.values("failed") == [[]] * ranks
     every = list(range(ranks))
     said = f"ranks {', '.join(map(str, every))}"
@@ -73,7 +73,7 @@ KILLED = """
 
 
 @pytest.mark.parametrize(("end", "said"), [("killed", "rank 1 (process"), ("left", "rank 1 has ended its part")])
-def test_a_kernel_that_waits_for_a_peer_that_is_gone_is_ended(end, said):
+def test_a_kernel_that_waits_for_a_dead_peer_is_aborted(end, said):
     with start_ranks(KILLED, 2, env={"TEST_END": end}) as job:
         result = job.wait(30)
     assert (result.returncode != 0) == (end == "killed")
@@ -109,7 +109,7 @@ STALLED = """
 """
 
 
-def test_a_stall_report_names_what_gpus_wait_for():
+def test_a_stall_report_names_the_operation_that_gpus_wait_in():
     result = run_ranks(STALLED, 3, env={"RING_STALL_WARNING": "2"}, timeout=60)
     said = result.output
     assert "ranks 0, 2 wait since" in said

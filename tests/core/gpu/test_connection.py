@@ -1,0 +1,27 @@
+"""The checks before ranks connect; connecting, failing and finalizing are in test_communicator.py."""
+
+import pytest
+
+from ring_plugins.core.base.errors import DeviceError, MismatchError
+from ring_plugins.core.gpu.connection import RankInfo, check_gpus, check_versions
+
+
+def test_ranks_with_different_releases_are_named():
+    infos = [RankInfo(version, f"/{version}", "", False) for version in (23203, 22907, 23203, 22907)]
+    with pytest.raises(MismatchError, match=r"ranks 2, 5: 2.32.3 \(/23203\); ranks 3, 7: 2.29.7 \(/22907\)"):
+        check_versions(infos, [2, 3, 5, 7])
+
+
+def on_gpus(*gpus, share=False):
+    return [RankInfo(23203, "", f"boot-id {gpu}", share) for gpu in gpus]
+
+
+def test_ranks_on_one_gpu_are_named_with_it():
+    with pytest.raises(DeviceError, match=r"ranks 3, 7 would share the GPU 0000:01:00.0\..*RING_SHARE_GPU=1"):
+        check_gpus(on_gpus("0000:02:00.0", "0000:01:00.0", "0000:01:00.0"), [2, 3, 7])
+
+
+def test_all_ranks_of_a_gpu_must_agree_to_share_it():
+    check_gpus(on_gpus("a", "a", share=True), [0, 1])
+    with pytest.raises(DeviceError):
+        check_gpus(on_gpus("a", share=True) + on_gpus("a"), [0, 1])

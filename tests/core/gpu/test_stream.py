@@ -1,0 +1,146 @@
+"""The queue of one communicator on a stream, on the stand-in for the driver."""
+
+import gc
+import threading
+import weakref
+from types import SimpleNamespace
+
+import pytest
+
+from ring_plugins.core.base.errors import ArgumentError, PeerLeft, TimeoutExceeded
+from ring_plugins.core.gpu import stream
+from ring_plugins.core.gpu.cuda import Driver
+from ring_plugins.core.gpu.stream import StreamQueue
+from tests.gpu_stand_in import CALLERS_STREAM, StandInDriver
+
+
+class Memory:
+    pass
+
+
+class Gpu:
+    """A queue, and a gate before which the work of the caller's stream or of the communication stream stands."""
+
+    def __init__(self):
+        self.library, self.gate = StandInDriver(), threading.Event()
+        self.library.waits_at_once = False
+        driver = Driver(self.library)
+        self.caller = CALLERS_STREAM
+        with driver.device(0):
+            stream = driver.new_stream(0)
+            self.computing = driver.new_stream(0)
+        self.work = self.library.streams[stream].work
+        streams = SimpleNamespace(current=lambda: self.caller)
+        self.queue = StreamQueue("gradients", 0, stream, streams, driver)
+        self.context = driver.device(0)
+
+    def block(self):
+        self.work.put(self.gate.wait)
+
+    def open(self):
+        self.gate.set()
+        for handle in (self.computing, self.queue.stream):
+            self.library.streams[handle].drain()
+
+    def push(self, memory=None):
+        caller = self.queue.follow_caller("all_reduce")
+        self.queue.keep_alive([memory])
+        return self.queue.push("bucket 0", "all_reduce", 7, caller)
+
+
+@pytest.fixture
+def gpu():
+    gpu = Gpu()
+    with gpu.context:
+        yield gpu
+    gpu.gate.set()
+
+
+def test_memory_lives_until_its_operation_is_done(gpu):
+    memory = Memory()
+    seen = weakref.ref(memory)
+    gpu.block()
+    gpu.push(memory)
+    del memory
+    gpu.queue.drop_finished()
+    gc.collect()
+    assert seen() is not None
+    gpu.open()
+    gpu.queue.drop_finished()
+    gc.collect()
+    assert seen() is None
+
+
+def test_a_capture_keeps_its_memory_and_queries_nothing(gpu):
+    gpu.push()
+    gpu.open()
+    gpu.queue.drop_finished()
+    gpu.library.capturing = True  # the stand-in fails where an event is queried now
+    queued = gpu.push()
+    assert not gpu.queue.is_done(queued)
+    gpu.queue.poll()
+    assert gpu.queue.captured == [queued]
+
+
+def test_the_first_operation_may_not_be_captured(gpu):
+    gpu.library.capturing = True
+    with pytest.raises(ArgumentError, match="ordinary steps before the capture"):
+        gpu.push()
+
+
+def test_an_operation_starts_after_the_callers_work(gpu):
+    gpu.caller = gpu.computing
+    gpu.library.streams[gpu.computing].work.put(gpu.gate.wait)
+    queued = gpu.push()
+    gpu.queue.poll()
+    assert not queued.reached_at
+    assert gpu.queue.long_wait([1]) is None
+    assert "queued; the GPU computes" in gpu.queue.activity().operation
+    gpu.block()
+    gpu.open()
+    gpu.queue.poll()
+    assert queued.done_at >= queued.reached_at > 0
+
+
+def test_a_wait_of_the_gpu_names_operation_and_peers(gpu):
+    gpu.block()
+    gpu.push()
+    gpu.queue.poll()
+    wait = gpu.queue.long_wait([1, 2])
+    assert (wait.what, wait.part_of, wait.number, wait.missing, wait.on_gpu) == (
+        "gradients: all_reduce on the GPU",
+        "bucket 0",
+        7,
+        (1, 2),
+        True,
+    )
+
+
+def test_waiting_for_a_rank_that_has_left_ends(gpu, monkeypatch):
+    monkeypatch.setattr(stream, "_IN_FLIGHT", 0.0)
+    gpu.block()
+    gpu.push()
+    gpu.queue.poll()
+    gpu.queue.check_progress([])
+    gpu.queue.check_progress([1])  # its data may still be on the way
+    with pytest.raises(PeerLeft, match="rank 1 has ended its part of the job, and the GPU of rank 0 waits for it"):
+        gpu.queue.check_progress([1])
+
+
+def test_a_gpu_that_still_computes_waits_for_nobody(gpu, monkeypatch):
+    monkeypatch.setattr(stream, "_IN_FLIGHT", 0.0)
+    gpu.caller = gpu.computing
+    gpu.library.streams[gpu.computing].work.put(gpu.gate.wait)
+    gpu.push()
+    for _ in range(3):
+        gpu.queue.poll()
+        gpu.queue.check_progress([1])
+
+
+def test_an_operation_may_take_as_long_as_the_timeout(gpu):
+    gpu.block()
+    queued = gpu.push()
+    gpu.queue.check_progress([])
+    queued.queued_at -= 1e6
+    with pytest.raises(TimeoutExceeded, match=r"the GPU has not finished bucket 0 for \d+ s\. A rank did not call it"):
+        gpu.queue.check_progress([])
