@@ -71,7 +71,7 @@ class Result:
 def run_ranks(
     script: str | Path,
     ranks: int = 2,
-    launcher: Launcher = "grown",
+    launcher: Launcher = "spawned",
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     timeout: float = 60,
@@ -83,7 +83,7 @@ def run_ranks(
         script: Python source text, or the path of a script. It finds the number of ranks in TEST_RANKS, for
             `ring.init(ranks=int(os.environ["TEST_RANKS"]))`, and hands results back with `tests.worker.report`.
         ranks: World size.
-        launcher: "grown" starts plain `python script` and leaves it to the script to grow.
+        launcher: "spawned" starts plain `python script` and leaves it to the script to grow.
         args: The script's arguments.
         env: Variables added to the environment.
         timeout: Seconds; beyond them the stacks of all processes are written out and everything is killed.
@@ -104,7 +104,7 @@ def run_ranks(
 def start_ranks(
     script: str | Path,
     ranks: int = 2,
-    launcher: Launcher = "grown",
+    launcher: Launcher = "spawned",
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> Iterator["Job"]:

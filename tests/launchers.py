@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-Launcher = Literal["grown", "mpirun", "torchrun"]
-LAUNCHERS: tuple[Launcher, ...] = ("grown", "mpirun", "torchrun")
+Launcher = Literal["spawned", "mpirun", "torchrun"]
+LAUNCHERS: tuple[Launcher, ...] = ("spawned", "mpirun", "torchrun")
 
 # A rank must see only its own launcher, also when the tests run inside someone's mpirun, torchrun or SLURM job.
 FOREIGN_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "SLURM_", "RING_", "TORCHELASTIC_", "TEST_")
@@ -19,7 +19,7 @@ FOREIGN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_
 
 def launcher_command(launcher: str, ranks: int) -> list[str]:
     """What to type before the script's name."""
-    if launcher == "grown":
+    if launcher in ("spawned", "grown"):
         return [sys.executable]
     if launcher == "torchrun":
         local = ["--nnodes", "1", "--master-addr", "127.0.0.1", "--master-port", str(_free_port())]

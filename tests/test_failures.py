@@ -95,7 +95,7 @@ def explained(result: Result, *causes: str) -> Result:
 # A rank ends by a signal --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("launcher", ["grown", "mpirun"])
+@pytest.mark.parametrize("launcher", ["spawned", "mpirun"])
 def test_sigkill_of_a_rank_in_a_torch_loop(launcher):
     with start_ranks(script(FOR_EVER, TORCH), 2, launcher) as job:
         job.send_signal(1, signal.SIGKILL)
@@ -105,8 +105,8 @@ def test_sigkill_of_a_rank_in_a_torch_loop(launcher):
 @pytest.mark.parametrize(
     ("launcher", "body", "number"),
     [  # every two of the three meet
-        pytest.param("grown", FOR_EVER, signal.SIGKILL, id="grown-in step-SIGKILL"),
-        pytest.param("grown", BUSY, signal.SIGTERM, id="grown-peer busy-SIGTERM"),
+        pytest.param("spawned", FOR_EVER, signal.SIGKILL, id="spawned-in step-SIGKILL"),
+        pytest.param("spawned", BUSY, signal.SIGTERM, id="spawned-peer busy-SIGTERM"),
         pytest.param("mpirun", FOR_EVER, signal.SIGTERM, id="mpirun-in step-SIGTERM"),
         pytest.param("mpirun", BUSY, signal.SIGKILL, id="mpirun-peer busy-SIGKILL"),
     ],
@@ -117,7 +117,7 @@ def test_signal_to_rank_1(launcher, body, number):
         after(job, r"rank 1\b", r"died|killed|signal|terminated")
 
 
-@pytest.mark.parametrize("launcher", ["grown", "mpirun"])
+@pytest.mark.parametrize("launcher", ["spawned", "mpirun"])
 def test_sigkill_of_rank_0(launcher):
     with start_ranks(script(FOR_EVER), 2, launcher) as job:
         job.send_signal(0, signal.SIGKILL)
@@ -143,8 +143,8 @@ def test_sigkill_of_one_among_three():
 @pytest.mark.parametrize(
     ("launcher", "body"),
     [
-        pytest.param("grown", FOR_EVER, id="grown-in step"),
-        pytest.param("grown", BUSY, id="grown-peer busy"),
+        pytest.param("spawned", FOR_EVER, id="spawned-in step"),
+        pytest.param("spawned", BUSY, id="spawned-peer busy"),
         pytest.param("mpirun", BUSY, id="mpirun-peer busy"),
         pytest.param("torchrun", FOR_EVER, id="torchrun-in step"),
     ],
@@ -154,7 +154,7 @@ def test_ctrl_c(launcher, body):
         job.pids()
         job.interrupt()
         # mpirun and torchrun may end the ranks before these can say anything.
-        after(job, *(["KeyboardInterrupt"] if launcher == "grown" else []))
+        after(job, *(["KeyboardInterrupt"] if launcher == "spawned" else []))
 
 
 def test_sigterm_to_what_the_user_started(launcher):
@@ -185,7 +185,7 @@ for number in range(100000):
 """
 
 
-@pytest.mark.parametrize(("launcher", "failing"), [("grown", 0), ("grown", 1), ("mpirun", 1), ("torchrun", 0)])
+@pytest.mark.parametrize(("launcher", "failing"), [("spawned", 0), ("spawned", 1), ("mpirun", 1), ("torchrun", 0)])
 def test_exception_on_one_rank(launcher, failing):
     body = RAISES.replace("FAILING", str(failing))
     result = run(
@@ -206,7 +206,7 @@ def test_exception_on_one_rank_while_the_other_computes(launcher):
     run(body, launcher, "rank 1 failed", "ValueError: the loss is not finite", learner=NUMPY)
 
 
-@pytest.mark.parametrize("launcher", ["grown", "mpirun"])
+@pytest.mark.parametrize("launcher", ["spawned", "mpirun"])
 def test_exception_inside_backward(launcher):
     body = """
     step = learner()
@@ -226,7 +226,7 @@ def test_exception_inside_backward(launcher):
     run(body, launcher, "rank 1 failed", "ValueError: no such gradient")
 
 
-@pytest.mark.parametrize("launcher", ["grown", "mpirun"])
+@pytest.mark.parametrize("launcher", ["spawned", "mpirun"])
 def test_different_models(launcher):
     body = """
     learner()()
@@ -246,7 +246,7 @@ def test_different_numbers_of_steps(launcher):
     run(body, launcher, r"rank 0\b.* ended", "different numbers of steps")
 
 
-@pytest.mark.parametrize("launcher", ["grown", "mpirun"])
+@pytest.mark.parametrize("launcher", ["spawned", "mpirun"])
 def test_one_rank_waits_in_another_operation(launcher):
     body = """
     step = learner()
@@ -273,7 +273,7 @@ def test_exit_with_a_status_on_one_rank(launcher):
     run(body, launcher, r"rank\W+1\b", learner=NUMPY)
 
 
-@pytest.mark.parametrize("launcher", ["grown", "mpirun"])
+@pytest.mark.parametrize("launcher", ["spawned", "mpirun"])
 def test_exit_with_a_status_at_the_end_is_the_status_of_the_job(launcher):
     body = """
     learner()()

@@ -39,7 +39,7 @@ from ring_plugins.core.linux.shared_memory import is_available, shared_memory_do
 from ring_plugins.core.observe.balance import Advice, BalanceAggregator, StepReports
 from ring_plugins.core.observe.stall import StallAggregator, StallWatch
 from ring_plugins.core.observe.timeline import TimelineAggregator, TimelineReports
-from ring_plugins.core.rendezvous import Connection, connect, detect
+from ring_plugins.core.rendezvous import Rendezvous, connect, detect
 from ring_plugins.core.rendezvous.topology import find_topology, virtual_nodes
 from ring_plugins.core.trace.recorder import recorder
 from ring_plugins.core.trace.steps import steps
@@ -106,10 +106,10 @@ class World:
     Attributes:
         place: who this process is.
         communicator: all ranks, for the public functions.
-        launcher: "mpi", "rendezvous", "grown" or "alone".
+        launcher: "mpi", "rendezvous", "spawned" or "single".
     """
 
-    def __init__(self, connection: Connection, launcher: str) -> None:
+    def __init__(self, connection: Rendezvous, launcher: str) -> None:
         self._connection = connection
         self._pid = os.getpid()
         self.launcher = launcher
@@ -173,7 +173,7 @@ class World:
         self.channel = hub or ControlClient(rank, size, address, domains[0] == domains[rank])
         membership = [Peer(item.host, item.pid, item.domain) for item in told]
         self.failure_detector = FailureDetector(rank, membership, self._local_peers, self.channel)
-        launched = self.launcher in ("mpi", "grown") or "TORCHELASTIC_RUN_ID" in os.environ
+        launched = self.launcher in ("mpi", "spawned") or "TORCHELASTIC_RUN_ID" in os.environ
         self._monitor = MonitorThread(self.failure_detector, self.channel, launched, self.abort)
         self._monitor.add(GpuWatchdog(self.failure_detector, self.device_communicators))
         self._monitor.add(TcpLiveness(self.failure_detector, [item.addresses for item in told]))
@@ -346,7 +346,7 @@ def init(ranks: int | None = None) -> World:
     connection = connect(ranks, _generation)
     _generation += 1
     kind = detect().kind
-    launcher = "alone" if connection.size == 1 else "grown" if kind == "alone" else kind
+    launcher = "single" if connection.size == 1 else "spawned" if kind == "single" else kind
     _world = World(connection, launcher)
     return _world
 

@@ -67,7 +67,7 @@ def run(
         raise ArgumentError(f"ranks={ranks!r} is not a positive number of processes.")
     if timeout is not None and timeout <= 0:
         raise ArgumentError(f"timeout={timeout!r} is not a positive number of seconds.")
-    if detect().kind != "alone" or (world.is_initialized() and world.current().topology.size > 1):
+    if detect().kind != "single" or (world.is_initialized() and world.current().topology.size > 1):
         raise LaunchError(
             f"this process is itself a rank, and ring_plugins.run() would start {ranks} more from each; start the "
             "script with plain python, or call the function itself after ring_plugins.init()."

@@ -30,7 +30,7 @@ class RingEnvironment:
     @property
     def creates_processes_externally(self) -> bool:
         """Whether all ranks run already, so that there is nothing to start."""
-        return _is_connected() or self._record.kind != "alone"
+        return _is_connected() or self._record.kind != "single"
 
     @property
     def main_address(self) -> str:
@@ -84,7 +84,7 @@ class RingEnvironment:
         """Where this process stands in its job, or None for one that was started alone and has not grown yet."""
         if _is_connected():
             return world.current().topology
-        if self._record.kind == "alone":
+        if self._record.kind == "single":
             return None
         # Some launchers say too little in the environment: only meeting the other ranks tells the rest.
         return _Foretold.by(self._record) or world.init().topology
@@ -114,7 +114,7 @@ class RingEnvironment:
 
 def _is_connected() -> bool:
     """Whether this process has met others. A world of one, made by an earlier Trainer, does not bind the next."""
-    return world.is_initialized() and world.current().launcher != "alone"
+    return world.is_initialized() and world.current().launcher != "single"
 
 
 class _Foretold(NamedTuple):

@@ -50,7 +50,7 @@ def create_process_group(options: Any, _backend_options: Any = None) -> RingProc
     # A connection of our own where torch offers one (2.5): its threads must not wait for the script's use of the store.
     base = options.store.clone() if hasattr(options.store, "clone") else options.store
     store = PrefixStore(f"ring/{next(_created[group_id])}", base)
-    if size > 1 and not world.is_initialized() and launch.detect().kind == "alone":
+    if size > 1 and not world.is_initialized() and launch.detect().kind == "single":
         # The script started its processes itself and gave torch their ranks.
         adopt(PrefixStore("world", store), rank, size)
     own = world.init()

@@ -121,7 +121,7 @@ def _half_set() -> bool:
     from ring_plugins.core import rendezvous as launch
     from ring_plugins.core import world
 
-    if world.is_initialized() or launch.detect().kind != "alone":
+    if world.is_initialized() or launch.detect().kind != "single":
         return False
     return any(os.environ.get(name) for name in VARIABLES)
 

@@ -42,7 +42,7 @@ def test_what_cannot_be_measured_is_a_usage_error():
 def test_it_starts_ranks_measures_all_backends_and_draws(tmp_path):
     picture = tmp_path / "curves.png"
     arguments = ["bench", "-n", "2", *QUICK, "--json", "--png", str(picture)]
-    record = json.loads(run_ranks(BENCH, 2, "grown", args=arguments, timeout=180).stdout)
+    record = json.loads(run_ranks(BENCH, 2, "spawned", args=arguments, timeout=180).stdout)
     assert record["ranks"] == 2
     assert {row["bytes"] for row in record["curve"]} == {256, 1024}
     assert {row["backend"] for row in record["curve"]} >= {"ring", "ring bucket", "plain copy", "gloo"}

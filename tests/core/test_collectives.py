@@ -9,10 +9,10 @@ from tests.launch import run_ranks
 CHECKS = Path(__file__).with_name("checks_collectives.py")
 
 CASES = [
-    ("grown", 1, ""),
-    ("grown", 2, ""),
-    ("grown", 3, ""),
-    ("grown", 4, ""),
+    ("spawned", 1, ""),
+    ("spawned", 2, ""),
+    ("spawned", 3, ""),
+    ("spawned", 4, ""),
     ("mpirun", 2, ""),
     ("mpirun", 2, "2"),
     ("mpirun", 3, "1,2"),

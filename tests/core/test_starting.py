@@ -70,7 +70,7 @@ def test_missing_mpi_is_named_with_the_pip_command_that_adds_it(hidden, said):
         ring.init()
     """
     env = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
-    result = run_ranks(script, 1, "grown", env=env, check=False)
+    result = run_ranks(script, 1, "spawned", env=env, check=False)
     assert result.returncode != 0
     assert said in result.output
     assert 'pip install "ring_plugins[mpi]"' in result.output
@@ -99,7 +99,7 @@ def test_a_rank_that_ends_before_init_is_named():
             sys.exit(7)
         ring.init(ranks=2)
     """
-    result = run_ranks(script, 2, "grown", check=False)
+    result = run_ranks(script, 2, "spawned", check=False)
     assert result.returncode != 0
     assert "rank 1 ended (exit status 7) before it reached ring_plugins.init()" in result.output
 
@@ -111,7 +111,7 @@ def test_a_session_without_a_script_cannot_grow():
         done = subprocess.run([sys.executable, "-"], input=code, text=True, capture_output=True)
         assert done.returncode != 0 and "only a script can grow" in done.stderr, done
     """
-    run_ranks(script, 1, "grown")
+    run_ranks(script, 1, "spawned")
 
 
 def test_growing_passes_arguments_modules_and_code_on(tmp_path):
@@ -121,7 +121,7 @@ def test_growing_passes_arguments_modules_and_code_on(tmp_path):
         done = subprocess.run([{sys.executable!r}, "-c", code, "a b", "--flag"], capture_output=True, text=True)
         assert done.stdout.count("[['a b', '--flag'], ['a b', '--flag']]") == 2, done
     """
-    run_ranks(script, 1, "grown")
+    run_ranks(script, 1, "spawned")
 
 
 def test_more_than_two_gibibytes_in_one_call():
@@ -137,7 +137,7 @@ def test_more_than_two_gibibytes_in_one_call():
         ring.broadcast(x, 1, out=x)
         report("broadcast", [int(x.min()), int(x.max())])
     """
-    result = run_ranks(script, 2, "grown", timeout=120)
+    result = run_ranks(script, 2, "spawned", timeout=120)
     assert result.values("sums") == [[3, 3]] * 2
     assert result.values("broadcast") == [[1, 1]] * 2
 

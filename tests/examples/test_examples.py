@@ -37,7 +37,7 @@ def test_lightning_digits(launcher):
 
 
 def test_torch_loop():
-    result = run_ranks(EXAMPLES / "torch_loop.py", 2, "grown", timeout=120)
+    result = run_ranks(EXAMPLES / "torch_loop.py", 2, "spawned", timeout=120)
     check(result, ranks=2)
     assert re.findall(r"^epoch (\d+),", result.stdout, re.MULTILINE) == [str(epoch + 1) for epoch in range(20)], result
 

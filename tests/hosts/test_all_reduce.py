@@ -69,9 +69,9 @@ def launches(cluster):
     yield "tcp", lambda: cluster.with_environment(CHECK, 2)
     if len(cluster.hosts) == 2:
         yield "tcp", lambda: cluster.mpirun(CHECK, 1)
-        yield "mpi", lambda: cluster.mpirun(CHECK, 2, env={"RING_PLANE": "mpi"})
+        yield "mpi", lambda: cluster.mpirun(CHECK, 2, env={"RING_TRANSPORT": "mpi"})
         if find_mpich() is not None:
-            yield "mpi", lambda: cluster.mpich(CHECK, 1, env={"RING_PLANE": "mpi"})
+            yield "mpi", lambda: cluster.mpich(CHECK, 1, env={"RING_TRANSPORT": "mpi"})
 
 
 @pytest.mark.mpi

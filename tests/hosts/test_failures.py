@@ -72,7 +72,7 @@ def cluster():
 WAYS = {
     "sockets": lambda cluster, *given: cluster.environment_start(*given),
     "sockets under mpirun": lambda cluster, *given: cluster.mpirun_start(*given),
-    "MPI": lambda cluster, *given: cluster.mpirun_start(*given, env={"RING_PLANE": "mpi"}),
+    "MPI": lambda cluster, *given: cluster.mpirun_start(*given, env={"RING_TRANSPORT": "mpi"}),
 }
 
 
@@ -133,7 +133,11 @@ def test_a_stopped_rank_is_waited_for_and_a_cut_cable_ends_both_sides_by_name(tm
             "env": cluster.environment_start(LARGE, 1, [str(tmp_path / "env")], own),
             "torchrun": cluster.torchrun_start(LARGE, 1, [str(tmp_path / "torchrun")], own, port=29600),
             "mpi": cluster.start(
-                [*run, "--no-check", sys.executable], LARGE, 2, [str(tmp_path / "mpi")], {**own, "RING_PLANE": "mpi"}
+                [*run, "--no-check", sys.executable],
+                LARGE,
+                2,
+                [str(tmp_path / "mpi")],
+                {**own, "RING_TRANSPORT": "mpi"},
             ),
         }
         jobs = {name: stack.enter_context(job) for name, job in jobs.items()}
@@ -163,7 +167,7 @@ def test_a_firewall_that_closes_the_data_s_port_is_named_on_both_sides(cluster, 
     ports = ["--mca", "btl_tcp_port_min_v4", "20000", "--mca", "btl_tcp_port_range_v4", "100"]
     with (
         cluster.environment_start(LARGE, 1, [str(tmp_path / "env")], own) as env,
-        cluster.mpirun_start(LARGE, 1, [str(tmp_path / "mpi")], {**own, "RING_PLANE": "mpi"}, options=ports) as mpi,
+        cluster.mpirun_start(LARGE, 1, [str(tmp_path / "mpi")], {**own, "RING_TRANSPORT": "mpi"}, options=ports) as mpi,
     ):
         for job in (env, mpi):
             job.wait_for("steps")

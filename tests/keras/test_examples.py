@@ -22,11 +22,11 @@ def accuracy(result: Result, ranks: int) -> float:
     ("backend", "launcher"),
     [
         pytest.param("tensorflow", "mpirun", marks=pytest.mark.mpi),  # the other example shows that they grow
-        *(pytest.param(backend, "grown", marks=pytest.mark.slow) for backend in ("tensorflow", "torch", "jax")),
+        *(pytest.param(backend, "spawned", marks=pytest.mark.slow) for backend in ("tensorflow", "torch", "jax")),
     ],
 )
 def test_digits(backend, launcher):
-    args = ["--ranks", "2"] if launcher == "grown" else []
+    args = ["--ranks", "2"] if launcher == "spawned" else []
     result = run_ranks(EXAMPLES / "keras_digits.py", 2, launcher, args=args, env=environment(backend), timeout=280)
     assert accuracy(result, 2) >= 0.97
     assert result.stdout.count("Epoch 20/20") == 1, f"progress comes from one rank\n{result}"

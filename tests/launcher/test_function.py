@@ -64,7 +64,7 @@ def test_what_cannot_work_is_refused_at_once(monkeypatch):
         ring.run(divide, (sys._getframe(),), ranks=1)
     with pytest.raises(ring.TimeoutExceeded, match=r"timeout=1: rank 0 of 1"):
         ring.run(time.sleep, (60,), ranks=1, timeout=1)
-    monkeypatch.setenv("RING_LAUNCHER", "alone")
+    monkeypatch.setenv("RING_LAUNCHER", "single")
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     monkeypatch.setattr(divide, "__module__", "__main__")
     with pytest.raises(ring.ArgumentError, match="script or notebook itself.*pip install cloudpickle"):
@@ -82,7 +82,7 @@ def test_a_rank_does_not_start_ranks():
         else:
             raise AssertionError("ranks of ranks")
     """
-    run_ranks(script, 2, "grown")
+    run_ranks(script, 2, "spawned")
 
 
 DRIVER = """

@@ -65,7 +65,7 @@ def test_an_exception_on_one_rank(launcher: Launcher) -> None:
     assert re.search(r"Traceback.*training_step.*ValueError: the first cause", result.stderr, re.DOTALL)
     assert result.stderr.count("\nTraceback") <= (2 if launcher == "torchrun" else 1)  # torchrun adds its own
     assert result.reports[1]["on_exception"] == "ValueError"
-    if launcher == "grown":
+    if launcher == "spawned":
         assert re.search(r"rank 0 ends because rank 1 failed: ValueError: the first cause", result.stderr)
         assert result.reports[0]["on_exception"] == "PeerFailed"
 

@@ -28,7 +28,7 @@ class Launch(NamedTuple):
 
 
 # Three ranks on two nodes: two of them share memory, and the halves of a host differ.
-LAUNCHES = [Launch("grown", 1), Launch("grown", 2), Launch("mpirun", 3, "1,2"), Launch("grown", 2, gpu="GPU")]
+LAUNCHES = [Launch("spawned", 1), Launch("spawned", 2), Launch("mpirun", 3, "1,2"), Launch("spawned", 2, gpu="GPU")]
 
 
 @functools.cache

@@ -21,10 +21,10 @@ class Launch(NamedTuple):
 
 
 LAUNCHES = [
-    Launch("grown", 1),
-    Launch("grown", 2),
-    Launch("grown", 4),
-    Launch("grown", 2, gpu="stand-in"),
+    Launch("spawned", 1),
+    Launch("spawned", 2),
+    Launch("spawned", 4),
+    Launch("spawned", 2, gpu="stand-in"),
     Launch("torchrun", 2, nodes="2"),
     Launch("mpirun", 3, nodes="2"),
 ]
@@ -38,7 +38,7 @@ def parameters(launch: Launch, *more: str) -> Any:
 @functools.cache
 def launched(launch: Launch) -> Result:
     env = {"RING_VIRTUAL_NODES": launch.nodes, "TEST_GPU_STAND_IN": launch.gpu}
-    if launch.launcher == "grown":
+    if launch.launcher == "spawned":
         env["TEST_GROW"] = "1"
     script = Path(__file__).with_name("checks_process_group.py")
     return run_ranks(script, launch.ranks, launch.launcher, env=env, timeout=90, check=False)

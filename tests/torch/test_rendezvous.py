@@ -93,7 +93,7 @@ if __name__ == "__main__":
 
 
 def test_a_script_that_forks_its_own_ranks_needs_no_launcher(tmp_path):
-    result = run_ranks(SPAWN, 1, "grown", args=[str(tmp_path)])
+    result = run_ranks(SPAWN, 1, "spawned", args=[str(tmp_path)])
     assert "torch.distributed was asked for 2 ranks, but ring_plugins runs 1" in result.stdout
 
 

@@ -1,1 +1,1 @@
-"""What everything stands on: errors and configuration."""
+"""The foundation: errors, configuration, logging, array types."""

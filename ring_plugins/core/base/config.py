@@ -19,8 +19,8 @@ class Kind(NamedTuple, Generic[T]):
     """A type of value.
 
     Attributes:
-        parse: turns a text into a value, or raises ValueError.
-        problem: completes "NAME='value' is ..." for a text that `parse` refuses.
+        parse: turns a text into a value, or raises ValueError or KeyError.
+        problem: completes "NAME='value' is ..." for a text that `parse` rejects.
     """
 
     parse: Callable[[str], T]
@@ -59,7 +59,7 @@ TEXT: Kind[str] = Kind(str, "not a text")
 
 
 def one_of(*choices: str, synonyms: Mapping[str, str] | None = None) -> Kind[str]:
-    """One of several words; a synonym, which older releases documented, counts as the word it stands for."""
+    """One of several words; a synonym, documented by earlier releases, counts as the word it stands for."""
     words = {**{choice: choice for choice in choices}, **(synonyms or {})}
     return Kind(lambda text: words[text], f"not one of {', '.join(choices)}")
 
@@ -70,10 +70,10 @@ class Variable(Generic[T]):
     Args:
         name: of the variable.
         kind: type of its value.
-        default: value where it is not set or empty.
-        meaning: one line of Markdown for docs/environment.md, "" for a variable that only launchers of ours set.
+        default: value if it is not set or empty.
+        meaning: one line of Markdown for docs/environment.md, "" for a variable that only our launchers set.
         shown_default: the default in words.
-        older: a name under which earlier releases documented it, still read.
+        older: its name in earlier releases, still read.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Variable(Generic[T]):
 
     @property
     def is_internal(self) -> bool:
-        """Whether only launchers of ours set it, for the processes that they start."""
+        """Whether only our launchers set it, for the processes that they start."""
         return not self.meaning
 
     def text(self, environment: Mapping[str, str] = os.environ) -> str:
@@ -103,7 +103,7 @@ class Variable(Generic[T]):
         return bool(self.text(environment))
 
     def problem(self, environment: Mapping[str, str] = os.environ) -> str:
-        """What is wrong with its text, completing "NAME='value' is ..."; "" if nothing is."""
+        """What is wrong with its text, completing "NAME='value' is ..."; "" if it is valid."""
         text = self.text(environment)
         try:
             if text:
@@ -130,13 +130,13 @@ class Variable(Generic[T]):
 ALL: dict[str, Variable] = {}  # type: ignore[type-arg]  # of all types
 
 TIMEOUT = Variable(
-    "RING_TIMEOUT", SECONDS, 1800.0, "seconds that an operation waits for a rank that is alive but does not come"
+    "RING_TIMEOUT", SECONDS, 1800.0, "seconds that an operation waits for a rank that is alive but does not arrive"
 )
 STALL_WARNING = Variable(
     "RING_STALL_WARNING",
     SECONDS,
     30.0,
-    "seconds of waiting after which rank 0 reports who is missing and what happens there ([observing](observing.md))",
+    "seconds of waiting after which rank 0 reports the missing ranks and what they do ([observing](observing.md))",
 )
 STALL_ABORT = Variable(
     "RING_STALL_ABORT",
@@ -149,14 +149,14 @@ TIMELINE = Variable(
     "RING_TIMELINE",
     TEXT,
     "",
-    "directory in which rank 0 writes a timeline of all ranks ([observing](observing.md))",
+    "directory into which rank 0 writes a timeline of all ranks ([observing](observing.md))",
     shown_default="none",
 )
 DRIFT_CHECK = Variable(
     "RING_DRIFT_CHECK",
     WHOLE_NUMBER,
     0,
-    "steps between two comparisons of all ranks' weights, 0 for never ([observing](observing.md))",
+    "compare all ranks' weights every so many steps, 0 for never ([observing](observing.md))",
 )
 START_TIMEOUT = Variable(
     "RING_START_TIMEOUT",
@@ -176,7 +176,7 @@ TRANSPORT = Variable(
     "RING_TRANSPORT",
     one_of("tcp", "mpi"),
     "",
-    "what carries data between hosts under mpirun and `srun --mpi=pmix`: see [networks](networks.md#how-data-moves)",
+    "what moves data between hosts under mpirun and `srun --mpi=pmix`: see [networks](networks.md#how-data-moves)",
     shown_default="`tcp`, or `mpi` over InfiniBand and the like",
     older="RING_PLANE",
 )
@@ -191,7 +191,7 @@ SECRET = Variable(
     "RING_SECRET",
     TEXT,
     "",
-    "secret that all ranks of a job which meet without MPI must share: see [networks](networks.md)",
+    "secret that all ranks of a job that starts without MPI must share: see [networks](networks.md)",
     shown_default="none",
 )
 LAUNCHER = Variable(
@@ -211,7 +211,7 @@ VIRTUAL_NODES: Variable[tuple[int, ...]] = Variable(
     "RING_VIRTUAL_NODES",
     COUNTS,
     (),
-    "`2` or `1,2` treats the ranks of one host as several hosts, for debugging; needs mpirun or torchrun",
+    "`2` or `1,2` treats the ranks of one host as if they were on several, for debugging; needs mpirun or torchrun",
     shown_default="none",
 )
 AUTOTUNE = Variable(
@@ -232,20 +232,18 @@ TENSORFLOW_NCCL = Variable(
     "RING_TENSORFLOW_NCCL",
     SWITCH,
     False,
-    "1 averages gradients of Keras on TensorFlow in GPU memory; never tried on a card: see [gpu](gpu.md#use)",
+    "1 averages gradients of Keras on TensorFlow in GPU memory; never run on a GPU: see [gpu](gpu.md#use)",
 )
-SHARE_GPU = Variable(
-    "RING_SHARE_GPU", SWITCH, False, "1 lets several ranks use one GPU, to test with a single card; slow"
-)
+SHARE_GPU = Variable("RING_SHARE_GPU", SWITCH, False, "1 lets several ranks share one GPU, for tests; slow")
 
-# Set by launchers of ours for the processes that they start.
+# Set by our launchers for the processes that they start.
 SPAWNED = Variable("RING_SPAWNED", TEXT, "", "")
 PARENT_NOTIFIER = Variable("RING_PARENT_NOTIFIER", TEXT, "", "")
 DRIVER = Variable("RING_DRIVER", TEXT, "", "")
 
 
 def page() -> str:
-    """docs/environment.md."""
+    """The text of docs/environment.md."""
     return "\n".join(_page()) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Every error a user can meet. Each says what happened, on which rank, and what to do about it."""
+"""All errors that users can meet. Their texts say what happened, on which rank, and what to do about it."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class LaunchError(RingError):
 
 
 class MissingDependency(RingError, ImportError):
-    """An optional package is needed here and is not installed; the text names the pip command."""
+    """An optional package is needed but not installed; the text names the pip command."""
 
 
 class ArgumentError(RingError, ValueError):
-    """An argument has a value that cannot be used; the text names argument, value and remedy."""
+    """An argument has an invalid value; the text names argument, value and remedy."""
 
 
 class SharedMemoryError(RingError):
-    """Processes of one host could not share memory."""
+    """Processes on one host could not share memory."""
 
 
 class MismatchError(RingError):
-    """Ranks called different operations, or the same one with different sizes or types."""
+    """Ranks called different operations, or the same operation with different sizes or types."""
 
 
 class PeerFailed(RingError):
@@ -49,14 +49,14 @@ class PeerFailed(RingError):
 
 
 class RankFailed(RingError):
-    """A function that `ring_plugins.run` or one of its relatives called failed on a rank.
+    """A function called by `ring_plugins.run`, or by its variants for Ray and Spark, failed on a rank.
 
-    The exception itself is the `__cause__`, where it can be pickled.
+    `__cause__` is the exception itself, if it can be pickled.
 
     Attributes:
-        rank: that failed first.
+        rank: the first rank that failed.
         host: where it ran.
-        traceback: as printed on that rank, "" where it was killed.
+        traceback: as printed on that rank, "" if the process was killed.
     """
 
     def __init__(self, message: str, rank: int, host: str, traceback: str = "") -> None:
@@ -68,11 +68,11 @@ class RankFailed(RingError):
 
 
 class PeerLeft(PeerFailed):
-    """Another rank ended its part normally while this one still waits for it."""
+    """Another rank ended normally while this one still waits for it."""
 
 
 class DeviceError(RingError):
-    """NCCL or the CUDA driver reported an error, is too old, or finds no GPU that this rank could use."""
+    """NCCL or the CUDA driver reported an error, is too old, or finds no GPU that this rank can use."""
 
 
 class DeadlockError(RingError):
@@ -80,7 +80,7 @@ class DeadlockError(RingError):
 
 
 class DriftError(RingError):
-    """The weights have come to differ among ranks."""
+    """The ranks' weights are no longer equal."""
 
 
 class TimeoutExceeded(RingError, TimeoutError):
@@ -88,7 +88,7 @@ class TimeoutExceeded(RingError, TimeoutError):
 
 
 def name_ranks(ranks: Sequence[int], most: int = 20) -> str:
-    """Ranks as errors and reports name them: "rank 3", "ranks 0, 1", "ranks 0, 1 and 40 more".
+    """How errors and reports name ranks: "rank 3", "ranks 0, 1", "ranks 0, 1 and 40 more".
 
     Args:
         ranks: at least one.

@@ -1,6 +1,6 @@
-"""What the package says to the user: records of the logger "ring_plugins", by default on standard error.
+"""Messages to the user: records of the logger "ring_plugins", by default on standard error.
 
-Every record carries the `rank` of its process, None before `init()`. To silence or redirect:
+Every record has the `rank` of its process as an attribute, None before `init()`. To silence or redirect:
 
     logging.getLogger("ring_plugins").setLevel(logging.ERROR)
     logging.getLogger("ring_plugins").handlers[:] = [my_handler]
@@ -18,7 +18,7 @@ _rank: int | None = None
 
 
 def set_rank(rank: int | None) -> None:
-    """Put this rank into every record from now on."""
+    """Attach this rank to every record from now on, None to stop."""
     global _rank
     _rank = rank
 
@@ -29,7 +29,7 @@ def _add_rank(record: logging.LogRecord) -> bool:
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
-    """Writes to whatever `sys.stderr` is at that moment, and survives that the launcher's end of the pipe is gone."""
+    """Writes to the present `sys.stderr`, and ignores that the launcher has closed the other end of the pipe."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

@@ -1,4 +1,4 @@
-"""Names for numpy arrays that occur in many signatures."""
+"""Types of numpy arrays in signatures."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Bytes between hosts."""
+"""Moves bytes between hosts, and chooses the network and the transport that do it."""

@@ -1,4 +1,4 @@
-"""The plane over MPI, by mpi4py: the only file that calls MPI."""
+"""Moves bytes between hosts by MPI, through mpi4py. Only this file calls MPI."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from typing import Any, ClassVar
 from ring_plugins.core.base.errors import MissingDependency, PeerFailed, RingError, name_ranks
 from ring_plugins.core.base.types import Bytes
 
-#: MPI counts are 32-bit before MPI 4.
+#: Bytes of a message: MPI's counts are 32-bit before MPI 4.
 _LARGEST = 1 << 30
-
-#: Seconds that MPI may take to end after an error left transfers unfinished.
-_END = 10
+#: Seconds that MPI may take to finalize after an error left transfers unfinished.
+_FINALIZE = 10
 _INSTALL = 'pip install "ring_plugins[mpi]"'
 
 
 def load() -> Any:
-    """mpi4py's MPI module, initialising MPI on first use.
+    """mpi4py's MPI module, initializing MPI on first use.
 
     Raises:
         MissingDependency: mpi4py or libmpi is missing; the text says which pip command adds it.
     """
-    os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # prints a harmless error otherwise; we use no windows
+    os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # we use no windows, and its UCX variant prints a harmless error
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -46,20 +45,20 @@ def load() -> Any:
         ) from error
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    atexit.unregister(_bound_the_end)
-    atexit.register(_bound_the_end)
+    atexit.unregister(_limit_finalize)
+    atexit.register(_limit_finalize)
     return MPI
 
 
-def _bound_the_end() -> None:
-    """MPI ends after Python, and may wait for ever for transfers that an error left unfinished: SIGALRM ends that."""
-    if _Transfers.some_were_left or any(transfers.is_under_way for transfers in _Transfers.all):
+def _limit_finalize() -> None:
+    """Limit the time MPI takes to finalize: it may wait for ever for transfers that an error left unfinished."""
+    if MpiRequest.some_were_dropped or any(request.is_unfinished() for request in MpiRequest.under_way):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(_END)
+        signal.alarm(_FINALIZE)
 
 
 def world_size_if_initialized() -> int:
-    """Size of MPI's world if this process has initialised MPI by itself, else 0; never starts MPI."""
+    """Size of MPI's world if the script has initialized MPI itself, else 0; never starts MPI."""
     module = sys.modules.get("mpi4py.MPI")
     if module is None or not module.Is_initialized() or module.Is_finalized():
         return 0
@@ -67,28 +66,28 @@ def world_size_if_initialized() -> int:
     return size
 
 
-class _Transfers:
-    """Requests of one exchange.
+class MpiRequest:
+    """Transfers of one exchange.
 
     MPI may read what it was given to send, and write to where it receives, until the process is over, which is after
-    Python has freed all else (mpi4py finalises MPI last). So memory of transfers that an error left unfinished is never
-    given back.
+    Python has freed all else (mpi4py finalizes MPI last). So the memory of transfers that an error left unfinished is
+    never released.
     """
 
-    all: ClassVar[weakref.WeakSet[_Transfers]] = weakref.WeakSet()
-    some_were_left: ClassVar[bool] = False
+    under_way: ClassVar[weakref.WeakSet[MpiRequest]] = weakref.WeakSet()
+    some_were_dropped: ClassVar[bool] = False
 
     def __init__(self, transport: MpiTransport, peers: Sequence[int], keep: Any) -> None:
         self._transport, self._peers, self._keep = transport, peers, keep
         self._requests: list[Any] = []
         self._failure: PeerFailed | None = None
 
-    def start(self, begin: Iterable[Callable[[], Any]]) -> None:
-        """Begin transfers; a failure is told by `done`, to whoever waits."""
-        self.all.add(self)
+    def start(self, transfers: Iterable[Callable[[], Any]]) -> None:
+        """Start transfers; `done` raises if one fails here."""
+        self.under_way.add(self)
         try:
             with self._transport.exclusive:
-                self._requests.extend(one() for one in begin)
+                self._requests.extend(start() for start in transfers)
         except self._transport.mpi.Exception as error:
             self._fail(error)
 
@@ -105,35 +104,33 @@ class _Transfers:
             raise self._fail(error) from error
         if finished:
             self._requests, self._keep = [], None
-            self.all.discard(self)
+            self.under_way.discard(self)
         return finished
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether MPI still has something to move, as far as anyone asked."""
-        return bool(self._requests)
-
-    def _fail(self, error: Exception) -> PeerFailed:
-        transport, them = self._transport, sorted(set(self._peers))
-        self._failure = PeerFailed(
-            f"MPI on rank {transport.rank} can exchange nothing with {name_ranks(them)} "
-            f"any more ({error}). It ended, or its host did; look for the error that it "
-            "printed.",
-            them[0],
-        )
-        return self._failure
 
     def nap(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    def is_unfinished(self) -> bool:
+        """Whether MPI may still have something to move, as of the last call of `done`."""
+        return bool(self._requests)
+
+    def _fail(self, error: Exception) -> PeerFailed:
+        peers = sorted(set(self._peers))
+        self._failure = PeerFailed(
+            f"MPI communication of rank {self._transport.rank} with {name_ranks(peers)} failed ({error}). It, or its "
+            "host, has probably ended; look for the error that it printed.",
+            peers[0],
+        )
+        return self._failure
+
     def __del__(self) -> None:
         if self._requests:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._requests, self._keep)))
-            _Transfers.some_were_left = True
+            MpiRequest.some_were_dropped = True
 
 
 class MpiTransport:
-    """A `Plane` over a duplicate of MPI's world communicator."""
+    """A `Transport` over a duplicate of MPI's world communicator."""
 
     name = "mpi"
 
@@ -143,45 +140,44 @@ class MpiTransport:
         self._comm.Set_errhandler(self.mpi.ERRORS_RETURN)
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
-        # A script that initialised MPI without full thread support gets its calls from us one at a time.
-        together = self.mpi.Query_thread() == self.mpi.THREAD_MULTIPLE
-        self.exclusive: Any = contextlib.nullcontext() if together else threading.Lock()
+        # A script that initialized MPI without full thread support gets our calls one at a time.
+        concurrent = self.mpi.Query_thread() == self.mpi.THREAD_MULTIPLE
+        self.exclusive: Any = contextlib.nullcontext() if concurrent else threading.Lock()
 
-    @contextlib.contextmanager
-    def errors(self) -> Any:
-        try:
-            yield
-        except self.mpi.Exception as error:
-            raise RingError(f"MPI on rank {self.rank}: {error}") from error
+    def library_version(self) -> str:
+        """The MPI library that mpi4py uses, in its own words."""
+        version: str = self.mpi.Get_library_version().splitlines()[0].strip()
+        return version
 
     def all_gather_object(self, item: Any) -> list[Any]:
-        with self.exclusive, self.errors():
+        """Every rank's picklable item in rank order."""
+        with self.exclusive, self._errors():
             items: list[Any] = self._comm.allgather(item)
         return items
 
-    def connect(self, ranks: Sequence[int], tag: int) -> _Transfers:
-        """MPI connects by itself."""
-        return _Transfers(self, ranks, None)
+    def connect(self, ranks: Sequence[int], tag: int) -> MpiRequest:
+        """Do nothing: MPI connects by itself."""
+        return MpiRequest(self, ranks, None)
 
     def disconnect(self, tag: int) -> None:
-        """And keeps its connections for whoever comes next."""
+        """Do nothing: MPI keeps its connections for other tags."""
 
     def exchange(
         self, outgoing: Sequence[tuple[int, Bytes]], incoming: Sequence[tuple[int, Bytes]], tag: int
-    ) -> _Transfers:
-        transfers = _Transfers(self, [rank for rank, _ in (*outgoing, *incoming)], (outgoing, incoming))
-        ways = (self._comm.Irecv, incoming), (self._comm.Isend, outgoing)
-        transfers.start(
-            partial(move, [piece, self.mpi.BYTE], rank, tag)
-            for move, messages in ways
+    ) -> MpiRequest:
+        request = MpiRequest(self, [rank for rank, _ in (*outgoing, *incoming)], (outgoing, incoming))
+        directions = (self._comm.Irecv, incoming), (self._comm.Isend, outgoing)
+        request.start(
+            partial(start, [piece, self.mpi.BYTE], rank, tag)
+            for start, messages in directions
             for rank, data in messages
             for piece in _pieces(data)
         )
-        return transfers
+        return request
 
     def progress(self, tag: int) -> None:
         """MPI moves what it can whenever it is asked something."""
-        with self.exclusive, self.errors():
+        with self.exclusive, self._errors():
             self._comm.Iprobe(self.mpi.ANY_SOURCE, tag)
 
     def abort(self, code: int) -> None:
@@ -191,6 +187,13 @@ class MpiTransport:
     def close(self) -> None:
         if not self.mpi.Is_finalized():
             self._comm.Free()
+
+    @contextlib.contextmanager
+    def _errors(self) -> Any:
+        try:
+            yield
+        except self.mpi.Exception as error:
+            raise RingError(f"MPI on rank {self.rank}: {error}") from error
 
 
 def _pieces(data: Bytes) -> list[Bytes]:

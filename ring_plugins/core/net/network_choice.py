@@ -1,11 +1,20 @@
-"""Which of a host's networks the job uses.
+"""Which of the hosts' networks the job uses.
 
-Every rank lists its host's addresses; all of them then come to the same choice, from the same list. A network counts if
-every host has an address in it. Loopback, and bridges of containers and virtual machines (docker0 has the same address
-on every host, and leads nowhere), are left out. Of several the fastest is taken, by the speed that the kernel states
-for real network cards. Where it knows none, the networks are measured.
+A host often has several: a management network, a fast one for data, bridges of containers, VPNs. Libraries that take
+the first interface, or the one that the host's name resolves to, then train over the slow one, or hang on a bridge that
+leads nowhere (docker0 has the same address on every host). gloo, NCCL and Open MPI leave it to variables that name an
+interface; here RING_INTERFACE does that too, but is rarely needed:
 
-How fast networks are whose speed the kernel does not know: a host sends another a little and looks at the clock.
+- Every rank lists its host's IPv4 addresses, and all ranks choose from the same lists, so they agree without a leader.
+- Loopback, bridges of containers and virtual machines, and cards without a carrier are left out.
+- A network counts if every host has an address in it. Of several the fastest is taken, by the speed that the kernel
+  states for physical cards.
+- Where the kernel states none, as in virtual machines, the networks are measured: one host sends another up to 8 MiB
+  over each, which takes a fraction of a second.
+- Hosts without a common network may still be connected by routers, as in a cloud or in Kubernetes, where every host or
+  pod may have a subnet of its own. Each then takes the address from which it reaches rank 0.
+
+IPv6 is left out: no cluster that we know has it alone, and private IPv4 networks compare by their prefix.
 """
 
 from __future__ import annotations
@@ -23,71 +32,23 @@ from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.linux.interfaces import Interface, interfaces
 from ring_plugins.core.linux.process import boot_id
 
-#: What is sent at most, and for how long at most. The first part is not timed: connections begin slowly.
-_BYTES, _FIRST, _SECONDS = 8 << 20, 1 << 19, 0.1
-_PATIENCE = 5.0
-
-
-def measure(
-    networks: Sequence[str], offers: Sequence[HostInterfaces], rank: int, gather: Callable[[Any], list[Any]]
-) -> dict[str, int]:
-    """Mbit/s of each network, 0 where nothing arrives: between rank 0 and another host, but all ranks call.
-
-    Args:
-        networks: which every host is on.
-        offers: of all ranks.
-        rank: of this process.
-        gather: everyone's payload in rank order.
-    """
-    other = next(offer.rank for offer in offers if offer.kernel != offers[0].kernel)
-    speeds: dict[str, int] = {}
-    for network in networks:
-        address = on_network(offers[rank], network).address
-        listener = socket.create_server((address, 0)) if rank == 0 else None
-        port = gather(listener.getsockname()[1] if listener is not None else 0)[0]
-        found = 0
-        if listener is not None:
-            found = _take(listener)
-        elif rank == other:
-            _give((on_network(offers[0], network).address, int(port)), address)
-        speeds[network] = int(gather(found)[0])
-    return speeds
-
-
-def _take(listener: socket.socket) -> int:
-    with listener, contextlib.suppress(OSError):
-        listener.settimeout(_PATIENCE)
-        connected, _ = listener.accept()
-        with connected:
-            connected.settimeout(_PATIENCE)
-            memory, got, timed_from, began = bytearray(1 << 20), 0, 0, 0.0
-            while part := connected.recv_into(memory):
-                got += part
-                if not began and got >= _FIRST:
-                    timed_from, began = got, time.monotonic()
-            seconds = time.monotonic() - began
-            return int((got - timed_from) * 8 / max(seconds, 1e-6) / 1e6) if began else 1
-    return 0
-
-
-def _give(target: tuple[str, int], source: str) -> None:
-    with contextlib.suppress(OSError), socket.create_connection(target, _PATIENCE, (source, 0)) as connected:
-        connected.settimeout(_PATIENCE)
-        data, sent, end = bytes(1 << 16), 0, time.monotonic() + _SECONDS
-        while sent < _BYTES and time.monotonic() < end:
-            connected.sendall(data)
-            sent += len(data)
+#: Bytes and seconds of a measurement at most. The first part is not timed: TCP connections start slowly.
+_BYTES, _UNTIMED, _SECONDS = 8 << 20, 1 << 19, 0.1
+#: Seconds for a connection, and between two pieces of data, before a measured network counts as silent.
+_TIMEOUT = 5.0
+#: Networks within a tenth of the fastest count as equal: measurements scatter by as much.
+_EQUAL = 0.9
 
 
 class HostInterfaces(NamedTuple):
     """What a rank brings to the choice.
 
     Attributes:
-        rank, host: who says this.
+        rank, host: of the rank, and its host's name.
         interfaces: of its host.
-        preferred: address that reaches the rendezvous, "" where that is unknown.
-        wanted: RING_INTERFACE, "" where it is not set.
-        kernel: tells network stacks apart: ranks with the same one share all interfaces.
+        preferred: address of its host that reaches the rendezvous, "" if unknown.
+        wanted: RING_INTERFACE, "" if not set.
+        kernel: identifies the network stack: ranks with the same one share all interfaces.
     """
 
     rank: int
@@ -98,17 +59,23 @@ class HostInterfaces(NamedTuple):
     kernel: str
 
 
-def read_interfaces(item: Sequence[Any]) -> HostInterfaces:
-    """An offer that has travelled as JSON, which knows lists only."""
-    rank, host, found, preferred, wanted, kernel = item
-    return HostInterfaces(rank, host, tuple(Interface(*one) for one in found), preferred, wanted, kernel)
+class Choice(NamedTuple):
+    """The outcome, the same on all ranks.
+
+    Attributes:
+        addresses: to listen on and connect to, in rank order.
+        text: for the user, which network was taken and out of which; "" where there was nothing to choose.
+    """
+
+    addresses: tuple[str, ...]
+    text: str
 
 
 def own_interfaces(rank: int, preferred: str = "") -> HostInterfaces:
-    """What this process offers.
+    """What this process brings to the choice.
 
     Raises:
-        LaunchError: RING_INTERFACE names what this host does not have.
+        LaunchError: RING_INTERFACE names something that this host does not have.
     """
     wanted, found = config.INTERFACE.get(), interfaces()
     host = socket.gethostname()
@@ -116,13 +83,98 @@ def own_interfaces(rank: int, preferred: str = "") -> HostInterfaces:
         listed = ", ".join(f"{i.name} ({i.address}/{i.prefix})" for i in found)
         raise LaunchError(
             f"RING_INTERFACE={wanted!r} is no interface of {host} (rank {rank}), which has {listed}. Give an "
-            "interface's name, "
-            "several separated by commas, or a network such as 10.1.0.0/16."
+            "interface's name, several separated by commas, or a network such as 10.1.0.0/16."
         )
-    return HostInterfaces(rank, host, tuple(found), preferred, wanted, _stack())
+    return HostInterfaces(rank, host, tuple(found), preferred, wanted, _network_stack())
 
 
-def _stack() -> str:
+def read_interfaces(item: Sequence[Any]) -> HostInterfaces:
+    """A `HostInterfaces` that has traveled as JSON, which knows lists only."""
+    rank, host, found, preferred, wanted, kernel = item
+    return HostInterfaces(rank, host, tuple(Interface(*one) for one in found), preferred, wanted, kernel)
+
+
+def unmeasured(hosts: Sequence[HostInterfaces]) -> list[str]:
+    """Networks among which only a measurement can decide: several common to all hosts, of unknown speed."""
+    common = _common(hosts)
+    if len({host.kernel for host in hosts}) == 1 or len(common) < 2 or all(_speeds(hosts, common).values()):
+        return []
+    return common
+
+
+def measure(
+    networks: Sequence[str], hosts: Sequence[HostInterfaces], rank: int, gather: Callable[[Any], list[Any]]
+) -> dict[str, int]:
+    """Mbit/s of each network between rank 0 and another host, 0 where nothing arrives; all ranks call.
+
+    Args:
+        networks: common to all hosts.
+        hosts: of all ranks, in rank order.
+        rank: of this process.
+        gather: returns every rank's payload in rank order.
+    """
+    sender = next(host.rank for host in hosts if host.kernel != hosts[0].kernel)
+    speeds: dict[str, int] = {}
+    for network in networks:
+        address = on_network(hosts[rank], network).address
+        listener = socket.create_server((address, 0)) if rank == 0 else None
+        port = gather(listener.getsockname()[1] if listener is not None else 0)[0]
+        found = 0
+        if listener is not None:
+            found = _receive_timed(listener)
+        elif rank == sender:
+            _send((on_network(hosts[0], network).address, int(port)), address)
+        speeds[network] = int(gather(found)[0])
+    return speeds
+
+
+def choose(hosts: Sequence[HostInterfaces], measured: Mapping[str, int] | None = None) -> Choice:
+    """The network on which all ranks reach each other.
+
+    Args:
+        hosts: of all ranks, in rank order.
+        measured: network -> Mbit/s, for those that `unmeasured` names.
+
+    Raises:
+        LaunchError: hosts share no network, or ranks want different ones; both are named.
+    """
+    if len({host.kernel for host in hosts}) == 1:
+        return Choice(("127.0.0.1",) * len(hosts), "")
+    for host in hosts:
+        if not _usable(host):
+            raise LaunchError(
+                f"{host.host} (rank {host.rank}) has no network that leads to other hosts; it has "
+                f"{', '.join(i.name for i in host.interfaces) or 'none at all'}. RING_INTERFACE takes one of them "
+                "anyway."
+            )
+    common = _common(hosts)
+    if common:
+        speeds = dict(measured) if measured else _speeds(hosts, common)
+        best = [network for network in common if speeds[network] >= _EQUAL * max(speeds.values())]
+        # Of equals the one of the rendezvous is taken: there the ranks are known to reach each other.
+        rendezvous = {
+            on_network(o, n).network for o in hosts for n in common if on_network(o, n).address == o.preferred
+        }
+        network = next((n for n in best if n in rendezvous), best[0])
+        addresses = tuple(on_network(host, network).address for host in hosts)
+        return Choice(addresses, _explain(hosts[0], network, common, speeds, bool(measured)))
+    if any(host.wanted for host in hosts) or not all(_leads_to_rank_0(host) for host in hosts):
+        raise LaunchError(_no_common_network(hosts))
+    addresses = tuple(host.preferred for host in hosts)
+    return Choice(addresses, f"every host is on a subnet of its own; rank 0's address is {addresses[0]}")
+
+
+def reachable_addresses(host: HostInterfaces) -> tuple[str, ...]:
+    """All addresses under which others may reach a rank's host."""
+    return tuple(i.address for i in _usable(host))
+
+
+def on_network(host: HostInterfaces, network: str) -> Interface:
+    """The interface of a rank's host that is on a network."""
+    return next(i for i in _usable(host) if i.network == network)
+
+
+def _network_stack() -> str:
     try:
         return f"{boot_id()}/{os.readlink('/proc/self/ns/net')}"
     except OSError:
@@ -130,7 +182,7 @@ def _stack() -> str:
 
 
 def _matching(found: Sequence[Interface], wanted: str) -> list[Interface]:
-    """Those that RING_INTERFACE names, by name or network, in its order."""
+    """The interfaces that RING_INTERFACE names, by name or network, in its order."""
     chosen = []
     for word in filter(None, (word.strip() for word in wanted.split(","))):
         try:
@@ -141,121 +193,81 @@ def _matching(found: Sequence[Interface], wanted: str) -> list[Interface]:
     return chosen
 
 
-class Choice(NamedTuple):
-    """The outcome, the same on all ranks.
-
-    Attributes:
-        addresses: to listen on and connect to, in rank order.
-        text: for the user, which network was taken, out of which; "" where there was nothing to choose.
-    """
-
-    addresses: tuple[str, ...]
-    text: str
+def _usable(host: HostInterfaces) -> list[Interface]:
+    if host.wanted:
+        return _matching(host.interfaces, host.wanted)
+    return [i for i in host.interfaces if not i.internal]
 
 
-def unmeasured(offers: Sequence[HostInterfaces]) -> list[str]:
-    """Networks between which only a measurement can decide: several that all hosts are on, of unknown speed."""
-    common = _common(offers)
-    if len({offer.kernel for offer in offers}) == 1 or len(common) < 2 or all(_speeds(offers, common).values()):
-        return []
-    return common
+def _common(hosts: Sequence[HostInterfaces]) -> list[str]:
+    networks = [{i.network for i in _usable(host)} for host in hosts]
+    return list(dict.fromkeys(i.network for i in _usable(hosts[0]) if all(i.network in one for one in networks)))
 
 
-def choose(offers: Sequence[HostInterfaces], measured: Mapping[str, int] | None = None) -> Choice:
-    """The network on which all ranks reach each other.
-
-    Args:
-        offers: of all ranks, in rank order.
-        measured: network -> Mbit/s, for those that `unmeasured` names.
-
-    Raises:
-        LaunchError: hosts that share no network, or ranks that want different ones; both are named.
-    """
-    if len({offer.kernel for offer in offers}) == 1:
-        return Choice(("127.0.0.1",) * len(offers), "")
-    for offer in offers:
-        if not _usable(offer):
-            raise LaunchError(
-                f"{offer.host} (rank {offer.rank}) has no network that leads to other hosts; it has "
-                f"{', '.join(i.name for i in offer.interfaces) or 'none at all'}. "
-                "RING_INTERFACE takes one of them anyway."
-            )
-    common = _common(offers)
-    if common:
-        speeds = dict(measured) if measured else _speeds(offers, common)
-        # A tenth more or less is the noise of a measurement; of equals the one of the rendezvous is taken.
-        best = [network for network in common if speeds[network] >= 0.9 * max(speeds.values())]
-        rendezvous = {
-            on_network(o, n).network for o in offers for n in common if on_network(o, n).address == o.preferred
-        }
-        network = next((n for n in best if n in rendezvous), best[0])
-        addresses = tuple(on_network(offer, network).address for offer in offers)
-        return Choice(addresses, _say(offers[0], network, common, speeds, bool(measured)))
-    if any(offer.wanted for offer in offers) or not all(_leads_to_rank_0(offer) for offer in offers):
-        _disagree(offers)
-    # Routed networks, as in a cloud or in Kubernetes, where every host may have a subnet of its own.
-    addresses = tuple(offer.preferred for offer in offers)
-    return Choice(addresses, f"every host is on a subnet of its own; rank 0's address is {addresses[0]}")
+def _speeds(hosts: Sequence[HostInterfaces], networks: Sequence[str]) -> dict[str, int]:
+    """Speed of each network on its slowest host, 0 if one of them does not know."""
+    return {network: min(on_network(host, network).speed for host in hosts) for network in networks}
 
 
-def _common(offers: Sequence[HostInterfaces]) -> list[str]:
-    everyones = [{i.network for i in _usable(offer)} for offer in offers]
-    return list(dict.fromkeys(i.network for i in _usable(offers[0]) if all(i.network in one for one in everyones)))
+def _leads_to_rank_0(host: HostInterfaces) -> bool:
+    return any(i.address == host.preferred for i in _usable(host))
 
 
-def _speeds(offers: Sequence[HostInterfaces], networks: Sequence[str]) -> dict[str, int]:
-    """Of each network, the slowest host's; 0 where one does not know."""
-    return {network: min(on_network(offer, network).speed for offer in offers) for network in networks}
+def _receive_timed(listener: socket.socket) -> int:
+    """Mbit/s at which one connection delivers, 1 if too little came to tell, 0 if nothing came."""
+    with listener, contextlib.suppress(OSError):
+        listener.settimeout(_TIMEOUT)
+        connected, _ = listener.accept()
+        with connected:
+            connected.settimeout(_TIMEOUT)
+            memory, received, timed_from, began = bytearray(1 << 20), 0, 0, 0.0
+            while part := connected.recv_into(memory):
+                received += part
+                if not began and received >= _UNTIMED:
+                    timed_from, began = received, time.monotonic()
+            seconds = time.monotonic() - began
+            return int((received - timed_from) * 8 / max(seconds, 1e-6) / 1e6) if began else 1
+    return 0
 
 
-def _usable(offer: HostInterfaces) -> list[Interface]:
-    if offer.wanted:
-        return _matching(offer.interfaces, offer.wanted)
-    return [i for i in offer.interfaces if not i.internal]
+def _send(target: tuple[str, int], source: str) -> None:
+    with contextlib.suppress(OSError), socket.create_connection(target, _TIMEOUT, (source, 0)) as connected:
+        connected.settimeout(_TIMEOUT)
+        data, sent, end = bytes(1 << 16), 0, time.monotonic() + _SECONDS
+        while sent < _BYTES and time.monotonic() < end:
+            connected.sendall(data)
+            sent += len(data)
 
 
-def reachable_addresses(offer: HostInterfaces) -> tuple[str, ...]:
-    """All addresses under which others may reach a rank's host."""
-    return tuple(i.address for i in _usable(offer))
-
-
-def on_network(offer: HostInterfaces, network: str) -> Interface:
-    """The interface of a rank's host that is on a network."""
-    return next(i for i in _usable(offer) if i.network == network)
-
-
-def _leads_to_rank_0(offer: HostInterfaces) -> bool:
-    return any(i.address == offer.preferred for i in _usable(offer))
-
-
-def _disagree(offers: Sequence[HostInterfaces]) -> None:
-    usable = [_usable(offer) for offer in offers]
+def _no_common_network(hosts: Sequence[HostInterfaces]) -> str:
+    usable = [_usable(host) for host in hosts]
     first = {i.network for i in usable[0]}
-    other = next((k for k, found in enumerate(usable) if not first & {i.network for i in found}), len(offers) - 1)
+    other = next((k for k, found in enumerate(usable) if not first & {i.network for i in found}), len(hosts) - 1)
 
     def has(k: int) -> str:
-        said = f" with RING_INTERFACE={offers[k].wanted}" if offers[k].wanted else ""
+        setting = f" with RING_INTERFACE={hosts[k].wanted}" if hosts[k].wanted else ""
         listed = ", ".join(f"{i.name} ({i.network})" for i in usable[k])
-        return f"{offers[k].host} (rank {offers[k].rank}){said} has {listed}"
+        return f"{hosts[k].host} (rank {hosts[k].rank}){setting} has {listed}"
 
-    raise LaunchError(
+    return (
         f"no network is common to all hosts: {has(0)}, but {has(other)}. Set RING_INTERFACE on every host to an "
-        "interface, or "
-        "on all alike to the network that they share, such as 10.1.0.0/16."
+        "interface, or on all alike to the network that they share, such as 10.1.0.0/16."
     )
 
 
-def _say(offer: HostInterfaces, network: str, common: Sequence[str], speeds: Mapping[str, int], measured: bool) -> str:
-    taken = on_network(offer, network)
-    said = f"{taken.name} ({network}) connects the hosts"
-    if offer.wanted:
-        return f"{said}, as RING_INTERFACE says"
+def _explain(
+    host: HostInterfaces, network: str, common: Sequence[str], speeds: Mapping[str, int], measured: bool
+) -> str:
+    taken = on_network(host, network)
+    text = f"{taken.name} ({network}) connects the hosts"
+    if host.wanted:
+        return f"{text}, as RING_INTERFACE says"
     others = [
         f"{n} with {speeds[n]:,} Mbit/s" if speeds[n] else f"{n}, which is silent" for n in common if n != network
     ]
     if others:
         return (
-            f"{said} with {speeds[network]:,} Mbit/s{', as measured' if measured else ''}; slower: {'; '.join(others)}"
+            f"{text} with {speeds[network]:,} Mbit/s{', as measured' if measured else ''}; slower: {'; '.join(others)}"
         )
-    unused = [i.name for i in offer.interfaces if i.name != taken.name and not i.address.startswith("127.")]
-    return f"{said}; not all of them are on {', '.join(dict.fromkeys(unused))}" if unused else ""
+    unused = [i.name for i in host.interfaces if i.name != taken.name and not i.address.startswith("127.")]
+    return f"{text}; not all of them are on {', '.join(dict.fromkeys(unused))}" if unused else ""

@@ -1,13 +1,22 @@
-"""The plane over plain sockets: bytes between hosts without MPI and without any framework.
+"""Moves bytes between hosts over plain TCP sockets, without MPI and without any framework.
 
-Each pair of ranks has one connection a tag, so a stream carries one lane's messages in their order and nothing else: no
-framing, no copy, and no lane ever waits for another's data. Bytes go straight between the sockets and numpy memory.
-Progress is made by whoever asks `done()`, as in MPI; between two looks the kernel's buffers go on sending and
-receiving.
+The problem: a communicator exchanges large arrays with several peers at once and must neither copy them nor let one
+slow peer stop the others, while one thread of Python does the arithmetic in between.
 
-Sockets between all ranks of a job, once they know each other's hosts.
+Each pair of ranks has one connection for each tag (one communicator, one rail). So a byte stream carries one
+communicator's messages, in an order that both ends know, and nothing else: no framing, no copy between socket and numpy
+memory, and no communicator waits behind another's data. That is also why a size mismatch must be found before data
+moves: headers, which net_group.py sends through here as ordinary messages, tell it.
 
-Sockets between ranks, and what is still to be moved over each: bytes, without a word about operations.
+The caller makes progress by asking `done()`, as in MPI; between two calls the kernel's buffers go on sending and
+receiving. Threads that move data on their own would contend with the caller for Python's lock exactly when it does
+arithmetic.
+
+A waiting rank sleeps in poll(2). Waking it for every packet would cost more than moving the data, so the kernel is told
+(SO_RCVLOWAT) to wake it only once as much has arrived as it waits for, or enough to be worth it. Nothing is registered
+for a connection without transfers: a peer that has finished may close it, which is no error.
+
+Closing in the middle of an operation needs care, see `ConnectionGroup.close`.
 """
 
 from __future__ import annotations
@@ -27,46 +36,21 @@ from ring_plugins.core.base.errors import ArgumentError, PeerFailed, RingError
 from ring_plugins.core.base.types import Bytes
 from ring_plugins.core.net.listener import Listener, Peer
 
-
-def open_transport(
-    rank: int, hosts: Sequence[str], addresses: Sequence[str], gather: Callable[[Any], list[Any]]
-) -> TcpTransport:
-    """Listen, and learn where the others do; all ranks call.
-
-    Args:
-        rank: of this process.
-        hosts: the ranks' hosts, for texts.
-        addresses: to listen on, in rank order.
-        gather: everyone's payload in rank order.
-    """
-    patience = min(15.0, config.START_TIMEOUT.get())
-    listener = Listener(addresses[rank], patience)
-    try:
-        whole = gather([listener.port, secrets.token_hex(32) if rank == 0 else ""])
-        ports, secret = [int(item[0]) for item in whole], str(whole[0][1])
-        peers = [Peer(*where) for where in zip(hosts, addresses, ports, strict=True)]
-        listener.open(rank, peers, secret)
-    except BaseException:
-        listener.close()
-        raise
-    return TcpTransport(rank, peers, listener)
-
-
-#: Parts handed to the kernel in one call; a header and its data go out together.
-_TOGETHER = 8
-#: Bytes for which it is worth being woken, if so many are awaited: what 10 Gbit/s brings in 400 µs.
-_ENOUGH = 512 * 1024
-#: Milliseconds to sleep at most where nothing arrives.
-_DOZE = 10
-#: Seconds for which a connection that is closed in the middle of an operation reads on.
+#: Arrays handed to the kernel in one call: a header and its data leave together.
+_ARRAYS_PER_CALL = 8
+#: Received bytes for which it is worth waking a rank that waits for more: what 10 Gbit/s brings in 400 µs.
+_WORTH_WAKING = 512 * 1024
+#: Milliseconds to sleep at most where nothing arrives: the caller then looks whether the peer is still alive.
+_LONGEST_SLEEP = 10
+#: Seconds for which a connection that is closed in the middle of an operation is read to its end.
 _LINGER = 2.0
 
 
-class Link:
-    """The connection with one peer for one tag, and what is still to be moved over it.
+class PeerConnection:
+    """The connection with one peer for one tag, and what remains to be moved over it.
 
     Attributes:
-        to_send, to_receive: bytes given so far, in all.
+        to_send, to_receive: bytes handed over so far, in all.
         sent, received: bytes moved so far.
     """
 
@@ -74,12 +58,12 @@ class Link:
         self.peer, self._tag, self._listener = peer, tag, listener
         self.socket: socket.socket | None = None
         self.to_send = self.to_receive = self.sent = self.received = 0
-        self._enough = 1
+        self._low_water = 1
         self._outgoing: deque[memoryview] = deque()
         self._incoming: deque[memoryview] = deque()
 
     def is_connected(self) -> bool:
-        """Whether bytes can move: the lower rank connects, the higher one is connected to."""
+        """Whether bytes can move; connects if this rank is the lower one, which connects to the higher."""
         if self.socket is None:
             self.socket = self._listener.connection(self.peer, self._tag)
         return self.socket is not None
@@ -95,140 +79,144 @@ class Link:
     def is_busy(self) -> bool:
         return self.sent < self.to_send or self.received < self.to_receive
 
-    def wants(self, awaited: int = 0) -> int:
-        """What to poll the socket for, which is told to wake nobody for less than is worth it.
+    def poll_events(self, awaited: int = 0) -> int:
+        """Events to poll the socket for, after telling the kernel how many bytes are worth waking for.
 
         Args:
-            awaited: bytes received in all, for which someone waits; 0 if nobody does.
+            awaited: value of `received` that someone waits for; 0 if nobody does.
         """
         assert self.socket is not None
-        enough = max(1, min((awaited if awaited > self.received else self.to_receive) - self.received, _ENOUGH))
-        if enough != self._enough:
-            self._enough = enough
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
+        target = awaited if awaited > self.received else self.to_receive
+        low_water = max(1, min(target - self.received, _WORTH_WAKING))
+        if low_water != self._low_water:
+            self._low_water = low_water
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
         return (select.POLLOUT if self._outgoing else 0) | (select.POLLIN if self._incoming else 0)
 
     def move(self) -> None:
         """Send and receive what can be moved at once.
 
         Raises:
-            OSError: the connection is broken, EOFError: the peer has closed it.
+            OSError: the connection is broken.
+            EOFError: the peer has closed it.
         """
         if self.socket is None and not self.is_connected():
             return
         try:
             if self._outgoing:
-                self._push()
-        finally:  # what a peer said before it ended can still be read
+                self._send_some()
+        finally:  # what a peer sent before it ended can still be read
             if self._incoming:
-                self._pull()
+                self._receive_some()
 
     def close(self) -> None:
         if self.socket is not None:
             self.socket.close()
             self.socket = None
 
-    # Less than was asked for means that the kernel has no room, or no more: asking again would only fail.
+    # If the kernel takes or gives less than asked for, it has no room or no more data: asking again would fail.
 
-    def _push(self) -> None:
+    def _send_some(self) -> None:
         assert self.socket is not None
-        parts, there_was_room = self._outgoing, True
-        while parts and there_was_room:
+        arrays, complete = self._outgoing, True
+        while arrays and complete:
             try:
-                if len(parts) == 1:
-                    count = self.socket.send(parts[0])
+                if len(arrays) == 1:
+                    count = self.socket.send(arrays[0])
                 else:
-                    count = self.socket.sendmsg([*islice(parts, _TOGETHER)])
+                    count = self.socket.sendmsg([*islice(arrays, _ARRAYS_PER_CALL)])
             except (BlockingIOError, InterruptedError):
                 return
             self.sent += count
-            there_was_room = _advance(parts, count)
+            complete = _advance(arrays, count)
 
-    def _pull(self) -> None:
+    def _receive_some(self) -> None:
         assert self.socket is not None
-        parts, there_was_more = self._incoming, True
-        while parts and there_was_more:
+        arrays, complete = self._incoming, True
+        while arrays and complete:
             try:
-                if len(parts) == 1:
-                    count = self.socket.recv_into(parts[0])
+                if len(arrays) == 1:
+                    count = self.socket.recv_into(arrays[0])
                 else:
-                    count = self.socket.recvmsg_into([*islice(parts, _TOGETHER)])[0]
+                    count = self.socket.recvmsg_into([*islice(arrays, _ARRAYS_PER_CALL)])[0]
             except (BlockingIOError, InterruptedError):
                 return
             if count == 0:
                 raise EOFError("it closed the connection")
             self.received += count
-            there_was_more = _advance(parts, count)
+            complete = _advance(arrays, count)
 
 
-def _advance(parts: deque[memoryview], count: int) -> bool:
-    """Take the first `count` bytes off `parts`; whether that ends where a part does."""
+def _advance(arrays: deque[memoryview], count: int) -> bool:
+    """Remove the first `count` bytes; returns whether they end where an array does."""
     while count:
-        first = parts[0]
+        first = arrays[0]
         if len(first) > count:
-            parts[0] = first[count:]
+            arrays[0] = first[count:]
             return False
         count -= len(first)
-        parts.popleft()
+        arrays.popleft()
     return True
 
 
-class Lines:
-    """All links of one tag. They are moved together, so that waiting for one peer never stops another's data."""
+class ConnectionGroup:
+    """All connections of one tag. They move together, so that waiting for one peer never stops another's data.
+
+    Attributes:
+        connections: by peer.
+        busy: those with transfers under way.
+    """
 
     def __init__(self) -> None:
-        self.links: dict[int, Link] = {}
-        self.busy: list[Link] = []
+        self.connections: dict[int, PeerConnection] = {}
+        self.busy: list[PeerConnection] = []
         self._poll = select.poll()
-        self._watched: dict[Link, int] = {}
+        self._polled: dict[PeerConnection, int] = {}
 
-    def sleep(self, awaited: dict[Link, int], seconds: float) -> None:
-        """Until a busy link can go on, or for a moment.
+    def sleep(self, awaited: dict[PeerConnection, int], seconds: float) -> None:
+        """Sleep until a busy connection can make progress, or for a moment.
 
         Args:
-            awaited: what `Link.wants` is told.
-            seconds: how long, where nothing can tell.
+            awaited: see `PeerConnection.poll_events`.
+            seconds: how long, where nothing can wake the caller.
         """
-        for link in self.busy:
-            if link.socket is None:  # nothing tells when a peer connects, but that happens once in a link's life
+        for connection in self.busy:
+            if connection.socket is None:  # nothing wakes us when a peer connects, but that happens once
                 time.sleep(seconds)
                 return
-            wants = link.wants(awaited.get(link, 0))
-            if self._watched.get(link) != wants:
-                self._poll.register(link.socket, wants)
-                self._watched[link] = wants
-        if len(self._watched) > len(self.busy):  # one that is idle may be closed by its peer
-            for link in [link for link in self._watched if link not in self.busy]:
-                self.forget(link)
-        self._poll.poll(_DOZE)
-
-    def forget(self, link: Link) -> None:
-        """Wake no more for a link, whose socket is still open."""
-        if self._watched.pop(link, None) is not None:
-            assert link.socket is not None
-            self._poll.unregister(link.socket)
+            events = connection.poll_events(awaited.get(connection, 0))
+            if self._polled.get(connection) != events:
+                self._poll.register(connection.socket, events)
+                self._polled[connection] = events
+        if len(self._polled) > len(self.busy):
+            for connection in [connection for connection in self._polled if connection not in self.busy]:
+                del self._polled[connection]
+                assert connection.socket is not None
+                self._poll.unregister(connection.socket)
+        self._poll.poll(_LONGEST_SLEEP)
 
     def close(self) -> None:
-        """Close all links, so that peers can still read what has been sent.
+        """Close all connections so that peers can still read what has been sent.
 
-        Closing a connection on which something has come that nobody read makes the kernel reset it, which also destroys
-        what the other side has not read yet, such as why this rank gives up. So what comes is read to its end first.
+        If a socket is closed while received data in it is unread, the kernel resets the connection, and the reset
+        destroys what the peer has not read yet, such as why this rank gives up. So the end of our data is announced
+        first, and what still arrives is read to its end, for a limited time.
         """
-        left = [link.socket for link in self.busy if link.socket is not None]
+        left = [connection.socket for connection in self.busy if connection.socket is not None]
         end = time.monotonic() + _LINGER
         with contextlib.suppress(OSError):
-            for line in left:
-                line.shutdown(socket.SHUT_WR)
-        while (left := [line for line in left if not _is_at_its_end(line)]) and time.monotonic() < end:
+            for one in left:
+                one.shutdown(socket.SHUT_WR)
+        while (left := [one for one in left if not _drain(one)]) and time.monotonic() < end:
             time.sleep(0.002)
-        for link in self.links.values():
-            link.close()
+        for connection in self.connections.values():
+            connection.close()
 
 
-def _is_at_its_end(line: socket.socket) -> bool:
-    """Read what has come, and whether the other side has closed."""
+def _drain(connected: socket.socket) -> bool:
+    """Discard what has arrived; returns whether the other side has closed."""
     try:
-        while line.recv(1 << 16):
+        while connected.recv(1 << 16):
             pass
     except BlockingIOError:
         return False
@@ -237,17 +225,111 @@ def _is_at_its_end(line: socket.socket) -> bool:
     return True
 
 
-class _TcpPending:
-    """One exchange: done when its links have moved as many bytes as they had been given by then."""
+class TcpTransport:
+    """A `Transport` over TCP.
 
-    def __init__(self, transport: TcpTransport, lines: Lines, links: Sequence[Link]) -> None:
-        self._transport, self._lines = transport, lines
-        self._left = [(link, link.to_send, link.to_receive) for link in links]
+    Args:
+        rank: of this process.
+        peers: where every rank listens, in rank order, this rank included.
+        listener: makes and accepts the connections.
+    """
+
+    name = "tcp"
+
+    def __init__(self, rank: int, peers: Sequence[Peer], listener: Listener) -> None:
+        self.rank, self.size = rank, len(peers)
+        self._peers = tuple(peers)
+        self._listener = listener
+        self._groups: dict[int, ConnectionGroup] = {}
+        self._closed = False
+
+    def connect(self, ranks: Sequence[int], tag: int) -> _ConnectRequest:
+        return _ConnectRequest(self._listener, [self._connection(peer, tag) for peer in ranks if peer != self.rank])
+
+    def exchange(
+        self, outgoing: Sequence[tuple[int, Bytes]], incoming: Sequence[tuple[int, Bytes]], tag: int
+    ) -> _TcpRequest:
+        if self._closed:
+            raise RingError(f"the TCP transport of rank {self.rank} has been closed.")
+        used = []
+        for peer, data in incoming:
+            if data.size:
+                used.append(connection := self._connection(peer, tag))
+                connection.receive(data)
+        for peer, data in outgoing:
+            if data.size:
+                used.append(connection := self._connection(peer, tag))
+                connection.send(data)
+        group = self._groups.setdefault(tag, ConnectionGroup())
+        for connection in used:
+            if connection not in group.busy:
+                group.busy.append(connection)
+        # Nothing moves yet, so that a header and the data after it leave together.
+        return _TcpRequest(self, group, used if len(used) == 1 else list(dict.fromkeys(used)))
+
+    def move(self, group: ConnectionGroup) -> None:
+        """Let every busy connection of a group send and receive what it can.
+
+        Raises:
+            PeerFailed: a connection is lost.
+        """
+        finished = False
+        for connection in group.busy:
+            try:
+                connection.move()
+            except (OSError, EOFError) as error:
+                raise self._lost(connection.peer, error) from error
+            finished = finished or not connection.is_busy()
+        if finished:
+            group.busy = [connection for connection in group.busy if connection.is_busy()]
+
+    def progress(self, tag: int) -> None:
+        group = self._groups.get(tag)
+        if group is not None and group.busy:
+            self.move(group)
+
+    def disconnect(self, tag: int) -> None:
+        group = self._groups.pop(tag, None)
+        if group is not None:
+            group.close()
+        self._listener.close_tag(tag)
+
+    def close(self) -> None:
+        """Close all connections; call after the last exchange is done on all ranks."""
+        self._closed = True
+        self._listener.close()
+        for tag in list(self._groups):
+            self.disconnect(tag)
+
+    def _connection(self, peer: int, tag: int) -> PeerConnection:
+        group = self._groups.setdefault(tag, ConnectionGroup())
+        connection = group.connections.get(peer)
+        if connection is None:
+            if not 0 <= peer < self.size or peer == self.rank:
+                raise ArgumentError(f"rank {self.rank} was asked to exchange with rank {peer} of {self.size}.")
+            connection = group.connections[peer] = PeerConnection(self._listener, peer, tag)
+        return connection
+
+    def _lost(self, peer: int, error: Exception) -> PeerFailed:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return PeerFailed(
+            f"rank {self.rank} lost its connection to rank {peer} on {self._peers[peer].host} ({reason}). It ended, or "
+            f"its host did; look for the error that rank {peer} printed.",
+            peer,
+        )
+
+
+class _TcpRequest:
+    """One exchange: done when its connections have moved as many bytes as they had been given when it started."""
+
+    def __init__(self, transport: TcpTransport, group: ConnectionGroup, connections: Sequence[PeerConnection]) -> None:
+        self._transport, self._group = transport, group
+        self._left = [(connection, connection.to_send, connection.to_receive) for connection in connections]
 
     def done(self) -> bool:
         if self._is_left():
             try:
-                self._transport.move(self._lines)
+                self._transport.move(self._group)
             except PeerFailed:
                 if self._is_left():
                     raise
@@ -260,18 +342,18 @@ class _TcpPending:
         return bool(self._left)
 
     def nap(self, seconds: float) -> None:
-        self._lines.sleep({link: received for link, _, received in self._left}, seconds)
+        self._group.sleep({connection: received for connection, _, received in self._left}, seconds)
 
 
-class _Connecting:
-    """Connections being made with ranks that do the same now: what keeps them apart is found here and not later."""
+class _ConnectRequest:
+    """Connections being made with ranks that connect too, so that a firewall is noticed now and not in a step."""
 
-    def __init__(self, listener: Listener, links: Sequence[Link]) -> None:
-        self._listener, self._links = listener, links
+    def __init__(self, listener: Listener, connections: Sequence[PeerConnection]) -> None:
+        self._listener, self._connections = listener, connections
         self._end = time.monotonic() + config.START_TIMEOUT.get()
 
     def done(self) -> bool:
-        waiting = [link.peer for link in self._links if not link.is_connected()]
+        waiting = [connection.peer for connection in self._connections if not connection.is_connected()]
         if waiting and time.monotonic() > self._end:
             self._listener.raise_missing(waiting)
         return not waiting
@@ -280,95 +362,24 @@ class _Connecting:
         time.sleep(seconds)
 
 
-class TcpTransport:
-    """A `Plane` over TCP.
+def open_transport(
+    rank: int, hosts: Sequence[str], addresses: Sequence[str], gather: Callable[[Any], list[Any]]
+) -> TcpTransport:
+    """Listen, and learn where the other ranks do; all ranks call.
 
     Args:
         rank: of this process.
-        peers: where every rank listens, in rank order; this rank's own among them.
-        switchboard: makes and takes the connections.
+        hosts: names of the ranks' hosts, for texts.
+        addresses: to listen on, in rank order.
+        gather: returns every rank's payload in rank order.
     """
-
-    name = "tcp"
-
-    def __init__(self, rank: int, peers: Sequence[Peer], listener: Listener) -> None:
-        self.rank, self.size = rank, len(peers)
-        self._peers = tuple(peers)
-        self._listener = listener
-        self._lines: dict[int, Lines] = {}
-        self._closed = False
-
-    def connect(self, ranks: Sequence[int], tag: int) -> _Connecting:
-        return _Connecting(self._listener, [self._link(peer, tag) for peer in ranks if peer != self.rank])
-
-    def exchange(
-        self, outgoing: Sequence[tuple[int, Bytes]], incoming: Sequence[tuple[int, Bytes]], tag: int
-    ) -> _TcpPending:
-        if self._closed:
-            raise RingError(f"the TCP plane of rank {self.rank} has been closed.")
-        links = []
-        for peer, data in incoming:
-            if data.size:
-                links.append(link := self._link(peer, tag))
-                link.receive(data)
-        for peer, data in outgoing:
-            if data.size:
-                links.append(link := self._link(peer, tag))
-                link.send(data)
-        lines = self._lines.setdefault(tag, Lines())
-        for link in links:
-            if link not in lines.busy:
-                lines.busy.append(link)
-        # Nothing moves yet, so that a header and the data after it leave together.
-        return _TcpPending(self, lines, links if len(links) == 1 else list(dict.fromkeys(links)))
-
-    def _link(self, peer: int, tag: int) -> Link:
-        lines = self._lines.setdefault(tag, Lines())
-        link = lines.links.get(peer)
-        if link is None:
-            if not 0 <= peer < self.size or peer == self.rank:
-                raise ArgumentError(f"rank {self.rank} was asked to exchange with rank {peer} of {self.size}.")
-            link = lines.links[peer] = Link(self._listener, peer, tag)
-        return link
-
-    def move(self, lines: Lines) -> None:
-        """Let every busy link of a tag send and receive what it can.
-
-        Raises:
-            PeerFailed: a connection is lost.
-        """
-        finished = False
-        for link in lines.busy:
-            try:
-                link.move()
-            except (OSError, EOFError) as error:
-                raise self._lost(link.peer, error) from error
-            finished = finished or not link.is_busy()
-        if finished:
-            lines.busy = [link for link in lines.busy if link.is_busy()]
-
-    def progress(self, tag: int) -> None:
-        lines = self._lines.get(tag)
-        if lines is not None and lines.busy:
-            self.move(lines)
-
-    def disconnect(self, tag: int) -> None:
-        lines = self._lines.pop(tag, None)
-        if lines is not None:
-            lines.close()
-        self._listener.close_tag(tag)
-
-    def _lost(self, peer: int, error: Exception) -> PeerFailed:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        return PeerFailed(
-            f"rank {self.rank} lost its connection to rank {peer} on {self._peers[peer].host} ({reason}). It ended, or "
-            f"its host did; look for the error that rank {peer} printed.",
-            peer,
-        )
-
-    def close(self) -> None:
-        """Close all connections; call after the last exchange is done on all ranks."""
-        self._closed = True
-        self._listener.close()
-        for tag in list(self._lines):
-            self.disconnect(tag)
+    listener = Listener(addresses[rank], min(15.0, config.START_TIMEOUT.get()))
+    try:
+        gathered = gather([listener.port, secrets.token_hex(32) if rank == 0 else ""])
+        ports, secret = [int(item[0]) for item in gathered], str(gathered[0][1])
+        peers = [Peer(*where) for where in zip(hosts, addresses, ports, strict=True)]
+        listener.open(rank, peers, secret)
+    except BaseException:
+        listener.close()
+        raise
+    return TcpTransport(rank, peers, listener)

@@ -1,4 +1,4 @@
-"""What carries bytes between hosts: MPI, or plain sockets where there is no MPI."""
+"""What a transport promises: point-to-point transfers between hosts, over sockets (tcp.py) or MPI (mpi.py)."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from ring_plugins.core.base.types import Bytes
 
 
 class Request(Protocol):
-    """Transfers under way. Who drops one unfinished need not care: the memory stays untouched, or alive."""
+    """Transfers under way. It may be dropped before completion: buffers stay alive or untouched."""
 
     def done(self) -> bool:
-        """Whether all have finished; polls, never blocks.
+        """Whether all transfers have finished; makes progress, never blocks.
 
         Raises:
-            PeerFailed: a transfer failed, which also tells failures of its beginning.
+            PeerFailed: a transfer failed, possibly when it was started.
         """
 
     def nap(self, seconds: float) -> None:
         """Sleep until it is worth asking again.
 
         Args:
-            seconds: how long, where nothing tells; a plane that is woken by what arrives may sleep longer.
+            seconds: how long, where nothing can wake the caller; a transport that arriving data wakes may sleep longer.
         """
 
 
 class Transport(Protocol):
-    """Point-to-point transfers among all ranks of the job. Arithmetic is never done here."""
+    """Point-to-point transfers among all ranks of the job. It never does arithmetic."""
 
     name: str
     rank: int
     size: int
 
     def connect(self, ranks: Sequence[int], tag: int) -> Request:
-        """Get ready to exchange with ranks that call this too.
+        """Prepare to exchange with ranks that call this too.
 
         Raises:
-            LaunchError: a rank cannot be reached; from `done` as well.
+            LaunchError: a rank cannot be reached; `done` of the request raises it too.
         """
 
     def disconnect(self, tag: int) -> None:
-        """Nobody will exchange with this tag any more."""
+        """Release what belongs to a tag: nobody will exchange with it any more."""
 
     def exchange(
         self, outgoing: Sequence[tuple[int, Bytes]], incoming: Sequence[tuple[int, Bytes]], tag: int
@@ -49,17 +49,17 @@ class Transport(Protocol):
         """Start sending to and receiving from world ranks.
 
         Args:
-            outgoing: (rank, 1-d uint8 contiguous array) to send; must not change until done.
-            incoming: (rank, array) to fill; of the size that was sent.
+            outgoing: (rank, 1-d contiguous uint8 array) to send; must not change until done.
+            incoming: (rank, array) to fill, of the size that was sent.
             tag: messages of equal rank and tag arrive in order.
         """
 
     def progress(self, tag: int) -> None:
-        """Move what can be moved at once of transfers that were begun with this tag.
+        """Move what can be moved at once of transfers that were started with this tag.
 
         Raises:
             PeerFailed: a transfer failed.
         """
 
     def close(self) -> None:
-        """Release what the plane holds."""
+        """Release everything the transport holds."""

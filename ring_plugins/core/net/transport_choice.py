@@ -1,8 +1,12 @@
-"""What carries data between hosts under mpirun: sockets, or MPI where it knows hardware that is faster.
+"""What moves data between hosts under mpirun: sockets, or MPI where it can use faster hardware.
 
-Over Ethernet, sockets of our own take half to four fifths of the time of MPI's transfers (docs/performance.md), and
-tell at once which rank is gone; MPI is then only what the ranks meet by. With InfiniBand and the like it is the other
-way round: MPI passes the kernel by.
+Over Ethernet, our sockets take half to four fifths of the time of MPI's transfers (docs/performance.md), and a closed
+connection tells at once which rank is gone; MPI then only connects the ranks at the start. Over InfiniBand and the like
+MPI is faster, because it bypasses the kernel. So MPI moves the data if any host has such a device that is connected,
+sockets otherwise, and RING_TRANSPORT overrules both.
+
+A user may have told MPI which network to use (`mpirun --mca btl_tcp_if_include eth1`). The sockets then use that
+network too, and the user is told if another one is faster.
 """
 
 from __future__ import annotations
@@ -28,8 +32,8 @@ from ring_plugins.core.net.network_choice import (
     unmeasured,
 )
 
-#: How MPI libraries are told which network to use, and what to type: mpirun exports the first to the ranks.
-_TOLD = (
+#: Variables that tell MPI libraries which networks to use (mpirun exports them to the ranks), and what a user types.
+_MPI_NETWORK_SETTINGS = (
     ("OMPI_MCA_btl_tcp_if_include", "--mca btl_tcp_if_include"),
     ("UCX_NET_DEVICES", "UCX_NET_DEVICES="),
     ("FI_TCP_IFACE", "FI_TCP_IFACE="),
@@ -42,7 +46,7 @@ class TransportChoice(NamedTuple):
 
     Attributes:
         hosts: of the ranks.
-        listen: where each rank listens for sockets; empty where MPI carries the data.
+        listen: addresses at which the ranks listen for sockets; empty where MPI moves the data.
         rank_0: addresses of rank 0's host, the likeliest first.
         text: for the user, or "".
     """
@@ -53,48 +57,47 @@ class TransportChoice(NamedTuple):
     text: str
 
 
-def decide(rank: int, gather: Callable[[Any], list[Any]]) -> TransportChoice:
-    """All ranks call.
+def choose_transport(rank: int, gather: Callable[[Any], list[Any]]) -> TransportChoice:
+    """Decide; all ranks call.
 
     Args:
         rank: of this process.
-        gather: everyone's payload in rank order.
+        gather: returns every rank's payload in rank order.
 
     Raises:
-        ArgumentError: RING_PLANE is neither "tcp" nor "mpi".
-        LaunchError: RING_INTERFACE cannot be followed, or the ranks have different RING_PLANE.
+        ArgumentError: RING_TRANSPORT is neither "tcp" nor "mpi".
+        LaunchError: RING_INTERFACE cannot be followed, or the ranks' RING_TRANSPORT differ.
     """
     own = own_interfaces(rank)
-    rank_0 = next(iter(gather(list(reachable_addresses(own)))[0]), "")
-    own = own._replace(preferred=address_towards(rank_0) if rank_0 else "")
-    told = next(((variable, os.environ[variable]) for variable, _ in _TOLD if _names_networks(variable)), ("", ""))
-    found = gather([own, _wish(rank), fabric(), told])
-    offers, told = [read_interfaces(item[0]) for item in found], tuple(found[0][3])
-    hosts = tuple(offer.host for offer in offers)
-    wish = _agreed([item[1] for item in found], hosts)
-    if len({offer.kernel for offer in offers}) == 1 and wish != "tcp":
-        return TransportChoice(hosts, (), ("127.0.0.1",), "")
+    towards = next(iter(gather(list(reachable_addresses(own)))[0]), "")
+    own = own._replace(preferred=address_towards(towards) if towards else "")
+    found = gather([own, config.TRANSPORT.get(), rdma_device(), _mpi_network_setting()])
+    hosts = [read_interfaces(item[0]) for item in found]
+    variable, networks = found[0][3]
+    names = tuple(host.host for host in hosts)
+    requested = _agreed([item[1] for item in found], names)
+    if len({host.kernel for host in hosts}) == 1 and requested != "tcp":
+        return TransportChoice(names, (), ("127.0.0.1",), "")
     try:
-        networks = unmeasured(offers)
-        choice = choose(offers, measure(networks, offers, rank, gather) if networks else None)
+        unknown = unmeasured(hosts)
+        choice = choose(hosts, measure(unknown, hosts, rank, gather) if unknown else None)
     except LaunchError:
-        if wish == "tcp" or any(offer.wanted for offer in offers):
+        if requested == "tcp" or any(host.wanted for host in hosts):
             raise
-        return TransportChoice(
-            hosts, (), reachable_addresses(offers[0]), ""
-        )  # MPI may know a way, over hardware that has no addresses
-    if wish == "mpi" or (not wish and any(item[2] for item in found)):
-        return TransportChoice(hosts, (), choice.addresses[:1], advice(offers, choice, *told))
-    if told[1] and not offers[0].wanted:
-        with contextlib.suppress(LaunchError):  # it means something else than these hosts' interfaces
-            listen = choose([offer._replace(wanted=told[1]) for offer in offers]).addresses
-            return TransportChoice(hosts, listen, listen[:1], advice(offers, choice, *told))
-    return TransportChoice(hosts, choice.addresses, choice.addresses[:1], choice.text)
+        # MPI may know a way, over hardware that has no IP addresses.
+        return TransportChoice(names, (), reachable_addresses(hosts[0]), "")
+    if requested == "mpi" or (not requested and any(item[2] for item in found)):
+        return TransportChoice(names, (), choice.addresses[:1], advice(hosts, choice, variable, networks))
+    if networks and not hosts[0].wanted:
+        with contextlib.suppress(LaunchError):  # the setting means something else than these hosts' interfaces
+            listen = choose([host._replace(wanted=networks) for host in hosts]).addresses
+            return TransportChoice(names, listen, listen[:1], advice(hosts, choice, variable, networks))
+    return TransportChoice(names, choice.addresses, choice.addresses[:1], choice.text)
 
 
-def fabric() -> str:
-    """A device of this host by which MPI moves data past the kernel, "" if there is none that is connected."""
-    for state in sorted(_DEVICES.glob("infiniband/*/ports/*/state")):  # Omni-Path, RoCE and EFA are listed there too
+def rdma_device() -> str:
+    """A connected device of this host that lets MPI bypass the kernel, "" if there is none."""
+    for state in sorted(_DEVICES.glob("infiniband/*/ports/*/state")):  # lists Omni-Path, RoCE and EFA too
         try:
             if "ACTIVE" in state.read_text():
                 return state.parts[-4]
@@ -103,54 +106,53 @@ def fabric() -> str:
     return next((device.name for device in sorted(_DEVICES.glob("cxi/*"))), "")  # Slingshot
 
 
-def advice(offers: Sequence[HostInterfaces], choice: Choice, variable: str, told: str) -> str:
-    """What to say of the network that was asked for by a word to MPI, or that MPI takes by itself, or "".
+def advice(hosts: Sequence[HostInterfaces], choice: Choice, variable: str, networks: str) -> str:
+    """What to tell the user about the network that MPI uses, "" if it is the best one.
 
     Args:
-        offers: of all ranks.
+        hosts: of all ranks.
         choice: the best network.
-        variable, told: by which MPI was told to use networks, and those; "" where it was not.
+        variable, networks: the variable that tells MPI which networks to use, and its value; "" if none is set.
     """
     if not choice.text:
         return ""
-    taken = next(i for i in offers[0].interfaces if i.address == choice.addresses[0])
-    if told:
-        if any(_names(word, taken.name, taken.address) for word in told.split(",")):
+    best = next(i for i in hosts[0].interfaces if i.address == choice.addresses[0])
+    if networks:
+        if any(_means(entry, best.name, best.address) for entry in networks.split(",")):
             return ""
-        option = dict(_TOLD)[variable]
-        return f"MPI was told to use {told} ({variable}), but {choice.text}. {option} {taken.name} changes that"
-    if os.environ.get("OMPI_MCA_pml") == "ob1" or offers[0].wanted:  # noqa: SIM112 - so Open MPI spells it
+        option = dict(_MPI_NETWORK_SETTINGS)[variable]
+        return f"MPI was told to use {networks} ({variable}), but {choice.text}. {option} {best.name} changes that"
+    if os.environ.get("OMPI_MCA_pml") == "ob1" or hosts[0].wanted:  # noqa: SIM112 - so Open MPI spells it
         return (
-            f"MPI chooses its network by itself, while {choice.text}. mpirun --mca btl_tcp_if_include {taken.name} "
+            f"MPI chooses its network by itself, while {choice.text}. mpirun --mca btl_tcp_if_include {best.name} "
             "decides it"
         )
     return ""
 
 
-def _names_networks(variable: str) -> bool:
-    told = os.environ.get(variable, "")
-    return bool(told) and not (variable == "UCX_NET_DEVICES" and ":" in told)  # a device of InfiniBand
+def _mpi_network_setting() -> tuple[str, str]:
+    """The first variable that names networks for MPI, and its value; ("", "") if none does."""
+    for variable, _ in _MPI_NETWORK_SETTINGS:
+        value = os.environ.get(variable, "")
+        if value and not (variable == "UCX_NET_DEVICES" and ":" in value):  # "mlx5_0:1" is a device of InfiniBand
+            return variable, value
+    return "", ""
 
 
-def _wish(rank: int) -> str:
-    return config.TRANSPORT.get()
-
-
-def _agreed(wishes: Sequence[str], hosts: Sequence[str]) -> str:
-    for rank, wish in enumerate(wishes):
-        if wish != wishes[0]:
+def _agreed(requested: Sequence[str], hosts: Sequence[str]) -> str:
+    for rank, transport in enumerate(requested):
+        if transport != requested[0]:
             raise LaunchError(
-                f"RING_TRANSPORT is {wishes[0]!r} on rank 0 ({hosts[0]}), but {wish!r} on rank {rank} ({hosts[rank]}). "
-                "Set "
-                "it alike everywhere: mpirun -x RING_TRANSPORT (Open MPI) and mpiexec -genvlist RING_TRANSPORT (MPICH) "
-                "do."
+                f"RING_TRANSPORT is {requested[0]!r} on rank 0 ({hosts[0]}), but {transport!r} on rank {rank} "
+                f"({hosts[rank]}). Set it alike everywhere: mpirun -x RING_TRANSPORT (Open MPI) and "
+                "mpiexec -genvlist RING_TRANSPORT (MPICH) do that."
             )
-    return wishes[0]
+    return requested[0]
 
 
-def _names(word: str, name: str, address: str) -> bool:
-    """Whether an entry of such a list, an interface's name or a network, means this interface."""
+def _means(entry: str, name: str, address: str) -> bool:
+    """Whether an entry of MPI's list, an interface's name or a network, means this interface."""
     try:
-        return ipaddress.ip_address(address) in ipaddress.ip_network(word.strip(), strict=False)
+        return ipaddress.ip_address(address) in ipaddress.ip_network(entry.strip(), strict=False)
     except ValueError:
-        return word.strip() == name
+        return entry.strip() == name

@@ -1,4 +1,9 @@
-"""Which launcher started this process."""
+"""Which launcher started this process, and how to meet the other ranks under it.
+
+Every launcher leaves variables in the environment. Several may have left theirs, since launchers start each other:
+mpirun inside a SLURM allocation, torchrun agents started by mpirun. The innermost one counts, so the detectors are
+asked in that order, and each refuses where another launcher's variables show that it is not the innermost.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +12,29 @@ from collections.abc import Callable
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
-from ring_plugins.core.rendezvous import mpi as mpirun
-from ring_plugins.core.rendezvous import slurm
-from ring_plugins.core.rendezvous import spawn as grow
-from ring_plugins.core.rendezvous import tcp as rendezvous
-from ring_plugins.core.rendezvous.record import Connection, LaunchRecord
+from ring_plugins.core.rendezvous import mpi, slurm, spawn, tcp
+from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous
 
 _DETECTORS: dict[str, Callable[[], LaunchRecord | None]] = {
-    "grown": grow.detect,
-    "mpi": mpirun.detect,
-    "rendezvous": rendezvous.detect,
+    "spawned": spawn.detect,
+    "mpi": mpi.detect,
+    "rendezvous": tcp.detect,
     "slurm": slurm.detect,
-    "alone": lambda: LaunchRecord("alone", "nothing", 0, 1, 0, 1),
+    "single": lambda: LaunchRecord("single", "nothing", 0, 1, 0, 1),
 }
 
 
 def detect() -> LaunchRecord:
-    """Read the environment: no connection is made and MPI is not started.
+    """Read the environment; makes no connection and does not start MPI.
 
-    RING_LAUNCHER (mpi, rendezvous, slurm, alone) overrules what is found.
+    RING_LAUNCHER (mpi, rendezvous, slurm, single) overrules what is found.
 
     Raises:
+        ArgumentError: RING_LAUNCHER has no such value.
         LaunchError: the environment contradicts itself.
     """
     forced = config.LAUNCHER.get()
     if forced:
-        if forced not in _DETECTORS:
-            raise LaunchError(f"RING_LAUNCHER={forced!r} is not one of {', '.join(_DETECTORS)}.")
         record = _DETECTORS[forced]()
         if record is None:
             raise LaunchError(f"RING_LAUNCHER={forced}, but none of the variables that {forced} sets are there.")
@@ -41,25 +42,25 @@ def detect() -> LaunchRecord:
     return next(record for detector in _DETECTORS.values() if (record := detector()) is not None)
 
 
-def connect(ranks: int | None, generation: int) -> Connection:
-    """Meet the other ranks of the job, growing to `ranks` if this process was started alone.
+def connect(ranks: int | None, generation: int) -> Rendezvous:
+    """Meet the other ranks of the job; a process that was started on its own spawns them if `ranks` asks for it.
 
     Args:
         ranks: how many the caller wants, or None for as many as were started.
         generation: how often this process has connected before.
     """
     record = detect()
-    if record.kind == "grown" or (record.kind == "alone" and max(ranks or 1, grow.spawned_size()) > 1):
-        connection = grow.connect(record, ranks or grow.spawned_size())
+    if record.kind == "spawned" or (record.kind == "single" and max(ranks or 1, spawn.spawned_size()) > 1):
+        found = spawn.connect(record, ranks or spawn.spawned_size())
     elif record.kind == "mpi":
-        connection = mpirun.connect(record)
+        found = mpi.connect(record)
     elif record.kind == "rendezvous":
-        connection = rendezvous.connect(record, generation)
+        found = tcp.connect(record, generation)
     else:
-        connection = Connection(0, 1, lambda payload: [payload], None)
-    if ranks is not None and ranks != connection.size and connection.rank == 0:
+        found = Rendezvous(0, 1, lambda payload: [payload], None)
+    if ranks is not None and ranks != found.size and found.rank == 0:
         warnings.warn(
-            f"init(ranks={ranks}) was asked for, but {record.by} started {connection.size}: following the launcher.",
+            f"init(ranks={ranks}) was asked for, but {record.by} started {found.size}: following the launcher.",
             stacklevel=4,
         )
-    return connection
+    return found

@@ -1,4 +1,7 @@
-"""Started by mpirun, mpiexec, or a scheduler that speaks MPI's start-up protocol (PMI, PMIx)."""
+"""Started by mpirun, mpiexec, or a scheduler that speaks MPI's start-up protocol (PMI, PMIx).
+
+MPI connects the ranks; what moves data between hosts afterwards, MPI or sockets, is decided in net/transport_choice.py.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from ring_plugins.core.base.log import logger
 from ring_plugins.core.net import mpi
 from ring_plugins.core.net.tcp import open_transport
 from ring_plugins.core.net.transport import Transport
-from ring_plugins.core.net.transport_choice import decide
-from ring_plugins.core.rendezvous.record import Connection, LaunchRecord, differences, integer, own_versions
+from ring_plugins.core.net.transport_choice import choose_transport
+from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous, differences, integer, own_versions
 
 #: (rank, size, local rank, local size), launcher. The first whose rank is set counts.
 _VARIABLES = [
@@ -23,8 +26,8 @@ _VARIABLES = [
 
 
 def detect() -> LaunchRecord | None:
-    """The variables of an MPI launcher, or MPI that the script has initialised itself."""
-    if os.environ.get("TORCHELASTIC_RUN_ID"):  # torchrun agents may themselves be started by mpirun, one a host
+    """Whether an MPI launcher left its variables, or the script has initialized MPI itself."""
+    if os.environ.get("TORCHELASTIC_RUN_ID"):  # torchrun agents may themselves be started by mpirun, one per host
         return None
     for (rank, size, local_rank, local_size), by in _VARIABLES:
         if integer(rank) is not None:
@@ -36,39 +39,37 @@ def detect() -> LaunchRecord | None:
     return None
 
 
-def connect(record: LaunchRecord) -> Connection:
+def connect(record: LaunchRecord) -> Rendezvous:
     """Meet the other ranks.
 
     Raises:
-        MissingDependency: no mpi4py, no libmpi.
+        MissingDependency: mpi4py or libmpi is missing.
         LaunchError: MPI sees another number of ranks than the launcher started, or the ranks' installations differ.
     """
     mpi_transport = mpi.MpiTransport()
-    gather = mpi_transport.all_gather_object
-    if record.size is not None and record.size != mpi_transport.size:
-        library = mpi_transport.mpi.Get_library_version().splitlines()[0].strip()
+    rank, size, gather = mpi_transport.rank, mpi_transport.size, mpi_transport.all_gather_object
+    if record.size is not None and record.size != size:
+        library = mpi_transport.library_version()
         raise LaunchError(
-            f"{record.by} started {record.size} ranks, but mpi4py's MPI sees {mpi_transport.size}: mpirun and mpi4py "
-            f"belong to different MPI libraries. Use the mpirun of {library}, or install mpi4py for this one."
+            f"{record.by} started {record.size} ranks, but mpi4py's MPI sees {size}: mpirun and mpi4py belong to "
+            f"different MPI libraries. Use the mpirun of {library}, or install mpi4py for this one."
         )
     hosts = gather([socket.gethostname(), own_versions()])
-    wrong = differences({rank: (host, versions) for rank, (host, versions) in enumerate(hosts)})
-    if wrong:
-        raise LaunchError(wrong)
-    if mpi_transport.size == 1:
-        return Connection(0, 1, gather, mpi_transport, mpi_transport.close, abort=mpi_transport.abort)
-    carrier = decide(mpi_transport.rank, gather)
-    if carrier.text and mpi_transport.rank == 0:
-        logger.info(f"{carrier.text}.")
+    problem = differences({rank: (host, versions) for rank, (host, versions) in enumerate(hosts)})
+    if problem:
+        raise LaunchError(problem)
+    if size == 1:
+        return Rendezvous(0, 1, gather, mpi_transport, mpi_transport.close, abort=mpi_transport.abort)
+    choice = choose_transport(rank, gather)
+    if choice.text and rank == 0:
+        logger.info(f"{choice.text}.")
     transport: Transport = mpi_transport
-    if carrier.listen:
-        transport = open_transport(mpi_transport.rank, carrier.hosts, carrier.listen, gather)
+    if choice.listen:
+        transport = open_transport(rank, choice.hosts, choice.listen, gather)
 
     def close() -> None:
         if transport is not mpi_transport:
             transport.close()
         mpi_transport.close()
 
-    return Connection(
-        mpi_transport.rank, mpi_transport.size, gather, transport, close, carrier.rank_0, mpi_transport.abort
-    )
+    return Rendezvous(rank, size, gather, transport, close, choice.rank_0, mpi_transport.abort)

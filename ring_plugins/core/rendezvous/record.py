@@ -1,6 +1,6 @@
-"""What the environment says about how this process was started.
+"""What the environment says about how a process was started, and what a rendezvous yields.
 
-What must be the same in every rank's installation, or ranks would misunderstand each other later.
+Also the versions that must agree on all ranks: ranks with different releases would misunderstand each other later.
 """
 
 from __future__ import annotations
@@ -18,43 +18,12 @@ from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.net.transport import Transport
 
 
-def own_versions() -> dict[str, str]:
-    """Of this process: ring_plugins exactly, Python and numpy as far as their pickles go."""
-    try:
-        package = metadata.version("ring_plugins")
-    except metadata.PackageNotFoundError:  # run from a checkout
-        package = "unknown"
-    python = ".".join(platform.python_version_tuple()[:2])
-    return {"ring_plugins": package, "Python": python, "numpy": np.__version__.partition(".")[0]}
-
-
-def differences(ranks: Mapping[int, tuple[str, Mapping[str, str]]]) -> str:
-    """A sentence about ranks whose versions differ from the first's, "" if none does.
-
-    Args:
-        ranks: rank -> (host, versions).
-    """
-    first, (first_host, expected) = next(iter(ranks.items()))
-    said = []
-    for name in expected:
-        others: dict[str, list[str]] = {}
-        for rank, (host, versions) in ranks.items():
-            if versions.get(name) != expected[name]:
-                others.setdefault(str(versions.get(name)), []).append(f"rank {rank} on {host}")
-        for version, who in others.items():
-            listed = ", ".join(who[:8]) + (f" and {len(who) - 8} more" if len(who) > 8 else "")
-            said.append(f"{name} is {expected[name]} on rank {first} on {first_host}, but {version} on {listed}")
-    if not said:
-        return ""
-    return f"the ranks' installations differ: {'; '.join(said)}. Install the same environment on every host."
-
-
 @dataclass(frozen=True)
 class LaunchRecord:
-    """Read from the environment, without side effects.
+    """What the environment says, read without side effects.
 
     Attributes:
-        kind: "mpi", "rendezvous" (torchrun's variables), "grown" (child of a script that grew) or "alone".
+        kind: "mpi", "rendezvous" (torchrun's variables), "spawned" (by a script that started itself) or "single".
         by: the launcher in a user's words.
         rank, size: as the launcher says, None where only connecting tells.
         local_rank, local_size: on this host, None where the launcher does not say.
@@ -71,15 +40,15 @@ class LaunchRecord:
 
 
 @dataclass(frozen=True)
-class Connection:
-    """The ranks have found each other.
+class Rendezvous:
+    """What a rank has once all ranks of the job have found each other.
 
     Attributes:
         rank, size: of this process and of the job.
-        gather: everyone's payload in rank order; for starting up.
-        plane: carries data between hosts; None where all ranks are on this one.
+        gather: returns every rank's payload in rank order; for starting up.
+        transport: moves data between hosts; None where all ranks are on this one.
         close: called at shutdown.
-        addresses: of rank 0's host, under which all reach it, the likeliest first; as far as this rank knows.
+        addresses: of rank 0's host, under which all ranks reach it, the likeliest first; as far as this rank knows.
         abort: ends every process of the job with a status, as far as the launcher offers that.
     """
 
@@ -92,11 +61,42 @@ class Connection:
     abort: Callable[[int], None] = lambda code: None
 
 
+def own_versions() -> dict[str, str]:
+    """Versions in this process: of ring_plugins exactly, of Python and numpy as far as their pickles depend on it."""
+    try:
+        package = metadata.version("ring_plugins")
+    except metadata.PackageNotFoundError:  # run from a checkout
+        package = "unknown"
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"ring_plugins": package, "Python": python, "numpy": np.__version__.partition(".")[0]}
+
+
+def differences(ranks: Mapping[int, tuple[str, Mapping[str, str]]]) -> str:
+    """A sentence about ranks whose versions differ from the first rank's, "" if none does.
+
+    Args:
+        ranks: rank -> (host, versions).
+    """
+    first, (first_host, expected) = next(iter(ranks.items()))
+    found = []
+    for name in expected:
+        others: dict[str, list[str]] = {}
+        for rank, (host, versions) in ranks.items():
+            if versions.get(name) != expected[name]:
+                others.setdefault(str(versions.get(name)), []).append(f"rank {rank} on {host}")
+        for version, where in others.items():
+            listed = ", ".join(where[:8]) + (f" and {len(where) - 8} more" if len(where) > 8 else "")
+            found.append(f"{name} is {expected[name]} on rank {first} on {first_host}, but {version} on {listed}")
+    if not found:
+        return ""
+    return f"the ranks' installations differ: {'; '.join(found)}. Install the same environment on every host."
+
+
 def integer(name: str) -> int | None:
     """An integer environment variable, None where it is not set.
 
     Raises:
-        LaunchError: set to something else.
+        LaunchError: it is set to something else.
     """
     text = os.environ.get(name)
     if text is None or text == "":

@@ -1,4 +1,4 @@
-"""Started by srun without an MPI start-up protocol: its variables are turned into torchrun's."""
+"""Started by srun without an MPI start-up protocol: turns its variables into torchrun's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ring_plugins.core.rendezvous.record import LaunchRecord, integer
 
 
 def detect() -> LaunchRecord | None:
-    """A task of a step that srun started."""
+    """Whether this process is a task of a step that srun started."""
     # A shell inside `salloc` or `sbatch` has SLURM_NTASKS too, but is not a step's task.
     if integer("SLURM_PROCID") is None or not os.environ.get("SLURM_STEP_ID"):
         return None
@@ -69,11 +69,11 @@ def _numbers(ranges: str) -> list[str]:
 
 
 def expand_counts(counts: str) -> list[int]:
-    """What SLURM counts by node: `"4(x2),1"` gives `[4, 4, 1]`."""
+    """Expands SLURM's counts per node: `"4(x2),1"` gives `[4, 4, 1]`."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
     return [int(number) for number, times in found for _ in range(int(times or 1))]
 
 
 def port(job: int, step: int) -> int:
-    """A port that all tasks of a step agree on without talking, and that other jobs of the host avoid."""
+    """A port that all tasks of a step compute alike, and that other jobs on the host are unlikely to use."""
     return 15000 + (job * 31 + step) % 15000

@@ -1,18 +1,21 @@
-"""Started alone and growing: the script starts itself again, once for every further rank.
+"""A script started on its own (`python script.py`) that spawns its other ranks, as `init(ranks=4)` asks.
 
-The children are ordinary subprocesses on this host. They meet over a shared segment whose file they
-inherit, they get the parent's terminal, and the kernel ends them when the parent ends. This needs no MPI:
-measured against MPI's spawn and merge it starts in a tenth of the time, leaves no daemon, and gives the
-parent each child's exit status.
+The script runs again, from its first line, once for each further rank, and each copy joins when it reaches `init`. The
+copies are ordinary subprocesses on this host. They inherit the file of one shared segment and meet in it, they print to
+the parent's terminal, and the kernel ends them when the parent ends.
 
-Where processes that were started on one host meet: a shared segment whose file they inherit.
+What was considered and left: `fork` copies a process in the middle of its work, with locks that threads hold and a CUDA
+context that does not survive it. `multiprocessing`'s spawn needs a function that can be pickled and a
+`__name__ == "__main__"` guard in the script. MPI_Comm_spawn needs an MPI, takes ten times as long to start, leaves a
+daemon behind and does not report each child's exit status.
+
+`ring run` starts ranks of one host in the same way, with `child_environment`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -24,29 +27,42 @@ from typing import Any
 import numpy as np
 
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.base.errors import LaunchError, name_ranks
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.linux.process import end_with_parent
 from ring_plugins.core.linux.shared_memory import Segment, publish
-from ring_plugins.core.rendezvous.record import Connection, LaunchRecord
+from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous
 
+#: Bytes of a slot: two int64 words (round, length) and a payload.
 _SLOT = 8192
+#: Seconds that children have to end by themselves once a rank has failed: they may still be reporting the failure.
+_GRACE = 8.0
+_START_DIRECTORY = os.getcwd()
 
 
 def child_environment(segment: Segment, rank: int, size: int, parent: int) -> dict[str, str]:
-    """The environment of a process that is to be `rank`, and inherits the segment's file.
+    """Environment of a process that becomes a rank and inherits the segment's file.
 
     Args:
-        segment: of `Meeting.nbytes(size)` bytes.
+        segment: of `SharedMemoryRendezvous.nbytes(size)` bytes.
         rank, size: of the process and of the job.
-        parent: process id of the parent that the rank must have, or 0 where the first of its descendants counts.
+        parent: process id that the rank's parent must have, or 0 if the first descendant to arrive is the rank.
     """
     # LOCAL_RANK is what Lightning's rank_zero_only reads at import.
     return {config.SPAWNED.name: f"{segment.fd}:{rank}:{size}:{parent}", "LOCAL_RANK": str(rank)}
 
 
 class SharedMemoryRendezvous:
-    """A segment with a slot a rank and parity, where ranks leave payloads for each other."""
+    """Exchanges payloads among ranks of one host through a shared segment.
+
+    Every rank has two slots, for rounds of even and odd number: a rank can be one round ahead of its slowest reader but
+    not two.
+
+    Args:
+        segment: of `nbytes(size)` bytes, zeros at first.
+        rank, size: of this process and of the job.
+        children: on rank 0 of a script that spawned its ranks, those; otherwise empty.
+    """
 
     def __init__(self, segment: Segment, rank: int, size: int, children: list[subprocess.Popen[bytes]]) -> None:
         self.segment, self.rank, self.size, self.children = segment, rank, size, children
@@ -54,13 +70,14 @@ class SharedMemoryRendezvous:
 
     @staticmethod
     def nbytes(size: int) -> int:
+        """Bytes of a segment for this many ranks."""
         return 2 * size * _SLOT
 
     def gather(self, payload: Any) -> list[Any]:
-        """Everyone's payload (JSON) in rank order.
+        """Every rank's payload (anything JSON can hold) in rank order.
 
         Raises:
-            LaunchError: a rank ended before it came here, or did not come within RING_START_TIMEOUT seconds.
+            LaunchError: a rank ended before it arrived, or did not arrive within RING_START_TIMEOUT seconds.
         """
         self._round += 1
         data = json.dumps(payload).encode()
@@ -76,13 +93,14 @@ class SharedMemoryRendezvous:
             self._check_children(missing)
             if time.monotonic() > end:
                 raise LaunchError(
-                    f"rank {self.rank} waited for ranks {missing} to reach init() until RING_START_TIMEOUT."
+                    f"rank {self.rank} timed out waiting for {name_ranks(missing)} to reach init(). "
+                    "Set RING_START_TIMEOUT to wait longer."
                 )
             time.sleep(0.001)
         return [json.loads(bytes(text[: words[1]])) for words, text in map(self._slot, range(self.size))]
 
     def has_arrived(self, rank: int) -> bool:
-        """Whether a rank has ever come here."""
+        """Whether a rank has ever called `gather`."""
         words = self.segment.array[2 * rank * _SLOT : (2 * rank + 2) * _SLOT : _SLOT]
         return bool(words.any())
 
@@ -100,43 +118,33 @@ class SharedMemoryRendezvous:
                 )
 
 
-def ending(code: int) -> str:
-    """How a process ended, from the `returncode` of its Popen."""
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            return f"signal {signal.Signals(-code).name}"
-    return f"exit status {code}"
-
-
-_START_DIRECTORY = os.getcwd()
+#: Of this process, once it is part of a job of this kind: a second `init` meets in the same segment.
+_rendezvous: SharedMemoryRendezvous | None = None
 
 
 def detect() -> LaunchRecord | None:
-    """A child of a script that grew, or of `ring run` where it starts ranks by itself."""
-    said = config.SPAWNED.get()
-    if not said:
+    """Whether this process was spawned by a script, or by `ring run` where that starts ranks itself."""
+    text = config.SPAWNED.get()
+    if not text:
         return None
     try:
-        _, rank, size, _ = map(int, said.split(":"))
+        _, rank, size, _ = map(int, text.split(":"))
     except ValueError:
-        raise LaunchError(f"{config.SPAWNED.name}={said!r} is not what a growing script sets; unset it.") from None
-    return LaunchRecord("grown", "a script that started itself", rank, size, rank, size)
+        raise LaunchError(f"{config.SPAWNED.name}={text!r} was not set by ring_plugins; unset it.") from None
+    return LaunchRecord("spawned", "a script that started itself", rank, size, rank, size)
 
 
-_meeting: SharedMemoryRendezvous | None = None
-
-
-def connect(record: LaunchRecord, ranks: int) -> Connection:
-    """Become a job of `ranks` processes (parent), or join the one that started this process (child)."""
-    global _meeting
-    if _meeting is None:
-        _meeting = _join(record) if record.kind == "grown" else _start(ranks)
-    return Connection(_meeting.rank, _meeting.size, _meeting.gather, None)
+def connect(record: LaunchRecord, ranks: int) -> Rendezvous:
+    """Spawn the other ranks of a job of `ranks` processes (parent), or join the job that spawned this one (child)."""
+    global _rendezvous
+    if _rendezvous is None:
+        _rendezvous = _join(record) if record.kind == "spawned" else _spawn(ranks)
+    return Rendezvous(_rendezvous.rank, _rendezvous.size, _rendezvous.gather, None)
 
 
 def spawned_size() -> int:
-    """Ranks of the job that this process has grown to, or 0."""
-    return _meeting.size if _meeting is not None else 0
+    """Size of the job that this process spawned or joined, 0 if there is none."""
+    return _rendezvous.size if _rendezvous is not None else 0
 
 
 def _join(record: LaunchRecord) -> SharedMemoryRendezvous:
@@ -144,38 +152,39 @@ def _join(record: LaunchRecord) -> SharedMemoryRendezvous:
     assert record.rank is not None
     assert record.size is not None
     end_with_parent()
-    meeting = SharedMemoryRendezvous(
-        Segment(fd, SharedMemoryRendezvous.nbytes(record.size)), record.rank, record.size, []
-    )
-    # A command that was started as a rank may start Python by way of a shell; then it is whoever comes first.
-    if (os.getppid() != parent) if parent else meeting.has_arrived(record.rank):
+    segment = Segment(fd, SharedMemoryRendezvous.nbytes(record.size))
+    found = SharedMemoryRendezvous(segment, record.rank, record.size, [])
+    # `ring run` may start Python by way of a shell. The rank is then the first process that arrives.
+    if (os.getppid() != parent) if parent else found.has_arrived(record.rank):
         raise LaunchError(
-            f"this process inherited {config.SPAWNED.name} from rank {record.rank} but is not that rank "
-            "(a data loader's worker, "
-            "or its parent has ended); ring_plugins.init() belongs into the ranks themselves."
+            f"this process inherited {config.SPAWNED.name} from rank {record.rank} but is not that rank: it is a child "
+            "of it (a data loader's worker?), or the parent has ended. Call ring_plugins.init() in the ranks "
+            "themselves."
         )
-    return meeting
+    return found
 
 
 def command() -> list[str]:
     """The command that started this process.
 
     Raises:
-        LaunchError: there is none that could be repeated.
+        LaunchError: it cannot be repeated.
     """
     arguments = sys.orig_argv[1:]
     if hasattr(sys, "ps1") or not arguments or arguments[-1] == "-":
         raise LaunchError(
-            "only a script can grow to several ranks, not an interactive session; save the code as a file and run it, "
-            "or start it with mpirun or torchrun."
+            "only a script can spawn ranks, not an interactive session; save the code as a file and run it, or start "
+            "it with mpirun or torchrun."
         )
     return [sys.executable, *arguments]
 
 
-def _start(ranks: int) -> SharedMemoryRendezvous:
+def _spawn(ranks: int) -> SharedMemoryRendezvous:
     again = command()
     if threading.current_thread() is not threading.main_thread():
-        raise LaunchError("a script grows from its main thread only: children end with the thread that made them.")
+        raise LaunchError(
+            "only the main thread of a script can spawn ranks: the kernel ends them with the thread that started them."
+        )
     segment = Segment.create(SharedMemoryRendezvous.nbytes(ranks))
     children: list[subprocess.Popen[bytes]] = []
     sys.stdout.flush()
@@ -191,29 +200,35 @@ def _start(ranks: int) -> SharedMemoryRendezvous:
 
 
 def wait_for_children(failed: bool) -> int:
-    """Wait for the children to end and return the exit status that the job deserves.
+    """Wait for spawned ranks to end, and return the exit status that the job deserves.
+
+    Once one rank has failed, this one included, the others have some seconds to end by themselves and are then killed.
 
     Args:
-        failed: this process failed; children that do not end within 8 seconds are then killed.
-
-    A child that ends badly is given the same time to take the others with it.
+        failed: whether this process failed.
     """
-    meeting = _meeting
-    if meeting is None or not meeting.children:
-        return 0
-    end = time.monotonic() + 8.0 if failed else None
-    while any(child.poll() is None for child in meeting.children):
-        if end is None and any(child.returncode for child in meeting.children):
-            end = time.monotonic() + 8.0
-        if end is not None and time.monotonic() > end:
-            for child in meeting.children:
-                if child.poll() is None:
-                    child.kill()
-                    child.wait()
+    children = _rendezvous.children if _rendezvous is not None else []
+    deadline = time.monotonic() + _GRACE if failed else None
+    while running := [child for child in children if child.poll() is None]:
+        if deadline is None and any(child.returncode for child in children):
+            deadline = time.monotonic() + _GRACE
+        if deadline is not None and time.monotonic() > deadline:
+            for child in running:
+                child.kill()
+                child.wait()
         time.sleep(0.005)
-    bad = [(rank, child.returncode) for rank, child in enumerate(meeting.children, start=1) if child.returncode]
-    if bad and not failed:
-        rank, code = bad[0]
-        logging.shutdown()
+    failures = [(rank, child.returncode) for rank, child in enumerate(children, start=1) if child.returncode]
+    if not failures:
+        return 0
+    rank, code = failures[0]
+    if not failed:
         logger.error(f"rank {rank} ended with {ending(code)}.")
-    return next((code if code > 0 else 128 - code for _, code in bad), 0)
+    return code if code > 0 else 128 - code
+
+
+def ending(code: int) -> str:
+    """How a process ended, from the `returncode` of its Popen."""
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"signal {signal.Signals(-code).name}"
+    return f"exit status {code}"

@@ -24,11 +24,11 @@ from ring_plugins.core.base.log import logger
 from ring_plugins.core.linux.interfaces import address_towards
 from ring_plugins.core.net.network_choice import choose, measure, own_interfaces, read_interfaces, unmeasured
 from ring_plugins.core.net.tcp import TcpTransport, open_transport
-from ring_plugins.core.rendezvous import bootstrap as roll_call
-from ring_plugins.core.rendezvous.record import Connection, LaunchRecord, integer
+from ring_plugins.core.rendezvous import bootstrap
+from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous, integer
 
-#: Seconds for whoever had MASTER_PORT before, such as a store of torch's that is being closed, to let go of it.
-_TAKEN = 5.0
+#: Seconds to wait for a previous user of MASTER_PORT, such as a store of torch's that is being closed, to release it.
+_PORT_RELEASE = 5.0
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -68,7 +68,7 @@ def register_store_loader(load: Callable[[], StoreProvider]) -> None:
 
 
 def detect() -> LaunchRecord | None:
-    """The variables that torchrun sets."""
+    """Whether torchrun's variables are all set."""
     if not all(os.environ.get(name) for name in VARIABLES):
         return None
     by = "torchrun" if os.environ.get("TORCHELASTIC_RUN_ID") else "the variables RANK and MASTER_ADDR"
@@ -77,7 +77,7 @@ def detect() -> LaunchRecord | None:
     )
 
 
-def connect(record: LaunchRecord, generation: int) -> Connection:
+def connect(record: LaunchRecord, generation: int) -> Rendezvous:
     """Meet the other ranks, and open sockets between them.
 
     Args:
@@ -85,7 +85,7 @@ def connect(record: LaunchRecord, generation: int) -> Connection:
         generation: how often this process has connected before.
 
     Raises:
-        LaunchError: the ranks do not find each other, do not fit together, or share no network; says which and why.
+        LaunchError: ranks do not find each other, do not fit together, or share no network; the text names them.
     """
     os.environ.update(record.variables)
     missing = [name for name in VARIABLES if not os.environ.get(name)]
@@ -99,46 +99,46 @@ def connect(record: LaunchRecord, generation: int) -> Connection:
     assert size is not None
     if not 0 <= rank < size:
         raise LaunchError(f"RANK={rank} does not fit WORLD_SIZE={size}.")
-    call = _meet(rank, size, os.environ["MASTER_ADDR"], generation)
+    connections = _meet(rank, size, os.environ["MASTER_ADDR"], generation)
     try:
-        transport, address = _open_transport(call, rank)
+        transport, address = _open_transport(connections, rank)
     except BaseException:
-        call.close()
+        connections.close()
         raise
 
     def close() -> None:
         transport.close()
-        call.close()
+        connections.close()
 
-    return Connection(rank, size, call.gather, transport, close, (address,), _end_process)
+    return Rendezvous(rank, size, connections.gather, transport, close, (address,), _end_process)
 
 
 def _end_process(code: int) -> None:
-    """torchrun ends the other ranks when one fails, and wherever a peer waits, the closed connection tells it."""
+    """End this process: torchrun then ends the other ranks, and a peer that waits sees its connection close."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
 
 
-def _meet(rank: int, size: int, address: str, generation: int) -> roll_call.Bootstrap:
+def _meet(rank: int, size: int, address: str, generation: int) -> bootstrap.Bootstrap:
     store = _open_store(generation)
-    secret = roll_call.job_secret()
+    secret = bootstrap.job_secret()
     if store is None:
         port = integer("MASTER_PORT") or 0
         if rank == 0:
-            return roll_call.host(_listen(port, size), size, secret)
-        return roll_call.join(rank, size, address, port, secret)
+            return bootstrap.host(_listen(port, size), size, secret)
+        return bootstrap.join(rank, size, address, port, secret)
     # The store is closed before any rank goes on: the next of torch's stores may use its port again.
     if rank == 0:
         listener = socket.create_server(("", 0), backlog=size)
         secret = secret or secrets.token_hex(16)
         store.set("bootstrap", f"{listener.getsockname()[1]} {secret}")
         del store
-        return roll_call.host(listener, size, secret)
+        return bootstrap.host(listener, size, secret)
     port_text, secret = store.get("bootstrap").decode().split()
     del store
-    return roll_call.join(rank, size, address, int(port_text), secret)
+    return bootstrap.join(rank, size, address, int(port_text), secret)
 
 
 def _open_store(generation: int) -> Store | None:
@@ -160,7 +160,7 @@ def _open_store(generation: int) -> Store | None:
 
 
 def _listen(port: int, size: int) -> socket.socket:
-    end = time.monotonic() + _TAKEN
+    end = time.monotonic() + _PORT_RELEASE
     while True:
         try:
             return socket.create_server(("", port), backlog=size)
@@ -173,18 +173,17 @@ def _listen(port: int, size: int) -> socket.socket:
             raise LaunchError(f"rank 0 cannot listen at MASTER_PORT={port}: {why.strerror}.") from why
         raise LaunchError(
             f"MASTER_PORT={port} is taken on {socket.gethostname()}, by another job or by one that has not quite "
-            "ended; "
-            "set another number on all ranks."
+            "ended; set another number on all ranks."
         ) from why
 
 
-def _open_transport(call: roll_call.Bootstrap, rank: int) -> tuple[TcpTransport, str]:
-    """Agree on a network, listen there, and know where the others do; rank 0's address as well."""
-    told = call.gather(own_interfaces(rank, address_towards(os.environ["MASTER_ADDR"])))
-    offers = [read_interfaces(item) for item in told]
-    networks = unmeasured(offers)
-    choice = choose(offers, measure(networks, offers, rank, call.gather) if networks else None)
+def _open_transport(connections: bootstrap.Bootstrap, rank: int) -> tuple[TcpTransport, str]:
+    """Agree on a network and open sockets on it; returns rank 0's address as well."""
+    gathered = connections.gather(own_interfaces(rank, address_towards(os.environ["MASTER_ADDR"])))
+    hosts = [read_interfaces(item) for item in gathered]
+    networks = unmeasured(hosts)
+    choice = choose(hosts, measure(networks, hosts, rank, connections.gather) if networks else None)
     if rank == 0 and choice.text:
         logger.info(f"{choice.text}.")
-    transport = open_transport(rank, [offer.host for offer in offers], choice.addresses, call.gather)
+    transport = open_transport(rank, [host.host for host in hosts], choice.addresses, connections.gather)
     return transport, choice.addresses[0]

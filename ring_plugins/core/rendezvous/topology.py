@@ -1,4 +1,4 @@
-"""Where a process stands among the others."""
+"""Where a process stands among the ranks and hosts of its job."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Topology:
 
 
 def virtual_nodes(domains: Sequence[str], setting: str) -> list[str]:
-    """A key a rank that tells which ranks count as one host.
+    """A key for each rank; ranks with equal keys count as being on one host.
 
     Args:
-        domains: what ranks that can share memory have in common, in rank order.
+        domains: of the ranks, in rank order; equal for ranks that can share memory.
         setting: RING_VIRTUAL_NODES. "" for the real hosts; "2" splits every host's ranks into two;
             "1,2" into one of one rank and one of two, and so on.
 
     Raises:
-        LaunchError: a setting that does not fit.
+        LaunchError: the setting does not fit the ranks.
     """
     if not setting:
         return list(domains)
@@ -53,7 +53,7 @@ def virtual_nodes(domains: Sequence[str], setting: str) -> list[str]:
             numbers = [len(members) * (i + 1) // nodes - len(members) * i // nodes for i in range(nodes)]
         if not numbers or min(numbers) < 1 or sum(numbers) != len(members):
             raise LaunchError(
-                f"RING_VIRTUAL_NODES={setting!r} does not fit {len(members)} ranks: give a number of nodes, "
+                f"RING_VIRTUAL_NODES={setting!r} does not fit {len(members)} ranks of a host: give a number of nodes, "
                 'or ranks per node that add up, as in "1,2".'
             )
         labels = [node for node, number in enumerate(numbers) for _ in range(number)]
@@ -63,7 +63,7 @@ def virtual_nodes(domains: Sequence[str], setting: str) -> list[str]:
 
 
 def find_topology(rank: int, nodes: Sequence[str], hosts: Sequence[str]) -> Topology:
-    """The place of a rank.
+    """The topology as one rank sees it.
 
     Args:
         rank: of this process.

@@ -1,7 +1,7 @@
 import pytest
 
 from ring_plugins.core import rendezvous as launch
-from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.base.errors import RingError
 from ring_plugins.core.rendezvous import slurm
 from tests.launchers import FOREIGN_NAMES, FOREIGN_PREFIXES
 
@@ -14,7 +14,7 @@ SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch):
+def _single(monkeypatch):
     import os
 
     for name in list(os.environ):
@@ -25,19 +25,20 @@ def _alone(monkeypatch):
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({}, ("alone", 0, 1, 0)),
+        ({}, ("single", 0, 1, 0)),
         (OPEN_MPI, ("mpi", 1, 4, 1)),
         (MPICH, ("mpi", 1, 4, 0)),
         (RENDEZVOUS, ("rendezvous", 3, 8, 1)),
         (SLURM, ("rendezvous", 5, 8, 1)),
-        ({"RING_SPAWNED": "3:1:2:99"}, ("grown", 1, 2, 1)),
+        ({"RING_SPAWNED": "3:1:2:99"}, ("spawned", 1, 2, 1)),
         # mpirun inside a SLURM allocation: the inner launcher counts.
         ({**SLURM, **OPEN_MPI}, ("mpi", 1, 4, 1)),
         # one torchrun agent a host, started by mpirun
         ({**OPEN_MPI, **RENDEZVOUS, "TORCHELASTIC_RUN_ID": "x"}, ("rendezvous", 3, 8, 1)),
         # a shell inside an allocation is not a task
-        ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_ID"}, ("alone", 0, 1, 0)),
-        ({**OPEN_MPI, "RING_LAUNCHER": "alone"}, ("alone", 0, 1, 0)),
+        ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_ID"}, ("single", 0, 1, 0)),
+        ({**OPEN_MPI, "RING_LAUNCHER": "single"}, ("single", 0, 1, 0)),
+        ({**OPEN_MPI, "RING_LAUNCHER": "alone"}, ("single", 0, 1, 0)),  # its name in earlier releases
     ],
 )
 def test_who_started_this_process(environment, expected, monkeypatch):
@@ -59,7 +60,7 @@ def test_who_started_this_process(environment, expected, monkeypatch):
 def test_a_contradictory_environment_is_named(environment, said, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(LaunchError, match=said):
+    with pytest.raises(RingError, match=said):
         launch.detect()
 
 

@@ -1,9 +1,9 @@
-"""Which network is chosen, from what hosts say they have."""
+"""Which network is chosen out of those that the hosts have."""
 
 import pytest
 
 from ring_plugins.core.base.errors import LaunchError
-from ring_plugins.core.linux.interfaces import Interface, interfaces
+from ring_plugins.core.linux.interfaces import Interface
 from ring_plugins.core.net.network_choice import HostInterfaces, choose, own_interfaces, unmeasured
 
 
@@ -11,7 +11,7 @@ def interface(name, address, speed=0, internal=False):
     return Interface(name, address, 16, speed, internal)
 
 
-def offer(rank, *found, preferred="", wanted=""):
+def host(rank, *found, preferred="", wanted=""):
     return HostInterfaces(rank, f"host{rank}", found, preferred, wanted, f"kernel{rank}")
 
 
@@ -19,12 +19,12 @@ DOCKER = interface("docker0", "172.17.0.1", internal=True)
 
 
 def test_known_speeds_decide():
-    offers = [
-        offer(r, DOCKER, interface("eth0", f"10.1.0.{r + 1}", 1000), interface("ib0", f"10.2.0.{r + 1}", 100_000))
+    hosts = [
+        host(r, DOCKER, interface("eth0", f"10.1.0.{r + 1}", 1000), interface("ib0", f"10.2.0.{r + 1}", 100_000))
         for r in (0, 1)
     ]
-    assert unmeasured(offers) == []
-    choice = choose(offers)
+    assert unmeasured(hosts) == []
+    choice = choose(hosts)
     assert choice.addresses == ("10.2.0.1", "10.2.0.2")
     assert choice.text == (
         "ib0 (10.2.0.0/16) connects the hosts with 100,000 Mbit/s; slower: 10.1.0.0/16 with 1,000 Mbit/s"
@@ -32,36 +32,33 @@ def test_known_speeds_decide():
 
 
 def test_unknown_speeds_are_measured_and_the_rendezvous_decides_between_equals():
-    offers = [
-        offer(
-            r, interface("a", f"10.1.0.{r + 1}", 1000), interface("b", f"10.2.0.{r + 1}"), preferred=f"10.2.0.{r + 1}"
-        )
+    hosts = [
+        host(r, interface("a", f"10.1.0.{r + 1}", 1000), interface("b", f"10.2.0.{r + 1}"), preferred=f"10.2.0.{r + 1}")
         for r in (0, 1)
     ]
-    assert unmeasured(offers) == ["10.1.0.0/16", "10.2.0.0/16"]
-    assert choose(offers, {"10.1.0.0/16": 990, "10.2.0.0/16": 950}).addresses == ("10.2.0.1", "10.2.0.2")
-    choice = choose(offers, {"10.1.0.0/16": 990, "10.2.0.0/16": 0})
+    assert unmeasured(hosts) == ["10.1.0.0/16", "10.2.0.0/16"]
+    assert choose(hosts, {"10.1.0.0/16": 990, "10.2.0.0/16": 950}).addresses == ("10.2.0.1", "10.2.0.2")
+    choice = choose(hosts, {"10.1.0.0/16": 990, "10.2.0.0/16": 0})
     assert choice.addresses == ("10.1.0.1", "10.1.0.2")
     assert "as measured; slower: 10.2.0.0/16, which is silent" in choice.text
 
 
 def test_subnets_of_their_own_are_taken_where_they_lead_to_rank_0():
-    offers = [offer(r, interface("eth0", f"10.{r}.0.1"), preferred=f"10.{r}.0.1") for r in range(3)]
-    assert choose(offers).addresses == ("10.0.0.1", "10.1.0.1", "10.2.0.1")
-    stray = offer(2, interface("eth0", "10.9.0.1"), preferred="127.0.0.1")
+    hosts = [host(r, interface("eth0", f"10.{r}.0.1"), preferred=f"10.{r}.0.1") for r in range(3)]
+    assert choose(hosts).addresses == ("10.0.0.1", "10.1.0.1", "10.2.0.1")
+    stray = host(2, interface("eth0", "10.9.0.1"), preferred="127.0.0.1")
     with pytest.raises(LaunchError, match=r"host0 \(rank 0\) has eth0 \(10.0.0.0/16\), but host1 \(rank 1\) has"):
-        choose([*offers[:2], stray])
+        choose([*hosts[:2], stray])
 
 
 def test_a_host_with_nothing_but_bridges_is_named():
     with pytest.raises(LaunchError, match=r"host1 \(rank 1\) has no network that leads to other hosts; it has docker0"):
-        choose([offer(0, interface("eth0", "10.0.0.1")), offer(1, DOCKER)])
-    forced = offer(1, interface("docker0", "10.0.0.2", internal=True), wanted="docker0")
-    assert choose([offer(0, interface("eth0", "10.0.0.1")), forced]).addresses == ("10.0.0.1", "10.0.0.2")
+        choose([host(0, interface("eth0", "10.0.0.1")), host(1, DOCKER)])
+    forced = host(1, interface("docker0", "10.0.0.2", internal=True), wanted="docker0")
+    assert choose([host(0, interface("eth0", "10.0.0.1")), forced]).addresses == ("10.0.0.1", "10.0.0.2")
 
 
 def test_ranks_of_one_host_talk_over_loopback(monkeypatch):
-    assert any(i.address == "127.0.0.1" and i.internal and i.prefix == 8 for i in interfaces())
     assert choose([own_interfaces(0), own_interfaces(1)]) == (("127.0.0.1", "127.0.0.1"), "")
     monkeypatch.setenv("RING_INTERFACE", "ib7,10.250.0.0/24")
     with pytest.raises(LaunchError, match=r"RING_INTERFACE='ib7,10.250.0.0/24' is no interface of .* \(rank 3\)"):

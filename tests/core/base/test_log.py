@@ -1,0 +1,32 @@
+"""What the package logs."""
+
+import io
+import logging
+
+from ring_plugins.core.base import log
+
+
+def test_records_go_to_the_present_standard_error_with_a_prefix(monkeypatch):
+    monkeypatch.setattr("sys.stderr", stream := io.StringIO())
+    log.logger.info("hello")
+    assert stream.getvalue() == "ring_plugins: hello\n"
+
+
+def test_records_carry_the_rank(monkeypatch):
+    records: list[logging.LogRecord] = []
+    monkeypatch.setattr(log, "_rank", None)
+    monkeypatch.setattr(log.logger, "handlers", [handler := logging.Handler()])
+    monkeypatch.setattr(handler, "emit", records.append)
+    log.logger.info("before init")
+    log.set_rank(3)
+    log.logger.info("after")
+    assert [record.rank for record in records] == [None, 3]
+
+
+def test_a_launcher_that_is_gone_does_not_matter(monkeypatch):
+    class ClosedPipe(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stderr", ClosedPipe())
+    log.logger.info("nobody reads this")
