@@ -24,7 +24,7 @@ STEP = 0.01
 
 
 def added_statements(operations: int) -> float:
-    """Seconds a step: per operation what `OrderedOperations._in_order` does for reports, per step `end_step`."""
+    """Seconds a step: per operation what `SerialExecutor.run` does for reports, per step `end_step`."""
     from ring_plugins.core.control.wait import Wait
     from ring_plugins.core.trace.recorder import recorder
     from ring_plugins.core.trace.steps import StepClock
@@ -42,7 +42,7 @@ def added_statements(operations: int) -> float:
         before = wait.waited_for_arrival
         wait.operation = "all_reduce"  # type: ignore[attr-defined]  # as costly as the communicator's
         wait.began = time.monotonic()  # type: ignore[attr-defined]
-        clock.stood_still(0.0, wait.waited_for_arrival - before)
+        clock.add_blocked_time(0.0, wait.waited_for_arrival - before)
         if recorder.on:
             raise AssertionError
 

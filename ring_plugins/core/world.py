@@ -13,14 +13,13 @@ import socket
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ring_plugins.core import exit_hooks
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, NotInitialized
 from ring_plugins.core.base.log import logger
-from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.collectives.executor import Activity, SerialExecutor
+from ring_plugins.core.collectives.api import Activity, Communicator
 from ring_plugins.core.collectives.host import Gather, HostCommunicator
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.control import ControlClient, ControlServer
@@ -94,12 +93,6 @@ class Observers:
             self._spans.send()
 
 
-class Closable(Protocol):
-    """What the world keeps of a communicator."""
-
-    def close(self) -> None: ...
-
-
 class World:
     """A connected job. Made by `init`; there is one a process at a time.
 
@@ -149,7 +142,7 @@ class World:
         self._local_peers = local_peers
         self._tags = itertools.count(rank, size)  # no two ranks ever offer the same
         #: Those that somebody still uses, by the order in which they were made, which is the same on all ranks.
-        self._communicators: weakref.WeakValueDictionary[int, Closable] = weakref.WeakValueDictionary()
+        self._communicators: weakref.WeakValueDictionary[int, Communicator[Any]] = weakref.WeakValueDictionary()
         self._made = itertools.count()
         self._of_devices: dict[int, DeviceCommunicator] = {}
         self._closed = False
@@ -185,7 +178,7 @@ class World:
     def activities(self) -> list[Activity]:
         """What this rank did last with each of its communicators."""
         communicators = self._communicators.copy().values()
-        found = [one.activity() for one in communicators if isinstance(one, SerialExecutor | DeviceCommunicator)]
+        found = [one.activity() for one in communicators]
         return [activity for activity in found if activity is not None]
 
     def new_communicator(
@@ -296,8 +289,7 @@ class World:
         if self.channel is not None:
             self.channel.abandon()
         for communicator in self._communicators.copy().values():
-            if isinstance(communicator, SerialExecutor | DeviceCommunicator):
-                communicator.detach_after_fork()
+            communicator.detach_after_fork()
 
 
 class _Introduction(NamedTuple):

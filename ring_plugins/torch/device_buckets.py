@@ -72,7 +72,7 @@ class HalfBuckets:
         for place, (half, exact) in enumerate(zip(halves, [self._tensors[bucket.index], *flat], strict=True)):
             if half is exact:
                 continue
-            if self._compression.feedback:
+            if self._compression.error_feedback:
                 error = self._errors.get((bucket.index, place))
                 values = exact if error is None else exact + error
                 half.copy_(values)

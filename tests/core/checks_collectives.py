@@ -14,7 +14,7 @@ import numpy as np
 
 import ring_plugins as ring
 from ring_plugins.core.arrays.memory import HostMemory
-from ring_plugins.core.collectives.shm_group import HALF, SMALL
+from ring_plugins.core.collectives.shm_group import SMALL_BYTES, STAGING_BYTES
 from ring_plugins.core.world import current
 from tests.checks import run
 from tests.worker import report
@@ -24,7 +24,7 @@ RANK, SIZE = ring.rank(), ring.size()
 CHECKS: list[Callable[[], None]] = []
 
 EXACT = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
-COUNTS = [0, 1, 7, SMALL // 4, SMALL // 4 + 1, HALF // 4 + 3, HALF // 4 * 9 + 5]
+COUNTS = [0, 1, 7, SMALL_BYTES // 4, SMALL_BYTES // 4 + 1, STAGING_BYTES // 4 + 3, STAGING_BYTES // 4 * 9 + 5]
 
 
 def check(function: Callable[[], None]) -> Callable[[], None]:
@@ -189,7 +189,7 @@ def broadcast_from_every_root() -> None:
 
 @check
 def all_gather_uneven() -> None:
-    for rows in (0, 1, 5, HALF // 12):
+    for rows in (0, 1, 5, STAGING_BYTES // 12):
         mine = np.full((rows + RANK, 3), RANK, np.float32)
         got = ring.all_gather(mine)
         expected = np.concatenate([np.full((rows + rank, 3), rank, np.float32) for rank in range(SIZE)])

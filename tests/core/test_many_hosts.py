@@ -73,7 +73,7 @@ def test_a_ring_of_hosts_gives_all_the_same_and_the_right_bits(number):
             what = fingerprint("all_reduce", dtype, count, op.name)
             arrays = [inputs(count, dtype, rank) for rank in range(number)]
             expected = EXPECTED[op](np.array(arrays, np.float64))
-            everywhere(lambda rank: communicators[rank].all_reduce(arrays[rank], op, dtype, what))  # noqa: B023
+            everywhere(lambda rank: communicators[rank].all_reduce(arrays[rank], arrays[rank], op, dtype, None, what))  # noqa: B023
             assert np.allclose(arrays[0], expected, rtol=2e-3 if dtype == "float16" else 1e-6, atol=1e-3), (count, op)
             assert all(array.tobytes() == arrays[0].tobytes() for array in arrays), (count, dtype, op)
 
@@ -87,7 +87,7 @@ def test_a_ring_of_hosts_sends_rounded_numbers_and_all_get_the_same():
         def reduce(rank):
             codec = HalfCodec(Compression.named("fp16"))
             codec.begin(arrays[rank])
-            communicators[rank].all_reduce(arrays[rank], AVERAGE, "float32", what, codec)
+            communicators[rank].all_reduce(arrays[rank], arrays[rank], AVERAGE, "float32", codec, what)
 
         everywhere(reduce)
     assert np.allclose(arrays[0], expected, rtol=1e-2, atol=1e-2)

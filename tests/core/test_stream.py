@@ -2,7 +2,7 @@
 
 import pytest
 
-from ring_plugins.core.collectives.algorithms import RING_FROM, Direct, Pair, Ring, choose_algorithm
+from ring_plugins.core.collectives.algorithms import RING_FROM, Direct, PairExchange, Ring, choose_algorithm
 from tests.launch import run_ranks
 
 SUMS = """
@@ -15,7 +15,7 @@ from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.world import current
 
-stream.RING_FROM, stream.PAIR_UP_TO = int(os.environ["RING_FROM"]), int(os.environ["PAIR_UP_TO"])
+stream.RING_FROM, stream.PAIR_EXCHANGE_BYTES = int(os.environ["RING_FROM"]), int(os.environ["PAIR_EXCHANGE_BYTES"])
 ring.init(ranks=int(os.environ["TEST_RANKS"]))
 size, rank = ring.size(), ring.rank()
 random = np.random.default_rng(0)
@@ -34,7 +34,7 @@ for count in (70_001, 300_007, 1_500_003):
 
 
 def test_the_way_depends_on_how_many_hosts_there_are_and_how_much_there_is():
-    assert choose_algorithm(2, 1 << 20) == (Pair, 1)
+    assert choose_algorithm(2, 1 << 20) == (PairExchange, 1)
     assert choose_algorithm(2, 25 << 20) == (Direct, 2)
     assert choose_algorithm(RING_FROM - 1, 1 << 20) == (Direct, 2)
     assert choose_algorithm(RING_FROM, 1 << 20) == (Ring, 2 * (RING_FROM - 1))
@@ -47,7 +47,7 @@ def test_the_way_depends_on_how_many_hosts_there_are_and_how_much_there_is():
     ids=["pair", "straight", "ring"],
 )
 def test_every_way_gives_the_right_sums_and_the_same_bits(members, hosts, ring_from, pair_up_to):
-    own = {"RING_VIRTUAL_NODES": str(hosts), "RING_FROM": str(ring_from), "PAIR_UP_TO": str(pair_up_to)}
+    own = {"RING_VIRTUAL_NODES": str(hosts), "RING_FROM": str(ring_from), "PAIR_EXCHANGE_BYTES": str(pair_up_to)}
     run_ranks(SUMS, members, "mpirun", env=own)
 
 
@@ -59,7 +59,7 @@ import ring_plugins as ring
 from ring_plugins.core.net import listener
 from ring_plugins.core.collectives import hierarchical as lockstep
 
-ready, step = listener._ready, lockstep._Staged.step
+ready, step = listener._ready, lockstep._StagedMemory.step
 
 class Narrow(socket.socket):
     def setsockopt(self, level, option, *value):
@@ -76,7 +76,7 @@ def late(self, new, old):
         time.sleep(chance.random() * 0.01)
     step(self, new, old)
 
-listener._ready, lockstep._Staged.step = narrow, late
+listener._ready, lockstep._StagedMemory.step = narrow, late
 ring.init()
 chance = random.Random(ring.rank())
 for i in range(10):

@@ -1,10 +1,9 @@
-"""Gradients in 16 bits on the wire: half the bytes, at the price of rounding.
+"""Codecs: how numbers are encoded between hosts.
 
-What rounding loses in one step can be added to the next (error feedback; Seide et al., "1-bit stochastic gradient
-descent", 2014; Karimireddy et al., "Error feedback fixes SignSGD", 2019): then nothing is lost for good, and the sum of
-all steps is as exact as without compression, but for the last step's rounding.
-
-What numbers look like between hosts.
+By default memory is sent as it is. With compression, gradients travel as 16-bit floats: half the bytes, at the price of
+rounding. What rounding loses in one step can be added to the next (error feedback: Seide et al., "1-bit stochastic
+gradient descent", 2014; Karimireddy et al., "Error feedback fixes SignSGD", 2019). Then nothing is lost for good, and
+the sum over all steps is as exact as without compression, except for the last step's rounding.
 """
 
 from __future__ import annotations
@@ -24,31 +23,31 @@ class Codec(Protocol):
     """Turns a piece of an array into what is sent, and back.
 
     Attributes:
-        exact: whether `unpack(pack(x))` is `x`. Where it is not, a result is rounded on the rank that computed it as
-            well, so that all ranks hold the same bits.
+        exact: whether `unpack(pack(x))` is `x`. Where it is not, the rank that computed a result rounds it as well, so
+            that all ranks hold the same bits.
     """
 
     exact: bool
 
     def pack(self, piece: Array) -> Array:
-        """What to send for a piece; may be the piece itself. Its size depends on the size of the piece only."""
+        """Return what to send for a piece, perhaps the piece itself. Its size depends on the piece's size only."""
 
-    def space(self, piece: Array) -> Array:
-        """Where to receive what others send for `piece`; may be the piece itself."""
+    def receive_buffer(self, piece: Array) -> Array:
+        """Return memory to receive what others send for `piece`, perhaps the piece itself."""
 
     def unpack(self, received: Array, piece: Array) -> None:
-        """Turn what was received into numbers; nothing to do where it was received in place."""
+        """Decode what was received into `piece`."""
 
 
 class IdentityCodec:
-    """A `Wire` that sends memory as it lies there."""
+    """A `Codec` that sends memory as it is, and receives in place."""
 
     exact = True
 
     def pack(self, piece: Array) -> Array:
         return piece
 
-    def space(self, piece: Array) -> Array:
+    def receive_buffer(self, piece: Array) -> Array:
         return piece
 
     def unpack(self, received: Array, piece: Array) -> None:
@@ -60,23 +59,23 @@ _COMPRESSIBLE = ("float32", "float64")
 
 
 class Compression(NamedTuple):
-    """How gradients travel.
+    """How gradients are rounded for the network.
 
     Attributes:
         dtype: "float16", which keeps 11 bits of numbers between 6e-8 and 65,504, or "bfloat16", which keeps 8 bits of
             numbers of any size.
-        feedback: whether the rounding errors of a step are added to the next.
+        error_feedback: whether the rounding errors of a step are added to the next.
     """
 
     dtype: str
-    feedback: bool
+    error_feedback: bool
 
     @classmethod
     def named(cls, name: str | None, error_feedback: bool = False) -> Compression | None:
-        """What a user asks for: "fp16", "bf16" or None.
+        """The compression that a user asks for: "fp16", "bf16" or None.
 
         Raises:
-            ArgumentError: another name, or error feedback of nothing.
+            ArgumentError: another name, or error feedback without compression.
         """
         if name is None:
             if error_feedback:
@@ -87,62 +86,60 @@ class Compression(NamedTuple):
         return cls(_NAMES[name], bool(error_feedback))
 
     def applies_to(self, dtype: str) -> bool:
-        """Whether memory of this type gets smaller by it."""
+        """Whether it makes memory of this type smaller."""
         return dtype in _COMPRESSIBLE
 
     def __str__(self) -> str:
-        return f"sent as {self.dtype}{' with error feedback' if self.feedback else ''}"
+        return f"sent as {self.dtype}{' with error feedback' if self.error_feedback else ''}"
 
 
 class HalfCodec:
-    """A `core.arrays.codec.Wire` of 16-bit floats, for one piece of memory that is reduced again and again.
+    """A `Codec` of 16-bit floats, for one piece of memory that is reduced again and again.
 
     Args:
-        compression: what to round to, and whether to remember what that loses.
+        compression: what to round to, and whether to add the rounding errors of a step to the next.
     """
 
     exact = False
 
     def __init__(self, compression: Compression) -> None:
-        self.dtype, self._feedback = compression
+        self.dtype, self._error_feedback = compression
         self._start = 0
-        self._lost: Array | None = None  # by element, what rounding has lost so far
-        self._seen: set[int] = set()
+        self._errors: Array | None = None  # by element, the sum of all rounding so far
+        self._packed: set[int] = set()  # offsets of pieces that were packed in this reduction
 
     def __str__(self) -> str:
         return f"as {self.dtype}"
 
     def begin(self, array: Array) -> None:
-        """Another reduction starts, of `array`, which is as large as those before."""
+        """Begin another reduction, of `array`, which is as large as those before."""
         self._start = address_of(array)
-        self._seen.clear()
-        if self._feedback and (self._lost is None or self._lost.size != array.size):
-            self._lost = np.zeros(array.size, np.float32)  # pages that are never written cost nothing
+        self._packed.clear()
+        if self._error_feedback and (self._errors is None or self._errors.size != array.size):
+            self._errors = np.zeros(array.size, np.float32)  # pages that are never written cost nothing
 
     def pack(self, piece: Array) -> Array:
-        """Round a piece. What was rounded before in this reduction is a result, which rounding does not change."""
+        """Round a piece. A piece that was packed before in this reduction is a result now, which is rounded already."""
         half = np.empty(piece.size, STORAGE[self.dtype])
         values = piece.astype(np.float32)
         offset = (address_of(piece) - self._start) // piece.itemsize
-        if self._lost is None or offset in self._seen:
+        if self._errors is None or offset in self._packed:
             narrow(values, half, self.dtype)
             return half
-        self._seen.add(offset)
-        lost = self._lost[offset : offset + piece.size]
-        values += lost
+        self._packed.add(offset)
+        errors = self._errors[offset : offset + piece.size]
+        values += errors
         narrow(values, half, self.dtype)
-        widen(half, lost, self.dtype)
+        widen(half, errors, self.dtype)
         with np.errstate(invalid="ignore"):
-            np.subtract(values, lost, out=lost)
-        lost[~np.isfinite(lost)] = 0  # an overflow is for the loss scaler to see, not for every step after it
+            np.subtract(values, errors, out=errors)
+        errors[~np.isfinite(errors)] = 0  # an overflow is for the loss scaler to see, not for every later step
         return half
 
-    def space(self, piece: Array) -> Array:
-        """Where to receive what others packed."""
+    def receive_buffer(self, piece: Array) -> Array:
         return np.empty(piece.size, STORAGE[self.dtype])
 
     def unpack(self, received: Array, piece: Array) -> None:
-        """Turn what was packed into numbers."""
         if piece.dtype == np.float32:
             widen(received, piece, self.dtype)
         else:

@@ -1,176 +1,258 @@
-"""Operations of one communicator happen one at a time, in the order of the calls, whichever thread runs them."""
+"""Runs the operations of one communicator one at a time, in the order in which they were called.
+
+Ranks match collectives by their order alone, and two of one communicator may not run at once. Yet a training script
+calls them from its own thread and from others: gradient buckets leave while backward still computes. So each
+communicator has a serial executor, as a CUDA stream or an executor of Java is one, with two ways in:
+
+- `start` queues a function for the executor's thread and returns a `Work` at once. The thread is created by the first
+  `start`.
+- `run` executes one operation and returns its result. Handing an operation to another thread and waking up again
+  takes longer than a small all-reduce, so `run` executes it in the calling thread whenever nothing is queued, and
+  otherwise queues it behind what was started before.
+
+A function given to `start` calls the communicator's methods, and these call `run`: on the executor's own thread `run`
+executes at once. Hence both ways end in the same ten lines, which also keep what reports need: the operation under way,
+when it began, how long it waited for others.
+
+After an error, `run` refuses everything that follows (see `FailureState`), except after an `ArgumentError`, which is
+raised before anything has been sent.
+
+`concurrent.futures.ThreadPoolExecutor(max_workers=1)` was considered: it cannot run a call in the caller's thread, and
+its futures and worker keep references that delay the release of shared memory.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ring_plugins.core.base.errors import ArgumentError, RingError
-from ring_plugins.core.collectives.api import CommunicationThread, FailureState, Statistics, Work
-from ring_plugins.core.collectives.fingerprint import Fingerprint, fingerprint
-from ring_plugins.core.control.wait import Wait
+from ring_plugins.core.collectives.api import Activity, FailureState, Statistics
+from ring_plugins.core.collectives.fingerprint import Fingerprint
+from ring_plugins.core.control.wait import Wait, nap_precisely
 from ring_plugins.core.trace.recorder import recorder
 from ring_plugins.core.trace.steps import steps
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVarTuple, Unpack
+
+    Ts = TypeVarTuple("Ts")
 
 T = TypeVar("T")
 
 
-class Activity(NamedTuple):
-    """What a rank does, or did last, with a communicator.
-
-    Attributes:
-        communicator: its name.
-        operation: its signature's text.
-        part_of: the work that it is a part of, such as a bucket; "" for a call of the script's own.
-        began, ended: times of `time.monotonic`; `ended` is 0 while it is under way.
-        number: operations finished with this communicator.
-    """
-
-    communicator: str
-    operation: str
-    part_of: str
-    began: float
-    ended: float
-    number: int
-
-
-def blocking(method: Callable[..., T]) -> Callable[..., T]:
-    """Run a method in the caller's thread, in order with what was started, and remember a failure."""
-
-    @functools.wraps(method)
-    def call(self: SerialExecutor, *args: Any, **kwargs: Any) -> T:
-        return self._in_order(method, args, kwargs)
-
-    return call
-
-
 class SerialExecutor:
-    """What a communicator inherits to keep its calls in order, and to remember that it has failed.
-
-    A call runs in the caller's thread when nothing is under way, which saves the hand-over, and otherwise
-    in the communication thread after what was started before. After an error that leaves members out of
-    step every further call raises it again.
+    """The executor of one communicator.
 
     Args:
-        name: of the communicator, for texts.
-        wait: what its operations wait with.
+        name: of the communicator, for error texts.
+        wait: the operations wait with it.
+
+    Attributes:
+        statistics: what was executed so far.
+        failure: why nothing is executed any more, if so.
     """
 
     def __init__(self, name: str, wait: Wait) -> None:
-        self.name = name
         self.statistics = Statistics()
-        self._wait = wait
+        self.failure = FailureState(name)
+        self._name, self._wait = name, wait
         self._lock = threading.RLock()
-        self._thread: CommunicationThread | None = None
-        self._failure = FailureState(name)
-        self._operation, self._began, self._ended = "", 0.0, 0.0
+        self._thread: _Thread | None = None
+        # The operation under way, or the last one.
         self._fingerprint: Fingerprint | None = None
-        self._waited_before = 0.0
+        self._began = self._ended = 0.0
 
-    def _sign(self, kind: str, dtype: str = "", count: int = -1, detail: str = "") -> Fingerprint:
-        """The `signature` of the operation that begins, remembered for those who ask what this rank does."""
-        self._fingerprint = sign = fingerprint(kind, dtype, count, detail)
-        return sign
+    def run(
+        self, fingerprint: Fingerprint, operation: Callable[[Unpack[Ts], Fingerprint], T], *args: Unpack[Ts]
+    ) -> T:
+        """Run `operation(*args, fingerprint)` after everything that was started before, and return its result.
 
-    def activity(self) -> Activity | None:
-        """What this rank did last with this communicator, or does now; asked by another thread."""
-        if not self._began:
-            return None
-        sign = self._fingerprint
-        text = sign.text if sign is not None and sign.text.startswith(self._operation) else self._operation
-        began, ended = self._began, self._ended
-        ended = ended if ended >= began else 0.0
-        return Activity(self.name, text, self._wait.part_of, began, ended, self.statistics.operations)
-
-    def _in_order(self, method: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any]) -> T:
+        Raises:
+            ArgumentError: the operation refused its arguments; the next one may follow.
+            Exception: anything else, which every further call raises too.
+        """
         thread = self._thread
         inside = thread is not None and thread.is_current()
         if thread is not None and not inside and not thread.is_idle():
-            return self.start(method.__name__, lambda: self._in_order(method, args, kwargs)).wait()
+            return self.start(fingerprint.text, lambda: self.run(fingerprint, operation, *args)).wait()
         with self._lock:
-            if self._failure.error is not None:
-                raise self._failure.error
+            if self.failure.error is not None:
+                raise self.failure.error
+            wait, statistics = self._wait, self.statistics
             work = thread.current if thread is not None and inside else None
-            self._wait.part_of = work.description if work is not None and work.description != method.__name__ else ""
-            self._wait.number = self.statistics.operations
-            waited_before = self._wait.waited_for_arrival
-            self._operation = method.__name__
-            self._began = started = time.monotonic()
+            part_of = work.description if work is not None else ""
+            wait.part_of = "" if fingerprint.text.startswith(part_of) else part_of
+            wait.number = statistics.operations
+            waited_before = wait.waited_for_arrival
+            self._fingerprint = fingerprint
+            self._began = began = time.monotonic()
             try:
-                result = method(self, *args, **kwargs)
+                result = operation(*args, fingerprint)
             except ArgumentError:
                 raise
             except RingError as error:
-                self._failure.fail(error)
+                self.failure.fail(error)
                 raise
             except BaseException as error:
-                self._failure.interrupt(method.__name__, error)
+                self.failure.interrupt(fingerprint.text, error)
                 raise
-            self._ended = time.monotonic()
-            elapsed = self._ended - started
-            statistics = self.statistics
+            self._ended = ended = time.monotonic()
             statistics.operations += 1
-            statistics.working += elapsed
-            waited = self._wait.waited_for_arrival - waited_before
+            statistics.working += ended - began
+            waited = wait.waited_for_arrival - waited_before
             if not inside:
-                statistics.waited += elapsed
-                steps.stood_still(elapsed, waited)
+                steps.add_blocked_time(ended - began, waited)
             if recorder.on:
-                self._record("operation" if inside else "call", started, waited)
+                recorder.record(
+                    "operation" if inside else "call",
+                    fingerprint.text,
+                    int(began * 1e9),
+                    int(ended * 1e9),
+                    communicator=self._name,
+                    part_of=wait.part_of,
+                    waited_ms=round(waited * 1e3, 3),
+                )
             return result
 
-    def _record(self, kind: str, started: float, waited: float) -> None:
-        activity = self.activity()
-        assert activity is not None
-        recorder.record(
-            kind,
-            activity.operation,
-            int(started * 1e9),
-            int(self._ended * 1e9),
-            communicator=self.name,
-            part_of=activity.part_of,
-            waited_ms=round(waited * 1e3, 3),
-        )
-
-    def _caller_waits(self, since: float) -> None:
-        """A caller starts (positive time) or ends (negative) to wait for a work."""
-        if since > 0:
-            self._wait.caller_blocked_since = since
-            self._waited_before = self._wait.waited_so_far()
-        else:
-            self._wait.caller_blocked_since = 0.0
-            seconds = time.monotonic() + since
-            self.statistics.waited += seconds
-            steps.stood_still(seconds, self._wait.waited_so_far() - self._waited_before)
-
-    def start(self, description: str, function: Callable[[], T]) -> Work[T]:
+    def start(self, description: str, function: Callable[[], T]) -> BackgroundWork[T]:
+        """Queue `function` behind everything that was started before, and return at once."""
         if self._thread is None:
-            self._thread = CommunicationThread(self.name)
-        work = Work(description, function, self._caller_waits)
+            self._thread = _Thread(self._name)
+        work = BackgroundWork(description, function, self._block_caller)
         self._thread.give(work)
         return work
 
-    def group(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing to gain here: every operation is on its way when it is called."""
-        return contextlib.nullcontext()
+    def _block_caller(self, work: BackgroundWork[Any]) -> None:
+        """Wait in the caller's thread for a work, and count the time that the script is blocked."""
+        began, waited_before = time.monotonic(), self._wait.waited_so_far()
+        self._wait.caller_blocked_since = began
+        try:
+            work.finished.wait()
+        finally:
+            self._wait.caller_blocked_since = 0.0
+            ended = time.monotonic()
+            steps.add_blocked_time(ended - began, self._wait.waited_so_far() - waited_before)
+            if recorder.on:
+                recorder.record("wait", work.description, int(began * 1e9), int(ended * 1e9))
+
+    def activity(self) -> Activity | None:
+        """Return what is executed now, or was last; another thread may ask."""
+        fingerprint, began, ended = self._fingerprint, self._began, self._ended
+        if fingerprint is None:
+            return None
+        ended = ended if ended >= began else 0.0
+        return Activity(self._name, fingerprint.text, self._wait.part_of, began, ended, self.statistics.operations)
 
     def close(self) -> None:
-        """End the communication thread; further calls raise."""
+        """End the thread after the works it has; further calls raise."""
         if self._thread is not None:
             self._thread.close()
             self._thread = None
-        self._failure.close()
+        self.failure.close()
 
     def __del__(self) -> None:
-        thread = getattr(self, "_thread", None)  # None too where the members never met
-        if thread is not None:
-            thread.end()
+        if self._thread is not None:
+            self._thread.end()
 
     def detach_after_fork(self) -> None:
-        """In a forked child: let every call raise, since it would disturb the parent and its peers."""
+        """In a forked child, which has neither the thread nor whoever holds the lock: let every call raise."""
         self._thread, self._lock = None, threading.RLock()
-        self._failure.leave_to_parent()
+        self.failure.detach_after_fork()
+
+
+class BackgroundWork(Generic[T]):
+    """A `Work` that another thread runs.
+
+    Args:
+        description: for error texts and reports.
+        function: does it.
+        block: waits for `finished` on behalf of a caller.
+    """
+
+    def __init__(
+        self, description: str, function: Callable[[], T], block: Callable[[BackgroundWork[Any]], None]
+    ) -> None:
+        self.description = description
+        self.finished = threading.Event()
+        self._function: Callable[[], T] | None = function
+        self._block = block
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        return self.finished.is_set()
+
+    def wait(self) -> T:
+        if not self.finished.is_set():
+            self._block(self)
+        if self._error is not None:
+            raise self._error
+        result: T = self._result
+        return result
+
+    def run(self) -> None:
+        """Do it; called once."""
+        function, self._function = self._function, None  # which may hold memory that the caller wants back
+        assert function is not None
+        try:
+            self._result = function()
+        except BaseException as error:  # raised in the caller's thread by `wait`
+            self._error = error
+        finally:
+            self.finished.set()
+
+
+class _Thread:
+    """Runs works in the order in which they were given.
+
+    It holds no reference to its executor, so that a communicator that nobody uses any more is collected and, with it,
+    ends the thread.
+
+    Attributes:
+        current: the work that runs now.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.current: BackgroundWork[Any] | None = None
+        self._queue: queue.SimpleQueue[BackgroundWork[Any] | None] = queue.SimpleQueue()
+        self._unfinished = 0
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._serve, name=f"ring:{name}", daemon=True)
+        self._thread.start()
+
+    def give(self, work: BackgroundWork[Any]) -> None:
+        with self._lock:
+            self._unfinished += 1
+        self._queue.put(work)
+
+    def is_idle(self) -> bool:
+        return self._unfinished == 0
+
+    def is_current(self) -> bool:
+        return threading.get_ident() == self._thread.ident
+
+    def end(self) -> None:
+        """Let the thread end after the works it has."""
+        self._queue.put(None)
+
+    def close(self) -> None:
+        """End the thread after the works it has, and wait for that for up to 5 s."""
+        self.end()
+        if not self.is_current():
+            with contextlib.suppress(RuntimeError):
+                self._thread.join(timeout=5.0)
+
+    def _serve(self) -> None:
+        nap_precisely()
+        while (work := self._queue.get()) is not None:
+            self.current = work
+            work.run()
+            self.current = None
+            del work  # so that its result does not live until the next work
+            with self._lock:
+                self._unfinished -= 1

@@ -1,4 +1,9 @@
-"""What an operation is, so that ranks can tell whether they are in the same one."""
+"""Identifies an operation, so that ranks notice when they are in different ones.
+
+NCCL hangs or corrupts memory when ranks call different collectives, or the same with different sizes. Here every
+operation sends or shares a 62-bit code of what it is, which costs nothing beside the data; only where codes differ do
+the ranks exchange texts, for an error that says who calls what.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +18,8 @@ class Fingerprint(NamedTuple):
     """An operation's identity: equal on all ranks, or the program is wrong.
 
     Attributes:
-        code: a 62-bit number, what ranks compare.
-        text: what a person reads.
+        code: a 62-bit number; ranks compare it.
+        text: for people, such as "all_reduce(1000 x float32, average)".
     """
 
     code: int
@@ -23,13 +28,13 @@ class Fingerprint(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def fingerprint(kind: str, dtype: str = "", count: int = -1, detail: str = "") -> Fingerprint:
-    """The signature of an operation.
+    """The fingerprint of an operation.
 
     Args:
         kind: its name.
         dtype: element type, where it must agree.
         count: elements, where they must agree; -1 where ranks may differ.
-        detail: anything else that must agree: the reduction, the root.
+        detail: anything else that must agree, such as the reduction or the root.
     """
     inner = ", ".join(filter(None, (f"{count} x {dtype}" if count >= 0 else dtype, detail)))
     text = f"{kind}({inner})"
@@ -41,6 +46,7 @@ def mismatch(communicator: str, calls: dict[int, str]) -> MismatchError:
     """The error for ranks in different operations.
 
     Args:
+        communicator: its name.
         calls: world rank -> text of its operation.
     """
     by_text: dict[str, list[int]] = {}

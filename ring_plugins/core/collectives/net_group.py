@@ -1,15 +1,26 @@
-"""Collectives among ranks on different hosts, over a plane that moves bytes between pairs."""
+"""Collectives among ranks on different hosts, over a transport that moves bytes between pairs of ranks.
+
+Every operation begins with a header from each member to each other: the operation's fingerprint and the number of bytes
+that follow. Headers and data leave together, without a round trip between them, and nobody uses received data before
+the headers have been compared. So ranks that are in different operations get a `MismatchError` instead of wrong numbers
+or a hang, at the price of 192 bytes a pair.
+
+Data goes directly between members: one round for everything but a large broadcast, which takes two (scatter, then
+all-gather: van de Geijn, "On global combine operations", 1994), so that the root sends the data about once instead of
+n-1 times. `algorithms` adds all-reduces of large arrays.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from ring_plugins.core.arrays.arithmetic import reduce_into
-from ring_plugins.core.arrays.codec import Codec, IdentityCodec
+from ring_plugins.core.arrays.codec import Codec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import MismatchError, RingError
 from ring_plugins.core.base.types import Array, Bytes
@@ -18,220 +29,244 @@ from ring_plugins.core.collectives.shm_group import slices
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.net.transport import Request, Transport
 
-_HEADER = 192
+#: Bytes of a header: the fingerprint's code, the number of bytes that follow, the fingerprint's text.
+_HEADER_BYTES = 192
+_HEADER_TEXT = 16
 #: Up to this size everyone sends everything to everyone: one round instead of two.
-SMALL = 16 * 1024
+SMALL_BYTES = 16 * 1024
+
+
+class PendingHeaders(NamedTuple):
+    """Headers under way; see `NetworkGroup.send_headers`."""
+
+    request: Request
+    received: Array
+    expected: Sequence[int]
+    fingerprint: Fingerprint
 
 
 class NetworkGroup:
-    """A `Transport` over a `Plane`.
+    """Ranks that exchange bytes over a transport; implements `ByteCollectives`.
 
     Args:
-        plane: carries the bytes.
+        transport: moves the bytes.
         ranks: world ranks of the members.
         position: which of them this process is.
-        tag: not used by any other lane of these ranks.
-        wait: how to wait.
+        tag: not used by any other group of these ranks.
+        wait: long waits go through it.
         name: of the communicator.
+
+    Attributes:
+        size, position: of the group, and of this process in it.
+        others: positions of the other members.
     """
 
     def __init__(
         self, transport: Transport, ranks: Sequence[int], position: int, tag: int, wait: Wait, name: str
     ) -> None:
-        self.position, self.size, self.name = position, len(ranks), name
-        self.ranks = tuple(ranks)
+        self.position, self.size = position, len(ranks)
         self.others = [i for i in range(len(ranks)) if i != position]
-        self._transport = transport
-        self._tag = tag
-        self._wait = wait
-        #: Memory for what is received to be added, used again and again.
-        self.spare: list[Bytes] = []
+        self._transport, self._ranks, self._tag, self._wait, self._name = transport, tuple(ranks), tag, wait, name
+        self._spare_buffers: list[Bytes] = []
 
     def connect(self) -> None:
         """Find out now, and not in the middle of training, whether the members reach each other; all call it."""
-        others = [self.ranks[i] for i in self.others]
-        self._finish(self._transport.connect(others, self._tag), lambda: others, fingerprint("connect"))
+        others = [self._ranks[i] for i in self.others]
+        self._wait_for(self._transport.connect(others, self._tag), lambda: others, fingerprint("connect"))
 
     def __del__(self) -> None:
         self._transport.disconnect(self._tag)
 
-    # Moving bytes ---------------------------------------------------------------------------------
+    # Transfers ------------------------------------------------------------------------------------
 
     def send(self, member: int, data: Bytes) -> Request:
-        return self._transport.exchange([(self.ranks[member], data)], [], self._tag)
+        return self._transport.exchange([(self._ranks[member], data)], [], self._tag)
 
     def receive(self, member: int, data: Bytes) -> Request:
-        return self._transport.exchange([], [(self.ranks[member], data)], self._tag)
+        return self._transport.exchange([], [(self._ranks[member], data)], self._tag)
 
-    def swap(self, member: int, outgoing: Bytes, incoming: Bytes) -> Request:
-        rank = self.ranks[member]
+    def exchange(self, member: int, outgoing: Bytes, incoming: Bytes) -> Request:
+        rank = self._ranks[member]
         return self._transport.exchange([(rank, outgoing)], [(rank, incoming)], self._tag)
 
     def progress(self) -> None:
-        """Move what can be moved, for a member that waits for something else; who waits for what fails is told."""
+        """Move what can be moved, for a member that waits for something else; the wait for a transfer raises errors."""
         with contextlib.suppress(RingError):
             self._transport.progress(self._tag)
 
-    def await_each(self, pending: Sequence[tuple[int, Request]], fingerprint: Fingerprint, spin: bool = True) -> None:
-        """Wait for transfers with one member each: one that is through may leave while others are awaited."""
+    def wait_each(self, pending: Sequence[tuple[int, Request]], fingerprint: Fingerprint, spin: bool = True) -> None:
+        """Wait for transfers with one member each; a member whose transfer is done may leave before the others are."""
         left = list(pending)
         while left:
             first = left[0][1]
             if not first.done():
-                self._finish(
+                self._wait_for(
                     first,
-                    lambda: [self.ranks[i] for i, transfer in left if not transfer.done()],
+                    lambda: [self._ranks[i] for i, request in left if not request.done()],
                     fingerprint,
                     spin=spin,
                 )
             del left[0]
 
-    def _finish(
+    def _wait_for(
         self,
-        pending: Request,
+        request: Request,
         missing: Callable[[], Sequence[int]],
         fingerprint: Fingerprint,
         arrival: bool = False,
         spin: bool = True,
     ) -> None:
         self._wait.until(
-            pending.done,
+            request.done,
             missing,
-            lambda: f"{self.name}: {fingerprint.text} between hosts",
+            lambda: f"{self._name}: {fingerprint.text} between hosts",
             arrival,
-            pending.nap,
+            request.nap,
             spin=spin,
         )
 
-    def announce(self, sizes: Sequence[int], expected: Sequence[int], fingerprint: Fingerprint) -> Announcement:
-        """Begin an operation: tell everyone which it is and how much is coming.
+    def take_buffer(self, nbytes: int) -> Bytes:
+        """Memory to receive into. Fresh memory from the kernel would cost as much as receiving into it."""
+        buffer = self._spare_buffers.pop() if self._spare_buffers else None
+        if buffer is None or buffer.size < nbytes:
+            buffer = np.empty(nbytes, np.uint8)
+        return buffer[:nbytes]
 
-        The data may be sent right after, and memory for it given at once; before what came is used, `check` it.
+    def return_buffer(self, memory: Array) -> None:
+        """Keep memory from `take_buffer`, or a view of it, for the next chunk or operation."""
+        while isinstance(memory.base, np.ndarray):
+            memory = memory.base
+        self._spare_buffers.append(memory)
+
+    # Headers --------------------------------------------------------------------------------------
+
+    def send_headers(
+        self, sizes: Sequence[int], expected: Sequence[int], fingerprint: Fingerprint
+    ) -> PendingHeaders:
+        """Begin an operation: tell every member which operation this is and how many bytes it will be sent.
+
+        The data may be sent, and memory for it given, right after. Call `check_headers` before received data is used.
 
         Args:
-            sizes: bytes that each member will be sent, 0 for the own.
-            expected: bytes that each is to send.
-            signature: of the operation.
+            sizes: bytes that each member will be sent; the own entry does not count.
+            expected: bytes that each member is to send.
+            fingerprint: of the operation.
         """
-        return Announcement(self, sizes, expected, fingerprint)
+        ranks, others = self._ranks, self.others
+        received = np.zeros((self.size, _HEADER_BYTES), np.uint8)
+        request = self._transport.exchange(
+            [(ranks[i], _header(fingerprint, sizes[i])) for i in others], [(ranks[i], received[i]) for i in others], self._tag
+        )
+        return PendingHeaders(request, received, expected, fingerprint)
 
-    def _swap(
+    def check_headers(self, pending: PendingHeaders) -> None:
+        """Wait for the headers of all members, and compare.
+
+        Raises:
+            MismatchError: members are in different operations, or disagree about sizes.
+        """
+        request, received, expected, fingerprint = pending
+        ranks = self._ranks
+        self._wait_for(
+            request, lambda: [ranks[i] for i in self.others if not received[i].any()], fingerprint, arrival=True
+        )
+        words, step = memoryview(received.reshape(-1)).cast("q"), _HEADER_BYTES // 8
+        if any(words[i * step] != fingerprint.code for i in self.others):
+            received[self.position] = _header(fingerprint, 0)
+            texts = [bytes(header[_HEADER_TEXT:]).rstrip(b"\0").decode(errors="replace") for header in received]
+            raise mismatch(self._name, dict(zip(ranks, texts, strict=True)))
+        for i in self.others:
+            if (size := words[i * step + 1]) != expected[i]:
+                raise MismatchError(
+                    f"ranks disagree in {self._name}: {fingerprint.text}: rank {ranks[i]} sends {size} bytes "
+                    f"to rank {ranks[self.position]}, which expects {expected[i]}. Sizes must agree."
+                )
+
+    # Collectives ----------------------------------------------------------------------------------
+
+    def _exchange_all(
         self, outgoing: Sequence[Bytes | None], incoming: Sequence[Bytes | None], fingerprint: Fingerprint
     ) -> None:
         """Send `outgoing[i]` to member i and fill `incoming[i]` from it, None for nothing."""
-        said = self.announce(_sizes(outgoing), _sizes(incoming), fingerprint)
-        moving = [
-            (i, self._transport.exchange(_to(self.ranks[i], outgoing[i]), _to(self.ranks[i], incoming[i]), self._tag))
+        headers = self.send_headers(_sizes(outgoing), _sizes(incoming), fingerprint)
+        requests = [
+            (
+                i,
+                self._transport.exchange(
+                    _message(self._ranks[i], outgoing[i]), _message(self._ranks[i], incoming[i]), self._tag
+                ),
+            )
             for i in self.others
         ]
-        said.check()
-        self.await_each(moving, fingerprint)
-        own_out, own_in = outgoing[self.position], incoming[self.position]
-        if own_out is not None and own_in is not None and own_out is not own_in:
-            own_in[:] = own_out
-
-    # Transport ------------------------------------------------------------------------------------
+        self.check_headers(headers)
+        self.wait_each(requests, fingerprint)
+        own_outgoing, own_incoming = outgoing[self.position], incoming[self.position]
+        if own_outgoing is not None and own_incoming is not None and own_outgoing is not own_incoming:
+            own_incoming[:] = own_outgoing
 
     def barrier(self, fingerprint: Fingerprint) -> None:
         nothing: list[Bytes | None] = [None] * self.size
-        self._swap(nothing, nothing, fingerprint)
+        self._exchange_all(nothing, nothing, fingerprint)
 
     def all_gather(self, mine: Bytes, parts: Sequence[Bytes], fingerprint: Fingerprint) -> None:
-        self._swap([mine] * self.size, parts, fingerprint)
+        self._exchange_all([mine] * self.size, parts, fingerprint)
 
     def all_to_all(self, outgoing: Sequence[Bytes], incoming: Sequence[Bytes], fingerprint: Fingerprint) -> None:
-        self._swap(outgoing, incoming, fingerprint)
+        self._exchange_all(outgoing, incoming, fingerprint)
 
     def broadcast(self, data: Bytes, root: int, fingerprint: Fingerprint) -> None:
-        """The root sends everyone one part of its own, then everyone sends theirs to all but the root.
-
-        Nobody sends more than about the whole once, the root neither.
-        """
-        at_root, from_root = self.position == root, [i == root for i in range(self.size)]
-        if data.size <= SMALL:
+        at_root, is_root = self.position == root, [i == root for i in range(self.size)]
+        if data.size <= SMALL_BYTES:
             outgoing: list[Bytes | None] = [data if at_root else None] * self.size
-            incoming: list[Bytes | None] = [data if source and not at_root else None for source in from_root]
-            self._swap(outgoing, incoming, fingerprint)
+            incoming: list[Bytes | None] = [data if source and not at_root else None for source in is_root]
+            self._exchange_all(outgoing, incoming, fingerprint)
             return
+        # The root sends each member one part, then everyone sends its part to all but the root.
         parts = [data[cut] for cut in slices(data.size, self.size, 1)]
         mine = parts[self.position]
-        self._swap(
+        self._exchange_all(
             [part if at_root else None for part in parts],
-            [mine if source and not at_root else None for source in from_root],
+            [mine if source and not at_root else None for source in is_root],
             fingerprint,
         )
-        self._swap(
-            [None if target else mine for target in from_root],
+        self._exchange_all(
+            [None if target else mine for target in is_root],
             [None if at_root else part for part in parts],
             fingerprint,
         )
 
     def all_reduce_small(
-        self, array: Array, op: Op, dtype: str, divisor: float, fingerprint: Fingerprint, codec: Codec | None = None
+        self, array: Array, op: Op, dtype: str, divisor: float, codec: Codec, fingerprint: Fingerprint
     ) -> None:
-        """Everyone sends everything to everyone and reduces it in the same order, so that all get the same bits."""
-        codec = codec or IdentityCodec()
-        everyones = np.empty((self.size, array.size), array.dtype)
-        received = [codec.space(row) for row in everyones]
-        self.all_gather(codec.pack(array).view(np.uint8), [one.view(np.uint8) for one in received], fingerprint)
-        for one, row in zip(received, everyones, strict=True):
-            codec.unpack(one, row)
-        reduce_into(array, list(everyones), op, dtype, divisor)
+        """Combine the `array` of all members in one round; all get the same bits.
 
+        Everyone sends everything to everyone, and reduces it in the order of the members.
 
-class Announcement:
-    """What every member says ahead of its data: which operation, and how many bytes."""
-
-    def __init__(
-        self, lane: NetworkGroup, sizes: Sequence[int], expected: Sequence[int], fingerprint: Fingerprint
-    ) -> None:
-        self._lane, self._fingerprint, self._expected = lane, fingerprint, expected
-        self._theirs = np.zeros((lane.size, _HEADER), np.uint8)
-        ranks, others = lane.ranks, lane.others
-        self._transfers = lane._transport.exchange(
-            [(ranks[i], _head(fingerprint, sizes[i])) for i in others],
-            [(ranks[i], self._theirs[i]) for i in others],
-            lane._tag,
-        )
-
-    def check(self) -> None:
-        """Wait for everyone's, and compare.
-
-        Raises:
-            MismatchError: members are in different operations, or disagree about sizes.
+        Args:
+            array: 1-d storage array, the same length everywhere.
+            op, dtype, divisor: as in `reduce_into`.
+            codec: encodes what is sent.
+            fingerprint: of the operation.
         """
-        lane, theirs, ranks = self._lane, self._theirs, self._lane.ranks
-        lane._finish(
-            self._transfers,
-            lambda: [ranks[i] for i in lane.others if not theirs[i].any()],
-            self._fingerprint,
-            arrival=True,
-        )
-        said = memoryview(theirs.reshape(-1)).cast("q")
-        code, step = self._fingerprint.code, _HEADER // 8
-        if any(said[i * step] != code for i in lane.others):
-            theirs[lane.position] = _head(self._fingerprint, 0)
-            calls = {r: bytes(theirs[i, 16:]).rstrip(b"\0").decode(errors="replace") for i, r in enumerate(ranks)}
-            raise mismatch(lane.name, calls)
-        for i in lane.others:
-            if (size := said[i * step + 1]) != self._expected[i]:
-                raise MismatchError(
-                    f"ranks disagree in {lane.name}: {self._fingerprint.text}: rank {ranks[i]} sends {size} bytes "
-                    f"to rank {ranks[lane.position]}, which expects {self._expected[i]}. Sizes must agree."
-                )
+        terms = np.empty((self.size, array.size), array.dtype)
+        received = [codec.receive_buffer(term) for term in terms]
+        self.all_gather(codec.pack(array).view(np.uint8), [one.view(np.uint8) for one in received], fingerprint)
+        for one, term in zip(received, terms, strict=True):
+            codec.unpack(one, term)
+        reduce_into(array, list(terms), op, dtype, divisor)
 
 
 @lru_cache(maxsize=256)
-def _head(fingerprint: Fingerprint, nbytes: int) -> Bytes:
-    """What goes ahead of `nbytes` of data; the same array for the same, which nobody writes to."""
-    head = np.zeros(_HEADER, np.uint8)
-    head[:16].view(np.int64)[:] = fingerprint.code, nbytes
-    said = fingerprint.text.encode()[: _HEADER - 16]
-    head[16 : 16 + len(said)] = np.frombuffer(said, np.uint8)
-    return head
+def _header(fingerprint: Fingerprint, nbytes: int) -> Bytes:
+    """The header of `nbytes` of data. Equal headers are the same array, which nobody writes to."""
+    header = np.zeros(_HEADER_BYTES, np.uint8)
+    header[:_HEADER_TEXT].view(np.int64)[:] = fingerprint.code, nbytes
+    text = fingerprint.text.encode()[: _HEADER_BYTES - _HEADER_TEXT]
+    header[_HEADER_TEXT : _HEADER_TEXT + len(text)] = np.frombuffer(text, np.uint8)
+    return header
 
 
-def _to(rank: int, part: Bytes | None) -> list[tuple[int, Bytes]]:
+def _message(rank: int, part: Bytes | None) -> list[tuple[int, Bytes]]:
     return [] if part is None or not part.size else [(rank, part)]
 
 

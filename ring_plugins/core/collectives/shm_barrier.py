@@ -1,13 +1,37 @@
-"""Barriers among the ranks of a host, by counters in shared memory.
+"""A barrier among the ranks of one host: epoch counters in shared memory, and a futex to sleep on.
 
-Each member has a control page with a *milestone*, a number that only its owner raises. A barrier is raising
-the own and waiting until all others are as high. The first barrier of every operation also compares what the
-members are doing.
+**Problem.** A small all-reduce is a few copies and one barrier, so the barrier decides what it costs. A system call
+takes as long as the copies. And a barrier may last: the slowest rank computes for milliseconds more, while the others
+must leave it the processor.
 
-Who has to wait longer than a moment sleeps in the kernel until a missing member wakes it: looking again every
-50 µs took a tenth of the processor from a rank that computes meanwhile. A member that sleeps says so in its page,
-so that others spend a system call on waking only where somebody sleeps. Saying so and looking may cross, which
-loses a waking; therefore nobody sleeps longer than a millisecond without looking.
+**Counters.** Each member owns a control page that all others map. In it stands the member's *epoch*, a counter that
+only its owner increments. A barrier is: increment the own epoch, then wait until everyone else's is at least as high.
+Nobody writes to another member's cache line, and no atomic instruction is needed, which Python does not offer. The
+counters never go back, so there is no second phase as in a sense-reversing barrier (Mellor-Crummey and Scott,
+"Algorithms for scalable synchronization on shared-memory multiprocessors", 1991): a member that is late to look merely
+sees a higher number. Each waiting member reads n-1 cache lines, which for the ranks of a host is cheaper than a tree.
+
+**Memory ordering.** What a member wrote before it raised its epoch must be visible to whoever sees the new epoch, and
+nobody may read data ahead of the epochs. `publish` before the store and after the wait does both: a full fence on Arm
+and POWER, nothing on x86, which keeps stores in order among themselves, and loads too.
+
+**Sleeping.** A member looks 50 times, then for another 50 µs (`Wait.until`), and then sleeps in the kernel on the epoch
+of the first missing member. Polling every 50 µs instead took a tenth of the processor from a rank that computes
+meanwhile. `futex(2)` compares the epoch once more before it sleeps, so an epoch that was raised just before is not
+missed. Waking costs a system call, so a member sets a flag while it sleeps, and a member that raises its epoch wakes
+only if it sees a flag.
+
+**Lost wake-ups.** The flag and the epoch are two words: the raising member stores its epoch and then loads the flags,
+the sleeping one stores its flag and then loads the epoch (in the kernel). Every processor may let a load overtake a
+store (Dekker's problem), so both may miss the other. Instead of a fence in every barrier, nobody sleeps longer than
+1 ms without looking again.
+
+**Mismatches.** The first barrier of an operation also compares fingerprints. Two slots take turns, since a member may
+begin the next operation before another has looked at this one; it cannot begin the one after that. Only when codes
+differ do the members exchange texts, through the rest of the page, and all of them raise the same error.
+
+Considered and left: semaphores and pthread barriers in shared memory (a system call or two for every barrier, and a
+dead rank leaves them locked), and `multiprocessing.Barrier`, which needs a common parent.
 """
 
 from __future__ import annotations
@@ -26,99 +50,117 @@ from ring_plugins.core.linux.shared_memory import publish
 
 #: Bytes of a control page.
 PAGE = 4096
-_MILESTONE, _SLEEPS = 0, 1  # words of it, in one cache line
-_FINGERPRINTS = 8  # word of the first of two signatures, a cache line away from the milestone
+# Its layout, in 64-bit words: epoch and sleeping flag share a cache line, the two fingerprint slots have the next one.
+_EPOCH, _SLEEPING = 0, 1
+_FINGERPRINTS = 8
+#: Offset in bytes of the text, whose first byte says what it is.
 _TEXT = 1024
-#: What a control page's text is: the own operation, or what went wrong between hosts.
-_FINGERPRINT, _VERDICT = 1, 2
+_OPERATION, _MISMATCH_BETWEEN_HOSTS = 1, 2
+#: Looks at the counters before `Wait.until`: members in step arrive within these few microseconds.
+_LOOKS = 50
 _LONGEST_SLEEP = 1e-3
+#: Seconds for which a member that found a mismatch waits for the others' texts; they come within a barrier.
+_TEXTS_TIMEOUT = 2.0
 
 
 class SharedMemoryBarrier:
-    """One member's view of everyone's control pages.
+    """One member's view of all members' control pages.
 
     Args:
-        pages: all members' pages in rank order, `PAGE` bytes of zeros to begin with.
+        pages: all members' pages in rank order, `PAGE` bytes each, zeros to begin with.
         ranks: their world ranks.
         position: which of them this process is.
-        wait: how to wait.
-        name: of the communicator, for texts.
+        wait: long waits go through it.
+        name: of the communicator, for error texts.
     """
 
     def __init__(self, pages: Sequence[Bytes], ranks: Sequence[int], position: int, wait: Wait, name: str) -> None:
         self._ranks, self._position, self._wait, self._name = tuple(ranks), position, wait, name
-        self._clocks = [memoryview(page).cast("B").cast("q") for page in pages]
-        self._clock = self._clocks[position]
-        self._others = [clock for i, clock in enumerate(self._clocks) if i != position]
+        self._pages = [memoryview(page).cast("B").cast("q") for page in pages]
+        self._own = self._pages[position]
+        self._others = [page for i, page in enumerate(self._pages) if i != position]
         self._addresses = [int(page.ctypes.data) for page in pages]
         self._texts = [page[_TEXT:] for page in pages]
-        self._milestone = 0
-        self._operation = 0
-        self._current = Fingerprint(0, "start")
+        self._epoch = 0
+        self._operations = 0
+        self._fingerprint = Fingerprint(0, "start")
 
-    def barrier(self, arrival: bool = False, meanwhile: Callable[[], None] | None = None) -> None:
+    def arrive(self, fingerprint: Fingerprint, meanwhile: Callable[[], None] | None = None) -> None:
+        """The first barrier of an operation, which checks that all members are in the same one.
+
+        Args:
+            fingerprint: of the operation.
+            meanwhile: called again and again while this member waits.
+
+        Raises:
+            MismatchError: the members are in different operations.
+        """
+        self._fingerprint = fingerprint
+        self._operations += 1
+        slot = _FINGERPRINTS + (self._operations & 1)
+        self._own[slot] = fingerprint.code
+        self.synchronize(arrival=True, meanwhile=meanwhile)
+        for page in self._others:
+            if page[slot] != fingerprint.code:
+                self._raise_mismatch()
+
+    def synchronize(self, arrival: bool = False, meanwhile: Callable[[], None] | None = None) -> None:
         """Return when all members have called.
 
         Args:
-            arrival: whether it is the first of an operation, where members come from work of different length.
-            meanwhile: called again and again by a member that has to wait.
+            arrival: whether this is the first barrier of an operation, to which members come from work that takes
+                them different times.
+            meanwhile: called again and again while this member waits.
         """
-        self._milestone += 1
+        self._epoch = epoch = self._epoch + 1
         publish()
-        self._clock[_MILESTONE] = self._milestone
-        for clock in self._others:
-            if clock[_SLEEPS]:
+        self._own[_EPOCH] = epoch
+        others = self._others
+        for page in others:
+            if page[_SLEEPING]:
                 futex.wake(self._addresses[self._position])
                 break
-        self._await(self._milestone, arrival, meanwhile)
-        publish()  # nor may what follows be read ahead of the others' clocks
-
-    def _await(self, milestone: int, arrival: bool, meanwhile: Callable[[], None] | None) -> None:
-        """Wait until all others have raised their milestone this far."""
-        for clock in self._others:
-            if clock[_MILESTONE] < milestone:
-                break
-        else:
-            return
-        others = self._others
-        for _ in range(50):
-            for clock in others:
-                if clock[_MILESTONE] < milestone:
+        for _ in range(_LOOKS):
+            for page in others:
+                if page[_EPOCH] < epoch:
                     break
             else:
-                return
+                break
+        else:
+            self._wait_for(epoch, arrival, meanwhile)
+        publish()
+
+    def _wait_for(self, epoch: int, arrival: bool, meanwhile: Callable[[], None] | None) -> None:
         self._wait.until(
-            lambda: self._are_there(milestone),
-            lambda: [
-                rank for rank, clock in zip(self._ranks, self._clocks, strict=True) if clock[_MILESTONE] < milestone
-            ],
-            lambda: f"{self._name}: {self._current.text}",
+            lambda: self._have_arrived(epoch),
+            lambda: [rank for rank, page in zip(self._ranks, self._pages, strict=True) if page[_EPOCH] < epoch],
+            lambda: f"{self._name}: {self._fingerprint.text}",
             arrival,
-            lambda seconds: self._sleep(milestone, meanwhile),
+            lambda seconds: self._sleep(epoch, meanwhile),
         )
 
-    def _sleep(self, milestone: int, meanwhile: Callable[[], None] | None) -> None:
-        """Until the first missing member raises its milestone, or a moment."""
-        if meanwhile is not None:
-            meanwhile()
-        for clock, address in zip(self._clocks, self._addresses, strict=True):
-            seen = clock[_MILESTONE]
-            if seen < milestone:
-                self._clock[_SLEEPS] = 1
-                futex.sleep_while(address, seen, _LONGEST_SLEEP)
-                self._clock[_SLEEPS] = 0
-                return
-
-    def _are_there(self, milestone: int) -> bool:
-        for rank, clock, text in zip(self._ranks, self._clocks, self._texts, strict=True):
-            if clock[_MILESTONE] < milestone and text[0] == _VERDICT:
+    def _have_arrived(self, epoch: int) -> bool:
+        for rank, page, text in zip(self._ranks, self._pages, self._texts, strict=True):
+            if page[_EPOCH] < epoch and text[0] == _MISMATCH_BETWEEN_HOSTS:
                 publish()
                 raise MismatchError(_read(text) or f"rank {rank} found a mismatch with another host.")
-        return all(clock[_MILESTONE] >= milestone for clock in self._others)
+        return all(page[_EPOCH] >= epoch for page in self._others)
 
-    def tell(self, error: MismatchError) -> None:
-        """Let members that wait for this one raise what it found out about other hosts, where they cannot look."""
-        self._write(str(error), _VERDICT)
+    def _sleep(self, epoch: int, meanwhile: Callable[[], None] | None) -> None:
+        """Sleep until the first missing member raises its epoch, for `_LONGEST_SLEEP` at most."""
+        if meanwhile is not None:
+            meanwhile()
+        for page, address in zip(self._pages, self._addresses, strict=True):
+            seen = page[_EPOCH]
+            if seen < epoch:
+                self._own[_SLEEPING] = 1
+                futex.sleep_while(address, seen, _LONGEST_SLEEP)
+                self._own[_SLEEPING] = 0
+                return
+
+    def report_mismatch(self, error: MismatchError) -> None:
+        """Let members that wait for this one raise an error that it found between hosts, where they cannot look."""
+        self._write(str(error), _MISMATCH_BETWEEN_HOSTS)
 
     def _write(self, text: str, kind: int) -> None:
         data = np.frombuffer(text.encode()[: PAGE - _TEXT - 1], np.uint8)
@@ -128,24 +170,15 @@ class SharedMemoryBarrier:
         publish()
         own[0] = kind
 
-    def arrive(self, fingerprint: Fingerprint, meanwhile: Callable[[], None] | None = None) -> None:
-        """The first barrier of an operation, which also finds members that are in another one."""
-        self._current = fingerprint
-        self._operation += 1
-        slot = _FINGERPRINTS + (self._operation & 1)
-        self._clock[slot] = fingerprint.code
-        self.barrier(arrival=True, meanwhile=meanwhile)
-        for clock in self._others:
-            if clock[slot] != fingerprint.code:
-                self._report_mismatch(slot)
-
-    def _report_mismatch(self, slot: int) -> None:
-        """Exchange texts and raise: all members see the difference, so all come here."""
-        self._write(self._current.text, _FINGERPRINT)
-        end = time.monotonic() + 2.0
-        while time.monotonic() < end and not all(t[0] for t in self._texts):
+    def _raise_mismatch(self) -> None:
+        """Exchange texts and raise; all members see that codes differ, so all of them get here."""
+        self._write(self._fingerprint.text, _OPERATION)
+        end = time.monotonic() + _TEXTS_TIMEOUT
+        while time.monotonic() < end and not all(text[0] for text in self._texts):
             time.sleep(0.001)
-        calls = {rank: _read(t) or "another operation" for rank, t in zip(self._ranks, self._texts, strict=True)}
+        calls = {
+            rank: _read(text) or "another operation" for rank, text in zip(self._ranks, self._texts, strict=True)
+        }
         raise mismatch(self._name, calls)
 
 

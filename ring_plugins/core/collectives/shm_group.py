@@ -1,20 +1,35 @@
-"""Collectives inside one host, over shared memory.
+"""Collectives among the ranks of one host, over shared memory.
 
-Each member owns one segment: a control page, then a staging area of two halves. Uses of the staging area
-alternate between its halves, and every use contains a barrier, so that a half is only written again after
-all have passed the barrier of the use between, which they do after reading. No second barrier is needed to
-protect it.
+Each member owns one segment, which all others map:
+
+    control page | staging buffer 0 | staging buffer 1 | staging of chunks between hosts (see `hierarchical`)
+
+**Staging.** A member copies what others need into its staging buffer, all pass a barrier, and the others read it there.
+Operations, and the chunks of a large one, alternate between the two staging buffers. A member writes to a buffer again
+only two uses later; the barrier of the use between comes after everybody's reads. So one barrier a use is enough: no
+second one protects the buffer from being overwritten.
+
+**All-reduce.** Three ways, by size and by where the memory lies:
+
+- Up to `SMALL_BYTES` every member stages its numbers and reads everyone's, in rank order, so that all get the same
+  bits: one barrier.
+- Memory from `allocate` is mapped by all members. Each member reduces its slice of everyone's memory and writes the
+  result to all of it, a reduce-scatter and all-gather without copies: two barriers.
+- Any other memory is staged chunk by chunk. Each member reduces its slice of a chunk directly from the staging
+  buffers and leaves the result there. One barrier a chunk tells both that a chunk is staged and that the results of
+  the chunk before are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from ring_plugins.core.arrays.arithmetic import reduce_everywhere, reduce_into
+from ring_plugins.core.arrays.codec import Codec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.types import Array, Bytes
 from ring_plugins.core.collectives.fingerprint import Fingerprint
@@ -22,121 +37,134 @@ from ring_plugins.core.collectives.shm_barrier import PAGE, SharedMemoryBarrier
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.linux.shared_memory import Address, Segment, SharedBuffer
 
-#: Bytes of one half of the staging area: two of them and the piece being summed stay in a core's cache.
-HALF = 1024 * 1024
+#: Bytes of one of the two staging buffers: both and the piece being summed stay in a core's cache.
+STAGING_BYTES = 1024 * 1024
 #: Up to this size every member reads everything: one barrier instead of two. Measured crossover.
-SMALL = 32 * 1024
-#: Bytes of each of the four areas through which chunks go to and from other hosts. Memory is taken when it is written.
-ROOM = 4 * 1024 * 1024
-_ALIGN = 64
+SMALL_BYTES = 32 * 1024
+#: Bytes of each of the four buffers through which chunks go to and from other hosts. Pages that are never written take
+#: no memory.
+CHUNK_STAGING_BYTES = 4 * 1024 * 1024
+_CACHE_LINE = 64
 
 
 @lru_cache(maxsize=1024)
 def slices(count: int, parts: int, itemsize: int) -> tuple[slice, ...]:
-    """Cut `count` elements into `parts` ranges that start on cache lines; late ones may be empty."""
-    line = max(1, _ALIGN // itemsize)
+    """Cut `count` elements into `parts` ranges that start on cache lines; the last ones may be empty."""
+    line = max(1, _CACHE_LINE // itemsize)
     each = -(-count // parts // line) * line if count else 0
     each = max(each, line) if each * parts < count else each
     return tuple(slice(min(i * each, count), min((i + 1) * each, count)) for i in range(parts))
 
 
 def create_segment() -> Segment:
-    """The segment that a member brings to `Node`."""
-    return Segment.create(PAGE + 2 * HALF + 4 * ROOM)
+    """The segment that a member brings to `SharedMemoryGroup`."""
+    return Segment.create(PAGE + 2 * STAGING_BYTES + 4 * CHUNK_STAGING_BYTES)
 
 
 class SharedMemoryGroup:
-    """The members of a communicator that live on this host; a `Transport` among them.
+    """The members of a communicator that live on this host; implements `ByteCollectives` and all-reduce among them.
 
     Args:
         own: this member's segment from `create_segment`.
         addresses: all members' segments in rank order.
         ranks: their world ranks.
         position: which of them this process is.
-        wait: how to wait.
+        wait: long waits go through it.
         name: of the communicator.
+
+    Attributes:
+        size, position: of the group, and of this process in it.
+        barriers: the barrier that all operations share.
+        chunk_staging: every member's four buffers for chunks between hosts, as one array of bytes a member.
     """
 
     def __init__(
         self, own: Segment, addresses: Sequence[Address], ranks: Sequence[int], position: int, wait: Wait, name: str
     ) -> None:
-        self.position, self.size, self.name = position, len(ranks), name
+        self.position, self.size = position, len(ranks)
         self._ranks = tuple(ranks)
-        segments = [
-            own if i == position else Segment.open(address, rank)
-            for i, (address, rank) in enumerate(zip(addresses, ranks, strict=True))
-        ]
-        pages = [segment.array[:PAGE] for segment in segments]
-        milestones = SharedMemoryBarrier(pages, ranks, position, wait, name)
-        self.arrive, self.barrier_only, self.tell = milestones.arrive, milestones.barrier, milestones.tell
-        self._arrive, self._barrier = milestones.arrive, milestones.barrier
-        end = PAGE + 2 * HALF
-        self._staging = [(segment.array[PAGE : PAGE + HALF], segment.array[PAGE + HALF : end]) for segment in segments]
-        self.rooms = [segment.array[end:] for segment in segments]
-        self._typed: dict[np.dtype[Any], tuple[list[Array], list[Array]]] = {}
-        self._use = 0
+        segments = self._open(own, addresses)
+        arrays = [segment.array for segment in segments]
+        self.barriers = SharedMemoryBarrier([array[:PAGE] for array in arrays], ranks, position, wait, name)
+        self._arrive, self._synchronize = self.barriers.arrive, self.barriers.synchronize
+        first, second = PAGE + STAGING_BYTES, PAGE + 2 * STAGING_BYTES
+        #: By staging buffer, then by member.
+        self._staging = [array[PAGE:first] for array in arrays], [array[first:second] for array in arrays]
+        self._typed_staging: dict[np.dtype[Any], tuple[list[Array], list[Array]]] = {}
+        self._turn = 0
+        self.chunk_staging = [array[second:] for array in arrays]
         self._buffers: list[SharedBuffer] = []
-        self._barrier()
+        self._close_files(segments)
+
+    def _open(self, own: Segment, addresses: Sequence[Address]) -> list[Segment]:
+        """Everyone's segments in rank order."""
+        return [
+            own if i == self.position else Segment.open(address, rank)
+            for i, (address, rank) in enumerate(zip(addresses, self._ranks, strict=True))
+        ]
+
+    def _close_files(self, segments: Sequence[Segment]) -> None:
+        """Close the files once all members have mapped them."""
+        self._synchronize()
         for segment in segments:
             segment.close_file()
 
-    def _next_half(self) -> int:
-        self._use ^= 1
-        return self._use
+    # Moving bytes ---------------------------------------------------------------------------------
 
-    # Transport ------------------------------------------------------------------------------------
+    def _next_staging(self) -> list[Bytes]:
+        """Everyone's staging buffers for the next use."""
+        self._turn ^= 1
+        return self._staging[self._turn]
 
     def barrier(self, fingerprint: Fingerprint) -> None:
         self._arrive(fingerprint)
 
     def broadcast(self, data: Bytes, root: int, fingerprint: Fingerprint) -> None:
-        for i, start in enumerate(range(0, max(data.size, 1), HALF)):
-            piece = data[start : start + HALF]
-            staged = self._staging[root][self._next_half()][: piece.size]
+        for start in range(0, max(data.size, 1), STAGING_BYTES):
+            piece = data[start : start + STAGING_BYTES]
+            staged = self._next_staging()[root][: piece.size]
             if self.position == root:
                 staged[:] = piece
-            self._arrive(fingerprint) if i == 0 else self._barrier()
+            self._arrive(fingerprint) if start == 0 else self._synchronize()
             if self.position != root:
                 piece[:] = staged
 
     def all_gather(self, mine: Bytes, parts: Sequence[Bytes], fingerprint: Fingerprint) -> None:
-        for i, start in enumerate(range(0, max(1, *(part.size for part in parts)), HALF)):
-            half = self._next_half()
-            piece = mine[start : start + HALF]
-            self._staging[self.position][half][: piece.size] = piece
-            self._arrive(fingerprint) if i == 0 else self._barrier()
-            for part, staging in zip(parts, self._staging, strict=True):
-                piece = part[start : start + HALF]
-                piece[:] = staging[half][: piece.size]
+        for start in range(0, max(1, *(part.size for part in parts)), STAGING_BYTES):
+            staging = self._next_staging()
+            piece = mine[start : start + STAGING_BYTES]
+            staging[self.position][: piece.size] = piece
+            self._arrive(fingerprint) if start == 0 else self._synchronize()
+            for part, staged in zip(parts, staging, strict=True):
+                piece = part[start : start + STAGING_BYTES]
+                piece[:] = staged[: piece.size]
 
     def all_to_all(self, outgoing: Sequence[Bytes], incoming: Sequence[Bytes], fingerprint: Fingerprint) -> None:
         longest = np.array([max(part.size for part in outgoing)])
-        everyones = np.empty(self.size, longest.dtype)
-        self.all_gather(longest.view(np.uint8), np.split(everyones.view(np.uint8), self.size), fingerprint)
-        room = HALF // self.size // _ALIGN * _ALIGN
-        for start in range(0, int(everyones.max()), room):
-            half = self._next_half()
+        longest_of_all = np.empty(self.size, longest.dtype)
+        self.all_gather(longest.view(np.uint8), np.split(longest_of_all.view(np.uint8), self.size), fingerprint)
+        share = STAGING_BYTES // self.size // _CACHE_LINE * _CACHE_LINE  # of a staging buffer, for one receiver
+        for start in range(0, int(longest_of_all.max()), share):
+            staging = self._next_staging()
             for i, part in enumerate(outgoing):
-                piece = part[start : start + room]
-                self._staging[self.position][half][i * room : i * room + piece.size] = piece
-            self._barrier()
-            for part, staging in zip(incoming, self._staging, strict=True):
-                piece = part[start : start + room]
-                at = self.position * room
-                piece[:] = staging[half][at : at + piece.size]
+                piece = part[start : start + share]
+                staging[self.position][i * share : i * share + piece.size] = piece
+            self._synchronize()
+            own_share = self.position * share
+            for part, staged in zip(incoming, staging, strict=True):
+                piece = part[start : start + share]
+                piece[:] = staged[own_share : own_share + piece.size]
 
-    # Reductions -----------------------------------------------------------------------------------
+    # Memory that all members map ------------------------------------------------------------------
 
-    def allocate(self, nbytes: int, exchange: Callable[[Address], list[Address]]) -> SharedBuffer:
-        """Memory that all members map and in which `all_reduce` works in place; collective."""
+    def allocate(self, nbytes: int, fingerprint: Fingerprint) -> SharedBuffer:
+        """Memory that all members map, and in which `all_reduce` works in place."""
         own = Segment.create(nbytes)
-        segments = [
-            own if i == self.position else Segment.open(address, rank)
-            for i, (address, rank) in enumerate(zip(exchange(own.address), self._ranks, strict=True))
-        ]
-        self._barrier()
-        for segment in segments:
-            segment.close_file()
+        address = np.array(own.address, np.int64)
+        rows = np.empty((self.size, address.size), np.int64)
+        self.all_gather(address.view(np.uint8), [row.view(np.uint8) for row in rows], fingerprint)
+        segments = self._open(own, [(int(pid), int(fd), int(size)) for pid, fd, size in rows])
+        self._close_files(segments)
         buffer = SharedBuffer([segment.array for segment in segments], self.position)
         self._buffers.append(buffer)
         return buffer
@@ -145,97 +173,89 @@ class SharedMemoryGroup:
         """Forget a buffer; its memory goes with the last view of it."""
         self._buffers.remove(buffer)
 
-    def all_reduce(
-        self, array: Array, op: Op, dtype: str, divisor: int, fingerprint: Fingerprint, source: Array | None = None
-    ) -> None:
-        """Reduce `array` of all members.
-
-        Args:
-            array: 1-d storage array, the same length everywhere, for the result.
-            op, dtype, divisor: as in `reduce_into`.
-            signature: of the operation.
-            source: what this member adds; `array` itself by default.
-        """
-        source = array if source is None else source
-        if array.nbytes <= SMALL:
-            self._reduce_small(array, source, op, dtype, divisor, fingerprint)
-            return
-        shared = self.everyones(array)
-        if shared is not None:
-            if source is not array:
-                np.copyto(array, source)
-            self._reduce_shared(shared, op, dtype, divisor, fingerprint)
-        else:
-            self._reduce_staged(array, source, op, dtype, divisor, fingerprint)
-
-    def everyones(self, array: Array) -> list[Array] | None:
-        """The same memory of all members, if it lies in a buffer that they share."""
+    def mapped(self, array: Array) -> list[Array] | None:
+        """The memory of all members that corresponds to `array`, if it lies in a buffer from `allocate`."""
         for buffer in self._buffers:
             offset = buffer.offset_of(array)
             if offset is not None:
                 return [part[offset : offset + array.nbytes].view(array.dtype) for part in buffer.parts]
         return None
 
-    def _typed_staging(self, storage: np.dtype[Any]) -> tuple[list[Array], list[Array]]:
-        """Both halves of everyone's staging area as arrays of a type; kept, since making views takes time."""
-        typed = self._typed.get(storage)
-        if typed is None:
-            first, second = zip(*self._staging, strict=True)
-            typed = [half.view(storage) for half in first], [half.view(storage) for half in second]
-            self._typed[storage] = typed
-        return typed
+    # All-reduce -----------------------------------------------------------------------------------
 
-    def _own_first(self, parts: Sequence[Array]) -> list[Array]:
-        return [parts[self.position], *(part for i, part in enumerate(parts) if i != self.position)]
-
-    def _reduce_small(
-        self, array: Array, source: Array, op: Op, dtype: str, divisor: int, fingerprint: Fingerprint
+    def all_reduce(
+        self, array: Array, source: Array, op: Op, dtype: str, codec: Codec | None, fingerprint: Fingerprint
     ) -> None:
-        """Everyone reads everything, in rank order, so that all get the same bits."""
-        size, halves = array.size, self._typed_staging(array.dtype)
-        staged = [half[:size] for half in halves[self._next_half()]]
-        np.copyto(staged[self.position], source)
-        self._arrive(fingerprint)
-        reduce_into(array, staged, op, dtype, divisor)
+        """Combine the `source` of all members into `array`; all get the same bits.
 
-    def _reduce_shared(self, parts: list[Array], op: Op, dtype: str, divisor: int, fingerprint: Fingerprint) -> None:
-        """Each member reduces its slice of everyone's memory, and leaves the result in all of them."""
+        Args:
+            array: 1-d storage array for the result, the same length everywhere.
+            source: this member's numbers; may be `array` itself.
+            op, dtype: as in `reduce_into`.
+            codec: ignored, since nothing is sent to another host.
+            fingerprint: of the operation.
+        """
+        divisor = self.size if op is Op.AVERAGE else 1
+        if array.nbytes <= SMALL_BYTES:
+            size = array.size
+            staged = [whole[:size] for whole in self._next_typed_staging(array.dtype)]
+            np.copyto(staged[self.position], source)
+            self._arrive(fingerprint)
+            reduce_into(array, staged, op, dtype, divisor)
+            return
+        mapped = self.mapped(array)
+        if mapped is None:
+            self._reduce_staged(array, source, op, dtype, divisor, fingerprint)
+            return
+        if source is not array:
+            np.copyto(array, source)
+        self._reduce_mapped(mapped, op, dtype, divisor, fingerprint)
+
+    def _next_typed_staging(self, storage: np.dtype[Any]) -> list[Array]:
+        """Everyone's staging buffers for the next use, as arrays of a type; kept, since making views takes time."""
+        typed = self._typed_staging.get(storage)
+        if typed is None:
+            first, second = self._staging
+            typed = [whole.view(storage) for whole in first], [whole.view(storage) for whole in second]
+            self._typed_staging[storage] = typed
+        self._turn ^= 1
+        return typed[self._turn]
+
+    def _reduce_mapped(self, parts: list[Array], op: Op, dtype: str, divisor: int, fingerprint: Fingerprint) -> None:
+        """Reduce the own slice of everyone's memory, and leave the result in all of them."""
         self._arrive(fingerprint)
-        cut = slices(parts[0].size, self.size, parts[0].itemsize)[self.position]
-        reduce_everywhere(self._own_first([part[cut] for part in parts]), op, dtype, divisor)
-        self._barrier()
+        own = slices(parts[0].size, self.size, parts[0].itemsize)[self.position]
+        others = [part[own] for i, part in enumerate(parts) if i != self.position]
+        reduce_everywhere([parts[self.position][own], *others], op, dtype, divisor)
+        self._synchronize()
 
     def _reduce_staged(
         self, array: Array, source: Array, op: Op, dtype: str, divisor: int, fingerprint: Fingerprint
     ) -> None:
-        """Ordinary memory: each member puts what others reduce into its staging area, and finds the result there.
-
-        Chunks take turns with the halves of the area, so that one barrier tells both that a chunk is staged and that
-        the results of the one before are there. After it nobody but its owner touches the half of the latter.
-        """
-        step, (first, second) = HALF // array.itemsize, self._typed_staging(array.dtype)
-        before: tuple[Array, Array, list[slice]] | None = None
-        for i, start in enumerate(range(0, array.size, step)):
-            chunk, mine = array[start : start + step], source[start : start + step]
+        """Stage what others reduce, chunk by chunk, and find their results in the own staging buffer."""
+        length = STAGING_BYTES // array.itemsize
+        unfinished: tuple[Array, Array, list[slice]] | None = None
+        for start in range(0, array.size, length):
+            chunk, mine = array[start : start + length], source[start : start + length]
+            staging = self._next_typed_staging(array.dtype)
+            own_staging = staging[self.position]
             cuts = slices(chunk.size, self.size, chunk.itemsize)
-            staged = second if self._next_half() else first
-            own = staged[self.position]
-            others = [cut for owner, cut in enumerate(cuts) if owner != self.position]
-            for cut in others:
-                np.copyto(own[cut], mine[cut])
-            self._arrive(fingerprint) if i == 0 else self._barrier()
-            _take_out(before)
-            cut = cuts[self.position]
-            areas = [area[cut] for j, area in enumerate(staged) if j != self.position]
-            reduce_everywhere([chunk[cut], *areas], op, dtype, divisor, mine[cut])
-            before = chunk, own, others
-        self._barrier()
-        _take_out(before)
+            own_cut = cuts[self.position]
+            other_cuts = [cut for i, cut in enumerate(cuts) if i != self.position]
+            for cut in other_cuts:
+                np.copyto(own_staging[cut], mine[cut])
+            self._arrive(fingerprint) if start == 0 else self._synchronize()
+            _copy_results(unfinished)
+            others = [staged[own_cut] for i, staged in enumerate(staging) if i != self.position]
+            reduce_everywhere([chunk[own_cut], *others], op, dtype, divisor, mine[own_cut])
+            unfinished = chunk, own_staging, other_cuts
+        self._synchronize()
+        _copy_results(unfinished)
 
 
-def _take_out(reduced: tuple[Array, Array, list[slice]] | None) -> None:
-    """Copy what others have reduced from the own staging area to where it belongs."""
-    if reduced is not None:
-        chunk, own, cuts = reduced
+def _copy_results(unfinished: tuple[Array, Array, list[slice]] | None) -> None:
+    """Copy the slices that others have reduced from the own staging buffer to the chunk that they belong to."""
+    if unfinished is not None:
+        chunk, staging, cuts = unfinished
         for cut in cuts:
-            np.copyto(chunk[cut], own[cut])
+            np.copyto(chunk[cut], staging[cut])

@@ -1,4 +1,4 @@
-"""The communicator of a job of one process: every operation is the identity."""
+"""The communicator of one process: every collective is the identity."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ from ring_plugins.core.arrays.codec import HalfCodec
 from ring_plugins.core.arrays.dtypes import Op, check_reducible
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.collectives.api import Statistics, Work
+from ring_plugins.core.collectives.executor import BackgroundWork
 from ring_plugins.core.linux.shared_memory import SharedBuffer
 
 T = TypeVar("T")
 
 
 class SingleCommunicator:
-    """A `Communicator` of size 1."""
+    """A `Communicator` of size 1. `start` runs its function at once, in the calling thread.
+
+    Args:
+        name: for reports.
+        world_rank: of this process.
+    """
 
     def __init__(self, name: str, world_rank: int = 0) -> None:
         self.name, self.rank, self.size = name, 0, 1
@@ -56,7 +62,7 @@ class SingleCommunicator:
         return [copy.deepcopy(item)]
 
     def start(self, description: str, function: Callable[[], T]) -> Work[T]:
-        work = Work(description, function, lambda _: None)
+        work = BackgroundWork(description, function, lambda _: None)
         work.run()
         return work
 
@@ -69,5 +75,11 @@ class SingleCommunicator:
     def release(self, buffer: SharedBuffer) -> None:
         pass
 
+    def activity(self) -> None:
+        return None
+
     def close(self) -> None:
+        pass
+
+    def detach_after_fork(self) -> None:
         pass

@@ -16,8 +16,7 @@ from ring_plugins.core.arrays.codec import HalfCodec
 from ring_plugins.core.arrays.dtypes import Op, check_reducible
 from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.base.errors import ArgumentError, RingError
-from ring_plugins.core.collectives.api import Communicator, FailureState, QueuedWork, Statistics, Work
-from ring_plugins.core.collectives.executor import Activity
+from ring_plugins.core.collectives.api import Activity, Communicator, FailureState, QueuedWork, Statistics, Work
 from ring_plugins.core.control.wait import LongWait, Wait
 from ring_plugins.core.gpu.connection import NcclConnection
 from ring_plugins.core.gpu.cuda import Driver

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, PeerLeft, TimeoutExceeded
-from ring_plugins.core.collectives.executor import Activity
+from ring_plugins.core.collectives.api import Activity
 from ring_plugins.core.control.wait import LongWait
 from ring_plugins.core.gpu.cuda import Driver
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
-from ring_plugins.core.collectives.executor import Activity
+from ring_plugins.core.collectives.api import Activity
 from ring_plugins.core.control.channel import Body, Channel
 from ring_plugins.core.control.failure_detector import FailureDetector, Peer
 from ring_plugins.core.control.wait import LongWait, long_waits

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ring_plugins.core.base.errors import name_ranks
-from ring_plugins.core.collectives.executor import Activity
+from ring_plugins.core.collectives.api import Activity
 from ring_plugins.core.control.failure_detector import Peer
 from ring_plugins.core.trace.steps import steps
 

@@ -56,7 +56,7 @@ class StepClock:
         self._waiting_before = self._moving_before = 0.0
         self._steps: deque[Step] = deque(maxlen=_KEPT)
 
-    def stood_still(self, seconds: float, waiting: float) -> None:
+    def add_blocked_time(self, seconds: float, waiting: float) -> None:
         """The script stood still for a collective, `waiting` of the seconds until all members had come."""
         waiting = min(waiting, seconds)
         self.waiting += waiting

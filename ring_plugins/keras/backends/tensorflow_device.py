@@ -147,7 +147,7 @@ class DeviceBuckets:
             self._communicator.synchronize()
             seconds = time.monotonic() - began
             self.reducer.waited += seconds
-            steps.stood_still(seconds, 0.0)
+            steps.add_blocked_time(seconds, 0.0)
             self.reducer.finish()
         except BaseException:
             with contextlib.suppress(RingError):  # which is the same again

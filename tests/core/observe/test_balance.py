@@ -64,10 +64,10 @@ def test_the_slow_rank_is_found_while_training_and_in_the_summary():
 
 def test_a_step_is_what_lies_between_two_ends():
     clock = StepClock()
-    clock.stood_still(1.0, 0.5)
+    clock.add_blocked_time(1.0, 0.5)
     clock.end_step(8)  # nobody knows when this one began
-    clock.stood_still(seconds=0.004, waiting=0.003)
-    clock.stood_still(seconds=0.001, waiting=0.0)
+    clock.add_blocked_time(seconds=0.004, waiting=0.003)
+    clock.add_blocked_time(seconds=0.001, waiting=0.0)
     clock.end_step(8)
     (step,) = clock.take()
     assert (step.number, step.nbytes) == (1, 8)

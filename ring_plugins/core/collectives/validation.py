@@ -1,0 +1,103 @@
+"""Checks of the arguments of collectives, shared by all fronts and communicators, host memory and GPUs alike.
+
+`ArgumentError` tells that one rank's argument makes no sense by itself, and is raised before anything is sent.
+`MismatchError` tells that the ranks' arguments do not fit together; every rank raises it. Whether an operation makes
+sense for an element type is `core.arrays.dtypes.check_reducible`'s to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ring_plugins.core.base.errors import ArgumentError, MismatchError
+from ring_plugins.core.collectives.api import Communicator
+
+
+def check_rank(rank: int, communicator: Communicator[Any], name: str = "root") -> int:
+    """Return `rank` if it is one of the communicator.
+
+    Raises:
+        ArgumentError: it is not an integer, or out of range.
+    """
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < communicator.size:
+        raise ArgumentError(f"{name}={rank!r} is not a rank of {communicator.name}, which has {communicator.size}.")
+    return rank
+
+
+def check_counts(counts: Sequence[int], elements: int, name: str = "counts") -> None:
+    """Check that parts of memory cover it.
+
+    Raises:
+        ArgumentError: a count is negative, or they do not add up to `elements`.
+    """
+    if sum(counts) != elements or any(count < 0 for count in counts):
+        raise ArgumentError(f"{name}={list(counts)} do not add up to the {elements} elements given.")
+
+
+def rows_of(shape: Sequence[int], collective: str) -> int:
+    """Return the first dimension of `x`.
+
+    Raises:
+        ArgumentError: `x` has none.
+    """
+    if not shape:
+        raise ArgumentError(f"x is 0-d; {collective} needs at least one dimension.")
+    return shape[0]
+
+
+def scatter_rows(rows: int, size: int) -> list[int]:
+    """How many rows of a reduce-scatter each rank gets: equal parts, the first ones longer by one if need be."""
+    quotient, rest = divmod(rows, size)
+    return [quotient + (i < rest) for i in range(size)]
+
+
+def check_splits(splits: Sequence[int] | None, rows: int, size: int) -> list[int]:
+    """How many rows of an all-to-all go to each rank.
+
+    Args:
+        splits: as the caller gave them, None for equal parts.
+        rows: first dimension of `x`.
+        size: number of ranks.
+
+    Raises:
+        ArgumentError: there are no equal parts, or the splits are not `size` counts that add up to `rows`.
+    """
+    if splits is None:
+        if rows % size:
+            raise ArgumentError(f"x has {rows} rows, which {size} ranks cannot share equally; pass splits.")
+        return [rows // size] * size
+    counts = [int(split) for split in splits]
+    if len(counts) != size or sum(counts) != rows or min(counts) < 0:
+        raise ArgumentError(f"splits={counts} must be {size} numbers that add up to the {rows} rows of x.")
+    return counts
+
+
+def exchange_rows(
+    communicator: Communicator[Any], rows: Sequence[int], trailing: Sequence[int], dtype: str, collective: str
+) -> list[tuple[int, ...]]:
+    """Tell each other numbers of rows, and check that everything else is equal; collective.
+
+    Args:
+        communicator: all ranks of it call.
+        rows: this rank's numbers of rows, which may differ from other ranks'.
+        trailing: dimensions of `x` after the first.
+        dtype: its element type.
+        collective: name of the operation, for the error.
+
+    Returns:
+        The `rows` of all ranks in rank order.
+
+    Raises:
+        MismatchError: trailing dimensions or dtypes differ; all ranks raise it, and may go on.
+    """
+    gathered = communicator.all_gather_object((tuple(rows), tuple(trailing), dtype))
+    if len({item[1:] for item in gathered}) > 1:
+        shapes = ", ".join(
+            f"rank {rank}: ({', '.join(map(str, ('*', *item[1])))}) {item[2]}"
+            for rank, item in zip(communicator.ranks, gathered, strict=True)
+        )
+        raise MismatchError(
+            f"x of {collective} must have equal trailing dimensions and dtype on all ranks, but {shapes}."
+        )
+    return [item[0] for item in gathered]
