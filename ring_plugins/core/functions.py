@@ -16,6 +16,7 @@ from ring_plugins.core.arrays.memory import HostMemory, OnDevice, host_array, ho
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.validation import check_rank, check_splits, exchange_rows, rows_of, scatter_rows
 from ring_plugins.core.world import current
 
 
@@ -192,7 +193,7 @@ def broadcast(x: Any, root: int = 0, *, out: Any = None, wait: bool = True) -> A
         ArgumentError: `root` is no rank; memory as in `all_reduce`.
     """
     communicator = current().communicator
-    _check_root(root, communicator)
+    check_rank(root, communicator)
     try:
         return in_place(communicator, "broadcast", x, out, wait, partial(communicator.broadcast, root=root))
     except OnDevice as error:
@@ -222,7 +223,7 @@ def all_gather(x: Any, *, wait: bool = True) -> Any:
     def run() -> Any:
         source = np.atleast_1d(np.ascontiguousarray(array))
         trailing = source.shape[1:]
-        lengths = _gather_shapes(communicator, source.shape[0], trailing, dtype)
+        lengths = [n for (n,) in exchange_rows(communicator, source.shape[:1], trailing, dtype, "all_gather")]
         result = empty(x, source.dtype, (sum(lengths), *trailing))
         each = int(np.prod(trailing, dtype=np.int64))
         communicator.all_gather(
@@ -251,13 +252,10 @@ def reduce_scatter(x: Any, op: Op = Op.AVERAGE, *, wait: bool = True) -> Any:
         array, dtype = host_array(x)
     except OnDevice as error:
         return _on_gpu(x, error).reduce_scatter(x, op, wait)
+    lengths = scatter_rows(rows_of(array.shape, "reduce_scatter"), communicator.size)
 
     def run() -> Any:
-        if array.ndim == 0:
-            raise ArgumentError("x has no dimension to cut; reduce_scatter takes an array of at least one.")
         source = np.ascontiguousarray(array)
-        quotient, rest = divmod(source.shape[0], communicator.size)
-        lengths = [quotient + (i < rest) for i in range(communicator.size)]
         each = int(np.prod(source.shape[1:], dtype=np.int64))
         result = empty(x, source.dtype, (lengths[communicator.rank], *source.shape[1:]))
         communicator.reduce_scatter(
@@ -287,21 +285,13 @@ def all_to_all(x: Any, splits: Sequence[int] | None = None, *, wait: bool = True
         source, dtype = host_array(x)
     except OnDevice as error:
         return _on_gpu(x, error).all_to_all(x, splits, wait)
-    if source.ndim == 0:
-        raise ArgumentError("x has no dimension to cut; all_to_all takes an array of at least one.")
-    rows = source.shape[0]
-    if splits is None and rows % communicator.size:
-        raise ArgumentError(f"x has {rows} rows, which {communicator.size} ranks cannot share equally; pass splits.")
-    send = [rows // communicator.size] * communicator.size if splits is None else [int(s) for s in splits]
-    if len(send) != communicator.size or sum(send) != rows or min(send) < 0:
-        raise ArgumentError(f"splits={send} must be {communicator.size} numbers that add up to the {rows} rows of x.")
+    send = check_splits(splits, rows_of(source.shape, "all_to_all"), communicator.size)
 
     def run() -> Any:
         data = np.ascontiguousarray(source)
         trailing = data.shape[1:]
-        everyones = communicator.all_gather_object((send, trailing, dtype))
-        _check_equal([(t, d) for _, t, d in everyones], "all_to_all")
-        receive = [other[0][communicator.rank] for other in everyones]
+        sends = exchange_rows(communicator, send, trailing, dtype, "all_to_all")
+        receive = [theirs[communicator.rank] for theirs in sends]
         each = int(np.prod(trailing, dtype=np.int64))
         result = empty(x, data.dtype, (sum(receive), *trailing))
         communicator.all_to_all(
@@ -323,27 +313,10 @@ def barrier() -> None:
 def broadcast_object(item: Any, root: int = 0) -> Any:
     """The root's object, which must be picklable, on every rank."""
     communicator = current().communicator
-    _check_root(root, communicator)
+    check_rank(root, communicator)
     return communicator.broadcast_object(item, root)
 
 
 def all_gather_object(item: Any) -> list[Any]:
     """Everyone's object, which must be picklable, in rank order."""
     return current().communicator.all_gather_object(item)
-
-
-def _check_root(root: int, communicator: Communicator) -> None:
-    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < communicator.size:
-        raise ArgumentError(f"root={root!r} is not a rank of this job of {communicator.size}.")
-
-
-def _gather_shapes(communicator: Communicator, length: int, trailing: tuple[int, ...], dtype: str) -> list[int]:
-    everyones = communicator.all_gather_object((length, trailing, dtype))
-    _check_equal([(t, d) for _, t, d in everyones], "all_gather")
-    return [other[0] for other in everyones]
-
-
-def _check_equal(values: Sequence[tuple[tuple[int, ...], str]], what: str) -> None:
-    if len(set(values)) > 1:
-        said = ", ".join(f"rank {i}: (*, {', '.join(map(str, t))}) {d}" for i, (t, d) in enumerate(values))
-        raise ArgumentError(f"x of {what} must have equal trailing dimensions and dtype on all ranks, but {said}.")

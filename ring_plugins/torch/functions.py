@@ -9,7 +9,8 @@ import torch
 
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import DeviceMemory
-from ring_plugins.core.base.errors import ArgumentError, MismatchError
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.collectives.validation import check_splits, exchange_rows, rows_of, scatter_rows
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.world import current
 from ring_plugins.torch.device import index_of, is_on_gpu, memory_of, streams
@@ -29,7 +30,7 @@ def broadcast(x: torch.Tensor, root: int, out: Any, wait: bool) -> Any:
 def all_gather(x: torch.Tensor, wait: bool) -> Any:
     """Everyone's `x`, one after the other along the first dimension."""
     communicator, source = _communicator(x), _source(x)
-    lengths = [rows for (rows,) in _agree(communicator, source, (source.shape[0],), "all_gather")]
+    lengths = [rows for (rows,) in _exchange_rows(communicator, source, source.shape[:1], "all_gather")]
     result = source.new_empty((sum(lengths), *source.shape[1:]))
     each = _each(source)
 
@@ -43,11 +44,8 @@ def all_gather(x: torch.Tensor, wait: bool) -> Any:
 def reduce_scatter(x: torch.Tensor, op: Op, wait: bool) -> Any:
     """Combine `x` of all ranks and give each rank one part of it."""
     communicator = _communicator(x)
-    if x.dim() == 0:
-        raise ArgumentError("x has no dimension to cut; reduce_scatter takes a tensor of at least one.")
+    lengths = scatter_rows(rows_of(x.shape, "reduce_scatter"), communicator.size)
     source = _source(x)
-    quotient, rest = divmod(source.shape[0], communicator.size)
-    lengths = [quotient + (i < rest) for i in range(communicator.size)]
     result = source.new_empty((lengths[communicator.rank], *source.shape[1:]))
     each = _each(source)
 
@@ -61,17 +59,9 @@ def reduce_scatter(x: torch.Tensor, op: Op, wait: bool) -> Any:
 def all_to_all(x: torch.Tensor, splits: Sequence[int] | None, wait: bool) -> Any:
     """Send part i of `x` to rank i, and receive a part from everyone."""
     communicator = _communicator(x)
-    size = communicator.size
-    if x.dim() == 0:
-        raise ArgumentError("x has no dimension to cut; all_to_all takes a tensor of at least one.")
+    send = check_splits(splits, rows_of(x.shape, "all_to_all"), communicator.size)
     source = _source(x)
-    rows = source.shape[0]
-    if splits is None and rows % size:
-        raise ArgumentError(f"x has {rows} rows, which {size} ranks cannot share equally; pass splits.")
-    send = [rows // size] * size if splits is None else [int(split) for split in splits]
-    if len(send) != size or sum(send) != rows or min(send) < 0:
-        raise ArgumentError(f"splits={send} must be {size} numbers that add up to the {rows} rows of x.")
-    receive = [theirs[communicator.rank] for theirs in _agree(communicator, source, tuple(send), "all_to_all")]
+    receive = [theirs[communicator.rank] for theirs in _exchange_rows(communicator, source, send, "all_to_all")]
     result = source.new_empty((sum(receive), *source.shape[1:]))
     each = _each(source)
 
@@ -133,12 +123,8 @@ def _each(source: torch.Tensor) -> int:
     return source[:1].numel() if source.shape[0] else int(torch.Size(source.shape[1:]).numel())
 
 
-def _agree(
-    communicator: DeviceCommunicator, source: torch.Tensor, rows: tuple[int, ...], what: str
+def _exchange_rows(
+    communicator: DeviceCommunicator, source: torch.Tensor, rows: Sequence[int], collective: str
 ) -> list[tuple[int, ...]]:
-    """Everyone's numbers of rows, if all that must be equal is."""
-    everyones = communicator.all_gather_object((rows, tuple(source.shape[1:]), str(source.dtype)))
-    if len({(trailing, dtype) for _, trailing, dtype in everyones}) > 1:
-        said = ", ".join(f"rank {i}: {trailing} of {dtype}" for i, (_, trailing, dtype) in enumerate(everyones))
-        raise MismatchError(f"x of {what} must have equal trailing dimensions and dtype on all ranks, but {said}.")
-    return [theirs for theirs, _, _ in everyones]
+    """Everyone's numbers of rows, if everything that must be equal is."""
+    return exchange_rows(communicator, rows, source.shape[1:], str(source.dtype), collective)

@@ -70,7 +70,7 @@ from ring_plugins.torch import DistributedOptimizer
 from tests.worker import report
 
 ring.init(ranks=int(os.environ["TEST_RANKS"]))
-plane = world.current()._connection.plane
+plane = world.current()._connection.transport
 sent, exchange = [0], plane.exchange
 
 

@@ -1,8 +1,8 @@
 """All-reduce between hosts: algorithms for one chunk, and a pipeline of chunks.
 
-**Pipeline.** A large array is cut into chunks, and each chunk goes through a number of rounds. While the oldest chunk is
-in its last round, later ones are in earlier rounds: what a round sends is under way while the processor reduces other
-chunks. All members take the same steps in the same order, so their messages match without being numbered.
+**Pipeline.** A large array is cut into chunks, and each chunk goes through a number of rounds. While the oldest chunk
+is in its last round, later ones are in earlier rounds: what a round sends is under way while the processor reduces
+other chunks. All members take the same steps in the same order, so their messages match without being numbered.
 
 **Algorithms.** All of them send 2(n-1)/n of the data from every host, which is the least there is (Patarasuk and Yuan,
 "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). They differ in rounds and connections:

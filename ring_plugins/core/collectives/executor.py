@@ -67,9 +67,7 @@ class SerialExecutor:
         self._fingerprint: Fingerprint | None = None
         self._began = self._ended = 0.0
 
-    def run(
-        self, fingerprint: Fingerprint, operation: Callable[[Unpack[Ts], Fingerprint], T], *args: Unpack[Ts]
-    ) -> T:
+    def run(self, fingerprint: Fingerprint, operation: Callable[[Unpack[Ts], Fingerprint], T], *args: Unpack[Ts]) -> T:
         """Run `operation(*args, fingerprint)` after everything that was started before, and return its result.
 
         Raises:

@@ -106,9 +106,7 @@ class HierarchicalAllReduce:
                 self._node.barriers.report_mismatch(error)
             raise
 
-    def _reduce_small(
-        self, array: Array, source: Array, local: LocalReduction, divisor: float, codec: Codec
-    ) -> None:
+    def _reduce_small(self, array: Array, source: Array, local: LocalReduction, divisor: float, codec: Codec) -> None:
         whole = slice(0, array.size)
         stage = intra_node_stage(self._node, array, source, local)
         stage.step(whole, None)
@@ -118,9 +116,7 @@ class HierarchicalAllReduce:
         stage.step(None, whole)
         stage.finish()
 
-    def _reduce_chunks(
-        self, array: Array, source: Array, local: LocalReduction, divisor: float, codec: Codec
-    ) -> None:
+    def _reduce_chunks(self, array: Array, source: Array, local: LocalReduction, divisor: float, codec: Codec) -> None:
         rail, op, dtype, fingerprint = self._rail, local.op, local.dtype, local.fingerprint
         length = self.chunk_bytes(array.nbytes) // array.itemsize
         chunks = [slice(start, min(start + length, array.size)) for start in range(0, array.size, length)]
@@ -277,9 +273,7 @@ class _StagedMemory:
         self._meanwhile = meanwhile
         count = CHUNK_STAGING_BYTES // array.itemsize
         staging = [whole.view(array.dtype) for whole in node.chunk_staging]
-        first, second, third, fourth = [
-            [whole[i * count : (i + 1) * count] for whole in staging] for i in range(4)
-        ]
+        first, second, third, fourth = [[whole[i * count : (i + 1) * count] for whole in staging] for i in range(4)]
         self._inputs, self._results = (first, second), (third, fourth)
         self._turn = 0
         self._arrived = False

@@ -83,12 +83,12 @@ class HostCommunicator:
     ) -> None:
         segment = create_segment() if is_available() else None
         own = Member(rank, node, segment.address if segment else None, tag)
-        members = [Member(*member) for member in gather(tuple(own))]
+        members = [Member(*member) for member in gather(tuple(own))]  # as lists, where JSON carried them
         nodes: dict[str, list[Member]] = {}
         for member in members:
             nodes.setdefault(member.node, []).append(member)
         local = nodes[node]
-        local_rank = local.index(own)
+        local_rank = [member.rank for member in local].index(rank)
 
         self.name = name
         self.ranks = tuple(member.rank for member in members)

@@ -140,9 +140,7 @@ class NetworkGroup:
 
     # Headers --------------------------------------------------------------------------------------
 
-    def send_headers(
-        self, sizes: Sequence[int], expected: Sequence[int], fingerprint: Fingerprint
-    ) -> PendingHeaders:
+    def send_headers(self, sizes: Sequence[int], expected: Sequence[int], fingerprint: Fingerprint) -> PendingHeaders:
         """Begin an operation: tell every member which operation this is and how many bytes it will be sent.
 
         The data may be sent, and memory for it given, right after. Call `check_headers` before received data is used.
@@ -155,7 +153,9 @@ class NetworkGroup:
         ranks, others = self._ranks, self.others
         received = np.zeros((self.size, _HEADER_BYTES), np.uint8)
         request = self._transport.exchange(
-            [(ranks[i], _header(fingerprint, sizes[i])) for i in others], [(ranks[i], received[i]) for i in others], self._tag
+            [(ranks[i], _header(fingerprint, sizes[i])) for i in others],
+            [(ranks[i], received[i]) for i in others],
+            self._tag,
         )
         return PendingHeaders(request, received, expected, fingerprint)
 

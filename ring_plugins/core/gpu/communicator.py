@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ring_plugins.core.arrays.codec import HalfCodec
 from ring_plugins.core.arrays.dtypes import Op, check_reducible
 from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.base.errors import ArgumentError, RingError
-from ring_plugins.core.collectives.api import Activity, Communicator, FailureState, QueuedWork, Statistics, Work
+from ring_plugins.core.collectives.api import Activity, Communicator, FailureState, Statistics, Work
+from ring_plugins.core.collectives.validation import check_counts, check_rank
 from ring_plugins.core.control.wait import LongWait, Wait
 from ring_plugins.core.gpu.connection import NcclConnection
 from ring_plugins.core.gpu.cuda import Driver
@@ -25,6 +26,29 @@ from ring_plugins.core.gpu.stream import QueuedOperation, StreamQueue, Streams
 from ring_plugins.core.linux.shared_memory import SharedBuffer
 
 T = TypeVar("T")
+
+
+class StreamWork(Generic[T]):
+    """A `Work` on a GPU.
+
+    Args:
+        description: as in `Work`.
+        result: returned by `wait`, to be used on the stream that was made to wait.
+        is_done: whether the GPU has finished it; asks, never waits.
+        join: lets the calling thread's stream wait for it.
+    """
+
+    def __init__(self, description: str, result: T, is_done: Callable[[], bool], join: Callable[[], None]) -> None:
+        self.description = description
+        self._result, self._is_done, self._join = result, is_done, join
+
+    def done(self) -> bool:
+        return self._is_done()
+
+    def wait(self) -> T:
+        """Let the calling thread's stream wait for it, not the thread itself, and return the result."""
+        self._join()
+        return self._result
 
 
 class DeviceCommunicator:
@@ -88,7 +112,7 @@ class DeviceCommunicator:
                 )
 
     def broadcast(self, memory: DeviceMemory, root: int) -> None:
-        self._check_rank(root, "root")
+        check_rank(root, self, "root")
         with self._launch("broadcast", memory):
             if memory.size:
                 self._connection.call("ncclBroadcast", memory.pointer, memory.pointer, memory.nbytes, BYTES, root)
@@ -130,14 +154,14 @@ class DeviceCommunicator:
 
     def send(self, memory: DeviceMemory, receiver: int) -> None:
         """Send to one member, which must call `receive` for as many bytes."""
-        self._check_rank(receiver, "receiver")
+        check_rank(receiver, self, "receiver")
         with self._launch("send", memory):
             if memory.size:
                 self._connection.call("ncclSend", memory.pointer, memory.nbytes, BYTES, receiver)
 
     def receive(self, memory: DeviceMemory, sender: int) -> None:
         """Overwrite the memory with what one member sends."""
-        self._check_rank(sender, "sender")
+        check_rank(sender, self, "sender")
         with self._launch("receive", memory):
             if memory.size:
                 self._connection.call("ncclRecv", memory.pointer, memory.nbytes, BYTES, sender)
@@ -166,10 +190,6 @@ class DeviceCommunicator:
     def release(self, buffer: SharedBuffer) -> None:
         pass
 
-    def _check_rank(self, rank: int, name: str) -> None:
-        if not 0 <= rank < self.size:
-            raise ArgumentError(f"{name}={rank} is not a rank of {self.name}, which has {self.size}.")
-
     # Order ----------------------------------------------------------------------------------------
 
     def group(self) -> contextlib.AbstractContextManager[None]:
@@ -185,7 +205,7 @@ class DeviceCommunicator:
             with self._queue.using():
                 result = function()
             queued = self._push(description, caller)
-        return QueuedWork(description, result, lambda: self._is_done(queued), lambda: self._join(queued))
+        return StreamWork(description, result, lambda: self._is_done(queued), lambda: self._join(queued))
 
     @contextlib.contextmanager
     def _launch(self, what: str, *memories: DeviceMemory) -> Iterator[None]:
@@ -195,7 +215,6 @@ class DeviceCommunicator:
         with self._lock, self._breaking_on_error(what):
             self._operation = what
             self._queue.keep_alive(memory.owner for memory in memories)
-            self.statistics.nbytes += memories[0].nbytes if memories else 0
             if self._group_depth:
                 yield
                 return
@@ -346,7 +365,7 @@ class DeviceCommunicator:
         """In a forked child: let every call raise, since CUDA does not survive a fork."""
         self._lock = threading.RLock()
         self._connection.drop()
-        self._failure.leave_to_parent()
+        self._failure.detach_after_fork()
 
 
 def _item_size(memory: DeviceMemory) -> int:
@@ -355,8 +374,7 @@ def _item_size(memory: DeviceMemory) -> int:
 
 def _parts(memory: DeviceMemory, counts: Sequence[int], name: str) -> list[tuple[int, int]]:
     """Pointer and number of elements of consecutive parts."""
-    if sum(counts) != memory.size or any(count < 0 for count in counts):
-        raise ArgumentError(f"{name}={list(counts)} do not add up to the {memory.size} elements given.")
+    check_counts(counts, memory.size, name)
     parts, pointer = [], memory.pointer
     for count in counts:
         parts.append((pointer, count))
