@@ -1,6 +1,6 @@
 """Train a small convolutional network on scanned digits with Keras, on several processes.
 
-    python examples/keras_digits.py --ranks 2                        # grows to two processes by itself
+    python examples/keras_digits.py --ranks 2                        # starts the second process by itself
     mpirun -n 2 python examples/keras_digits.py                      # mpirun starts the processes
     KERAS_BACKEND=torch mpirun -n 2 python examples/keras_digits.py  # likewise jax; TensorFlow otherwise
 
@@ -32,7 +32,7 @@ from ring_plugins.keras import (
 )
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--ranks", type=int, default=1, help="processes, where no launcher has started them already")
+parser.add_argument("--ranks", type=int, default=1, help="processes, unless a launcher has started them already")
 arguments = parser.parse_args()
 
 batch_size = 32  # on each rank; two ranks step on 64 digits together
@@ -56,7 +56,7 @@ model = keras.Sequential(
         layers.Conv2D(64, 3, padding="same", activation="relu"),
         layers.MaxPooling2D(2),
         layers.Flatten(),
-        layers.Dropout(0.3),  # every rank drops other neurons out
+        layers.Dropout(0.3),  # every rank drops different neurons
         layers.Dense(128, activation="relu"),
         layers.Dropout(0.3),
         layers.Dense(10),
@@ -70,7 +70,7 @@ model.compile(
 
 
 class Clock(keras.callbacks.Callback):
-    """How long the steps took, and how much of that was waiting for communication."""
+    """Measures how long the steps took, and how much of that was waiting for communication."""
 
     seconds, waited = 0.0, 0.0
 

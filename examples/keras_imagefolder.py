@@ -1,6 +1,6 @@
 """Train a small residual network on a folder of images with tf.data and Keras, on several processes, and resume it.
 
-    python examples/keras_imagefolder.py --ranks 2              # makes a folder of images where there is none
+    python examples/keras_imagefolder.py --ranks 2              # makes a folder of images if there is none
     mpirun -n 2 python examples/keras_imagefolder.py            # as many as mpirun starts, on as many hosts
     mpirun -np 8 --hostfile hosts python examples/keras_imagefolder.py --images /data/train --epochs 90
 
@@ -35,8 +35,8 @@ from ring_plugins.keras import (
 )
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--ranks", type=int, default=1, help="processes, where no launcher has started them already")
-parser.add_argument("--images", type=Path, default=Path("digits"), help="folder with a folder of PNG files a class")
+parser.add_argument("--ranks", type=int, default=1, help="processes, unless a launcher has started them already")
+parser.add_argument("--images", type=Path, default=Path("digits"), help="folder with one folder of PNG files per class")
 parser.add_argument("--checkpoint", type=Path, default=Path("imagefolder.keras"), help="written after each epoch")
 parser.add_argument("--epochs", type=int, default=8)
 arguments = parser.parse_args()
@@ -71,7 +71,7 @@ def shake(image: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 class Clock(keras.callbacks.Callback):
-    """How long the steps took, and how much of that was waiting for communication."""
+    """Measures how long the steps took, and how much of that was waiting for communication."""
 
     seconds, waited = 0.0, 0.0
 
@@ -104,14 +104,14 @@ files, labels = zip(*(found[i] for i in order), strict=True)
 count = len(files) // 5
 training = tf.data.Dataset.from_tensor_slices((list(files[count:]), list(labels[count:])))
 validation = tf.data.Dataset.from_tensor_slices((list(files[:count]), list(labels[:count])))
-# Names are divided, not images: every rank reads its own files only. The rest is as for one process.
+# Shard the names, not the images: every rank then reads only its own files. The rest is as for one process.
 training = (
     shard(training, shuffle=True, seed=1).map(decode).map(shake).batch(batch_size, drop_remainder=True).prefetch(2)
 )
 validation = shard(validation, remainder="keep").map(decode).batch(batch_size)
 
 if arguments.checkpoint.exists():
-    model = keras.saving.load_model(arguments.checkpoint)  # of which BroadcastCallback takes rank 0's
+    model = keras.saving.load_model(arguments.checkpoint)  # BroadcastCallback then spreads rank 0's
 else:
     inputs = keras.Input((pixels, pixels, 1))
     x = layers.ReLU()(layers.Conv2D(16, 3, padding="same")(inputs))

@@ -1,6 +1,6 @@
 """Train a small convolutional network on scanned digits with Lightning, on as many processes as you like.
 
-    python examples/lightning_digits.py                                    # grows to two processes by itself
+    python examples/lightning_digits.py                                    # starts the second process by itself
     python examples/lightning_digits.py --devices 1                        # one process, nothing to communicate
     mpirun -n 2 python examples/lightning_digits.py                        # mpirun starts the processes
     torchrun --nproc-per-node 2 examples/lightning_digits.py               # torchrun does
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 from ring_plugins.lightning import RingStrategy
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--devices", type=int, default=2, help="processes, where no launcher has started them already")
+parser.add_argument("--devices", type=int, default=2, help="processes, unless a launcher has started them already")
 arguments = parser.parse_args()
 
 batch_size = 32  # on each rank; two ranks step on 64 digits together

@@ -1,6 +1,6 @@
 """Train a small convolutional network on scanned digits in a plain PyTorch loop, on several processes.
 
-    python examples/torch_loop.py                                    # grows to two processes by itself
+    python examples/torch_loop.py                                    # starts the second process by itself
     python examples/torch_loop.py --ranks 1                          # one process, nothing to communicate
     mpirun -n 2 python examples/torch_loop.py                        # mpirun starts the processes
     torchrun --nproc-per-node 2 examples/torch_loop.py               # torchrun does
@@ -21,7 +21,7 @@ import ring_plugins as ring
 from ring_plugins.torch import DistributedOptimizer, broadcast_optimizer_state, broadcast_parameters
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--ranks", type=int, default=2, help="processes, where no launcher has started them already")
+parser.add_argument("--ranks", type=int, default=2, help="processes, unless a launcher has started them already")
 arguments = parser.parse_args()
 
 batch_size = 32  # on each rank; two ranks step on 64 digits together
@@ -34,7 +34,7 @@ torch.set_num_threads(1)  # ranks share the cores of this machine; more threads 
 
 started = time.perf_counter()
 ring.init(ranks=arguments.ranks)
-torch.manual_seed(seed + ring.rank())  # every rank drops other neurons out
+torch.manual_seed(seed + ring.rank())  # every rank drops different neurons
 
 scans = load_digits()
 images = torch.tensor(scans.images, dtype=torch.float32).unsqueeze(1) / 16  # 8 x 8 pixels of 0 to 16
@@ -63,7 +63,7 @@ model = nn.Sequential(
 optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate * ring.size())
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
 optimizer = DistributedOptimizer(optimizer, model.named_parameters())
-# So far every rank has drawn weights of its own; from here on all of them have rank 0's.
+# So far every rank has random weights of its own; from here on all of them have rank 0's.
 broadcast_parameters(model)
 broadcast_optimizer_state(optimizer)
 

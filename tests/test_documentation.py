@@ -1,9 +1,9 @@
-"""No command in the documentation goes unrun without saying why.
+"""Every command in the documentation is run, or says why it is not.
 
 A fenced block of Python is run on its own, unless a comment on the line above says `tested by tests/PATH.py`: that test
-reads it from the document. A block of shell commands says there who runs it:
+reads it from the document. For a block of shell commands, the comment says what runs it:
 
-    <!-- run by .ci/run: NAME ... -->       .ci/run reads it from here, or runs a command that contains it
+    <!-- run by .ci/run: NAME ... -->       .ci/run reads it from the document, or runs a command that contains it
     <!-- tested by tests/PATH.py -->        that test takes the commands out of the document, or names every script,
                                             launcher, subcommand, long option and variable's value in them
     <!-- collected by tests/test_documentation.py -->   a block of pytest commands, each of which must select tests
@@ -55,7 +55,7 @@ def test_shell_commands_are_run_somewhere(block):
         readme = (REPOSITORY / "README.md").read_text()
         assert read_there or block.text.strip() in readme, f"{block}: .ci/run does not run this"
         return
-    assert block.marker.startswith("tested by "), f"{block}: say above this block who runs it, or why nobody can"
+    assert block.marker.startswith("tested by "), f"{block}: say above this block what runs it, or why nothing can"
     test = (REPOSITORY / block.marker.removeprefix("tested by ")).read_text()
     if is_run_by_its_own_test(block, "commands"):
         return
