@@ -35,9 +35,9 @@ from ring_plugins.core.gpu.stream import Streams
 from ring_plugins.core.gpu.watchdog import GpuWatchdog
 from ring_plugins.core.linux.interfaces import own_addresses
 from ring_plugins.core.linux.shared_memory import is_available, shared_memory_domain
-from ring_plugins.core.observe.balance import Advice, BalanceAggregator, StepReports
 from ring_plugins.core.observe.stall import StallAggregator, StallWatch
-from ring_plugins.core.observe.timeline import TimelineAggregator, TimelineReports
+from ring_plugins.core.observe.step_breakdown import StepAggregator, StepReporter
+from ring_plugins.core.observe.timeline import TimelineAggregator, TimelineReporter
 from ring_plugins.core.rendezvous import Rendezvous, connect, detect
 from ring_plugins.core.rendezvous.topology import find_topology, virtual_nodes
 from ring_plugins.core.trace.recorder import recorder
@@ -45,18 +45,18 @@ from ring_plugins.core.trace.steps import steps
 
 
 class Observers:
-    """Those of this rank.
+    """The observing services of this rank.
 
     Args:
         channel: between the ranks.
-        failure_detector: what becomes of the others.
-        activities: what this rank did last with each communicator.
+        failure_detector: knows what became of the other ranks.
+        activities: returns the last operation of this rank in each communicator.
 
     Attributes:
-        services: all of them.
-        roster: where the ranks are.
-        reports: sends this rank's steps to rank 0.
-        balance, timeline: on rank 0, the steps of all ranks, and what they record.
+        services: all of them, for the monitor thread.
+        membership: where the ranks are.
+        steps: sends this rank's steps to rank 0.
+        all_steps, timeline: on rank 0, the steps and the timeline of all ranks.
 
     Raises:
         ArgumentError: an environment variable has a value that cannot be used.
@@ -68,29 +68,25 @@ class Observers:
         warning = config.STALL_WARNING.get()
         abort = config.STALL_ABORT.get()
         steps.restart()
-        self.membership = failure_detector.membership
-        self.reports = StepReports(channel, steps)
-        self.balance: BalanceAggregator | None = None
+        self.membership = membership = failure_detector.membership
+        self.steps = StepReporter(channel, steps)
+        self.all_steps: StepAggregator | None = None
         self.timeline: TimelineAggregator | None = None
-        own, first = failure_detector.membership[channel.rank], failure_detector.membership[0]
-        self._spans = TimelineReports(channel, own.domain == first.domain)
-        self.services: list[Service] = [StallWatch(channel, failure_detector, activities), self.reports, self._spans]
+        self._spans = TimelineReporter(channel, membership[channel.rank].domain == membership[0].domain)
+        self.services: list[Service] = [StallWatch(channel, failure_detector, activities), self.steps, self._spans]
         if channel.rank == 0:
-            self.balance = BalanceAggregator(channel, Advice(failure_detector.membership, logger.warning).look)
-            self.timeline = TimelineAggregator(channel, failure_detector.membership)
-            self.services += [
-                StallAggregator(channel, failure_detector.membership, warning, abort, logger.warning),
-                self.balance,
-                self.timeline,
-            ]
+            self.all_steps = StepAggregator(channel, membership, logger.warning)
+            self.timeline = TimelineAggregator(channel, membership)
+            stalls = StallAggregator(channel, membership, warning, abort, logger.warning)
+            self.services += [stalls, self.all_steps, self.timeline]
             directory = config.TIMELINE.get()
             if directory:
                 self.timeline.start(Path(directory))
 
-    def last_words(self) -> None:
-        """Send what would be lost with this process; any thread may call it."""
+    def flush(self) -> None:
+        """Send the spans that would be lost if this process ended; any thread may call it."""
         if recorder.on:
-            self._spans.send()
+            self._spans.flush()
 
 
 class World:
@@ -265,7 +261,7 @@ class World:
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed, so that they stop waiting. The first call counts."""
         if self.failure_detector is not None and self.observers is not None and self.is_mine():
-            self.observers.last_words()
+            self.observers.flush()
             self.failure_detector.fail(error)
 
     def abort(self) -> None:

@@ -1,1 +1,1 @@
-"""What users ask of a running job: step breakdown, timeline, drift check."""
+"""What users ask of a running job: BalanceMonitor, Timeline and the drift check."""

@@ -1,4 +1,4 @@
-"""Balance for users: figures to log while a job trains, and a page at its end."""
+"""`BalanceMonitor`: where the time of training steps goes, as figures to log and as a page at the end."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ring_plugins.core.control.failure_detector import Peer
-from ring_plugins.core.observe.balance import Balance, stride
+from ring_plugins.core.observe.step_breakdown import StepBreakdown, report_interval
 from ring_plugins.core.trace.steps import steps
 from ring_plugins.core.world import current, is_initialized
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-#: Seconds in which the other ranks' last steps arrive, at the end and while training.
-_PATIENCE, _MOMENT = 3.0, 0.5
-#: Ranks that a summary shows one by one.
+#: Seconds that rank 0 waits for the other ranks' last steps, at the end and while training.
+_AT_END, _WHILE_TRAINING = 3.0, 0.5
+#: Ranks that the page shows one by one.
 _SHOWN = 12
 
 
 class BalanceMonitor:
-    """Tells where the time of training steps goes: computing, waiting for the slowest rank, moving bytes.
+    """Measures where the time of training steps goes: computing, waiting for the slowest rank, moving bytes.
 
-    As a context manager around a loop of one's own; all ranks use it, rank 0 speaks:
+    Use it as a context manager around your own loop, on all ranks; rank 0 has the figures and prints the page:
 
         with BalanceMonitor() as balance:
             for step, batch in enumerate(data):
@@ -33,7 +33,7 @@ class BalanceMonitor:
                 if step % 100 == 0:
                     log(balance.figures())
 
-    A step is one averaging of all gradients. It costs nothing beyond what is measured always.
+    A step is one averaging of all gradients. The monitor itself costs nothing: steps are always measured.
 
     Args:
         summary: whether rank 0 prints a page at the end.
@@ -41,27 +41,27 @@ class BalanceMonitor:
 
     def __init__(self, summary: bool = True) -> None:
         self._summary = summary
-        self._began: Balance | None = None
-        self._read: Balance | None = None
+        self._began: StepBreakdown | None = None
+        self._read: StepBreakdown | None = None
 
     def start(self) -> None:
         """Count from here."""
         self._began = self._read = self._total()
 
     def figures(self, wait: bool = False) -> dict[str, float]:
-        """What happened since the last call, for a logger.
+        """The steps since the last call, for a logger.
 
         Args:
-            wait: whether rank 0 waits a moment for what the others have not reported yet; all ranks must call then.
-                Reports come every second or so.
+            wait: whether rank 0 waits half a second for steps that other ranks have not reported yet; all ranks must
+                call it then. Ranks report every second or so.
 
         Returns:
-            On rank 0 "ring/computing_ms", "ring/waiting_ms" and "ring/moving_ms", milliseconds a step averaged over the
-            ranks, "ring/slowest_rank", who came last most often, and "ring/slowest_share", in which part of the steps.
-            Nothing on other ranks, and where no step was completed since.
+            On rank 0 "ring/computing_ms", "ring/waiting_ms" and "ring/moving_ms", milliseconds per step averaged over
+            the ranks, "ring/slowest_rank", the rank that came last most often, and "ring/slowest_share", in which
+            fraction of the steps. Empty on other ranks, and if no step was completed.
         """
         if wait:
-            self._collect(_MOMENT)
+            self._collect(_WHILE_TRAINING)
         total = self._total()
         if total is None or self._read is None:
             return {}
@@ -78,17 +78,17 @@ class BalanceMonitor:
             "ring/slowest_share": float(since.slowest[slowest] / since.steps),
         }
 
-    def finish(self) -> Balance | None:
-        """The balance since `start`, on rank 0, which prints it; None elsewhere. All ranks call it."""
-        self._collect(_PATIENCE)
+    def finish(self) -> StepBreakdown | None:
+        """Print the page on rank 0 and return the breakdown since `start`; None on other ranks. All ranks call it."""
+        self._collect(_AT_END)
         total = self._total()
         if total is None or self._began is None:
             return None
-        balance = total - self._began
+        breakdown = total - self._began
         observers = current().observers
-        if self._summary and balance.steps and observers is not None:
-            _print(balance, observers.membership)
-        return balance
+        if self._summary and breakdown.steps and observers is not None:
+            _print(breakdown, observers.membership)
+        return breakdown
 
     @staticmethod
     def _collect(patience: float) -> None:
@@ -96,10 +96,12 @@ class BalanceMonitor:
         observers = current().observers if is_initialized() else None
         if observers is None:
             return
-        observers.reports.hurry()
-        desk, last = observers.balance, steps.count - 1
-        end = time.monotonic() + patience
-        while desk is not None and desk.last + stride(current().topology.size) <= last and time.monotonic() < end:
+        observers.steps.flush()
+        aggregator, last = observers.all_steps, steps.count - 1
+        if aggregator is None:
+            return
+        interval, end = report_interval(current().topology.size), time.monotonic() + patience
+        while aggregator.last + interval <= last and time.monotonic() < end:
             time.sleep(0.005)
 
     def __enter__(self) -> BalanceMonitor:  # noqa: PYI034 - Self needs Python 3.11; nobody inherits
@@ -112,41 +114,42 @@ class BalanceMonitor:
         if error is None:
             self.finish()
 
-    def _total(self) -> Balance | None:
+    @staticmethod
+    def _total() -> StepBreakdown | None:
         observers = current().observers if is_initialized() else None
-        return observers.balance.total if observers is not None and observers.balance is not None else None
+        return observers.all_steps.total if observers is not None and observers.all_steps is not None else None
 
 
-def _print(balance: Balance, membership: Sequence[Peer]) -> None:
+def _print(breakdown: StepBreakdown, membership: Sequence[Peer]) -> None:
     from rich.console import Console
 
-    Console(file=sys.stderr, width=None if sys.stderr.isatty() else 100).print(page(balance, membership))
+    Console(file=sys.stderr, width=None if sys.stderr.isatty() else 100).print(page(breakdown, membership))
 
 
-def page(balance: Balance, membership: Sequence[Peer]) -> Group:
-    """What `BalanceMonitor.finish` prints, for a console of rich's."""
+def page(breakdown: StepBreakdown, membership: Sequence[Peer]) -> Group:
+    """The page that `BalanceMonitor.finish` prints, for a rich console."""
     from rich.console import Group
     from rich.table import Table
 
-    computing, waiting, moving = balance.mean
+    computing, waiting, moving = breakdown.mean
     step = max(computing + waiting + moving, 1e-9)
     headline = (
-        f"{balance.steps} steps of {step * 1e3:.3g} ms with {balance.nbytes / 1e6:.3g} MB of gradients: "
+        f"{breakdown.steps} steps of {step * 1e3:.3g} ms with {breakdown.nbytes / 1e6:.3g} MB of gradients: "
         f"{computing / step:.0%} computing, {waiting / step:.0%} waiting for the slowest, "
         f"{moving / step:.0%} moving bytes"
     )
-    made = Table(caption="ms a step; what is moved while backward computes costs nothing and is not counted")
+    table = Table(caption="ms per step; bytes moved while backward computes cost nothing and are not counted")
     for name, justify in (("rank", "right"), ("host", "left")):
-        made.add_column(name, justify=justify)  # type: ignore[arg-type]
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
     for name in ("computing", "waiting", "moving", "slowest in"):
-        made.add_column(name, justify="right")
-    order = sorted(range(len(membership)), key=lambda rank: balance.seconds[rank, 1])
+        table.add_column(name, justify="right")
+    order = sorted(range(len(membership)), key=lambda rank: breakdown.seconds[rank, 1])
     shown = sorted(order) if len(order) <= _SHOWN else order[:_SHOWN]
     for rank in shown:
-        times = [f"{seconds * 1e3 / balance.steps:.2f}" for seconds in balance.seconds[rank]]
-        share = f"{balance.slowest[rank] / balance.steps:.0%}"
-        made.add_row(str(rank), membership[rank].host, *times, share)
+        times = [f"{seconds * 1e3 / breakdown.steps:.2f}" for seconds in breakdown.seconds[rank]]
+        share = f"{breakdown.slowest[rank] / breakdown.steps:.0%}"
+        table.add_row(str(rank), membership[rank].host, *times, share)
     if len(order) > len(shown):
-        rest = balance.seconds[order[_SHOWN:]].mean(axis=0) * 1e3 / balance.steps
-        made.add_row(f"{len(order) - _SHOWN} more", "", *(f"{value:.2f}" for value in rest), "")
-    return Group(headline, made)
+        rest = breakdown.seconds[order[_SHOWN:]].mean(axis=0) * 1e3 / breakdown.steps
+        table.add_row(f"{len(order) - _SHOWN} more", "", *(f"{value:.2f}" for value in rest), "")
+    return Group(headline, table)

@@ -1,4 +1,4 @@
-"""`Timeline`: record what all ranks do, from a script."""
+"""`Timeline`: record what all ranks do for some steps of a script."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ring_plugins.core.observe.timeline import TimelineAggregator
 from ring_plugins.core.trace.recorder import recorder
 from ring_plugins.core.world import current, is_initialized
 
-#: Seconds that the end of a timeline may take.
+#: Seconds that the start or the end of a timeline may take.
 _PATIENCE = 5.0
 
 
 class Timeline:
-    """Records a timeline of all ranks while it is open; all ranks use it, rank 0 writes.
+    """Records a timeline of all ranks inside its context; all ranks use it, rank 0 writes:
 
         with Timeline("traces"):
             ...  # some steps
@@ -24,7 +24,7 @@ class Timeline:
         directory: where rank 0 puts `timeline.json`.
 
     Raises:
-        OSError: on rank 0, where it cannot write there.
+        OSError: rank 0 cannot write there.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -32,43 +32,39 @@ class Timeline:
 
     def start(self) -> None:
         """Record from now on."""
-        desk = self._desk()
-        if desk is not None:
-            desk.start(self._directory)
-        if self._is_watched():
+        aggregator = self._aggregator()
+        if aggregator is not None:
+            aggregator.start(self._directory)
+        if is_initialized() and current().observers is not None:
             _wait_until(lambda: recorder.on)
 
     def stop(self) -> Path | None:
-        """Stop, and return the file's path on rank 0, None elsewhere."""
-        desk = self._desk()
-        if desk is None:
-            # Rank 0 says when it ends; what this rank does after its own end is not to be in the timeline.
+        """Stop recording; return the file's path on rank 0, None on other ranks."""
+        aggregator = self._aggregator()
+        if aggregator is None:
+            # Rank 0 switches the recording off. Waiting for that keeps what this rank does next out of the timeline.
             _wait_until(lambda: not recorder.on)
             return None
-        desk.stop()
-        _wait_until(lambda: desk.is_complete)
-        return desk.finish()
+        aggregator.stop()
+        _wait_until(lambda: aggregator.is_complete)
+        return aggregator.finish()
 
     def __enter__(self) -> Timeline:  # noqa: PYI034 - Self needs Python 3.11; nobody inherits
         self.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or self._desk() is not None:  # a rank that failed does not wait for rank 0 before it says so
+        if kind is None or self._aggregator() is not None:  # a rank that failed reports that without waiting for rank 0
             self.stop()
 
     @staticmethod
-    def _is_watched() -> bool:
-        return is_initialized() and current().observers is not None
-
-    @classmethod
-    def _desk(cls) -> TimelineAggregator | None:
-        observers = current().observers if cls._is_watched() else None
+    def _aggregator() -> TimelineAggregator | None:
+        observers = current().observers if is_initialized() else None
         return observers.timeline if observers is not None else None
 
 
 def _wait_until(reached: Callable[[], bool]) -> None:
-    """Give rank 0's word time to arrive; a timeline is never worth more than a few seconds of waiting."""
+    """Wait for a message from rank 0 to arrive; a timeline is not worth more than a few seconds of that."""
     end = time.monotonic() + _PATIENCE
     while not reached() and time.monotonic() < end:
         time.sleep(0.01)

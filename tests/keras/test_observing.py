@@ -49,7 +49,7 @@ def test_balance_in_the_logs_a_timeline_and_drift(tmp_path):
     assert len(result.values("error")) == 2
     for said in result.values("error"):
         assert re.match(
-            r"after 10 steps the weights of rank \d are not those of rank \d: first in \S+/kernel, in", said
+            r"after 10 steps the weights of rank \d differ from those of rank \d: first in \S+/kernel, in", said
         )
     events = json.loads((tmp_path / "timeline.json").read_text())
     assert {event["pid"] for event in events if event.get("cat") == "bucket"} == {0, 1}

@@ -1,1 +1,1 @@
-"""What a job does, seen while it runs: spans, steps, stalls and drift."""
+"""Services of the monitor thread that watch a job: stalls and deadlocks, step breakdown, timeline."""

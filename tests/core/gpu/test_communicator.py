@@ -112,9 +112,9 @@ STALLED = """
 def test_a_stall_report_names_the_operation_that_gpus_wait_in():
     result = run_ranks(STALLED, 3, env={"RING_STALL_WARNING": "2"}, timeout=60)
     said = result.output
-    assert "ranks 0, 2 wait since" in said
+    assert "ranks 0, 2 have been waiting since" in said
     assert "in gradients: all_reduce on the GPU, part of bucket 1 of 2 (b), for rank 1" in said
     assert "missing: rank 1 (process" in said
-    assert "last in ring_plugins: gradients: all_reduce on the GPU of bucket 0 of 2 (a), finished" in said
+    assert "last operation: gradients: all_reduce on the GPU of bucket 0 of 2 (a), finished" in said
     assert "time.sleep(5)  # asleep here" in said
     assert "the stall is over" in said

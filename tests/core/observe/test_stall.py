@@ -1,12 +1,16 @@
-"""What the user reads when ranks wait, and that it comes from where the missing rank really is."""
+"""Stalls and deadlocks: in real jobs, and as messages between rank 0 and the other ranks."""
 
 import re
 import signal
+import time
+from types import SimpleNamespace
 
 import pytest
 
 from ring_plugins.core.control.failure_detector import Peer
-from ring_plugins.core.observe.stall_report import Absent, Waiting, guess, report, without_those_who_came
+from ring_plugins.core.control.wait import LongWait, long_waits
+from ring_plugins.core.observe.stall import StallAggregator, StallWatch
+from tests.core.observe.fakes import FakeChannel
 from tests.launch import run_ranks, start_ranks
 
 COMMON = """
@@ -27,7 +31,7 @@ def validate():
 if ring.rank() == 1:
     validate()
 ring.all_reduce(np.ones(1000), ring.SUM)
-time.sleep(1)  # or rank 2 could not say that it waits no longer
+time.sleep(1)  # or rank 2 could not report the end of its wait
 if ring.rank() == 2:
     sum(range(6 * 10**8))
 ring.all_gather(np.ones(7))
@@ -38,17 +42,19 @@ def test_a_stall_is_explained_once_and_ends():
     result = run_ranks(COMMON + STALLS, 3, env={"RING_STALL_WARNING": "2"}, timeout=60)
     said = result.output
     first = said[said.index("stalled for") : said.index("Next report")]
-    assert re.search(r"ranks 0, 2 wait since \d+:\d+:\d+ in ring: all_reduce\(1000 x float64, sum\), for rank 1", first)
+    assert re.search(
+        r"ranks 0, 2 have been waiting since \d+:\d+:\d+ in ring: all_reduce\(1000 x float64, sum\), for rank 1", first
+    )
     assert re.search(r"missing: rank 1 \(process \d+ on \S+\)", first)
-    assert "last in ring_plugins: ring: all_reduce(10 x float64, average)" in first
+    assert "last operation: ring: all_reduce(10 x float64, average)" in first
     assert re.search(r"script.py, line \d+, in validate: time.sleep\(6\)  # asleep here", first)
-    assert "evaluation" in first
+    assert "it evaluates while the others train" in first
     assert "the stall is over" in said
     # The second stall: a rank that cannot answer.
     second = said[said.index("the stall is over") :]
-    assert "ranks 0, 1 wait" in second
+    assert "ranks 0, 1 have been waiting" in second
     assert "does not answer; its process is running" in second
-    assert "holding the GIL" in second
+    assert "holds the GIL" in second
 
 
 def test_a_stopped_process_is_named_and_the_job_can_end_by_itself():
@@ -92,69 +98,138 @@ def test_different_operations_on_different_hosts_are_named():
     assert re.search(f"{reduces}.* {meets}|{meets}.* ring: {reduces}", result.output), result
 
 
-# Pure text --------------------------------------------------------------------------------------------
+# In process -------------------------------------------------------------------------------------------
 
-ROSTER = [Peer(f"host{rank // 2}", 100 + rank, f"host{rank // 2}") for rank in range(4)]
-
-
-def wait(rank, missing, what="ring: barrier()", part_of=""):
-    return Waiting(rank, what.split(":", 1)[0], what, 4, part_of, missing, 10.0, 10.0, "12:00:00")
+PEERS = [Peer("a", 100 + rank, "a") for rank in range(3)]
 
 
-def account(*stack, step=5):
-    return {"activities": [], "step": step, "stack": [[file, 1, function, ""] for file, function in stack]}
+def aggregator(warning=30.0, abort=0.0):
+    channel, said = FakeChannel(size=3), []
+    return channel, StallAggregator(channel, PEERS, warning, abort, said.append), said
 
 
-def test_a_report_names_the_bucket_and_stops_at_the_packages_own_frames():
-    stack = [["train.py", 3, "<module>", "step()"], ["/x/ring_plugins/core/waiting.py", 9, "until", "sleep()"]]
-    found = Absent(
-        {**account(), "stack": [*stack, ["/x/ring_plugins/core/inner.py", 1, "deep", ""]]}, {"state": "S", "said": ""}
-    )
-    waits = [wait(0, (3,), "gradients: all_reduce(8 x float32, average) between hosts", "bucket 1 of 2 (w … b)")]
-    text = report(waits, {3: found}, ROSTER, 5, 50.0, 30.0)
-    assert "stalled for 40 s" in text
-    assert "in gradients: all_reduce(8 x float32, average), part of bucket 1 of 2 (w … b), for rank 3" in text
-    assert "missing: rank 3 (process 103 on host1)" in text
-    assert "waiting.py" in text
-    assert "inner.py" not in text
+def report_wait(channel, rank, missing, what, communicator="ring", seconds=5.0, number=0):
+    body = {
+        "number": number,
+        "communicator": communicator,
+        "what": what,
+        "operation_number": 3,
+        "part_of": "",
+        "missing": missing,
+        "seconds": seconds,
+        "blocked_seconds": seconds,
+        "clock": "12:00:00",
+        "on_gpu": False,
+    }
+    channel.receive(rank, "report_wait", body)
 
 
-def test_who_has_not_come_to_what_gpus_wait_for_is_found_out_from_who_waits():
-    def on_gpu(rank, number):
-        others = tuple(other for other in range(4) if other != rank)
-        what = "gradients: all_reduce on the GPU"
-        return Waiting(rank, "gradients", what, number, "bucket 0 of 2 (a)", others, 10.0, 0.0, "12:00:00", on_gpu=True)
-
-    found = without_those_who_came([on_gpu(0, 7), on_gpu(1, 7), on_gpu(3, 6), wait(2, (0, 1, 3))])
-    assert [one.missing for one in found] == [(2, 3), (2, 3), (2,), (0, 1, 3)]
-    all_came = without_those_who_came([on_gpu(rank, 7) for rank in range(4)])
-    text = report(all_came, {}, ROSTER, 5, 50.0, 30.0)
-    assert "ranks 0, 1, 2, 3 wait since 12:00:00 in gradients: all_reduce on the GPU, part of bucket 0 of 2 (a)" in text
-    assert "to which all have come: NCCL does not get through" in text
+def crossed_waits(channel):
+    report_wait(channel, 1, [2], "a: barrier()", "a", number=4)
+    report_wait(channel, 2, [1], "b: barrier()", "b", number=5)
 
 
-def test_many_ranks_are_counted():
-    waits = [wait(rank, (0,)) for rank in range(1, 300)]
-    membership = [Peer("h", rank, "h") for rank in range(300)]
-    text = report(waits, {0: Absent(None, None)}, membership, 0, 50.0, 30.0)
-    assert "and 291 more wait since" in text
-    assert len(text) < 1000
+def test_a_deadlock_is_declared_once_the_other_rank_confirms_its_wait():
+    channel, stalls, _ = aggregator()
+    crossed_waits(channel)
+    stalls.tick(time.monotonic())
+    (one, other) = channel.take()
+    assert (one[:2], other[:2]) == ((2, "confirm_wait"), (1, "confirm_wait"))
+    assert one[2]["number"] == 5
+    channel.receive(2, "answer_wait", {"waits": True, "deadlock": one[2]["deadlock"]})
+    ((rank, kind, deadlock),) = channel.take()
+    assert (rank, kind, deadlock["number"]) == (1, "declare_deadlock", 4)
+    assert "rank 1 waits for rank 2 in a: barrier(), while rank 2 waits for rank 1 in b: barrier()" in deadlock["text"]
 
 
-def test_causes_are_guessed_from_stacks_and_the_kernel():
-    kernel = {"state": "S", "said": ""}
-    at = lambda *stack, **more: guess(account(("train.py", "main"), *stack, **more), kernel, 5, "")  # noqa: E731
-    assert "data loader" in at(("/lib/torch/utils/data/dataloader.py", "_next_data"))
-    assert "data loader" in at(("mine.py", "__getitem__"), ("numpy.py", "load"))
-    assert "checkpoint" in at(("/lib/torch/serialization.py", "save"))
-    assert "checkpoint" in at(("mine.py", "save_checkpoint"), ("shutil.py", "copy"))
-    assert "evaluation" in at(("/lib/lightning/pytorch/loops/evaluation_loop.py", "run"), ("model.py", "forward"))
-    assert "debugger" in at(("/usr/lib/python3/pdb.py", "interaction"))
-    assert "compiles" in at(("/lib/torch/_inductor/compile_fx.py", "compile"))
-    assert "has ended" in at(("/usr/lib/threading.py", "_shutdown"))
-    assert "2 more steps" in at(("mine.py", "plot"), step=7)
-    assert "computes" in at(("mine.py", "plot"))
-    assert "another path" in guess(account(("train.py", "main")), kernel, 5, "ring: barrier()")
-    assert "stopped" in guess(None, {"state": "T", "said": ""}, 5, "")
-    assert "dead" in guess(None, {"state": "", "said": ""}, 5, "")
-    assert "cut off" in guess(None, None, 5, "")
+def test_a_wait_that_has_just_ended_is_no_deadlock():
+    channel, stalls, _ = aggregator()
+    crossed_waits(channel)
+    stalls.tick(time.monotonic())
+    question = channel.take()[0][2]
+    channel.receive(2, "answer_wait", {"waits": False, "deadlock": question["deadlock"]})
+    assert channel.take() == []
+
+
+def test_one_operation_with_two_stages_is_no_deadlock():
+    channel, stalls, _ = aggregator()
+    report_wait(channel, 1, [2], "ring: barrier()")
+    report_wait(channel, 2, [1], "ring: barrier() between hosts")
+    stalls.tick(time.monotonic())
+    assert channel.take() == []
+
+
+def test_a_missing_rank_is_asked_and_looked_at_by_its_neighbors():
+    channel, stalls, said = aggregator(warning=1.0)
+    report_wait(channel, 0, [1], "ring: barrier()")
+    now = time.monotonic()
+    stalls.tick(now)
+    assert [message[:2] for message in channel.take()] == [
+        (1, "request_snapshot"),
+        (0, "request_process_state"),
+        (2, "request_process_state"),
+    ]
+    channel.receive(2, "report_process_state", {"inquiry": 1, "rank": 1, "state": "T", "text": "stopped"})
+    stalls.tick(now)
+    assert said == []  # rank 1 may still answer
+    stalls.tick(now + 2.5)
+    assert "its process is stopped" in said[0]
+    channel.receive(0, "end_wait", {"number": 0})
+    stalls.tick(now + 3.0)
+    assert "the stall is over" in said[1]
+
+
+def test_a_stalled_job_is_ended_with_the_missing_ranks_named():
+    channel, stalls, said = aggregator(warning=1.0, abort=2.0)
+    report_wait(channel, 0, [1, 2], "ring: barrier()")
+    now = time.monotonic()
+    stalls.tick(now)
+    channel.take()
+    stalls.tick(now + 5.0)
+    ((rank, kind, body),) = channel.take()
+    assert (rank, kind, body["rank"]) == (0, "failed", 1)
+    assert body["text"].startswith("ranks 1, 2 did not come to ring: barrier() within RING_STALL_ABORT=2 seconds")
+    assert len(said) == 1
+
+
+@pytest.fixture
+def watch():
+    """A rank's watch that has reported one wait of 60 seconds, its channel and failure detector."""
+    now = time.monotonic()
+    channel, detector = FakeChannel(rank=1), SimpleNamespace(verdicts={})
+    watch = StallWatch(channel, detector, list)
+    long_waits["test"] = LongWait("ring", "ring: barrier()", 3, "", (0,), now - 60, now - 60)
+    yield watch, channel, detector
+    long_waits.pop("test", None)
+
+
+def test_a_wait_is_reported_when_it_lasts_and_when_it_ends(watch):
+    watch, channel, _ = watch
+    watch.tick(time.monotonic())
+    watch.tick(time.monotonic())
+    ((rank, kind, body),) = channel.take()
+    assert (rank, kind, body["what"], body["missing"]) == (0, "report_wait", "ring: barrier()", (0,))
+    assert body["blocked_seconds"] >= 60
+    del long_waits["test"]
+    watch.tick(time.monotonic())
+    assert channel.take() == [(0, "end_wait", {"number": body["number"]})]
+
+
+def test_a_deadlock_ends_only_the_wait_it_is_about(watch):
+    watch, channel, detector = watch
+    watch.tick(time.monotonic())
+    number = channel.take()[0][2]["number"]
+    channel.receive(0, "declare_deadlock", {"number": number + 1, "communicator": "ring", "text": "never"})
+    assert detector.verdicts == {}
+    channel.receive(0, "confirm_wait", {"number": number, "deadlock": {}})
+    assert channel.take() == [(0, "answer_wait", {"waits": True, "deadlock": {}})]
+    channel.receive(0, "declare_deadlock", {"number": number, "communicator": "ring", "text": "rank 1 waits"})
+    assert detector.verdicts == {"ring": "rank 1 waits"}
+
+
+def test_a_rank_answers_with_its_stack(watch):
+    _, channel, _ = watch
+    channel.receive(0, "request_snapshot", {"inquiry": 8})
+    ((rank, kind, body),) = channel.take()
+    assert (rank, kind, body["inquiry"]) == (0, "report_snapshot", 8)
+    assert body["stack"][-1][2] == "process_snapshot"

@@ -1,4 +1,4 @@
-"""What a timeline holds: every rank, on one clock, also when a rank dies."""
+"""A timeline holds every rank, on one clock, also when a rank dies."""
 
 import json
 import os
@@ -9,9 +9,9 @@ from collections import defaultdict
 from ring_plugins.core.control import ControlClient, ControlServer
 from ring_plugins.core.control.failure_detector import Peer
 from ring_plugins.core.observe import timeline
-from ring_plugins.core.observe import timeline as clock
-from ring_plugins.core.observe.timeline import TimelineAggregator
-from ring_plugins.core.trace.recorder import Recorder
+from ring_plugins.core.observe.timeline import ClockOffset, TimelineAggregator, TimelineReporter
+from ring_plugins.core.trace.recorder import Recorder, recorder
+from tests.core.observe.fakes import FakeChannel
 from tests.launch import run_ranks, start_ranks
 
 TRAIN = """
@@ -69,7 +69,7 @@ def test_steps_buckets_and_waits_of_all_ranks_on_one_clock(tmp_path):
         assert other["ts"] < one["ts"] + one["dur"] + allowed
 
 
-def test_what_a_rank_did_before_it_died_is_there(tmp_path):
+def test_a_timeline_holds_what_a_rank_did_before_it_died(tmp_path):
     body = TRAIN + "for _ in range(5):\n    step()\ntime.sleep(2)\nreport_pid()\nwhile True:\n    step()\n"
     with start_ranks(body, 2, env={"RING_TIMELINE": str(tmp_path)}) as job:
         job.send_signal(1, signal.SIGKILL)
@@ -79,15 +79,14 @@ def test_what_a_rank_did_before_it_died_is_there(tmp_path):
     assert len(by_rank(events, "step")[0]) >= 4
 
 
-def test_a_large_timeline_makes_room_and_stays_readable(tmp_path, monkeypatch):
+def test_a_large_timeline_begins_a_new_file_and_stays_readable(tmp_path, monkeypatch):
     monkeypatch.setattr(timeline, "_LARGEST", 20_000)
-    hub = ControlServer(1)
-    desk = TimelineAggregator(hub, [Peer("here", 1, "")])
-    desk.start(tmp_path)
+    channel = FakeChannel(size=1)
+    aggregator = TimelineAggregator(channel, [Peer("here", 1, "")])
+    aggregator.start(tmp_path)
     for i in range(500):
-        desk._write(0, {"rows": [["step", f"step {i}", i * 1000, i * 1000 + 500, {}]]})
-    path = desk.finish()
-    hub.abandon()
+        channel.receive(0, "report_spans", {"rows": [["step", f"step {i}", i * 1000, i * 1000 + 500, {}]]})
+    path = aggregator.finish()
     latest = json.loads(path.read_text())
     before = json.loads((tmp_path / "timeline.previous.json").read_text())
     names = [e["name"] for e in [*before, *latest] if e["ph"] == "X"]
@@ -96,14 +95,41 @@ def test_a_large_timeline_makes_room_and_stays_readable(tmp_path, monkeypatch):
     assert all((tmp_path / name).stat().st_size < 25_000 for name in os.listdir(tmp_path))
 
 
-def test_another_clock_is_read_as_well_as_the_network_allows(monkeypatch):
-    hub = ControlServer(2)
-    link = ControlClient(1, 2, hub.address, same_host=True)
-    clock.ClockOffset(hub, same=True)
-    far = clock.ClockOffset(link, same=False)
+def test_the_end_waits_for_ranks_that_are_still_connected(tmp_path):
+    channel = FakeChannel(size=3)
+    channel.connected = [1, 2]
+    aggregator = TimelineAggregator(channel, [Peer("here", rank, "") for rank in range(3)])
+    aggregator.start(tmp_path)
+    aggregator.stop()
+    for rank in (0, 1):
+        channel.receive(rank, "end_recording", {"uncertainty": 0, "lost": 0})
+    assert not aggregator.is_complete
+    channel.connected = [1]  # rank 2 is gone
+    assert aggregator.is_complete
+
+
+def test_a_rank_records_and_sends_while_rank_0_wants_it():
+    channel = FakeChannel(rank=1)
+    reporter = TimelineReporter(channel, same_clock=True)
+    channel.receive(0, "switch_recording", {"on": True})
+    recorder.record("step", "step 0", 1, 2)
+    reporter.tick(time.monotonic())
+    channel.receive(0, "switch_recording", {"on": False})
+    recorder.record("step", "step 1", 3, 4)
+    reporter.close()
+    (_, kind, body), end = channel.take()
+    assert (kind, body["rows"]) == ("report_spans", [["step", "step 0", 1, 2, {}]])
+    assert end == (0, "end_recording", {"uncertainty": 0, "lost": recorder.lost})
+
+
+def test_the_offset_of_another_clock_is_within_its_uncertainty(monkeypatch):
+    server = ControlServer(2)
+    client = ControlClient(1, 2, server.address, same_host=True)
+    ClockOffset(server, same=True)
+    far = ClockOffset(client, same=False)
     ahead = 5_000_000_000
     real = time.monotonic_ns
-    for channel, shift in ((hub, ahead), (link, 0)):
+    for channel, shift in ((server, ahead), (client, 0)):
         handlers = {
             kind: (lambda sender, body, h=handler, s=shift: _shifted(monkeypatch, real, s, lambda: h(sender, body)))
             for kind, handler in channel._handlers.items()
@@ -112,21 +138,21 @@ def test_another_clock_is_read_as_well_as_the_network_allows(monkeypatch):
     end = time.monotonic() + 10
     while not far.is_known and time.monotonic() < end:
         far.ask(time.monotonic())
-        link.poll(0.005)
-        hub.poll(0.005)
-    hub.abandon()
-    link.abandon()
+        client.poll(0.005)
+        server.poll(0.005)
+    server.abandon()
+    client.abandon()
     assert far.is_known
     assert abs(far.offset - ahead) <= far.uncertainty
 
 
 def _shifted(monkeypatch, real, shift, call):
     with monkeypatch.context() as patch:
-        patch.setattr(clock, "monotonic_ns", lambda: real() + shift)
+        patch.setattr(timeline, "monotonic_ns", lambda: real() + shift)
         call()
 
 
-def test_the_recorder_forgets_the_oldest_where_nobody_takes(monkeypatch):
+def test_a_full_recorder_drops_the_oldest_spans(monkeypatch):
     monkeypatch.setattr("ring_plugins.core.trace.recorder._LIMIT", 3)
     recorder = Recorder()
     recorder.record("step", "off", 0, 1)

@@ -1,0 +1,115 @@
+"""Where the time of steps goes, and which rank is slow."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from ring_plugins.core.collectives.executor import SerialExecutor
+from ring_plugins.core.control.failure_detector import Peer
+from ring_plugins.core.control.wait import Wait
+from ring_plugins.core.observe.step_breakdown import StepAggregator, StepBreakdown, StepReporter, advice
+from ring_plugins.core.trace.steps import StepClock, steps
+from tests.core.observe.fakes import FakeChannel
+
+
+def test_a_step_lasts_from_one_end_to_the_next():
+    clock = StepClock()
+    clock.add_blocked_time(1.0, 0.5)
+    clock.end_step(8)  # nobody knows when this one began
+    clock.add_blocked_time(seconds=0.004, waiting=0.003)
+    clock.add_blocked_time(seconds=0.001, waiting=0.0)
+    clock.end_step(8)
+    (step,) = clock.take()
+    assert (step.number, step.nbytes) == (1, 8)
+    assert step.waiting == pytest.approx(0.003)
+    assert step.moving == pytest.approx(0.002)
+
+
+def test_waits_while_the_script_computes_are_not_counted():
+    """The communication thread has waited for a member long before the script stands still for it."""
+    wait = Wait("gradients", None)
+    operations = SerialExecutor("gradients", wait)
+    everyone = threading.Event()
+    before = steps.waiting, steps.moving
+    work = operations.start("bucket 0", lambda: wait.until(everyone.is_set, list, lambda: "", arrival=True))
+    time.sleep(0.3)  # the script computes
+    threading.Timer(0.1, everyone.set).start()
+    began = time.monotonic()
+    work.wait()
+    stood_still = time.monotonic() - began
+    operations.close()
+    waiting, moving = steps.waiting - before[0], steps.moving - before[1]
+    assert 0 < waiting <= stood_still
+    assert wait.waited_for_arrival >= waiting + 0.2
+    assert waiting + moving <= stood_still
+
+
+def breakdown(computing, waiting, moving, steps=100, slowest=(5, 95), nbytes=25e6):
+    rows = np.array([[computing, waiting, moving]] * 2) * 1e-3 * steps
+    return StepBreakdown(steps, rows, np.array(slowest), nbytes)
+
+
+ONE_HOST = [Peer("a", 1, "a"), Peer("a", 2, "a")]
+TWO_HOSTS = [Peer("a", 1, "a"), Peer("b", 2, "b")]
+
+
+def test_advice_has_numbers_and_is_given_only_where_much_is_lost():
+    assert advice(breakdown(90, 5, 5), TWO_HOSTS) == ""
+    network = advice(breakdown(60, 0, 40), TWO_HOSTS)
+    assert "40% of the time (40 ms of 100 ms per step) went into moving 25 MB" in network
+    assert (
+        "A network 6.0 times as fast, or a batch 6.0 times as large on each rank, would bring that to about 10%"
+        in network
+    )
+    assert "network" not in advice(breakdown(60, 0, 40), ONE_HOST)
+    straggler = advice(breakdown(60, 30, 10), TWO_HOSTS)
+    assert "30% of the time" in straggler
+    assert "That was rank 1 on b in 95% of them" in straggler
+
+
+def rows(first, last, waiting, moving=10):
+    return {"rows": [(number, 1000, waiting, moving) for number in range(first, last)], "nbytes": 8}
+
+
+def aggregator(peers):
+    channel, said = FakeChannel(size=len(peers)), []
+    return channel, StepAggregator(channel, peers, said.append), said
+
+
+def test_advice_is_given_once_and_skips_the_first_steps():
+    channel, steps, said = aggregator(TWO_HOSTS)
+    for first, last, moving in ((0, 50, 10_000), (50, 149, 667), (149, 150, 667), (150, 400, 10_000)):
+        for rank in (0, 1):
+            channel.receive(rank, "report_steps", rows(first, last, 0, moving))
+        steps.tick(0.0)
+        assert len(said) == (last >= 150)
+    assert said[0].startswith("in the last 100 steps 40% of the time (0.667 ms of 1.67 ms per step) went into moving")
+
+
+def test_only_steps_that_all_ranks_reported_are_counted():
+    channel, steps, _ = aggregator([*TWO_HOSTS, Peer("c", 3, "c")])
+    channel.receive(0, "report_steps", rows(0, 200, 50))
+    channel.receive(1, "report_steps", rows(0, 150, 5))
+    steps.tick(0.0)
+    assert steps.last == -1
+    channel.receive(2, "report_steps", rows(0, 100, 70))
+    steps.tick(0.0)
+    assert (steps.last, steps.total.steps) == (99, 100)
+    channel.receive(2, "report_steps", rows(120, 160, 0))  # 100 to 119 were lost
+    steps.tick(0.0)
+    assert (steps.last, steps.total.steps) == (149, 130)
+    assert steps.total.slowest.tolist() == [0, 100, 30]
+    assert steps.total.seconds[0].tolist() == pytest.approx([0.13, 130 * 50e-6, 130 * 10e-6])
+
+
+@pytest.mark.parametrize(("size", "interval"), [(2, 1), (64, 1), (65, 2), (1000, 16)])
+def test_large_jobs_report_some_steps_only(size, interval):
+    channel, clock = FakeChannel(rank=1, size=size), StepClock()
+    for _ in range(33):
+        clock.end_step(8)
+    StepReporter(channel, clock).close()
+    ((rank, kind, body),) = channel.take()
+    assert (rank, kind) == (0, "report_steps")
+    assert [row[0] for row in body["rows"]] == [number for number in range(1, 33) if number % interval == 0]
