@@ -78,9 +78,9 @@ def main() -> None:
         optimizer.step()
         return time.perf_counter() - began
 
-    guard = next(thread for thread in threading.enumerate() if thread.name == "ring:guard")
-    assert guard.ident is not None
-    processor = time.pthread_getcpuclockid(guard.ident)
+    monitor = next(thread for thread in threading.enumerate() if thread.name == "ring:monitor")
+    assert monitor.ident is not None
+    processor = time.pthread_getcpuclockid(monitor.ident)
     steps = int(options.seconds / 2 / STEP)
     for _ in range(10):
         step()

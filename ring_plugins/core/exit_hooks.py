@@ -102,7 +102,7 @@ def consequence(job: Job, error: BaseException) -> PeerFailed | None:
     """
     if isinstance(error, PeerFailed):
         return error
-    if job.failure_detector is None or not job.failure_detector.told or PeerFailed.__name__ not in str(error):
+    if job.failure_detector is None or not job.failure_detector.aborted or PeerFailed.__name__ not in str(error):
         return None
     return job.failure_detector.failure()
 

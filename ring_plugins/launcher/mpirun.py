@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
+from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
-from ring_plugins.core.control.tcp_liveness import patience
 from ring_plugins.launcher.hosts import Share
 
 Flavor = Literal["Open MPI", "MPICH", "Intel MPI"]
@@ -192,7 +192,7 @@ def _open_mpi_command(mpirun: Mpirun, job: JobSpec) -> list[str]:
         line += [daemons, "prte_if_include" if prrte else "oob_tcp_if_include", job.interface]
     if job.shares:
         # The daemons notice a lost network a second after the ranks, whose error says more.
-        for parameter, seconds in {"time": 1, "intvl": 1, "probes": round(patience()) + 1}.items():
+        for parameter, seconds in {"time": 1, "intvl": 1, "probes": round(config.NETWORK_TIMEOUT.get()) + 1}.items():
             line += [daemons, f"oob_tcp_keepalive_{parameter}", str(seconds)]
     line += _open_mpi_output(job, prrte)
     for name, value in job.environment.items():

@@ -1,4 +1,4 @@
-"""A thin line between every rank and rank 0, beside the data, for what people want to know about a job."""
+"""Knows who is alive and who waits for whom: failure detection, waiting, and the control channel to rank 0."""
 
 from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.client import ControlClient

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from ring_plugins.core.control.channel import Channel, FrameSocket, is_proof, nonce, proof
-from ring_plugins.core.control.tcp_liveness import ask_when_idle
+from ring_plugins.core.control.tcp_liveness import enable_keepalive
 
 #: Seconds for one address, between rounds of all of them, and until this rank goes on without a channel.
 _CONNECT, _PAUSE, _GIVE_UP = 1.0, 0.5, 60.0
@@ -50,7 +50,7 @@ class ControlClient(Channel):
             if time.monotonic() - self._began > _GIVE_UP:
                 self._ended, self.trouble = True, how
             return
-        ask_when_idle(connected)
+        enable_keepalive(connected)
         self._hub = FrameSocket(connected)
         self._selector.register(connected, selectors.EVENT_READ, self._hub)
 

@@ -1,9 +1,26 @@
-"""What became of the other ranks, wherever they are, and how they learn what becomes of this one.
+"""Finds out what became of the other ranks, wherever they are, and tells them what becomes of this one.
 
-Ranks of this host are seen through shared memory (`presence`), within milliseconds and whatever they do. Ranks of other
-hosts are heard of over the control channel, where rank 0 passes on what happened.
+The promise: when a rank fails, in whatever way, every other rank that waits for it, or for anyone who waits for it,
+raises an error that names the rank that failed first and the reason. Nobody hangs, and nobody blames a victim.
 
-Whoever started the job is told that a rank failed, because the exit status of an mpirun does not always tell.
+Ranks end in different ways, and each is noticed by the quickest means that never takes a busy process for a dead one:
+
+- An exception: the rank itself tells, in shared memory on its host and over the control channel elsewhere, before it
+  ends. A rank that fails because of a peer passes on the peer's reason as the root cause.
+- Death by a signal: ranks of the same host see a lock that the kernel has dropped (liveness.py); rank 0 sees the
+  control connection close without a goodbye, and tells the others.
+- A host or network that is gone: the kernel's acknowledgments stop (tcp_liveness.py), or the control connection times
+  out. Both ends report it, since neither can reach the other.
+- A normal end: `left`. It is an error only for ranks that still wait for the rank that left (`PeerLeft`).
+- Alive but waiting in a different operation: stall detection on rank 0 finds the cycle (observe/stall.py) and puts it
+  into `deadlocks`.
+
+The first failure that reaches a rank counts, and rank 0 passes on only the first, so all ranks report the same one.
+
+What was considered and left: heartbeats, and detectors that learn their intervals (phi accrual), take a rank for dead
+that holds Python's lock in a long computation. A time-out on every operation, as torch has for NCCL and gloo, cannot
+tell a slow rank from a dead one; it is only the last resort here (RING_TIMEOUT). Agreement on the set of failed ranks
+(MPI's ULFM) is needed to go on without them; to end, or to restart all ranks, the first failure is enough.
 """
 
 from __future__ import annotations
@@ -62,9 +79,9 @@ class ParentNotifier:
         self._line.close()
 
 
-#: Seconds for which what a rank sent before it left may still be on its way here.
+#: Seconds for which data that a rank sent before it left may still be on its way.
 _IN_FLIGHT = 2.0
-#: Seconds that a process takes to end after it left, GPU communicators included.
+#: Seconds that a process takes to end after it left, including the teardown of GPU communicators.
 _EXIT = 15.0
 
 
@@ -74,7 +91,7 @@ class Peer(NamedTuple):
     Attributes:
         host: its name.
         pid: process id there.
-        domain: equal for ranks that can look at each other's memory.
+        domain: shared-memory domain: ranks with equal ones can map each other's memory.
     """
 
     host: str
@@ -83,46 +100,47 @@ class Peer(NamedTuple):
 
 
 class FailureDetector:
-    """This process among the others of the job.
+    """What this process knows of the fate of the others, and tells them of its own.
 
     Args:
         rank: of this process.
-        roster: all ranks.
-        neighbourhood: those of this host, where they share memory.
+        membership: where all ranks are.
+        local_peers: the ranks of this host, where they share memory.
         channel: to rank 0, and from there to all.
 
     Attributes:
-        told: the main thread has been told that a peer failed; it is its turn to end the process.
-        failed: this process has said that it failed.
-        has_lost_the_network: that is what failed.
-        verdicts: by name of a communicator, why waiting in it is in vain; a wait that finds one raises it.
+        rank, membership: as given.
+        aborted: whether an error about a peer has been raised in this process, whose script now ends it or recovers.
+        failed: whether this process has told the others that it failed.
+        has_lost_the_network: whether the failure is a network that is lost.
+        deadlocks: name of a communicator -> why waiting in it is in vain; a wait that finds its own raises it.
     """
 
     def __init__(self, rank: int, membership: Sequence[Peer], local_peers: LocalPeers | None, channel: Channel) -> None:
         self.rank, self.membership = rank, list(membership)
-        self.told = self.failed = self.has_lost_the_network = False
-        self.verdicts: dict[str, str] = {}
+        self.aborted = self.failed = self.has_lost_the_network = False
+        self.deadlocks: dict[str, str] = {}
         self._pid = os.getpid()
         self._local_peers, self._channel = local_peers, channel
-        self._distant_failure: PeerFailed | None = None
+        self._remote_failure: PeerFailed | None = None
         self._has_lost_a_process = False
         self._left: dict[int, float] = {}
-        self._leavers_to_announce: list[int] = []
-        channel.on("failed", lambda sender, body: self._heard(PeerFailed(str(body["text"]), int(body["rank"])), body))
+        self._departures: list[int] = []  # of which rank 0 has not yet told the others
+        channel.on("failed", lambda sender, body: self._note_failed(body))
         channel.on("left", lambda sender, body: self._note_left(body["ranks"]))
-        channel.on_lost, channel.on_left = self._lost, lambda rank: self._note_left([rank])
+        channel.on_lost, channel.on_left = self._note_lost, lambda rank: self._note_left([rank])
 
     # What became of the others --------------------------------------------------------------------
 
     def failure(self) -> PeerFailed | None:
         """The failure of any other rank, if there is one."""
-        nearby = self._local_peers.failure() if self._local_peers is not None else None
-        return nearby or self._distant_failure
+        local = self._local_peers.failure() if self._local_peers is not None else None
+        return local or self._remote_failure
 
     def has_lost_a_process(self) -> bool:
-        """Whether a rank's process is gone, without having left."""
-        nearby = self._local_peers is not None and self._local_peers.has_lost_a_process()
-        return nearby or self._has_lost_a_process
+        """Whether a rank's process is gone without having left."""
+        local = self._local_peers is not None and self._local_peers.has_lost_a_process()
+        return local or self._has_lost_a_process
 
     def check(self, communicator: str, missing: Sequence[int], what: str) -> None:
         """Raise if what this rank waits for cannot happen any more.
@@ -139,22 +157,22 @@ class FailureDetector:
         """
         failure = self.failure()
         if failure is not None:
-            self.told = True
+            self.aborted = True
             raise failure
         for rank in missing:
             if self._has_left(rank):
-                self.told = True
+                self.aborted = True
                 raise PeerLeft(
                     f"rank {rank} has ended its part of the job, and rank {self.rank} waits for it in {what}. "
                     "Usually the ranks took different numbers of steps: give every rank the same number of batches.",
                     rank,
                 )
-        if communicator in self.verdicts:
-            self.told = True
-            raise DeadlockError(self.verdicts[communicator])
+        if communicator in self.deadlocks:
+            self.aborted = True
+            raise DeadlockError(self.deadlocks[communicator])
 
     def has_ended(self, rank: int) -> bool:
-        """Whether a rank's process has ended in order: one of another host is believed to some time after it left."""
+        """Whether a rank's process has ended normally; on another host, whether it must have by now."""
         if self._local_peers is not None and rank in self._local_peers.others:
             return self._local_peers.has_ended(rank)
         return rank in self._left and time.monotonic() - self._left[rank] > _EXIT
@@ -164,10 +182,10 @@ class FailureDetector:
             return True
         return rank in self._left and time.monotonic() - self._left[rank] > _IN_FLIGHT
 
-    # What becomes of this one ----------------------------------------------------------------------
+    # What becomes of this one ---------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one failed, so that they stop waiting. The first call counts."""
+        """Tell the other ranks that this one failed, so that they stop waiting. Only the first call counts."""
         if os.getpid() != self._pid or self.failed:
             return
         self.failed = True
@@ -181,46 +199,23 @@ class FailureDetector:
         self._channel.tell(0, "failed", {"rank": root, "text": text, "of": self.rank})
         self._channel.flush(0.5)
 
-    # The channel, on the guard's thread ------------------------------------------------------------
+    # On the monitor thread, which moves the channel -----------------------------------------------
 
-    def announce(self) -> None:
-        """On rank 0: tell all who has left since the last call."""
-        if self._leavers_to_announce and self.rank == 0:
-            self._channel.tell(EVERYONE, "left", {"ranks": self._leavers_to_announce})
-            self._leavers_to_announce = []
-
-    def _heard(self, failure: PeerFailed, body: dict[str, Any]) -> None:
-        if self._distant_failure is not None:
-            return
-        if body.get("of") != self.rank:
-            self._distant_failure = failure
-        self._has_lost_a_process |= bool(body.get("lost"))
-        self.has_lost_the_network |= bool(body.get("network"))
-        if self.rank == 0:
-            self._channel.tell(EVERYONE, "failed", body)
-
-    def _lost(self, rank: int, how: str) -> None:
-        peer = self.membership[rank]
-        where = f"rank {rank} (process {peer.pid} on {peer.host})"
-        if "closed" in how or "reset" in how.lower():
-            text = (
-                f"{where} died without a word; it was killed by a signal (out of memory? `kill -9`?) or crashed in "
-                "native code."
-            )
-        else:
-            self.lose_network(rank, how)
-            return
-        self._tell_lost(rank, text)
+    def forward_departures(self) -> None:
+        """On rank 0: tell all ranks who has left since the last call."""
+        if self._departures and self.rank == 0:
+            self._channel.tell(EVERYONE, "left", {"ranks": self._departures})
+            self._departures = []
 
     def lose_network(self, rank: int, how: str) -> None:
-        """A rank's host cannot be reached any more; called by the guard's thread.
+        """Report that a host cannot be reached any more.
 
         Args:
             rank: one on that host.
-            how: that was noticed.
+            how: how that was noticed.
         """
         peer, here = self.membership[rank], self.membership[self.rank].host
-        self._tell_lost(
+        self._report_lost(
             rank,
             f"rank {self.rank} on {here} cannot reach rank {rank} (process {peer.pid} on {peer.host}) any more: the "
             f"network between {here} and {peer.host} is lost, by a cut cable or a firewall, or {peer.host} is down "
@@ -228,21 +223,43 @@ class FailureDetector:
             network=True,
         )
 
-    def _tell_lost(self, rank: int, text: str, network: bool = False) -> None:
-        # A rank whose data does not arrive may still hear of it over this channel, and learn it in no other way if it
-        # only waits for data.
+    def _note_lost(self, rank: int, how: str) -> None:
+        """The control connection of a rank ended without a goodbye."""
+        if "closed" not in how and "reset" not in how.lower():
+            self.lose_network(rank, how)
+            return
+        peer = self.membership[rank]
+        self._report_lost(
+            rank,
+            f"rank {rank} (process {peer.pid} on {peer.host}) died without a word; it was killed by a signal (out of "
+            "memory? `kill -9`?) or crashed in native code.",
+        )
+
+    def _report_lost(self, rank: int, text: str, network: bool = False) -> None:
+        # "of" is the rank that needs not be told. A rank behind a lost network may still hear of it over this channel,
+        # and has no other way to learn it if it only waits for data.
         of = -1 if network else rank
-        self._heard(PeerFailed(text, rank), {"rank": rank, "text": text, "of": of, "lost": True, "network": network})
+        self._note_failed({"rank": rank, "text": text, "of": of, "lost": True, "network": network})
+
+    def _note_failed(self, body: dict[str, Any]) -> None:
+        if self._remote_failure is not None:
+            return
+        if body.get("of") != self.rank:
+            self._remote_failure = PeerFailed(str(body["text"]), int(body["rank"]))
+        self._has_lost_a_process |= bool(body.get("lost"))
+        self.has_lost_the_network |= bool(body.get("network"))
+        if self.rank == 0:
+            self._channel.tell(EVERYONE, "failed", body)
 
     def _note_left(self, ranks: Sequence[int]) -> None:
         now = time.monotonic()
         for rank in ranks:
             self._left.setdefault(rank, now)
-        self._leavers_to_announce += ranks
+        self._departures += ranks
 
 
 def summary(error: BaseException) -> str:
-    """An error in a line, with the place in the user's code where it happened."""
+    """An error in one line, with the place in the user's code where it happened."""
     frames = traceback.extract_tb(error.__traceback__)
     text = "".join(traceback.format_exception_only(type(error), error)).strip()
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""

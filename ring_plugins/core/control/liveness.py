@@ -1,9 +1,17 @@
-"""Who of this host's ranks is alive, and what became of the others.
+"""Which of this host's ranks are alive, and how the others ended: known within milliseconds, whatever they do.
 
-Every process keeps one small segment that its neighbours map: its state, and the cause if it failed. It holds a POSIX
-record lock on that segment as long as it lives. The kernel drops the lock when the process ends, however it ends, so a
-neighbour that can take the lock knows that the holder is gone. Unlike process ids the lock cannot be confused by reuse,
-zombies or forked children.
+The problem: a rank can be killed at any moment, also while it holds Python's lock in a long computation or is stopped
+in a debugger. Heartbeats would take it for dead there; its process id may already belong to another process, or to a
+zombie; and it is not our child, so waiting for it is impossible.
+
+The idea: every process creates a small shared segment, which its peers map, and holds a POSIX record lock (fcntl(2)) on
+it as long as it lives. The kernel drops the lock when the process ends, however it ends. So a peer that can take the
+lock knows that the owner is gone. Record locks belong to the process, not to the open file, so forked children do not
+inherit them. In the segment the owner writes how it ends: it left, or it failed, and which rank failed first and why.
+
+What was considered and left: robust mutexes (set_robust_list(2)) tell the same, but depend on the layout of
+libpthread's structures. A pidfd (pidfd_open(2)) does so too, but needs Linux 5.3, and the segment is needed anyway for
+the reason.
 """
 
 from __future__ import annotations
@@ -19,20 +27,22 @@ from ring_plugins.core.linux.shared_memory import Address, Segment, publish
 
 RUNNING, LEFT, FAILED = 1, 2, 3
 
+#: Words (int64) at the start of a segment; the text of a cause begins at byte _CAUSE.
 _STATE, _PID, _ROOT_CAUSE_RANK, _CAUSE_LENGTH = range(4)
 _CAUSE, _NBYTES = 1024, 8192
 
 
 class Liveness:
-    """One process's segment, seen by itself (writing) or by a neighbour (reading)."""
+    """The segment of one process: its owner writes it, peers read it."""
 
     def __init__(self, segment: Segment, rank: int) -> None:
         self.rank = rank
         self._segment = segment
-        self._words = memoryview(segment.array[:1024]).cast("B").cast("q")
+        self._words = memoryview(segment.array[:_CAUSE]).cast("B").cast("q")
 
     @classmethod
     def create(cls, rank: int) -> Liveness:
+        """Create this process's segment, and hold its lock from now on."""
         own = cls(Segment.create(_NBYTES), rank)
         own._words[_PID] = os.getpid()
         own._words[_STATE] = RUNNING
@@ -41,6 +51,7 @@ class Liveness:
 
     @classmethod
     def open(cls, address: Address, rank: int) -> Liveness:
+        """Map the segment of another rank of this host."""
         return cls(Segment.open(address, rank), rank)
 
     @property
@@ -55,8 +66,14 @@ class Liveness:
     def state(self) -> int:
         return self._words[_STATE]
 
+    @property
+    def root_cause(self) -> tuple[int, str]:
+        """The rank that failed first, and a sentence on how."""
+        text = self._segment.array[_CAUSE : _CAUSE + self._words[_CAUSE_LENGTH]]
+        return self._words[_ROOT_CAUSE_RANK], bytes(text).decode(errors="replace")
+
     def has_died(self) -> bool:
-        """Whether the process of this neighbour no longer exists."""
+        """Whether this peer's process no longer exists."""
         try:
             fcntl.lockf(self._segment.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -64,58 +81,47 @@ class Liveness:
         fcntl.lockf(self._segment.fd, fcntl.LOCK_UN)
         return True
 
-    # The owner writes ------------------------------------------------------------------------------
-
     def leave(self) -> None:
+        """Tell peers that this process leaves the job normally."""
         if self.state == RUNNING:
             self._words[_STATE] = LEFT
 
     def fail(self, root_rank: int, text: str) -> None:
-        """Say that this process failed, because of `root_rank`; the first sentence stays."""
+        """Tell peers that this process failed because of `root_rank`; only the first call counts."""
         if self.state == RUNNING:
-            self._write(_CAUSE, _CAUSE_LENGTH, text, _NBYTES - _CAUSE)
+            data = np.frombuffer(text.encode()[: _NBYTES - _CAUSE], dtype=np.uint8)
+            self._segment.array[_CAUSE : _CAUSE + data.size] = data
+            self._words[_CAUSE_LENGTH] = data.size
             self._words[_ROOT_CAUSE_RANK] = root_rank
             publish()
             self._words[_STATE] = FAILED
-
-    def _write(self, offset: int, length_word: int, text: str, room: int) -> None:
-        data = np.frombuffer(text.encode()[:room], dtype=np.uint8)
-        self._words[length_word] = 0
-        self._segment.array[offset : offset + data.size] = data
-        self._words[length_word] = data.size
-
-    # Neighbours read -------------------------------------------------------------------------------
-
-    @property
-    def root_cause(self) -> tuple[int, str]:
-        """The rank that failed first, and a sentence on how."""
-        return self._words[_ROOT_CAUSE_RANK], self._read(_CAUSE, _CAUSE_LENGTH)
-
-    def _read(self, offset: int, length_word: int) -> str:
-        return bytes(self._segment.array[offset : offset + self._words[length_word]]).decode(errors="replace")
 
 
 class LocalPeers:
     """This process and the other ranks of its host.
 
     Args:
-        own, others: their presences.
-        host: its name, for texts; "" where the job has no other.
+        own, others: their liveness.
+        host: its name, for texts; "" if the job has only this one.
+
+    Attributes:
+        own: of this process.
+        others: of the other ranks, by rank.
     """
 
     def __init__(self, own: Liveness, others: Sequence[Liveness], host: str = "") -> None:
         self.own = own
+        self.others = {peer.rank: peer for peer in others}
         self._where = f" on {host}" if host else ""
-        self.others = {presence.rank: presence for presence in others}
 
     def failure(self) -> PeerFailed | None:
-        """The failure of any neighbour, if there is one."""
+        """The failure of a local peer, if one has failed."""
         for rank, other in self.others.items():
             if other.state == FAILED:
                 root, text = other.root_cause
                 return PeerFailed(text, root)
             if other.state == RUNNING and other.has_died():
-                if other.state != RUNNING:  # it spoke its last word between the two looks
+                if other.state != RUNNING:  # it wrote its end between the two looks
                     return self.failure()
                 return PeerFailed(
                     f"rank {rank} (process {other.pid}{self._where}) died without a word; it was killed by a signal "
@@ -125,14 +131,14 @@ class LocalPeers:
         return None
 
     def has_lost_a_process(self) -> bool:
-        """Whether a neighbour's process is gone, without having left."""
+        """Whether a local peer's process is gone without having left."""
         return any(other.state != LEFT and other.has_died() for other in self.others.values())
 
     def has_left(self, rank: int) -> bool:
-        """Whether a neighbour ended its part normally."""
+        """Whether a local peer left normally."""
         other = self.others.get(rank)
         return other is not None and other.state == LEFT
 
     def has_ended(self, rank: int) -> bool:
-        """Whether a neighbour left in order, and its process is gone too."""
+        """Whether a local peer left normally and its process is gone too."""
         return self.has_left(rank) and self.others[rank].has_died()

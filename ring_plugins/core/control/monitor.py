@@ -1,4 +1,14 @@
-"""A thread that looks after the job while the script computes."""
+"""A thread of every rank that looks after the job while the script computes.
+
+A script that waits in a collective learns of a failure there. One that computes, loads data or waits in another library
+does not, and would go on for hours in a job that is over, or hang. So this thread moves the control channel, runs the
+services (stall reports, timelines, failure detection that polls), and when a peer has failed gives the script some
+seconds to notice by itself, in its next collective. Then it ends the process.
+
+It also ends the process when the launcher is gone: mpirun that was killed by SIGKILL ends nobody.
+
+A service that raises is dropped with a message. Nothing that only observes may harm the job.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +22,30 @@ from ring_plugins.core.base.log import logger
 from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.failure_detector import FailureDetector
 
-#: Seconds between looks, and those that a script has to notice a failed peer by itself before its process is ended.
-_EVERY, _GRACE = 0.5, 5.0
+#: Seconds between ticks.
+_EVERY = 0.5
+#: Seconds that a script has to notice a failed peer by itself before its process is ended.
+_GRACE = 5.0
+#: Seconds for the launcher to end the job; where MPI is broken too, the call may never return.
+_ABORT = 2.0
 
 
 class Service(Protocol):
     """Something that is done now and then, beside the job."""
 
     def tick(self, now: float) -> None:
-        """Called twice a second and after messages, with the time of `time.monotonic`; must not wait."""
+        """Called twice a second and after messages, with `time.monotonic()`; must not wait."""
 
     def close(self) -> None:
-        """The job is over here; the channel still carries messages."""
+        """The job is over for this rank; the channel still carries messages."""
 
 
 class MonitorThread:
     """Moves the control channel, calls the services, and ends this process where its script cannot notice the end.
 
-    That is when a peer failed while the script computes or waits elsewhere, and when the launcher that should end all
-    ranks was killed itself.
-
     Args:
-        failure_detector: what becomes of the others.
-        channel: moved here.
+        failure_detector: knows what became of the other ranks.
+        channel: moved by this thread only.
         launched: whether the process that started this one must outlive it.
         abort: ends the whole job where the launcher offers that.
     """
@@ -47,7 +58,7 @@ class MonitorThread:
         self._services: list[Service] = []
         self._end_at = 0.0
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ring:guard", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ring:monitor", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -57,7 +68,11 @@ class MonitorThread:
         self._services = [*self._services, service]
 
     def close(self, patience: float = 5.0) -> None:
-        """End the thread, which lets services end first; wait for that a while."""
+        """Close the services and the channel, end the thread, and wait for that.
+
+        Args:
+            patience: seconds to wait at most.
+        """
         self._closed.set()
         self._channel.flush(0)
         if threading.current_thread() is not self._thread:
@@ -67,17 +82,17 @@ class MonitorThread:
         while not self._closed.is_set():
             self._channel.poll(_EVERY)
             self._end_without_launcher()
-            self._failure_detector.announce()
-            self._serve(lambda service: service.tick(time.monotonic()))
+            self._failure_detector.forward_departures()
+            self._call(lambda service: service.tick(time.monotonic()))
             self._end_after_failure()
-        self._serve(lambda service: service.close())
+        self._call(lambda service: service.close())
         self._channel.close()
 
-    def _serve(self, call: Callable[[Service], None]) -> None:
+    def _call(self, function: Callable[[Service], None]) -> None:
         for service in self._services:
             try:
-                call(service)
-            except Exception as error:  # what only looks on must never harm the job
+                function(service)
+            except Exception as error:
                 self._services = [other for other in self._services if other is not service]
                 logger.error(
                     f"rank {self._failure_detector.rank}: {type(service).__name__} stopped: "
@@ -92,20 +107,20 @@ class MonitorThread:
             os._exit(1)
 
     def _end_after_failure(self) -> None:
-        failure_detector = self._failure_detector
-        failure = failure_detector.failure()
-        if failure is None or failure_detector.told:
+        detector = self._failure_detector
+        failure = detector.failure()
+        if failure is None or detector.aborted:
             return
-        if failure_detector.failed and not failure_detector.has_lost_a_process():
-            return  # ranks failed alike, and their scripts may be about to try again
+        if detector.failed and not detector.has_lost_a_process():
+            return  # all ranks failed alike, and their scripts may be about to try again
         now = time.monotonic()
         self._end_at = self._end_at or now + _GRACE
         if now < self._end_at or self._closed.is_set():
             return
-        failure_detector.fail(failure)
-        self._serve(lambda service: service.close())
-        logger.error(f"rank {failure_detector.rank} ends because {failure}")
-        aborting = threading.Thread(target=self._abort, daemon=True)  # may block where MPI is broken too
+        detector.fail(failure)
+        self._call(lambda service: service.close())
+        logger.error(f"rank {detector.rank} ends because {failure}")
+        aborting = threading.Thread(target=self._abort, daemon=True)
         aborting.start()
-        aborting.join(2.0)
+        aborting.join(_ABORT)
         os._exit(1)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ring_plugins.core.control.channel import EVERYONE, Channel, FrameSocket, is_proof, nonce, proof
-from ring_plugins.core.control.tcp_liveness import ask_when_idle
+from ring_plugins.core.control.tcp_liveness import enable_keepalive
 
 _FILES_FOR_OTHERS = 512
 
@@ -99,7 +99,7 @@ class ControlServer(Channel):
     def _accept(self, listener: Any) -> None:
         with contextlib.suppress(OSError):
             connected, _ = listener.accept()
-            ask_when_idle(connected)
+            enable_keepalive(connected)
             guest = _Guest(connected)
             self._strangers.add(guest)
             self._selector.register(connected, selectors.EVENT_READ, guest)

@@ -1,9 +1,22 @@
-"""Hosts that fall silent: a cut cable, a firewall, a host without power. Nothing says so; answers stop coming.
+"""Finds hosts that have gone silent: a cut cable, a firewall, a host without power. Nothing announces these.
 
-A host's kernel acknowledges what reaches it, whatever its processes do: one that computes for an hour, or is stopped in
-a debugger, does not count as silent. So the kernel here is asked, once a second, how often it has repeated something
-in vain. It knows that of all TCP connections of this process, those of MPI and NCCL too. Connections without anything
-under way, such as the control channel between two messages, have the kernel ask by itself.
+The problem: when a process ends, its kernel closes the connections, and peers learn it at once. When a host or the
+network to it is gone, nothing arrives any more, and TCP repeats what it sent for 15 minutes (tcp_retries2) before it
+reports an error. A time-out on answers cannot be much shorter than that: a process that computes for an hour, or is
+stopped in a debugger, does not answer either.
+
+The idea: a host's kernel acknowledges what reaches it, whatever its processes do. So not the peer is asked but the
+kernel here: how often has it repeated something in vain (TCP_INFO, tcp(7))? It knows that of every TCP connection of
+this process, those of MPI and NCCL too, whose sockets we never see otherwise. A connection on which something has been
+repeated at least three times, and nothing has been acknowledged for RING_NETWORK_TIMEOUT seconds, has lost its network.
+
+Connections on which nothing is under way repeat nothing, so `enable_keepalive` has the kernel probe those: the control
+channel is one such.
+
+What was considered and left: TCP_USER_TIMEOUT (RFC 5482) does the same for one socket, but it closes the connection,
+and cannot be set on sockets of MPI and NCCL before they use them. Reading /proc/net/tcp shows the counters of all
+processes, and takes too long on hosts with many connections. Pings are often filtered, and take another path than the
+data.
 """
 
 from __future__ import annotations
@@ -23,45 +36,37 @@ from ring_plugins.core.control.wait import long_waits
 if TYPE_CHECKING:
     from ring_plugins.core.control.failure_detector import FailureDetector
 
-#: Seconds between looks, and at least so many times what a look takes.
+#: Seconds between looks, and at least this multiple of the time that a look takes.
 _EVERY, _RARELY = 1.0, 500
-#: Repetitions in vain: fewer happen where a network is merely crowded.
+#: Repetitions that count as silence; congested networks cause one or two.
 _ENOUGH = 3
-#: Seconds without traffic before the kernel asks whether the other host is there, and between its questions.
+#: Seconds without traffic before the kernel probes the other host, and between its probes.
 _IDLE, _INTERVAL = 2, 1
 _ESTABLISHED = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def patience() -> float:
-    """Seconds that a host may be silent.
-
-    Raises:
-        ArgumentError: RING_NETWORK_TIMEOUT is not a positive number.
-    """
-    return config.NETWORK_TIMEOUT.get()
-
-
-def ask_when_idle(connected: socket.socket) -> None:
-    """Let the kernel end a connection (ETIMEDOUT) when nothing is sent and the other host is no longer there."""
+def enable_keepalive(connected: socket.socket) -> None:
+    """Let the kernel end an idle connection (ETIMEDOUT) if the other host stays silent for RING_NETWORK_TIMEOUT."""
     if connected.family == socket.AF_UNIX:
         return
+    probes = max(2, round((config.NETWORK_TIMEOUT.get() - _IDLE) / _INTERVAL))
     with contextlib.suppress(OSError):
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _INTERVAL)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(2, round((patience() - _IDLE) / _INTERVAL)))
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)
 
 
-class Line(NamedTuple):
+class TcpConnection(NamedTuple):
     """A TCP connection by its two ends, each an address and a port."""
 
-    here: tuple[str, int]
-    there: tuple[str, int]
+    local: tuple[str, int]
+    remote: tuple[str, int]
 
 
-def unanswered() -> dict[Line, int]:
-    """The connections of this process, whoever made them, on which something is being repeated, and how often."""
+def retransmissions() -> dict[TcpConnection, int]:
+    """How often something was repeated, for each connection of this process on which something is being repeated."""
     found = {}
     info, length = ctypes.create_string_buffer(8), ctypes.c_uint()
     for name in os.listdir("/proc/self/fd"):
@@ -69,12 +74,12 @@ def unanswered() -> dict[Line, int]:
         # Asking every file is cheaper than finding out first which ones are sockets.
         if _libc.getsockopt(int(name), socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(length)):
             continue
-        # Linux's struct tcp_info begins: state, congestion state, retransmissions, probes, ... a byte each.
+        # Linux's struct tcp_info begins: state, congestion state, retransmissions, probes, ... one byte each.
         state, _, repeated, probes = info.raw[:4]
         if state == _ESTABLISHED and (repeated or probes):
-            here, there = (_end(int(name), ask) for ask in (_libc.getsockname, _libc.getpeername))
-            if here is not None and there is not None:
-                found[Line(here, there)] = max(repeated, probes)
+            local, remote = (_end(int(name), ask) for ask in (_libc.getsockname, _libc.getpeername))
+            if local is not None and remote is not None:
+                found[TcpConnection(local, remote)] = max(repeated, probes)
     return found
 
 
@@ -91,19 +96,19 @@ def _end(fd: int, ask: Callable[..., int]) -> tuple[str, int] | None:
 
 
 class TcpLiveness:
-    """A service of the guard that tells `watch` of hosts that acknowledge nothing any more.
+    """A service of the monitor thread that reports silent hosts to the failure detector.
 
     Args:
-        failure_detector: what becomes of the other ranks.
-        addresses: those of every rank's host, in rank order.
-        look: see `unanswered`.
+        failure_detector: is told.
+        addresses: of every rank's host, in rank order.
+        look: see `retransmissions`.
     """
 
     def __init__(
         self,
         failure_detector: FailureDetector,
         addresses: Sequence[Sequence[str]],
-        look: Callable[[], dict[Line, int]] = unanswered,
+        look: Callable[[], dict[TcpConnection, int]] = retransmissions,
     ) -> None:
         self._failure_detector, self._look = failure_detector, look
         own = set(addresses[failure_detector.rank])
@@ -112,37 +117,38 @@ class TcpLiveness:
             for address in of_host:
                 if address not in own:
                     self._ranks.setdefault(address, []).append(rank)
-        self._patience = patience()
+        self._timeout = config.NETWORK_TIMEOUT.get()
         self._next = 0.0
         #: Since when something has been repeated on a connection, and how often it had been at the last look.
-        self._since: dict[Line, tuple[float, int]] = {}
+        self._silent: dict[TcpConnection, tuple[float, int]] = {}
 
     def tick(self, now: float) -> None:
-        """Look, and tell of a host once its silence has lasted."""
+        """Look, and report a host once its silence has lasted."""
         if not self._ranks or now < self._next:
             return
         began = time.monotonic()
-        before, self._since = self._since, {}
-        for line, times in self._look().items():
-            ranks = self._ranks.get(line.there[0])
+        before, self._silent = self._silent, {}
+        for connection, times in self._look().items():
+            ranks = self._ranks.get(connection.remote[0])
             if ranks is None:
                 continue
-            since, last = before.get(line, (now, 0))
+            since, last = before.get(connection, (now, 0))
             since = since if times >= last else now  # something was acknowledged meanwhile
-            self._since[line] = since, times
-            if times >= _ENOUGH and now - since >= self._patience:
+            self._silent[connection] = since, times
+            if times >= _ENOUGH and now - since >= self._timeout:
+                (local, local_port), (remote, remote_port) = connection
                 self._failure_detector.lose_network(
                     _awaited(ranks),
-                    f"{line.there[0]}, port {line.there[1]}, has acknowledged nothing from {line.here[0]}, port "
-                    f"{line.here[1]}, for {now - since:.0f} s",
+                    f"{remote}, port {remote_port}, has acknowledged nothing from {local}, port {local_port}, for "
+                    f"{now - since:.0f} s",
                 )
         self._next = now + max(_EVERY, _RARELY * (time.monotonic() - began))
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is nothing to release."""
 
 
 def _awaited(ranks: Sequence[int]) -> int:
-    """Of ranks on one host, one that somebody here waits for, if there is such a one."""
+    """Of ranks on one host, one that this process waits for, if there is one, otherwise the first."""
     missing = {rank for wait in list(long_waits.values()) for rank in wait.missing}
     return next((rank for rank in ranks if rank in missing), ranks[0])

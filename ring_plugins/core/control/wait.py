@@ -1,4 +1,23 @@
-"""The one place where a process waits for others: with an owner, a reason it can print, and a way out."""
+"""The one loop in which a rank waits for others: it knows who waits, can say for whom and why, and always ends.
+
+The problem: ranks wait for each other in many places (shared-memory barriers, sockets, MPI, GPUs), and in each of them
+the peer may have failed, left, taken another path through the program, or simply need an hour. A blocking receive
+cannot tell these apart, and nobody can interrupt it. Libraries therefore add a watchdog thread that kills the process
+after a time-out (torch's ProcessGroupNCCL does), but such a thread cannot make a blocked call raise, and it knows only
+that time has passed.
+
+Here every wait polls a cheap condition. It goes through phases, as an adaptive mutex does:
+
+1. Spin for 50 µs: a peer in step arrives within that time, and sleeping would cost more.
+2. Sleep between looks, by whatever means the caller offers: a futex, poll(2), or a short nap. Naps become longer after
+   a second.
+3. Every 20 ms ask the failure detector whether what is awaited can still happen. If not, raise its error.
+4. After a second, publish the wait in `long_waits`, from which stall reports and deadlock detection are made.
+5. After RING_TIMEOUT, raise.
+
+A connection that breaks says only that the peer is gone. Its reason may still be in flight on the control channel, so
+the wait gives it some seconds before raising the bare fact.
+"""
 
 from __future__ import annotations
 
@@ -14,39 +33,42 @@ from ring_plugins.core.base.errors import PeerFailed, TimeoutExceeded, name_rank
 if TYPE_CHECKING:
     from ring_plugins.core.control.failure_detector import FailureDetector
 
-#: Seconds of looking again and again before sleeping in between: above the time in which a peer that
-#: works in step arrives, far below what a computing thread would miss.
+#: Seconds of spinning before the first sleep: above the time in which a peer in step arrives, far below what a
+#: computing thread would miss.
 _SPIN = 50e-6
-_NAP = 50e-6
-_LONG_NAP = 500e-6
+#: Seconds of a sleep between two looks, in the first second of a wait and after it.
+_NAP, _LONG_NAP = 50e-6, 500e-6
+#: Seconds between two questions to the failure detector.
 _CHECK_EVERY = 0.02
+#: Seconds after which a wait is long, that is, published in `long_waits`.
 _LONG = 1.0
-#: Seconds for which a lost connection waits for news of the rank behind it; that it left in peace is told after two.
-_LAST_WORDS = 3.0
+#: Seconds for which a broken connection waits for the peer's reason. Above the two seconds after which the failure
+#: detector reports that a rank left normally.
+_REASON = 3.0
 
 _PR_SET_TIMERSLACK = 29
 _libc = ctypes.CDLL(None, use_errno=True)
-_yield_core = getattr(_libc, "sched_yield", lambda: 0)  # through ctypes, so that Python's lock is released
+_yield_core = getattr(_libc, "sched_yield", lambda: 0)  # through ctypes, which releases Python's lock
 
 
 def nap_precisely() -> None:
-    """Let short sleeps of the calling thread end on time: Linux rounds them up by 50 µs otherwise."""
+    """Let short sleeps of the calling thread end on time: Linux otherwise rounds them up by 50 µs."""
     if hasattr(_libc, "prctl"):
         _libc.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1000), 0, 0, 0)
 
 
 class LongWait(NamedTuple):
-    """A wait that has lasted longer than peers in step take.
+    """A wait that has lasted longer than it does between ranks in step.
 
     Attributes:
         communicator: its name.
         what: the operation.
-        number: operations of the communicator that are over.
-        part_of: what that is a part of, such as a bucket, or "".
+        number: how many operations of the communicator have finished.
+        part_of: what the operation is a part of, such as a bucket, or "".
         missing: world ranks that have not arrived.
-        since: time of `time.monotonic` at which it began.
-        blocked_since: the same for the script itself, which may compute meanwhile: it is then the present.
-        on_gpu: whether it is a GPU that waits, for some of `missing`: who waits there too has come.
+        since: when it began, by `time.monotonic`.
+        blocked_since: the same for the script itself; the present while the script computes.
+        on_gpu: whether a GPU waits, for some of `missing`: a rank that waits there too has arrived.
     """
 
     communicator: str
@@ -59,7 +81,7 @@ class LongWait(NamedTuple):
     on_gpu: bool = False
 
 
-#: Of this process, by thread, and by ("stream", its handle) for those of GPUs. Another thread looks here now and then.
+#: Long waits of this process, by thread, and by ("stream", handle) for those of GPUs. Other threads read it.
 long_waits: dict[Hashable, LongWait] = {}
 
 
@@ -68,25 +90,27 @@ class Wait:
 
     Args:
         communicator: its name, for texts and to tell its waits from those of others.
-        failure_detector: what becomes of the other ranks, or None where there is nobody to failure_detector.
+        failure_detector: knows what became of the other ranks; None where there are none.
+
+    Attributes:
+        part_of: what the operation under way is a part of, such as a bucket, for texts.
+        number: how many operations of the communicator have finished; equal on members in step.
+        caller_blocked_since: since when a caller has been blocked until this communicator finishes something, or 0.
+        waited_for_arrival: seconds spent waiting for members to arrive at an operation, in waits that are over.
     """
 
     def __init__(self, communicator: str, failure_detector: FailureDetector | None) -> None:
         self._communicator = communicator
         self._failure_detector = failure_detector
-        #: What the operation under way is a part of, such as a bucket, for texts.
-        self.part_of = ""
-        #: Operations of the communicator that are over: equal on members in step.
-        self.number = 0
         self._timeout = config.TIMEOUT.get()
-        #: Since when a caller has been blocked until this communicator finishes something, or 0.
+        self.part_of = ""
+        self.number = 0
         self.caller_blocked_since = 0.0
-        #: Seconds in which this communicator waited for members to come to an operation, in waits that are over.
         self.waited_for_arrival = 0.0
         self._arrival_awaited_since = 0.0
 
     def waited_so_far(self) -> float:
-        """The same with the wait under way, if there is one."""
+        """`waited_for_arrival` including the wait under way, if there is one."""
         since = self._arrival_awaited_since
         return self.waited_for_arrival + (time.monotonic() - since if since else 0.0)
 
@@ -102,12 +126,12 @@ class Wait:
         """Return when `ready()`; raise when it cannot become true any more.
 
         Args:
-            ready: a cheap look; may raise.
-            missing: world ranks that have not arrived, asked only when the wait is long.
+            ready: a cheap condition; may raise.
+            missing: world ranks that have not arrived; called only if the wait lasts.
             what: the operation, for texts.
-            arrival: whether this waits for members to come to the operation, and not for bytes to move.
-            nap: how to sleep between two looks, `time.sleep` or something that also wakes when there is news.
-            spin: whether to look again and again for a moment before the first sleep.
+            arrival: whether this waits for members to arrive at the operation rather than for bytes to move.
+            nap: sleeps between two looks: `time.sleep`, or something that wakes early when there is news.
+            spin: whether to spin for a moment before the first sleep.
 
         Raises:
             PeerFailed, PeerLeft: a rank is gone.
@@ -133,7 +157,7 @@ class Wait:
                     self._check(now, started, on_main, ready, missing, what)
                 nap(_NAP if now - started < 1.0 else _LONG_NAP)
         except PeerFailed as error:
-            self._look_for_the_cause(error, what)
+            self._raise_reason(error, what)
             raise
         finally:
             seconds = time.monotonic() - started
@@ -142,17 +166,6 @@ class Wait:
                 self.waited_for_arrival += seconds
             if seconds > _LONG:
                 long_waits.pop(threading.get_ident(), None)
-
-    def _look_for_the_cause(self, error: PeerFailed, what: Callable[[], str]) -> None:
-        """A connection has closed; that rank may have said why, over a way that takes a little longer."""
-        failure_detector = self._failure_detector
-        if failure_detector is None or failure_detector.told:
-            return
-        end = time.monotonic() + _LAST_WORDS
-        while time.monotonic() < end:
-            failure_detector.check(self._communicator, [error.rank], what())
-            time.sleep(0.01)
-        failure_detector.told = True
 
     def _check(
         self,
@@ -178,5 +191,17 @@ class Wait:
             )
         if now - started > self._timeout:
             raise TimeoutExceeded(
-                f"{what()} waited {self._timeout:g} s for {name_ranks(absent)}; set RING_TIMEOUT to wait longer."
+                f"{what()} timed out after waiting {self._timeout:g} s for {name_ranks(absent)}; set RING_TIMEOUT to "
+                "wait longer."
             )
+
+    def _raise_reason(self, error: PeerFailed, what: Callable[[], str]) -> None:
+        """Give the reason why a peer is gone some time to arrive, and raise that instead."""
+        detector = self._failure_detector
+        if detector is None or detector.aborted:
+            return
+        end = time.monotonic() + _REASON
+        while time.monotonic() < end:
+            detector.check(self._communicator, [error.rank], what())
+            time.sleep(0.01)
+        detector.aborted = True

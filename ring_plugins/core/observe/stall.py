@@ -122,7 +122,7 @@ class StallWatch:
 
     def _end_deadlock(self, sender: int, body: Body) -> None:
         if self._still_waits(body["number"]):
-            self._failure_detector.verdicts[body["communicator"]] = body["text"]
+            self._failure_detector.deadlocks[body["communicator"]] = body["text"]
 
     def _still_waits(self, number: int) -> bool:
         """Whether the wait that rank 0 knows by this number has not ended meanwhile."""

@@ -5,9 +5,9 @@ copies are ordinary subprocesses on this host. They inherit the file of one shar
 the parent's terminal, and the kernel ends them when the parent ends.
 
 What was considered and left: `fork` copies a process in the middle of its work, with locks that threads hold and a CUDA
-context that does not survive it. `multiprocessing`'s spawn needs a function that can be pickled and a
-`__name__ == "__main__"` guard in the script. MPI_Comm_spawn needs an MPI, takes ten times as long to start, leaves a
-daemon behind and does not report each child's exit status.
+context that does not survive it. `multiprocessing`'s spawn needs a function that can be pickled and a `__name__ ==
+"__main__"` guard in the script. MPI_Comm_spawn needs an MPI, takes ten times as long to start, leaves a daemon behind
+and does not report each child's exit status.
 
 `ring run` starts ranks of one host in the same way, with `child_environment`.
 """

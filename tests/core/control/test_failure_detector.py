@@ -1,0 +1,104 @@
+"""What ranks are told about each other, with a channel that a test moves by hand."""
+
+import pytest
+
+from ring_plugins.core.base.errors import DeadlockError, PeerFailed, PeerLeft
+from ring_plugins.core.control import failure_detector as module
+from ring_plugins.core.control.channel import EVERYONE
+from ring_plugins.core.control.failure_detector import FailureDetector, Peer
+
+MEMBERS = [Peer(f"host{rank}", 100 + rank, f"domain{rank}") for rank in range(3)]
+
+
+class FakeChannel:
+    """Keeps what is sent."""
+
+    def __init__(self):
+        self.handlers, self.sent = {}, []
+
+    def on(self, kind, handler):
+        self.handlers[kind] = handler
+
+    def tell(self, rank, kind, body):
+        self.sent.append((rank, kind, body))
+
+    def flush(self, seconds):
+        return True
+
+
+def detector(rank):
+    channel = FakeChannel()
+    return FailureDetector(rank, MEMBERS, None, channel), channel
+
+
+def test_a_failure_is_told_once_with_its_place_in_the_code():
+    one, channel = detector(1)
+    try:
+        raise ValueError("no data")
+    except ValueError as error:
+        one.fail(error)
+        one.fail(error)
+    ((to, kind, body),) = channel.sent
+    assert (to, kind, body["rank"]) == (0, "failed", 1)
+    assert body["text"].startswith("rank 1 failed: ValueError: no data (") and __file__ in body["text"]
+
+
+def test_a_failure_caused_by_a_peer_is_passed_on_as_the_peers():
+    one, channel = detector(1)
+    one.fail(PeerFailed("rank 2 failed: out of memory", 2))
+    assert channel.sent[0][2] == {"rank": 2, "text": "rank 2 failed: out of memory", "of": 1}
+
+
+def test_rank_0_passes_on_the_first_failure_and_every_wait_then_raises_it():
+    zero, channel = detector(0)
+    first = {"rank": 1, "text": "rank 1 failed: first", "of": 1}
+    channel.handlers["failed"](1, first)
+    channel.handlers["failed"](2, {"rank": 2, "text": "rank 2 failed: second", "of": 2})
+    assert channel.sent == [(EVERYONE, "failed", first)]
+    assert not zero.aborted
+    with pytest.raises(PeerFailed, match="rank 1 failed: first"):
+        zero.check("ring", [2], "barrier()")
+    assert zero.aborted
+
+
+def test_a_rank_is_not_told_of_its_own_failure():
+    one, channel = detector(1)
+    channel.handlers["failed"](0, {"rank": 1, "text": "rank 1 failed", "of": 1})
+    assert one.failure() is None
+
+
+@pytest.mark.parametrize(
+    ("how", "text", "network"),
+    [
+        ("it closed the connection", r"rank 2 \(process 102 on host2\) died without a word", False),
+        ("Connection reset by peer", r"rank 2 \(process 102 on host2\) died without a word", False),
+        ("timed out", r"rank 0 on host0 cannot reach rank 2 .*: the network between host0 and host2 is lost", True),
+    ],
+)
+def test_a_closed_connection_is_a_death_and_a_silent_one_a_lost_network(how, text, network):
+    zero, channel = detector(0)
+    channel.on_lost(2, how)
+    with pytest.raises(PeerFailed, match=text):
+        zero.check("ring", [1], "barrier()")
+    assert zero.has_lost_a_process() and zero.has_lost_the_network is network
+    assert channel.sent[0][2]["of"] == (-1 if network else 2)  # one behind a lost network may still hear of it
+
+
+def test_a_rank_that_left_fails_only_those_that_wait_for_it(monkeypatch):
+    monkeypatch.setattr(module, "_IN_FLIGHT", 0.0)
+    zero, channel = detector(0)
+    channel.on_left(2)
+    zero.check("ring", [1], "barrier()")
+    with pytest.raises(PeerLeft, match=r"rank 2 has ended its part of the job, and rank 0 waits for it in barrier"):
+        zero.check("ring", [1, 2], "barrier()")
+    zero.forward_departures()
+    zero.forward_departures()
+    assert channel.sent == [(EVERYONE, "left", {"ranks": [2]})]
+
+
+def test_a_deadlock_ends_waits_of_its_communicator_only():
+    one, _ = detector(1)
+    one.deadlocks["ring"] = "rank 1 waits for rank 2"
+    one.check("other", [2], "barrier()")
+    with pytest.raises(DeadlockError, match="rank 1 waits for rank 2"):
+        one.check("ring", [2], "barrier()")

@@ -1,0 +1,92 @@
+"""How ranks of one host see each other end: forked children stand for other ranks."""
+
+import contextlib
+import os
+import signal
+
+import pytest
+
+from ring_plugins.core.control.liveness import Liveness, LocalPeers
+
+
+@contextlib.contextmanager
+def peer(behave):
+    """Another rank as `LocalPeers` of this process, and a function that lets it go on to `behave`."""
+    to_child, go = os.pipe()
+    from_child, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        own = Liveness.create(1)
+        os.write(tell, f"{own.address[1]} {own.address[2]}".encode())
+        os.read(to_child, 1)
+        behave(own)
+        os.close(tell)  # says that it is done
+        os.read(to_child, 1)
+        os._exit(0)
+    os.close(tell)
+    fd, nbytes = map(int, os.read(from_child, 100).split())
+    own = Liveness.create(0)
+
+    def proceed():
+        os.write(go, b"x")
+        os.read(from_child, 1)
+
+    try:
+        yield LocalPeers(own, [Liveness.open((pid, fd, nbytes), 1)], "host1"), proceed
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        for one in (to_child, go, from_child):
+            os.close(one)
+
+
+def test_a_rank_that_runs_is_alive():
+    with peer(lambda own: None) as (peers, _):
+        assert peers.failure() is None
+        assert not (peers.has_left(1) or peers.has_ended(1) or peers.has_lost_a_process())
+
+
+def test_a_killed_rank_is_noticed_at_once_with_its_host_and_process():
+    with peer(lambda own: os.kill(os.getpid(), signal.SIGKILL)) as (peers, proceed):
+        proceed()
+        pid = peers.others[1].pid
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # a zombie counts as gone
+        failure = peers.failure()
+        assert failure is not None and failure.rank == 1
+        assert f"rank 1 (process {pid} on host1) died without a word" in str(failure)
+        assert peers.has_lost_a_process()
+
+
+def test_a_rank_that_fails_tells_the_root_cause_once():
+    def fail(own):
+        own.fail(3, "rank 3 failed: ä" + "x" * 10_000)
+        own.fail(1, "a consequence")
+        own.leave()
+
+    with peer(fail) as (peers, proceed):
+        proceed()
+        failure = peers.failure()
+        assert failure is not None and failure.rank == 3
+        assert str(failure).startswith("rank 3 failed: ä") and "consequence" not in str(failure)
+
+
+def test_a_rank_that_leaves_has_ended_only_when_its_process_is_gone():
+    with peer(lambda own: own.leave()) as (peers, proceed):
+        proceed()
+        assert peers.has_left(1) and not peers.has_ended(1)
+        assert peers.failure() is None
+        pid = peers.others[1].pid
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert peers.has_ended(1) and not peers.has_lost_a_process()
+
+
+@pytest.mark.parametrize("end", [lambda own: own.leave(), lambda own: own.fail(0, "first")])
+def test_only_the_first_end_counts(end):
+    own = Liveness.create(0)
+    end(own)
+    state = own.state
+    own.leave()
+    own.fail(0, "second")
+    assert own.state == state

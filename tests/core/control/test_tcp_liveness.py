@@ -1,0 +1,75 @@
+"""Hosts that go silent, with looks at the kernel that a test makes up."""
+
+import socket
+from types import SimpleNamespace
+
+from ring_plugins.core.control.tcp_liveness import TcpConnection, TcpLiveness, enable_keepalive, retransmissions
+
+CONNECTION = TcpConnection(("10.0.0.1", 5), ("10.0.0.2", 7))
+ADDRESSES = [["10.0.0.1", "172.17.0.1"], ["10.0.0.2", "172.17.0.1"], ["10.0.0.2"]]
+
+
+class Detector:
+    rank = 0
+
+    def __init__(self):
+        self.lost = []
+
+    def lose_network(self, rank, how):
+        self.lost.append((rank, how))
+
+
+def look_on(looks, connection=CONNECTION):
+    """What is reported after each look, one per second; a look is how often the kernel has repeated something."""
+    detector, left = Detector(), list(looks)
+    liveness = TcpLiveness(detector, ADDRESSES, lambda: {connection: left.pop(0)})
+    lost = []
+    for second in range(len(looks)):
+        liveness.tick(1.001 * second)
+        lost.append(bool(detector.lost))
+    return lost, detector.lost
+
+
+def test_silence_is_reported_only_once_it_has_lasted():
+    lost, (first, *_) = look_on([1, 2, 3, 4, 4, 5, 5, 5])
+    assert lost == [False] * 6 + [True] * 2
+    assert first == (1, "10.0.0.2, port 7, has acknowledged nothing from 10.0.0.1, port 5, for 6 s")
+
+
+def test_a_congested_network_acknowledges_something_now_and_then():
+    assert look_on([1, 2, 3, 4, 1, 2, 3, 4, 5, 1, 2, 3])[1] == []
+    assert look_on([1, 2, 2, 2, 2, 2, 2, 2, 2, 2])[1] == []
+
+
+def test_other_connections_of_the_process_do_not_count():
+    for other in ("8.8.8.8", "172.17.0.1"):
+        assert look_on([9] * 10, TcpConnection(("10.0.0.1", 5), (other, 7)))[1] == []
+
+
+def test_a_rank_that_is_waited_for_is_named_rather_than_another_of_its_host(monkeypatch):
+    waiting = {1: SimpleNamespace(missing=(2,))}
+    monkeypatch.setattr("ring_plugins.core.control.tcp_liveness.long_waits", waiting)
+    assert look_on([5] * 8)[1][0][0] == 2
+
+
+def test_a_process_that_does_not_read_is_not_silent():
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as full:
+        taken, _ = listener.accept()
+        full.setblocking(False)
+        try:
+            while True:
+                full.send(bytes(1 << 16))
+        except BlockingIOError:
+            pass
+        assert TcpConnection(full.getsockname(), taken.getsockname()) not in retransmissions()
+        taken.close()
+
+
+def test_an_idle_connection_is_probed_within_the_network_timeout(monkeypatch):
+    monkeypatch.setenv("RING_NETWORK_TIMEOUT", "6")
+    with socket.socket() as connected:
+        enable_keepalive(connected)
+        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        idle, interval, probes = (connected.getsockopt(socket.IPPROTO_TCP, option) for option in options)
+        assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert idle + interval * probes == 6

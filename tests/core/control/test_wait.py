@@ -1,0 +1,93 @@
+"""The loop in which ranks wait: it ends when it should, with the reason, and can be seen from outside."""
+
+import itertools
+import threading
+import time
+
+import pytest
+
+from ring_plugins.core.base.errors import PeerFailed, TimeoutExceeded
+from ring_plugins.core.control import wait as module
+from ring_plugins.core.control.wait import Wait, long_waits
+
+
+class Detector:
+    """Raises `error` when asked, once `after` calls have passed."""
+
+    def __init__(self, error=None, after=0):
+        self.error, self.after, self.aborted, self.asked = error, after, False, []
+
+    def check(self, communicator, missing, what):
+        self.asked.append((communicator, list(missing), what))
+        if self.error is not None and len(self.asked) > self.after:
+            raise self.error
+
+
+def until(wait, ready, missing=(1,), **options):
+    wait.until(ready, lambda: missing, lambda: "barrier()", **options)
+
+
+def test_a_condition_that_holds_at_once_costs_no_sleep():
+    naps = []
+    until(Wait("ring", None), lambda: True, nap=naps.append)
+    assert naps == []
+
+
+def test_the_failure_detector_ends_a_wait():
+    detector = Detector(PeerFailed("rank 1 failed", 1))
+    with pytest.raises(PeerFailed, match="rank 1 failed"):
+        until(Wait("ring", detector), lambda: False)
+    assert detector.asked[0] == ("ring", [1], "barrier()")
+
+
+def test_a_peer_that_arrived_before_it_ended_is_no_failure():
+    looks = itertools.count()
+    until(Wait("ring", Detector(PeerFailed("gone", 1))), lambda: next(looks) > 20, spin=False)
+
+
+def test_the_reason_that_a_peer_gave_replaces_the_broken_connection():
+    detector = Detector(PeerFailed("rank 1 failed: out of data", 1), after=3)
+
+    def broken():
+        raise PeerFailed("lost the connection to rank 1", 1)
+
+    with pytest.raises(PeerFailed, match="out of data"):
+        until(Wait("ring", detector), broken)
+
+
+def test_without_a_reason_the_broken_connection_is_raised_and_the_rank_counts_as_aborted(monkeypatch):
+    monkeypatch.setattr(module, "_REASON", 0.05)
+    detector = Detector()
+
+    def broken():
+        raise PeerFailed("lost the connection to rank 1", 1)
+
+    with pytest.raises(PeerFailed, match="lost the connection"):
+        until(Wait("ring", detector), broken)
+    assert detector.aborted
+
+
+def test_a_wait_without_end_times_out_and_names_the_missing(monkeypatch):
+    monkeypatch.setenv("RING_TIMEOUT", "0.05")
+    with pytest.raises(
+        TimeoutExceeded, match=r"barrier\(\) timed out after waiting 0.05 s for ranks 1, 3; set RING_TIM"
+    ):
+        until(Wait("ring", None), lambda: False, missing=(1, 3))
+
+
+def test_a_long_wait_is_published_while_it_lasts(monkeypatch):
+    monkeypatch.setattr(module, "_LONG", 0.05)
+    wait, arrived = Wait("ring", None), threading.Event()
+    thread = threading.Thread(target=until, args=(wait, arrived.is_set), kwargs={"arrival": True})
+    thread.start()
+    try:
+        while thread.ident not in long_waits:
+            time.sleep(0.001)
+        found = long_waits[thread.ident]
+        assert (found.communicator, found.what, found.missing) == ("ring", "barrier()", (1,))
+        assert wait.waited_so_far() > 0.05 and wait.waited_for_arrival == 0.0
+    finally:
+        arrived.set()
+        thread.join()
+    assert thread.ident not in long_waits
+    assert wait.waited_for_arrival == wait.waited_so_far() > 0.05
