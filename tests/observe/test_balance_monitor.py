@@ -7,7 +7,7 @@ from rich.console import Console
 
 from ring_plugins.core.control.failure_detector import Peer
 from ring_plugins.core.observe.step_breakdown import StepBreakdown
-from ring_plugins.observe.balance_monitor import page
+from ring_plugins.observe.balance_monitor import BalanceMonitor, page
 from tests.launch import run_ranks
 
 TORCH = """
@@ -67,3 +67,9 @@ def test_the_page_of_a_thousand_ranks_fits_a_screen():
     assert "h77" in text
     assert "988 more" in text
     assert len(text.splitlines()) < 25
+
+
+def test_a_monitor_without_a_job_has_no_figures():
+    with BalanceMonitor() as monitor:
+        assert monitor.figures(wait=True) == {}
+    assert monitor.finish() is None

@@ -1,6 +1,6 @@
-"""What happened when in this process, kept only while somebody wants it.
+"""Spans of time for a timeline, recorded only while somebody wants one.
 
-Whoever does something worth seeing in a timeline asks `recorder.on` first and only then reads the clock:
+Code that does something worth seeing in a timeline checks `recorder.on` before it reads the clock:
 
     began = monotonic_ns() if recorder.on else 0
     ...
@@ -15,18 +15,18 @@ from collections import deque
 from time import monotonic_ns
 from typing import Any, NamedTuple
 
-#: Spans that wait to be taken. They are taken every second or so; beyond this many the oldest are lost.
+#: Spans kept until they are taken, which happens every second or so. Beyond this many the oldest are lost.
 _LIMIT = 50_000
 
 
 class Span(NamedTuple):
-    """Something that took a time.
+    """A span of time.
 
     Attributes:
         kind: "step", "backward", "wait" and "call" of the script, "operation" and "bucket" of the communication thread.
-        name: what it was.
-        begin, end: as `time.monotonic_ns` says them.
-        arguments: what JSON can hold.
+        name: shown in the timeline.
+        begin, end: times of `time.monotonic_ns`.
+        arguments: details, as JSON can hold them.
     """
 
     kind: str
@@ -37,11 +37,11 @@ class Span(NamedTuple):
 
 
 class Recorder:
-    """Collects spans of all threads while it is on.
+    """Collects the spans of all threads while it is on.
 
     Attributes:
-        on: whether anyone collects; where it is False, calling `record` is not worth the time.
-        lost: spans that were dropped because nobody took them in time.
+        on: whether it collects.
+        lost: number of spans dropped because they were not taken in time.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Recorder:
         self._spans: deque[Span] = deque()
 
     def record(self, kind: str, name: str, begin: int, end: int, **arguments: Any) -> None:
-        """Keep a span; nothing where the recorder is off. See `Span`."""
+        """Keep a `Span`, if the recorder is on."""
         if not self.on:
             return
         if len(self._spans) >= _LIMIT:
@@ -61,14 +61,13 @@ class Recorder:
     def take(self) -> list[Span]:
         """The spans since the last call."""
         taken: list[Span] = []
-        with contextlib.suppress(IndexError):  # two threads may take at once
+        with contextlib.suppress(IndexError):  # another thread may take them at the same time
             while len(taken) < _LIMIT:
                 taken.append(self._spans.popleft())
         return taken
 
 
-#: The one of this process.
+#: The recorder of this process.
 recorder = Recorder()
-record = recorder.record
 
-__all__ = ["Recorder", "Span", "monotonic_ns", "record", "recorder"]
+__all__ = ["Recorder", "Span", "monotonic_ns", "recorder"]

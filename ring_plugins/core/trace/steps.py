@@ -1,10 +1,10 @@
 """Where the time of a training step goes: computing, waiting for the slowest rank, moving bytes.
 
-A step ends when all gradients of a pass are averaged, and the next begins there. While a thread of the script stands
-still for a collective, the time until the last member has come is *waiting for the slowest*, and the time after that is
-*moving bytes*. The communicators tell the two apart where they look whether everyone has arrived, so no clock is
-compared with another host's. All the rest of the step counts as *computing*: forward, backward, the optimizer, and
-loading data. What is moved behind backward, while the script computes, costs nothing and is not counted.
+A step lasts from one complete averaging of all gradients to the next. While the script is blocked by a collective, the
+time until the last member has come counts as *waiting for the slowest*, and the time after that as *moving bytes*. The
+communicators notice when everyone has arrived, so no clock is compared with another host's. The rest of the step counts
+as *computing*: forward, backward, the optimizer, and loading data. Bytes that move behind backward, while the script
+computes, cost nothing and are not counted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ring_plugins.core.trace.recorder import recorder
 
-#: Steps kept; at most a second's worth or so waits to be collected.
+#: Steps kept until they are taken, which happens every second or so.
 _KEPT = 4096
 
 
@@ -24,10 +24,10 @@ class Step(NamedTuple):
 
     Attributes:
         number: from 0, equal on all ranks for the same step.
-        computing: neither of the others.
-        waiting: standing still until the slowest rank had come.
-        moving: standing still while bytes moved.
-        nbytes: of gradients.
+        computing: not blocked.
+        waiting: blocked until the slowest rank had come.
+        moving: blocked while bytes moved.
+        nbytes: bytes of gradients.
     """
 
     number: int
@@ -41,15 +41,15 @@ class StepClock:
     """Collects the steps of this process.
 
     Attributes:
-        count: steps ended so far.
-        waiting, moving: seconds in which the script stood still, in all.
+        count: number of finished steps.
+        waiting, moving: seconds in which the script was blocked, in total.
     """
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """Forget everything: a new job begins."""
+        """Forget everything, for a new job."""
         self.count = 0
         self.waiting = self.moving = 0.0
         self._ended = 0.0
@@ -57,13 +57,13 @@ class StepClock:
         self._steps: deque[Step] = deque(maxlen=_KEPT)
 
     def add_blocked_time(self, seconds: float, waiting: float) -> None:
-        """The script stood still for a collective, `waiting` of the seconds until all members had come."""
+        """Count time in which a collective blocked the script, `waiting` of it until all members had come."""
         waiting = min(waiting, seconds)
         self.waiting += waiting
         self.moving += seconds - waiting
 
     def end_step(self, nbytes: int) -> None:
-        """All gradients of a pass are averaged: `nbytes` of them."""
+        """End the step: all gradients of a pass, `nbytes` bytes, are averaged."""
         now = time.monotonic()
         if self._ended:
             waiting, moving = self.waiting - self._waiting_before, self.moving - self._moving_before
@@ -79,5 +79,5 @@ class StepClock:
         return [self._steps.popleft() for _ in range(len(self._steps))]
 
 
-#: The one of this process.
+#: The steps of this process.
 steps = StepClock()

@@ -10,7 +10,7 @@ from ring_plugins.core.control import ControlClient, ControlServer
 from ring_plugins.core.control.failure_detector import Peer
 from ring_plugins.core.observe import timeline
 from ring_plugins.core.observe.timeline import ClockOffset, TimelineAggregator, TimelineReporter
-from ring_plugins.core.trace.recorder import Recorder, recorder
+from ring_plugins.core.trace.recorder import recorder
 from tests.core.observe.fakes import FakeChannel
 from tests.launch import run_ranks, start_ranks
 
@@ -150,15 +150,3 @@ def _shifted(monkeypatch, real, shift, call):
     with monkeypatch.context() as patch:
         patch.setattr(timeline, "monotonic_ns", lambda: real() + shift)
         call()
-
-
-def test_a_full_recorder_drops_the_oldest_spans(monkeypatch):
-    monkeypatch.setattr("ring_plugins.core.trace.recorder._LIMIT", 3)
-    recorder = Recorder()
-    recorder.record("step", "off", 0, 1)
-    recorder.on = True
-    for i in range(5):
-        recorder.record("step", str(i), i, i + 1, more=i)
-    assert recorder.lost == 2
-    assert [(span.name, span.arguments) for span in recorder.take()] == [(str(i), {"more": i}) for i in (2, 3, 4)]
-    assert recorder.take() == []

@@ -1,0 +1,42 @@
+"""What counts as computing, waiting and moving in a step."""
+
+import threading
+import time
+
+import pytest
+
+from ring_plugins.core.collectives.executor import SerialExecutor
+from ring_plugins.core.control.wait import Wait
+from ring_plugins.core.trace.steps import StepClock, steps
+
+
+def test_a_step_lasts_from_one_end_to_the_next():
+    clock = StepClock()
+    clock.add_blocked_time(1.0, 0.5)
+    clock.end_step(8)  # nobody knows when this one began
+    clock.add_blocked_time(seconds=0.004, waiting=0.003)
+    clock.add_blocked_time(seconds=0.001, waiting=0.0)
+    clock.end_step(8)
+    (step,) = clock.take()
+    assert (step.number, step.nbytes) == (1, 8)
+    assert step.waiting == pytest.approx(0.003)
+    assert step.moving == pytest.approx(0.002)
+
+
+def test_waits_while_the_script_computes_are_not_counted():
+    """The communication thread has waited for a member long before the script stands still for it."""
+    wait = Wait("gradients", None)
+    operations = SerialExecutor("gradients", wait)
+    everyone = threading.Event()
+    before = steps.waiting, steps.moving
+    work = operations.start("bucket 0", lambda: wait.until(everyone.is_set, list, lambda: "", arrival=True))
+    time.sleep(0.3)  # the script computes
+    threading.Timer(0.1, everyone.set).start()
+    began = time.monotonic()
+    work.wait()
+    stood_still = time.monotonic() - began
+    operations.close()
+    waiting, moving = steps.waiting - before[0], steps.moving - before[1]
+    assert 0 < waiting <= stood_still
+    assert wait.waited_for_arrival >= waiting + 0.2
+    assert waiting + moving <= stood_still
