@@ -14,7 +14,7 @@ from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.gradients.fusion import DIRECT_BYTES, Bucket, Entry, FusionBuffer, FusionPlan
+from ring_plugins.core.gradients.fusion import Bucket, BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer
 
 
@@ -63,7 +63,7 @@ class HostBuckets:
     ) -> None:
         if compression is not None:
             entries = [replace(entry, layout=f"{entry.layout}, {compression}") for entry in entries]
-        self.plan = FusionPlan(entries, bucket_bytes, first_bucket_bytes, DIRECT_BYTES)
+        self.plan = FusionPlan(entries, BucketSizes(bucket_bytes, first_bucket_bytes))
         self.plan.check_equal(communicator)
         self._buffer = FusionBuffer(self.plan, communicator)
         self.reducer = GradientReducer(self._buffer, communicator, self._fill, compression=compression)

@@ -55,7 +55,7 @@ def slowest_of(ranks: int, jitter: float = JITTER) -> float:
 
 def messages(profile: Profile, sizes: BucketSizes) -> list[tuple[float, list[int]]]:
     """For each bucket in order: the second of backward at which it is complete, and the bytes of its messages."""
-    plan = FusionPlan(profile.entries, *sizes)
+    plan = FusionPlan(profile.entries, sizes)
     found = []
     for bucket in plan.buckets:
         ready = max(profile.gradients[i].ready for i in bucket.entries)
@@ -66,7 +66,7 @@ def messages(profile: Profile, sizes: BucketSizes) -> list[tuple[float, list[int
 
 def default_sizes(network: Network) -> BucketSizes:
     """Bucket sizes of the communicator that uses a network: on GPUs every gradient lives in a bucket."""
-    return BucketSizes() if network.transport.two_level else BucketSizes(crossover=None)
+    return BucketSizes() if network.transport.two_level else BucketSizes(direct_bytes=None)
 
 
 def predict(

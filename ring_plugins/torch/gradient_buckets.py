@@ -70,7 +70,7 @@ class GradientBuckets:
             self.entries[position] = entry
         self.names = [named[position][0] for position in positions]
         self.parameters = [named[position][1] for position in positions]
-        self.plan = FusionPlan([_entry(*named[position], gpu, compression) for position in positions], *sizes)
+        self.plan = FusionPlan([_entry(*named[position], gpu, compression) for position in positions], sizes)
         self.plan.check_equal(communicator)
         self._half: HalfBuckets | None = None  # between GPUs; elsewhere the communicator rounds
         self._buffer, tensors = self._allocate(compression)

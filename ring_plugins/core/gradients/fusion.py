@@ -1,7 +1,19 @@
-"""Many small gradients in a few large buckets.
+"""Tensor fusion: many small gradients travel together in a few large buckets.
 
-A bucket pays for small tensors, which it turns into one message. A large tensor gains nothing from being
-copied into one: it is reduced where it is, in its turn, and only its flag travels with the small ones.
+**Problem.** A model has hundreds of gradients, most of them small. Every all-reduce costs tens of microseconds whatever
+its size, so one call a gradient wastes most of the time, while one call for all of them could not start before backward
+ends.
+
+**Idea** (PyTorch's DistributedDataParallel, Horovod's fusion buffer). Gradients are put into buckets of a fixed size in
+the order in which backward produces them, last layer first, and each bucket is reduced by one call as soon as it is
+full. Which gradient goes where is computed once, from the model alone, and compared once among the ranks. So no rank
+ever has to ask the others what comes next; Horovod's coordinator does that in every cycle.
+
+**Large tensors** gain nothing from being copied into a bucket. They are reduced where they are, in their bucket's turn.
+
+**Missing gradients.** A rank may have no gradient for a parameter that another rank has one for. So each bucket ends
+with a flag for each of its tensors, 1 if this rank has a gradient, and is averaged along with the rest: a flag above 0
+tells every rank that some rank has one.
 """
 
 from __future__ import annotations
@@ -18,43 +30,46 @@ from ring_plugins.core.base.errors import ArgumentError, MismatchError, name_ran
 from ring_plugins.core.collectives.api import Communicator
 
 MIB = 1024 * 1024
-#: Large enough that the cost of a call does not count, small enough that the first bucket is on its way
-#: while most of backward is still to come (the size PyTorch's DistributedDataParallel settled on).
+#: Large enough that the cost of a call does not matter, small enough that the first bucket is on its way while most of
+#: backward is still to come (the size that PyTorch's DistributedDataParallel settled on).
 BUCKET_BYTES = 25 * MIB
 #: The first bucket is small, so that communication starts early.
 FIRST_BUCKET_BYTES = MIB
-#: From this size on a copy into the bucket costs more memory traffic than it saves calls (measured:
+#: From this size on, copying a tensor into the bucket costs more memory traffic than it saves in calls (measured:
 #: docs/performance.md).
 DIRECT_BYTES = MIB
-_ALIGN = 64
+_CACHE_LINE = 64
 
 
 class BucketSizes(NamedTuple):
-    """How gradients are put together to messages.
+    """When buckets are closed, and which tensors stay outside of them.
 
     Attributes:
-        capacity: bytes at which a bucket is closed.
-        first: the same for the first one, small so that communication starts early.
-        crossover: bytes from which a tensor is reduced where it is instead of in a bucket.
+        bucket_bytes: a bucket is closed when it has reached this size.
+        first_bucket_bytes: the same for the first bucket of each dtype.
+        direct_bytes: tensors of this size and more are reduced where they are; None for none.
     """
 
-    capacity: int = BUCKET_BYTES
-    first: int = FIRST_BUCKET_BYTES
-    crossover: int | None = DIRECT_BYTES
+    bucket_bytes: int = BUCKET_BYTES
+    first_bucket_bytes: int = FIRST_BUCKET_BYTES
+    direct_bytes: int | None = DIRECT_BYTES
 
     def __str__(self) -> str:
-        alone = "none" if self.crossover is None else f"those of {self.crossover / MIB:g} MiB and more"
-        return f"buckets of {self.capacity / MIB:g} MiB, tensors reduced alone: {alone}"
+        direct = "none" if self.direct_bytes is None else f"those of {self.direct_bytes / MIB:g} MiB and more"
+        return f"buckets of {self.bucket_bytes / MIB:g} MiB, tensors reduced alone: {direct}"
+
+
+DEFAULT_SIZES = BucketSizes()
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor that takes part.
+    """A tensor of a plan.
 
     Attributes:
-        name: for texts.
+        name: for error texts.
         dtype: element type.
-        count: elements.
+        count: number of elements.
         layout: anything else that must be equal on all ranks, such as shape and strides.
     """
 
@@ -71,12 +86,11 @@ class Bucket:
     Attributes:
         index: its place in the order of reductions.
         dtype: element type of all its tensors.
-        entries: which tensors, as indices into the plan's entries.
+        entries: its tensors, as indices into the plan's entries.
         offsets: element at which each of them starts, on a cache line; -1 for the direct ones.
-        direct: those of the entries that are reduced where they are, outside of the bucket's memory.
-        flags: element at which one number a tensor follows, 1 if this rank has a gradient for it and 0 if
-            not. Averaged along with the rest they tell every rank what any rank has.
-        count: elements in all.
+        direct: the entries that are reduced where they are, outside of the bucket's memory.
+        flags: element at which the flags begin, one for each tensor.
+        count: number of elements, flags included.
     """
 
     index: int
@@ -89,7 +103,7 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the bucket's own memory."""
+        """Bytes of the bucket's own memory, without direct tensors."""
         return self.count * STORAGE[self.dtype].itemsize
 
 
@@ -97,29 +111,20 @@ class FusionPlan:
     """Which tensor goes where: pure arithmetic, the same on all ranks for the same entries.
 
     Args:
-        entries: tensors in the order of the model; the last ones have their gradients first, so buckets
-            are filled from the end.
-        bucket_bytes: a bucket is closed when it has reached this size.
-        first_bucket_bytes: the same for the first bucket of each dtype.
-        direct_bytes: tensors of this size and more are reduced where they are; None for none.
+        entries: tensors in the order of the model. The last ones get their gradients first, so buckets are filled from
+            the end.
+        sizes: of the buckets.
 
     Raises:
         ArgumentError: sizes are not positive.
     """
 
-    def __init__(
-        self,
-        entries: Sequence[Entry],
-        bucket_bytes: int = BUCKET_BYTES,
-        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
-        direct_bytes: int | None = None,
-    ) -> None:
-        if bucket_bytes < 1 or first_bucket_bytes < 1:
+    def __init__(self, entries: Sequence[Entry], sizes: BucketSizes = DEFAULT_SIZES) -> None:
+        if sizes.bucket_bytes < 1 or sizes.first_bucket_bytes < 1:
             raise ArgumentError(
-                f"bucket_bytes={bucket_bytes} and first_bucket_bytes={first_bucket_bytes} must be positive."
+                f"bucket_bytes={sizes.bucket_bytes} and first_bucket_bytes={sizes.first_bucket_bytes} must be positive."
             )
-        self.entries = tuple(entries)
-        self.bucket_bytes, self.first_bucket_bytes, self.direct_bytes = bucket_bytes, first_bucket_bytes, direct_bytes
+        self.entries, self.sizes = tuple(entries), sizes
         self.buckets = tuple(self._fill())
 
     def _fill(self) -> list[Bucket]:
@@ -132,17 +137,16 @@ class FusionPlan:
             group = open_.setdefault(entry.dtype, [])
             group.append(i)
             filled[entry.dtype] = filled.get(entry.dtype, 0) + _nbytes(entry)
-            if filled[entry.dtype] >= limit.get(entry.dtype, self.first_bucket_bytes):
+            if filled[entry.dtype] >= limit.get(entry.dtype, self.sizes.first_bucket_bytes):
                 groups.append((entry.dtype, open_.pop(entry.dtype)))
-                filled[entry.dtype], limit[entry.dtype] = 0, self.bucket_bytes
+                filled[entry.dtype], limit[entry.dtype] = 0, self.sizes.bucket_bytes
         groups.extend(open_.items())
         return [self._lay_out(index, dtype, group) for index, (dtype, group) in enumerate(groups)]
 
     def _lay_out(self, index: int, dtype: str, group: list[int]) -> Bucket:
-        line = _ALIGN // STORAGE[dtype].itemsize
-        direct = tuple(
-            i for i in group if self.direct_bytes is not None and _nbytes(self.entries[i]) >= self.direct_bytes
-        )
+        line = _CACHE_LINE // STORAGE[dtype].itemsize
+        limit = self.sizes.direct_bytes
+        direct = tuple(i for i in group if limit is not None and _nbytes(self.entries[i]) >= limit)
         offsets, end = [], 0
         for i in group:
             if i in direct:
@@ -155,29 +159,28 @@ class FusionPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buckets' own memory."""
+        """Bytes of all buckets together, without direct tensors."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
     def buckets_with(self, sizes: BucketSizes) -> tuple[Bucket, ...]:
         """The buckets that the same tensors would have with other sizes."""
-        return FusionPlan(self.entries, *sizes).buckets
+        return FusionPlan(self.entries, sizes).buckets
 
     @cached_property
     def fingerprint(self) -> str:
         """A text that is equal exactly for equal plans."""
-        said = repr((self.bucket_bytes, self.first_bucket_bytes, self.direct_bytes, self.entries))
-        return hashlib.sha256(said.encode()).hexdigest()
+        return hashlib.sha256(repr((tuple(self.sizes), self.entries)).encode()).hexdigest()
 
     def check_equal(self, communicator: Communicator[Any]) -> None:
         """Compare the plans of all ranks; collective.
 
         Raises:
-            MismatchError: they differ; the text names the first tensor that does, and the ranks.
+            MismatchError: they differ; the text names the first tensor that does, and which ranks have what.
         """
         fingerprints = communicator.all_gather_object(self.fingerprint)
         if len(set(fingerprints)) == 1:
             return
-        plans = communicator.all_gather_object((self.entries, self.bucket_bytes, self.first_bucket_bytes))
+        plans = communicator.all_gather_object((self.entries, self.sizes.bucket_bytes, self.sizes.first_bucket_bytes))
         raise MismatchError(_difference(plans, communicator.ranks))
 
 
@@ -186,28 +189,29 @@ def _nbytes(entry: Entry) -> int:
 
 
 def _difference(plans: Sequence[tuple[tuple[Entry, ...], int, int]], ranks: Sequence[int]) -> str:
+    """Where the plans of the ranks differ first."""
     longest = max(len(entries) for entries, _, _ in plans)
     for i in range(longest):
-        said: dict[str, list[int]] = {}
+        ranks_of: dict[str, list[int]] = {}
         for rank, (entries, _, _) in zip(ranks, plans, strict=True):
             text = "no such parameter"
             if i < len(entries):
                 entry = entries[i]
                 text = f"{entry.name} ({entry.count} x {entry.dtype}{', ' if entry.layout else ''}{entry.layout})"
-            said.setdefault(text, []).append(rank)
-        if len(said) > 1:
-            parts = "; ".join(f"{name_ranks(r)}: {t}" for t, r in said.items())
+            ranks_of.setdefault(text, []).append(rank)
+        if len(ranks_of) > 1:
+            parts = "; ".join(f"{name_ranks(some)}: {text}" for text, some in ranks_of.items())
             return f"the models differ. First at parameter {i}: {parts}. Build the same model on all ranks."
     sizes = {rank: plan[1:] for rank, plan in zip(ranks, plans, strict=True)}
     return f"bucket sizes (bucket_bytes, first_bucket_bytes) differ by rank: {sizes}. Pass the same on all ranks."
 
 
 class BucketMemory(Protocol):
-    """Where the buckets of a plan are.
+    """The memory of a plan's buckets.
 
     Attributes:
         plan: the plan.
-        memories: for each bucket the memory that is reduced.
+        memories: the memory of each bucket.
     """
 
     @property
@@ -221,11 +225,11 @@ class BucketMemory(Protocol):
 
 
 class FusionBuffer:
-    """One flat allocation that holds all buckets of a plan, in the memory the communicator reduces fastest.
+    """A `BucketMemory` in host memory: one allocation of the kind that the communicator reduces fastest.
 
     Attributes:
         plan: the plan.
-        memories: for each bucket the memory that is reduced.
+        memories: the memory of each bucket.
     """
 
     def __init__(self, plan: FusionPlan, communicator: Communicator) -> None:

@@ -1,4 +1,4 @@
-"""When which bucket is reduced."""
+"""Launches the reduction of each bucket while backward still computes other gradients."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Fill = Callable[[Bucket], Sequence[Memory] | None]
 class GradientReducer:
     """Launches the reduction of each bucket as soon as all its gradients, and all earlier buckets, are ready.
 
-    Buckets are launched in the order of the plan on every rank, whatever order gradients become ready in,
-    so ranks never have to ask each other what comes next. A pass goes from the first `mark_ready` to
-    `finish`, which launches what is left; a gradient that never became ready is whatever `fill` puts there.
+    Buckets are launched in the order of the plan on every rank, whatever order gradients become ready in, so that ranks
+    never have to ask each other what comes next. A pass begins with the first `mark_ready` and ends with `finish`,
+    which launches the buckets that are left. For a gradient that never became ready, `fill` decides what is sent.
 
     Args:
         buffer: the buckets' memory.
-        communicator: reduces it; used by nobody else, so that its order of operations is this one.
-        fill: called once a pass for every bucket, before its launch, to put its gradients into the memory; returns
-            the memory of the bucket's direct tensors, or nothing if it has none.
+        communicator: reduces it. Nobody else may use it, so that operations keep the order of the buckets.
+        fill: called once a pass for every bucket, before its launch, to copy its gradients into the memory; returns the
+            memory of the bucket's direct tensors, or nothing if it has none.
         op: the reduction.
-        compression: how host memory travels between hosts, as it is by default.
+        compression: how host memory is compressed between hosts; None sends it as it is.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class GradientReducer:
         for bucket in self._buckets:
             for entry in bucket.entries:
                 self._bucket_of[entry] = bucket.index
-        #: Seconds in which `finish` waited, bytes reduced, passes finished.
+        #: Seconds that `finish` waited, bytes reduced, passes finished.
         self.waited = 0.0
         self.reduced_bytes = 0
         self.passes = 0
@@ -80,7 +80,7 @@ class GradientReducer:
         return bool(self._ready[entry])
 
     def mark_ready(self, entry: int) -> None:
-        """A gradient is complete; marking it twice changes nothing."""
+        """Note that a gradient is complete; marking it twice changes nothing."""
         if self._ready[entry]:
             return
         self._ready[entry] = 1
@@ -103,10 +103,10 @@ class GradientReducer:
         self._complete(self._fill)
 
     def abandon(self, fill: Fill = lambda bucket: None) -> None:
-        """End a pass that failed on this rank: peers get their reductions, of memory as it is.
+        """End a pass that failed on this rank: peers get their reductions, with whatever the memory holds.
 
         Args:
-            fill: returns memory for direct tensors, of the right sizes; their values do not matter.
+            fill: returns memory for direct tensors, of the right sizes; its values do not matter.
         """
         self._complete(fill)
 
@@ -140,7 +140,7 @@ class GradientReducer:
         self.reduced_bytes += nbytes
 
     def _codec(self, bucket: int, place: int, memory: Memory) -> HalfCodec | None:
-        """How a memory travels between hosts; on GPUs it was rounded before, if at all."""
+        """The codec of a memory between hosts; None sends it as it is. GPU memory is rounded before, if at all."""
         compression = self._compression
         if compression is None or not isinstance(memory, HostMemory) or not compression.applies_to(memory.dtype):
             return None
@@ -165,5 +165,5 @@ class GradientReducer:
 def _describe(bucket: Bucket, plan: FusionPlan) -> str:
     """For reports: which bucket of how many, and what is in it."""
     names = [plan.entries[i].name for i in bucket.entries]
-    held = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}, {len(names)} gradients"
-    return f"bucket {bucket.index} of {len(plan.buckets)} ({held})"
+    contents = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}, {len(names)} gradients"
+    return f"bucket {bucket.index} of {len(plan.buckets)} ({contents})"

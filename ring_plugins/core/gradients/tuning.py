@@ -1,10 +1,12 @@
-"""Bucket sizes chosen by trying them in the first steps of a training, opt-in.
+"""Autotuning: bucket sizes chosen by trying them in the first steps of a training. Opt-in.
 
-The choice is made in three rounds of trials, each followed by one decision of rank 0 that all ranks take over: which
-capacity makes steps shortest, which crossover does (the size from which a tensor is no small message any more and is
-reduced alone), and whether the two together are really faster than the defaults. The last one is a measurement of its
-own, because the best of several noisy candidates looks better than it is. Inside a round the candidates take turns, so
-that a machine that gets slower or faster favours none.
+Which sizes are fastest depends on model, network and machine, and step times are noisy. Three rounds of trials decide,
+and after each of them rank 0 decides for all ranks: which `bucket_bytes` makes steps shortest, which `direct_bytes`
+does, and whether the two together are really faster than the defaults. The last round is a measurement of its own,
+because the best of several noisy candidates looks better than it is. Within a round the candidates take turns, so that
+a machine that becomes slower or faster favors none.
+
+Bayesian optimization (Horovod's autotuner) was left out: with so few candidates it needs more steps than trying all.
 """
 
 from __future__ import annotations
@@ -15,24 +17,24 @@ from collections.abc import Callable, Sequence
 from ring_plugins.core.base import config
 from ring_plugins.core.gradients.fusion import MIB, Bucket, BucketSizes
 
-#: Capacities and crossovers that are tried beside the configured ones.
-_CAPACITIES = (4 * MIB, 10 * MIB, 64 * MIB)
-_CROSSOVERS = (MIB // 4, 8 * MIB)
+#: Sizes that are tried besides the configured ones.
+_BUCKET_BYTES = (4 * MIB, 10 * MIB, 64 * MIB)
+_DIRECT_BYTES = (MIB // 4, 8 * MIB)
 #: Steps before the first trial, in which caches, allocators and compilers settle.
 _WARM_UP = 5
-#: A turn is one step that does not count, as it builds buckets, and these.
+#: Steps of a turn that count. One step before them does not, since it builds the buckets.
 _STEPS = 3
 _TURNS, _FINAL_TURNS = 4, 8
-#: A candidate must make steps this much shorter in the middle of its turns, and shorter in all but one of them.
+#: A candidate must shorten the median step by this share, and steps of all its turns but one.
 _GAIN = 0.02
 
 
 class BucketTuner:
-    """Says which sizes the next step uses. Makes no calls to other ranks: `decide` is fed with everyone's times.
+    """Says which sizes the next step uses. It calls no other rank: the caller passes everyone's times to `decide`.
 
     Args:
         default: sizes to start from, to compare with, and to fall back to.
-        buckets: the buckets that sizes lead to; candidates that lead to the same ones are tried once.
+        buckets: returns the buckets of given sizes; candidates with equal buckets are tried once.
 
     Attributes:
         sizes: for the next step.
@@ -55,10 +57,10 @@ class BucketTuner:
         self._next_round()
 
     def step_ended(self, now: float) -> bool:
-        """Take note of the end of a step.
+        """Record the end of a step.
 
         Args:
-            now: seconds on any clock.
+            now: time in seconds, of any clock.
 
         Returns:
             Whether a round of trials is over and a decision is due, on all ranks in the same step.
@@ -76,24 +78,24 @@ class BucketTuner:
         self._turn, self._skip = [], 1
         self._taken += 1
         turn, place = divmod(self._taken, len(self._candidates))
-        # Every other turn runs backwards: who comes after whom changes.
+        # Every other turn runs backwards, so that no candidate always follows the same one.
         self._position = place if turn % 2 == 0 else len(self._candidates) - 1 - place
         self.sizes = self._candidates[self._position]
         return turn == (_FINAL_TURNS if self._rounds == 3 else _TURNS)
 
     @property
     def times(self) -> list[list[float]]:
-        """This rank's seconds a step of the round that is over, by candidate and turn."""
+        """This rank's seconds per step in the round that is over, by candidate and turn."""
         return self._times
 
     def decide(self, everyones: Sequence[list[list[float]]]) -> tuple[BucketSizes, str]:
-        """What the times of all ranks say; for rank 0 to call and to send to the others.
+        """Choose the best sizes so far; rank 0 calls this and sends the result to the others.
 
         Args:
-            everyones: `times` of each rank. A step has taken as long as it took the slowest.
+            everyones: `times` of each rank. A step takes as long as on the slowest of them.
 
         Returns:
-            The best sizes so far, and a text for the user.
+            The sizes, and a line for the user.
         """
         slowest = [
             [max(turn) for turn in zip(*(times[i] for times in everyones), strict=True)]
@@ -105,13 +107,13 @@ class BucketTuner:
         ratios = [new / old for old, new in zip(*slowest, strict=True)]
         gain = 1 - statistics.median(ratios)
         wins = sum(ratio < 1 for ratio in ratios)
-        said = f"{medians[1] * 1e3:.2f} ms a step against {medians[0] * 1e3:.2f} ms with the default"
+        compared = f"{medians[1] * 1e3:.2f} ms a step against {medians[0] * 1e3:.2f} ms with the default"
         if gain >= _GAIN and wins >= len(ratios) - 1:
-            return self._candidates[1], f"{self._candidates[1]}; {said}, shorter in {wins} of {len(ratios)} trials"
-        return self._default, f"the default stays: {self._default}; {self._candidates[1]} took {said}"
+            return self._candidates[1], f"{self._candidates[1]}; {compared}, shorter in {wins} of {len(ratios)} trials"
+        return self._default, f"the default stays: {self._default}; {self._candidates[1]} took {compared}"
 
     def adopt(self, decision: tuple[BucketSizes, str]) -> None:
-        """Take over what rank 0 decided, and go on to the next round."""
+        """Adopt what rank 0 decided, and begin the next round."""
         self._best, self.verdict = decision
         self._next_round()
 
@@ -119,9 +121,13 @@ class BucketTuner:
         self._rounds += 1
         default, best = self._default, self._best
         if self._rounds == 1:
-            wanted = [default, *(default._replace(capacity=c, first=min(default.first, c)) for c in _CAPACITIES)]
+            first = default.first_bucket_bytes
+            wanted = [
+                default,
+                *(default._replace(bucket_bytes=n, first_bucket_bytes=min(first, n)) for n in _BUCKET_BYTES),
+            ]
         elif self._rounds == 2:
-            wanted = [best, *(best._replace(crossover=c) for c in _CROSSOVERS)]
+            wanted = [best, *(best._replace(direct_bytes=n) for n in _DIRECT_BYTES)]
         else:
             wanted = [default, best]
         if self._rounds > 3:
@@ -146,7 +152,7 @@ class BucketTuner:
 
 
 def is_wanted(argument: bool | None) -> bool:
-    """Whether to tune: as the argument says, or RING_AUTOTUNE where it says nothing.
+    """Whether to tune: `argument`, or RING_AUTOTUNE where it is None.
 
     Raises:
         ArgumentError: RING_AUTOTUNE is neither 0 nor 1.

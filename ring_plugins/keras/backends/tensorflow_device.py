@@ -31,7 +31,7 @@ from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingErro
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gpu import load_driver
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
-from ring_plugins.core.gradients.fusion import Bucket, Entry, FusionPlan
+from ring_plugins.core.gradients.fusion import Bucket, BucketSizes, Entry, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer
 from ring_plugins.core.trace.steps import steps
 from ring_plugins.core.world import World
@@ -96,7 +96,7 @@ class DeviceBuckets:
     def __init__(
         self, entries: Sequence[Entry], communicator: DeviceCommunicator, bucket_bytes: int, first_bucket_bytes: int
     ) -> None:
-        self.plan = FusionPlan(entries, bucket_bytes, first_bucket_bytes)
+        self.plan = FusionPlan(entries, BucketSizes(bucket_bytes, first_bucket_bytes, None))
         self.plan.check_equal(communicator)
         self._communicator = communicator
         self._nowhere = [DeviceMemory(0, 0, bucket.dtype, communicator.device) for bucket in self.plan.buckets]

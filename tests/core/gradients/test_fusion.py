@@ -3,11 +3,11 @@ import pytest
 
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.collectives.single import SingleCommunicator
-from ring_plugins.core.gradients.fusion import Entry, FusionBuffer, FusionPlan, _difference
+from ring_plugins.core.gradients.fusion import BucketSizes, Entry, FusionBuffer, FusionPlan, _difference
 
 
 def plan(*counts, dtype="float32", **sizes):
-    return FusionPlan([Entry(f"p{i}", dtype, count) for i, count in enumerate(counts)], **sizes)
+    return FusionPlan([Entry(f"p{i}", dtype, count) for i, count in enumerate(counts)], BucketSizes(**sizes))
 
 
 def test_buckets_fill_from_the_last_layer_and_close_at_their_size():

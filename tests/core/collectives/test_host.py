@@ -6,7 +6,7 @@ import pytest
 
 from tests.launch import run_ranks
 
-CHECKS = Path(__file__).with_name("checks_collectives.py")
+CHECKS = Path(__file__).with_name("checks_host.py")
 
 CASES = [
     ("spawned", 1, ""),

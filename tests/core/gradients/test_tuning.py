@@ -36,10 +36,10 @@ def noisy(function, spread=0.05):
     return lambda *args: function(*args) * generator.uniform(1 - spread, 1 + spread)
 
 
-def test_a_better_capacity_and_crossover_are_found_under_noise_on_a_machine_that_gets_slower():
+def test_better_sizes_are_found_under_noise_on_a_machine_that_gets_slower():
     def seconds(sizes, rank, step):
         base = 0.01 + 0.002 * rank + 0.00005 * step
-        return base * (0.7 if sizes.capacity == 4 * MIB else 1) * (0.8 if sizes.crossover == 8 * MIB else 1)
+        return base * (0.7 if sizes.bucket_bytes == 4 * MIB else 1) * (0.8 if sizes.direct_bytes == 8 * MIB else 1)
 
     tuners, steps = tune(noisy(seconds))
     assert {tuner.sizes for tuner in tuners} == {BucketSizes(4 * MIB, MIB, 8 * MIB)}
@@ -49,10 +49,10 @@ def test_a_better_capacity_and_crossover_are_found_under_noise_on_a_machine_that
 
 def test_the_slowest_rank_decides():
     def seconds(sizes, rank, step):
-        return (0.5 if rank == 0 else 2.0) if sizes.capacity == 64 * MIB else 1.0
+        return (0.5 if rank == 0 else 2.0) if sizes.bucket_bytes == 64 * MIB else 1.0
 
     tuners, _ = tune(seconds)
-    assert tuners[0].sizes.capacity != 64 * MIB
+    assert tuners[0].sizes.bucket_bytes != 64 * MIB
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -64,7 +64,7 @@ def test_noise_alone_leaves_the_default(seed):
 
 
 def test_a_candidate_that_was_faster_once_is_measured_again():
-    tuners, _ = tune(lambda sizes, _, step: 0.5 if sizes.capacity == 4 * MIB and step < 60 else 1.0)
+    tuners, _ = tune(lambda sizes, _, step: 0.5 if sizes.bucket_bytes == 4 * MIB and step < 60 else 1.0)
     assert tuners[0].sizes == BucketSizes()
 
 

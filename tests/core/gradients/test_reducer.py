@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from ring_plugins.core.collectives.single import SingleCommunicator
-from ring_plugins.core.gradients.fusion import Entry, FusionBuffer, FusionPlan
+from ring_plugins.core.gradients.fusion import BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer
 
 
@@ -20,7 +20,7 @@ class Recorder(SingleCommunicator):
 
 
 def reducer(entries=4):
-    plan = FusionPlan([Entry(str(i), "float32", 16) for i in range(entries)], bucket_bytes=64, first_bucket_bytes=64)
+    plan = FusionPlan([Entry(str(i), "float32", 16) for i in range(entries)], BucketSizes(64, 64))
     recorder = Recorder()
     made = GradientReducer(
         FusionBuffer(plan, recorder), recorder, lambda bucket: recorder.log.append(f"fill {bucket.index}")

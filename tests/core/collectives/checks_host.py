@@ -1,4 +1,4 @@
-"""Every collective against numpy on the gathered inputs; holds at any world size. Run by test_collectives.py.
+"""Every collective against numpy on the gathered inputs; holds at any world size. Run by test_host.py.
 
 Sizes sit around the seams of the implementation (small messages, halves of the staging area, chunks) and do
 not divide by the number of ranks.
