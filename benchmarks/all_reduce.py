@@ -3,8 +3,8 @@
     mpirun -n 2 python benchmarks/all_reduce.py            # everything, two to three minutes
     mpirun -n 2 python benchmarks/all_reduce.py --largest 1048576
 
-"ring" reduces memory from numpy, "ring bucket" memory from the communicator, as small gradients live in.
-`ring bench` measures the same for any job; this adds the sizes and ratios of docs/performance.md, and keeps them.
+"ring" reduces memory from numpy, "ring bucket" memory from the communicator, where small gradients live. `ring bench`
+measures the same for any job; this adds the sizes and ratios of docs/performance.md, and saves them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def main() -> None:
     sizes = sorted({*(s for s in sizes if s in (64, 512) or (s >= 4096 and s.bit_length() % 2 == 1)), *(
         s for s in (64 << 10, 1 << 20, 4 << 20, 25 << 20, 100 << 20, 256 << 20) if s <= options.largest)})  # fmt: skip
 
-    def say(size: int, times: dict[str, Times]) -> None:
+    def show(size: int, times: dict[str, Times]) -> None:
         if ring.rank() == 0:
             print(f"{size:>12,} B  " + "  ".join(f"{n} {t.median * 1e6:,.1f} µs" for n, t in times.items()), flush=True)
 
-    curve = all_reduce_curve(host_backends(), sizes, options.seconds, say)
+    curve = all_reduce_curve(host_backends(), sizes, options.seconds, show)
     if ring.rank() == 0:
         report(curve.times)
     ring.barrier()

@@ -1,16 +1,15 @@
-"""All-reduce of float32 between hosts, beside flat MPI, torch's gloo, bare sockets and the wire's own limit.
+"""All-reduce of float32 between hosts, beside flat MPI, torch's gloo, bare sockets and the limit of the wire.
 
     python benchmarks/between_hosts.py                          # the whole table, on test hosts here, as root
     python benchmarks/between_hosts.py --hosts 2 --rate 10gbit  # one network, printed only
     mpirun -n 4 --hostfile hosts python benchmarks/between_hosts.py --here  # on real hosts
 
-Test hosts are network namespaces with shaped links (tests/hosts), two ranks each. They share this machine's cores, on
-which all ranks add up and copy, and the kernel carries every packet: from about 10 Gbit/s on it is the cores that limit
-everyone.
+Test hosts are network namespaces with shaped links (tests/hosts), two ranks each. They share this machine's cores for
+all ranks' arithmetic and for the kernel's packets, so from about 10 Gbit/s on the cores are the bottleneck.
 
-The limit is 2(n-1)/n of the bytes, through the rate of one host's link; nothing can be faster. Of the rate, TCP and
-Ethernet headers take 4.4 % themselves. "bare sockets" moves the same bytes and does
-nothing else (bare_sockets.py): it shows what the cores leave of the limit.
+The limit is the time of 2(n-1)/n of the bytes at the rate of one host's link. TCP and Ethernet headers take 4.4 % of
+that rate. "bare sockets" (bare_sockets.py) moves the same bytes and does nothing else: it shows what the cores leave of
+the limit.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from ring_plugins.core.net import mpi
 from ring_plugins.core.world import current
 
 SIZES = [64, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 25 << 20, 100 << 20]
-#: Measured where nothing else is said: hosts, rate of a link, bytes of the largest message.
+#: Measured by default: hosts, rate of a link, bytes of the largest message.
 NETWORKS = [
     (2, "10gbit", 100 << 20),
     (2, "1gbit", 25 << 20),
@@ -71,8 +70,8 @@ def over_mpi() -> Backend:
 
 
 def worker(options: argparse.Namespace) -> None:
-    """On every rank. mpirun has started it, so MPI is there for comparison; ring_plugins meets over sockets."""
-    with contextlib.suppress(OSError):  # of this session only: what else the machine does is to wait
+    """Measure on this rank. mpirun has started it, so that MPI can be compared; ring_plugins uses sockets."""
+    with contextlib.suppress(OSError):  # this session before whatever else the machine does
         Path("/proc/self/autogroup").write_text("-20")
     rank, size = os.environ["OMPI_COMM_WORLD_RANK"], os.environ["OMPI_COMM_WORLD_SIZE"]
     address = mpi.load().COMM_WORLD.bcast(options.address or socket.gethostname())
@@ -98,14 +97,14 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def limit(nbytes: int, hosts: int, rate: str | None) -> float:
-    """Seconds that the wire alone takes; 0 where it has no limit."""
+    """Seconds that the wire alone takes; 0 if it has no limit."""
     if rate is None:
         return 0.0
     return 2 * (hosts - 1) / hosts * nbytes * 8 / (float(rate.removesuffix("gbit")) * 1e9)
 
 
 def measure(number: int, rate: str | None, arguments: list[str]) -> dict[str, object]:
-    """On test hosts, two ranks each."""
+    """Measure on test hosts, two ranks each."""
     sys.path.insert(0, str(Path(__file__).parent.parent))
     from tests.hosts import hosts
 
@@ -114,7 +113,7 @@ def measure(number: int, rate: str | None, arguments: list[str]) -> dict[str, ob
         own = ["--here", "--out", str(out), "--address", "host1", *arguments]
         environment = {
             "GLOO_SOCKET_IFNAME": "eth0",
-            # MPI's ranks spin while they wait; where ranks outnumber cores, let them yield.
+            # MPI's ranks spin while they wait; let them yield, since ranks outnumber cores.
             "OMPI_MCA_mpi_yield_when_idle": "1",
             "PYTHONPATH": f"{Path(__file__).parent}:{cluster.environment()['PYTHONPATH']}",
         }

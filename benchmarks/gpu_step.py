@@ -6,10 +6,10 @@
 
 ResNet-50 and a transformer of GPT-2 small's size, in bfloat16 by autocast, with SGD. Every repetition runs all variants
 one after the other; a step takes as long as the slowest rank, GPU included. "on the host" is the time until Python has
-queued a step, without waiting for the GPU: what our hooks add to it is their cost. --trace writes a few steps of ours
+enqueued a step, without waiting for the GPU; what our hooks add to it is their cost. --trace writes a few steps of ours
 for chrome://tracing or ui.perfetto.dev, where NCCL's kernels lie beside those of backward.
 
-Prints "not measured here" where there is no card.
+Prints "not measured here" if there is no card.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Loss:
 
 
 def measure(made: dict[str, Callable[[], None]], seconds: float) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each step by variant: until Python has queued it, and until the GPU is done, the slowest rank's."""
+    """Seconds of each step by variant, of the slowest rank: until Python has enqueued it, and until the GPU is done."""
     for run in made.values():
         for _ in range(3):
             run()
@@ -200,7 +200,7 @@ def trace(run: Callable[[], None], path: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--batch", type=int, help="rows a rank; 64 for resnet50 and 8 for gpt2 by default")
+    parser.add_argument("--batch", type=int, help="rows per rank; 64 for resnet50 and 8 for gpt2 by default")
     parser.add_argument("--seconds", type=float, default=20.0, help="for each model")
     parser.add_argument("--trace", metavar="FILE", help="write some steps of ours on rank 0, for chrome://tracing")
     arguments = parser.parse_args()

@@ -1,9 +1,9 @@
-"""The loss on scanned digits with and without 16 bits on the wire, and the bytes that leave a rank.
+"""The loss on scanned digits with and without 16-bit compression, and the bytes that leave a rank.
 
     mpirun -n 4 python benchmarks/half_wire.py        # half a minute
 
-The ranks count as two hosts of two. Same weights, batches and steps in every run; writes benchmarks/results and
-docs/pictures/compression.png.
+The ranks count as two hosts with two ranks each. Weights, batches and steps are the same in every run; writes
+benchmarks/results and docs/pictures/compression.png.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def train(options: dict[str, object]) -> list[float]:
 
 
 def count_bytes() -> list[int]:
-    """A number that grows with what this rank sends to other hosts."""
+    """A list with one number, the bytes that this rank has sent to other hosts so far."""
     sent, transport = [0], current()._connection.transport
     assert transport is not None
     exchange = transport.exchange

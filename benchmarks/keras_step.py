@@ -5,12 +5,12 @@
     mpirun -n 2 python benchmarks/keras_step.py --network 0.5            # with a network of 0.5 GB/s pretended
     python benchmarks/keras_steps.py                                     # all of these
 
-"none" trains apart. "ours" is what `BroadcastCallback` installs. On TensorFlow there are two more. "copied" is ours
-with each all-reduce replaced by a copy of the large gradients to where their averages go: the least that averages
-outside of TensorFlow's memory cost. "fused" has the structure of a published Horovod script without its negotiation:
-when all gradients are there, one host call copies them into one buffer, MPI reduces it, and they are copied out. "one
-bucket" is ours without overlap, for the pretended network: there a bucket's reduction takes as long as its bytes would
-need, in which the processor is free.
+"none" trains the ranks independently. "ours" is what `BroadcastCallback` installs. TensorFlow has two more. "copied" is
+ours with each all-reduce replaced by a copy of the large gradients to the place of their averages: the minimum cost of
+averages outside of TensorFlow's memory. "fused" has the structure of a published Horovod script without its
+negotiation: when all gradients are ready, one host call copies them into one buffer, MPI reduces it, and they are
+copied out. "one bucket" is ours without overlap, for the pretended network, in which a bucket's reduction takes as long
+as its bytes would need while the processor is free.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MODELS = ("convolutions", "mlp")
 
 
 def convolutions() -> tuple[Any, np.ndarray]:
-    """59 variables, 27 MB: the last layers' gradients, as in most networks of this kind, are the first and large."""
+    """59 variables, 27 MB; as in most such networks, the last layers' gradients are large and ready first."""
     stack = [keras.Input((8, 8, 64))]
     stack += [layers.Conv2D(64, 3, padding="same", activation="relu") for _ in range(9)]
     stack += [layers.Conv2D(128, 3, strides=2, padding="same", activation="relu")]
@@ -59,7 +59,7 @@ def convolutions() -> tuple[Any, np.ndarray]:
 
 
 def mlp() -> tuple[Any, np.ndarray]:
-    """67 MB in few variables: the most bytes for a given time of computing."""
+    """67 MB in few variables: many bytes for little computation."""
     stack = [keras.Input((2048,)), *(layers.Dense(2048, activation="relu") for _ in range(4)), layers.Dense(10)]
     return keras.Sequential(stack), np.random.default_rng(0).normal(size=(64, 2048)).astype("float32")
 
@@ -97,7 +97,7 @@ def step_of(kind: str, name: str, bandwidth: float) -> Callable[[], None]:
 
 
 def pretend_network(communicator: Any, bandwidth: float) -> None:
-    """Let each reduction take as long as a network would."""
+    """Make each reduction take as long as a network would."""
     reduce = communicator.all_reduce
 
     def delayed(memory: Any, op: Any, wire: Any = None) -> None:
@@ -108,13 +108,13 @@ def pretend_network(communicator: Any, bandwidth: float) -> None:
 
 
 def copy(memory: Any, op: Any, wire: Any = None) -> None:
-    """In place of an all-reduce, which reads numbers where the framework has them."""
+    """Stand in for an all-reduce: only move the numbers from the framework's memory to the averages'."""
     if memory.source is not None:
         np.copyto(memory.array, memory.source)
 
 
 def fuse(optimizer: Any) -> None:
-    """Replace `apply` by one that reduces all gradients in one call, as TensorFlow's users did by hand."""
+    """Replace `apply` with one that reduces all gradients in one call, as TensorFlow's users did by hand."""
     import tensorflow as tf
     from mpi4py import MPI
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share beyond `ring_plugins.benchmarking`: where they ran, and where their results are kept."""
+"""Where a benchmark ran, and where it saves its results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> str:
-    """One line on where this ran, and on how the ranks saw it: a benchmark of one host must not take it for two."""
+    """One line about the machine and the ranks, also to show that ranks of one host were not taken for two hosts."""
     model = next(
         (
             line.split(":", 1)[1].strip()
@@ -28,6 +28,6 @@ def machine() -> str:
 
 
 def save(name: str, record: dict[str, object]) -> None:
-    """Keep what was measured beside the benchmarks, as JSON."""
+    """Save a result as JSON in benchmarks/results."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine(), **record}, indent=1) + "\n")

@@ -2,8 +2,8 @@
 
     python benchmarks/memory.py            # half a minute
 
-Each variant runs in fresh processes; the figure is the peak resident memory of the larger rank, in which
-memory that ranks share counts in full. Growth is given in multiples of the gradients' bytes.
+Each variant runs in fresh processes; the figure is the peak resident memory of the larger rank, in which shared memory
+counts in full. Growth is given in multiples of the gradients' bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VARIANTS = ("no communication", "ring_plugins", "DDP (gloo)", "DDP (gloo), views
 
 
 def rank(variant: str) -> None:
-    """One rank of one variant: a few steps of a model with 320 MB of parameters."""
+    """Run a few steps of a model with 320 MB of parameters on one rank of one variant."""
     import torch
     from torch import nn
 
@@ -60,7 +60,7 @@ def main() -> None:
         record = json.loads(done.stdout.splitlines()[-1])
         peaks[variant] = record["peak"]
     gradients = record["gradients"]
-    table = Table(title=f"peak resident memory a rank; gradients {gradients / 1e6:.0f} MB", caption=machine())
+    table = Table(title=f"peak resident memory per rank; gradients {gradients / 1e6:.0f} MB", caption=machine())
     for column in ("", "MB", "growth / gradients"):
         table.add_column(column, justify="right")
     for variant, peak in peaks.items():

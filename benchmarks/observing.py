@@ -1,13 +1,13 @@
-"""What it costs to be able to see what a job does: nothing that can be told from noise, as long as nobody looks.
+"""The cost of observability while nobody uses it.
 
     python benchmarks/observing.py            # half a minute
 
 Two ranks take steps of about 10 ms with five buckets. Three figures, as shares of such a step:
 
-* the guard's thread, which moves the control channel: its own processor time, as the kernel counts it;
-* what the script's and the communication's threads do more than before: the statements that were added, timed alone and
-  multiplied by how often a step runs them;
-* recording a timeline: steps with and without in turn, medians.
+* the monitor thread, which drives the control channel: its processor time, as the kernel counts it;
+* the statements that observability adds to the script's and the communication thread, timed alone and multiplied by how
+  often a step runs them;
+* recording a timeline: medians of steps with and without, taking turns.
 """
 
 from __future__ import annotations
@@ -99,10 +99,10 @@ def main() -> None:
     if ring.rank() == 0:
         statements = added_statements(operations=6)
         print(f"a step: {median[False] * 1e3:.2f} ms")
-        print(f"guard's thread: {share:.3%} of the time")
-        print(f"added statements: {statements * 1e6:.1f} µs a step, {statements / STEP:.3%} of 10 ms")
+        print(f"monitor thread: {share:.3%} of the time")
+        print(f"added statements: {statements * 1e6:.1f} µs per step, {statements / STEP:.3%} of 10 ms")
         print(f"together {share + statements / STEP:.3%} of a step of 10 ms")
-        print(f"recording a timeline: {median[True] / median[False] - 1:+.1%} a step")
+        print(f"recording a timeline: {median[True] / median[False] - 1:+.1%} per step")
         print(os.uname().nodename, flush=True)
 
 

@@ -1,9 +1,9 @@
-"""What a training step spends in our own Python, by number of parameters and of ranks.
+"""Processor time that a training step spends in ring_plugins' Python, by number of parameters and of ranks.
 
     python benchmarks/overhead.py            # about two minutes
 
-The parameters are tiny, so that there is next to nothing to send. The figure is processor time a step (all
-threads of one rank), averaging minus not averaging, so it also holds where ranks share cores.
+The parameters are tiny, so there is next to nothing to send. The figure is the processor time per step of all threads
+of one rank, with averaging minus without, so it is also valid if ranks share cores.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RANKS = (1, 2, 3, 4, 8)
 
 
 def rank(ranks: int, steps: int) -> None:
-    """One rank: the same model with and without averaging, for each number of parameters."""
+    """Measure the same model with and without averaging on one rank, for each number of parameters."""
     import numpy as np
     import torch
     from torch import nn

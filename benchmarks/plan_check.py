@@ -1,11 +1,11 @@
-"""What `ring plan` says of steps between two hosts, beside the steps themselves.
+"""Steps between two hosts as `ring plan` predicts them, beside measured steps.
 
     python benchmarks/plan_check.py            # as root, about four minutes
 
-The hosts are network namespaces of this machine with links shaped to each rate (tests/hosts), one rank each. In one job
-the network is measured as `ring bench` does, the model as `ring_plugins.planning.measure` does, and the step with and
-without communication, taking turns. The prediction knows all but the step with communication. Lower quartiles count:
-other programs use this machine.
+The hosts are network namespaces of this machine with links shaped to each rate (tests/hosts), one rank each. One job
+measures the network as `ring bench` does, the model as `ring_plugins.planning.measure` does, and the step with and
+without communication, taking turns. The prediction uses everything but the step with communication. Figures are lower
+quartiles, because other programs use this machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIZES = (4 << 10, 64 << 10, 512 << 10, 1 << 20, 4 << 20, 16 << 20)
 
 
 def rank(seconds: float) -> None:
-    """What each rank does."""
+    """Measure on this rank."""
     import torch
     from training_step import MODELS, step
 
@@ -59,11 +59,11 @@ def rank(seconds: float) -> None:
         probe = interleaved(steps, 2, warm_up=1)
         times = interleaved(steps, int(max(5, seconds / sum(t.median for t in probe.values()))))
         alone, together = times["alone"].low, times["together"].low
-        said = predict(profile.at_step(alone), network, 2, jitter=0.0, overlap=False)
+        prediction = predict(profile.at_step(alone), network, 2, jitter=0.0, overlap=False)
         found[name] = {
             "alone": alone,
             "measured": together,
-            "predicted": said.step,
+            "predicted": prediction.step,
             "alpha": network.transport.alpha,
             "gigabits": network.gigabits,
         }
@@ -72,9 +72,9 @@ def rank(seconds: float) -> None:
 
 
 def take_the_core() -> None:
-    """Let this rank run before other programs of this machine, and its communication before its computing.
+    """Give this rank priority over other programs of this machine, and its communication over its computation.
 
-    Each rank has one core for both, and the kernel moves packets only when neither wants it: nothing overlaps.
+    Each rank has one core for both, and the kernel moves packets only while neither uses it, so nothing overlaps.
     """
     for thread in map(int, os.listdir("/proc/self/task")):
         priority = 10 if thread == os.getpid() else 11

@@ -1,4 +1,4 @@
-"""Pictures of what the other benchmarks measured, for the documentation.
+"""Pictures for the documentation, from the results of the other benchmarks.
 
 python benchmarks/plot.py            # reads benchmarks/results, writes docs/pictures
 """
@@ -56,7 +56,7 @@ def steps() -> None:
             )
         panel.set_xticks(range(len(times)), [name.replace(" ", "\n") for name in times], fontsize=8)
         panel.set_title(f"{model} ({SIZES[model]})", fontsize=10)
-        panel.set_ylabel("ms a step")
+        panel.set_ylabel("ms per step")
         panel.spines[["top", "right"]].set_visible(False)
         panel.margins(y=0.12)
     figure.suptitle("Training step on two ranks, one thread each: medians and quartiles", fontsize=11)
@@ -103,7 +103,7 @@ def scaling() -> None:
     ]:
         between = parse(network, transport)
         series[f"{model}, {between.name}"] = [predict(reference(model), between, ranks, 4) for ranks in counts(1024)]
-    draw_scaling(series, "Predicted: four Pascal GPUs a host, batch 64 a GPU", PICTURES / "plan.png")
+    draw_scaling(series, "Predicted: four Pascal GPUs per host, batch 64 per GPU", PICTURES / "plan.png")
 
 
 def between_hosts() -> None:

@@ -1,4 +1,4 @@
-"""Tables of what the other benchmarks measured, as Markdown for docs/performance.md.
+"""Markdown tables for docs/performance.md, from the results of the other benchmarks.
 
 python benchmarks/tables.py            # reads benchmarks/results, prints
 """
@@ -13,18 +13,18 @@ from measure import RESULTS
 
 
 def load(name: str) -> dict[str, Any]:
-    """What a benchmark saved."""
+    """Read what a benchmark saved."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table, first column to the left."""
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def table(header: list[str], body: list[list[str]]) -> str:
+    """A Markdown table; all columns but the first are right-aligned."""
+    rows = [header, ["---"] + ["---:"] * (len(header) - 1), *body]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def size(nbytes: int) -> str:
-    """A power of two in words."""
+    """Bytes as "64 KiB"."""
     for unit, scale in (("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= scale:
             return f"{nbytes / scale:g} {unit}"

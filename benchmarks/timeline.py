@@ -1,8 +1,8 @@
-"""Draws two steps of a timeline recorded from a real run: docs/pictures/timeline.png.
+"""Draw two steps of a timeline that a real run recorded: docs/pictures/timeline.png.
 
     python benchmarks/timeline.py
 
-Two ranks train a perceptron of 20 MB; rank 1 is slower by 8 ms a step, as if its data came late.
+Two ranks train a perceptron of 20 MB; rank 1 is slower by 8 ms per step, as if its data came late.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "timeline.png"
 LATE = 0.008
-COLOURS = {
+COLORS = {
     "backward": "#4c78a8",
     "script waits": "#f2a541",
     "waiting for the slowest": "#e45756",
@@ -27,7 +27,7 @@ COLOURS = {
 
 
 def record(directory: str) -> None:
-    """One rank: some steps, two of which are worth a picture."""
+    """Record some steps of this rank, two of which are drawn."""
     import torch
 
     import ring_plugins as ring
@@ -91,8 +91,8 @@ def draw(events: list[dict[str, Any]]) -> None:
     axes.set_xlabel("ms")
     axes.set_yticks(list(labels), list(labels.values()))
     axes.legend(
-        [Patch(color=colour) for colour in COLOURS.values()],
-        COLOURS,
+        [Patch(color=color) for color in COLORS.values()],
+        COLORS,
         ncols=5,
         loc="lower center",
         frameon=False,
@@ -104,11 +104,11 @@ def draw(events: list[dict[str, Any]]) -> None:
 
 
 def bar(axes: Any, row: float, start: float, length: float, kind: str, height: float = 0.7) -> None:
-    axes.barh(row, length, height, start, color=COLOURS[kind], linewidth=0)
+    axes.barh(row, length, height, start, color=COLORS[kind], linewidth=0)
 
 
 def window(spans: list[dict[str, Any]]) -> tuple[float, float]:
-    """Two steps of rank 0, those that the machine disturbed least."""
+    """The two consecutive steps of rank 0 that took least time."""
     steps = sorted((s for s in spans if s["cat"] == "step" and s["pid"] == 0), key=lambda s: float(s["ts"]))
     pairs = [(a["ts"], b["ts"] + b["dur"]) for a, b in itertools.pairwise(steps)]
     begin, end = min(pairs, key=lambda pair: pair[1] - pair[0])
@@ -129,7 +129,7 @@ def main() -> None:
     import ring_plugins as ring
 
     directory = os.environ.get("TIMELINE_DIRECTORY") or tempfile.mkdtemp(prefix="timeline-")
-    os.environ["TIMELINE_DIRECTORY"] = directory  # for the ranks that this script grows
+    os.environ["TIMELINE_DIRECTORY"] = directory  # for the ranks that this script starts
     record(directory)
     if not os.environ.get("RING_SPAWNED"):
         draw(json.loads((Path(directory) / "timeline.json").read_text()))
