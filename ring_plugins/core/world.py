@@ -1,8 +1,8 @@
-"""The world of this process: joining it, leaving it, and finding it again.
+"""The job that this process belongs to: joining it, communicating in it, leaving it.
 
-What the guard of each rank looks after, beside the job.
-
-A connected job, as one of its processes sees it: who is where, what it communicates with, how it ends.
+`init` finds the other processes (core/rendezvous) and makes the `World`. In the world's first exchange every rank says
+where it is and how to watch it. From that follow who shares memory with whom, the control channel to rank 0, the
+failure detector, and the monitor thread with its services; then the first communicator, of all ranks, is made.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ring_plugins.core import exit_hooks
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, NotInitialized
-from ring_plugins.core.base.log import logger
+from ring_plugins.core.base.log import logger, set_rank
 from ring_plugins.core.collectives.api import Activity, Communicator
 from ring_plugins.core.collectives.host import Gather, HostCommunicator
 from ring_plugins.core.collectives.single import SingleCommunicator
@@ -44,8 +44,228 @@ from ring_plugins.core.trace.recorder import recorder
 from ring_plugins.core.trace.steps import steps
 
 
+class _Member(NamedTuple):
+    """What a rank says of itself in the first exchange of the job, which may travel as JSON.
+
+    Attributes:
+        domain: its shared-memory domain.
+        host, pid: name of its host, and process id there.
+        liveness: address of its liveness segment; None where memory cannot be shared.
+        server: address of the control server, with its secret, from rank 0; None from the others.
+        addresses: of its host; empty if all ranks are on one host.
+    """
+
+    domain: str
+    host: str
+    pid: int
+    liveness: list[int] | None
+    server: dict[str, Any] | None
+    addresses: list[str]
+
+
+class World:
+    """A connected job. `init` makes it; a process has one at a time.
+
+    Attributes:
+        topology: where this process stands.
+        communicator: of all ranks, for the public functions.
+        launcher: "mpi", "rendezvous", "spawned" or "single".
+        failure_detector, channel, observers: what becomes of the other ranks, the control channel, and the observing
+            services; None in a job of one rank.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, launcher: str) -> None:
+        self._rendezvous = rendezvous
+        self._pid = os.getpid()
+        self.launcher = launcher
+        self._closed = False
+        rank, size = rendezvous.rank, rendezvous.size
+        own = Liveness.create(rank) if size > 1 and is_available() else None
+        server = ControlServer(size, rendezvous.addresses) if size > 1 and rank == 0 else None
+        members = self._introduce(own, server)
+        domains = [member.domain for member in members]
+        self._nodes = virtual_nodes(domains, config.VIRTUAL_NODES.text())
+        if len(set(self._nodes)) > 1 and rendezvous.transport is None:
+            raise LaunchError(
+                "RING_VIRTUAL_NODES needs a launcher that connects hosts: start the job with mpirun or torchrun."
+            )
+        self.topology = find_topology(rank, self._nodes, [member.host for member in members])
+        self._local_peers = self._watch_local_peers(own, members) if own is not None else None
+        #: Communicators that somebody still uses, by the order in which they were made, the same on all ranks.
+        self._communicators: weakref.WeakValueDictionary[int, Communicator[Any]] = weakref.WeakValueDictionary()
+        self._made = itertools.count()
+        self._tags = itertools.count(rank, size)  # no two ranks ever offer the same
+        self._of_devices: dict[int, DeviceCommunicator] = {}
+        self.failure_detector: FailureDetector | None = None
+        self.channel: Channel | None = None
+        self.observers: Observers | None = None
+        self._monitor = self._make_monitor(server, members) if size > 1 else None
+        self.communicator = self.new_communicator("ring", gather=rendezvous.gather)
+        if self._monitor is not None:
+            self._monitor.start()
+
+    def _introduce(self, own: Liveness | None, server: ControlServer | None) -> list[_Member]:
+        """Exchange what the ranks must know of each other, in rank order."""
+        member = _Member(
+            shared_memory_domain(),
+            socket.gethostname(),
+            os.getpid(),
+            list(own.address) if own else None,
+            server.address if server else None,
+            own_addresses() if self._rendezvous.transport is not None else [],
+        )
+        return [_Member(*item) for item in self._rendezvous.gather(member)]
+
+    def _watch_local_peers(self, own: Liveness, members: Sequence[_Member]) -> LocalPeers:
+        rank = self._rendezvous.rank
+        domain, host = members[rank].domain, members[rank].host
+        others = [
+            Liveness.open((pid, fd, nbytes), other)
+            for other, member in enumerate(members)
+            if other != rank and member.domain == domain and member.liveness
+            for pid, fd, nbytes in [member.liveness]
+        ]
+        self._rendezvous.gather(None)  # no rank leaves before all have mapped its segment
+        return LocalPeers(own, others, host if any(member.domain != domain for member in members) else "")
+
+    def _make_monitor(self, server: ControlServer | None, members: Sequence[_Member]) -> MonitorThread:
+        """Set up what runs beside the job: control channel, failure detector, and the monitor thread's services."""
+        rank, size = self._rendezvous.rank, self._rendezvous.size
+        domains = [member.domain for member in members]
+        if server is not None and len(set(domains)) == 1:
+            server.only_this_host()
+        address = members[0].server
+        assert address is not None
+        self.channel = server or ControlClient(rank, size, address, domains[0] == domains[rank])
+        membership = [Peer(member.host, member.pid, member.domain) for member in members]
+        self.failure_detector = FailureDetector(rank, membership, self._local_peers, self.channel)
+        self.observers = Observers(self.channel, self.failure_detector, self.activities)
+        launched = self.launcher in ("mpi", "spawned") or "TORCHELASTIC_RUN_ID" in os.environ
+        monitor = MonitorThread(self.failure_detector, self.channel, launched, self.abort)
+        monitor.add(GpuWatchdog(self.failure_detector, self.device_communicators))
+        monitor.add(TcpLiveness(self.failure_detector, [member.addresses for member in members]))
+        for service in self.observers.services:
+            monitor.add(service)
+        return monitor
+
+    def new_communicator(
+        self, name: str, ranks: Sequence[int] | None = None, gather: Gather | None = None
+    ) -> Communicator:
+        """A new communicator, whose operations have an order of their own; all members call this.
+
+        Args:
+            name: for texts.
+            ranks: world ranks of the members, all by default.
+            gather: returns every member's payload; by default over `communicator`, which needs all ranks.
+
+        Raises:
+            ArgumentError: `ranks` are not distinct ranks of this job.
+        """
+        size = self.topology.size
+        members = tuple(range(size)) if ranks is None else tuple(ranks)
+        if len(set(members)) != len(members) or not all(0 <= rank < size for rank in members):
+            raise ArgumentError(f"ranks={list(members)} are not distinct ranks of a job of {size}.")
+        if gather is None:
+            if len(members) != size:
+                raise ArgumentError(
+                    f"ranks={list(members)} are only some of the job's {size}; pass gather, by which they can meet."
+                )
+            gather = self.communicator.all_gather_object
+        if len(members) == 1:
+            communicator: Communicator = SingleCommunicator(name, members[0])
+        else:
+            communicator = HostCommunicator(
+                name,
+                self.topology.rank,
+                self._nodes[self.topology.rank],
+                2 * next(self._tags),
+                gather,
+                self.failure_detector,
+                self._rendezvous.transport,
+            )
+        self._communicators[next(self._made)] = communicator
+        return communicator
+
+    def new_device_communicator(
+        self,
+        name: str,
+        device: int,
+        streams: Streams,
+        ranks: Sequence[int] | None = None,
+        gather: Gather | None = None,
+        own_stream: bool = False,
+    ) -> DeviceCommunicator:
+        """A new communicator for GPU memory, by NCCL, one GPU for each rank; all members call this.
+
+        Args:
+            name, ranks, gather: as for `new_communicator`.
+            device: this rank's GPU, as the process numbers them.
+            streams: the framework's.
+            own_stream: whether operations of other communicators may overtake its own.
+
+        Raises:
+            MissingDependency: there is no NCCL.
+            DeviceError: there is no CUDA driver or no such GPU, or ranks would share one.
+            MismatchError: the ranks have different releases of NCCL.
+        """
+        host = self.new_communicator(name, ranks, gather)
+        wait = Wait(name, self.failure_detector)
+        communicator = DeviceCommunicator(name, device, host, streams, wait, load_nccl(), load_driver(), own_stream)
+        self._communicators[next(self._made)] = communicator
+        return communicator
+
+    def device_communicator(self, device: int, streams: Streams) -> DeviceCommunicator:
+        """A communicator of all ranks for the public functions; the first call, which all ranks make, creates it."""
+        if device not in self._of_devices:
+            self._of_devices[device] = self.new_device_communicator("ring on GPUs", device, streams)
+        return self._of_devices[device]
+
+    def device_communicators(self) -> list[DeviceCommunicator]:
+        """GPU communicators that somebody still uses."""
+        return [one for one in self._communicators.copy().values() if isinstance(one, DeviceCommunicator)]
+
+    def activities(self) -> list[Activity]:
+        """The last operation of this rank in each of its communicators."""
+        activities = [communicator.activity() for communicator in self._communicators.copy().values()]
+        return [activity for activity in activities if activity is not None]
+
+    def is_mine(self) -> bool:
+        """Whether this process joined the job, rather than being forked from one that did."""
+        return os.getpid() == self._pid
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one failed, so that they stop waiting. Only the first call counts."""
+        if self.failure_detector is not None and self.observers is not None and self.is_mine():
+            self.observers.flush()
+            self.failure_detector.fail(error)
+
+    def abort(self) -> None:
+        """End the whole job where the launcher offers that."""
+        self._rendezvous.abort(1)
+
+    def close(self) -> None:
+        """Leave the job; peers that still wait for this rank are told."""
+        if self._closed or not self.is_mine():
+            return
+        self._closed = True
+        if self._local_peers is not None:
+            self._local_peers.own.leave()
+        if self._monitor is not None:
+            self._monitor.close()
+        for communicator in self._communicators.copy().values():
+            communicator.close()
+        self._rendezvous.close()
+
+    def detach_after_fork(self) -> None:
+        """In a forked child: disturb neither the parent nor its peers."""
+        if self.channel is not None:
+            self.channel.abandon()
+        for communicator in self._communicators.copy().values():
+            communicator.detach_after_fork()
+
+
 class Observers:
-    """The observing services of this rank.
+    """The observing services of this rank, which the monitor thread calls.
 
     Args:
         channel: between the ranks.
@@ -89,236 +309,26 @@ class Observers:
             self._spans.flush()
 
 
-class World:
-    """A connected job. Made by `init`; there is one a process at a time.
-
-    Attributes:
-        place: who this process is.
-        communicator: all ranks, for the public functions.
-        launcher: "mpi", "rendezvous", "spawned" or "single".
-    """
-
-    def __init__(self, connection: Rendezvous, launcher: str) -> None:
-        self._connection = connection
-        self._pid = os.getpid()
-        self.launcher = launcher
-        rank, size = connection.rank, connection.size
-        own = Liveness.create(rank) if size > 1 and is_available() else None
-        hub = ControlServer(size, connection.addresses) if size > 1 and rank == 0 else None
-        told = [
-            _Introduction(*item)
-            for item in connection.gather(
-                _Introduction(
-                    shared_memory_domain(),
-                    socket.gethostname(),
-                    os.getpid(),
-                    list(own.address) if own else None,
-                    hub.address if hub else None,
-                    own_addresses(),
-                )
-            )
-        ]
-        domains = [item.domain for item in told]
-        self._nodes = virtual_nodes(domains, config.VIRTUAL_NODES.text())
-        if len(set(self._nodes)) > 1 and connection.transport is None:
-            raise LaunchError(
-                "RING_VIRTUAL_NODES needs a launcher that carries data between hosts: mpirun or torchrun."
-            )
-        self.topology = find_topology(rank, self._nodes, [item.host for item in told])
-        local_peers: LocalPeers | None = None
-        if own is not None:
-            others = [
-                Liveness.open((pid, fd, nbytes), other)
-                for other, item in enumerate(told)
-                if other != rank and item.domain == domains[rank] and item.presence
-                for pid, fd, nbytes in [item.presence]
-            ]
-            connection.gather(None)  # everyone has opened what it needs before anyone may leave
-            local_peers = LocalPeers(own, others, told[rank].host if len(set(domains)) > 1 else "")
-        self._local_peers = local_peers
-        self._tags = itertools.count(rank, size)  # no two ranks ever offer the same
-        #: Those that somebody still uses, by the order in which they were made, which is the same on all ranks.
-        self._communicators: weakref.WeakValueDictionary[int, Communicator[Any]] = weakref.WeakValueDictionary()
-        self._made = itertools.count()
-        self._of_devices: dict[int, DeviceCommunicator] = {}
-        self._closed = False
-        self._monitor: MonitorThread | None = None
-        #: What becomes of the other ranks, the line to rank 0, and who looks on; None in a job of one.
-        self.failure_detector: FailureDetector | None = None
-        self.channel: Channel | None = None
-        self.observers: Observers | None = None
-        monitor = self._connect_channel(hub, told) if size > 1 else None
-        self.communicator = self.new_communicator("ring", gather=connection.gather)
-        if monitor is not None:
-            monitor.start()
-
-    def _connect_channel(self, hub: ControlServer | None, told: list[_Introduction]) -> MonitorThread:
-        """Set up what runs beside the job."""
-        rank, size, domains = self._connection.rank, self._connection.size, [item.domain for item in told]
-        if hub is not None and len(set(domains)) == 1:
-            hub.only_this_host()
-        address = told[0].hub
-        assert address is not None
-        self.channel = hub or ControlClient(rank, size, address, domains[0] == domains[rank])
-        membership = [Peer(item.host, item.pid, item.domain) for item in told]
-        self.failure_detector = FailureDetector(rank, membership, self._local_peers, self.channel)
-        launched = self.launcher in ("mpi", "spawned") or "TORCHELASTIC_RUN_ID" in os.environ
-        self._monitor = MonitorThread(self.failure_detector, self.channel, launched, self.abort)
-        self._monitor.add(GpuWatchdog(self.failure_detector, self.device_communicators))
-        self._monitor.add(TcpLiveness(self.failure_detector, [item.addresses for item in told]))
-        self.observers = Observers(self.channel, self.failure_detector, self.activities)
-        for service in self.observers.services:
-            self._monitor.add(service)
-        return self._monitor
-
-    def activities(self) -> list[Activity]:
-        """What this rank did last with each of its communicators."""
-        communicators = self._communicators.copy().values()
-        found = [one.activity() for one in communicators]
-        return [activity for activity in found if activity is not None]
-
-    def new_communicator(
-        self, name: str, ranks: Sequence[int] | None = None, gather: Gather | None = None
-    ) -> Communicator:
-        """A communicator of its own, with its own order of operations; called by all members.
-
-        Args:
-            name: for texts.
-            ranks: world ranks of the members, all by default.
-            gather: how the members meet; by default over `communicator`, which needs all ranks.
-
-        Raises:
-            ArgumentError: `ranks` are not distinct ranks of this job.
-        """
-        size = self.topology.size
-        members = tuple(range(size)) if ranks is None else tuple(ranks)
-        if len(set(members)) != len(members) or not all(0 <= rank < size for rank in members):
-            raise ArgumentError(f"ranks={list(members)} are not distinct ranks of a job of {size}.")
-        if gather is None:
-            if len(members) != size:
-                raise ArgumentError(
-                    f"ranks={list(members)} is a part of the job; pass gather, so that its members can meet."
-                )
-            gather = self.communicator.all_gather_object
-        if len(members) == 1:
-            communicator: Communicator = SingleCommunicator(name, members[0])
-        else:
-            host = HostCommunicator(
-                name,
-                self.topology.rank,
-                self._nodes[self.topology.rank],
-                2 * next(self._tags),
-                gather,
-                self.failure_detector,
-                self._connection.transport,
-            )
-            communicator = host
-        self._communicators[next(self._made)] = communicator
-        return communicator
-
-    def new_device_communicator(
-        self,
-        name: str,
-        device: int,
-        streams: Streams,
-        ranks: Sequence[int] | None = None,
-        gather: Gather | None = None,
-        own_stream: bool = False,
-    ) -> DeviceCommunicator:
-        """As `new_communicator`, for the memory of one GPU a rank, by NCCL.
-
-        Args:
-            name, ranks, gather: as there.
-            device: this rank's GPU, as the process numbers them.
-            streams: the framework's.
-            own_stream: whether other communicators' operations may overtake its own.
-
-        Raises:
-            MissingDependency: there is no NCCL.
-            DeviceError: there is no CUDA driver or no such GPU, or ranks would share one.
-            MismatchError: the ranks have different releases of NCCL.
-        """
-        host = self.new_communicator(name, ranks, gather)
-        wait = Wait(name, self.failure_detector)
-        communicator = DeviceCommunicator(name, device, host, streams, wait, load_nccl(), load_driver(), own_stream)
-        self._communicators[next(self._made)] = communicator
-        return communicator
-
-    def device_communicator(self, device: int, streams: Streams) -> DeviceCommunicator:
-        """All ranks, for what a script asks for by itself; made at the first call, which all ranks make together."""
-        if device not in self._of_devices:
-            self._of_devices[device] = self.new_device_communicator("ring on GPUs", device, streams)
-        return self._of_devices[device]
-
-    def device_communicators(self) -> list[DeviceCommunicator]:
-        """Those that somebody still uses."""
-        return [one for one in self._communicators.copy().values() if isinstance(one, DeviceCommunicator)]
-
-    def is_mine(self) -> bool:
-        """Whether this process joined the job, and was not forked from one that did."""
-        return os.getpid() == self._pid
-
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one failed, so that they stop waiting. The first call counts."""
-        if self.failure_detector is not None and self.observers is not None and self.is_mine():
-            self.observers.flush()
-            self.failure_detector.fail(error)
-
-    def abort(self) -> None:
-        """End the whole job where the launcher offers that."""
-        self._connection.abort(1)
-
-    def close(self) -> None:
-        """Leave the job; peers that still wait for this rank are told."""
-        if self._closed or not self.is_mine():
-            return
-        self._closed = True
-        if self._local_peers is not None:
-            self._local_peers.own.leave()
-        if self._monitor is not None:
-            self._monitor.close()
-        for communicator in self._communicators.copy().values():
-            communicator.close()
-
-    def detach_after_fork(self) -> None:
-        """In a forked child: disturb neither the parent nor its peers."""
-        if self.channel is not None:
-            self.channel.abandon()
-        for communicator in self._communicators.copy().values():
-            communicator.detach_after_fork()
-
-
-class _Introduction(NamedTuple):
-    """What a rank says of itself in the job's first gather."""
-
-    domain: str
-    host: str
-    pid: int
-    presence: list[int] | None
-    hub: dict[str, Any] | None
-    addresses: list[str]
-
-
 _world: World | None = None
-_generation = 0
+_generation = 0  # how often this process has connected
 
 
 def init(ranks: int | None = None) -> World:
     """Join the other processes of the job; calling it again changes nothing.
 
-    Started by mpirun, torchrun, srun or another launcher it finds the ranks that were started. Started
-    alone, the process stays alone, or starts itself `ranks - 1` times more.
+    Under mpirun, torchrun, srun or another launcher the job consists of the ranks that it started. A script that was
+    started on its own stays a job of one, or spawns `ranks - 1` further processes that run it too.
 
     Args:
-        ranks: how many processes a script that was started alone becomes.
+        ranks: how many processes a script that was started on its own becomes.
 
     Returns:
         The world, which most users need not keep.
 
     Raises:
         ArgumentError: `ranks` is not a positive integer.
-        LaunchError: the processes cannot find each other, or this one is a rank's forked child.
-        MissingDependency: the launcher needs a package that is missing.
+        LaunchError: the processes cannot find each other, or this one was forked from a rank.
+        MissingDependency: the launcher needs a package that is not installed.
     """
     global _world, _generation
     if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
@@ -327,15 +337,16 @@ def init(ranks: int | None = None) -> World:
         return _world
     if _world is not None and _world.topology.size > 1:
         raise LaunchError(
-            f"this process was forked from rank {_world.topology.rank} (a data loader's worker?); ring_plugins.init() "
-            "belongs into the ranks themselves."
+            f"this process was forked from rank {_world.topology.rank} (a data loader's worker?); call "
+            "ring_plugins.init() in the ranks themselves."
         )
     exit_hooks.install(lambda: _world, shutdown)
-    connection = connect(ranks, _generation)
+    rendezvous = connect(ranks, _generation)
     _generation += 1
     kind = detect().kind
-    launcher = "single" if connection.size == 1 else "spawned" if kind == "single" else kind
-    _world = World(connection, launcher)
+    launcher = "single" if rendezvous.size == 1 else "spawned" if kind == "single" else kind
+    _world = World(rendezvous, launcher)
+    set_rank(rendezvous.rank)
     return _world
 
 
@@ -345,11 +356,11 @@ def shutdown() -> None:
     world, _world = _world, None
     if world is not None and world.is_mine():
         world.close()
-        world._connection.close()
+        set_rank(None)
 
 
 def is_initialized() -> bool:
-    """Whether `init` has been called in this process, and `shutdown` not since."""
+    """Whether `init` has been called in this process and `shutdown` has not been called since."""
     return _world is not None
 
 

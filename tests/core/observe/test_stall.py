@@ -196,7 +196,7 @@ def test_a_stalled_job_is_ended_with_the_missing_ranks_named():
 def watch():
     """A rank's watch that has reported one wait of 60 seconds, its channel and failure detector."""
     now = time.monotonic()
-    channel, detector = FakeChannel(rank=1), SimpleNamespace(verdicts={})
+    channel, detector = FakeChannel(rank=1), SimpleNamespace(deadlocks={})
     watch = StallWatch(channel, detector, list)
     long_waits["test"] = LongWait("ring", "ring: barrier()", 3, "", (0,), now - 60, now - 60)
     yield watch, channel, detector
@@ -220,11 +220,11 @@ def test_a_deadlock_ends_only_the_wait_it_is_about(watch):
     watch.tick(time.monotonic())
     number = channel.take()[0][2]["number"]
     channel.receive(0, "declare_deadlock", {"number": number + 1, "communicator": "ring", "text": "never"})
-    assert detector.verdicts == {}
+    assert detector.deadlocks == {}
     channel.receive(0, "confirm_wait", {"number": number, "deadlock": {}})
     assert channel.take() == [(0, "answer_wait", {"waits": True, "deadlock": {}})]
     channel.receive(0, "declare_deadlock", {"number": number, "communicator": "ring", "text": "rank 1 waits"})
-    assert detector.verdicts == {"ring": "rank 1 waits"}
+    assert detector.deadlocks == {"ring": "rank 1 waits"}
 
 
 def test_a_rank_answers_with_its_stack(watch):
