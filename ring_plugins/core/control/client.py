@@ -8,119 +8,157 @@ import socket
 import time
 from typing import Any
 
-from ring_plugins.core.control.channel import Channel, FrameSocket, is_proof, nonce, proof
+from ring_plugins.core.base.log import logger
+from ring_plugins.core.control.channel import CLOSE_SECONDS, GOODBYE, Channel, ControlConnection
 from ring_plugins.core.control.tcp_liveness import enable_keepalive
+from ring_plugins.core.net.auth import (
+    Claim,
+    ClientHandshake,
+    Disconnected,
+    FrameSocket,
+    Purpose,
+    Refused,
+    advance,
+    is_same_user,
+    to_json,
+)
 
-#: Seconds for one address, between rounds of all of them, and until this rank goes on without a channel.
+#: Seconds for one address, between two rounds of all of them, and until this rank goes on without a channel.
 _CONNECT, _PAUSE, _GIVE_UP = 1.0, 0.5, 60.0
 _MOST_WAITING = 1000
 
 
 class ControlClient(Channel):
-    """Connects to rank 0's `Hub` in the first calls of `poll`; messages given before wait.
+    """Connects to rank 0's `ControlServer` in the first calls of `poll`; messages given before wait.
+
+    It is in one of four states: not connected, with a handshake under way, connected, and ended. Before it is connected
+    it tries again after an error, since rank 0 drops connections where it is short of files or strangers open too many.
 
     Args:
         rank, size: of this process and of the job.
-        address: of the hub, from the first gather.
+        address: of the server, from the first gather.
         same_host: whether rank 0 is on this host.
-
-    Attributes:
-        trouble: why there is no connection, for texts; "" while there is one or may come one.
     """
 
     def __init__(self, rank: int, size: int, address: dict[str, Any], same_host: bool) -> None:
         super().__init__(rank, size)
         self._address, self._same_host = address, same_host
-        self._hub: FrameSocket | None = None
-        self._challenge = nonce()
-        self._ended = self._introduced = False
+        self._secret = bytes.fromhex(address["secret"])
+        self._pending: socket.socket | None = None
+        self._handshake = self._new_handshake()
+        self._server: ControlConnection | None = None
+        self._ended = False
         self._began = time.monotonic()
         self._next_try = 0.0
-        self.trouble = ""
 
     def poll(self, seconds: float) -> None:
-        if self._hub is None and not self._ended and not self._closed and time.monotonic() >= self._next_try:
+        is_connecting = self._server is None and not self._ended and not self._closed
+        if is_connecting and self._pending is None and time.monotonic() >= self._next_try:
             self._connect()
-        super().poll(seconds if self._hub is not None or self._ended else min(seconds, 0.1))
+        super().poll(min(seconds, 0.1) if is_connecting else seconds)
+
+    def close(self) -> None:
+        end = time.monotonic() + CLOSE_SECONDS
+        while self._server is None and not (self._ended or self._closed) and time.monotonic() < end:
+            self.poll(0.05)
+        super().close()
+
+    def abandon(self) -> None:
+        if self._pending is not None:
+            self._pending.close()
+        super().abandon()
+
+    # Connecting -----------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        connected, how = self._reach()
+        connected, why = self._reach()
         if connected is None:
-            self._next_try = time.monotonic() + _PAUSE
-            if time.monotonic() - self._began > _GIVE_UP:
-                self._ended, self.trouble = True, how
+            self._retry(why)
             return
         enable_keepalive(connected)
-        self._hub = FrameSocket(connected)
-        self._selector.register(connected, selectors.EVENT_READ, self._hub)
+        connected.setblocking(False)
+        self._pending, self._handshake = connected, self._new_handshake()
+        self._selector.register(connected, selectors.EVENT_READ, self._advance)
+
+    def _new_handshake(self) -> ClientHandshake:
+        return ClientHandshake(self._secret, Purpose.CONTROL, Claim(self.rank))
 
     def _reach(self) -> tuple[socket.socket | None, str]:
+        why = "rank 0 is on this host but does not listen"
         if self._same_host:
-            with contextlib.suppress(OSError):
-                local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
                 local.settimeout(_CONNECT)
                 local.connect("\0" + self._address["local"])
-                return local, ""
-        how = "rank 0 is on this host but does not listen"
-        for address in self._address["addresses"]:
+                if is_same_user(local):
+                    return local, ""
+                why = "another user's process listens in place of rank 0"
+            except OSError:
+                pass
+            local.close()
+        for address in self._address["addresses"] if self._address["port"] else ():
             try:
                 return socket.create_connection((address, self._address["port"]), timeout=_CONNECT), ""
             except OSError as error:
-                how = f"{address} port {self._address['port']}: {error}"
-        return None, how
+                why = f"{address} port {self._address['port']}: {error}"
+        return None, why
 
-    def _connections(self) -> list[FrameSocket]:
-        return [self._hub] if self._hub is not None else []
+    def _advance(self) -> None:
+        pending = self._pending
+        assert pending is not None
+        try:
+            if not advance(pending, self._handshake):
+                return
+        except Disconnected as error:
+            self._selector.unregister(pending)
+            pending.close()
+            self._pending = None
+            self._retry(str(error), final=isinstance(error, Refused))
+            return
+        self._pending = None
+        self._server = ControlConnection(0, FrameSocket(pending, Purpose.CONTROL))
+        self._selector.modify(pending, selectors.EVENT_READ, self._server)
+        self._deliver()
+
+    def _retry(self, why: str, final: bool = False) -> None:
+        self._next_try = time.monotonic() + _PAUSE
+        if final or time.monotonic() - self._began > _GIVE_UP:
+            self._ended = True
+            logger.warning(
+                f"rank {self.rank} goes on without a control channel to rank 0 ({why}): reports lack this rank, and a "
+                "failure on another host is noticed later."
+            )
+
+    # Connected ------------------------------------------------------------------------------------
+
+    def _connections(self) -> list[ControlConnection]:
+        return [self._server] if self._server is not None else []
 
     def _deliver(self) -> None:
-        if self._hub is not None and self._hub.trusted:
+        if self._server is not None:
             super()._deliver()
         elif self._ended:
             self._outbox.clear()
         while len(self._outbox) > _MOST_WAITING:
             self._outbox.popleft()
 
-    def _send(self, rank: int, message: list[Any], droppable: bool) -> None:
-        if self._hub is not None and rank == 0:
-            self._hub.send(message, droppable)
+    def _send(self, rank: int, message: bytes, droppable: bool) -> None:
+        if self._server is not None and rank == 0:
+            self._server.send(message, droppable)
 
-    def _serve(self, key: selectors.SelectorKey, events: int) -> None:
-        hub = key.data
-        for message in self._transfer(hub, events):
-            if not hub.trusted:
-                self._introduce(hub, message)
-            elif message == ["farewell", {}]:
-                self._end()
-                self.on_left(0)
-            else:
-                self._handle(0, message)
+    def _forget(self, connection: ControlConnection) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(connection.frames)
+        connection.frames.close()
+        self._server, self._ended = None, True
 
-    def _introduce(self, hub: FrameSocket, message: Any) -> None:
-        """Prove to the hub that this is a rank of the job, and have it prove that it is rank 0."""
-        secret = self._address["secret"]
-        if isinstance(message, dict) and "nonce" in message:
-            said = proof(secret, "link", message["nonce"], self.rank)
-            hub.send({"rank": self.rank, "nonce": self._challenge, "proof": said})
-            self._introduced = True
-        elif isinstance(message, dict) and is_proof(message.get("proof"), secret, "hub", self._challenge):
-            hub.trusted = True
-        else:
-            self._end("something else than rank 0 answered")
-
-    def _lose(self, connection: FrameSocket, how: str) -> None:
-        was_trusted = connection.trusted
-        self._end(how)
-        if was_trusted:
-            self.on_lost(0, how)
-
-    def _end(self, trouble: str = "") -> None:
-        hub, self._hub = self._hub, None
-        if hub is not None:
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(hub.socket)
-            hub.close()
-        self._ended, self.trouble = True, trouble
-
-    def _farewell(self) -> None:
-        if self._hub is not None and self._introduced:
-            self._hub.send(["farewell", {}])
+    def _say_goodbye(self) -> None:
+        if self._server is not None:
+            self._server.send(to_json(GOODBYE))
+        elif self._pending is not None and self._handshake.has_proved:
+            # Rank 0 has not answered in time. It would take an end right behind the proof for a failure.
+            frames = FrameSocket(self._pending, Purpose.CONTROL)
+            frames.send(to_json(GOODBYE))
+            with contextlib.suppress(Disconnected):
+                frames.write()
+            self._outbox.clear()

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import secrets
 import selectors
 import socket
 from collections.abc import Sequence
 from typing import Any
 
-from ring_plugins.core.control.channel import EVERYONE, Channel, FrameSocket, is_proof, nonce, proof
+from ring_plugins.core.control.channel import EVERYONE, GOODBYE, Channel, ControlConnection
 from ring_plugins.core.control.tcp_liveness import enable_keepalive
+from ring_plugins.core.linux.process import raise_open_file_limit
+from ring_plugins.core.net.auth import Acceptor, Authenticated, Claim, FrameSocket, Purpose, to_json
 
-_FILES_FOR_OTHERS = 512
-
-
-class _Guest(FrameSocket):
-    """A connection that says which rank it is, and has to prove it."""
-
-    def __init__(self, connected: socket.socket) -> None:
-        super().__init__(connected)
-        self.rank = -1
-        self.challenge = nonce()
-        self.send({"nonce": self.challenge})
+#: Open files that rank 0 needs beside a connection for every rank, and connections that it accepts beside them.
+_OTHER_FILES, _OTHER_CONNECTIONS = 512, 64
 
 
 class ControlServer(Channel):
-    """Listens, before the other ranks are told where.
+    """Listens from the start, before the other ranks are told where.
 
-    On one host it listens on a socket in Linux's abstract namespace, which is no file and no port; the port for other
-    hosts is open only where there are any (`only_this_host`).
+    For ranks of its host it listens on a socket in Linux's abstract namespace, which is no file and no port. The port
+    for other hosts is open only where there are any (`only_this_host`).
 
     Args:
         size: of the job.
@@ -39,109 +31,76 @@ class ControlServer(Channel):
 
     def __init__(self, size: int, addresses: Sequence[str] = ()) -> None:
         super().__init__(0, size)
-        _allow_files(size)
-        self._secret = secrets.token_hex(32)
-        self._guests: dict[int, _Guest] = {}
-        self._strangers: set[_Guest] = set()
+        raise_open_file_limit(size + _OTHER_FILES)
+        self._secret = secrets.token_bytes(32)
+        self._clients: dict[int, ControlConnection] = {}
+        self._acceptor = Acceptor(self._secret, Purpose.CONTROL, self._expects, size + _OTHER_CONNECTIONS)
         self._local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._local.bind(f"\0ring_plugins/{secrets.token_hex(8)}")
+        self._local.listen(min(size + _OTHER_CONNECTIONS, 4096))
+        self._acceptor.add(self._local)
         self._remote: socket.socket | None = None
         self._addresses = list(addresses)
         if addresses:
             one = addresses[0] if len(addresses) == 1 else ""
-            self._remote = socket.create_server((one, 0), backlog=min(size, 4096))
-        self._local.listen(min(size, 4096))
-        for listener in filter(None, (self._local, self._remote)):
-            listener.setblocking(False)
-            self._selector.register(listener, selectors.EVENT_READ, None)
+            self._remote = socket.create_server((one, 0), backlog=min(size + _OTHER_CONNECTIONS, 4096))
+            self._acceptor.add(self._remote)
+        self._selector.register(self._acceptor, selectors.EVENT_READ, self._accept)
 
     @property
     def address(self) -> dict[str, Any]:
-        """What a `Link` needs, for the first gather of the job. It holds the secret."""
+        """What a `ControlClient` needs, for the first gather of the job. It holds the secret."""
         port = self._remote.getsockname()[1] if self._remote is not None else 0
         name = self._local.getsockname()
-        return {"secret": self._secret, "local": name[1:].decode(), "port": port, "addresses": self._addresses}
+        return {"secret": self._secret.hex(), "local": name[1:].decode(), "port": port, "addresses": self._addresses}
 
     def only_this_host(self) -> None:
         """Close the port for other hosts: there are none."""
         if self._remote is not None:
-            self._selector.unregister(self._remote)
-            self._remote.close()
+            self._acceptor.remove(self._remote)
             self._remote = None
 
-    @property
-    def connected(self) -> list[int]:
-        """Ranks that can be told something now."""
-        return list(self._guests)
+    def poll(self, seconds: float) -> None:
+        if not self._closed:
+            self._accept()  # also while nobody connects: connections that stay silent are dropped here
+        super().poll(seconds)
 
-    def _connections(self) -> list[FrameSocket]:
-        return [*self._guests.values(), *self._strangers]
+    def abandon(self) -> None:
+        self._acceptor.close()
+        super().abandon()
 
-    def _send(self, rank: int, message: list[Any], droppable: bool) -> None:
-        to = list(self._guests.values()) if rank == EVERYONE else [self._guests[rank]] if rank in self._guests else []
-        for guest in to:
-            guest.send(message, droppable)
+    def _connections(self) -> list[ControlConnection]:
+        return list(self._clients.values())
 
-    def _serve(self, key: selectors.SelectorKey, events: int) -> None:
-        guest = key.data
-        if guest is None:
-            self._accept(key.fileobj)
+    def _send(self, rank: int, message: bytes, droppable: bool) -> None:
+        for client in self._connections() if rank == EVERYONE else filter(None, [self._clients.get(rank)]):
+            client.send(message, droppable)
+
+    def _expects(self, claim: Claim) -> bool:
+        return 0 < claim.rank < self.size and claim.rank not in self._clients
+
+    def _accept(self) -> None:
+        for new in self._acceptor.poll():
+            self._join(new)
+
+    def _join(self, new: Authenticated) -> None:
+        if not self._expects(new.claim):  # two connections of one rank within a moment
+            new.socket.close()
             return
-        for message in self._transfer(guest, events):
-            if guest.rank < 0:
-                self._admit(guest, message)
-            elif message == ["farewell", {}]:
-                self._forget(guest)
-                self.on_left(guest.rank)
-            else:
-                self._handle(guest.rank, message)
+        enable_keepalive(new.socket)
+        client = ControlConnection(new.claim.rank, FrameSocket(new.socket, Purpose.CONTROL))
+        self._clients[client.rank] = client
+        self._selector.register(client.frames, selectors.EVENT_READ, client)
+        self.on_joined(client.rank)
+        self._read(client)  # a rank that has left meanwhile may have said goodbye, and writing to it would fail
 
-    def _accept(self, listener: Any) -> None:
-        with contextlib.suppress(OSError):
-            connected, _ = listener.accept()
-            enable_keepalive(connected)
-            guest = _Guest(connected)
-            self._strangers.add(guest)
-            self._selector.register(connected, selectors.EVENT_READ, guest)
-
-    def _admit(self, guest: _Guest, message: Any) -> None:
-        """Let in who knows the secret."""
-        rank = message.get("rank") if isinstance(message, dict) else None
-        is_awaited = isinstance(rank, int) and 0 < rank < self.size and rank not in self._guests
-        if not is_awaited or not is_proof(message.get("proof"), self._secret, "link", guest.challenge, rank):
-            self._forget(guest)
-            return
-        assert isinstance(rank, int)
-        guest.send({"proof": proof(self._secret, "hub", message.get("nonce"))})
-        guest.rank, guest.trusted = rank, True
-        self._strangers.discard(guest)
-        self._guests[rank] = guest
-        self.on_joined(rank)
-
-    def _lose(self, connection: FrameSocket, how: str) -> None:
-        assert isinstance(connection, _Guest)
-        self._forget(connection)
-        if connection.rank >= 0:
-            self.on_lost(connection.rank, how)
-
-    def _forget(self, guest: _Guest) -> None:
+    def _forget(self, connection: ControlConnection) -> None:
         with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(guest.socket)
-        self._strangers.discard(guest)
-        if self._guests.get(guest.rank) is guest:
-            del self._guests[guest.rank]
-        guest.close()
+            self._selector.unregister(connection.frames)
+        if self._clients.get(connection.rank) is connection:
+            del self._clients[connection.rank]
+        connection.frames.close()
 
-    def _farewell(self) -> None:
-        for guest in self._guests.values():
-            guest.send(["farewell", {}])
-
-
-def _allow_files(size: int) -> None:
-    """Raise the soft limit of open files where as many connections would come near it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = size + _FILES_FOR_OTHERS
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):
-            limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    def _say_goodbye(self) -> None:
+        for client in self._connections():
+            client.send(to_json(GOODBYE))

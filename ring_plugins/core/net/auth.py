@@ -48,7 +48,6 @@ import hashlib
 import hmac
 import json
 import os
-import resource
 import secrets
 import select
 import selectors
@@ -511,18 +510,6 @@ def is_same_user(connected: socket.socket) -> bool:
     credentials = struct.Struct("=iII")
     _, uid, _ = credentials.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
     return bool(uid == os.geteuid())
-
-
-def allow_files(count: int) -> None:
-    """Raise the soft limit of open files to `count` where that is allowed: every connection is one.
-
-    The usual 1,024 are too few for a job of hundreds of ranks.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count if hard == resource.RLIM_INFINITY else min(hard, count)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 # Messages ---------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ring_plugins.core.base.errors import LaunchError, PeerFailed
+from ring_plugins.core.linux.process import raise_open_file_limit
 from ring_plugins.core.net.auth import (
     Acceptor,
     Claim,
@@ -28,11 +29,8 @@ from ring_plugins.core.net.auth import (
     Purpose,
     Refused,
     advance,
-    allow_files,
 )
 
-#: Connections that this process expects to need at most.
-_FILES = 65536
 #: Seconds between two attempts to connect, where a peer dropped an attempt before it answered.
 _AGAIN = 0.05
 #: Linux's IP_BIND_ADDRESS_NO_PORT, which Python names from 3.12. A socket that is bound to an address is otherwise
@@ -76,7 +74,7 @@ class Listener:
         self._attempts: dict[tuple[int, int], _Attempt] = {}
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        allow_files(_FILES)
+        raise_open_file_limit()
 
     def open(self, rank: int, peers: Sequence[Peer], secret: str) -> None:
         """Begin to accept connections.
