@@ -115,9 +115,9 @@ def measure(number: int, rate: str | None, arguments: list[str]) -> dict[str, ob
             "GLOO_SOCKET_IFNAME": "eth0",
             # MPI's ranks spin while they wait; let them yield, since ranks outnumber cores.
             "OMPI_MCA_mpi_yield_when_idle": "1",
-            "PYTHONPATH": f"{Path(__file__).parent}:{cluster.environment()['PYTHONPATH']}",
+            "PYTHONPATH": f"{Path(__file__).parent}:{cluster.environment_variables()['PYTHONPATH']}",
         }
-        with cluster.mpirun_start(Path(__file__).resolve(), 2, own, environment) as job:
+        with cluster.mpirun(Path(__file__).resolve(), 2, own, environment) as job:
             result = job.wait(900)
         if not out.exists():
             raise SystemExit(str(result))

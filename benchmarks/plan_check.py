@@ -102,7 +102,7 @@ def main() -> None:
             for host in cluster.hosts:
                 cluster.shape(host, rate)
             arguments = ["--rank", "--seconds", str(options.seconds)]
-            done = cluster.mpirun(Path(__file__).resolve(), 1, args=arguments, timeout=300)
+            done = cluster.mpirun(Path(__file__).resolve(), 1, args=arguments).run(timeout=300)
             results[rate] = json.loads(done.stdout.splitlines()[-1])
     table = Table(title="a step of two ranks on two hosts, ms", caption=machine())
     for column in ("rate", "model", "alone", "measured", "predicted", "error", "alpha µs", "Gbit/s"):

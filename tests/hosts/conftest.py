@@ -1,4 +1,4 @@
-"""Every test of this room needs test hosts; a machine that cannot build them says so once per test."""
+"""Skips the tests of this directory where the machine cannot build test hosts, and says why."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""One command on every host at once: `everywhere.py host1,host2 PER_HOST COMMAND...`.
+"""Runs one command on every host at once: `everywhere.py host1,host2 COMMANDS_PER_HOST COMMAND...`.
 
-`{node}`, `{local}` and `{rank}` in the command's words become numbers. Ends with the first status that is not
-zero, after all have ended.
+`{node}`, `{local}` and `{rank}` in the command's words are replaced by numbers. Waits for all commands, and exits with
+the first status that is not zero.
 """
 
 import shlex
@@ -10,16 +10,17 @@ import sys
 
 
 def main():
-    hosts, each, command = sys.argv[1].split(","), int(sys.argv[2]), sys.argv[3:]
+    hosts, per_host, command = sys.argv[1].split(","), int(sys.argv[2]), sys.argv[3:]
     started = []
     for node, host in enumerate(hosts):
-        for local in range(each):
-            numbers = {"{node}": node, "{local}": local, "{rank}": node * each + local}
+        for local in range(per_host):
+            numbers = {"{node}": node, "{local}": local, "{rank}": node * per_host + local}
             words = command
             for name, number in numbers.items():
                 words = [word.replace(name, str(number)) for word in words]
             started.append(subprocess.Popen(["ssh", host, shlex.join(words)], stdin=subprocess.DEVNULL))
-    sys.exit(next((status for status in [process.wait() for process in started] if status), 0))
+    statuses = [process.wait() for process in started]
+    sys.exit(next((status for status in statuses if status), 0))
 
 
 if __name__ == "__main__":

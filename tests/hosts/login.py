@@ -1,8 +1,8 @@
-"""What stands in ssh's place inside test hosts: `ssh [options] HOST COMMAND...`, run in the session's own network.
+"""Stands in for ssh on test hosts: `ssh [options] HOST COMMAND...`, over the network of the host that it runs on.
 
-Runs as `python -IS login.py ARGUMENTS`. Talks to `machine.py` of the other host. As ssh does, it gives the command a
-fresh environment (plus what the tests' harness needs), joins its words with spaces for the remote shell, says why it
-could not connect and then ends with 255, and otherwise ends with the command's status.
+Runs as `python -IS login.py ARGUMENTS` and talks to machine.py on the other host. Like ssh, it gives the command a
+fresh environment (plus the variables of the test harness) and joins its words with spaces for the remote shell. It
+exits with the command's status, or with 255 after an error in ssh's words if it cannot connect.
 """
 
 import json
@@ -18,27 +18,27 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from machine import ERROR, GREETING, INPUT, STATUS, receive_frame, send_frame
 
-#: Options of ssh that are followed by a value.
+#: Options of ssh that take a value.
 WITH_VALUE = "BbcDEeFIiJLlmOopQRSWw"
-#: Parts of the environment that the hosts of a test share: what stands for the same installation everywhere.
+#: Prefixes of the variables that all hosts share, as hosts with the same installation would.
 SHARED = ("TEST_", "PYTHON", "OMP_NUM_THREADS", "TMPDIR", "HOME", "LANG", "OMPI_ALLOW", "PRTE_ALLOW", "COVERAGE")
 
 
 def parse(arguments):
-    patience = 10.0
+    timeout = 10.0
     words = list(arguments)
     while words and words[0].startswith("-"):
         option = words.pop(0)
         if option[1] in WITH_VALUE:
             value = option[2:] or words.pop(0)
             if option[1] == "o" and value.lower().startswith("connecttimeout"):
-                patience = float(value.replace("=", " ").split()[1])
+                timeout = float(value.replace("=", " ").split()[1])
     if len(words) < 2:
-        sys.exit("ssh: the stand-in of the tests wants a host and a command")
-    return words[0].rpartition("@")[2], " ".join(words[1:]), patience
+        sys.exit("ssh: the stand-in of the tests needs a host and a command")
+    return words[0].rpartition("@")[2], " ".join(words[1:]), timeout
 
 
-def give_up(host, error):
+def exit_unconnected(host, error):
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     if isinstance(error, socket.gaierror):
         print(f"ssh: Could not resolve hostname {host}: {reason}", file=sys.stderr)
@@ -49,19 +49,19 @@ def give_up(host, error):
 
 
 def main():
-    host, command, patience = parse(sys.argv[1:])
+    host, command, timeout = parse(sys.argv[1:])
     try:
-        connection = socket.create_connection((host, 22), patience)
+        connection = socket.create_connection((host, 22), timeout)
     except OSError as error:
-        give_up(host, error)
+        exit_unconnected(host, error)
     connection.settimeout(None)
     stream = connection.makefile("rb")
     if stream.readline() != GREETING:
-        sys.exit("ssh: the other side is no host of a test")
+        sys.exit("ssh: the other side is not a test host")
     environment = {name: value for name, value in os.environ.items() if name.startswith(SHARED)}
     environment["PATH"] = os.environ["TEST_HOSTS_PATH"]
-    wanted = {"command": command, "environment": environment, "directory": os.environ.get("HOME", "/")}
-    connection.sendall(json.dumps(wanted).encode() + b"\n")
+    request = {"command": command, "environment": environment, "directory": os.environ.get("HOME", "/")}
+    connection.sendall(json.dumps(request).encode() + b"\n")
 
     def forward_input():
         while data := os.read(0, 65536):

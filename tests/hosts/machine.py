@@ -1,11 +1,11 @@
-"""The first process of a test host: it names the host, mounts what is the host's own, and lets others log in.
+"""The first process of a test host: sets the host name, mounts the host's own file systems, and stands in for sshd.
 
-Runs as `python -IS machine.py NAME HOSTS_FILE` inside fresh namespaces, as process 1 of the host. When it ends, and
-it ends when its standard input is closed, the kernel ends every process of the host and drops its interfaces.
+Runs as `python -IS machine.py NAME HOSTS_FILE` in fresh namespaces, as process 1 of the host. It exits when its
+standard input closes; the kernel then kills every process of the host and removes its interfaces.
 
-Logging in is a stand-in for sshd on port 22, over the host's real (shaped, blocked, missing) network, without any
-secret: `login.py` sends one line of JSON `{"command", "environment", "directory"}` and then frames of standard input;
-frames of standard output and error and the exit status come back. A command is ended when its client goes away.
+The stand-in for sshd listens on port 22 of the host's network, so that shaping and firewalls affect it. It asks for no
+secret. login.py sends one line of JSON (`command`, `environment`, `directory`) and frames of standard input; frames of
+standard output, standard error and the exit status come back. The command is ended when its client disconnects.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ def send_frame(connection, kind, data):
 
 
 def receive_frame(stream):
-    """(kind, data), or None at the end."""
+    """Kind and data of the next frame, or None at the end of the stream."""
     head = stream.read(5)
     if len(head) < 5:
         return None
@@ -36,7 +36,7 @@ def receive_frame(stream):
     return (kind, data) if len(data) == length else None
 
 
-def become(name, hosts_file):
+def set_up(name, hosts_file):
     socket.sethostname(name)
     mounts = [["--make-rprivate", "/"], ["-t", "sysfs", "sysfs", "/sys"], ["-t", "tmpfs", "tmpfs", "/dev/shm"]]
     for mount in [*mounts, ["--bind", hosts_file, "/etc/hosts"]]:
@@ -51,14 +51,14 @@ def serve(connection):
         line = stream.readline()
         if not line:
             return
-        wanted = json.loads(line)
+        request = json.loads(line)
         process = subprocess.Popen(
-            ["/bin/sh", "-c", wanted["command"]],
+            ["/bin/sh", "-c", request["command"]],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=wanted["environment"],
-            cwd=wanted["directory"],
+            env=request["environment"],
+            cwd=request["directory"],
             start_new_session=True,
         )
         lock = threading.Lock()
@@ -69,8 +69,8 @@ def serve(connection):
                     with lock:
                         send_frame(connection, kind, data)
 
-        def listen():
-            """Standard input; and the end of the client is a hang-up, as from a terminal that closes."""
+        def read_input():
+            """Forward standard input. When the client disconnects, hang up, as a closed terminal does."""
             with contextlib.suppress(OSError, ValueError):
                 while frame := receive_frame(stream):
                     if frame[1]:
@@ -85,7 +85,7 @@ def serve(connection):
             threading.Thread(target=forward, args=pair, daemon=True)
             for pair in ((OUTPUT, process.stdout), (ERROR, process.stderr))
         ]
-        for thread in (*outputs, threading.Thread(target=listen, daemon=True)):
+        for thread in (*outputs, threading.Thread(target=read_input, daemon=True)):
             thread.start()
         status = process.wait()
         for thread in outputs:
@@ -95,7 +95,7 @@ def serve(connection):
 
 def main():
     name, hosts_file = sys.argv[1:]
-    become(name, hosts_file)
+    set_up(name, hosts_file)
     listener = socket.create_server(("", 22), backlog=64)
 
     def accept():
@@ -106,7 +106,7 @@ def main():
     threading.Thread(target=accept, daemon=True).start()
     print("ready", flush=True)
 
-    # Orphans come to process 1; they stay zombies, which nobody minds, until the host is gone.
+    # Orphans become children of this process and stay zombies until the host ends, which does no harm.
     sys.stdin.read()
 
 

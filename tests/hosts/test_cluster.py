@@ -1,4 +1,4 @@
-"""The hosts themselves: they are apart, the network between them is what was asked for, and nothing stays."""
+"""The test hosts themselves: they are separate, their network is what was asked for, and nothing stays behind."""
 
 import subprocess
 import sys
@@ -77,11 +77,11 @@ def test_a_link_is_as_fast_as_it_was_made(cluster):
 
 
 @pytest.mark.mpi
-def test_open_mpi_mpich_and_nothing_at_all_start_ranks_on_all_hosts(cluster):
+def test_open_mpi_mpich_and_plain_variables_start_ranks_on_all_hosts(cluster):
     expected = [[f"host{node + 1}", node, local, 2] for node in range(2) for local in range(2)]
-    results = [cluster.mpirun(MEET), cluster.with_environment(MEET)]
+    results = [cluster.mpirun(MEET).run(), cluster.environment(MEET).run()]
     if find_mpich() is not None:
-        results.append(cluster.mpich(MEET))
+        results.append(cluster.mpich(MEET).run())
     for result in results:
         assert result.values("where") == expected
         assert result.values("sum") == [[4.0] * 3] * 4

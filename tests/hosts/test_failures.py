@@ -70,9 +70,9 @@ def cluster():
 
 #: Ways to start, and whether MPI itself may end the job before our ranks can speak.
 WAYS = {
-    "sockets": lambda cluster, *given: cluster.environment_start(*given),
-    "sockets under mpirun": lambda cluster, *given: cluster.mpirun_start(*given),
-    "MPI": lambda cluster, *given: cluster.mpirun_start(*given, env={"RING_TRANSPORT": "mpi"}),
+    "sockets": lambda cluster, *given: cluster.environment(*given),
+    "sockets under mpirun": lambda cluster, *given: cluster.mpirun(*given),
+    "MPI": lambda cluster, *given: cluster.mpirun(*given, env={"RING_TRANSPORT": "mpi"}),
 }
 
 
@@ -130,14 +130,10 @@ def test_a_stopped_rank_is_waited_for_and_a_cut_cable_ends_both_sides_by_name(tm
         cluster = stack.enter_context(hosts(2))
         run = [str(Path(sys.executable).parent / "ring"), "run", "-H", "host1:1,host2:1", "--interface", "eth0"]
         jobs = {
-            "env": cluster.environment_start(LARGE, 1, [str(tmp_path / "env")], own),
-            "torchrun": cluster.torchrun_start(LARGE, 1, [str(tmp_path / "torchrun")], own, port=29600),
+            "env": cluster.environment(LARGE, 1, [str(tmp_path / "env")], own),
+            "torchrun": cluster.torchrun(LARGE, 1, [str(tmp_path / "torchrun")], own, port=29600),
             "mpi": cluster.start(
-                [*run, "--no-check", sys.executable],
-                LARGE,
-                2,
-                [str(tmp_path / "mpi")],
-                {**own, "RING_TRANSPORT": "mpi"},
+                [*run, "--no-check", sys.executable], LARGE, 2, [str(tmp_path / "mpi")], {**own, "RING_TRANSPORT": "mpi"}
             ),
         }
         jobs = {name: stack.enter_context(job) for name, job in jobs.items()}
@@ -166,8 +162,8 @@ def test_a_firewall_that_closes_the_data_s_port_is_named_on_both_sides(cluster, 
     own = {"RING_NETWORK_TIMEOUT": "3"}
     ports = ["--mca", "btl_tcp_port_min_v4", "20000", "--mca", "btl_tcp_port_range_v4", "100"]
     with (
-        cluster.environment_start(LARGE, 1, [str(tmp_path / "env")], own) as env,
-        cluster.mpirun_start(LARGE, 1, [str(tmp_path / "mpi")], {**own, "RING_TRANSPORT": "mpi"}, options=ports) as mpi,
+        cluster.environment(LARGE, 1, [str(tmp_path / "env")], own) as env,
+        cluster.mpirun(LARGE, 1, [str(tmp_path / "mpi")], {**own, "RING_TRANSPORT": "mpi"}, options=ports) as mpi,
     ):
         for job in (env, mpi):
             job.wait_for("steps")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.documents import commands
+from tests.hosts import everywhere as commands_everywhere
 from tests.hosts import hosts
 from tests.launch import REPOSITORY
 
@@ -31,10 +32,8 @@ def cluster():
         yield cluster
 
 
-def check(job, names):
-    with job as running:
-        result = running.wait(120)
-    assert result.returncode == 0, result
+def check(launch, names):
+    result = launch.run(timeout=120)
     where = result.values("where")
     assert [found[:2] for found in where] == [[name, rank] for rank, name in enumerate(names)], result
     assert [found[2] for found in where] == [names[:rank].count(name) for rank, name in enumerate(names)]
@@ -45,8 +44,7 @@ def check(job, names):
 
 def everywhere(cluster, each, per_host=1, env=(), ranks=2):
     """One command on host1 and host2 each; `{node}`, `{local}` and `{rank}` become numbers."""
-    command = [sys.executable, "-IS", str(Path(__file__).parent / "everywhere.py"), "host1,host2", str(per_host)]
-    return cluster.start([*command, "env", *env, *each], MEET, ranks)
+    return cluster.start([*commands_everywhere(["host1", "host2"], per_host), "env", *env, *each], MEET, ranks)
 
 
 SLURM = {

@@ -41,16 +41,13 @@ def test_mpich_on_both_hosts(cluster):
     # Between two network namespaces of one kernel MPICH would take shared memory.
     only_network = ["-x", "UCX_TLS=tcp,self", "-x", f"MPI4PY_LIBMPI={find_mpich()}/lib/libmpi.so.12"]
     only_network += ["--agent", "ssh -o ConnectTimeout=5"]
-    with cluster.start(ring_run(*TWO, "--mpirun", mpiexec, *only_network), MEET, 4) as job:
-        result = job.wait(120)
-    assert result.returncode == 0, result
+    result = cluster.start(ring_run(*TWO, "--mpirun", mpiexec, *only_network), MEET, 4).run(timeout=120)
     assert result.values("where") == ["host1", "host1", "host2", "host2"]
     assert result.values("sum") == [4.0] * 4
 
 
 def refused(cluster, *options, script=MEET):
-    with cluster.start(ring_run(*options), script, 4) as job:
-        result = job.wait(30)
+    result = cluster.start(ring_run(*options), script, 4).run(timeout=30, check=False)
     assert result.returncode == 2, result
     assert result.reports == {}, "something was started all the same"
     return result.stderr

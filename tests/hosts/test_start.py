@@ -29,18 +29,18 @@ def cluster():
 def refused(cluster, **variables):
     """What each rank says when it does not start, one rank a host."""
     own = {"RING_START_TIMEOUT": "4", **variables}
-    result = cluster.with_environment(MEET, 1, env=own, check=False)
+    result = cluster.environment(MEET, 1, env=own).run(check=False)
     assert result.returncode != 0
     assert result.seconds < 20
     return " ".join(result.stderr.split())
 
 
 def test_the_fastest_network_that_all_are_on_is_taken_and_named(cluster):
-    result = cluster.with_environment(MEET, 1)
+    result = cluster.environment(MEET, 1).run()
     assert result.values("address") == [cluster.address(host, "eth1") for host in cluster.hosts]
     assert result.stderr.count("ring_plugins: eth1 (10.2.0.0/16) connects the hosts with ") == 1
     assert "slower: 10.1.0.0/16 with " in result.stderr
-    result = cluster.with_environment(MEET, 1, env={"RING_INTERFACE": "eth0"})
+    result = cluster.environment(MEET, 1, env={"RING_INTERFACE": "eth0"}).run()
     assert result.values("address") == [cluster.address(host) for host in cluster.hosts]
     assert "eth0 (10.1.0.0/16) connects the hosts, as RING_INTERFACE says" in result.stderr
 
@@ -49,10 +49,10 @@ def test_the_fastest_network_that_all_are_on_is_taken_and_named(cluster):
 def test_a_slow_network_that_mpirun_was_told_to_use_is_used_and_said(cluster):
     said = "MPI was told to use eth0 (OMPI_MCA_btl_tcp_if_include), but eth1 (10.2.0.0/16) connects the hosts with "
     for transport, address in (("tcp", "10.1.0.1"), ("mpi", None)):
-        result = cluster.mpirun(MEET, 1, interface="eth0", env={"RING_TRANSPORT": transport})
+        result = cluster.mpirun(MEET, 1, interface="eth0", env={"RING_TRANSPORT": transport}).run()
         assert result.stderr.count(said) == 1
         assert result.reports[0]["address"] == address
-    result = cluster.mpirun(MEET, 1, interface="eth1")
+    result = cluster.mpirun(MEET, 1, interface="eth1").run()
     assert "ring_plugins" not in result.stderr
     assert result.values("address") == [cluster.address(host, "eth1") for host in cluster.hosts]
 
