@@ -133,7 +133,11 @@ def test_a_stopped_rank_is_waited_for_and_a_cut_cable_ends_both_sides_by_name(tm
             "env": cluster.environment(LARGE, 1, [str(tmp_path / "env")], own),
             "torchrun": cluster.torchrun(LARGE, 1, [str(tmp_path / "torchrun")], own, port=29600),
             "mpi": cluster.start(
-                [*run, "--no-check", sys.executable], LARGE, 2, [str(tmp_path / "mpi")], {**own, "RING_TRANSPORT": "mpi"}
+                [*run, "--no-check", sys.executable],
+                LARGE,
+                2,
+                [str(tmp_path / "mpi")],
+                {**own, "RING_TRANSPORT": "mpi"},
             ),
         }
         jobs = {name: stack.enter_context(job) for name, job in jobs.items()}
