@@ -53,7 +53,7 @@ ring.barrier()
 ring.all_reduce(data, out=data)
 ring.barrier()
 report("sent", (sent_bytes() - before) / data.nbytes)
-report("plane", current()._connection.plane.name)
+report("transport", current()._connection.transport.name)
 report("place", [ring.node_rank(), ring.local_rank()])
 """
 
@@ -68,7 +68,7 @@ def check_sent_bytes(cluster, launch, transport):
     """Run the checks, and look at what each host's network card has sent for one all-reduce."""
     result = launch.run()
     number = len(cluster.hosts)
-    assert set(result.values("plane")) == {transport}
+    assert set(result.values("transport")) == {transport}
     sent = result.values("sent")
     assert len(sent) == 2 * number
     least = 2 * (number - 1) / number
