@@ -37,7 +37,7 @@ def blocks(language: str | None = None, document: str | None = None) -> list[Blo
 
 
 def commands(document: str, test: str) -> list[str]:
-    """The lines of shell that `test` runs for a document such as `docs/launching/mpirun.md`."""
+    """The shell commands that `test` runs for a document such as `docs/launching/mpirun.md`."""
     return [
         line
         for block in blocks("bash", document)

@@ -1,7 +1,7 @@
-"""What the manifests may say: the fields of the operators' own definitions that people use, and nothing else.
+"""The fields that manifests may use: those of the operators' own definitions that are in common use, and no others.
 
-Written after the Go types of kubeflow/mpi-operator (v2beta1), of kubeflow/training-operator (v1) and of Kubernetes
-(core/v1, batch/v1). A misspelt or misplaced field is what a cluster would drop without a word.
+They follow the Go types of kubeflow/mpi-operator (v2beta1), kubeflow/training-operator (v1) and Kubernetes (core/v1,
+batch/v1). A cluster would silently drop a misspelled or misplaced field.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The files in examples/deploy hold what their operators define, and fit the repository and each other."""
+"""The manifests in examples/deploy use only fields that their operators define, and match the repository."""
 
 import copy
 import re
@@ -22,7 +22,7 @@ RESOURCES = [
 def test_every_field_is_one_that_the_operator_knows(resource):
     jsonschema.validate(resource, BY_KIND[resource["kind"]])
     broken = copy.deepcopy(resource)
-    broken["spec"]["cleanPodPolicy"] = "Running"  # where older versions had it
+    broken["spec"]["cleanPodPolicy"] = "Running"  # where older versions of the operator had it
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(broken, BY_KIND[resource["kind"]])
 
@@ -64,4 +64,4 @@ def test_the_image_installs_what_the_repository_has():
     assert set(extras.split(",")) <= set(project["optional-dependencies"])
     (script,) = re.findall(r'CMD \["python", "(\S+)"\]', text)
     assert (REPOSITORY / script).exists()
-    assert "openssh-server" in text  # what the MPIJob's workers run
+    assert "openssh-server" in text  # the MPIJob's workers run it
