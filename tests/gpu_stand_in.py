@@ -28,13 +28,12 @@ from pathlib import Path
 import numpy as np
 
 from ring_plugins.core import world
-from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import RingError
 from ring_plugins.core.gpu import cuda, nccl
 
 CALLERS_STREAM = 1
-SUCCESS, INVALID_ARGUMENT, REMOTE_ERROR, IN_PROGRESS = 0, 4, 6, 7
+SUCCESS, INVALID_ARGUMENT, IN_PROGRESS = 0, 4, 7
 NOT_READY = 600
 DTYPES = {kind: name for name, (kind, width) in nccl.TYPES.items() if width == 1 and name != "bool"}
 OPERATIONS = {number: op for op, number in nccl.REDUCTIONS.items()}
@@ -299,12 +298,12 @@ class Communicator:
         self.aborted = threading.Event()
         self.directory = Path(tempfile.gettempdir()) / f"nccl-{identity[:8].hex()}"
         self.directory.mkdir(exist_ok=True)
-        self.meetings = itertools.count()
+        self.gathers = itertools.count()
         self.host = None
         self.left, self.then = 0, None
 
     def begin(self, then):
-        assert self.left == 0, "a call before the one before was through"
+        assert self.left == 0, "a call before the previous one was through"
         self.left, self.then = self.library.polls, then
 
     def poll(self):
@@ -315,17 +314,17 @@ class Communicator:
         return IN_PROGRESS if self.left else SUCCESS
 
     def connect(self):
-        everyones = self.gather(world.current().topology.rank)
-        self.host = world.current().new_communicator("stand-in", everyones, self.gather)  # poll looks at it
+        ranks = self.gather(world.current().topology.rank)
+        self.host = world.current().new_communicator("stand-in", ranks, self.gather)  # poll looks at it
 
     def gather(self, payload):
-        meeting = next(self.meetings)
-        mine = self.directory / f"{meeting}.{self.rank}"
+        number = next(self.gathers)
+        mine = self.directory / f"{number}.{self.rank}"
         mine.with_suffix(f".{self.rank}.new").write_bytes(pickle.dumps(payload))
         mine.with_suffix(f".{self.rank}.new").rename(mine)
         found = []
         for rank in range(self.size):
-            theirs = self.directory / f"{meeting}.{rank}"
+            theirs = self.directory / f"{number}.{rank}"
             end = time.monotonic() + 20
             while not theirs.exists():
                 if time.monotonic() > end or self.aborted.is_set():
@@ -477,6 +476,3 @@ def install_for_torch(**options):
     device.future_on_gpu = lambda index: torch.futures.Future()
     device.streams.cache_clear()
     return library, own
-
-
-__all__ = ["Op", "Streams", "install"]
