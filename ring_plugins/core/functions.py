@@ -1,12 +1,15 @@
-"""The functions of `import ring_plugins`: collectives on arrays and tensors of all ranks.
+"""The functions of `import ring_plugins`: this process's place in the job, and collectives on arrays and tensors.
 
-Where the result of a collective goes, and in what kind of array.
+Each collective turns what the caller holds into host memory (`core.arrays.memory`), finds or makes memory for the
+result, and calls the communicator of all ranks. Tensors on GPUs go to the functions that a framework's face has
+registered in `gpu_functions`. Checks that both share are in `core.collectives.validation`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,109 +21,6 @@ from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import check_rank, check_splits, exchange_rows, rows_of, scatter_rows
 from ring_plugins.core.world import current
-
-
-def in_place(
-    communicator: Communicator,
-    name: str,
-    x: Any,
-    out: Any,
-    wait: bool,
-    operate: Callable[[HostMemory], None],
-    reads_source: bool = False,
-) -> Any:
-    """Operate on `out`, or on new memory, after copying `x` there.
-
-    Args:
-        communicator: of the operation.
-        name: of the operation.
-        x, out, wait: as the caller gave them.
-        operate: the operation, in place.
-        reads_source: whether it knows `HostMemory.source`, which spares the copy.
-
-    Returns:
-        The result, or its `Work` where nobody waits.
-    """
-    source, dtype = host_array(x)
-    if out is x and wait and source.flags.c_contiguous and source.flags.writeable:
-        operate(HostMemory(source if source.ndim == 1 else source.reshape(-1), dtype))
-        return x
-    result = empty_like(x, source) if out is None else out
-    memory, finish = _writable(result, "out")
-    if memory.dtype != dtype or memory.array.size != source.size:
-        raise ArgumentError(
-            f"out has {memory.array.size} elements of {memory.dtype}, but x has {source.size} of {dtype}."
-        )
-    if reads_source and source.flags.c_contiguous and not np.may_share_memory(source, memory.array):
-        memory = memory._replace(source=source.reshape(-1))
-
-    def run() -> Any:
-        if out is not x and memory.source is None:
-            np.copyto(memory.array.reshape(source.shape), source)
-        operate(memory)
-        finish()
-        return result
-
-    return go(communicator, name, run, wait)
-
-
-def go(communicator: Communicator, name: str, run: Callable[[], Any], wait: bool) -> Any:
-    """The result, or its `Work` where nobody waits."""
-    return run() if wait else communicator.start(name, run)
-
-
-def empty_like(x: Any, source: Array) -> Any:
-    """New memory in the shape and of the kind of `x`, whose numbers are in `source`."""
-    if hasattr(x, "new_empty"):
-        return x.new_empty(x.shape)
-    if isinstance(x, np.ndarray):
-        return np.empty(x.shape, x.dtype)
-    return np.empty(source.shape, source.dtype)
-
-
-def empty(x: Any, storage: np.dtype[Any], shape: tuple[int, ...]) -> Any:
-    """New memory of the kind of `x` in another shape; of type `storage` where `x` has none."""
-    if hasattr(x, "new_empty"):
-        return x.new_empty(shape)
-    return np.empty(shape, x.dtype if isinstance(x, np.ndarray) else storage)
-
-
-def _writable(result: Any, name: str) -> tuple[HostMemory, Callable[[], None]]:
-    """Contiguous memory for a result, and what to do when it is there."""
-    array, dtype = host_array(result, name)
-    if not array.flags.writeable:
-        raise ArgumentError(f"{name} is read-only memory and cannot take the result; pass a writable copy.")
-    if array.flags.c_contiguous:
-        return HostMemory(array if array.ndim == 1 else array.reshape(-1), dtype), lambda: None
-    staged = np.ascontiguousarray(array)
-    return HostMemory(staged.reshape(-1), dtype), lambda: np.copyto(array, staged)
-
-
-class GpuFunctions(Protocol):
-    """The collectives for tensors of one framework on GPUs; arguments as below."""
-
-    def all_reduce(self, x: Any, op: Op, out: Any, wait: bool) -> Any: ...
-
-    def broadcast(self, x: Any, root: int, out: Any, wait: bool) -> Any: ...
-
-    def all_gather(self, x: Any, wait: bool) -> Any: ...
-
-    def reduce_scatter(self, x: Any, op: Op, wait: bool) -> Any: ...
-
-    def all_to_all(self, x: Any, splits: Sequence[int] | None, wait: bool) -> Any: ...
-
-
-#: By the name of a framework's package what serves its tensors on GPUs: that face puts it here.
-gpu_functions: dict[str, GpuFunctions] = {}
-
-
-def _on_gpu(x: Any, error: OnDevice) -> GpuFunctions:
-    framework = type(x).__module__.partition(".")[0]
-    if framework == "torch" and framework not in gpu_functions:
-        raise ArgumentError(f"{error} `import ring_plugins.{framework}` brings what GPUs need.") from error
-    if framework not in gpu_functions:
-        raise ArgumentError(f"{error} Of tensors on GPUs, it takes torch's.") from error
-    return gpu_functions[framework]
 
 
 def rank() -> int:
@@ -157,31 +57,30 @@ def all_reduce(x: Any, op: Op = Op.AVERAGE, *, out: Any = None, wait: bool = Tru
     """Combine `x` of all ranks; every rank gets the same bits.
 
     Args:
-        x: numpy array, torch tensor of CPU or GPU, or number, of equal shape and dtype on all ranks. Floats and complex
-            numbers for AVERAGE, no complex for MIN and MAX; 16-bit floats are summed in float32.
+        x: numpy array, torch tensor on CPU or GPU, or number, of equal shape and dtype on all ranks. AVERAGE takes
+            floats and complex numbers, MIN and MAX take no complex numbers; 16-bit floats are summed in float32.
         op: AVERAGE, SUM, MIN, MAX or PRODUCT.
         out: where to put the result, `x` itself to reduce in place; a new array or tensor by default.
-        wait: False returns at once, with a `Work` whose `wait()` gives the result; do not touch `x` and
-            `out` before.
+        wait: False returns at once, with a `Work` whose `wait()` returns the result; do not touch `x` and `out` before.
 
     Returns:
-        The result, of the kind that `x` is (numpy for numbers).
+        The result, of the kind of `x` (numpy for numbers).
 
     Raises:
-        ArgumentError: a dtype or op that cannot be, memory that is read-only, or on a device that nothing here knows.
+        ArgumentError: the dtype or op is not supported, or memory is read-only or on an unknown device.
         MismatchError: ranks gave different shapes, dtypes or ops.
         PeerFailed: another rank is gone.
     """
     communicator = current().communicator
     try:
         reduce = partial(communicator.all_reduce, op=op)
-        return in_place(communicator, "all_reduce", x, out, wait, reduce, reads_source=True)
+        return _in_place(communicator, "all_reduce", x, out, wait, reduce, reads_source=True)
     except OnDevice as error:
         return _on_gpu(x, error).all_reduce(x, op, out, wait)
 
 
 def broadcast(x: Any, root: int = 0, *, out: Any = None, wait: bool = True) -> Any:
-    """The root's `x` on every rank.
+    """Return the root's `x` on every rank.
 
     Args:
         x: array, tensor or number, of equal shape and dtype on all ranks; its values count on the root only.
@@ -190,22 +89,23 @@ def broadcast(x: Any, root: int = 0, *, out: Any = None, wait: bool = True) -> A
         wait: False returns a `Work`.
 
     Raises:
-        ArgumentError: `root` is no rank; memory as in `all_reduce`.
+        ArgumentError: `root` is not a rank; memory as in `all_reduce`.
+        MismatchError: ranks gave different shapes, dtypes or roots.
     """
     communicator = current().communicator
     check_rank(root, communicator)
     try:
-        return in_place(communicator, "broadcast", x, out, wait, partial(communicator.broadcast, root=root))
+        return _in_place(communicator, "broadcast", x, out, wait, partial(communicator.broadcast, root=root))
     except OnDevice as error:
         return _on_gpu(x, error).broadcast(x, root, out, wait)
 
 
 def all_gather(x: Any, *, wait: bool = True) -> Any:
-    """Everyone's `x`, one after the other along the first dimension.
+    """Concatenate `x` of all ranks along the first dimension.
 
     Args:
-        x: array, tensor or number. All dimensions but the first must be equal on all ranks; a 0-d `x` counts
-            as one element.
+        x: array, tensor or number. All dimensions but the first, and the dtype, must be equal on all ranks; a 0-d `x`
+            counts as one row.
         wait: False returns a `Work`.
 
     Returns:
@@ -223,29 +123,32 @@ def all_gather(x: Any, *, wait: bool = True) -> Any:
     def run() -> Any:
         source = np.atleast_1d(np.ascontiguousarray(array))
         trailing = source.shape[1:]
-        lengths = [n for (n,) in exchange_rows(communicator, source.shape[:1], trailing, dtype, "all_gather")]
-        result = empty(x, source.dtype, (sum(lengths), *trailing))
-        each = int(np.prod(trailing, dtype=np.int64))
+        lengths = [rows for (rows,) in exchange_rows(communicator, source.shape[:1], trailing, dtype, "all_gather")]
+        result = _empty(x, source.dtype, (sum(lengths), *trailing))
+        each = prod(trailing)
         communicator.all_gather(
-            HostMemory(source.reshape(-1), dtype), host_memory(result), [length * each for length in lengths]
+            HostMemory(source.reshape(-1), dtype), host_memory(result), [rows * each for rows in lengths]
         )
         return result
 
-    return go(communicator, "all_gather", run, wait)
+    return _run(communicator, "all_gather", run, wait)
 
 
 def reduce_scatter(x: Any, op: Op = Op.AVERAGE, *, wait: bool = True) -> Any:
-    """Combine `x` of all ranks and give each rank one part of it.
+    """Combine `x` of all ranks and give each rank one part of the result.
 
     Args:
-        x: array or tensor of at least one dimension, of equal shape and dtype on all ranks. The first
-            dimension is cut into as many parts as there are ranks; the first parts are one longer where it
-            does not divide evenly.
+        x: array or tensor of at least one dimension, of equal shape and dtype on all ranks. Its first dimension is cut
+            into as many parts as there are ranks; the first parts are one longer where it does not divide evenly.
         op: as in `all_reduce`.
         wait: False returns a `Work`.
 
     Returns:
         This rank's part.
+
+    Raises:
+        ArgumentError: `x` is 0-d; dtype, op and memory as in `all_reduce`.
+        MismatchError: ranks gave different shapes, dtypes or ops.
     """
     communicator = current().communicator
     try:
@@ -256,18 +159,19 @@ def reduce_scatter(x: Any, op: Op = Op.AVERAGE, *, wait: bool = True) -> Any:
 
     def run() -> Any:
         source = np.ascontiguousarray(array)
-        each = int(np.prod(source.shape[1:], dtype=np.int64))
-        result = empty(x, source.dtype, (lengths[communicator.rank], *source.shape[1:]))
+        trailing = source.shape[1:]
+        result = _empty(x, source.dtype, (lengths[communicator.rank], *trailing))
+        each = prod(trailing)
         communicator.reduce_scatter(
-            HostMemory(source.reshape(-1), dtype), host_memory(result), [length * each for length in lengths], op
+            HostMemory(source.reshape(-1), dtype), host_memory(result), [rows * each for rows in lengths], op
         )
         return result
 
-    return go(communicator, "reduce_scatter", run, wait)
+    return _run(communicator, "reduce_scatter", run, wait)
 
 
 def all_to_all(x: Any, splits: Sequence[int] | None = None, *, wait: bool = True) -> Any:
-    """Send part i of `x` to rank i, and receive a part from everyone.
+    """Send part i of `x` to rank i, and receive a part from every rank.
 
     Args:
         x: array or tensor of at least one dimension; dtype and trailing dimensions equal on all ranks.
@@ -278,31 +182,32 @@ def all_to_all(x: Any, splits: Sequence[int] | None = None, *, wait: bool = True
         The received parts in rank order along the first dimension.
 
     Raises:
-        ArgumentError: `splits` do not add up, or `x` cannot be cut equally.
+        ArgumentError: `x` is 0-d, `splits` do not add up, or `x` cannot be cut equally.
+        MismatchError: dtypes or trailing dimensions differ.
     """
     communicator = current().communicator
     try:
-        source, dtype = host_array(x)
+        array, dtype = host_array(x)
     except OnDevice as error:
         return _on_gpu(x, error).all_to_all(x, splits, wait)
-    send = check_splits(splits, rows_of(source.shape, "all_to_all"), communicator.size)
+    sent = check_splits(splits, rows_of(array.shape, "all_to_all"), communicator.size)
 
     def run() -> Any:
-        data = np.ascontiguousarray(source)
-        trailing = data.shape[1:]
-        sends = exchange_rows(communicator, send, trailing, dtype, "all_to_all")
-        receive = [theirs[communicator.rank] for theirs in sends]
-        each = int(np.prod(trailing, dtype=np.int64))
-        result = empty(x, data.dtype, (sum(receive), *trailing))
+        source = np.ascontiguousarray(array)
+        trailing = source.shape[1:]
+        everyones = exchange_rows(communicator, sent, trailing, dtype, "all_to_all")
+        received = [theirs[communicator.rank] for theirs in everyones]
+        result = _empty(x, source.dtype, (sum(received), *trailing))
+        each = prod(trailing)
         communicator.all_to_all(
-            HostMemory(data.reshape(-1), dtype),
-            [count * each for count in send],
+            HostMemory(source.reshape(-1), dtype),
+            [rows * each for rows in sent],
             host_memory(result),
-            [count * each for count in receive],
+            [rows * each for rows in received],
         )
         return result
 
-    return go(communicator, "all_to_all", run, wait)
+    return _run(communicator, "all_to_all", run, wait)
 
 
 def barrier() -> None:
@@ -311,12 +216,115 @@ def barrier() -> None:
 
 
 def broadcast_object(item: Any, root: int = 0) -> Any:
-    """The root's object, which must be picklable, on every rank."""
+    """Return the root's object, which must be picklable, on every rank."""
     communicator = current().communicator
     check_rank(root, communicator)
     return communicator.broadcast_object(item, root)
 
 
 def all_gather_object(item: Any) -> list[Any]:
-    """Everyone's object, which must be picklable, in rank order."""
+    """Return the objects of all ranks, which must be picklable, in rank order."""
     return current().communicator.all_gather_object(item)
+
+
+def _in_place(
+    communicator: Communicator,
+    name: str,
+    x: Any,
+    out: Any,
+    wait: bool,
+    operate: Callable[[HostMemory], None],
+    reads_source: bool = False,
+) -> Any:
+    """Run an in-place operation on `out`, or on new memory, that holds a copy of `x`.
+
+    Args:
+        communicator: of the operation.
+        name: of the operation.
+        x, out, wait: as the caller gave them.
+        operate: the operation, in place.
+        reads_source: whether it knows `HostMemory.source`, which saves the copy.
+
+    Returns:
+        The result, or its `Work` if `wait` is False.
+    """
+    source, dtype = host_array(x)
+    if out is x and wait and source.flags.c_contiguous and source.flags.writeable:
+        operate(HostMemory(source if source.ndim == 1 else source.reshape(-1), dtype))
+        return x
+    result = _empty_like(x, source) if out is None else out
+    memory, store = _writable(result, "out")
+    if memory.dtype != dtype or memory.array.size != source.size:
+        raise ArgumentError(
+            f"out has {memory.array.size} elements of {memory.dtype}, but x has {source.size} of {dtype}."
+        )
+    if reads_source and source.flags.c_contiguous and not np.may_share_memory(source, memory.array):
+        memory = memory._replace(source=source.reshape(-1))
+
+    def run() -> Any:
+        if out is not x and memory.source is None:
+            np.copyto(memory.array.reshape(source.shape), source)
+        operate(memory)
+        store()
+        return result
+
+    return _run(communicator, name, run, wait)
+
+
+def _run(communicator: Communicator, name: str, function: Callable[[], Any], wait: bool) -> Any:
+    """The result of `function`, or its `Work` if `wait` is False."""
+    return function() if wait else communicator.start(name, function)
+
+
+def _empty_like(x: Any, source: Array) -> Any:
+    """New memory with the shape and kind of `x`, whose numbers are in `source`."""
+    if hasattr(x, "new_empty"):
+        return x.new_empty(x.shape)
+    if isinstance(x, np.ndarray):
+        return np.empty(x.shape, x.dtype)
+    return np.empty(source.shape, source.dtype)
+
+
+def _empty(x: Any, storage: np.dtype[Any], shape: tuple[int, ...]) -> Any:
+    """New memory of the kind of `x` in another shape; of type `storage` where `x` has none."""
+    if hasattr(x, "new_empty"):
+        return x.new_empty(shape)
+    return np.empty(shape, x.dtype if isinstance(x, np.ndarray) else storage)
+
+
+def _writable(result: Any, name: str) -> tuple[HostMemory, Callable[[], None]]:
+    """Contiguous memory for a result, and a function to call when the result is there."""
+    array, dtype = host_array(result, name)
+    if not array.flags.writeable:
+        raise ArgumentError(f"{name} is read-only memory and cannot take the result; pass a writable copy.")
+    if array.flags.c_contiguous:
+        return HostMemory(array if array.ndim == 1 else array.reshape(-1), dtype), lambda: None
+    staged = np.ascontiguousarray(array)
+    return HostMemory(staged.reshape(-1), dtype), lambda: np.copyto(array, staged)
+
+
+class GpuFunctions(Protocol):
+    """The collectives for one framework's tensors on GPUs; arguments as above."""
+
+    def all_reduce(self, x: Any, op: Op, out: Any, wait: bool) -> Any: ...
+
+    def broadcast(self, x: Any, root: int, out: Any, wait: bool) -> Any: ...
+
+    def all_gather(self, x: Any, wait: bool) -> Any: ...
+
+    def reduce_scatter(self, x: Any, op: Op, wait: bool) -> Any: ...
+
+    def all_to_all(self, x: Any, splits: Sequence[int] | None, wait: bool) -> Any: ...
+
+
+#: By the name of a framework's package, the functions for its tensors on GPUs. The framework's face registers them.
+gpu_functions: dict[str, GpuFunctions] = {}
+
+
+def _on_gpu(x: Any, error: OnDevice) -> GpuFunctions:
+    framework = type(x).__module__.partition(".")[0]
+    if framework == "torch" and framework not in gpu_functions:
+        raise ArgumentError(f"{error} For tensors on GPUs, `import ring_plugins.{framework}`.") from error
+    if framework not in gpu_functions:
+        raise ArgumentError(f"{error} On GPUs, only tensors of torch are supported.") from error
+    return gpu_functions[framework]

@@ -1,7 +1,7 @@
-"""Sums and other reductions of numpy memory: the only place where numbers are combined.
+"""Reductions of numpy arrays: the only place where numbers are combined.
 
-Reductions are done in pieces small enough to stay in a core's cache, so that dividing after the sum,
-or widening 16-bit floats to float32 and back, does not read main memory again.
+Arrays are reduced in pieces small enough to stay in a core's cache, so that dividing after the sum, or widening 16-bit
+floats to float32 and back, does not read main memory again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.types import Array
 
-#: Bytes of one piece: with a source or two it stays in a second-level cache of 1 MiB.
+#: Bytes of one piece: with one or two sources it stays in a second-level cache of 1 MiB.
 PIECE_BYTES = 256 * 1024
 
 _UFUNC: dict[Op, Callable[..., Array]] = {
@@ -33,9 +33,9 @@ def reduce_into(target: Array, sources: Sequence[Array], op: Op, dtype: str, div
 
     Args:
         target: 1-d storage array; may be `sources[0]` itself, or the other one of two.
-        sources: at least one 1-d storage array of the same length.
-        op: the reduction; AVERAGE sums here, the division is `divisor`'s.
-        dtype: element type by name (storage alone cannot tell bfloat16 from uint16).
+        sources: 1-d storage arrays of the same length, at least one.
+        op: the reduction; AVERAGE adds, and `divisor` divides.
+        dtype: name of the element type (storage alone cannot tell bfloat16 from uint16).
         divisor: the result is divided by this; 1 for none.
 
     16-bit floats are combined in float32 and rounded once, to nearest even.
@@ -73,11 +73,13 @@ def reduce_everywhere(
 ) -> None:
     """Combine `arrays` and leave the result in every one of them, piece by piece.
 
-    Where `source` is given it is combined in place of the first array, and only read.
+    The last array takes the sum first: if another core wrote it, reading and writing it at once moves its cache lines
+    to this core for good. Reading them now and invalidating the other core's copies later takes several times as long.
 
-    The last array takes the sum first: where it was written by another core, reading and writing it at once
-    moves its cache lines here for good, which is several times faster than to read them now and to take them
-    away from their readers later.
+    Args:
+        arrays: at least two 1-d storage arrays of the same length.
+        op, dtype, divisor: as in `reduce_into`.
+        source: combined instead of the first array, and only read.
     """
     *others, last = arrays
     step = 2 * PIECE_BYTES // len(arrays) // last.itemsize
@@ -94,7 +96,7 @@ def reduce_everywhere(
 def divide(piece: Array, divisor: float) -> None:
     """Divide floats in place.
 
-    A power of two is exact as a multiplication, which is faster; anything else is truly divided, so
+    For a power of two the reciprocal is exact, so it multiplies, which is faster. Anything else is truly divided, so
     that the average of equal values is that value.
     """
     if math.frexp(divisor)[0] == 0.5:
@@ -105,7 +107,7 @@ def divide(piece: Array, divisor: float) -> None:
 
 @lru_cache
 def _constant(value: float, dtype: np.dtype[Any]) -> Array:
-    """A number as numpy takes it fastest, which shows in small messages."""
+    """A number as a 0-d array, the operand that numpy takes fastest; it matters for small messages."""
     return np.array(value, dtype)
 
 
@@ -130,11 +132,11 @@ def _reduce_half(target: Array, sources: Sequence[Array], op: Op, dtype: str, di
 
 
 def narrow(values: Array, half: Array, dtype: str) -> None:
-    """Round float32 numbers to 16 bits, to nearest even; what is too large becomes infinite.
+    """Round float32 numbers to 16 bits, to nearest even; numbers that are too large become infinite.
 
     Args:
         values: 1-d float32.
-        half: storage of as many elements of `dtype`, to fill.
+        half: storage for as many elements of `dtype`, to fill.
         dtype: "float16" or "bfloat16".
     """
     with np.errstate(over="ignore", invalid="ignore"):
@@ -142,7 +144,7 @@ def narrow(values: Array, half: Array, dtype: str) -> None:
 
 
 def widen(half: Array, values: Array, dtype: str) -> None:
-    """The other way round, which is exact."""
+    """Convert 16-bit numbers to float32, which is exact; arguments as in `narrow`."""
     _CONVERSIONS[dtype][0](half, values)
 
 

@@ -1,7 +1,4 @@
-"""Element types by name, and how numpy stores them.
-
-The reductions that a collective can apply.
-"""
+"""Element types and reductions: their names, how numpy stores a type, and which reduction makes sense for a type."""
 
 from __future__ import annotations
 
@@ -13,38 +10,14 @@ import numpy as np
 
 from ring_plugins.core.base.errors import ArgumentError
 
-
-class Op(Enum):
-    """How the values of all ranks become one.
-
-    `AVERAGE` divides the sum by the number of ranks inside the collective, never in a pass of its
-    own. On booleans `SUM` and `MAX` mean "any", `PRODUCT` and `MIN` mean "all".
-    """
-
-    AVERAGE = "average"
-    SUM = "sum"
-    MIN = "min"
-    MAX = "max"
-    PRODUCT = "product"
-
-    __hash__ = object.__hash__  # members are single; Enum's own hash is written in Python, and shows in small messages
-
-
-AVERAGE = Op.AVERAGE
-SUM = Op.SUM
-MIN = Op.MIN
-MAX = Op.MAX
-PRODUCT = Op.PRODUCT
-
-
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 SIGNED = ("int8", "int16", "int32", "int64")
 UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
 COMPLEX = ("complex64", "complex128")
-#: On GPUs only.
+#: On GPUs only: numpy has no 8-bit floats.
 FLOATS8 = ("float8_e4m3fn", "float8_e5m2")
 
-#: Name -> numpy type of the same bytes. numpy has no bfloat16: its bits travel as uint16.
+#: Name -> numpy type that stores it. numpy has no bfloat16: its bits are stored as uint16.
 STORAGE: dict[str, np.dtype[Any]] = {
     name: np.dtype(name) for name in (*FLOATS, *SIGNED, *UNSIGNED, *COMPLEX, "bool") if name != "bfloat16"
 }
@@ -54,15 +27,15 @@ _NAMES = {dtype: name for name, dtype in STORAGE.items() if name != "bfloat16"}
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element."""
+    """Number of bytes of one element."""
     return 1 if dtype in FLOATS8 else STORAGE[dtype].itemsize
 
 
 def name_of(dtype: np.dtype[Any]) -> str:
-    """Name of a numpy dtype, also of the bfloat16 that JAX registers with numpy.
+    """Return the name of a numpy dtype, or of the bfloat16 that JAX registers with numpy.
 
     Raises:
-        ArgumentError: a type that cannot be reduced or moved (strings, objects, records).
+        ArgumentError: the type cannot be sent (strings, objects, records, foreign byte order).
     """
     known = _NAMES.get(dtype)
     if known is not None:
@@ -76,12 +49,37 @@ def name_of(dtype: np.dtype[Any]) -> str:
     return name
 
 
+class Op(Enum):
+    """A reduction: how a collective combines the values of all ranks.
+
+    `AVERAGE` divides the sum by the number of ranks inside the collective, never in a pass of its own. On booleans,
+    `SUM` and `MAX` mean "any", `PRODUCT` and `MIN` mean "all".
+    """
+
+    AVERAGE = "average"
+    SUM = "sum"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+
+    __hash__ = (
+        object.__hash__
+    )  # Enum's own hash is written in Python and slows down small messages; members are singletons
+
+
+AVERAGE = Op.AVERAGE
+SUM = Op.SUM
+MIN = Op.MIN
+MAX = Op.MAX
+PRODUCT = Op.PRODUCT
+
+
 @lru_cache
 def check_reducible(dtype: str, op: Op) -> None:
-    """Refuse combinations of type and reduction that have no meaning.
+    """Check that a reduction makes sense for a type.
 
     Raises:
-        ArgumentError: an average of integers or booleans, an order of complex numbers.
+        ArgumentError: AVERAGE of integers or booleans, MIN or MAX of complex numbers.
     """
     if op is Op.AVERAGE and dtype not in (*FLOATS, *COMPLEX, *FLOATS8):
         raise ArgumentError(f"op=AVERAGE of dtype={dtype} would round; convert to float32 first, or use op=SUM.")

@@ -1,10 +1,7 @@
-"""From what a caller holds (a numpy array, a torch tensor, a number) to plain host memory and back.
+"""Memory: from what a caller holds (numpy array, torch tensor, number) to plain host memory, without a copy.
 
-Frameworks are met through DLPack, so that none is imported here.
-
-DLPack, the exchange format that frameworks share: what a capsule says.
-
-No framework is imported for it. The structures are those of dlpack.h, version 0.8.
+A framework's tensor is read through DLPack, the in-memory format that frameworks share (dlpack.h, version 0.8), so that
+this package imports no framework. numpy's own `from_dlpack` is not enough: it knows no bfloat16.
 """
 
 from __future__ import annotations
@@ -18,12 +15,117 @@ from ring_plugins.core.arrays.dtypes import STORAGE, itemsize, name_of
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 
-#: Of dlpack.h's kinds of devices.
+
+class HostMemory(NamedTuple):
+    """Contiguous host memory and its element type.
+
+    Attributes:
+        array: 1-d C-contiguous numpy array over the memory (bfloat16 is stored as uint16).
+        dtype: name of the element type.
+        source: for `all_reduce`, an array of the same length that holds this rank's numbers, and is only read; `array`
+            then takes the result only. By default the numbers are in `array` itself.
+    """
+
+    array: Array
+    dtype: str
+    source: Array | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.array.nbytes
+
+
+class DeviceMemory(NamedTuple):
+    """Contiguous memory of a GPU and its element type.
+
+    Attributes:
+        pointer: its address on the device.
+        size: number of elements.
+        dtype: name of the element type.
+        device: number of the GPU in this process.
+        owner: an object that keeps the memory alive, such as the tensor it belongs to.
+    """
+
+    pointer: int
+    size: int
+    dtype: str
+    device: int
+    owner: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.size * itemsize(self.dtype)
+
+
+Memory = HostMemory | DeviceMemory
+
+
+class OnDevice(ArgumentError):
+    """Not CPU memory; the caller must dispatch to a device backend."""
+
+
+def host_array(x: Any, name: str = "x") -> tuple[Array, str]:
+    """Return a numpy array over the memory of `x`, with its shape and strides, and the name of the element type.
+
+    Args:
+        x: numpy array, anything with DLPack on the CPU (torch, JAX, TensorFlow), number or sequence of numbers.
+        name: what to call `x` in an error.
+
+    Raises:
+        OnDevice: `x` is not on the CPU.
+        ArgumentError: `x` is not an array, or its type cannot be sent.
+    """
+    if isinstance(x, np.ndarray):
+        dtype = name_of(x.dtype)
+        return (x.view(np.uint16) if dtype == "bfloat16" else x), dtype
+    if hasattr(x, "new_empty"):  # a torch tensor: `numpy()` is 10 times faster than DLPack, but knows no bfloat16
+        try:
+            array = x.numpy()
+            return array, name_of(array.dtype)
+        except (TypeError, RuntimeError):
+            return _from_dlpack(x, name)
+    if hasattr(x, "__dlpack__"):
+        return _from_dlpack(x, name)
+    try:
+        array = np.asarray(x)
+    except (ValueError, TypeError) as error:
+        raise ArgumentError(f"{name}={type(x).__name__} is not an array, a tensor or a number.") from error
+    array = array.view()
+    array.flags.writeable = False  # a result would not reach `x`
+    return array, name_of(array.dtype)
+
+
+def host_memory(x: Any, name: str = "x", *, writable: bool = False) -> HostMemory:
+    """Return the memory of `x`, which must be contiguous; nothing is copied.
+
+    Args:
+        x, name: as in `host_array`.
+        writable: whether a result is to be written to it.
+
+    Raises:
+        ArgumentError: as in `host_array`, or the memory is not contiguous, or read-only although `writable`.
+    """
+    array, dtype = host_array(x, name)
+    if not array.flags.c_contiguous:
+        raise ArgumentError(
+            f"{name} of shape {array.shape} is not contiguous; "
+            f"pass {name}.contiguous() or numpy.ascontiguousarray({name})."
+        )
+    if writable and not array.flags.writeable:
+        raise ArgumentError(f"{name} is read-only memory and cannot take the result; pass a writable copy.")
+    return HostMemory(array if array.ndim == 1 else array.reshape(-1), dtype)
+
+
+# DLPack ---------------------------------------------------------------------------------------
+
+#: dlpack.h's DLDeviceType.
 CPU, CUDA = 1, 2
 
 
-class Tensor(ctypes.Structure):
-    """dlpack.h's DLTensor."""
+class DLTensor(ctypes.Structure):
+    """dlpack.h's DLTensor: a header that describes a tensor's memory."""
 
     _fields_ = [
         ("data", ctypes.c_void_p),
@@ -45,7 +147,7 @@ class Tensor(ctypes.Structure):
 
     @property
     def dtype(self) -> str:
-        """The element type's name, as the core has it where it knows the type."""
+        """Name of the element type; not one of ours where the core does not know the type."""
         return _CODES.get(self.code, f"type {self.code} with ") + ("" if self.code == _BOOL else str(self.bits))
 
 
@@ -57,107 +159,9 @@ _capsule_pointer.restype = ctypes.c_void_p
 _capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
 
-def tensor_in(capsule: Any) -> Tensor:
-    """What a capsule named "dltensor" holds; valid as long as the capsule lives."""
-    return Tensor.from_address(_capsule_pointer(capsule, b"dltensor"))
-
-
-class HostMemory(NamedTuple):
-    """Contiguous host memory with a meaning.
-
-    Attributes:
-        array: 1-d C-contiguous numpy array over the memory (bfloat16 is stored as uint16).
-        dtype: the element type's name.
-        source: for `all_reduce`, where this rank's numbers are, of the same length; they are only read, and what
-            `array` holds before does not matter. By default they are in `array` itself.
-    """
-
-    array: Array
-    dtype: str
-    source: Array | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes it holds."""
-        return self.array.nbytes
-
-
-class DeviceMemory(NamedTuple):
-    """Contiguous memory of a GPU with a meaning.
-
-    Attributes:
-        pointer: its address on the device.
-        size: elements.
-        dtype: the element type's name.
-        device: which GPU, as this process numbers them.
-        owner: keeps the memory alive, such as the tensor it belongs to.
-    """
-
-    pointer: int
-    size: int
-    dtype: str
-    device: int
-    owner: Any = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes it holds."""
-        return self.size * itemsize(self.dtype)
-
-
-Memory = HostMemory | DeviceMemory
-
-
-class OnDevice(ArgumentError):
-    """Memory that is not the CPU's; another way must be gone."""
-
-
-def host_array(x: Any, name: str = "x") -> tuple[Array, str]:
-    """A numpy array over the memory of `x`, with its shape and strides, and the element type.
-
-    Args:
-        x: numpy array, anything with DLPack on the CPU (torch, JAX, TensorFlow), number or sequence of numbers.
-        name: what to call `x` in an error.
-
-    Raises:
-        ArgumentError: not an array, not on the CPU, or of a type that cannot be sent.
-    """
-    if isinstance(x, np.ndarray):
-        dtype = name_of(x.dtype)
-        return (x.view(np.uint16) if dtype == "bfloat16" else x), dtype
-    if hasattr(x, "new_empty"):  # a torch tensor; its own route is 10 times faster, but knows no bfloat16
-        try:
-            array = x.numpy()
-            return array, name_of(array.dtype)
-        except (TypeError, RuntimeError):
-            return _from_dlpack(x, name)
-    if hasattr(x, "__dlpack__"):
-        return _from_dlpack(x, name)
-    try:
-        array = np.asarray(x)
-    except (ValueError, TypeError) as error:
-        raise ArgumentError(f"{name}={type(x).__name__} is not an array, a tensor or a number.") from error
-    array = array.view()
-    array.flags.writeable = False  # a result would not reach `x`
-    return array, name_of(array.dtype)
-
-
-def host_memory(x: Any, name: str = "x", *, writable: bool = False) -> HostMemory:
-    """The memory of `x`, which must be contiguous; nothing is copied.
-
-    Raises:
-        ArgumentError: as `host_array`, and for memory that is not contiguous, or is read-only where
-            the result is to be written to it.
-    """
-    array, dtype = host_array(x, name)
-    if not array.flags.c_contiguous:
-        raise ArgumentError(
-            f"{name} of shape {array.shape} is not contiguous; "
-            f"pass {name}.contiguous() or numpy.ascontiguousarray({name})."
-        )
-    if writable and not array.flags.writeable:
-        raise ArgumentError(f"{name} is read-only memory and cannot take the result; pass a writable copy.")
-    return HostMemory(array if array.ndim == 1 else array.reshape(-1), dtype)
+def tensor_in(capsule: Any) -> DLTensor:
+    """The header in a capsule named "dltensor"; valid as long as the capsule lives."""
+    return DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
 
 
 def _from_dlpack(x: Any, name: str) -> tuple[Array, str]:

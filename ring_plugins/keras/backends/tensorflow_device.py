@@ -198,7 +198,7 @@ def memory_of(tensor: Any, device: int) -> DeviceMemory:
     return DeviceMemory(found.pointer, int(tensor.shape.num_elements()), found.dtype, device, (tensor, capsule))
 
 
-def _tensor_of(tensor: Any) -> tuple[dlpack.Tensor, Any]:
+def _tensor_of(tensor: Any) -> tuple[dlpack.DLTensor, Any]:
     capsule = tf.experimental.dlpack.to_dlpack(tensor)
     return dlpack.tensor_in(capsule), capsule
 
