@@ -1,35 +1,66 @@
+"""Joining and leaving, in a job of one rank."""
+
+import os
+
 import pytest
 
-from ring_plugins.core.base.errors import ArgumentError, LaunchError
-from ring_plugins.core.rendezvous.topology import virtual_nodes
-from ring_plugins.core.world import init
+from ring_plugins.core import world
+from ring_plugins.core.base import log
+from ring_plugins.core.base.errors import ArgumentError, NotInitialized
+from ring_plugins.core.collectives.single import SingleCommunicator
+from ring_plugins.core.rendezvous import Rendezvous
 
 
-@pytest.mark.parametrize(
-    ("setting", "expected"),
-    [
-        ("", ["h", "h", "h", "i"]),
-        ("1", ["h/0", "h/0", "h/0", "i/0"]),
-    ],
-)
-def test_virtual_nodes_split_each_host(setting, expected):
-    got = virtual_nodes(["h", "h", "h", "i"], setting)
-    assert [key.replace("virtual", "") for key in got] == expected
+@pytest.fixture
+def single(monkeypatch):
+    """A world of one, and what became of its rendezvous."""
+    closed = []
+    monkeypatch.setattr(world, "_world", None)
+    monkeypatch.setattr(
+        world,
+        "connect",
+        lambda ranks, generation: Rendezvous(0, 1, lambda item: [item], None, lambda: closed.append(1)),
+    )
+    yield world.init(), closed
+    world.shutdown()
 
 
-@pytest.mark.parametrize(("setting", "sizes"), [("2", [1, 2]), ("1,2", [1, 2]), ("3", [1, 1, 1]), ("2,1", [2, 1])])
-def test_virtual_nodes_of_one_host(setting, sizes):
-    got = virtual_nodes(["h"] * 3, setting)
-    assert [got.count(key) for key in dict.fromkeys(got)] == sizes
+def test_init_again_changes_nothing(single):
+    made, _ = single
+    assert world.init() is made is world.current()
+    assert (made.launcher, made.topology.rank, made.topology.size) == ("single", 0, 1)
+    assert isinstance(made.communicator, SingleCommunicator) and made.failure_detector is None
 
 
-@pytest.mark.parametrize("setting", ["4", "0", "1,1", "two", "2,2", "-1,4"])
-def test_virtual_nodes_that_do_not_fit_are_refused(setting):
-    with pytest.raises(LaunchError, match="RING_VIRTUAL_NODES="):
-        virtual_nodes(["h"] * 3, setting)
+def test_shutdown_closes_the_rendezvous_once(single):
+    made, closed = single
+    assert log._rank == 0
+    world.shutdown()
+    made.close()
+    assert closed == [1] and log._rank is None
+    assert not world.is_initialized()
+    with pytest.raises(NotInitialized, match=r"call ring_plugins.init\(\) before this"):
+        world.current()
+
+
+def test_a_forked_child_leaves_the_parents_job_alone(single):
+    made, closed = single
+    child = os.fork()
+    if not child:
+        made.close()
+        os._exit(len(closed))
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_new_communicator_needs_distinct_ranks_of_the_job(single):
+    made, _ = single
+    assert made.new_communicator("mine").ranks == (0,)
+    for ranks in ([0, 0], [1], [-1]):
+        with pytest.raises(ArgumentError, match="are not distinct ranks of a job of 1"):
+            made.new_communicator("mine", ranks)
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, "2", True])
 def test_a_number_of_ranks_that_is_none_is_refused(number):
     with pytest.raises(ArgumentError, match="ranks="):
-        init(ranks=number)
+        world.init(ranks=number)

@@ -2,7 +2,6 @@ import pytest
 
 from ring_plugins.core import rendezvous as launch
 from ring_plugins.core.base.errors import RingError
-from ring_plugins.core.rendezvous import slurm
 from tests.launchers import FOREIGN_NAMES, FOREIGN_PREFIXES
 
 RENDEZVOUS = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}
@@ -62,14 +61,6 @@ def test_a_contradictory_environment_is_named(environment, said, monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(RingError, match=said):
         launch.detect()
-
-
-@pytest.mark.parametrize(
-    ("nodelist", "host"),
-    [("a1,a2", "a1"), ("a1", "a1"), ("rack[03-07,12]-gpu", "rack03-gpu"), ("n[5,7-9]", "n5"), ("", "127.0.0.1")],
-)
-def test_first_host_of_slurms_list(nodelist, host):
-    assert slurm.first_host(nodelist) == host
 
 
 def test_slurm_tasks_agree_on_a_port_without_talking(monkeypatch):

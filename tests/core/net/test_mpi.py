@@ -1,0 +1,117 @@
+"""Transfers by MPI, with an MPI that a test makes up; one real launch with messages above MPI's 32-bit counts."""
+
+# ruff: noqa: N802 - methods have MPI's names
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ring_plugins.core.base.errors import PeerFailed, RingError
+from ring_plugins.core.net import mpi
+from ring_plugins.core.net.mpi import MpiRequest, MpiTransport
+from tests.launch import run_ranks
+
+
+class MpiError(Exception):
+    pass
+
+
+class FakeComm:
+    """Notes what is started; `error` is raised instead."""
+
+    def __init__(self):
+        self.started, self.error, self.freed = [], None, False
+
+    def Dup(self):
+        return self
+
+    def Set_errhandler(self, handler):
+        pass
+
+    def Get_rank(self):
+        return 0
+
+    def Get_size(self):
+        return 3
+
+    def Free(self):
+        self.freed = True
+
+    def _start(self, kind, buffer, rank, tag):
+        if self.error is not None:
+            raise self.error
+        self.started.append((kind, buffer[0].size, rank, tag))
+        return len(self.started)
+
+    def Isend(self, buffer, rank, tag):
+        return self._start("send", buffer, rank, tag)
+
+    def Irecv(self, buffer, rank, tag):
+        return self._start("receive", buffer, rank, tag)
+
+    def Iprobe(self, source, tag):
+        raise MpiError("network down")
+
+
+@pytest.fixture
+def comm(monkeypatch):
+    comm = FakeComm()
+    finished = iter([False, True])
+    fake = SimpleNamespace(
+        COMM_WORLD=comm,
+        ERRORS_RETURN=0,
+        THREAD_MULTIPLE=3,
+        Query_thread=lambda: 3,
+        BYTE="byte",
+        ANY_SOURCE=-1,
+        Exception=MpiError,
+        Is_finalized=lambda: False,
+        Request=SimpleNamespace(Testall=lambda requests: next(finished)),
+    )
+    monkeypatch.setattr(mpi, "load", lambda: fake)
+    return comm
+
+
+def test_receives_start_before_sends_and_the_request_ends_when_mpi_says_so(comm):
+    transport = MpiTransport()
+    request = transport.exchange([(1, np.zeros(5, np.uint8))], [(2, np.zeros(7, np.uint8))], tag=9)
+    assert comm.started == [("receive", 7, 2, 9), ("send", 5, 1, 9)]
+    assert request in MpiRequest.under_way
+    assert [request.done(), request.done(), request.done()] == [False, True, True]
+    assert request not in MpiRequest.under_way
+    transport.close()
+    assert comm.freed
+
+
+def test_large_messages_are_cut_into_pieces(comm, monkeypatch):
+    monkeypatch.setattr(mpi, "_LARGEST", 4)
+    MpiTransport().exchange([(1, np.zeros(10, np.uint8))], [], tag=1)._requests.clear()
+    assert [size for _, size, _, _ in comm.started] == [4, 4, 2]
+
+
+def test_a_failure_at_the_start_is_raised_by_done_and_names_the_peers(comm):
+    comm.error = MpiError("unreachable")
+    request = MpiTransport().exchange([(2, np.zeros(5, np.uint8))], [(1, np.zeros(5, np.uint8))], tag=9)
+    for _ in range(2):
+        with pytest.raises(PeerFailed, match=r"MPI communication of rank 0 with ranks 1, 2 failed \(unreachable\)"):
+            request.done()
+
+
+def test_an_error_without_a_peer_is_a_ring_error(comm):
+    with pytest.raises(RingError, match="MPI on rank 0: network down"):
+        MpiTransport().progress(3)
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_more_than_two_gibibytes_between_hosts():
+    script = """
+        import numpy as np, ring_plugins as ring
+        from tests.worker import report
+        ring.init()
+        x = np.full((1 << 31) + 12_345, ring.rank() + 1, np.uint8)
+        report("gathered", int(ring.all_gather(x[: (1 << 31) + 5] if ring.rank() else x[:3])[-1]))
+    """
+    result = run_ranks(script, 2, "mpirun", env={"RING_VIRTUAL_NODES": "2"}, timeout=180)
+    assert result.values("gathered") == [2, 2]

@@ -1,0 +1,74 @@
+"""Jobs started by mpirun."""
+
+import pytest
+
+from tests.launch import run_ranks
+
+
+@pytest.mark.mpi
+def test_a_script_that_has_initialized_mpi_itself_and_goes_on_using_it():
+    script = """
+        from mpi4py import MPI
+        import numpy as np, ring_plugins as ring
+        from tests.worker import report
+        before = MPI.COMM_WORLD.allreduce(1)
+        ring.init()
+        report("sum", float(ring.all_reduce(1.0, ring.SUM)) + before + MPI.COMM_WORLD.allreduce(1))
+        ring.shutdown()
+        ring.init()
+        report("again", float(ring.all_reduce(1.0, ring.SUM)) + MPI.COMM_WORLD.allreduce(1))
+    """
+    result = run_ranks(script, 2, "mpirun")
+    assert result.values("sum") == [6, 6]
+    assert result.values("again") == [4, 4]
+
+
+@pytest.mark.mpi
+def test_mpi_without_thread_support_is_served_one_call_at_a_time():
+    script = """
+        import mpi4py
+        mpi4py.rc.thread_level = "single"
+        from mpi4py import MPI
+        import numpy as np, ring_plugins as ring
+        from tests.worker import report
+        ring.init()
+        works = [ring.all_reduce(np.full(200_000, i, np.float32), ring.SUM, wait=False) for i in range(4)]
+        report("sums", [float(work.wait()[-1]) for work in works])
+    """
+    result = run_ranks(script, 2, "mpirun", env={"RING_VIRTUAL_NODES": "2"})
+    assert result.values("sums") == [[0, 2, 4, 6]] * 2
+
+
+@pytest.mark.mpi
+def test_more_ranks_asked_for_than_started_follows_the_launcher_and_says_so():
+    script = """
+        import ring_plugins as ring
+        from tests.worker import report
+        ring.init(ranks=3)
+        report("size", ring.size())
+    """
+    result = run_ranks(script, 2, "mpirun")
+    assert result.values("size") == [2, 2]
+    assert result.output.count("init(ranks=3) was asked for, but mpirun (Open MPI) started 2") == 1
+
+
+@pytest.mark.parametrize(
+    ("hidden", "said"),
+    [
+        ("sys.modules['mpi4py'] = None", "mpi4py is not installed"),
+        ("import mpi4py, os; os.environ['MPI4PY_LIBMPI'] = '/nowhere/libmpi.so'", "finds no MPI library"),
+    ],
+)
+def test_missing_mpi_is_named_with_the_pip_command_that_adds_it(hidden, said):
+    pytest.importorskip("mpi4py")
+    script = f"""
+        import os, sys
+        {hidden}
+        import ring_plugins as ring
+        ring.init()
+    """
+    env = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    result = run_ranks(script, 1, "spawned", env=env, check=False)
+    assert result.returncode != 0
+    assert said in result.output
+    assert 'pip install "ring_plugins[mpi]"' in result.output

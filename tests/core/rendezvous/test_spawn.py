@@ -1,0 +1,136 @@
+"""Scripts that spawn their ranks: meeting in shared memory, and ends of children."""
+
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.linux.shared_memory import Segment
+from ring_plugins.core.rendezvous import spawn
+from ring_plugins.core.rendezvous.record import LaunchRecord
+from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment, ending
+from tests.launch import run_ranks
+
+
+def rendezvous(size):
+    """One object for each rank, all on the same segment."""
+    segment = Segment.create(SharedMemoryRendezvous.nbytes(size))
+    return [SharedMemoryRendezvous(segment, rank, size, []) for rank in range(size)]
+
+
+def test_every_rank_gets_every_payload_in_every_round():
+    ranks = rendezvous(3)
+    with ThreadPoolExecutor(3) as pool:
+        for round_ in range(5):
+            expected = [[rank, round_, "x" * 1000 * rank] for rank in range(3)]
+            found = list(pool.map(lambda one, payload: one.gather(payload), ranks, expected))
+            assert found == [expected] * 3
+
+
+def test_a_missing_rank_is_named(monkeypatch):
+    monkeypatch.setenv("RING_START_TIMEOUT", "0.05")
+    with pytest.raises(LaunchError, match=r"rank 0 timed out waiting for ranks 1, 2 to reach init\(\)"):
+        rendezvous(3)[0].gather("here")
+
+
+def test_a_child_that_ends_early_is_named_with_its_end():
+    segment = Segment.create(SharedMemoryRendezvous.nbytes(2))
+    child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
+    with pytest.raises(LaunchError, match=r"rank 1 ended \(exit status 7\) before it reached ring_plugins.init"):
+        SharedMemoryRendezvous(segment, 0, 2, [child]).gather("here")
+
+
+def test_a_payload_that_does_not_fit_is_refused():
+    with pytest.raises(LaunchError, match="start-up record of rank 0 is 9002 bytes"):
+        rendezvous(1)[0].gather("x" * 9000)
+
+
+def test_a_child_is_detected_by_its_environment(monkeypatch):
+    segment = Segment.create(16)
+    for name, value in child_environment(segment, 2, 4, 99).items():
+        monkeypatch.setenv(name, value)
+    assert spawn.detect() == LaunchRecord("spawned", "a script that started itself", 2, 4, 2, 4)
+
+
+def test_a_data_loaders_worker_is_not_the_rank_it_descends_from(monkeypatch):
+    segment = Segment.create(SharedMemoryRendezvous.nbytes(2))
+    monkeypatch.setenv("RING_SPAWNED", f"{segment.fd}:1:2:1")  # its parent would be process 1
+    monkeypatch.setattr(spawn, "end_with_parent", lambda: None)
+    with pytest.raises(LaunchError, match="inherited RING_SPAWNED from rank 1 but is not that rank"):
+        spawn._join(LaunchRecord("spawned", "a test", 1, 2))
+
+
+def test_only_the_main_thread_spawns(monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "script.py"])
+    errors = []
+
+    def start():
+        try:
+            spawn._spawn(2)
+        except LaunchError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    assert "only the main thread" in errors[0]
+
+
+@pytest.mark.parametrize(("codes", "failed", "status"), [((0, 0), False, 0), ((0, 3), False, 3), ((0, 3), True, 3)])
+def test_the_status_of_the_first_child_that_failed_is_the_jobs(codes, failed, status, monkeypatch, capsys):
+    children = [subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"]) for code in codes]
+    one = SharedMemoryRendezvous(Segment.create(SharedMemoryRendezvous.nbytes(3)), 0, 3, children)
+    monkeypatch.setattr(spawn, "_rendezvous", one)
+    assert spawn.wait_for_children(failed) == status
+    reported = "rank 2 ended with exit status 3." in capsys.readouterr().err
+    assert reported == bool(status and not failed)
+
+
+def test_children_that_do_not_end_after_a_failure_are_killed(monkeypatch):
+    monkeypatch.setattr(spawn, "_GRACE", 0.05)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    one = SharedMemoryRendezvous(Segment.create(SharedMemoryRendezvous.nbytes(2)), 0, 2, [child])
+    monkeypatch.setattr(spawn, "_rendezvous", one)
+    assert spawn.wait_for_children(failed=True) == 128 + signal.SIGKILL
+
+
+def test_ends_of_processes_have_names():
+    assert ending(7) == "exit status 7"
+    assert ending(-signal.SIGSEGV) == "signal SIGSEGV"
+
+
+def test_a_rank_that_ends_before_init_is_named():
+    script = """
+        import os, sys
+        import ring_plugins as ring
+        if "RING_SPAWNED" in os.environ:
+            sys.exit(7)
+        ring.init(ranks=2)
+    """
+    result = run_ranks(script, 2, "spawned", check=False)
+    assert result.returncode != 0
+    assert "rank 1 ended (exit status 7) before it reached ring_plugins.init()" in result.output
+
+
+def test_a_session_without_a_script_cannot_spawn_ranks():
+    script = """
+        import subprocess, sys
+        code = "import ring_plugins as ring; ring.init(ranks=2)"
+        done = subprocess.run([sys.executable, "-"], input=code, text=True, capture_output=True)
+        assert done.returncode != 0 and "only a script can spawn ranks" in done.stderr, done
+    """
+    run_ranks(script, 1, "spawned")
+
+
+def test_spawned_ranks_get_the_same_arguments_and_code(tmp_path):
+    script = f"""
+        import subprocess, sys
+        code = "import ring_plugins as ring, sys; ring.init(ranks=2); print(ring.all_gather_object(sys.argv[1:]))"
+        done = subprocess.run([{sys.executable!r}, "-c", code, "a b", "--flag"], capture_output=True, text=True)
+        assert done.stdout.count("[['a b', '--flag'], ['a b', '--flag']]") == 2, done
+    """
+    run_ranks(script, 1, "spawned")

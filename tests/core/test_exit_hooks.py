@@ -1,0 +1,74 @@
+"""What an exception that nobody catches tells the others."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from ring_plugins.core import exit_hooks
+from ring_plugins.core.base.errors import PeerFailed
+
+
+class Job:
+    """A rank of two, which notes what it is told."""
+
+    def __init__(self, failure=None, aborted=True):
+        self.topology = SimpleNamespace(rank=1, size=2)
+        self.failure_detector = SimpleNamespace(aborted=aborted, has_lost_the_network=False, failure=lambda: failure)
+        self.calls = []
+
+    def is_mine(self):
+        return True
+
+    def fail(self, error):
+        self.calls.append(error)
+
+    def abort(self):
+        self.calls.append("abort")
+
+
+@pytest.fixture
+def uncaught(monkeypatch):
+    """Installs the hook for a job and passes an exception to it; restores everything."""
+    shown = []
+    monkeypatch.setattr(exit_hooks, "_installed", False)
+    monkeypatch.setattr(exit_hooks, "_failed", False)
+    monkeypatch.setattr(exit_hooks, "_AFTER_PEER", 0.0)
+    monkeypatch.setattr(exit_hooks.atexit, "register", lambda *_: None)
+    monkeypatch.setattr(exit_hooks.os, "register_at_fork", lambda **_: None)
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(error))
+
+    def uncaught(job, error):
+        exit_hooks.install(lambda: job, lambda: None)
+        sys.excepthook(type(error), error, None)
+        return shown
+
+    return uncaught
+
+
+def test_an_error_of_its_own_is_shown_and_told_and_ends_the_job(uncaught, capsys):
+    job, error = Job(), ValueError("no data")
+    assert uncaught(job, error) == [error]
+    assert job.calls == [error, "abort"]
+    assert "ring_plugins: rank 1 failed:" in capsys.readouterr().err
+
+
+def test_a_peers_failure_is_one_line_without_a_traceback(uncaught, capsys):
+    job, error = Job(), PeerFailed("rank 0 failed: out of memory", 0)
+    assert uncaught(job, error) == []
+    assert job.calls == [error, "abort"]
+    assert "rank 1 ends because rank 0 failed: out of memory" in capsys.readouterr().err
+
+
+def test_without_other_ranks_the_hook_only_shows_the_error(uncaught):
+    job, error = Job(), ValueError("no data")
+    job.topology.size = 1
+    assert uncaught(job, error) == [error] and job.calls == []
+
+
+def test_a_peers_failure_is_found_inside_a_frameworks_error():
+    failure = PeerFailed("rank 0 failed", 0)
+    wrapped = RuntimeError("in torch: PeerFailed: rank 0 failed")
+    assert exit_hooks.consequence(Job(failure), wrapped) is failure
+    assert exit_hooks.consequence(Job(failure, aborted=False), wrapped) is None
+    assert exit_hooks.consequence(Job(failure), RuntimeError("something else")) is None
