@@ -16,11 +16,8 @@ def single(monkeypatch):
     """A world of one, and what became of its rendezvous."""
     closed = []
     monkeypatch.setattr(world, "_world", None)
-    monkeypatch.setattr(
-        world,
-        "connect",
-        lambda ranks, generation: Rendezvous(0, 1, lambda item: [item], None, lambda: closed.append(1)),
-    )
+    rendezvous = Rendezvous(0, 1, lambda item: [item], None, close=lambda: closed.append(1))
+    monkeypatch.setattr(world, "connect", lambda ranks, generation: rendezvous)
     yield world.init(), closed
     world.shutdown()
 

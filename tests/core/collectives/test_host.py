@@ -33,3 +33,22 @@ def test_collectives(started_by, processes, nodes):
     if nodes == "1,2":
         seen = [(p["node_rank"], p["local_rank"], p["local_size"], p["num_nodes"]) for p in places]
         assert seen == [(0, 0, 1, 2), (1, 0, 2, 2), (1, 1, 2, 2)]
+
+
+@pytest.mark.slow
+def test_more_than_two_gibibytes_in_one_call():
+    script = """
+        import os
+        import numpy as np, ring_plugins as ring
+        from tests.worker import report
+        ring.init(ranks=2)
+        x = np.full((1 << 31) + 12_345, ring.rank() + 1, np.uint8)
+        ring.all_reduce(x, ring.SUM, out=x)
+        report("sums", [int(x.min()), int(x.max())])
+        x[:] = ring.rank()
+        ring.broadcast(x, 1, out=x)
+        report("broadcast", [int(x.min()), int(x.max())])
+    """
+    result = run_ranks(script, 2, "spawned", timeout=120)
+    assert result.values("sums") == [[3, 3]] * 2
+    assert result.values("broadcast") == [[1, 1]] * 2

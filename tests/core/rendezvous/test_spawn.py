@@ -1,5 +1,6 @@
 """Scripts that spawn their ranks: meeting in shared memory, and ends of children."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -58,7 +59,7 @@ def test_a_child_is_detected_by_its_environment(monkeypatch):
 
 def test_a_data_loaders_worker_is_not_the_rank_it_descends_from(monkeypatch):
     segment = Segment.create(SharedMemoryRendezvous.nbytes(2))
-    monkeypatch.setenv("RING_SPAWNED", f"{segment.fd}:1:2:1")  # its parent would be process 1
+    monkeypatch.setenv("RING_SPAWNED", f"{os.dup(segment.fd)}:1:2:1")  # its parent would be process 1
     monkeypatch.setattr(spawn, "end_with_parent", lambda: None)
     with pytest.raises(LaunchError, match="inherited RING_SPAWNED from rank 1 but is not that rank"):
         spawn._join(LaunchRecord("spawned", "a test", 1, 2))
