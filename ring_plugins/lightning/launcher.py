@@ -74,7 +74,7 @@ def join_world(environment: RingEnvironment) -> job.World:
         _share_cores(environment.local_world_size())
         announce_rank()
         place, launcher = world.current().topology, world.current().launcher
-        rank_zero_info(f"ring_plugins: {place.size} ranks on {place.num_nodes} nodes, launcher: {launcher}")
+        rank_zero_info(f"ring_plugins: {place.summary}, launcher: {launcher}")
     return world.current()
 
 

@@ -3,7 +3,8 @@
 The promise: when a rank fails, in whatever way, every other rank that waits for it, or for anyone who waits for it,
 raises an error that names the rank that failed first and the reason. Nobody hangs, and nobody blames a victim.
 
-Ranks end in different ways, and each is noticed by the quickest means that never takes a busy process for a dead one:
+Ranks end in different ways, and each is noticed by the quickest means that never mistakes a busy process for a dead
+one:
 
 - An exception: the rank itself tells, in shared memory on its host and over the control channel elsewhere, before it
   ends. A rank that fails because of a peer passes on the peer's reason as the root cause.
@@ -15,12 +16,13 @@ Ranks end in different ways, and each is noticed by the quickest means that neve
 - Alive but waiting in a different operation: stall detection on rank 0 finds the cycle (observe/stall.py) and puts it
   into `deadlocks`.
 
-The first failure that reaches a rank counts, and rank 0 passes on only the first, so all ranks report the same one.
+The first failure that reaches a rank counts, and rank 0 passes on only the first, so ranks report the same one unless
+two fail at the same moment.
 
-What was considered and left: heartbeats, and detectors that learn their intervals (phi accrual), take a rank for dead
-that holds Python's lock in a long computation. A time-out on every operation, as torch has for NCCL and gloo, cannot
-tell a slow rank from a dead one; it is only the last resort here (RING_TIMEOUT). Agreement on the set of failed ranks
-(MPI's ULFM) is needed to go on without them; to end, or to restart all ranks, the first failure is enough.
+Considered and rejected: heartbeats, and detectors that learn their intervals (phi accrual), declare a rank dead that
+holds Python's lock in a long computation. A time-out on every operation, as torch has for NCCL and gloo, cannot tell a
+slow rank from a dead one; it is only the last resort here (RING_TIMEOUT). Agreement on the set of failed ranks (MPI's
+ULFM) is needed to go on without them; to end, or to restart all ranks, the first failure is enough.
 """
 
 from __future__ import annotations

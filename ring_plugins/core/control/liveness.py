@@ -1,17 +1,16 @@
 """Which of this host's ranks are alive, and how the others ended: known within milliseconds, whatever they do.
 
 The problem: a rank can be killed at any moment, also while it holds Python's lock in a long computation or is stopped
-in a debugger. Heartbeats would take it for dead there; its process id may already belong to another process, or to a
-zombie; and it is not our child, so waiting for it is impossible.
+in a debugger. Heartbeats would declare it dead there; its process id may already belong to another process, or to a
+zombie; and it is not our child, so we cannot wait for it.
 
 The idea: every process creates a small shared segment, which its peers map, and holds a POSIX record lock (fcntl(2)) on
 it as long as it lives. The kernel drops the lock when the process ends, however it ends. So a peer that can take the
 lock knows that the owner is gone. Record locks belong to the process, not to the open file, so forked children do not
 inherit them. In the segment the owner writes how it ends: it left, or it failed, and which rank failed first and why.
 
-What was considered and left: robust mutexes (set_robust_list(2)) tell the same, but depend on the layout of
-libpthread's structures. A pidfd (pidfd_open(2)) does so too, but needs Linux 5.3, and the segment is needed anyway for
-the reason.
+Considered and rejected: robust mutexes (set_robust_list(2)) tell the same, but depend on the layout of libpthread's
+structures. A pidfd (pidfd_open(2)) does so too, but needs Linux 5.3, and the segment is needed anyway for the reason.
 """
 
 from __future__ import annotations

@@ -5,16 +5,17 @@ network to it is gone, nothing arrives any more, and TCP repeats what it sent fo
 reports an error. A time-out on answers cannot be much shorter than that: a process that computes for an hour, or is
 stopped in a debugger, does not answer either.
 
-The idea: a host's kernel acknowledges what reaches it, whatever its processes do. So not the peer is asked but the
-kernel here: how often has it repeated something in vain (TCP_INFO, tcp(7))? It knows that of every TCP connection of
-this process, those of MPI and NCCL too, whose sockets we never see otherwise. A connection on which something has been
-repeated at least three times, and nothing has been acknowledged for RING_NETWORK_TIMEOUT seconds, has lost its network.
+The idea: a host's kernel acknowledges what reaches it, whatever its processes do. So we ask our own kernel, not the
+peer: how often has it repeated something without an acknowledgment (TCP_INFO, tcp(7))? It knows that for every TCP
+connection of this process, including those of MPI and NCCL, whose sockets we never see otherwise. A connection on which
+something has been repeated at least three times, and nothing has been acknowledged for RING_NETWORK_TIMEOUT seconds,
+has lost its network.
 
 Connections on which nothing is under way repeat nothing, so `enable_keepalive` has the kernel probe those: the control
 channel is one such.
 
-What was considered and left: TCP_USER_TIMEOUT (RFC 5482) does the same for one socket, but it closes the connection,
-and cannot be set on sockets of MPI and NCCL before they use them. Reading /proc/net/tcp shows the counters of all
+Considered and rejected: TCP_USER_TIMEOUT (RFC 5482) does the same for one socket, but it closes the connection, and
+cannot be set on sockets of MPI and NCCL before they use them. Reading /proc/net/tcp shows the counters of all
 processes, and takes too long on hosts with many connections. Pings are often filtered, and take another path than the
 data.
 """

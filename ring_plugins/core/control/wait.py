@@ -1,10 +1,10 @@
 """The one loop in which a rank waits for others: it knows who waits, can say for whom and why, and always ends.
 
-The problem: ranks wait for each other in many places (shared-memory barriers, sockets, MPI, GPUs), and in each of them
-the peer may have failed, left, taken another path through the program, or simply need an hour. A blocking receive
-cannot tell these apart, and nobody can interrupt it. Libraries therefore add a watchdog thread that kills the process
-after a time-out (torch's ProcessGroupNCCL does), but such a thread cannot make a blocked call raise, and it knows only
-that time has passed.
+The problem: ranks wait for each other in many places (shared-memory barriers, sockets, MPI, GPUs), and each time the
+peer may have failed, left, taken another path through the program, or simply need an hour. A blocking receive cannot
+tell these apart, and nobody can interrupt it. Libraries therefore add a watchdog thread that kills the process after a
+time-out (torch's ProcessGroupNCCL does), but such a thread cannot make a blocked call raise, and it knows only that
+time has passed.
 
 Here every wait polls a cheap condition. It goes through phases, as an adaptive mutex does:
 

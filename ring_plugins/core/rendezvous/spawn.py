@@ -4,7 +4,7 @@ The script runs again, from its first line, once for each further rank, and each
 copies are ordinary subprocesses on this host. They inherit the file of one shared segment and meet in it, they print to
 the parent's terminal, and the kernel ends them when the parent ends.
 
-What was considered and left: `fork` copies a process in the middle of its work, with locks that threads hold and a CUDA
+Considered and rejected: `fork` copies a process in the middle of its work, with locks that threads hold and a CUDA
 context that does not survive it. `multiprocessing`'s spawn needs a function that can be pickled and a `__name__ ==
 "__main__"` guard in the script. MPI_Comm_spawn needs an MPI, takes ten times as long to start, leaves a daemon behind
 and does not report each child's exit status.

@@ -27,6 +27,12 @@ class Topology:
     num_nodes: int
     hosts: tuple[str, ...]
 
+    @property
+    def summary(self) -> str:
+        """For messages: "2 ranks on 1 host"."""
+        ranks, hosts = ("" if number == 1 else "s" for number in (self.size, self.num_nodes))
+        return f"{self.size} rank{ranks} on {self.num_nodes} host{hosts}"
+
 
 def virtual_nodes(domains: Sequence[str], setting: str) -> list[str]:
     """A key for each rank; ranks with equal keys count as being on one host.

@@ -34,3 +34,8 @@ def test_the_place_of_a_rank_among_hosts_that_do_not_follow_each_other():
     nodes, hosts = ["a", "b", "a", "b", "b"], ["host1", "host2", "host1", "host2", "host2"]
     assert find_topology(3, nodes, hosts) == Topology(3, 5, 1, 3, 1, 2, ("host1", "host2"))
     assert find_topology(2, nodes, hosts) == Topology(2, 5, 1, 2, 0, 2, ("host1", "host2"))
+
+
+def test_the_size_of_a_job_reads_well():
+    assert find_topology(0, ["a"], ["host1"]).summary == "1 rank on 1 host"
+    assert find_topology(0, ["a", "b"], ["host1", "host2"]).summary == "2 ranks on 2 hosts"
