@@ -84,7 +84,7 @@ class World:
         server = ControlServer(size, rendezvous.addresses) if size > 1 and rank == 0 else None
         members = self._introduce(own, server)
         domains = [member.domain for member in members]
-        self._nodes = virtual_nodes(domains, config.VIRTUAL_NODES.text())
+        self._nodes = virtual_nodes(domains, config.VIRTUAL_NODES.get())
         if len(set(self._nodes)) > 1 and rendezvous.transport is None:
             raise LaunchError(
                 "RING_VIRTUAL_NODES needs a launcher that connects hosts: start the job with mpirun or torchrun."

@@ -43,7 +43,7 @@ def shared_memory_domain() -> str:
     Processes in different containers of one machine differ in their process-id namespace.
     """
     if not is_available():
-        return f"{os.uname().nodename}/alone/{os.getpid()}"
+        return f"{os.uname().nodename}/unshared/{os.getpid()}"
     return f"{os.uname().nodename}/{boot_id()}/{os.readlink('/proc/self/ns/pid')}/{os.getuid()}"
 
 

@@ -34,13 +34,13 @@ class Topology:
         return f"{self.size} rank{ranks} on {self.num_nodes} host{hosts}"
 
 
-def virtual_nodes(domains: Sequence[str], setting: str) -> list[str]:
+def virtual_nodes(domains: Sequence[str], setting: Sequence[int]) -> list[str]:
     """A key for each rank; ranks with equal keys count as being on one host.
 
     Args:
         domains: of the ranks, in rank order; equal for ranks that can share memory.
-        setting: RING_VIRTUAL_NODES. "" for the real hosts; "2" splits every host's ranks into two;
-            "1,2" into one of one rank and one of two, and so on.
+        setting: RING_VIRTUAL_NODES. Empty for the real hosts; (2,) splits the ranks of every host into two nodes;
+            (1, 2) into a node of one rank and a node of two, and so on.
 
     Raises:
         LaunchError: the setting does not fit the ranks.
@@ -50,19 +50,16 @@ def virtual_nodes(domains: Sequence[str], setting: str) -> list[str]:
     keys = list(domains)
     for host in dict.fromkeys(domains):
         members = [rank for rank, other in enumerate(domains) if other == host]
-        try:
-            numbers = [int(part) for part in setting.split(",")]
-        except ValueError:
-            numbers = []
-        if len(numbers) == 1 and 0 < numbers[0] <= len(members):
-            nodes = numbers[0]
-            numbers = [len(members) * (i + 1) // nodes - len(members) * i // nodes for i in range(nodes)]
-        if not numbers or min(numbers) < 1 or sum(numbers) != len(members):
+        sizes = list(setting)
+        if len(sizes) == 1 and sizes[0] <= len(members):
+            nodes = sizes[0]
+            sizes = [len(members) * (i + 1) // nodes - len(members) * i // nodes for i in range(nodes)]
+        if sum(sizes) != len(members):
             raise LaunchError(
-                f"RING_VIRTUAL_NODES={setting!r} does not fit {len(members)} ranks of a host: give a number of nodes, "
-                'or ranks per node that add up, as in "1,2".'
+                f"RING_VIRTUAL_NODES={','.join(map(str, setting))} does not fit {len(members)} ranks of a host: give "
+                'a number of nodes, or ranks per node that add up, as in "1,2".'
             )
-        labels = [node for node, number in enumerate(numbers) for _ in range(number)]
+        labels = [node for node, size in enumerate(sizes) for _ in range(size)]
         for rank, label in zip(members, labels, strict=True):
             keys[rank] = f"{host}/virtual{label}"
     return keys

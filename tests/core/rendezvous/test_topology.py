@@ -9,8 +9,8 @@ from ring_plugins.core.rendezvous.topology import Topology, find_topology, virtu
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [
-        ("", ["h", "h", "h", "i"]),
-        ("1", ["h/0", "h/0", "h/0", "i/0"]),
+        ((), ["h", "h", "h", "i"]),
+        ((1,), ["h/0", "h/0", "h/0", "i/0"]),
     ],
 )
 def test_virtual_nodes_split_each_host(setting, expected):
@@ -18,13 +18,13 @@ def test_virtual_nodes_split_each_host(setting, expected):
     assert [key.replace("virtual", "") for key in got] == expected
 
 
-@pytest.mark.parametrize(("setting", "sizes"), [("2", [1, 2]), ("1,2", [1, 2]), ("3", [1, 1, 1]), ("2,1", [2, 1])])
+@pytest.mark.parametrize(("setting", "sizes"), [((2,), [1, 2]), ((1, 2), [1, 2]), ((3,), [1, 1, 1]), ((2, 1), [2, 1])])
 def test_virtual_nodes_of_one_host(setting, sizes):
     got = virtual_nodes(["h"] * 3, setting)
     assert [got.count(key) for key in dict.fromkeys(got)] == sizes
 
 
-@pytest.mark.parametrize("setting", ["4", "0", "1,1", "two", "2,2", "-1,4"])
+@pytest.mark.parametrize("setting", [(4,), (1, 1), (2, 2)])
 def test_virtual_nodes_must_add_up_to_the_ranks(setting):
     with pytest.raises(LaunchError, match="RING_VIRTUAL_NODES="):
         virtual_nodes(["h"] * 3, setting)
