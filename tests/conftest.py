@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 #: Files whose tests share launches or test hosts.
-SHARING = re.compile(r"tests/(hosts/|torch/test_(gradients|process_group)|lightning/test_equality)")
+SHARING = re.compile(r"tests/(hosts/|torch/test_(gradients|process_group)|lightning/test_strategy)")
 
 
 def together(nodeid: str) -> str:

@@ -1,4 +1,4 @@
-"""Where this process stands, told in Lightning's words."""
+"""This process's place among the ranks, in Lightning's terms."""
 
 import multiprocessing.util
 import os
@@ -39,7 +39,7 @@ class RingEnvironment:
 
     @property
     def main_port(self) -> int:
-        """A port for forked or spawned workers to meet at; other launches bring their own way."""
+        """A port where forked or spawned workers meet; other launches do not need it."""
         if self._main_port is None:
             self._main_port = int(os.environ["MASTER_PORT"]) if "MASTER_PORT" in os.environ else free_port()
         return self._main_port
@@ -50,55 +50,55 @@ class RingEnvironment:
         return True
 
     def world_size(self) -> int:
-        """The number of ranks, or how many there shall be."""
-        return place.size if (place := self._place()) else self._wanted_world_size
+        """The number of ranks, started or wanted."""
+        return topology.size if (topology := self._topology()) else self._wanted_world_size
 
     def set_world_size(self, size: int) -> None:
-        """Say how many ranks there shall be; ignored where a launcher has decided already."""
+        """Set how many ranks are wanted; ignored where a launcher has decided already."""
         self._wanted_world_size = size
 
     def global_rank(self) -> int:
         """This process among all."""
-        return place.rank if (place := self._place()) else 0
+        return topology.rank if (topology := self._topology()) else 0
 
     def set_global_rank(self, rank: int) -> None:
-        """Ignored: the rank is the launcher's to give."""
+        """Do nothing: the launcher assigns ranks."""
 
     def local_rank(self) -> int:
         """This process among those of its node."""
-        return place.local_rank if (place := self._place()) else 0
+        return topology.local_rank if (topology := self._topology()) else 0
 
     def local_world_size(self) -> int:
         """The number of ranks on this node."""
-        return place.local_size if (place := self._place()) else self._wanted_world_size
+        return topology.local_size if (topology := self._topology()) else self._wanted_world_size
 
     def node_rank(self) -> int:
         """This node among all."""
-        return place.node_rank if (place := self._place()) else 0
+        return topology.node_rank if (topology := self._topology()) else 0
 
     def num_nodes(self) -> int:
         """The number of nodes."""
-        return place.num_nodes if (place := self._place()) else 1
+        return topology.num_nodes if (topology := self._topology()) else 1
 
-    def _place(self) -> "Topology | _Foretold | None":
-        """Where this process stands in its job, or None for one that was started alone and has not grown yet."""
+    def _topology(self) -> "Topology | _RecordedTopology | None":
+        """This process's place in its job; None if it was started alone and has not started others yet."""
         if _is_connected():
             return world.current().topology
         if self._record.kind == "single":
             return None
-        # Some launchers say too little in the environment: only meeting the other ranks tells the rest.
-        return _Foretold.by(self._record) or world.init().topology
+        # Where a launcher's variables say too little, the ranks must connect to learn the rest.
+        return _RecordedTopology.from_record(self._record) or world.init().topology
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Nothing to object: differences are followed and warned about by `follow_launcher`."""
+        """Accept everything: `warn_about_launcher` handles settings that contradict the launcher."""
 
     def teardown(self) -> None:
-        """Nothing to clean: the `World` outlives a Trainer."""
+        """Do nothing: the `World` outlives a Trainer."""
 
     def become_worker(self) -> None:
-        """In a process that Lightning forked or spawned: leave word for `ring_plugins.init()` who it is.
+        """Tell `ring_plugins.init()` which rank this process is, which Lightning forked or spawned.
 
-        Lightning tells such a process its number in LOCAL_RANK, and nothing else.
+        Lightning gives such a process its number in LOCAL_RANK, and nothing else.
         """
         os.environ.update(
             RANK=os.environ["LOCAL_RANK"],
@@ -108,17 +108,17 @@ class RingEnvironment:
             MASTER_PORT=str(self.main_port),
         )
         self._record = detect()
-        # Such processes end without running what `atexit` holds, and must not look as if they had crashed.
+        # Such a process ends without running `atexit` functions, and must not look as if it had crashed.
         multiprocessing.util.Finalize(None, world.shutdown, exitpriority=0)
 
 
 def _is_connected() -> bool:
-    """Whether this process has met others. A world of one, made by an earlier Trainer, does not bind the next."""
+    """Whether this process has connected to others. A world of one, made by an earlier Trainer, does not count."""
     return world.is_initialized() and world.current().launcher != "single"
 
 
-class _Foretold(NamedTuple):
-    """A `Topology`, as far as the launcher's variables tell it before the ranks have met."""
+class _RecordedTopology(NamedTuple):
+    """A `Topology` from the launcher's variables, before the ranks have connected."""
 
     rank: int
     size: int
@@ -128,39 +128,44 @@ class _Foretold(NamedTuple):
     num_nodes: int
 
     @classmethod
-    def by(cls, record: LaunchRecord) -> "_Foretold | None":
+    def from_record(cls, record: LaunchRecord) -> "_RecordedTopology | None":
         rank, size, local_rank, local_size = record.rank, record.size, record.local_rank, record.local_size
         if rank is None or size is None or local_rank is None or not local_size:
             return None
-        # Right where all nodes have the same number of ranks; nothing but a warning and a log line depends on it.
+        # The node numbers are right if all nodes have the same number of ranks; only a warning and a log line use them.
         return cls(rank, size, local_rank, local_size, rank // local_size, -(-size // local_size))
 
 
 _warned: set[tuple[Any, ...]] = set()
 
 
-def follow_launcher(environment: RingEnvironment, devices: int, num_nodes: int) -> None:
+def warn_about_launcher(environment: RingEnvironment, devices: int, num_nodes: int) -> None:
     """Warn, once, where ``Trainer(devices=..., num_nodes=...)`` contradicts the launcher, which wins.
 
-    ``devices=1`` contradicts nothing: a script written for a launcher that starts every process reads it as "one
-    device for each", and ``devices="auto"`` means 1 on the CPU. ``num_nodes=1`` is the Trainer's default.
+    ``devices=1`` contradicts nothing: a script written for a launcher that starts every process means one device for
+    each of them, and ``devices="auto"`` means 1 on the CPU. ``num_nodes=1`` is the Trainer's default.
     """
     asked = (devices, num_nodes)
     got = (environment.local_world_size(), environment.num_nodes())
-    for name, unit, wanted, started in zip(
-        ("devices", "num_nodes"), ("processes on this node", "nodes"), asked, got, strict=True
-    ):
+    units = (("process", " on this node"), ("node", ""))
+    for name, (unit, where), wanted, started in zip(("devices", "num_nodes"), units, asked, got, strict=True):
         if wanted in (1, started) or (name, wanted, started) in _warned:
             continue
         _warned.add((name, wanted, started))
         rank_zero_warn(
-            f"You set `{name}={wanted}`, but the job was started with {started} {unit}. RingStrategy follows the"
-            f" launcher and trains on {environment.world_size()} ranks in all. Set `{name}={started}`, or start the"
-            " job with another number, to be rid of this warning."
+            f"You set `{name}={wanted}`, but the job was started with {count(started, unit)}{where}. RingStrategy"
+            f" follows the launcher and trains on {count(environment.world_size(), 'rank')} in all. Set"
+            f" `{name}={started}`, or start the job with another number, to silence this warning."
         )
 
 
-def announce_rank(rank: int | None = None) -> None:
+def count(number: int, noun: str) -> str:
+    """``1 rank`` or ``2 ranks``."""
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
+def set_rank_zero(rank: int | None = None) -> None:
     """Tell Lightning's ``rank_zero_only`` which rank this is, so that prints, warnings and loggers come from rank 0.
 
     Called as soon as anything is known, at import. lightning_utilities 0.15.3, core/rank_zero.py:28, reads an attribute
@@ -174,4 +179,4 @@ def announce_rank(rank: int | None = None) -> None:
         rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
 
-announce_rank()
+set_rank_zero()

@@ -1,4 +1,4 @@
-"""The strategy for Fabric, written against neither spelling of Lightning (see `tree`)."""
+"""The strategy for Fabric; `packages` derives it from either package's base class."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class RingFabricLogic(RingParallelLogic):
     Modules given to ``fabric.setup`` are not wrapped: their gradients are averaged by hooks while backward runs. See
     `RingStrategy` for how ranks come about and for the arguments.
 
-    Buffers are brought from rank 0 once, by ``fabric.setup``: there is no wrapped forward in which they could be
-    renewed. A model whose running statistics are to agree at all times wants synchronised batch norm.
+    Buffers are broadcast from rank 0 once, by ``fabric.setup``: there is no wrapped forward in which it could be done
+    again. A model whose running statistics must agree at all times needs synchronized batch norm.
 
     """
 
@@ -66,21 +66,21 @@ class RingFabricLogic(RingParallelLogic):
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds in which this process stood still for the gradients of its modules to be averaged."""
+        """Seconds in which this process waited for the gradients of its modules to be averaged."""
         return self._backward_sync_control.waited_seconds
 
     def _set_world_ranks(self) -> None:
         """Called by Fabric's constructor, by name (fabric/connector.py:518)."""
-        self._learn_ranks()
+        self._set_ranks()
 
     @override
     def _configure_launcher(self) -> None:
-        self._launcher = self._choose_launcher(RingFabricLauncher, self.tree.fabric_launcher)
+        self._launcher = self._choose_launcher(RingFabricLauncher, self.package.fabric_launcher)
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._join()
+        self._connect()
 
     @override
     def setup_module(self, module: Module) -> Module:
@@ -97,7 +97,7 @@ class RingFabricLogic(RingParallelLogic):
 
     @override
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Combine a tensor over all ranks; anything else is returned as it is. See `reduction.all_reduce`."""
+        """Reduce a tensor over all ranks; anything else is returned as it is. See `process_group.all_reduce`."""
         return self._reduce(tensor, group, reduce_op)
 
     @override
@@ -120,7 +120,7 @@ class BackwardSyncControl:
         self._averagers: list[tuple[Module, GradientAverager]] = []
 
     def add(self, module: Module, averager: GradientAverager) -> None:
-        """Remember who averages the gradients of `module`; a module set up twice keeps one."""
+        """Remember the averager of `module`; a module that is set up twice keeps the second."""
         for index, (known, before) in enumerate(self._averagers):
             if known is module:
                 before.close()
@@ -130,11 +130,11 @@ class BackwardSyncControl:
 
     @property
     def waited_seconds(self) -> float:
-        """Over all modules."""
+        """Seconds over all modules."""
         return sum(averager.waited_seconds for _, averager in self._averagers)
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
-        """Let the gradients of `module` accumulate on this rank while inside."""
+        """Let the gradients of `module` accumulate on this rank inside the context."""
         if not enabled:
             return nullcontext()
         for known, averager in self._averagers:

@@ -1,32 +1,39 @@
-"""When a rank fails inside Lightning: the others are told why before anything else is tried."""
+"""How a rank ends that fails or is stopped: other ranks hear of it first, and its exit status is not zero."""
+
+import logging
+import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 from ring_plugins.core import world
-from ring_plugins.core import world as job
 
-# What a shell reports for a process that SIGTERM ended.
+log = logging.getLogger(__name__)
+
+# The status that a shell reports for a process that SIGTERM ended.
 _TERMINATED = 128 + 15
 
-_told: list[job.World] = []
+_failed: list[world.World] = []
 
 
-def tell_peers(error: BaseException) -> None:
+def report_failure(error: BaseException) -> None:
     """Tell every rank that this one failed and why; theirs then raise instead of waiting.
 
-    Nothing is told a second time, nor of an end that is not a failure: Lightning's tuner leaves by an exception, and a
-    script may call ``sys.exit(0)`` on every rank.
+    Only the first failure is reported, and no orderly exit: Lightning's tuner leaves by an exception, and a script may
+    call ``sys.exit(0)`` on every rank.
     """
-    if not world.is_initialized() or world.current().topology.size == 1 or _is_orderly(error) or peers_were_told():
+    if not world.is_initialized() or world.current().topology.size == 1 or _is_orderly(error) or has_failed():
         return
-    _told[:] = [world.current()]
+    _failed[:] = [world.current()]
     world.current().fail(error)
 
 
-def peers_were_told() -> bool:
-    """Whether this rank gave up its job, so that it must wait for nobody on its way out."""
-    return bool(_told) and world.is_initialized() and world.current() is _told[0]
+def has_failed() -> bool:
+    """Whether this rank reported a failure, so that it must wait for no other rank on its way out."""
+    return bool(_failed) and world.is_initialized() and world.current() is _failed[0]
 
 
-def give_status(error: BaseException) -> None:
+def set_exit_status(error: BaseException) -> None:
     """Make a SIGTERM end the process with a status other than zero.
 
     Lightning 2.6.6, pytorch/utilities/exceptions.py:19: ``SIGTERMException`` is a ``SystemExit`` without a code, so a
@@ -37,7 +44,7 @@ def give_status(error: BaseException) -> None:
 
 
 def _is_orderly(error: BaseException) -> bool:
-    # Lightning 2.6.6, pytorch/utilities/exceptions.py:33; the class exists once in each spelling of Lightning.
+    # Lightning 2.6.6, pytorch/utilities/exceptions.py:33; each of the two packages has a class of this name.
     is_tuner_exit = type(error).__name__ == "_TunerExitException"
     is_plain_exit = isinstance(error, SystemExit) and not error.code and not _is_sigterm(error)
     return is_tuner_exit or is_plain_exit
@@ -45,3 +52,27 @@ def _is_orderly(error: BaseException) -> bool:
 
 def _is_sigterm(error: BaseException) -> bool:
     return type(error).__name__ == "SIGTERMException"
+
+
+def keep_sigterm_handler_from_broadcasting(trainer: Any) -> None:
+    """Keep Lightning's orderly stop on SIGTERM, without the broadcast that it makes inside the signal handler.
+
+    Lightning 2.6.6, pytorch/trainer/connectors/signal_connector.py:108-120: the handler broadcasts from rank 0,
+    wherever the main thread happens to be. If that is inside another collective, or if not every rank got the signal,
+    ranks wait for each other in different operations. The handler's other half is enough: every training batch begins
+    with an agreed look at rank 0's flag (pytorch/loops/training_epoch_loop.py:259-272), and a rank that alone got the
+    signal stops by itself and reports that.
+
+    Called once the Trainer has registered its handlers; the Trainer restores the previous ones.
+    """
+    connector = trainer._signal_connector
+    handlers: list[Any] = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
+    handlers[:] = [_flag_setter(connector) if one == connector._sigterm_notifier_fn else one for one in handlers]
+
+
+def _flag_setter(connector: Any) -> Callable[[int, FrameType | None], None]:
+    def set_flag(signum: int, _: FrameType | None) -> None:
+        log.info(f"Received SIGTERM: {signum}")
+        connector.received_sigterm = True
+
+    return set_flag

@@ -1,4 +1,4 @@
-"""The launcher: it starts the missing ranks, or finds that all of them run already."""
+"""The launcher: it starts the missing ranks, or joins those that run already."""
 
 import os
 from collections.abc import Callable
@@ -9,11 +9,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 import ring_plugins as ring
 from ring_plugins.core import world
-from ring_plugins.core import world as job
 from ring_plugins.core.linux.process import cores
-from ring_plugins.lightning.environment import RingEnvironment, announce_rank
-from ring_plugins.lightning.failure import peers_were_told, tell_peers
-from ring_plugins.lightning.process_group import leave_process_group
+from ring_plugins.lightning.environment import RingEnvironment, set_rank_zero
+from ring_plugins.lightning.failure import has_failed, report_failure
+from ring_plugins.lightning.process_group import destroy_process_group
 
 
 class RingLauncher:
@@ -28,7 +27,7 @@ class RingLauncher:
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """A notebook has no script that could be run again, but it can be one rank of a job started from outside."""
+        """Whether it works in a notebook, which has no script to run again but may be a rank of an external job."""
         return self._environment.creates_processes_externally
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
@@ -36,7 +35,7 @@ class RingLauncher:
         return self._launch(function, args, kwargs)
 
     def kill(self, signum: int) -> None:
-        """Called by Lightning when this process is signalled.
+        """Do nothing; Lightning calls this when the process gets a signal.
 
         The ranks started from here need no copy of the signal: they end when this process does, and hear of an orderly
         stop through the job itself.
@@ -47,8 +46,8 @@ class RingLauncher:
         try:
             return function(*args, **kwargs)
         except BaseException as error:
-            # Before Lightning's own handling: callbacks may wait for peers that are already on their way out.
-            tell_peers(error)
+            # Before Lightning's own handling: callbacks may wait for ranks that are already on their way out.
+            report_failure(error)
             raise
 
 
@@ -60,26 +59,26 @@ class RingFabricLauncher(RingLauncher):
         return self._launch(function, args, kwargs)
 
 
-def join_world(environment: RingEnvironment) -> job.World:
+def join_world(environment: RingEnvironment) -> world.World:
     """The `World`, brought up on the first call of a process.
 
-    It is brought up anew after a failure that the script survived (on all ranks: an error that not all of them catch
-    ends the job within seconds), and where it had one rank and now shall have more.
+    It is brought up again after a failure that the script survived (on all ranks: an error that not all of them catch
+    ends the job within seconds), and where it had one rank and is now to have more.
     """
-    if peers_were_told() or (world.is_initialized() and environment.world_size() != world.current().topology.size):
-        leave_process_group()
+    if has_failed() or (world.is_initialized() and environment.world_size() != world.current().topology.size):
+        destroy_process_group()
         ring.shutdown()
     if not world.is_initialized():
         ring.init(ranks=environment.world_size() if not environment.creates_processes_externally else None)
         _share_cores(environment.local_world_size())
-        announce_rank()
-        place, launcher = world.current().topology, world.current().launcher
-        rank_zero_info(f"ring_plugins: {place.summary}, launcher: {launcher}")
+        set_rank_zero()
+        topology, launcher = world.current().topology, world.current().launcher
+        rank_zero_info(f"ring_plugins: {topology.summary}, launcher: {launcher}")
     return world.current()
 
 
 def _share_cores(local_world_size: int) -> None:
-    """Give each rank of this node its share of the cores, unless OMP_NUM_THREADS says otherwise."""
+    """Give each rank of this host its share of the cores, unless OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" in os.environ or local_world_size == 1:
         return
     threads = max(1, cores() // local_world_size)

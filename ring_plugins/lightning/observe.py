@@ -1,4 +1,4 @@
-"""Callbacks that show where the time of training goes."""
+"""Callbacks that show where training time goes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ else:
 
 
 class BalanceMonitor(Callback):
-    """Logs computing, waiting for the slowest rank and moving bytes through the Trainer's loggers.
+    """Logs through the Trainer's loggers how long steps compute, wait for the slowest rank and communicate.
 
     ``Trainer(strategy=RingStrategy(), callbacks=[BalanceMonitor()])``. Every ``log_every_n_steps`` rank 0 logs the
     figures of `ring_plugins.torch.BalanceMonitor.figures`, averaged over the ranks and over the steps since the last
-    time, and at the end of ``fit`` it prints a page with all ranks. At world size 1 there is nothing to say.
+    time, and at the end of ``fit`` it prints a summary of all ranks. At world size 1 it does nothing.
 
-    It works with the Trainer of either spelling of Lightning: a Trainer calls callbacks by the names of their hooks.
+    It works with the Trainer of `lightning` and of `pytorch_lightning`, which call callbacks by their hooks' names.
 
     Args:
-        summary: Whether rank 0 prints the page.
+        summary: Whether rank 0 prints the summary.
 
     """
 
@@ -54,12 +54,12 @@ class BalanceMonitor(Callback):
 
 
 class TimelineCallback(Callback):
-    """Writes a timeline of all ranks for some batches of ``fit``; RING_TIMELINE does it for all of a job.
+    """Writes a timeline of all ranks for some batches of ``fit``; RING_TIMELINE writes one of a whole job.
 
     Args:
-        directory: Where rank 0 puts ``timeline.json``, for ui.perfetto.dev.
-        first_batch: Batches of ``fit`` before the first that is recorded.
-        batches: How many are recorded.
+        directory: Where rank 0 writes ``timeline.json``, for ui.perfetto.dev.
+        first_batch: How many batches of ``fit`` go unrecorded at first.
+        batches: How many batches are recorded.
 
     """
 

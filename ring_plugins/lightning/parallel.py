@@ -1,8 +1,9 @@
-"""What the strategies for Trainer and Fabric have in common: ranks, devices, and everything but gradients."""
+"""What the strategies for Trainer and Fabric share: ranks, devices, collectives; everything but gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -12,22 +13,42 @@ from typing_extensions import override
 
 from ring_plugins.core import world
 from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.lightning.adoption import move_to_spelling_of
-from ring_plugins.lightning.environment import RingEnvironment, announce_rank, follow_launcher
-from ring_plugins.lightning.failure import peers_were_told
+from ring_plugins.lightning.environment import RingEnvironment, set_rank_zero, warn_about_launcher
+from ring_plugins.lightning.failure import has_failed
 from ring_plugins.lightning.launcher import join_world
-from ring_plugins.lightning.process_group import ensure_process_group
-from ring_plugins.lightning.reduction import all_gather, all_reduce
-from ring_plugins.lightning.tree import ParallelStrategy, Tree
+from ring_plugins.lightning.process_group import all_gather, all_reduce, ensure_process_group
 
 T = TypeVar("T")
 StartMethod = Literal["popen", "fork", "forkserver", "spawn"]
 
+#: Stands for Lightning's ``ParallelStrategy``, which `packages` puts behind our logic in the order of base classes. A
+#: type checker takes it for anything, since there are two such classes.
+ParallelStrategy: Any = object
 
-class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `tree.ParallelStrategy`
+
+@dataclass(frozen=True)
+class Package:
+    """The parts of `lightning` or `pytorch_lightning` that our logic calls.
+
+    Attributes:
+        name: What a user imports, ``"lightning"`` or ``"pytorch_lightning"``.
+        reset_seed: Seeds this process again, as ``seed_everything`` did in it or in the process it comes from.
+        trainer_launcher: Starts workers by fork or spawn for a Trainer, as notebooks need it.
+        fabric_launcher: The same for Fabric.
+        is_interactive: Whether Lightning believes it runs in a notebook or at a prompt.
+    """
+
+    name: str
+    reset_seed: Callable[[], Any]
+    trainer_launcher: Callable[..., Any]
+    fabric_launcher: Callable[..., Any]
+    is_interactive: bool
+
+
+class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `ParallelStrategy`
     """Ranks, devices and collectives of one process."""
 
-    tree: ClassVar[Tree]
+    package: ClassVar[Package]
     accelerator_type: ClassVar[type]
 
     cluster_environment: RingEnvironment
@@ -35,20 +56,10 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `tree.Pa
     world_size: int
     global_rank: int
     local_rank: int
-    arguments: Mapping[str, Any]  # what the user gave, for the twin of the other spelling (see `adoption`)
+    arguments: Mapping[str, Any]  # the user's, to construct the other package's strategy from (see `packages`)
     _start_method: StartMethod | None
     _timeout: timedelta | None
     _num_nodes = 1
-
-    @property
-    def accelerator(self) -> Any:
-        """What Lightning hands over first; see `adoption`."""
-        return self._accelerator
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Any) -> None:
-        move_to_spelling_of(accelerator, self)
-        self._accelerator = accelerator
 
     @property
     def num_nodes(self) -> int:
@@ -85,48 +96,48 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `tree.Pa
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        """Wait until every rank has come here; return at once when a failure made that impossible."""
-        if world.is_initialized() and not peers_were_told():
+        """Wait until every rank has called; return at once if a failure made that impossible."""
+        if world.is_initialized() and not has_failed():
             world.current().communicator.barrier()
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """The object (pickled) of rank `src` on every rank."""
-        if not world.is_initialized() or self.world_size == 1 or peers_were_told():
+        """Return the object of rank `src`, pickled, on every rank."""
+        if not world.is_initialized() or self.world_size == 1 or has_failed():
             return obj
         result: T = world.current().communicator.broadcast_object(obj, root=src)
         return result
 
     def _reduce(self, tensor: Any, group: Any | None, reduce_op: Any) -> Any:
-        is_alone = self.world_size == 1 or peers_were_told()
-        return tensor if is_alone or not isinstance(tensor, Tensor) else all_reduce(tensor, group, reduce_op)
+        is_single = self.world_size == 1 or has_failed()
+        return tensor if is_single or not isinstance(tensor, Tensor) else all_reduce(tensor, group, reduce_op)
 
-    def _learn_ranks(self) -> None:
-        """Called by Lightning when it has handed over devices and number of nodes, before anything is started."""
+    def _set_ranks(self) -> None:
+        """Settle ranks and devices; Lightning has set devices and number of nodes, and nothing is started yet."""
         devices = self.parallel_devices or [torch.device("cpu")]
         environment = self.cluster_environment
         environment.set_world_size(len(devices))
         if environment.creates_processes_externally:
-            follow_launcher(environment, len(devices), self._num_nodes)
+            warn_about_launcher(environment, len(devices), self._num_nodes)
             self.parallel_devices = devices_of_node(devices, environment.local_world_size())
         elif self._num_nodes > 1:
             raise ArgumentError(
                 f"You set `num_nodes={self._num_nodes}`, but this process was started alone, and RingStrategy starts"
-                " processes on its own host only. Start the job with mpirun, torchrun or srun, which reach the others."
+                " processes on its own host only. Start the job with mpirun, torchrun or srun, which reach other hosts."
             )
-        announce_rank(self.global_rank)
+        set_rank_zero(self.global_rank)
 
     def _choose_launcher(self, launcher: type, multiprocessing_launcher: Any) -> Any:
-        """None where this is the only rank; workers are forked in a notebook, where there is no script to run again."""
+        """None if there is one rank; Lightning's own in a notebook, where there is no script to run again."""
         if self.world_size == 1:
             return None
-        start_method = self._start_method or ("fork" if self.tree.is_interactive else "popen")
+        start_method = self._start_method or ("fork" if self.package.is_interactive else "popen")
         if start_method == "popen" or self.cluster_environment.creates_processes_externally:
             return launcher(self.cluster_environment)
         return multiprocessing_launcher(self, start_method=start_method)
 
-    def _join(self) -> None:
-        """Bring up what the ranks need to talk; everything here exists once in a process, whatever it runs later."""
+    def _connect(self) -> None:
+        """Bring up the world and the process group; a process has one of each, however many Trainers it runs."""
         environment = self.cluster_environment
         if not environment.creates_processes_externally and self.world_size > 1:
             environment.become_worker()
@@ -135,8 +146,8 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `tree.Pa
             return
         if self.root_device.type not in ("cpu", "cuda"):
             raise ArgumentError(
-                f"The accelerator chose {self.root_device}, but ring_plugins averages gradients in the memory of CPUs"
-                " and CUDA GPUs only. Pass `accelerator='cpu'` or `accelerator='gpu'`."
+                f"The accelerator chose {self.root_device}, but ring_plugins averages gradients only in the memory of"
+                " CPUs and CUDA GPUs. Pass `accelerator='cpu'` or `accelerator='gpu'`."
             )
         ensure_process_group(own_world, self._timeout)
 
@@ -158,7 +169,7 @@ def devices_of_node(devices: list[torch.device], local_world_size: int) -> list[
         return devices[:1] * local_world_size
     visible = getattr(torch, kind).device_count()
     if visible == 1:
-        # Each rank was given its own by the launcher, which makes it the first of each; or all share it on purpose.
+        # The launcher made one GPU visible to each rank, where it has index 0; or all ranks share one on purpose.
         return devices[:1] * local_world_size
     if visible < local_world_size:
         raise ArgumentError(

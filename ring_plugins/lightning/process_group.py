@@ -1,7 +1,7 @@
-"""The torch.distributed process group that everything in Lightning which is not a gradient talks through.
+"""torch.distributed over our communicators: its default group, and the collectives that a strategy offers on it.
 
 torchmetrics, Lightning's SIGTERM check and `prepare_data` barrier, object collectives and users' own code call
-torch.distributed without asking the strategy. With its default group on our communicators they need no special case,
+torch.distributed without asking the strategy. With the default group on our communicators they need no special case,
 and a rank that waits in any of them hears of a failed peer.
 """
 
@@ -9,36 +9,48 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.base.errors import ArgumentError, LaunchError, NotInitialized
 from ring_plugins.core.world import World
 from ring_plugins.torch.backend import register
 from ring_plugins.torch.rendezvous import store_from_world
 
 BACKEND = "ring"
 
-# The world over which we initialised torch.distributed: after `ring_plugins.shutdown()` the group is of no more use.
-_over: list[World] = []
+# The world over which this module initialized torch.distributed; the group dies with it in `ring_plugins.shutdown()`.
+_initialized_over: list[World] = []
+
+_REDUCTIONS = {
+    "mean": dist.ReduceOp.AVG,
+    "avg": dist.ReduceOp.AVG,
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
 
 
 def ensure_process_group(world: World, timeout: timedelta | None = None) -> None:
-    """Initialise torch.distributed over `world` unless that was done before, by us or by the user.
+    """Initialize torch.distributed over `world`, unless this module or the user has.
 
     Raises:
         LaunchError: If a process group exists that numbers the processes differently.
     """
-    place = world.topology
-    if _over and _over[0] is not world:
-        leave_process_group()
+    topology = world.topology
+    if _initialized_over and _initialized_over[0] is not world:
+        destroy_process_group()
     if dist.is_initialized():
-        if (dist.get_rank(), dist.get_world_size()) != (place.rank, place.size):
+        if (dist.get_rank(), dist.get_world_size()) != (topology.rank, topology.size):
             raise LaunchError(
                 f"torch.distributed calls this process rank {dist.get_rank()} of {dist.get_world_size()}, ring_plugins"
-                f" rank {place.rank} of {place.size}. Let RingStrategy initialise torch.distributed, or start the job"
-                " with one launcher that both follow."
+                f" rank {topology.rank} of {topology.size}. Let RingStrategy initialize torch.distributed, or start the"
+                " job with one launcher that both follow."
             )
         return
     register()
@@ -47,18 +59,18 @@ def ensure_process_group(world: World, timeout: timedelta | None = None) -> None
     # (TORCHELASTIC_USE_AGENT_STORE). Our backend could do without one, but ``new_group(backend="gloo")``, which
     # Lightning calls around `prepare_data`, cannot.
     store, rank, size = store_from_world(timeout)
-    _over[:] = [world]
-    with _own_words_for_errors():
+    _initialized_over[:] = [world]
+    with _keeping_excepthook():
         dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 @contextmanager
-def _own_words_for_errors() -> Iterator[None]:
-    """Keep ``sys.excepthook`` as it is.
+def _keeping_excepthook() -> Iterator[None]:
+    """Leave ``sys.excepthook`` as it is.
 
-    torch 2.13, distributed/distributed_c10d.py, `init_process_group`: puts a hook in front that holds back whatever the
-    others print, in order to begin each line with the rank. Ours says the rank already, and may end the job before
-    torch prints what it held back.
+    torch 2.13, distributed/distributed_c10d.py, `init_process_group`: installs a hook that holds back what the others
+    print, in order to begin each line with the rank. Our hook names the rank already, and may end the job before torch
+    prints what it held back.
     """
     hook = sys.excepthook
     try:
@@ -67,8 +79,75 @@ def _own_words_for_errors() -> Iterator[None]:
         sys.excepthook = hook
 
 
-def leave_process_group() -> None:
-    """Destroy the process group if it is ours."""
-    _over.clear()
+def destroy_process_group() -> None:
+    """Destroy the default process group if it is on our backend."""
+    _initialized_over.clear()
     if dist.is_initialized() and dist.get_backend() == BACKEND:
         dist.destroy_process_group()
+
+
+# ``strategy.reduce``, ``fabric.all_reduce`` and ``all_gather`` ---------------------------------------
+
+
+def all_reduce(tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+    """Reduce `tensor` over all ranks of `group`.
+
+    Args:
+        tensor: Same shape and dtype on every rank. Modified in place, as Lightning documents, except for the mean of
+            integers and bools.
+        group: A torch.distributed group; all ranks by default.
+        reduce_op: "mean" (or "avg"), "sum", "min", "max", "product", or a ``torch.distributed.ReduceOp``.
+
+    Returns:
+        The reduced tensor. The mean of integers is of the default floating dtype: Lightning's own truncates it, which
+        makes a weighted mean over batches of 2 and 3 samples come out a quarter too large.
+
+    Raises:
+        ArgumentError: If `reduce_op` is no such name.
+    """
+    operation = _operation(reduce_op)
+    is_average = operation == dist.ReduceOp.AVG
+    if is_average and not (tensor.is_floating_point() or tensor.is_complex()):
+        total = tensor.to(torch.int64)
+        dist.all_reduce(total, dist.ReduceOp.SUM, group=group)
+        return total / dist.get_world_size(group)
+    if is_average and dist.get_backend(group) == "gloo":
+        # A group of the user's own; gloo has no average.
+        dist.all_reduce(tensor, dist.ReduceOp.SUM, group=group)
+        return tensor.div_(dist.get_world_size(group))
+    dist.all_reduce(tensor, operation, group=group)
+    return tensor
+
+
+def all_gather(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+    """Stack every rank's `tensor` along a new first dimension.
+
+    Args:
+        tensor: Same shape on every rank.
+        group: A torch.distributed group; all ranks by default.
+        sync_grads: Whether the result can be differentiated back to every rank's `tensor`.
+
+    Raises:
+        NotInitialized: If the strategy has not set up its processes yet.
+    """
+    if not dist.is_initialized():
+        raise NotInitialized(
+            "all_gather() was called before the strategy had set up its processes. Call it from a hook that runs inside"
+            " fit(), validate(), test() or predict(); with Fabric, after fabric.launch()."
+        )
+    from torch.distributed.nn.functional import all_gather as differentiable_all_gather
+
+    tensor = tensor.contiguous()
+    if sync_grads:
+        return torch.stack(differentiable_all_gather(tensor, group))  # type: ignore[no-untyped-call]
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, tensor.detach(), group=group)
+    return torch.stack(gathered)
+
+
+def _operation(reduce_op: Any) -> Any:
+    if not isinstance(reduce_op, str):
+        return dist.ReduceOp.SUM if reduce_op is None else reduce_op
+    if reduce_op.lower() not in _REDUCTIONS:
+        raise ArgumentError(f"reduce_op={reduce_op!r} is not known. Choose one of: {', '.join(_REDUCTIONS)}.")
+    return _REDUCTIONS[reduce_op.lower()]

@@ -1,4 +1,4 @@
-"""The strategy for Lightning's Trainer, written against neither spelling of Lightning (see `tree`)."""
+"""The strategy for Lightning's Trainer; `packages` derives it from either package's base class."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.nn import Module
 from typing_extensions import override
 
+from ring_plugins.lightning.buffers import BufferBroadcast
 from ring_plugins.lightning.environment import RingEnvironment
-from ring_plugins.lightning.failure import give_status, tell_peers
+from ring_plugins.lightning.failure import keep_sigterm_handler_from_broadcasting, report_failure, set_exit_status
 from ring_plugins.lightning.launcher import RingLauncher
 from ring_plugins.lightning.parallel import RingParallelLogic, StartMethod
-from ring_plugins.lightning.sigterm import note_sigterm_without_broadcast
-from ring_plugins.lightning.states import BufferBroadcast
 from ring_plugins.lightning.sync_batchnorm import for_device
 from ring_plugins.observe.drift import DriftCheck, chosen_interval, drift_check
 from ring_plugins.torch.broadcast import broadcast_parameters
@@ -31,14 +30,14 @@ class RingTrainerLogic(RingParallelLogic):
 
     ``Trainer(strategy=RingStrategy())`` or, once `ring_plugins.lightning` is imported, ``Trainer(strategy="ring")``.
 
-    The ranks are those of mpirun, torchrun or SLURM; a script that was started alone grows to ``devices`` processes by
-    itself. In a notebook workers are forked (``strategy="ring_notebook"``). At world size 1 the strategy behaves like
-    ``SingleDeviceStrategy``: no launcher, no process group, no hooks, no sampler.
+    The ranks are those of mpirun, torchrun or SLURM; a script that was started alone starts the other ``devices - 1``
+    processes itself. In a notebook workers are forked (``strategy="ring_notebook"``). At world size 1 the strategy
+    behaves like ``SingleDeviceStrategy``: no launcher, no process group, no hooks, no sampler.
 
     It derives from ``ParallelStrategy`` and not from ``DDPStrategy``: the module is not wrapped, and nearly everything
     ``DDPStrategy`` adds (the wrapper, its forward redirection, communication hooks, static graphs, model averaging,
     the assumption of being distributed at world size 1, a mean that truncates integers) would have to be switched off
-    again. What it would have brought, permission to train compiled modules, is one line in `registration`.
+    again. What it would have brought, permission to train compiled modules, is one line in `packages`.
 
     Args:
         accelerator: See ``Trainer(accelerator=...)``.
@@ -48,17 +47,17 @@ class RingTrainerLogic(RingParallelLogic):
         precision_plugin: Lightning's plugin for precision.
         bucket_bytes: Gradients travel together in buckets of about this many bytes.
         sparse: What to do with sparse gradients: "gather" rows from all ranks, or "densify" them.
-        autotune: Whether to try other bucket sizes in the first steps and keep what is faster; as RING_AUTOTUNE says by
+        autotune: Whether to try other bucket sizes in the first steps and keep the fastest; as RING_AUTOTUNE says by
             default.
         compression: "fp16" or "bf16" sends gradients in 16 bits between hosts, and between GPUs; see
             `ring_plugins.torch.GradientAverager`.
-        error_feedback: Whether what this rounding loses in a step is added to the next.
+        error_feedback: Whether the rounding error of a step is added to the next.
         broadcast_buffers: Whether every rank uses the buffers (such as running statistics) of rank 0, as with
-            ``DistributedDataParallel``; see `states`.
+            ``DistributedDataParallel``; see `buffers`.
         drift_check_every: Compare the weights of all ranks after every so many steps of an optimizer, which then raise
             ``DriftError`` where they differ; 0 for never, the environment variable RING_DRIFT_CHECK by default.
         timeout: For calls through torch.distributed; its default by default.
-        start_method: How a script that was started alone makes the other ranks: "popen" runs the script again, "fork",
+        start_method: How a script that was started alone starts the other ranks: "popen" runs the script again, "fork",
             "forkserver" and "spawn" run only the Trainer's function. By default "fork" in a notebook, else "popen".
 
     """
@@ -113,29 +112,29 @@ class RingTrainerLogic(RingParallelLogic):
 
     @property
     def is_distributed(self) -> bool:
-        """Lightning asks this before it injects samplers and synchronises logged values."""
+        """Whether there are several ranks; Lightning then injects samplers and synchronizes logged values."""
         return self.world_size > 1
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds in which this process stood still for gradients to be averaged, over all calls of ``fit``."""
+        """Seconds in which this process waited for gradients to be averaged, over all calls of ``fit``."""
         return self._waited_seconds + (0.0 if self._averager is None else self._averager.waited_seconds)
 
     def set_world_ranks(self) -> None:
         """Called by the Trainer's constructor, by name (accelerator_connector.py:530)."""
-        self._learn_ranks()
+        self._set_ranks()
 
     @override
     def _configure_launcher(self) -> None:
-        self._launcher = self._choose_launcher(RingLauncher, self.tree.trainer_launcher)
+        self._launcher = self._choose_launcher(RingLauncher, self.package.trainer_launcher)
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         if self.is_distributed:
-            # Building models and data took random numbers on each rank before; not always the same.
-            self.tree.reset_seed()
-        self._join()
+            # Building models and data may have drawn different random numbers on each rank.
+            self.package.reset_seed()
+        self._connect()
 
     @override
     def setup(self, trainer: Any) -> None:
@@ -170,7 +169,8 @@ class RingTrainerLogic(RingParallelLogic):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        # `toggle_model` freezes and thaws within a training step, which is never one call of the module's forward.
+        # `toggle_model` freezes and unfreezes within a training step, and Lightning calls the step, not the module's
+        # forward, in which the averager would notice.
         if self._averager is not None and not self._accumulates:
             self._averager.prepare()
 
@@ -184,7 +184,7 @@ class RingTrainerLogic(RingParallelLogic):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Let gradients accumulate on this rank while inside."""
+        """Let gradients accumulate on this rank inside the context."""
         if self._averager is None:
             yield
         else:
@@ -203,16 +203,16 @@ class RingTrainerLogic(RingParallelLogic):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Combine a tensor over all ranks; anything else is returned as it is. See `reduction.all_reduce`."""
+        """Reduce a tensor over all ranks; anything else is returned as it is. See `process_group.all_reduce`."""
         return self._reduce(tensor, group, reduce_op)
 
     @override
     def on_train_start(self) -> None:
-        note_sigterm_without_broadcast(self._trainer)
+        keep_sigterm_handler_from_broadcasting(self._trainer)
 
     @override
     def on_train_end(self) -> None:
-        self._renew_buffers()
+        self._broadcast_all_buffers()
 
     @override
     def on_validation_start(self) -> None:
@@ -227,23 +227,23 @@ class RingTrainerLogic(RingParallelLogic):
         self._on_evaluation_start()
 
     def _on_evaluation_start(self) -> None:
-        note_sigterm_without_broadcast(self._trainer)
-        self._renew_buffers()
+        keep_sigterm_handler_from_broadcasting(self._trainer)
+        self._broadcast_all_buffers()
 
     @property
     def _trainer(self) -> Any:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 
-    def _renew_buffers(self) -> None:
+    def _broadcast_all_buffers(self) -> None:
         if self._broadcast_buffers and self.is_distributed:
             assert self.model is not None
-            BufferBroadcast(self.model).everything()
+            BufferBroadcast(self.model).broadcast_all()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        give_status(exception)
-        tell_peers(exception)
+        set_exit_status(exception)
+        report_failure(exception)
 
     @override
     def teardown(self) -> None:

@@ -10,9 +10,9 @@ from typing_extensions import override
 
 
 def for_device(layer_sync: Any, device: torch.device) -> Any:
-    """The plugin to use where the Trainer chose `layer_sync`: ours in place of torch's, on the CPU."""
-    is_torchs = type(layer_sync).__name__ == "TorchSyncBatchNorm"
-    return HostSyncBatchNorm() if is_torchs and device.type == "cpu" else layer_sync
+    """The plugin to use instead of `layer_sync`, which the Trainer chose: ours in place of torch's, on the CPU."""
+    is_torch = type(layer_sync).__name__ == "TorchSyncBatchNorm"
+    return HostSyncBatchNorm() if is_torch and device.type == "cpu" else layer_sync
 
 
 class HostSyncBatchNorm:
@@ -23,7 +23,7 @@ class HostSyncBatchNorm:
         return _replace(model, _synchronized)
 
     def revert(self, model: nn.Module) -> nn.Module:
-        """Put the original layers back, with what was learned meanwhile."""
+        """Put the original layers back; parameters and buffers keep what was learned."""
         return _replace(model, _original)
 
 
@@ -43,19 +43,19 @@ class SynchronizedBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         output: Tensor
         output, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
-        self._remember(mean, variance, count)
+        self._update_running_statistics(mean, variance, count)
         return output
 
     @torch.no_grad()
-    def _remember(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+    def _update_running_statistics(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         if self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         unbiased = variance * (count / (count - 1).clamp(min=1))
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
 
 
 class _Normalize(torch.autograd.Function):
@@ -74,11 +74,11 @@ class _Normalize(torch.autograd.Function):
         own_count = x.numel() // x.shape[1]
         mean, variance, count = _statistics(values, own_count)
         inverse_deviation = (variance + eps).rsqrt()
-        normalised = (values - _channels(mean.to(precise), x)) * _channels(inverse_deviation.to(precise), x)
-        output = normalised
+        normalized = (values - _channels(mean.to(precise), x)) * _channels(inverse_deviation.to(precise), x)
+        output = normalized
         if weight is not None and bias is not None:
             output = output * _channels(weight.to(precise), x) + _channels(bias.to(precise), x)
-        ctx.save_for_backward(normalised, weight, inverse_deviation.to(precise), count)
+        ctx.save_for_backward(normalized, weight, inverse_deviation.to(precise), count)
         ctx.input_dtype = x.dtype
         ctx.mark_non_differentiable(mean, variance, count)
         return output.to(x.dtype), mean, variance, count
@@ -86,16 +86,16 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        normalised, weight, inverse_deviation, count = ctx.saved_tensors
-        gradient = grad_output.to(normalised.dtype)
+        normalized, weight, inverse_deviation, count = ctx.saved_tensors
+        gradient = grad_output.to(normalized.dtype)
         dimensions = _all_but_channels(gradient)
         grad_bias = gradient.sum(dimensions)
-        grad_weight = (gradient * normalised).sum(dimensions)
+        grad_weight = (gradient * normalized).sum(dimensions)
         sums = torch.stack([grad_bias, grad_weight]).to(torch.float64)
         dist.all_reduce(sums)
-        # A batch that is empty everywhere has no gradient to scale.
+        # A batch that is empty on every rank has no gradient to scale.
         mean_gradient, mean_product = (sums / count.clamp(min=1)).to(gradient.dtype)
-        grad_input = gradient - _channels(mean_gradient, gradient) - normalised * _channels(mean_product, gradient)
+        grad_input = gradient - _channels(mean_gradient, gradient) - normalized * _channels(mean_product, gradient)
         scale = inverse_deviation if weight is None else inverse_deviation * weight.to(gradient.dtype)
         grad_input = grad_input * _channels(scale, gradient)
         if weight is None:
@@ -137,12 +137,12 @@ def _replace(module: nn.Module, replacement: Any) -> nn.Module:
 def _synchronized(module: nn.Module) -> nn.Module:
     if not isinstance(module, _BatchNorm) or isinstance(module, SynchronizedBatchNorm):
         return module
-    twin = SynchronizedBatchNorm(module.num_features, module.eps, module.momentum, module.affine, False)
-    twin.track_running_stats = module.track_running_stats
-    twin.train(module.training)
+    synchronized = SynchronizedBatchNorm(module.num_features, module.eps, module.momentum, module.affine, False)
+    synchronized.track_running_stats = module.track_running_stats
+    synchronized.train(module.training)
     # Not a submodule: it must not appear in the state dict.
-    object.__setattr__(twin, "original", module)
-    return _share(module, twin)
+    object.__setattr__(synchronized, "original", module)
+    return _share(module, synchronized)
 
 
 def _original(module: nn.Module) -> nn.Module:

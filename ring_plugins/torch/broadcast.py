@@ -1,4 +1,4 @@
-"""The same start on all ranks: weights and optimizer state of one rank for everyone."""
+"""The same start on all ranks: one rank's weights and optimizer state, broadcast to the others."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ring_plugins.torch.tensors import Target
 def broadcast_parameters(
     parameters: nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], root: int = 0
 ) -> None:
-    """Overwrite tensors with the root's, in place; collective.
+    """Overwrite tensors in place with the root's; collective.
 
     Args:
         parameters: a module (its parameters and buffers), a state dict, or (name, tensor) pairs.
-        root: the rank whose values everyone gets.
+        root: the rank whose values are broadcast.
 
     Raises:
         MismatchError: names, shapes or dtypes differ among ranks; the text names the first that does.
@@ -34,8 +34,7 @@ def broadcast_parameters(
         named = [*parameters.named_parameters(), *parameters.named_buffers()]
     else:
         named = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
-    said = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in named]
-    _check_equal(said)
+    _check_equal([(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in named])
     with torch.no_grad():
         _broadcast([tensor.detach() for _, tensor in named], root)
 
@@ -45,37 +44,37 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -
 
     Args:
         optimizer: may be a `DistributedOptimizer`; its state may be empty on any rank.
-        root: the rank whose state everyone gets.
+        root: the rank whose state is broadcast.
     """
     if current().topology.size == 1:
         return
     state: Any = optimizer.state_dict() if rank() == root else None
     leaves, tree = tree_flatten(state)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    outline = [_Outline(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    outline, tree = broadcast_object((outline, tree), root)
+    placeholders = [_Placeholder(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    placeholders, tree = broadcast_object((placeholders, tree), root)
     if rank() != root:
-        tensors = [leaf.empty() for leaf in outline if isinstance(leaf, _Outline)]
+        tensors = [leaf.empty() for leaf in placeholders if isinstance(leaf, _Placeholder)]
     _broadcast(tensors, root)
     if rank() != root:
         filled = iter(tensors)
-        leaves = [next(filled) if isinstance(leaf, _Outline) else leaf for leaf in outline]
+        leaves = [next(filled) if isinstance(leaf, _Placeholder) else leaf for leaf in placeholders]
         optimizer.load_state_dict(tree_unflatten(leaves, tree))
 
 
-class _Outline:
-    """A tensor without its values."""
+class _Placeholder:
+    """Dtype, shape and kind of device of a tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype, self.shape, self.is_on_gpu = tensor.dtype, tuple(tensor.shape), is_on_gpu(tensor)
 
     def empty(self) -> torch.Tensor:
-        """Memory for such a tensor, on this rank's GPU where the original is on the root's."""
+        """Uninitialized memory for such a tensor, on this rank's GPU if the original is on the root's."""
         return torch.empty(self.shape, dtype=self.dtype, device=device.own_device() if self.is_on_gpu else None)
 
 
 def _broadcast(tensors: list[torch.Tensor], root: int) -> None:
-    """Overwrite tensors with the root's, those on GPUs together."""
+    """Overwrite tensors with the root's; those on GPUs travel as one group of operations."""
     if current().topology.size == 1:
         return
     targets = []
@@ -94,13 +93,14 @@ def _broadcast(tensors: list[torch.Tensor], root: int) -> None:
             target.store()
 
 
-def _check_equal(said: list[tuple[str, str, tuple[int, ...]]]) -> None:
-    everyones = all_gather_object(said)
-    for other, theirs in enumerate(everyones):
-        if theirs == everyones[0]:
+def _check_equal(described: list[tuple[str, str, tuple[int, ...]]]) -> None:
+    """Compare name, dtype and shape of every tensor among the ranks."""
+    by_rank = all_gather_object(described)
+    for other, theirs in enumerate(by_rank):
+        if theirs == by_rank[0]:
             continue
-        for i in range(max(len(theirs), len(everyones[0]))):
-            one, two = (e[i] if i < len(e) else "no such tensor" for e in (everyones[0], theirs))
+        for i in range(max(len(theirs), len(by_rank[0]))):
+            one, two = (tensors[i] if i < len(tensors) else "no such tensor" for tensors in (by_rank[0], theirs))
             if one != two:
                 raise MismatchError(
                     f"tensors to broadcast differ at number {i}: rank 0 has {one}, rank {other} has {two}. "

@@ -1,4 +1,4 @@
-"""Checksums of torch's parameters, where they are."""
+"""Checksums of torch parameters, computed on the device they are on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ring_plugins.observe.drift import checksum
 
 
 def parameter_checksums(named: Iterable[tuple[str, nn.Parameter]]) -> tuple[list[str], list[int]]:
-    """Names and checksums of parameters; those on a GPU are summed up there, and fetched together.
+    """Names and checksums of parameters; those on a GPU are computed there and fetched together.
 
     Args:
         named: (name, parameter) pairs.
@@ -26,6 +26,6 @@ def parameter_checksums(named: Iterable[tuple[str, nn.Parameter]]) -> tuple[list
 
 
 def _on_device(memory: torch.Tensor) -> torch.Tensor:
-    """The sum of 16-bit words, or of bytes where those do not fit; torch adds integers up as 64 bits."""
+    """The sum of 16-bit words, or of bytes if their number is odd; torch sums integers in 64 bits."""
     even = memory.numel() % 2 == 0
     return (memory.view(torch.int16) if even else memory).sum()

@@ -21,26 +21,25 @@ class DistributedOptimizer(Optimizer):
 
     The averages are there when `loss.backward()` returns, so clip and inspect them as with one process.
     It shares parameter groups and state with the optimizer it wraps; schedulers, `GradScaler` and
-    checkpoints take either.
+    checkpoints accept either.
 
     Args:
         optimizer: any torch optimizer.
-        named_parameters: `model.named_parameters()`, for names in messages; equal on all ranks. By default
-            the parameters are numbered in the order of the parameter groups.
+        named_parameters: `model.named_parameters()`, for names in error messages; equal on all ranks. By
+            default the parameters are numbered in the order of the parameter groups.
         backward_passes_per_step: call `backward()` this often before `step()`; only the last is followed by
             communication. The gradients of the passes are summed, as torch does.
         bucket_bytes: size of the buckets in bytes.
         sparse: "gather" keeps sparse gradients sparse, "densify" makes them dense.
-        autotune: whether to try other bucket sizes in the first steps and keep what is faster; as RING_AUTOTUNE says by
+        autotune: whether to try other bucket sizes in the first steps and keep the fastest; as RING_AUTOTUNE says by
             default.
-        drift_check_every: compare the weights of all ranks after every so many steps, which then raise `DriftError`
-            where they differ; 0 for never, as RING_DRIFT_CHECK says by default.
-        compression: "fp16" or "bf16" sends gradients in 16 bits, and `error_feedback` adds what that loses to the next
-            step; see `GradientAverager`.
-        error_feedback: likewise.
+        drift_check_every: compare the weights of all ranks after every so many steps and raise `DriftError` if they
+            differ; 0 for never, as RING_DRIFT_CHECK says by default.
+        compression: "fp16" or "bf16" sends gradients in 16 bits; see `GradientAverager`.
+        error_feedback: whether the rounding error of a step is added to the next.
 
     Raises:
-        ArgumentError: an argument has no meaning, or `named_parameters` lacks one that is optimized.
+        ArgumentError: an argument is invalid, or `named_parameters` lacks a parameter that is optimized.
         MismatchError: the parameters differ among ranks.
     """
 
@@ -82,7 +81,7 @@ class DistributedOptimizer(Optimizer):
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
-        """In the order of the model where it is known: the last layer's gradients come first."""
+        """Optimized parameters, in the order of the model where it is known: buckets rely on it for early starts."""
         optimized = self._optimized()
         if self._names:
             wanted = set(optimized)
@@ -92,7 +91,7 @@ class DistributedOptimizer(Optimizer):
             ]
         return [(f"parameter {i}", p) for i, p in enumerate(optimized)]
 
-    # The Optimizer interface, handed on -------------------------------------------------------------
+    # torch's Optimizer interface, delegated ---------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -126,7 +125,7 @@ class DistributedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters.
 
-        A rank that had no backward since the last step or `zero_grad` takes part in the others' averages with zeros.
+        A rank that ran no backward since the last step or `zero_grad` contributes zeros to the others' averages.
         """
         if closure is None and self.averager.steps == self._reductions_so_far:
             self.averager.finish()
@@ -147,13 +146,13 @@ class DistributedOptimizer(Optimizer):
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"
 
-    # What it adds ---------------------------------------------------------------------------------
+    # Additions ------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Nothing to do: gradients are averaged when backward returns. Here for scripts that call it."""
+        """Do nothing: gradients are averaged when backward returns. Here for scripts that call it."""
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Within it backward accumulates this rank's gradients only."""
+        """Let backward accumulate this rank's gradients only, inside the context."""
         return self.averager.no_sync()
 
     @property
@@ -162,7 +161,7 @@ class DistributedOptimizer(Optimizer):
         return self.averager.waited_seconds
 
     def close(self) -> None:
-        """Stop averaging; the wrapped optimizer goes on alone."""
+        """Stop averaging; the wrapped optimizer remains usable."""
         if self._drift is not None:
             self._drift.close()
         self.averager.close()

@@ -1,4 +1,10 @@
-"""How the ranks of a job find each other through a torch store, and how torch finds them through ours."""
+"""How the ranks of a job meet through a store of torch's, and how torch's ranks meet through our world.
+
+Under torchrun the agent keeps MASTER_PORT for torch's store, and a script may have given torch.distributed a store
+before it calls us: our ranks then meet through that store (`open_store`). Under mpirun, or in a script that started its
+own ranks, torch lacks RANK and MASTER_ADDR, so `init_process_group` gets a store among the ranks of our world
+(`replace_env_rendezvous`).
+"""
 
 from __future__ import annotations
 
@@ -13,23 +19,25 @@ from typing import Any, cast
 import torch.distributed
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]  # torch re-exports these unmarked
 
+from ring_plugins.core import rendezvous as launch
+from ring_plugins.core import world
 from ring_plugins.core.base.errors import LaunchError
 
-#: What a torchrun-style launcher sets.
+#: Set by torchrun and launchers like it.
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_SOON = timedelta(seconds=300)
+_TIMEOUT = timedelta(seconds=300)
 
 
 def owns_port() -> bool:
-    """Whether torch has a store at MASTER_PORT already, or was given one: ranks then meet through that."""
+    """Whether torch has a store already, at MASTER_PORT or given by the script; ranks then meet through that."""
     return bool(_adopted) or torch.distributed.is_initialized()
 
 
-def open_store(generation: int = 0, timeout: timedelta = _SOON) -> Store:
-    """A store that the ranks share, under keys that nobody else uses.
+def open_store(generation: int = 0, timeout: timedelta = _TIMEOUT) -> Store:
+    """A store that the ranks share, with keys that nobody else uses.
 
     Args:
-        generation: how many this job opened so before, the same on all ranks.
+        generation: how many stores this job opened before, the same on all ranks.
         timeout: how long ranks may take to arrive.
 
     Raises:
@@ -45,7 +53,7 @@ def open_store(generation: int = 0, timeout: timedelta = _SOON) -> Store:
         store = next(rendezvous("env://", rank, size, timeout=timeout))[0]
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
-            f"rank {rank} of {size} could not meet the others at MASTER_ADDR={host} "
+            f"rank {rank} of {size} could not reach the others at MASTER_ADDR={host} "
             f"MASTER_PORT={os.environ['MASTER_PORT']}: {error}. Are all ranks running, and is the port free and open?"
         ) from error
     store.set_timeout(timeout)
@@ -57,10 +65,10 @@ _adopted: list[Store] = []
 
 
 def adopt(store: Store, rank: int, size: int) -> None:
-    """Let the next `init` meet through a store that torch.distributed was given, with the ranks given there.
+    """Let the ranks of the next `init` meet through a store that the script gave torch.distributed.
 
-    For scripts that start their processes themselves, as torch.multiprocessing.spawn does: from here on the
-    environment says what they said to `init_process_group`.
+    For scripts that start their processes themselves, as torch.multiprocessing.spawn does. The environment is set to
+    what the script told `init_process_group`.
     """
     base: Any = innermost(store)
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(size)
@@ -77,11 +85,11 @@ def innermost(store: Store) -> Store:
 
 
 def replace_env_rendezvous() -> None:
-    """Let `init_process_group` work where the launcher is not torchrun: mpirun, or a script that grew by itself.
+    """Let `init_process_group` work without torchrun: under mpirun, or in a script that started its own ranks.
 
     torch 2.13, torch/distributed/rendezvous.py:229-275 raises where RANK is missing, and
-    `register_rendezvous_handler` (lines 27-49) refuses a scheme that is taken; hence the private table. Where RANK
-    and the other variables are there, torch's own handler does as before, the first time.
+    `register_rendezvous_handler` (lines 27-49) refuses a scheme that is taken, hence the private table. If RANK and the
+    other variables are set, torch's own handler is used the first time.
     """
     handlers = cast("dict[str, Callable[..., Iterator[tuple[Store, int, int]]]]", _handlers())
     torch_handler = handlers["env"]
@@ -90,16 +98,16 @@ def replace_env_rendezvous() -> None:
 
     served = 0
 
-    def env_handler(url: str, timeout: timedelta = _SOON, **options: Any) -> Iterator[tuple[Store, int, int]]:
+    def env_handler(url: str, timeout: timedelta = _TIMEOUT, **options: Any) -> Iterator[tuple[Store, int, int]]:
         nonlocal served
         if "rank=" in url:
             return torch_handler(url, timeout=timeout, **options)
         complete = all(os.environ.get(name) for name in VARIABLES)
-        # From the second time on, the address that the launcher gave is worn: there may be keys of the group that was
-        # destroyed, or rank 0 may still be closing its store there while another rank connects to it.
-        worn = served > 0 and _world_is_the_environment()
+        # From the second time on the launcher's address is no longer safe: the store may hold keys of a group that was
+        # destroyed, or rank 0 may still be closing it while another rank connects to it.
+        is_stale = served > 0 and _world_is_the_environment()
         served += 1
-        if (complete and not worn) or _half_set():
+        if (complete and not is_stale) or _is_half_set():
             return torch_handler(url, timeout=timeout, **options)
         return iter([store_from_world(timeout)])
 
@@ -108,41 +116,35 @@ def replace_env_rendezvous() -> None:
 
 
 def _world_is_the_environment() -> bool:
-    from ring_plugins.core import world
-
+    """Whether our world has the rank and size that the environment names."""
     if not world.is_initialized():
         return False
-    place = world.current().topology
-    return [str(place.rank), str(place.size)] == [os.environ.get("RANK"), os.environ.get("WORLD_SIZE")]
+    topology = world.current().topology
+    return [str(topology.rank), str(topology.size)] == [os.environ.get("RANK"), os.environ.get("WORLD_SIZE")]
 
 
-def _half_set() -> bool:
-    """Whether someone began to set torch's variables where nothing else started this process: torch names the rest."""
-    from ring_plugins.core import rendezvous as launch
-    from ring_plugins.core import world
-
+def _is_half_set() -> bool:
+    """Whether the script set some of torch's variables in a process without a launcher; torch names the rest."""
     if world.is_initialized() or launch.detect().kind != "single":
         return False
     return any(os.environ.get(name) for name in VARIABLES)
 
 
-def store_from_world(timeout: timedelta = _SOON) -> tuple[Store, int, int]:
-    """A new store among the ranks of ring_plugins' world, with their rank and the world size; all call it."""
-    from ring_plugins.core import world
-
+def store_from_world(timeout: timedelta = _TIMEOUT) -> tuple[Store, int, int]:
+    """A new store among the ranks of our world, this rank, and the world size; collective."""
     own = world.init()
-    place = own.topology
-    if place.size == 1:
+    topology = own.topology
+    if topology.size == 1:
         return HashStore(), 0, 1
-    if place.rank == 0:
-        one_host = place.num_nodes == 1
+    if topology.rank == 0:
+        one_host = topology.num_nodes == 1
         addresses = ["127.0.0.1"] if one_host else _own_addresses()
-        store = _listen(addresses[0] if one_host else "0.0.0.0", place.size, timeout)
+        store = _listen(addresses[0] if one_host else "0.0.0.0", topology.size, timeout)
         own.communicator.broadcast_object((addresses, store.port), root=0)
     else:
         addresses, port = own.communicator.broadcast_object(None, root=0)
-        store = _connect(addresses, port, place.size, timeout)
-    return store, place.rank, place.size
+        store = _connect(addresses, port, topology.size, timeout)
+    return store, topology.rank, topology.size
 
 
 def _handlers() -> Any:
@@ -163,8 +165,8 @@ def _connect(addresses: list[str], port: int, size: int, timeout: timedelta) -> 
             continue
         return TCPStore(address, port, size, False, timeout, wait_for_workers=False)
     raise LaunchError(
-        f"{socket.gethostname()} reaches rank 0 on port {port} under none of {', '.join(addresses)}; "
-        "do the hosts' names resolve, and does a firewall close ports between them?"
+        f"{socket.gethostname()} cannot reach rank 0 on port {port} at any of {', '.join(addresses)}. "
+        "Do the hosts' names resolve, and does a firewall block ports between them?"
     )
 
 

@@ -1,4 +1,4 @@
-"""Sparse gradients: gathered from all ranks instead of summed in buckets."""
+"""Sparse gradients: their rows are gathered from all ranks instead of reduced in buckets."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from ring_plugins.torch.device import memory_of
 
 
 def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
-    """Weights of the embeddings that were built with `sparse=True`."""
+    """The weights of embeddings that were built with `sparse=True`."""
     embeddings = (m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
     return {cast(nn.Parameter, m.weight) for m in embeddings if m.sparse}
 
 
 def average_sparse(parameter: nn.Parameter, communicator: Communicator[Any]) -> None:
-    """Let `parameter.grad` be the average over all ranks, sparse; collective.
+    """Make `parameter.grad` the sparse average over all ranks; collective.
 
-    A rank without a gradient takes part with no rows; if no rank has one it stays None. A dense gradient
-    is turned into a sparse one of all its rows.
+    A rank without a gradient contributes no rows; if no rank has one it stays None. A dense gradient becomes a sparse
+    one of all its rows.
     """
     gradient = parameter.grad
     if gradient is not None:
         gradient = gradient.detach()
         gradient = gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)
-    said = (None if gradient is None else gradient._nnz(), None if gradient is None else gradient.sparse_dim())
-    everyones = communicator.all_gather_object(said)
-    counts = [rows or 0 for rows, _ in everyones]
-    dimensions = {dims for _, dims in everyones if dims is not None}
+    own = (0, None) if gradient is None else (gradient._nnz(), gradient.sparse_dim())
+    by_rank = communicator.all_gather_object(own)
+    counts = [rows for rows, _ in by_rank]
+    dimensions = {sparse_dim for _, sparse_dim in by_rank if sparse_dim is not None}
     if not dimensions:
         return
     sparse_dim = dimensions.pop()

@@ -63,7 +63,7 @@ def main() -> None:
     report("places", places, rank)
     report("said", said, rank)
     report("weights", model.layer.weight.detach(), rank)
-    report("strategy", [type(fitted.strategy).__module__, fitted.strategy.waited_seconds > 0], rank)
+    report("strategy", [type(fitted.strategy).__qualname__, fitted.strategy.waited_seconds > 0], rank)
     report("group", [dist.get_backend(), dist.get_world_size()], rank)
     report("printed_by", os.getpid(), rank)
 

@@ -4,8 +4,10 @@ import re
 import signal
 import time
 
+import lightning.pytorch
 import pytest
 
+from ring_plugins.lightning.failure import set_exit_status
 from tests.launch import Job, Launcher, Result, start_ranks
 
 # Ranks that are there before Lightning is imported import it at the same time. Without this line the Trainer starts
@@ -148,3 +150,9 @@ def test_an_error_that_all_ranks_catch_is_survived() -> None:
     assert result.returncode == 0, result
     first, second = result.values("weights")
     assert first == second
+
+
+def test_sigterm_is_not_success():
+    error = lightning.pytorch.utilities.exceptions.SIGTERMException()
+    set_exit_status(error)
+    assert error.code == 143

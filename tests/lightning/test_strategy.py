@@ -1,67 +1,49 @@
-"""What the strategies promise before any process is started."""
+"""Training with RingStrategy gives what DDP gives, and every rank the same bits; on GPUs (a stand-in for them), too."""
 
-import copy
-import dataclasses
-import pickle
+from functools import cache
+from pathlib import Path
 
-import lightning.fabric
 import lightning.pytorch
-import lightning_fabric
 import pytest
-import pytorch_lightning
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.lightning import (
-    RingEnvironment,
-    RingFabricStrategy,
-    RingStrategy,
-    for_lightning,
-    for_pytorch_lightning,
+from tests.launch import Result, run_ranks
+from tests.lightning.scenarios import SCENARIOS
+
+WORKER = Path(__file__).with_name("equality_worker.py")
+
+
+@cache
+def equality(size: int) -> Result:
+    """One launch a world size; every scenario reports from it."""
+    return run_ranks(WORKER, size, timeout=200)
+
+
+@pytest.mark.parametrize(
+    ("size", "name"), [(size, name) for size in (1, 2, 3) for name, entry in SCENARIOS.items() if size in entry.ranks]
 )
-from ring_plugins.lightning.environment import announce_rank
-from ring_plugins.lightning.failure import give_status
-from ring_plugins.lightning.parallel import devices_of_node
-from ring_plugins.lightning.reduction import all_reduce
-from ring_plugins.lightning.sync_batchnorm import HostSyncBatchNorm
-
-TREES = [(lightning.pytorch, for_lightning), (pytorch_lightning, for_pytorch_lightning)]
-FABRICS = [(lightning.fabric, for_lightning), (lightning_fabric, for_pytorch_lightning)]
-NAMES = ["ring", "ring_fork", "ring_notebook"]
-
-
-@pytest.mark.parametrize("strategy", ["class", *NAMES])
-@pytest.mark.parametrize(("package", "ours"), TREES)
-def test_a_trainer_of_either_spelling_takes_it(package, ours, strategy):
-    strategy = RingStrategy(bucket_bytes=1000) if strategy == "class" else strategy
-    trainer = package.Trainer(strategy=strategy, devices=2, accelerator="cpu", logger=False)
-    assert type(trainer.strategy) is ours.RingStrategy
-    assert isinstance(trainer.strategy, package.strategies.ParallelStrategy)
-    assert trainer.world_size == 2
-    assert trainer.strategy.is_distributed
-    if not isinstance(strategy, str):
-        assert trainer.strategy is strategy
-        assert trainer.strategy._averager_arguments["bucket_bytes"] == 1000
+def test_scenario(size: int, name: str) -> None:
+    found = equality(size).values(name)
+    assert len(found) == size
+    for rank, comparison in enumerate(found):
+        assert "error" not in comparison, comparison["error"]
+        assert comparison["compared"] > 0
+        assert comparison["missing"] == []
+        assert comparison["disagreements"] == [], f"rank {rank} differs from others"
+        entry = SCENARIOS[name]
+        tolerance = 0.0 if entry.exact and entry.same_as_ddp and size < 3 else TOLERANCE.get(name, 1e-5)
+        too_large = {key: value for key, value in comparison["differences"].items() if not value <= tolerance}
+        assert too_large == {}
 
 
-@pytest.mark.parametrize("strategy", ["class", *NAMES])
-@pytest.mark.parametrize(("package", "ours"), FABRICS)
-def test_a_fabric_of_either_spelling_takes_it(package, ours, strategy):
-    fabric = package.Fabric(
-        strategy=RingFabricStrategy() if strategy == "class" else strategy, devices=2, accelerator="cpu"
-    )
-    assert type(fabric.strategy) is ours.RingFabricStrategy
-    assert fabric.world_size == 2
+# One bfloat16 unit in the last place of values near 1.
+TOLERANCE = {"precision_bf16_true": 1.6e-2, "resume_mid_training": 0.0}
 
 
-def test_a_users_own_subclass_is_refused_with_the_right_import():
-    class Own(RingStrategy):
-        pass
-
-    assert lightning.pytorch.Trainer(strategy=Own(), devices=2, accelerator="cpu", logger=False).world_size == 2
-    with pytest.raises(ArgumentError, match=r"ring_plugins\.lightning\.for_pytorch_lightning\.RingStrategy"):
-        pytorch_lightning.Trainer(strategy=Own(), devices=2, accelerator="cpu", logger=False)
+def test_a_world_of_one_has_no_process_group() -> None:
+    assert equality(1).values("backend") == [None]
+    assert equality(2).values("backend") == ["ring", "ring"]
 
 
 def test_alone_it_is_a_single_device():
@@ -81,130 +63,58 @@ def test_a_gpu_that_is_not_there_is_refused_as_lightning_does():
         lightning.pytorch.Trainer(strategy="ring", accelerator="gpu", devices=2)
 
 
-def test_several_nodes_need_a_launcher():
-    with pytest.raises(ArgumentError, match=r"num_nodes=2.*mpirun, torchrun or srun"):
-        lightning.pytorch.Trainer(strategy="ring", devices=2, num_nodes=2, accelerator="cpu", logger=False)
+FIT = """
+import ring_plugins
+ring_plugins.init(ranks=2)  # before the imports, which ranks then do at the same time
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from ring_plugins.lightning import RingStrategy
+from tests.gpu_stand_in import install_for_torch
+from tests.worker import report
+
+library = None
 
 
-def test_cluster_environment_is_an_environment_of_both():
-    for package in (lightning.fabric, lightning_fabric):
-        assert issubclass(RingEnvironment, package.plugins.environments.ClusterEnvironment)
+class Model(BoringModel):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(32)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x):
+        return self.layer(self.norm(x))
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)["loss"]
+        self.log("loss", loss, sync_dist=True, prog_bar=True)
+        return loss
 
 
-@pytest.fixture
-def _rank_zero():
-    yield
-    announce_rank(0)
+quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False, "enable_progress_bar": False}
+for where in ("CPU", "GPU"):
+    if where == "GPU":
+        library, _ = install_for_torch()
+    for precision in ("32-true", "bf16-mixed"):
+        seed_everything(3, verbose=False)
+        model = Model()
+        trainer = Trainer(
+            accelerator="cpu", devices=2, strategy=RingStrategy(), max_epochs=1, limit_train_batches=5,
+            limit_val_batches=2, precision=precision, gradient_clip_val=1.0, **quiet,
+        )
+        trainer.fit(model)
+        weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        report(f"{where} {precision}", weights, trainer.global_rank)
+report("launched", len(library.log), trainer.global_rank)
+"""
 
 
-@pytest.mark.usefixtures("_rank_zero")
-@pytest.mark.parametrize(
-    ("variables", "place"),
-    [
-        (
-            {
-                "OMPI_COMM_WORLD_RANK": "5",
-                "OMPI_COMM_WORLD_SIZE": "8",
-                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-                "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-            },
-            (5, 8, 1, 4, 1, 2),
-        ),
-        (
-            {
-                "RANK": "3",
-                "WORLD_SIZE": "4",
-                "LOCAL_RANK": "1",
-                "LOCAL_WORLD_SIZE": "2",
-                "MASTER_ADDR": "localhost",
-                "MASTER_PORT": "1",
-            },
-            (3, 4, 1, 2, 1, 2),
-        ),
-    ],
-)
-def test_the_launchers_variables_are_followed(monkeypatch, variables, place):
-    """Also inside a SLURM allocation, whose own variables say rank 0 to everybody."""
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    monkeypatch.setenv("SLURM_NTASKS", "1")
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    environment = RingEnvironment()
-    assert environment.creates_processes_externally
-    found = (
-        environment.global_rank(),
-        environment.world_size(),
-        environment.local_rank(),
-        environment.local_world_size(),
-        environment.node_rank(),
-        environment.num_nodes(),
-    )
-    assert found == place
-    announce_rank()
-    assert lightning.pytorch.utilities.rank_zero_only.rank == place[0]
-    trainer = lightning.pytorch.Trainer(strategy="ring", devices=1, accelerator="cpu", logger=False)
-    assert (trainer.global_rank, trainer.world_size, trainer.num_devices) == (place[0], place[1], place[3])
-    assert trainer.distributed_sampler_kwargs == {"num_replicas": place[1], "rank": place[0]}
-
-
-def test_each_rank_of_a_node_has_a_device(monkeypatch):
-    cpu, gpus = [torch.device("cpu")], [torch.device("cuda", index) for index in range(4)]
-    assert devices_of_node(cpu, 3) == cpu * 3
-    assert devices_of_node(gpus[2:], 2) == gpus[2:]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert devices_of_node(gpus[:1], 4) == gpus
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert devices_of_node(gpus[:1], 2) == [gpus[0], gpus[0]]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ArgumentError, match="started 3 processes on this node, which has 2 cuda devices"):
-        devices_of_node(gpus[:1], 3)
-
-
-def test_an_unknown_reduction_is_named():
-    with pytest.raises(ArgumentError, match="reduce_op='median'.*mean, avg, sum"):
-        all_reduce(torch.ones(1), reduce_op="median")
-
-
-def test_sigterm_is_not_success():
-    error = lightning.pytorch.utilities.exceptions.SIGTERMException()
-    give_status(error)
-    assert error.code == 143
-
-
-def test_lightning_does_not_start_mpi_where_there_is_no_mpirun(monkeypatch):
-    pytest.importorskip("mpi4py")
-    monkeypatch.setattr("mpi4py.rc.initialize", True)
-    for package in (lightning.fabric, lightning_fabric):
-        assert package.plugins.environments.MPIEnvironment.detect() is False
-
-
-def test_a_strategy_travels_to_spawned_processes():
-    strategy = lightning.pytorch.Trainer(strategy="ring", devices=2, accelerator="cpu", logger=False).strategy
-    again = pickle.loads(pickle.dumps(strategy))
-    assert type(again) is type(strategy)
-    assert again.world_size == 2
-
-
-def test_batch_norm_layers_come_back_with_what_they_learned():
-    model = torch.nn.ModuleDict({"a": torch.nn.Sequential(torch.nn.BatchNorm2d(3)), "b": torch.nn.BatchNorm1d(2)})
-    before, keys = copy.deepcopy(model), list(model.state_dict())
-    sync = HostSyncBatchNorm()
-    synchronised = sync.apply(model)
-    assert list(synchronised.state_dict()) == keys
-    assert {type(module).__name__ for module in synchronised.modules()} & {"BatchNorm1d", "BatchNorm2d"} == set()
-    synchronised.double().eval()
-    synchronised["b"].running_mean.fill_(7)
-    reverted = sync.revert(synchronised)
-    assert [type(module) for module in reverted.modules()] == [type(module) for module in before.modules()]
-    assert reverted["b"].running_mean.dtype == torch.float64
-    assert reverted["b"].running_mean.tolist() == [7, 7]
-    assert not reverted["b"].training
-
-
-def test_in_a_notebook_workers_are_forked(monkeypatch):
-    """There is no script to run again; `strategy="ring"` means the same as "ring_notebook" there."""
-    tree = dataclasses.replace(RingStrategy.tree, is_interactive=True)
-    monkeypatch.setattr(RingStrategy, "tree", tree)
-    launcher = lightning.pytorch.Trainer(strategy="ring", devices=2, accelerator="cpu", logger=False).strategy.launcher
-    assert isinstance(launcher, tree.trainer_launcher)
-    assert launcher.is_interactive_compatible
+def test_training_is_the_same_as_on_the_cpu():
+    result = run_ranks(FIT)
+    assert min(result.values("launched")) > 20
+    for precision in ("32-true", "bf16-mixed"):
+        first, second = result.values(f"GPU {precision}")
+        assert first == second
+        on_cpu = result.values(f"CPU {precision}")[0]
+        assert torch.allclose(torch.tensor(first), torch.tensor(on_cpu), rtol=1e-6, atol=1e-7)

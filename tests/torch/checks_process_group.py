@@ -1,6 +1,6 @@
-"""What every rank runs for test_process_group.py: each function is one check, done by all ranks of one launch.
+"""Run by every rank for test_process_group.py: each function is one check, run by all ranks of a launch.
 
-The default group is "ring"; where gloo knows an operation too, a gloo group of the same ranks says what is right.
+The default group is "ring"; where gloo has an operation too, a gloo group of the same ranks gives the right result.
 """
 
 import functools
@@ -534,20 +534,20 @@ def messages_between_gpus():
     assert len(sent) == 12, sent
 
 
-#: Most of their time goes into importing what they test, so they run on one and two ranks only.
+#: Most of their time goes into importing what they test, so they run on two ranks only.
 HEAVY = {a_communication_hook, fully_sharded, torchmetrics_synchronise, zero_optimizer}
 #: NCCL does not notice that ranks call different things, and wants groups used in one order.
 HOST_ONLY = {an_error_reaches_whoever_waits, subgroups}
-#: One rank has nobody to send to, and agrees with everybody.
+#: One rank has no other to send to or to disagree with.
 AMONG_SEVERAL = {point_to_point, an_error_reaches_whoever_waits}
 GPU_ONLY = {messages_between_gpus}
 
 
 def is_done(check, ranks, on_several_nodes, on_gpu):
-    """Whether ranks of such a launch do this check; what they do not, no test counts."""
+    """Whether the ranks of such a launch run this check."""
     if ranks > 2 and on_several_nodes and check is an_error_reaches_whoever_waits:
         return False  # of three ranks on two nodes one only sees that its neighbour does not come
-    left_out = HEAVY if on_gpu or ranks > 2 else set()
+    left_out = HEAVY if on_gpu or ranks != 2 else set()
     return check not in left_out | (HOST_ONLY if on_gpu else GPU_ONLY) | (AMONG_SEVERAL if ranks == 1 else set())
 
 

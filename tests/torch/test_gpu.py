@@ -1,4 +1,4 @@
-"""What needs a card: `pytest -m gpu`. One is enough; two ranks share it, which NCCL does slowly but rightly."""
+"""Tests that need a GPU: `pytest -m gpu`. One is enough; two ranks share it, which NCCL does slowly but correctly."""
 
 import functools
 import re
@@ -47,6 +47,7 @@ def test_the_benchmark_measures():
     assert "ring / DDP" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
 def test_the_benchmark_says_that_nothing_was_measured(tmp_path):

@@ -1,4 +1,4 @@
-"""The "ring" backend of torch.distributed: every check of checks_process_group.py under every kind of launch."""
+"""The "ring" backend of torch.distributed: the checks of checks_process_group.py under several kinds of launch."""
 
 import functools
 from pathlib import Path
@@ -14,7 +14,8 @@ class Launch(NamedTuple):
     launcher: Launcher
     ranks: int
     nodes: str = ""
-    gpu: str = ""  # a stand-in for one, and for NCCL: see tests/gpu_stand_in.py
+    gpu: str = ""  # if not empty, a stand-in for GPUs and for NCCL: see tests/gpu_stand_in.py
+    slow: bool = False
 
     def __str__(self) -> str:
         return f"{self.launcher}-{self.ranks}-{self.nodes}{self.gpu}"
@@ -23,15 +24,15 @@ class Launch(NamedTuple):
 LAUNCHES = [
     Launch("spawned", 1),
     Launch("spawned", 2),
-    Launch("spawned", 4),
     Launch("spawned", 2, gpu="stand-in"),
-    Launch("torchrun", 2, nodes="2"),
     Launch("mpirun", 3, nodes="2"),
+    Launch("spawned", 4, slow=True),
+    Launch("torchrun", 2, nodes="2", slow=True),
 ]
 
 
 def parameters(launch: Launch, *more: str) -> Any:
-    marks = [pytest.mark.mpi] if launch.launcher == "mpirun" else []
+    marks = [pytest.mark.mpi] * (launch.launcher == "mpirun") + [pytest.mark.slow] * launch.slow
     return pytest.param(launch, *more, marks=marks, id="-".join([str(launch), *more]))
 
 

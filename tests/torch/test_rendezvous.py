@@ -4,17 +4,15 @@ import os
 import socket
 import subprocess
 import sys
-from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 import ring_plugins.torch  # noqa: F401 - registers the rendezvous
-from ring_plugins.core.base.errors import LaunchError, RingError, TimeoutExceeded
+from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.rendezvous import tcp as rendezvous
 from ring_plugins.core.rendezvous.record import LaunchRecord
 from ring_plugins.torch.rendezvous import VARIABLES
-from ring_plugins.torch.store import exchange_through_store
 from tests.launch import REPOSITORY, run_ranks
 
 BOTH = """
@@ -105,12 +103,3 @@ def test_what_is_missing_from_the_environment_is_named(monkeypatch):
         rendezvous.connect(LaunchRecord("rendezvous", "a test"), 0)
     with pytest.raises(ValueError, match="environment variable WORLD_SIZE expected"):  # torch's own words
         dist.init_process_group("ring")
-
-
-def test_a_rank_that_does_not_come_is_named():
-    store = dist.PrefixStore("p", dist.HashStore())
-    store.set_timeout(timedelta(seconds=0.1))
-    with pytest.raises(TimeoutExceeded, match="rank 0 of 2 waited for rank 1 in roll-call for 0.1 s"):
-        exchange_through_store(store, "roll-call", 0, 2, "here")
-    with pytest.raises(RingError, match="closed meanwhile"):
-        exchange_through_store(store, "roll-call", 0, 2, "here", cancelled=lambda: True)

@@ -13,7 +13,7 @@ def check_training(result: Result, package: str) -> None:
     first, second = result.values("weights")
     assert first == second
     assert result.values("group") == [["ring", 2]] * 2
-    assert result.values("strategy") == [[f"ring_plugins.lightning.for_{package}", True]] * 2
+    assert result.values("strategy") == [[f"{package}.RingStrategy", True]] * 2
     # The progress bar and rank_zero_only speak on rank 0 only.
     assert result.output.count("rank-zero-info from 0") == 1
     assert "rank-zero-info from 1" not in result.output
@@ -44,7 +44,7 @@ def test_under_a_launcher_its_counts_win(launcher: Launcher) -> None:
     assert "`devices=3`" in three[0]
     assert "started with 2 processes on this node" in three[0]
     assert "`num_nodes=2`" in nodes[0]
-    assert "started with 1 nodes" in nodes[0]
+    assert "started with 1 node. " in nodes[0]
 
 
 FORKED = """

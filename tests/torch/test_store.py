@@ -1,4 +1,4 @@
-"""The barrier that names who is missing; ranks are threads."""
+"""Objects and barriers through a store; ranks are threads."""
 
 import concurrent.futures
 from datetime import timedelta
@@ -6,8 +6,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from ring_plugins.core.base.errors import TimeoutExceeded
-from ring_plugins.torch.store import monitored_barrier
+from ring_plugins.core.base.errors import RingError, TimeoutExceeded
+from ring_plugins.torch.store import exchange_through_store, monitored_barrier
 
 
 def arrive(ranks, size, **options):
@@ -38,3 +38,19 @@ def test_it_names_the_ranks_that_did_not_come(wait_all_ranks, named):
 def test_it_says_when_rank_0_itself_does_not_come():
     (error,) = arrive([1], size=2, timeout=timedelta(seconds=0.2))
     assert "rank 0 did not call" in error
+
+
+def test_every_rank_gets_every_ranks_object_in_rank_order():
+    store = dist.HashStore()
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        found = pool.map(lambda rank: exchange_through_store(store, "names", rank, 3, {"rank": rank}), [2, 0, 1])
+    assert list(found) == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * 3
+
+
+def test_an_exchange_names_the_rank_that_does_not_come():
+    store = dist.PrefixStore("p", dist.HashStore())
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(TimeoutExceeded, match="rank 0 of 2 waited for rank 1 in roll-call for 0.1 s"):
+        exchange_through_store(store, "roll-call", 0, 2, "here")
+    with pytest.raises(RingError, match="closed meanwhile"):
+        exchange_through_store(store, "roll-call", 0, 2, "here", cancelled=lambda: True)

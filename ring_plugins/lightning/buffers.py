@@ -1,0 +1,71 @@
+"""Broadcasts rank 0's buffers to every rank before they are read."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+# Small buffers travel together; large ones need no second copy of all of them.
+_COALESCED_BYTES = 64 * 1024 * 1024
+
+
+class BufferBroadcast:
+    """Gives every rank the buffers of rank 0: running statistics, code books, queues.
+
+    ``DistributedDataParallel`` broadcasts all of them before each forward. Most buffers are the running statistics of
+    batch norm, which a forward in training does not read; those are broadcast only before evaluation and at the end,
+    with the same outcome.
+
+    Args:
+        module: Its present buffers are broadcast; buffers registered later are left alone, as by DDP.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._owners = [(owner, name) for owner in module.modules() for name in owner._buffers]
+
+    def before_training_step(self) -> None:
+        """Broadcast what a forward in training may read."""
+        _broadcast(self._tensors(lambda owner: isinstance(owner, _NormBase) and owner.training))
+
+    def broadcast_all(self) -> None:
+        """Broadcast all buffers."""
+        _broadcast(self._tensors(lambda _: False))
+
+    def _tensors(self, is_left_out: Callable[[nn.Module], bool]) -> Iterator[Tensor]:
+        seen: set[int] = set()
+        for owner, name in self._owners:
+            tensor = owner._buffers.get(name)
+            if tensor is not None and id(tensor) not in seen and not is_left_out(owner):
+                seen.add(id(tensor))
+                yield tensor.detach()
+
+
+def _broadcast(tensors: Iterable[Tensor]) -> None:
+    is_root = dist.get_rank() == 0
+    with torch.no_grad():
+        for batch in _batches(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in batch])
+            dist.broadcast(flat, src=0)
+            if not is_root:
+                parts = torch.split(flat, [tensor.numel() for tensor in batch])
+                torch._foreach_copy_(batch, [part.view_as(own) for part, own in zip(parts, batch, strict=True)])
+
+
+def _batches(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Lists of tensors of one dtype, limited in bytes, the same on every rank."""
+    batches: dict[torch.dtype, list[Tensor]] = {}
+    filled: dict[torch.dtype, int] = {}
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if size == 0:
+            continue
+        batch = batches.setdefault(tensor.dtype, [])
+        if batch and filled[tensor.dtype] + size > _COALESCED_BYTES:
+            yield batch
+            batch = batches[tensor.dtype] = []
+            filled[tensor.dtype] = 0
+        batch.append(tensor)
+        filled[tensor.dtype] = filled.get(tensor.dtype, 0) + size
+    yield from batches.values()

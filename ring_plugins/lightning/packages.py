@@ -1,0 +1,209 @@
+"""The strategies for `lightning` and for `pytorch_lightning`: the dual-package shim.
+
+`lightning` and `pytorch_lightning` are the same sources published under two names, and both may be installed. Nothing
+that one defines is an instance of the other's classes: each has its own ``Trainer``, its own ``Strategy`` and its own
+registry of strategy names. So our logic (`parallel`, `strategy`, `fabric`) derives from neither, and this file derives
+from it one pair of classes for each installed package.
+
+``from ring_plugins.lightning import RingStrategy`` names one class of these, that of `lightning` where it is installed,
+yet a script may hand the object to either package's Trainer. A Trainer first checks that it was given a ``Strategy``,
+and then sets its ``accelerator``; until then a strategy has done nothing but store its arguments. So each class is
+registered as a virtual subclass of the other package's ``Strategy``, and an object that is given an accelerator of the
+other package changes its class to the counterpart and is constructed again with the same arguments.
+
+Both packages are imported where both are installed: the second takes a tenth of a second after the first, and only then
+does ``Trainer(strategy="ring")`` work with either.
+"""
+
+import importlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.rendezvous import detect
+from ring_plugins.lightning.environment import RingEnvironment
+from ring_plugins.lightning.fabric import BackwardSyncControl, RingFabricLogic
+from ring_plugins.lightning.parallel import Package
+from ring_plugins.lightning.strategy import RingTrainerLogic
+
+#: Names of the strategies in Lightning's registries, with the arguments they stand for.
+_REGISTERED: dict[str, dict[str, Any]] = {
+    "ring": {},
+    "ring_fork": {"start_method": "fork"},
+    "ring_notebook": {"start_method": "fork"},
+}
+
+
+@dataclass(frozen=True)
+class Strategies:
+    """The strategies for one package."""
+
+    RingStrategy: Any
+    RingFabricStrategy: Any
+
+
+#: By class, the class for the other package.
+_counterparts: dict[type, type] = {}
+
+
+def _strategies(name: str, trainer: str, fabric: str) -> Strategies | None:
+    """Derive the strategies for one package, and make them known to it.
+
+    Args:
+        name: of the package, and of this module's variable that holds the result.
+        trainer: the module that corresponds to ``lightning.pytorch``.
+        fabric: the module that corresponds to ``lightning.fabric``.
+
+    Returns:
+        None where the package is not installed.
+    """
+    if importlib.util.find_spec(name) is None:
+        return None
+
+    def of(module: str, attribute: str) -> Any:
+        return getattr(importlib.import_module(module), attribute)
+
+    package = Package(
+        name=name,
+        reset_seed=of(f"{fabric}.utilities.seed", "reset_seed"),
+        trainer_launcher=of(f"{trainer}.strategies.launchers", "_MultiProcessingLauncher"),
+        fabric_launcher=of(f"{fabric}.strategies.launchers.multiprocessing", "_MultiProcessingLauncher"),
+        is_interactive=of(f"{fabric}.utilities.imports", "_IS_INTERACTIVE"),
+    )
+
+    def derive(class_name: str, logic: Any, base: Any, accelerator: Any) -> Any:
+        members = {
+            "__doc__": logic.__doc__,
+            "__module__": __name__,
+            # Pickle finds the class by this name, as an attribute of the variable that holds it.
+            "__qualname__": f"{name}.{class_name}",
+            "package": package,
+            "accelerator_type": accelerator,
+            "accelerator": _accelerator,
+        }
+        return type(class_name, (logic, base), members)
+
+    for_trainer = derive(
+        "RingStrategy",
+        RingTrainerLogic,
+        of(f"{trainer}.strategies", "ParallelStrategy"),
+        of(f"{trainer}.accelerators", "Accelerator"),
+    )
+    for_fabric = derive(
+        "RingFabricStrategy",
+        RingFabricLogic,
+        of(f"{fabric}.strategies.parallel", "ParallelStrategy"),
+        of(f"{fabric}.accelerators.accelerator", "Accelerator"),
+    )
+    of(f"{fabric}.plugins.environments.cluster_environment", "ClusterEnvironment").register(RingEnvironment)
+    of(f"{fabric}.strategies.strategy", "_BackwardSyncControl").register(BackwardSyncControl)
+    _keep_lightning_from_starting_mpi(of(f"{fabric}.plugins.environments.mpi", "MPIEnvironment"))
+    _allow_compiled_modules(for_trainer, of(f"{trainer}.strategies", "SingleDeviceStrategy"))
+    _register(for_trainer, of(f"{trainer}.strategies", "StrategyRegistry"))
+    _register(for_fabric, of(f"{fabric}.strategies", "STRATEGY_REGISTRY"))
+    return Strategies(for_trainer, for_fabric)
+
+
+# One object for both packages --------------------------------------------------------------------
+
+
+def _get_accelerator(strategy: Any) -> Any:
+    return strategy._accelerator
+
+
+def _set_accelerator(strategy: Any, accelerator: Any) -> None:
+    _move_to_package_of(accelerator, strategy)
+    strategy._accelerator = accelerator
+
+
+_accelerator = property(_get_accelerator, _set_accelerator, doc="The first thing that a Trainer hands to a strategy.")
+
+
+def _make_interchangeable(one: Any, other: Any) -> None:
+    """Let each of two classes pass for a ``Strategy`` of the other's package."""
+    for strategy, counterpart in ((one, other), (other, one)):
+        _counterparts[strategy] = counterpart
+        base: Any = next(cls for cls in counterpart.__mro__ if cls.__name__ == "Strategy")
+        base.register(strategy)
+
+
+def _move_to_package_of(accelerator: Any, strategy: Any) -> None:
+    """Turn `strategy` into its counterpart if `accelerator` belongs to the counterpart's package.
+
+    Raises:
+        ArgumentError: If `strategy` is of a user's own subclass, which has no counterpart.
+    """
+    if accelerator is None or isinstance(accelerator, strategy.accelerator_type):
+        return
+    own: Any = next(cls for cls in type(strategy).__mro__ if cls in _counterparts or cls is object)
+    counterpart: Any = _counterparts.get(own)
+    if counterpart is None or not isinstance(accelerator, counterpart.accelerator_type):
+        return
+    if own is not type(strategy):
+        raise ArgumentError(
+            f"{type(strategy).__name__} derives from the {own.__name__} of `{own.package.name}`, but was given to a"
+            f" Trainer of `{counterpart.package.name}`. Derive it from"
+            f" {counterpart.__module__}.{counterpart.__qualname__} instead."
+        )
+    strategy.__class__ = counterpart
+    counterpart.__init__(strategy, **strategy.arguments)
+
+
+# What Lightning has no public interface for ------------------------------------------------------
+
+
+def _register(strategy: type, registry: Any) -> None:
+    """Enter `strategy` into a ``StrategyRegistry``. Lightning has no entry points for this."""
+    for name, arguments in _REGISTERED.items():
+        registry.register(name, strategy, description=f"{strategy.__name__}({arguments})", override=True, **arguments)
+
+
+def _allow_compiled_modules(strategy: type, single_device_strategy: Any) -> None:
+    """Let ``trainer.fit(torch.compile(model))`` accept `strategy`.
+
+    Lightning 2.6.6, pytorch/utilities/compile.py:118, asks for an instance of ``SingleDeviceStrategy``, ``DDPStrategy``
+    or ``FSDPStrategy``, and asks nowhere else in the pytorch package for the first. In what matters to the compiler our
+    strategy is one: this process drives one device and the module is not wrapped. Posing as ``DDPStrategy`` would claim
+    a wrapper that is not there, and distribution at world size 1.
+    """
+    single_device_strategy.register(strategy)
+
+
+def _keep_lightning_from_starting_mpi(mpi_environment: Any) -> None:
+    """Let Lightning find out that there is no mpirun without starting MPI.
+
+    Lightning 2.6.6, fabric/plugins/environments/mpi.py:82: where mpi4py is installed, every ``Trainer`` whose strategy
+    is given by name (``"ring"`` too) asks MPI for its number of ranks, which initializes it. That takes a moment, fails
+    with RuntimeError where mpi4py finds no libmpi, and with Open MPI 5.0 leaves 16 MiB in /dev/shm for each process.
+    Outside of an MPI launcher MPI has one rank, so the answer is known; under one, MPI is asked as before.
+    """
+    asks_mpi = mpi_environment.detect
+
+    def is_started_by_mpi() -> bool:
+        return detect().kind == "mpi" and asks_mpi()
+
+    mpi_environment.detect = staticmethod(is_started_by_mpi)
+
+
+# The strategies ----------------------------------------------------------------------------------
+
+#: For `lightning` and for `pytorch_lightning`, None where the package is not installed.
+lightning = _strategies("lightning", "lightning.pytorch", "lightning.fabric")
+pytorch_lightning = _strategies("pytorch_lightning", "pytorch_lightning", "lightning_fabric")
+
+if lightning is not None and pytorch_lightning is not None:
+    _make_interchangeable(lightning.RingStrategy, pytorch_lightning.RingStrategy)
+    _make_interchangeable(lightning.RingFabricStrategy, pytorch_lightning.RingFabricStrategy)
+
+# Where the strategies were before: error messages told users to derive from these.
+for _name, _found in (("for_lightning", lightning), ("for_pytorch_lightning", pytorch_lightning)):
+    if _found is not None:
+        sys.modules[f"{__package__}.{_name}"] = _found  # type: ignore[assignment]
+
+if TYPE_CHECKING:  # a type checker sees the logic, whose base class it takes for anything
+    RingStrategy, RingFabricStrategy = RingTrainerLogic, RingFabricLogic
+else:
+    _preferred = lightning or pytorch_lightning
+    RingStrategy, RingFabricStrategy = _preferred.RingStrategy, _preferred.RingFabricStrategy

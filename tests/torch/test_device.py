@@ -1,0 +1,31 @@
+"""Where tensors are, without a GPU."""
+
+from pathlib import Path
+
+import torch
+
+from ring_plugins.torch import device
+from ring_plugins.torch.device import is_on_gpu, is_supported, memory_of
+
+
+def test_memory_is_the_tensors_own():
+    tensor = torch.arange(4.0)
+    memory = memory_of(tensor)
+    memory.array[1] = 7
+    assert tensor.tolist() == [0, 7, 2, 3]
+
+
+def test_one_byte_types_that_the_core_does_not_know_travel_as_bytes():
+    assert memory_of(torch.zeros(3, dtype=torch.float8_e4m3fn)).dtype == "uint8"
+    assert memory_of(torch.zeros(3, dtype=torch.bool)).dtype == "bool"
+
+
+def test_kinds_of_devices():
+    assert is_supported(torch.zeros(1)) and not is_on_gpu(torch.zeros(1))
+    assert not is_supported(torch.zeros(1, device="meta"))
+
+
+def test_asking_where_a_tensor_is_imports_nothing_but_memory():
+    lines = Path(device.__file__).read_text().splitlines()
+    ours = [line.split()[1] for line in lines if line.startswith(("from ring_plugins", "import ring_plugins"))]
+    assert ours == ["ring_plugins.core.arrays.memory"]

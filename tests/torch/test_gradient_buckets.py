@@ -1,0 +1,94 @@
+"""Buckets and the layout of gradients, with one rank."""
+
+import pytest
+import torch
+from torch import nn
+
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.collectives.single import SingleCommunicator
+from ring_plugins.core.gradients.fusion import BucketSizes
+from ring_plugins.torch import gradient_buckets
+from ring_plugins.torch.gradient_buckets import GradientBuckets
+
+
+def buckets_for(*parameters, sizes=None, gathers_sparse=True):
+    named = [(f"p{i}", parameter) for i, parameter in enumerate(parameters)]
+    return GradientBuckets(named, SingleCommunicator("test"), sizes or BucketSizes(), None, set(), gathers_sparse)
+
+
+def channels_last(*shape):
+    return nn.Parameter(torch.randn(*shape).to(memory_format=torch.channels_last))
+
+
+def reduce_all(buckets):
+    for entry in range(len(buckets.parameters)):
+        buckets.reducer.mark_ready(entry)
+    return buckets.finish()
+
+
+def test_frozen_parameters_have_no_entry():
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    weights[1].requires_grad_(False)
+    buckets = buckets_for(*weights)
+    assert buckets.entries == [0, -1, 1]
+    assert buckets.names == ["p0", "p2"]
+
+
+def test_small_gradients_move_into_the_bucket_in_their_parameters_layout():
+    weight = channels_last(2, 3, 2, 2)
+    buckets = buckets_for(weight)
+    value = torch.randn(2, 3, 2, 2)
+    weight.grad = value.clone()
+    reduce_all(buckets)
+    assert weight.grad is buckets.views[0]
+    assert weight.grad.stride() == weight.stride()
+    assert torch.equal(weight.grad, value)
+
+
+def test_large_gradients_stay_unless_their_layout_differs_or_others_share_their_memory():
+    plain, strided, shared = nn.Parameter(torch.ones(64)), channels_last(2, 8, 2, 2), nn.Parameter(torch.ones(64))
+    buckets = buckets_for(plain, strided, shared, sizes=BucketSizes(1, 1, 8))
+    assert buckets.views == [None, None, None]
+    plain.grad, strided.grad, other = torch.ones(64), torch.ones(2, 8, 2, 2), torch.ones(8, 8)
+    shared.grad = other.view(-1)
+    where = plain.grad.data_ptr()
+    reduce_all(buckets)
+    assert plain.grad.data_ptr() == where
+    assert strided.grad.stride() == strided.stride()
+    assert shared.grad.data_ptr() != other.data_ptr()
+
+
+def test_a_gradient_that_no_rank_has_stays_none():
+    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    buckets = buckets_for(used, unused)
+    used.grad = torch.ones(2)
+    reduce_all(buckets)
+    assert used.grad.tolist() == [1, 1]
+    assert unused.grad is None
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_sparse_gradients_are_found_in_the_first_pass_or_made_dense(gathers):
+    table = nn.Embedding(5, 2, sparse=True)
+    buckets = buckets_for(table.weight, gathers_sparse=gathers)
+    table(torch.tensor([1, 1, 3])).sum().backward()
+    assert reduce_all(buckets) == ([table.weight] if gathers else [])
+    assert table.weight.grad.is_sparse == gathers
+    assert table.weight.grad.to_dense()[:, 0].tolist() == [0, 2, 0, 1, 0]
+
+
+def test_an_abandoned_pass_leaves_the_next_one_clean():
+    weight = nn.Parameter(torch.ones(2))
+    buckets = buckets_for(weight, nn.Parameter(torch.ones(2)))
+    weight.grad = torch.ones(2)
+    buckets.reducer.mark_ready(0)
+    buckets.abandon()
+    assert not buckets.reducer.is_under_way
+    weight.grad = torch.full((2,), 3.0)
+    reduce_all(buckets)
+    assert weight.grad.tolist() == [3, 3]
+
+
+def test_a_parameter_on_another_device_is_refused():
+    with pytest.raises(ArgumentError, match="p is on cpu, but gradients are averaged on GPU 1"):
+        gradient_buckets._entry("p", nn.Parameter(torch.ones(2)), 1, None)
