@@ -1,1 +1,1 @@
-"""Element types, memory, arithmetic, and how numbers are coded between hosts."""
+"""Element types, memory, arithmetic, and how numbers are encoded between hosts."""

@@ -1,1 +1,6 @@
-"""Collectives: what a communicator promises, and one file an implementation."""
+"""Collectives on host memory.
+
+`api` says what a communicator promises. `host` implements it for several ranks and `single` for one. Below `host`:
+`executor` (order), `shm_group` with `shm_barrier` (inside a host), `net_group` with `algorithms` (between hosts),
+`hierarchical` (both together), `fingerprint` and `validation` (what must be equal on all ranks).
+"""

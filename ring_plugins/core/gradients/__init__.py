@@ -1,1 +1,1 @@
-"""Which gradients travel together, and when."""
+"""Gradient averaging: which gradients share a bucket, and when each bucket is reduced."""

@@ -1,0 +1,124 @@
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+
+from ring_plugins.core.base.errors import ArgumentError, PeerFailed, RingError
+from ring_plugins.core.collectives.executor import SerialExecutor
+from ring_plugins.core.collectives.fingerprint import fingerprint
+from ring_plugins.core.control.wait import Wait
+from ring_plugins.core.trace.recorder import recorder
+
+OPERATION = fingerprint("all_reduce", "float32", 3, "sum")
+
+
+@pytest.fixture
+def executor():
+    made = SerialExecutor("test", Wait("test", None))
+    yield made
+    made.close()
+
+
+def thread_name(_):
+    return threading.current_thread().name
+
+
+def test_an_operation_gets_its_arguments_and_the_fingerprint(executor):
+    assert executor.run(OPERATION, lambda a, b, operation: (a, b, operation), 1, 2) == (1, 2, OPERATION)
+
+
+def test_an_idle_executor_runs_in_the_callers_thread(executor):
+    assert executor.run(OPERATION, thread_name) == threading.current_thread().name
+    executor.start("nothing", lambda: None).wait()
+    while executor._thread is not None and not executor._thread.is_idle():
+        time.sleep(0.001)
+    assert executor.run(OPERATION, thread_name) == threading.current_thread().name
+
+
+def test_a_busy_executor_runs_it_after_what_was_started_before(executor):
+    log, gate = [], threading.Event()
+    executor.start("first", lambda: (gate.wait(5), log.append("first")))
+    threading.Timer(0.05, gate.set).start()
+    executor.run(OPERATION, lambda operation: log.append(threading.current_thread().name))
+    assert log == ["first", "ring:test"]
+
+
+def test_a_started_function_runs_its_operations_at_once_on_the_executors_thread(executor):
+    work = executor.start("bucket 0", lambda: executor.run(OPERATION, thread_name))
+    assert work.wait() == "ring:test"
+    assert work.done()
+    activity = executor.activity()
+    assert (activity.operation, activity.part_of) == (OPERATION.text, "bucket 0")
+    assert activity.ended >= activity.began > 0
+
+
+def test_an_operation_under_way_has_not_ended(executor):
+    seen = executor.run(OPERATION, lambda operation: executor.activity())
+    assert seen.ended == 0.0
+    assert seen.number == 0
+
+
+def test_an_error_reaches_the_caller_and_every_later_call(executor):
+    def fail(operation):
+        raise PeerFailed("rank 1 is gone", 1)
+
+    with pytest.raises(PeerFailed):
+        executor.start("bucket 0", lambda: executor.run(OPERATION, fail)).wait()
+    with pytest.raises(PeerFailed):
+        executor.run(OPERATION, thread_name)
+
+
+def test_an_interrupted_operation_leaves_the_rank_out_of_step(executor):
+    def interrupt(operation):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        executor.run(OPERATION, interrupt)
+    with pytest.raises(RingError, match=r"interrupted in all_reduce.* by KeyboardInterrupt"):
+        executor.run(OPERATION, thread_name)
+
+
+def test_refused_arguments_do_no_harm(executor):
+    def refuse(operation):
+        raise ArgumentError("no")
+
+    with pytest.raises(ArgumentError):
+        executor.run(OPERATION, refuse)
+    assert executor.run(OPERATION, lambda operation: "fine") == "fine"
+    assert executor.statistics.operations == 1
+
+
+def test_a_closed_executor_finishes_what_was_started_and_refuses_the_rest():
+    executor, log = SerialExecutor("test", Wait("test", None)), []
+    executor.start("slow", lambda: (time.sleep(0.02), log.append("slow")))
+    executor.close()
+    assert log == ["slow"]
+    with pytest.raises(RingError, match="has been closed"):
+        executor.run(OPERATION, thread_name)
+
+
+def test_an_executor_that_nobody_uses_ends_its_thread_and_lets_results_go():
+    class Result:
+        pass
+
+    executor = SerialExecutor("forgotten", Wait("forgotten", None))
+    result = weakref.ref(executor.start("x", Result).wait())
+    thread, alive = executor._thread._thread, weakref.ref(executor)
+    del executor
+    gc.collect()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert alive() is None
+    assert result() is None
+
+
+def test_spans_of_operations_are_recorded_while_somebody_wants_them(executor):
+    recorder.on = True
+    try:
+        executor.run(OPERATION, thread_name)
+        spans = [span for span in recorder.take() if span.name == OPERATION.text]
+    finally:
+        recorder.on = False
+    assert [(span.kind, span.arguments["communicator"]) for span in spans] == [("call", "test")]

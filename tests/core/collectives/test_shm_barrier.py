@@ -1,0 +1,99 @@
+"""Barriers among threads that stand for the ranks of a host; pages are ordinary memory."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from ring_plugins.core.base.errors import MismatchError
+from ring_plugins.core.collectives.fingerprint import fingerprint
+from ring_plugins.core.collectives.shm_barrier import PAGE, SharedMemoryBarrier
+from ring_plugins.core.control.wait import Wait
+
+SIZE = 3
+STEP = fingerprint("barrier")
+
+
+@pytest.fixture
+def members():
+    pages = [np.zeros(PAGE, np.uint8) for _ in range(SIZE)]
+    return [SharedMemoryBarrier(pages, range(SIZE), i, Wait("test", None), "test") for i in range(SIZE)]
+
+
+@pytest.fixture
+def on_all(members):
+    """Call something with every member, each in its thread, and return the results or errors."""
+    with ThreadPoolExecutor(SIZE) as threads:
+        together = threading.Barrier(SIZE)
+
+        def one(function, member):
+            together.wait(5)
+            try:
+                return function(member)
+            except Exception as error:
+                return error
+
+        yield lambda function: list(threads.map(lambda member: one(function, member), members, timeout=20))
+
+
+def test_nobody_passes_before_all_have_come(members, on_all):
+    arrived = []
+
+    def arrive(member):
+        late = members.index(member) == 1
+        time.sleep(0.05 if late else 0)
+        arrived.append(member)
+        member.arrive(STEP)
+        return len(arrived)
+
+    assert on_all(arrive) == [SIZE] * SIZE
+
+
+def test_many_barriers_keep_everyone_in_step(members, on_all):
+    counts = [0] * SIZE
+
+    def count(member):
+        own, ahead = members.index(member), 0
+        for _ in range(50):
+            counts[own] += 1
+            member.synchronize()
+            ahead = max(ahead, max(counts) - counts[own])
+        return ahead
+
+    assert max(on_all(count)) <= 1
+
+
+def test_who_waits_does_something_meanwhile(members, on_all):
+    calls = []
+
+    def arrive(member):
+        if members.index(member) == 2:
+            time.sleep(0.1)
+            member.arrive(STEP)
+        else:
+            member.arrive(STEP, lambda: calls.append(1))
+
+    on_all(arrive)
+    assert calls
+
+
+def test_all_members_raise_the_same_mismatch(members, on_all):
+    other = fingerprint("broadcast", "int8", 3, "root 0")
+    errors = on_all(lambda member: member.arrive(other if members.index(member) == 1 else STEP))
+    assert len({str(error) for error in errors}) == 1
+    assert isinstance(errors[0], MismatchError)
+    assert "ranks 0, 2 call barrier(), but rank 1 calls broadcast(3 x int8, root 0)" in str(errors[0])
+
+
+def test_a_mismatch_between_hosts_reaches_members_that_wait(members, on_all):
+    def arrive(member):
+        if members.index(member) == 0:
+            time.sleep(0.05)
+            member.report_mismatch(MismatchError("host 1 is elsewhere"))
+        else:
+            member.arrive(STEP)
+
+    errors = on_all(arrive)[1:]
+    assert [str(error) for error in errors] == ["host 1 is elsewhere"] * 2

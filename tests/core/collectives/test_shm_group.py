@@ -1,0 +1,130 @@
+"""Every collective of the group among threads that stand for the ranks of a host; segments are really shared."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.collectives.fingerprint import fingerprint
+from ring_plugins.core.collectives.shm_group import (
+    SMALL_BYTES,
+    STAGING_BYTES,
+    SharedMemoryGroup,
+    create_segment,
+    slices,
+)
+from ring_plugins.core.control.wait import Wait
+
+SIZE = 3
+COUNTS = [0, 1, 7, SMALL_BYTES // 4, SMALL_BYTES // 4 + 1, STAGING_BYTES // 4 * 2 + 5]
+
+
+@pytest.fixture(scope="module")
+def on_all():
+    """Call something with every member of a group, each in its thread, and return the results."""
+    segments = [create_segment() for _ in range(SIZE)]
+    addresses = [segment.address for segment in segments]
+    with ThreadPoolExecutor(SIZE) as threads:
+        together = threading.Barrier(SIZE)
+
+        def everywhere(function):
+            def one(rank):
+                together.wait(10)
+                return function(rank)
+
+            return list(threads.map(one, range(SIZE), timeout=30))
+
+        groups = everywhere(
+            lambda i: SharedMemoryGroup(segments[i], addresses, range(SIZE), i, Wait("test", None), "test")
+        )
+        yield lambda function: everywhere(lambda i: function(groups[i]))
+
+
+def numbers(count, rank):
+    return ((np.arange(count) * 7 + rank * 3) % 5).astype(np.float32)
+
+
+def total(count):
+    return np.sum([numbers(count, rank) for rank in range(SIZE)], axis=0)
+
+
+def reduce(group, array, op=Op.SUM):
+    group.all_reduce(array, array, op, "float32", None, fingerprint("all_reduce", "float32", array.size, op.name))
+    return array
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_all_reduce_sums_ordinary_memory(on_all, count):
+    for result in on_all(lambda group: reduce(group, numbers(count, group.position))):
+        assert np.array_equal(result, total(count))
+
+
+def test_all_reduce_averages_to_the_same_bits_everywhere(on_all):
+    rows = np.random.default_rng(0).standard_normal((SIZE, 100_003)).astype(np.float32)
+    results = on_all(lambda group: reduce(group, rows[group.position].copy(), Op.AVERAGE))
+    assert np.allclose(results[0], rows.mean(0), atol=1e-6)
+    assert all(result.tobytes() == results[0].tobytes() for result in results)
+
+
+@pytest.mark.parametrize("count", [1000, 100_003])
+def test_all_reduce_works_in_memory_that_all_map(on_all, count):
+    def allocate_and_reduce(group):
+        buffer = group.allocate(4 * count + 64, fingerprint("allocate", "bytes", count))
+        array = buffer.array[64:].view(np.float32)
+        array[:] = numbers(count, group.position)
+        result = reduce(group, array).copy()
+        group.release(buffer)
+        assert group.mapped(array) is None
+        return result
+
+    for result in on_all(allocate_and_reduce):
+        assert np.array_equal(result, total(count))
+
+
+@pytest.mark.parametrize("nbytes", [0, 5, 2 * STAGING_BYTES + 3])
+def test_broadcast_overwrites_with_the_roots_bytes(on_all, nbytes):
+    sent = (np.arange(nbytes) % 251).astype(np.uint8)
+
+    def broadcast(group):
+        data = sent.copy() if group.position == 1 else np.zeros(nbytes, np.uint8)
+        group.broadcast(data, 1, fingerprint("broadcast", "uint8", nbytes))
+        return data
+
+    assert all(np.array_equal(result, sent) for result in on_all(broadcast))
+
+
+def test_all_gather_of_different_sizes(on_all):
+    sizes = [0, 3, STAGING_BYTES + 1]
+
+    def gather(group):
+        parts = [np.empty(size, np.uint8) for size in sizes]
+        mine = np.full(sizes[group.position], group.position, np.uint8)
+        group.all_gather(mine, parts, fingerprint("all_gather"))
+        return parts
+
+    for parts in on_all(gather):
+        assert all((part == i).all() for i, part in enumerate(parts))
+
+
+@pytest.mark.parametrize("scale", [1, 300_000])
+def test_all_to_all_of_different_sizes(on_all, scale):
+    def exchange(group):
+        outgoing = [np.full((group.position + i) % 3 * scale, 10 * group.position + i, np.uint8) for i in range(SIZE)]
+        incoming = [np.empty((group.position + i) % 3 * scale, np.uint8) for i in range(SIZE)]
+        group.all_to_all(outgoing, incoming, fingerprint("all_to_all"))
+        return incoming
+
+    for rank, incoming in enumerate(on_all(exchange)):
+        assert all((part == 10 * i + rank).all() for i, part in enumerate(incoming))
+
+
+@pytest.mark.parametrize("itemsize", [1, 4, 8, 16])
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 1000, 12345])
+@pytest.mark.parametrize("parts", [1, 2, 3, 16])
+def test_slices_cover_everything_once_and_start_on_cache_lines(count, parts, itemsize):
+    cuts = slices(count, parts, itemsize)
+    assert len(cuts) == parts
+    assert [i for cut in cuts for i in range(count)[cut]] == list(range(count))
+    assert all(cut.start * itemsize % 64 == 0 or cut.start == count for cut in cuts)

@@ -1,0 +1,59 @@
+import numpy as np
+import pytest
+
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.collectives.single import SingleCommunicator
+
+ALONE = SingleCommunicator("alone", world_rank=3)
+
+
+def memory(*values):
+    return HostMemory(np.array(values, np.float32), "float32")
+
+
+def test_it_is_rank_0_of_1_whatever_its_world_rank():
+    assert (ALONE.rank, ALONE.size, ALONE.ranks) == (0, 1, (3,))
+
+
+def test_every_collective_is_the_identity():
+    x, out = memory(1, 2), memory(0, 0)
+    ALONE.all_reduce(x, Op.AVERAGE)
+    ALONE.broadcast(x, 0)
+    ALONE.barrier()
+    assert x.array.tolist() == [1, 2]
+    for collective in (
+        lambda: ALONE.all_gather(x, out, [2]),
+        lambda: ALONE.reduce_scatter(x, out, [2], Op.SUM),
+        lambda: ALONE.all_to_all(x, [2], out, [2]),
+    ):
+        out.array[:] = 0
+        collective()
+        assert out.array.tolist() == [1, 2]
+
+
+def test_all_reduce_takes_numbers_from_their_source():
+    out = memory(0, 0)
+    ALONE.all_reduce(out._replace(source=memory(5, 6).array), Op.SUM)
+    assert out.array.tolist() == [5, 6]
+
+
+def test_types_are_checked_as_on_many_ranks():
+    with pytest.raises(ArgumentError, match="op=AVERAGE"):
+        ALONE.all_reduce(HostMemory(np.ones(1, np.int32), "int32"), Op.AVERAGE)
+
+
+def test_gathered_objects_are_copies():
+    item = {"a": [1]}
+    (copied,) = ALONE.all_gather_object(item)
+    assert copied == item
+    assert copied["a"] is not item["a"]
+
+
+def test_started_work_is_done_at_once_and_keeps_its_error_for_wait():
+    assert ALONE.start("x", lambda: 7).wait() == 7
+    work = ALONE.start("x", lambda: 1 / 0)
+    assert work.done()
+    with pytest.raises(ZeroDivisionError):
+        work.wait()
