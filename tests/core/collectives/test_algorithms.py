@@ -1,90 +1,66 @@
-"""The ways of chunks between hosts: the right sums, and the same bits on all ranks, whichever way they go."""
+"""The algorithms for chunks between hosts, on simulated hosts: right sums, and the same bits on all ranks."""
 
+import numpy as np
 import pytest
 
-from ring_plugins.core.collectives.algorithms import RING_FROM, Direct, PairExchange, Ring, choose_algorithm
-from tests.launch import run_ranks
-
-SUMS = """
-import os
-import numpy as np
-import ring_plugins as ring
-from ring_plugins.core.collectives import algorithms as stream
-from ring_plugins.core.arrays.codec import Compression, HalfCodec
-from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.arrays.codec import Compression, HalfCodec, IdentityCodec
 from ring_plugins.core.arrays.dtypes import Op
-from ring_plugins.core.world import current
+from ring_plugins.core.collectives.algorithms import (
+    RING_FROM,
+    Direct,
+    PairExchange,
+    Pipeline,
+    Reduction,
+    Ring,
+    choose_algorithm,
+)
+from ring_plugins.core.collectives.fingerprint import fingerprint
+from tests.core.collectives.simulated_hosts import simulated_hosts
 
-stream.RING_FROM, stream.PAIR_EXCHANGE_BYTES = int(os.environ["RING_FROM"]), int(os.environ["PAIR_EXCHANGE_BYTES"])
-ring.init(ranks=int(os.environ["TEST_RANKS"]))
-size, rank = ring.size(), ring.rank()
-random = np.random.default_rng(0)
-for count in (70_001, 300_007, 1_500_003):
-    whole = random.standard_normal((size, count)).astype(np.float32)
-    for op, expected in ((ring.AVERAGE, whole.mean(0)), (ring.SUM, whole.sum(0)), (ring.MAX, whole.max(0))):
-        got = ring.all_reduce(whole[rank], op)
-        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
-        assert len(set(ring.all_gather_object(got.tobytes()))) == 1, (count, op)
-    got, wire = whole[rank].copy(), HalfCodec(Compression("float16", False))
-    wire.begin(got)
-    current().communicator.all_reduce(HostMemory(got, "float32"), Op.AVERAGE, wire)
-    np.testing.assert_allclose(got, whole.mean(0), atol=1e-2)
-    assert len(set(ring.all_gather_object(got.tobytes()))) == 1, count
-"""
+CASES = [(2, PairExchange, 1), (2, Direct, 2), (3, Direct, 2), (2, Ring, 2), (3, Ring, 4), (4, Ring, 6)]
 
 
-def test_the_way_depends_on_how_many_hosts_there_are_and_how_much_there_is():
+def test_the_algorithm_depends_on_the_number_of_hosts_and_on_the_size():
     assert choose_algorithm(2, 1 << 20) == (PairExchange, 1)
     assert choose_algorithm(2, 25 << 20) == (Direct, 2)
     assert choose_algorithm(RING_FROM - 1, 1 << 20) == (Direct, 2)
     assert choose_algorithm(RING_FROM, 1 << 20) == (Ring, 2 * (RING_FROM - 1))
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize(
-    ("members", "hosts", "ring_from", "pair_up_to"),
-    [(4, 2, 16, 1 << 30), (3, 2, 16, 0), (3, 3, 3, 0)],
-    ids=["pair", "straight", "ring"],
-)
-def test_every_way_gives_the_right_sums_and_the_same_bits(members, hosts, ring_from, pair_up_to):
-    own = {"RING_VIRTUAL_NODES": str(hosts), "RING_FROM": str(ring_from), "PAIR_EXCHANGE_BYTES": str(pair_up_to)}
-    run_ranks(SUMS, members, "mpirun", env=own)
+def run(on_all, rows, op, algorithm, rounds, make_codec=IdentityCodec, length=30_001):
+    """Reduce every rank's row in chunks of `length`, the last one shorter; the results of all ranks."""
+    divisor = len(rows) if op is Op.AVERAGE else 1
+
+    def reduce(rank, member):
+        array, codec = rows[rank].copy(), make_codec()
+        if isinstance(codec, HalfCodec):
+            codec.begin(array)
+        operation = fingerprint("all_reduce", "float32", array.size, op.name)
+        pipeline = Pipeline(Reduction(member.group, op, "float32", divisor, codec, array.nbytes, operation), algorithm)
+        chunks = [array[start : start + length] for start in range(0, array.size, length)]
+        for chunk in [*chunks, *[None] * rounds]:
+            pipeline.step(chunk)
+        pipeline.finish()
+        return array
+
+    results = on_all(reduce)
+    assert all(result.tobytes() == results[0].tobytes() for result in results)
+    return results[0]
 
 
-# The kernel takes so little at once that most of a message waits in the process that sends it, and ranks come late.
-NARROW = """
-import os, random, socket, time
-import numpy as np
-import ring_plugins as ring
-from ring_plugins.core.net import listener
-from ring_plugins.core.collectives import hierarchical as lockstep
-
-ready, step = listener._ready, lockstep._StagedMemory.step
-
-class Narrow(socket.socket):
-    def setsockopt(self, level, option, *value):
-        if option != socket.SO_RCVLOWAT:  # which would widen it again
-            super().setsockopt(level, option, *value)
-
-def narrow(line):
-    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        line.setsockopt(socket.SOL_SOCKET, option, 20_000)
-    return ready(Narrow(fileno=line.detach()))
-
-def late(self, new, old):
-    if chance.random() < 0.2:
-        time.sleep(chance.random() * 0.01)
-    step(self, new, old)
-
-listener._ready, lockstep._StagedMemory.step = narrow, late
-ring.init()
-chance = random.Random(ring.rank())
-for i in range(10):
-    x = np.full(600_000, ring.rank() + i, np.float32)
-    ring.all_reduce(x, ring.SUM, out=x)
-    assert (x == 6 + 4 * i).all()
-"""
+@pytest.mark.parametrize(("members", "algorithm", "rounds"), CASES)
+def test_every_algorithm_gives_the_right_sums(members, algorithm, rounds):
+    random = np.random.default_rng(0)
+    with simulated_hosts((1,) * members) as on_all:
+        for count in (1, 17, 100_003):  # with empty parts too
+            rows = random.standard_normal((members, count)).astype(np.float32)
+            for op, expected in ((Op.SUM, rows.sum(0)), (Op.AVERAGE, rows.mean(0)), (Op.MAX, rows.max(0))):
+                np.testing.assert_allclose(run(on_all, rows, op, algorithm, rounds), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_who_waits_for_its_mates_keeps_sending():
-    run_ranks(NARROW, 4, "torchrun", env={"RING_VIRTUAL_NODES": "2", "RING_TIMEOUT": "40"}, timeout=150)
+@pytest.mark.parametrize(("members", "algorithm", "rounds"), CASES)
+def test_every_algorithm_sends_rounded_numbers(members, algorithm, rounds):
+    rows = np.random.default_rng(0).standard_normal((members, 100_003)).astype(np.float32)
+    with simulated_hosts((1,) * members) as on_all:
+        got = run(on_all, rows, Op.AVERAGE, algorithm, rounds, lambda: HalfCodec(Compression("float16", False)))
+    np.testing.assert_allclose(got, rows.mean(0), atol=1e-2)

@@ -1,4 +1,97 @@
+"""Collectives among simulated hosts, over real sockets."""
+
+import numpy as np
+import pytest
+
+from ring_plugins.core.arrays.codec import IdentityCodec
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.base.errors import MismatchError
+from ring_plugins.core.collectives.fingerprint import fingerprint
+from ring_plugins.core.collectives.net_group import SMALL_BYTES
+from tests.core.collectives.simulated_hosts import simulated_hosts
 from tests.launch import run_ranks
+
+SIZE = 3
+
+
+@pytest.fixture
+def on_all():
+    with simulated_hosts((1,) * SIZE) as everywhere:
+        yield everywhere
+
+
+@pytest.mark.parametrize("nbytes", [0, 5, SMALL_BYTES, SMALL_BYTES + 1, 300_001])
+def test_broadcast_overwrites_with_the_roots_bytes(on_all, nbytes):
+    sent = (np.arange(nbytes) % 251).astype(np.uint8)
+
+    def broadcast(rank, member):
+        data = sent.copy() if rank == 1 else np.zeros(nbytes, np.uint8)
+        member.group.broadcast(data, 1, fingerprint("broadcast", "uint8", nbytes))
+        return data
+
+    assert all(np.array_equal(result, sent) for result in on_all(broadcast))
+
+
+def test_all_gather_of_different_sizes(on_all):
+    sizes = [0, 3, 200_000]
+
+    def gather(rank, member):
+        parts = [np.empty(size, np.uint8) for size in sizes]
+        member.group.all_gather(np.full(sizes[rank], rank, np.uint8), parts, fingerprint("all_gather"))
+        return parts
+
+    for parts in on_all(gather):
+        assert all((part == i).all() for i, part in enumerate(parts))
+
+
+def test_all_to_all_of_different_sizes(on_all):
+    def exchange(rank, member):
+        outgoing = [np.full((rank + i) % 3 * 1000, 10 * rank + i, np.uint8) for i in range(SIZE)]
+        incoming = [np.empty((rank + i) % 3 * 1000, np.uint8) for i in range(SIZE)]
+        member.group.all_to_all(outgoing, incoming, fingerprint("all_to_all"))
+        return incoming
+
+    for rank, incoming in enumerate(on_all(exchange)):
+        assert all((part == 10 * i + rank).all() for i, part in enumerate(incoming))
+
+
+def test_a_small_all_reduce_gives_all_the_same(on_all):
+    def reduce(rank, member):
+        array = np.arange(5, dtype=np.float32) + rank
+        member.group.all_reduce_small(array, Op.AVERAGE, "float32", SIZE, IdentityCodec(), fingerprint("all_reduce"))
+        return array.tolist()
+
+    assert on_all(reduce) == [[1, 2, 3, 4, 5]] * SIZE
+
+
+def test_ranks_in_different_operations_all_learn_who_calls_what(on_all):
+    def call(rank, member):
+        member.group.barrier(fingerprint("barrier" if rank != 2 else "broadcast"))
+
+    errors = on_all(call)
+    assert [type(error) for error in errors] == [MismatchError] * SIZE
+    assert all("ranks 0, 1 call barrier(), but rank 2 calls broadcast()" in str(error) for error in errors)
+
+
+def test_sizes_that_disagree_are_named_before_data_is_used(on_all):
+    def exchange(rank, member):
+        outgoing = [np.zeros(8 if rank == 0 else 4, np.uint8)] * SIZE
+        incoming = [np.full(4, 7, np.uint8) for _ in range(SIZE)]
+        member.group.all_to_all(outgoing, incoming, fingerprint("all_to_all"))
+
+    error = on_all(exchange)[1]
+    assert isinstance(error, MismatchError)
+    assert "rank 0 sends 8 bytes to rank 1, which expects 4" in str(error)
+
+
+def test_buffers_are_used_again(on_all):
+    def reuse(rank, member):
+        buffer = member.group.take_buffer(1000)
+        member.group.return_buffer(buffer[:100].view(np.float32))
+        return np.shares_memory(member.group.take_buffer(500), buffer)
+
+    assert on_all(reuse) == [True] * SIZE
+
 
 UNEVEN = """
 import os
