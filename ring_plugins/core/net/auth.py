@@ -527,16 +527,18 @@ class FrameSocket:
     Args:
         connected: the connection.
         purpose: of it; bounds the size of messages.
+        longest: a smaller bound, until `allow_longest`.
     """
 
-    def __init__(self, connected: socket.socket, purpose: Purpose) -> None:
+    def __init__(self, connected: socket.socket, purpose: Purpose, longest: int = 1 << 63) -> None:
         connected.setblocking(False)
         if connected.family != socket.AF_UNIX:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connected
         #: Bytes that wait to be sent.
         self.unsent = 0
-        self._longest = _LONGEST[purpose]
+        self._purpose = purpose
+        self._longest = min(longest, _LONGEST[purpose])
         self._outgoing: deque[memoryview] = deque()
         self._incoming = bytearray()
         self._received: deque[bytes] = deque()
@@ -544,6 +546,10 @@ class FrameSocket:
     def fileno(self) -> int:
         """For selectors."""
         return self.socket.fileno()
+
+    def allow_longest(self) -> None:
+        """Accept messages as long as the purpose allows."""
+        self._longest = _LONGEST[self._purpose]
 
     def send(self, message: bytes) -> None:
         """Take a message; `write` or `flush` sends it."""

@@ -1,84 +1,376 @@
-"""How ranks on several hosts meet without MPI: all of them call rank 0, which knows who is still missing.
+"""How ranks on several hosts meet without MPI: all of them connect to rank 0, which knows who is still missing.
 
-The first message of a rank says who it is and which versions it runs, so that it can be told why it does not fit.
+Rank 0 listens (`serve`), the other ranks connect until it answers (`join`), and both get a `Bootstrap`, whose `gather`
+exchanges small records while the job starts. Connections authenticate themselves with RING_SECRET (core/net/auth.py).
+Then each message is JSON:
 
-A connection on which a rank and rank 0 talk while the job starts, and why there is none.
+    rank -> rank 0   ["join", {size, host, versions}]   once; rank 0 finds out what does not fit
+                     ["gather", payload]                its part of a gather
+    rank 0 -> rank   ["gathered", payloads]             all parts in rank order; none at first: all ranks are there
+                     ["abort", text]                    why the job cannot start
 
-Messages are JSON, which unlike pickle can do no harm, a length ahead of each.
+A connection that does not know the secret is closed, reported once with its address, and otherwise ignored: anyone can
+make one. A mistake of the user's, such as RING_SECRET set on some ranks only, is told where it was made: the refused
+rank raises an error, and rank 0 mentions refused connections while it waits.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
-import json
-import secrets
 import selectors
 import socket
-import struct
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, name_ranks
 from ring_plugins.core.base.log import logger
+from ring_plugins.core.net.auth import (
+    Acceptor,
+    Authenticated,
+    Claim,
+    ClientHandshake,
+    Disconnected,
+    FrameSocket,
+    Purpose,
+    WrongSecret,
+    authenticate,
+    from_json,
+    to_json,
+)
 from ring_plugins.core.rendezvous.record import differences, own_versions
 
-_LONGEST = 1 << 24
-#: Seconds that connecting, or sending or receiving a message, may take.
+#: Seconds that connecting, joining after the handshake, or sending a message may take.
 SECONDS = 5.0
+#: Seconds after which a waiting rank says what it waits for; it says so again after twice as long, and so on.
+_FIRST_NOTICE = 10.0
+#: Connections that rank 0 keeps beside those of its ranks, and refused addresses that it reports.
+_OTHER_CONNECTIONS, _REPORTED = 64, 20
+#: Bytes of the first message. Without RING_SECRET everyone can send one.
+_LONGEST_JOIN = 1 << 16
+_LONGER = "Set RING_START_TIMEOUT to wait longer."
 
 
-class Guest:
-    """A connection, seen from either end, that never blocks for longer than a message takes."""
+class _Member(NamedTuple):
+    """A rank that has joined rank 0."""
 
-    def __init__(self, connected: socket.socket) -> None:
-        self.socket = connected
-        self.rank = -1
-        self.host = "?"
-        self.nonce = secrets.token_hex(16)
-        self._incoming = bytearray()
+    rank: int
+    host: str
+    frames: FrameSocket
 
-    def send(self, message: Any) -> None:
-        data = json.dumps(message).encode()
-        self.socket.sendall(struct.pack("!I", len(data)) + data)
 
-    def receive(self) -> Any:
-        """A message if one has arrived whole, else None.
+class Bootstrap:
+    """A rank's connection to rank 0, or rank 0's to all ranks; made by `serve` and `join`.
+
+    Args:
+        rank, size: of this process and of the job.
+        host: of rank 0, for texts.
+        members: on rank 0, all other ranks.
+        server: on the other ranks, the connection to rank 0.
+    """
+
+    def __init__(
+        self, rank: int, size: int, host: str, members: Collection[_Member], server: FrameSocket | None = None
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._host, self._members, self._server = host, list(members), server
+
+    def gather(self, payload: Any) -> list[Any]:
+        """Every rank's payload (values that JSON can hold) in rank order; all ranks call.
 
         Raises:
-            EOFError: the other side closed, OSError, ValueError: it does not speak our language.
+            LaunchError: a rank ended, or did not come within RING_START_TIMEOUT seconds.
         """
-        while True:
-            if len(self._incoming) >= 4:
-                (length,) = struct.unpack_from("!I", self._incoming)
-                if length > _LONGEST:
-                    raise ValueError("it does not speak ring_plugins")
-                if len(self._incoming) >= 4 + length:
-                    message = json.loads(bytes(self._incoming[4 : 4 + length]))
-                    del self._incoming[: 4 + length]
-                    return message
-            self.socket.setblocking(False)
-            try:
-                data = self.socket.recv(1 << 18)
-            except BlockingIOError:
-                return None
-            finally:
-                self.socket.settimeout(SECONDS)
-            if not data:
-                raise EOFError("it closed the connection")
-            self._incoming += data
+        return self._gather_all(payload) if self._server is None else self._send_own(self._server, payload)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for member in self._members:
+            member.frames.close()
+        if self._server is not None:
+            self._server.close()
+
+    def abort(self, why: str) -> None:
+        """On rank 0: tell the ranks why the job cannot start."""
+        _send_all(self._members, ["abort", why])
+        for member in self._members:  # a connection that is closed with unread bytes may lose what was sent last
+            with contextlib.suppress(Disconnected):
+                member.frames.read()
+
+    def _send_own(self, server: FrameSocket, payload: Any) -> list[Any]:
+        try:
+            server.send(to_json(["gather", payload]))
+            server.flush(config.START_TIMEOUT.get())
+            return _answer(server, "rank 0")
+        except (OSError, Disconnected) as error:
+            raise LaunchError(
+                f"rank {self.rank} on {socket.gethostname()} lost rank 0 on {self._host} while starting up "
+                f"({error}); look for the error that rank 0 printed."
+            ) from error
+
+    def _gather_all(self, payload: Any) -> list[Any]:
+        items: dict[int, Any] = {0: payload}
+        waiting = _Waiting(f"rank 0 on {socket.gethostname()}")
+        with selectors.DefaultSelector() as selector:
+            for member in self._members:
+                selector.register(member.frames, selectors.EVENT_READ, member)
+            while len(items) < self.size:
+                for key, _ in selector.select(0.2):
+                    member = key.data
+                    try:
+                        data = member.frames.receive(0)
+                        if data is None:
+                            continue
+                        items[member.rank] = _body(data, "gather")
+                    except (OSError, Disconnected) as error:
+                        raise self._failed(
+                            f"rank {member.rank} on {member.host} ended while the ranks were starting up ({error}); "
+                            "look for the error that it printed."
+                        ) from error
+                    selector.unregister(member.frames)
+                if waiting.is_over():
+                    late = [member.rank for member in self._members if member.rank not in items]
+                    raise self._failed(f"{name_ranks(late)} did not finish starting up in time; {_LONGER}")
+        everything = [items[rank] for rank in range(self.size)]
+        _send_all(self._members, ["gathered", everything])  # a rank that is lost here is missed by the next gather
+        return everything
+
+    def _failed(self, why: str) -> LaunchError:
+        self.abort(why)
+        return LaunchError(why)
 
 
-def next_message(guest: Guest, end: float) -> Any:
-    """The next message; TimeoutError at `end` of `time.monotonic`."""
-    while (message := guest.receive()) is None:
-        if time.monotonic() > end:
-            raise TimeoutError("no answer")
-        time.sleep(0.0005)
-    return message
+def _send_all(members: Collection[_Member], message: Any) -> None:
+    """Send a message to all ranks at once, for `SECONDS` at most."""
+    data, end = to_json(message), time.monotonic() + SECONDS
+    with selectors.DefaultSelector() as selector:
+        for member in members:
+            member.frames.send(data)
+            selector.register(member.frames, selectors.EVENT_WRITE)
+        while selector.get_map() and (left := end - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                frames = key.fileobj
+                assert isinstance(frames, FrameSocket)
+                with contextlib.suppress(Disconnected):
+                    frames.write()
+                    if frames.unsent:
+                        continue
+                selector.unregister(frames)
+
+
+def _body(data: bytes, kind: str) -> Any:
+    message = from_json(data)
+    if not isinstance(message, list) or len(message) != 2 or message[0] != kind:
+        raise Disconnected(f'it did not send "{kind}"')
+    return message[1]
+
+
+# Rank 0 -----------------------------------------------------------------------------------------------
+
+
+def serve(listener: socket.socket, size: int, secret: str) -> Bootstrap:
+    """Wait on rank 0 until every rank has joined.
+
+    Args:
+        listener: a listening socket; closed before any rank learns that all are there.
+        size: of the job.
+        secret: that the ranks must know, "" for none.
+
+    Raises:
+        LaunchError: ranks are missing after RING_START_TIMEOUT seconds, two say they are the same, or versions differ.
+    """
+    server = _Server(listener, size, secret)
+    try:
+        problem = server.run()
+    finally:
+        server.close()
+    bootstrap = Bootstrap(0, size, socket.gethostname(), server.members.values())
+    if problem:
+        bootstrap.abort(problem)
+        bootstrap.close()
+        raise LaunchError(problem)
+    _send_all(server.members.values(), ["gathered", []])
+    return bootstrap
+
+
+class _Joining(NamedTuple):
+    """A connection that has authenticated itself and has not sent "join" yet."""
+
+    rank: int
+    frames: FrameSocket
+    deadline: float
+
+
+class _Server:
+    """Rank 0 while the ranks join.
+
+    Attributes:
+        members: the ranks that have joined.
+    """
+
+    def __init__(self, listener: socket.socket, size: int, secret: str) -> None:
+        self.members: dict[int, _Member] = {}
+        self._size, self._name = size, socket.gethostname()
+        self._port: int = listener.getsockname()[1]
+        self._limit = size + _OTHER_CONNECTIONS
+        self._joining: dict[FrameSocket, _Joining] = {}
+        self._refused: dict[str, int] = {}
+        self._acceptor = Acceptor(
+            _key(secret), Purpose.BOOTSTRAP, limit=self._limit, on_wrong_secret=self._note_wrong_secret
+        )
+        self._acceptor.add(listener)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._acceptor, selectors.EVENT_READ)
+
+    def run(self) -> str:
+        """Wait for all ranks; "" if all are there, else what is wrong."""
+        waiting = _Waiting(f"rank 0 on {self._name}")
+        while missing := [rank for rank in range(1, self._size) if rank not in self.members]:
+            for key, _ in self._selector.select(0.2):
+                if key.data is not None and (problem := self._serve(key.data)):
+                    return problem
+            for new in self._acceptor.poll():
+                self._begin(new)
+            now = time.monotonic()
+            for joining in [joining for joining in self._joining.values() if joining.deadline < now]:
+                self._drop(joining)
+            here = f"{len(self.members) + 1} of {self._size} ranks are here"
+            waiting.say(f"{name_ranks(missing)} to connect to port {self._port}; {here}{self._refusals()}")
+            if waiting.is_over():
+                return (
+                    f"{name_ranks(missing)} of {self._size} did not come to rank 0 on {self._name}, port {self._port}, "
+                    "in time. Were they started, and does their output say why they ended? A firewall between the "
+                    f"hosts has the same effect{self._refusals()}. {_LONGER}"
+                )
+        return ""
+
+    def close(self) -> None:
+        """Stop listening, and close connections of ranks that have not joined."""
+        self._acceptor.close()
+        for joining in self._joining.values():
+            joining.frames.close()
+        self._selector.close()
+
+    def _begin(self, new: Authenticated) -> None:
+        if len(self._joining) >= self._limit:
+            self._drop(next(iter(self._joining.values())))
+        frames = FrameSocket(new.socket, Purpose.BOOTSTRAP, longest=_LONGEST_JOIN)
+        joining = _Joining(new.claim.rank, frames, time.monotonic() + SECONDS)
+        self._joining[frames] = joining
+        self._selector.register(frames, selectors.EVENT_READ, joining)
+
+    def _serve(self, joining: _Joining) -> str:
+        """Take what a connection has sent; what is wrong with its rank, "" for nothing."""
+        if joining.frames not in self._joining:
+            return ""
+        try:
+            data = joining.frames.receive(0)
+            if data is None:
+                return ""
+            body = _body(data, "join")
+            size, host, versions = int(body["size"]), str(body["host"]), dict(body["versions"])
+        except (OSError, Disconnected, ValueError, KeyError, TypeError, AttributeError):
+            self._drop(joining)  # a rank that will connect again or, without RING_SECRET, anyone
+            return ""
+        self._forget(joining)
+        problem = self._problem(joining.rank, size, host, versions)
+        if problem:
+            _send_all([_Member(joining.rank, host, joining.frames)], ["abort", problem])
+            joining.frames.close()
+        else:
+            joining.frames.allow_longest()
+            self.members[joining.rank] = _Member(joining.rank, host, joining.frames)
+        return problem
+
+    def _problem(self, rank: int, size: int, host: str, versions: dict[str, str]) -> str:
+        if size != self._size:
+            return f"rank {rank} on {host} was started for a job of {size} ranks, rank 0 for one of {self._size}."
+        if not 0 < rank < size:
+            return f"a process on {host} says it is rank {rank} of {size}; every rank must have a number of its own."
+        if rank in self.members:
+            return f"two processes say they are rank {rank}: one on {self.members[rank].host}, one on {host}."
+        return differences({0: (self._name, own_versions()), rank: (host, versions)})
+
+    def _drop(self, joining: _Joining) -> None:
+        self._forget(joining)
+        joining.frames.close()
+
+    def _forget(self, joining: _Joining) -> None:
+        del self._joining[joining.frames]
+        self._selector.unregister(joining.frames)
+
+    def _note_wrong_secret(self, address: str) -> None:
+        if address not in self._refused and len(self._refused) < _REPORTED:
+            logger.warning(
+                f"rank 0 on {self._name} refused a connection from {address} that does not know this job's secret: a "
+                "rank whose RING_SECRET differs, or a process of another job."
+            )
+        if address in self._refused or len(self._refused) < _REPORTED:
+            self._refused[address] = self._refused.pop(address, 0) + 1
+
+    def _refusals(self) -> str:
+        if not self._refused:
+            return ""
+        return (
+            f"; refused {sum(self._refused.values())} connections with another secret, the last from "
+            f"{list(self._refused)[-1]} (is RING_SECRET the same on all ranks?)"
+        )
+
+
+# The other ranks --------------------------------------------------------------------------------------
+
+
+def join(rank: int, size: int, address: str, port: int, secret: str) -> Bootstrap:
+    """Connect to rank 0, again and again until it answers, and wait until every rank has joined.
+
+    Args:
+        rank, size: of this process and the job.
+        address: name or number of rank 0's host.
+        port: where it listens.
+        secret: that it asks for, "" for none.
+
+    Raises:
+        LaunchError: it cannot be reached within RING_START_TIMEOUT seconds, or refuses this rank.
+    """
+    name = socket.gethostname()
+    waiting = _Waiting(f"rank {rank} on {name}")
+    while True:
+        try:
+            server = _connect(rank, address, port, secret)
+            break
+        except WrongSecret as error:
+            raise LaunchError(
+                f"rank {rank} on {name} cannot join the job: rank 0 refused this rank's secret: set RING_SECRET alike "
+                f"on all ranks. Otherwise another job listens at {address}:{port}."
+            ) from error
+        except (OSError, Disconnected) as error:
+            why = unreachable(address, port, error)
+            waiting.say(f"rank 0: {why}")
+            if waiting.is_over():
+                raise LaunchError(f"rank {rank} on {name} could not reach rank 0: {why}. {_LONGER}") from error
+            time.sleep(0.05)
+    try:
+        server.send(to_json(["join", {"size": size, "host": name, "versions": own_versions()}]))
+        server.flush(SECONDS)
+        _answer(server, f"the other ranks, with rank 0 at {address}:{port}", waiting)
+    except (OSError, Disconnected) as error:
+        server.close()
+        raise LaunchError(
+            f"rank {rank} on {name} lost rank 0 at {address}:{port} while starting up ({error}); look for the error "
+            "that rank 0 printed."
+        ) from error
+    return Bootstrap(rank, size, address, (), server)
+
+
+def _connect(rank: int, address: str, port: int, secret: str) -> FrameSocket:
+    connected = socket.create_connection((address, port), SECONDS)
+    try:
+        authenticate(connected, ClientHandshake(_key(secret), Purpose.BOOTSTRAP, Claim(rank)), SECONDS)
+        return FrameSocket(connected, Purpose.BOOTSTRAP)
+    except BaseException:
+        connected.close()
+        raise
 
 
 def unreachable(address: str, port: int, error: Exception) -> str:
@@ -94,268 +386,60 @@ def unreachable(address: str, port: int, error: Exception) -> str:
         numeric = str(socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][4][0])
     if numeric.startswith("127.") and not address.startswith("127."):
         return (
-            f"{address} resolves to {numeric} here, which is this host itself, and nobody listens there. If rank "
-            "0 runs "
-            f"on another host, correct the line of /etc/hosts on {socket.gethostname()}, or let MASTER_ADDR be "
-            "an address"
+            f"{address} resolves to {numeric} here, which is this host itself, and nothing listens there. If rank 0 "
+            f"runs on another host, correct the line of /etc/hosts on {socket.gethostname()}, or let MASTER_ADDR be an "
+            "address"
         )
     if isinstance(error, TimeoutError):
         return f"no answer from {at}: the host is down, or a firewall drops what is sent to that port"
     if isinstance(error, ConnectionRefusedError):
         return f"{at} refuses connections: rank 0 has not come that far, has ended, or listens elsewhere"
-    if isinstance(error, (EOFError, ValueError)):
-        return f"who listens at {at} is not rank 0 of a ring_plugins job ({error})"
+    if isinstance(error, Disconnected):
+        return f"the process that listens at {at} does not answer as rank 0 of a ring_plugins job ({error})"
     return f"{at} cannot be reached ({getattr(error, 'strerror', None) or error})"
 
 
-_MAGIC = "ring_plugins roll call 1"
-#: Seconds after which a rank that waits says for whom, and again after twice as long, and so on.
-_PATIENCE = 10.0
-
-
-class Bootstrap:
-    """Everyone's line to rank 0, and rank 0's to everyone.
-
-    Made by `host` and `attend`. `gather` is the only thing it does.
-    """
-
-    def __init__(self, rank: int, size: int, host: str, guests: Sequence[Guest], own: Guest | None) -> None:
-        self.rank, self.size = rank, size
-        self._host = host
-        self._guests = {guest.rank: guest for guest in guests}
-        self._own = own
-
-    def gather(self, payload: Any) -> list[Any]:
-        """Everyone's payload (what JSON can hold) in rank order.
-
-        Raises:
-            LaunchError: a rank ended, or did not come within RING_START_TIMEOUT seconds.
-        """
-        if self._own is not None:
-            try:
-                self._own.send(["item", payload])
-                return _answer(self._own, "rank 0")
-            except (OSError, EOFError) as error:
-                raise LaunchError(
-                    f"rank {self.rank} on {socket.gethostname()} lost rank 0 on {self._host} while starting up "
-                    f"({error}); look for the error that rank 0 printed."
-                ) from error
-        items: dict[int, Any] = {0: payload}
-        waiting = _Patience(f"rank 0 on {socket.gethostname()}")
-        while missing := [guest for rank, guest in self._guests.items() if rank not in items]:
-            for guest in missing:
-                try:
-                    if (message := guest.receive()) is not None:
-                        items[guest.rank] = message[1]
-                except (OSError, EOFError, ValueError) as error:
-                    why = (
-                        f"rank {guest.rank} on {guest.host} ended while the ranks were starting up ({error}); look for "
-                        "the error that it printed."
-                    )
-                    self._dismiss(why)
-                    raise LaunchError(why) from error
-            if waiting.is_over():
-                why = f"{name_ranks([guest.rank for guest in missing])} did not finish starting up in time; {_LONGER}"
-                self._dismiss(why)
-                raise LaunchError(why)
-            time.sleep(0.0005)
-        everything = [items[rank] for rank in range(self.size)]
-        for guest in self._guests.values():
-            with contextlib.suppress(OSError):  # its absence is met by the next call
-                guest.send(["all", everything])
-        return everything
-
-    def _dismiss(self, why: str) -> None:
-        for guest in self._guests.values():
-            with contextlib.suppress(OSError):
-                guest.send(["error", why])
-
-    def close(self) -> None:
-        """Hang up."""
-        for guest in [*self._guests.values(), *([self._own] if self._own else [])]:
-            guest.socket.close()
-
-
-def host(listener: socket.socket, size: int, secret: str) -> Bootstrap:
-    """Rank 0's part: listen until everyone has called.
-
-    Args:
-        listener: a listening socket; closed before anyone is told that all are there.
-        size: of the job.
-        secret: what callers must know, "" for nothing.
-
-    Raises:
-        LaunchError: ranks are missing after RING_START_TIMEOUT seconds, two say they are the same, or versions differ.
-    """
-    name = socket.gethostname()
-    guests: dict[int, Guest] = {}
-    problems: list[str] = []
-    with selectors.DefaultSelector() as selector, listener:
-        listener.setblocking(False)
-        selector.register(listener, selectors.EVENT_READ)
-        waiting = _Patience(f"rank 0 on {name}")
-        while len(guests) < size - 1 and not problems:
-            for key, _ in selector.select(0.2):
-                if key.fileobj is listener:
-                    with contextlib.suppress(OSError):
-                        connected, _ = listener.accept()
-                        connected.settimeout(SECONDS)
-                        stranger = Guest(connected)
-                        stranger.send({"hello": _MAGIC, "nonce": stranger.nonce})
-                        selector.register(connected, selectors.EVENT_READ, stranger)
-                    continue
-                guest: Guest = key.data
-                try:
-                    message = guest.receive()
-                    if message is None:
-                        continue
-                    problem = _admit(guest, message, guests, size, secret)
-                except (OSError, EOFError, ValueError, KeyError, TypeError):
-                    problem = ""  # a stranger, or a rank that will call again
-                selector.unregister(guest.socket)
-                if problem is None:
-                    guests[guest.rank] = guest
-                elif problem:
-                    problems.append(problem)
-                    with contextlib.suppress(OSError):
-                        guest.send(["error", problem])
-                else:
-                    guest.socket.close()
-            missing = [rank for rank in range(1, size) if rank not in guests]
-            here = f"{len(guests) + 1} of {size} ranks are here"
-            waiting.say(f"{name_ranks(missing)} to call at port {_port(listener)}; {here}" if missing else "")
-            if waiting.is_over():
-                problems.append(
-                    f"{name_ranks(missing)} of {size} did not come to rank 0 on {name}, port {_port(listener)}, in "
-                    "time. "
-                    "Were they started, and does their output say why they ended? A firewall between the hosts has "
-                    f"the same effect. {_LONGER}"
-                )
-    call = Bootstrap(0, size, name, list(guests.values()), None)
-    if problems:
-        call._dismiss(problems[0])
-        raise LaunchError(problems[0])
-    for guest in guests.values():
-        guest.send(["all", []])
-    return call
-
-
-def _admit(guest: Guest, message: Any, guests: dict[int, Guest], size: int, secret: str) -> str | None:
-    """Take note of who calls; None if that is right, otherwise what is wrong, "" for a stranger."""
-    if message["hello"] != _MAGIC:
-        return ""
-    rank, their_size, where = int(message["rank"]), int(message["size"]), str(message["host"])
-    if not hmac.compare_digest(str(message["proof"]), proof(secret, guest.nonce, rank)):
-        return (
-            f"rank {rank} on {where} does not know the secret of this job (RING_SECRET, which the launcher sets): it "
-            "belongs to another job, or was started without it."
-        )
-    if their_size != size:
-        return f"rank {rank} on {where} was started for a job of {their_size} ranks, rank 0 for one of {size}."
-    if not 0 < rank < size:
-        return f"a process on {where} says it is rank {rank} of {size}; every rank must have a number of its own."
-    if rank in guests:
-        return f"two processes say they are rank {rank}: one on {guests[rank].host}, one on {where}."
-    guest.rank, guest.host = rank, where
-    return differences({0: (socket.gethostname(), own_versions()), rank: (where, message["versions"])}) or None
-
-
-def join(rank: int, size: int, address: str, port: int, secret: str) -> Bootstrap:
-    """The other ranks' part: call rank 0 until it answers.
-
-    Args:
-        rank, size: of this process and the job.
-        address: name or number of rank 0's host.
-        port: where it listens.
-        secret: what it asks for, "" for nothing.
-
-    Raises:
-        LaunchError: it cannot be reached within RING_START_TIMEOUT seconds, or does not want this rank.
-    """
-    name = socket.gethostname()
-    waiting = _Patience(f"rank {rank} on {name}")
-    while True:
-        try:
-            connected = socket.create_connection((address, port), SECONDS)
-            guest = Guest(connected)
-            connected.settimeout(SECONDS)
-            hello = next_message(guest, time.monotonic() + SECONDS)
-            if not isinstance(hello, dict) or hello.get("hello") != _MAGIC:
-                raise ValueError("who listens there does not speak ring_plugins")
-            guest.send(
-                {
-                    "hello": _MAGIC,
-                    "rank": rank,
-                    "size": size,
-                    "host": name,
-                    "versions": own_versions(),
-                    "proof": proof(secret, hello["nonce"], rank),
-                }
-            )
-        except (OSError, EOFError, ValueError) as error:
-            why = unreachable(address, port, error)
-            waiting.say(f"rank 0: {why}")
-            if waiting.is_over():
-                raise LaunchError(f"rank {rank} on {name} could not reach rank 0: {why}. {_LONGER}") from error
-            time.sleep(0.05)
-            continue
-        try:
-            _answer(guest, f"the other ranks, with rank 0 at {address}:{port}", waiting)
-        except (OSError, EOFError) as error:
-            raise LaunchError(
-                f"rank {rank} on {name} lost rank 0 at {address}:{port} while starting up ({error}); look for the "
-                "error that rank 0 printed."
-            ) from error
-        return Bootstrap(rank, size, address, [], guest)
-
-
-def proof(secret: str, nonce: str, rank: int) -> str:
-    """What only someone who knows the secret can say."""
-    return hmac.new(secret.encode(), f"{nonce} {rank}".encode(), hashlib.sha256).hexdigest()
-
-
-_LONGER = "Set RING_START_TIMEOUT to wait longer."
-
-
-class _Patience:
-    """How long to wait, and when to say for whom."""
-
-    def __init__(self, who: str, extra: float = 0.0) -> None:
-        self.who = who
-        self._started = time.monotonic()
-        self._limit = config.START_TIMEOUT.get() + extra
-        self._next = _PATIENCE
-
-    def is_over(self) -> bool:
-        return time.monotonic() - self._started > self._limit
-
-    def say(self, what: str) -> None:
-        waited = time.monotonic() - self._started
-        if what and waited > self._next:
-            self._next *= 2
-            logger.info(f"{self.who} has waited {waited:.0f} s for {what}.")
-
-
-def _answer(guest: Guest, what: str, waiting: _Patience | None = None) -> list[Any]:
-    """The next message of rank 0, which is everyone's payloads or an error."""
-    # Rank 0 is to speak first, since it knows more.
-    waiting = _Patience(waiting.who if waiting else f"a rank on {socket.gethostname()}", extra=5.0)
-    while (message := guest.receive()) is None:
+def _answer(server: FrameSocket, what: str, waiting: _Waiting | None = None) -> list[Any]:
+    """The next message of rank 0: every rank's payload."""
+    # Rank 0 knows more, so its time ends first.
+    waiting = _Waiting(waiting.name if waiting else f"a rank on {socket.gethostname()}", extra=5.0)
+    while (data := server.receive(0.2)) is None:
         if waiting.is_over():
-            raise LaunchError(f"waited for {what} in vain. {_LONGER}")
+            raise LaunchError(f"{waiting.name} timed out waiting for {what}. {_LONGER}")
         waiting.say(what)
-        time.sleep(0.0005)
-    if message[0] == "error":
-        raise LaunchError(message[1])
-    found: list[Any] = message[1]
+    message = from_json(data)
+    if isinstance(message, list) and message[:1] == ["abort"]:
+        raise LaunchError(str(message[1]))
+    found: list[Any] = _body(data, "gathered")
     return found
 
 
-def _port(listener: socket.socket) -> int:
-    port: int = listener.getsockname()[1]
-    return port
+# Both -------------------------------------------------------------------------------------------------
+
+
+class _Waiting:
+    """How long to wait, and when to say for what."""
+
+    def __init__(self, name: str, extra: float = 0.0) -> None:
+        self.name = name
+        self._began = time.monotonic()
+        self._limit = config.START_TIMEOUT.get() + extra
+        self._next = _FIRST_NOTICE
+
+    def is_over(self) -> bool:
+        return time.monotonic() - self._began > self._limit
+
+    def say(self, what: str) -> None:
+        waited = time.monotonic() - self._began
+        if waited > self._next:
+            self._next *= 2
+            logger.info(f"{self.name} has waited {waited:.0f} s for {what}.")
 
 
 def job_secret() -> str:
     """RING_SECRET, which a launcher gives to all ranks of a job, or "" where there is none."""
     return config.SECRET.get()
+
+
+def _key(secret: str) -> bytes:
+    return secret.encode("utf-8", "surrogateescape")

@@ -127,18 +127,18 @@ def _meet(rank: int, size: int, address: str, generation: int) -> bootstrap.Boot
     if store is None:
         port = integer("MASTER_PORT") or 0
         if rank == 0:
-            return bootstrap.host(_listen(port, size), size, secret)
+            return bootstrap.serve(_listen(port, size), size, secret)
         return bootstrap.join(rank, size, address, port, secret)
     # The store is closed before any rank goes on: the next of torch's stores may use its port again.
     if rank == 0:
         listener = socket.create_server(("", 0), backlog=size)
-        secret = secret or secrets.token_hex(16)
-        store.set("bootstrap", f"{listener.getsockname()[1]} {secret}")
+        token = secrets.token_hex(16)
+        store.set("bootstrap", f"{listener.getsockname()[1]} {token}")
         del store
-        return bootstrap.host(listener, size, secret)
-    port_text, secret = store.get("bootstrap").decode().split()
+        return bootstrap.serve(listener, size, secret + token)
+    port_text, token = store.get("bootstrap").decode().split()
     del store
-    return bootstrap.join(rank, size, address, int(port_text), secret)
+    return bootstrap.join(rank, size, address, int(port_text), secret + token)
 
 
 def _open_store(generation: int) -> Store | None:

@@ -1,0 +1,209 @@
+"""Meeting without MPI, with threads as ranks: who is missing, and who does not belong, is named."""
+
+import concurrent.futures
+import contextlib
+import socket
+import time
+
+import pytest
+
+from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.net.auth import Claim, ClientHandshake, FrameSocket, Purpose, authenticate
+from ring_plugins.core.rendezvous import bootstrap, record
+
+
+@pytest.fixture
+def patience(monkeypatch):
+    monkeypatch.setenv("RING_START_TIMEOUT", "1")
+
+
+def meet(size, *others, secret=""):
+    """The end of rank 0 and of each other, a function of the port: a Bootstrap, or the text of an error."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+
+    def outcome(function):
+        try:
+            return function()
+        except LaunchError as error:
+            return str(error)
+
+    with concurrent.futures.ThreadPoolExecutor(len(others) + 1) as pool:
+        futures = [pool.submit(outcome, lambda: bootstrap.serve(listener, size, secret))]
+        futures += [pool.submit(outcome, lambda other=other: other(port)) for other in others]
+        return [future.result() for future in futures]
+
+
+def rank(number, size, secret=""):
+    return lambda port: bootstrap.join(number, size, "127.0.0.1", port, secret)
+
+
+def stranger(*said):
+    def connect(port):
+        with contextlib.suppress(ConnectionError), socket.create_connection(("127.0.0.1", port)) as connected:
+            for part in said:
+                connected.sendall(part)
+            connected.settimeout(5)
+            while connected.recv(100):
+                pass
+
+    return connect
+
+
+def member_who_says(said, secret=""):
+    """Authenticated, which without RING_SECRET everyone can be, and then of no use."""
+
+    def connect(port):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as connected:
+            authenticate(connected, ClientHandshake(secret.encode(), Purpose.BOOTSTRAP, Claim(1)))
+            frames = FrameSocket(connected, Purpose.BOOTSTRAP)
+            frames.send(said)
+            frames.flush(1)
+            connected.settimeout(5)
+            while connected.recv(100):
+                pass
+
+    return connect
+
+
+def later(other, seconds):
+    def wait(port):
+        time.sleep(seconds)
+        return other(port)
+
+    return wait
+
+
+def test_all_ranks_meet_and_strangers_do_not_disturb():
+    strangers = [stranger(b"GET / HTTP/1.1\r\n\r\n" * 10), stranger(b"[" * 1024), stranger(b"\xff" * 4096)]
+    *ranks, _, _, _ = meet(3, later(rank(2, 3, "word"), 0.1), rank(1, 3, "word"), *strangers, secret="word")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for round_ in range(3):
+            items = list(pool.map(lambda one, n=round_: one.gather([one.rank, n, "x" * 100_000 * one.rank]), ranks))
+            assert items == [[[rank, round_, "x" * 100_000 * rank] for rank in range(3)]] * 3
+    for one in ranks:
+        one.close()
+
+
+def test_silent_connections_do_not_delay_the_start():
+    with contextlib.ExitStack() as stack:
+
+        def silent(port):
+            for _ in range(100):
+                stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+
+        began = time.monotonic()
+        *ranks, _ = meet(2, later(rank(1, 2, "word"), 0.3), silent, secret="word")
+        assert time.monotonic() - began < 2
+        for one in ranks:
+            one.close()
+
+
+@pytest.mark.usefixtures("patience")
+def test_missing_ranks_are_named():
+    at_0, at_2 = meet(4, rank(2, 4))
+    assert at_0.startswith(f"ranks 1, 3 of 4 did not come to rank 0 on {socket.gethostname()}, port ")
+    assert at_2 == at_0
+
+
+def test_a_wrong_secret_ends_the_rank_that_has_it_and_not_the_start(capsys):
+    wrong = rank(1, 2, "wrong")
+    at_0, at_wrong, again, at_1 = meet(2, wrong, wrong, later(rank(1, 2, "right"), 0.3), secret="right")
+    for said in (at_wrong, again):
+        assert "rank 0 refused this rank's secret: set RING_SECRET alike on all ranks" in said
+    assert capsys.readouterr().err.count("refused a connection from 127.0.0.1 that does not know this job's") == 1
+    assert [at_0.rank, at_1.rank] == [0, 1]
+    for one in (at_0, at_1):
+        one.close()
+
+
+@pytest.mark.usefixtures("patience")
+def test_rank_0_mentions_refused_connections_while_it_waits(capsys, monkeypatch):
+    monkeypatch.setattr(bootstrap, "_FIRST_NOTICE", 0.3)
+    at_0, _, _ = meet(2, rank(1, 2, "wrong"), rank(1, 2, ""), secret="right")
+    expected = "refused 2 connections with another secret, the last from 127.0.0.1 (is RING_SECRET the same on all"
+    assert expected in at_0
+    said = capsys.readouterr().err
+    assert "rank 1 to connect to port" in said and expected in said
+
+
+@pytest.mark.parametrize("said", [b"", b"[" * 60_000, b"{}", b'["join", 1]', b'["join", {"size": "x"}]', b'["gather"]'])
+def test_without_a_secret_an_unknown_message_ends_its_own_connection_only(said):
+    at_0, _, at_1 = meet(2, member_who_says(said), later(rank(1, 2), 0.2))
+    assert at_1.rank == 1
+    for one in (at_0, at_1):
+        one.close()
+
+
+def test_nobody_can_send_much_before_it_has_joined():
+    at_0, _, at_1 = meet(2, member_who_says(b" " * 100_000), later(rank(1, 2), 0.2))
+    for one in (at_0, at_1):
+        one.close()
+
+
+@pytest.mark.usefixtures("patience")
+def test_ranks_that_do_not_fit_are_told_why(monkeypatch):
+    assert "was started for a job of 3 ranks, rank 0 for one of 2" in meet(2, rank(1, 3))[1]
+    assert "two processes say they are rank 1" in meet(3, rank(1, 3), rank(1, 3))[0]
+    assert "says it is rank 5 of 2" in meet(2, rank(5, 2))[1]
+    theirs = iter([{"ring_plugins": "9.9", "Python": "3.11", "numpy": "1"}])
+    ours = record.own_versions()
+    monkeypatch.setattr(bootstrap, "own_versions", lambda: next(theirs, ours))
+    said = meet(2, rank(1, 2))
+    assert said[0] == said[1]
+    assert f"ring_plugins is {ours['ring_plugins']} on rank 0" in said[0] and "but 9.9 on rank 1 on " in said[0]
+
+
+def test_a_rank_that_ends_while_the_ranks_start_is_named_to_all():
+    at_0, at_1, at_2 = meet(3, rank(1, 3), rank(2, 3))
+    at_2.close()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waits = pool.submit(at_1.gather, 1)
+        with pytest.raises(LaunchError, match="rank 2 on .* ended while the ranks were starting up"):
+            at_0.gather(0)
+        with pytest.raises(LaunchError, match="rank 2 on .* ended while the ranks were starting up"):
+            waits.result()
+    at_0.close()
+    at_1.close()
+
+
+def test_the_end_of_rank_0_is_named():
+    at_0, at_1 = meet(2, rank(1, 2))
+    at_0.close()
+    with pytest.raises(LaunchError, match=r"rank 1 on .* lost rank 0 on 127.0.0.1 while starting up"):
+        at_1.gather(1)
+    at_1.close()
+
+
+@pytest.mark.usefixtures("patience")
+def test_what_keeps_a_rank_from_rank_0_is_said():
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        port = nobody.getsockname()[1]
+        with pytest.raises(LaunchError, match=rf"could not reach rank 0: 127.0.0.1:{port} refuses connections"):
+            bootstrap.join(1, 2, "127.0.0.1", port, "")
+    with socket.create_server(("127.0.0.1", 0)) as other, concurrent.futures.ThreadPoolExecutor() as pool:
+        joining = pool.submit(bootstrap.join, 1, 2, "127.0.0.1", other.getsockname()[1], "")
+        other.settimeout(0.1)
+        while not joining.done():
+            with contextlib.suppress(OSError), other.accept()[0] as connection:
+                connection.sendall(b"220 mail.example.org ESMTP\r\n")
+        with pytest.raises(LaunchError, match=r"does not answer as rank 0 of a ring_plugins job \(it does not speak"):
+            joining.result()
+    assert "resolves to 127.0.1.1 here" in unreachable_as("127.0.1.1", ConnectionRefusedError())
+    assert "no answer from there:5: the host is down, or a firewall" in unreachable_as("10.0.0.1", TimeoutError())
+
+
+def unreachable_as(address, error):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", (address, 5))])
+        return bootstrap.unreachable("there", 5, error)
+
+
+def test_many_ranks_join_at_once_and_gather():
+    size = 60
+    ranks = meet(size, *(rank(number, size, "word") for number in range(1, size)), secret="word")
+    with concurrent.futures.ThreadPoolExecutor(size) as pool:
+        assert list(pool.map(lambda one: one.gather(one.rank), ranks)) == [list(range(size))] * size
+    for one in ranks:
+        one.close()
