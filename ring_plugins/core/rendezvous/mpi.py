@@ -26,7 +26,7 @@ _VARIABLES = [
 
 
 def detect() -> LaunchRecord | None:
-    """Whether an MPI launcher left its variables, or the script has initialized MPI itself."""
+    """The record of a process that an MPI launcher started, or whose script has initialized MPI itself; else None."""
     if os.environ.get("TORCHELASTIC_RUN_ID"):  # torchrun agents may themselves be started by mpirun, one per host
         return None
     for (rank, size, local_rank, local_size), by in _VARIABLES:

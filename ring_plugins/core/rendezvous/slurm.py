@@ -9,7 +9,7 @@ from ring_plugins.core.rendezvous.record import LaunchRecord, integer
 
 
 def detect() -> LaunchRecord | None:
-    """Whether this process is a task of a step that srun started."""
+    """The record of a task of a step that srun started; else None."""
     # A shell inside `salloc` or `sbatch` has SLURM_NTASKS too, but is not a step's task.
     if integer("SLURM_PROCID") is None or not os.environ.get("SLURM_STEP_ID"):
         return None

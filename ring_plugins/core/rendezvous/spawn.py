@@ -123,7 +123,7 @@ _rendezvous: SharedMemoryRendezvous | None = None
 
 
 def detect() -> LaunchRecord | None:
-    """Whether this process was spawned by a script, or by `ring run` where that starts ranks itself."""
+    """The record of a process that a script spawned, or `ring run` where it starts ranks itself; else None."""
     text = config.SPAWNED.get()
     if not text:
         return None

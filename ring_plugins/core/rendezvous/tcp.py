@@ -68,7 +68,7 @@ def register_store_loader(load: Callable[[], StoreProvider]) -> None:
 
 
 def detect() -> LaunchRecord | None:
-    """Whether torchrun's variables are all set."""
+    """The record that torchrun's variables give; None if one of them is missing."""
     if not all(os.environ.get(name) for name in VARIABLES):
         return None
     by = "torchrun" if os.environ.get("TORCHELASTIC_RUN_ID") else "the variables RANK and MASTER_ADDR"
@@ -165,16 +165,14 @@ def _listen(port: int, size: int) -> socket.socket:
         try:
             return socket.create_server(("", port), backlog=size)
         except OSError as error:
-            if error.errno == errno.EADDRINUSE and time.monotonic() < end:
-                time.sleep(0.05)
-                continue
-            why = error
-        if why.errno != errno.EADDRINUSE:
-            raise LaunchError(f"rank 0 cannot listen at MASTER_PORT={port}: {why.strerror}.") from why
-        raise LaunchError(
-            f"MASTER_PORT={port} is taken on {socket.gethostname()}, by another job or by one that has not quite "
-            "ended; set another number on all ranks."
-        ) from why
+            if error.errno != errno.EADDRINUSE:
+                raise LaunchError(f"rank 0 cannot listen at MASTER_PORT={port}: {error.strerror}.") from error
+            if time.monotonic() > end:
+                raise LaunchError(
+                    f"MASTER_PORT={port} is taken on {socket.gethostname()}, by another job or by one that has not "
+                    "quite ended; set another number on all ranks."
+                ) from error
+        time.sleep(0.05)
 
 
 def _open_transport(connections: bootstrap.Bootstrap, rank: int) -> tuple[TcpTransport, str]:
