@@ -81,11 +81,15 @@ def step_of(kind: str, name: str, bandwidth: float) -> Callable[[], None]:
         DistributedOptimizer(model.optimizer, **({"bucket_bytes": 2 * whole} if kind == "one bucket" else {}))
         averaging = averaging_of(model.optimizer)
         if kind == "one bucket":
-            averaging.first_bucket_bytes = averaging.bucket_bytes
+            sizes = averaging.settings.sizes
+            averaging.settings = averaging.settings._replace(
+                sizes=sizes._replace(first_bucket_bytes=sizes.bucket_bytes)
+            )
+        averaging.prepare(model.trainable_variables)
         if kind == "copied":
-            averaging.communicator.all_reduce = copy
+            averaging.exchange.communicator.all_reduce = copy
         if bandwidth:
-            pretend_network(averaging.communicator, bandwidth)
+            pretend_network(averaging.exchange.communicator, bandwidth)
     broadcast_variables(model)
     if BACKEND == "torch":
         import torch

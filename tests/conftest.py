@@ -27,7 +27,7 @@ SHARING = re.compile(r"tests/(hosts/|torch/test_(gradients|process_group)|lightn
 
 def together(nodeid: str) -> str:
     """What tests have in common that one of `pytest -n`'s workers runs one after the other."""
-    keras = re.match(r"tests/keras/test_(?:behaviour|equality)\.py::.*\[(\w+)", nodeid)
+    keras = re.match(r"tests/keras/.*[\[-]on-(\w+-\d+)", nodeid)
     if keras:
         return f"Keras on {keras[1]}"
     return nodeid.partition("::")[0] if SHARING.match(nodeid) else nodeid

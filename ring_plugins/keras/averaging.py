@@ -1,134 +1,266 @@
-"""Averages in front of an optimizer's update: what is common to all backends."""
+"""Averages gradients among all ranks before an optimizer uses them.
+
+Keras has no hook between backward and update. So the `apply` of one optimizer instance is replaced, and
+`stateless_apply`, which compiled steps call on JAX. The class stays: `isinstance`, pickling and a saved `.keras` file
+know nothing of it, and clipping, loss scaling and moving averages, which happen inside the optimizer, see averages.
+
+On every backend a gradient goes down the same way:
+
+    GradientAveraging.apply     whose gradients these are; whether the optimizer accumulates
+    Exchange.average            out of the framework's step: host calls on TensorFlow and JAX, hooks on torch
+    HostBuckets.give, finish    small ones into buckets, large ones where they are (torch: GradientAverager)
+    GradientReducer (core)      each bucket reduced as soon as it is full
+
+An optimizer with `gradient_accumulation_steps` accumulates on each rank, and the sum is averaged in the step that
+updates: the optimizer is given the average of the sums for its gradient, and zeros for its accumulators. A
+`LossScaleOptimizer` around it must see every gradient averaged, since ranks have to agree on whether one overflowed.
+
+Considered and left: a wrapper class or a dynamic subclass (a saved model would not load without this package), and
+averaging in `train_step` (an optimizer that a user's own step calls would go unnoticed).
+"""
 
 from __future__ import annotations
 
-import abc
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import keras
 
-from ring_plugins.core.arrays.codec import Compression
 from ring_plugins.core.arrays.dtypes import STORAGE
 from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.core.gradients.fusion import FIRST_BUCKET_BYTES, MIB, Entry
-from ring_plugins.keras.buckets import Buckets, HostBuckets
-from ring_plugins.keras.connection import connect
-from ring_plugins.keras.on_gpu import say_what_gpus_cost
+from ring_plugins.core.gradients.fusion import FIRST_BUCKET_BYTES, MIB, BucketSizes, Entry
+from ring_plugins.keras.backends import Exchange, Settings, backend
+from ring_plugins.keras.job import connect
+from ring_plugins.keras.validation import warn_of_gpu_copies
 
-#: Smaller than the core's: reductions of 4 MiB cost no more a byte, and networks of Keras's size (ResNet-50 has 100 MB,
-#: most others less) are sent in enough pieces to go on their way while backward still runs.
+#: Smaller than the core's: larger reductions than 4 MiB cost as much a byte, and networks of Keras's size (ResNet-50
+#: has 100 MB, most others less) are sent in enough pieces to overlap with backward.
 BUCKET_BYTES = 4 * MIB
 
-_numbers = itertools.count()
 _ATTRIBUTE = "_ring_averaging"
+_numbers = itertools.count()
+
+O = TypeVar("O", bound=keras.optimizers.Optimizer)  # noqa: E741 - one letter, as type variables are
 
 
-class Averaging(abc.ABC):
-    """Averages the gradients that one optimizer instance is given, among all ranks, before it uses them.
+def DistributedOptimizer(  # noqa: N802 - known by this name
+    optimizer: O,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    compression: Literal["fp16", "bf16"] | None = None,
+    error_feedback: bool = False,
+) -> O:
+    """Make an optimizer average its gradients among all ranks before it uses them.
 
-    Methods of the instance are replaced, not its class: `isinstance`, pickling and a saved `.keras` file know nothing
-    of it, and clipping, loss scaling and moving averages, which happen inside the optimizer, see the averaged gradient.
-    Where the optimizer accumulates (`gradient_accumulation_steps`), each rank does so for itself, and what is averaged,
-    in the step that updates, is the sum; only a `LossScaleOptimizer` around it must see every gradient averaged, since
-    ranks have to agree on whether one of them overflowed.
+    For your own loops (`GradientTape`, `train_step` overrides, several optimizers); `BroadcastCallback` does it by
+    itself. All ranks call it in the same order. It lasts until `undistribute`.
 
     Args:
-        optimizer: the outermost one (a `LossScaleOptimizer`, say, not the one inside it), so that all ranks skip a
-            step in which any rank's gradient overflowed.
+        optimizer: any Keras optimizer; for mixed precision the outermost one, a `LossScaleOptimizer`.
         bucket_bytes: size of the buckets in bytes.
-        first_bucket_bytes: of the first one, small so that communication starts early.
-        compression: "fp16" or "bf16" sends gradients in 16 bits between hosts.
-        error_feedback: whether what this rounding loses in a step is added to the next.
-    """
+        compression: "fp16" or "bf16" sends gradients in 16 bits between hosts; ranks on one host add up in full
+            precision.
+        error_feedback: whether the rounding error of a step is added to the next.
 
-    #: Names of the methods that are replaced.
-    methods: tuple[str, ...]
+    Returns:
+        The same object: its `apply` and `stateless_apply` are replaced and its class is not, so files saved with it
+        load without this package.
+
+    Raises:
+        ArgumentError: not a Keras optimizer, or another `compression`.
+        MismatchError: when it is first used, if the variables differ among ranks.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ArgumentError(f"optimizer={type(optimizer).__name__} is not a keras.optimizers.Optimizer.")
+    if connect().topology.size > 1 and averaging_of(optimizer) is None:
+        GradientAveraging(optimizer, bucket_bytes, compression, error_feedback).install()
+    return optimizer
+
+
+def undistribute(optimizer: O) -> O:
+    """Make a `DistributedOptimizer` an ordinary optimizer again; all ranks call it."""
+    averaging = averaging_of(optimizer)
+    if averaging is not None:
+        averaging.remove()
+    return optimizer
+
+
+class GradientAveraging:
+    """Averages the gradients that one optimizer instance is given.
+
+    Args:
+        optimizer: the outermost one (a `LossScaleOptimizer`, not the one inside it), so that all ranks skip a step in
+            which any rank's gradient overflowed.
+        bucket_bytes: size of the buckets in bytes.
+        compression, error_feedback: as `DistributedOptimizer` takes them.
+
+    Attributes:
+        settings: of the exchange to be made.
+        exchange: averages; None until the optimizer's variables are known.
+    """
 
     def __init__(
         self,
         optimizer: Any,
         bucket_bytes: int = BUCKET_BYTES,
-        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
         compression: Literal["fp16", "bf16"] | None = None,
         error_feedback: bool = False,
     ) -> None:
         if bucket_bytes < 1:
             raise ArgumentError(f"bucket_bytes={bucket_bytes!r} is not a positive number of bytes.")
-        self.compression = Compression.named(compression, error_feedback)
-        self.wire_arguments: dict[str, Any] = {"compression": compression, "error_feedback": error_feedback}
         self.optimizer = optimizer
-        self.bucket_bytes, self.first_bucket_bytes = bucket_bytes, min(first_bucket_bytes, bucket_bytes)
-        self.world = connect()
-        self.communicator = self.world.new_communicator(f"gradients {next(_numbers)}")
-        if self.world.topology.size > 1:
-            say_what_gpus_cost(self.world.topology.rank)
-        self.buckets: Buckets | None = None
-        self._indices: dict[int, int] = {}
-        self._previous: dict[str, Callable[..., Any]] = {}
+        self.exchange: Exchange | None = None
+        self.settings = Settings(
+            f"gradients {next(_numbers)}",
+            BucketSizes(bucket_bytes, min(FIRST_BUCKET_BYTES, bucket_bytes)),
+            compression,
+            error_feedback,
+            self.accumulation_steps > 1,
+        )
+        self.settings.rounding  # noqa: B018 - raises now if `compression` has no meaning
+        topology = connect().topology
+        if topology.size > 1:
+            warn_of_gpu_copies(topology.rank)
+        self._variables: list[Any] = []
+        self._indices: dict[int, int] = {}  # by identity of a variable
+        self._originals: dict[str, Callable[..., Any]] = {}
+        self._is_averaged = False  # while `stateless_apply` calls `apply`
 
-    # What a user may read -------------------------------------------------------------------------
+    # Statistics -----------------------------------------------------------------------------------
 
     @property
-    def reductions(self) -> int:
+    def passes(self) -> int:
         """Steps whose gradients were averaged."""
-        return self.buckets.reducer.passes if self.buckets else 0
+        return self.exchange.passes if self.exchange else 0
 
     @property
     def waited_seconds(self) -> float:
         """Seconds in which an update waited for communication."""
-        return self.buckets.reducer.waited if self.buckets else 0.0
+        return self.exchange.waited_seconds if self.exchange else 0.0
 
     @property
     def reduced_bytes(self) -> int:
         """Bytes of gradients given to the collectives."""
-        return self.buckets.reducer.reduced_bytes if self.buckets else 0
+        return self.exchange.reduced_bytes if self.exchange else 0
 
-    # Life -----------------------------------------------------------------------------------------
+    # Installing and removing ------------------------------------------------------------------------
 
     def install(self) -> None:
         """Replace the instance's methods."""
-        if self._previous:
+        if self._originals:
             return
-        for name in self.methods:
-            self._previous[name] = getattr(self.optimizer, name)
-            self.optimizer.__dict__[name] = getattr(self, name)
+        for name, replacement in (("apply", self.apply), ("stateless_apply", self.stateless_apply)):
+            self._originals[name] = getattr(self.optimizer, name)
+            self.optimizer.__dict__[name] = backend().opaque(replacement)
         self.optimizer.__dict__[_ATTRIBUTE] = self
 
     def remove(self) -> None:
-        """Put the instance's methods back and give memory and communicator back."""
-        for name in self._previous:
+        """Restore the instance's methods and give back memory and communicator."""
+        for name in (*self._originals, _ATTRIBUTE):
             self.optimizer.__dict__.pop(name, None)
-        self._previous = {}
-        self.optimizer.__dict__.pop(_ATTRIBUTE, None)
-        self.close()
-        if self.buckets is not None:
-            self.buckets.release()
-        self.communicator.close()
-
-    def close(self) -> None:  # noqa: B027 - most backends have nothing more to give back
-        """Give back what the backend holds."""
+        self._originals = {}
+        if self.exchange is not None:
+            self.exchange.release()
+            self.exchange = None
 
     def prepare(self, variables: Sequence[Any]) -> None:
-        """Plan and memory for these variables; collective the first time, nothing afterwards."""
-        if self._indices:
+        """Make the exchange for the optimizer's variables; collective the first time, nothing afterwards."""
+        if self.exchange is not None:
             return
+        self._variables = list(variables)
         self._indices = {id(variable): i for i, variable in enumerate(variables)}
-        self.build(variables)
+        self.exchange = backend().Exchange(variables, [_entry(i, v) for i, v in enumerate(variables)], self.settings)
 
-    def build(self, variables: Sequence[Any]) -> None:
-        """What a backend needs for these variables; collective."""
-        self.buckets = HostBuckets(
-            self.entries(variables), self.communicator, self.bucket_bytes, self.first_bucket_bytes
-        )
+    # A step -----------------------------------------------------------------------------------------
 
-    def entries(self, variables: Sequence[Any]) -> list[Entry]:
-        """Names hold no path: automatic layer names count on per process, and may differ among equal models."""
-        return [
-            Entry(f"variable {i} ({variable.name})", *_dtype_and_count(variable), f"shape {tuple(variable.shape)}")
-            for i, variable in enumerate(variables)
-        ]
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Average, then update; takes what the optimizer's `apply` takes."""
+        if self._is_averaged:
+            self._originals["apply"](grads, trainable_variables)
+            return
+        variables = self.variables if trainable_variables is None else list(trainable_variables)
+        averages = self.average(list(grads), variables)
+        assert self.exchange is not None
+        self.exchange.update(self._originals["apply"], averages, trainable_variables)
+
+    def stateless_apply(
+        self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]
+    ) -> Any:
+        """Average, then compute the updated values; takes and returns what the optimizer's `stateless_apply` does.
+
+        Keras's own calls `apply` in a scope in which variables have the given values (that of `LossScaleOptimizer` does
+        not). An optimizer that accumulates is averaged there: its accumulators are among those values.
+        """
+        if self.accumulation_steps == 1:
+            grads = self.average(list(grads), self.variables)
+            self._is_averaged = True
+        try:
+            return self._originals["stateless_apply"](optimizer_variables, grads, trainable_variables)
+        finally:
+            self._is_averaged = False
+
+    def apply_averages(self, averages: list[Any], variables: list[Any]) -> None:
+        """Update with gradients that are averages already."""
+        self._originals["apply"](averages, variables)
+
+    def average(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        """Average the gradients of these variables; None stays None."""
+        self.prepare(self.variables if self.optimizer.built else variables)
+        assert self.exchange is not None
+        try:
+            indices = [self._indices[id(variable)] for variable in variables]
+        except KeyError:
+            raise self._unknown_variable(variables) from None
+        present = {i: gradient for i, gradient in zip(indices, gradients, strict=True) if gradient is not None}
+        averages = self._average_sums(present) if self.accumulation_steps > 1 else self.exchange.average(present)
+        return [None if g is None else averages[i] for i, g in zip(indices, gradients, strict=True)]
+
+    # Accumulation -----------------------------------------------------------------------------------
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Steps that the optimizer makes one update of."""
+        return int(getattr(self.optimizer, "gradient_accumulation_steps", None) or 1)
+
+    def accumulators(self) -> list[Any]:
+        """Accumulated gradients since the last update; their average may replace each rank's own."""
+        if self.accumulation_steps == 1 or not self.optimizer.built:
+            return []
+        return [found for variable in self.variables if (found := self._accumulator(variable)) is not None]
+
+    def _average_sums(self, gradients: dict[int, Any]) -> dict[int, Any]:
+        """Average the sums of all steps in the step that updates, and leave nothing accumulated.
+
+        In other steps gradients and accumulators stay this rank's own.
+        """
+        exchange = self.exchange
+        assert exchange is not None
+        if not self.optimizer.built:
+            self.optimizer.build(self._variables)
+        own = {i: backend().to_dense(gradient) for i, gradient in gradients.items()}
+        found = {i: self._accumulator(self._variables[i]) for i in own}
+        accumulators = {i: accumulator for i, accumulator in found.items() if accumulator is not None}
+        sums = {i: accumulator.value for i, accumulator in accumulators.items()}
+
+        def update() -> tuple[dict[int, Any], dict[int, Any]]:
+            totals = {i: g + keras.ops.cast(sums[i], g.dtype) if i in sums else g for i, g in own.items()}
+            return exchange.average(totals), {i: keras.ops.zeros_like(value) for i, value in sums.items()}
+
+        is_update = (self.optimizer._iterations.value + 1) % self.accumulation_steps == 0
+        averages, left = backend().choose(is_update, update, lambda: (own, sums))
+        for i, accumulator in accumulators.items():
+            if left[i] is not sums[i]:
+                accumulator.assign(left[i])
+        return averages
+
+    def _accumulator(self, variable: Any) -> Any:
+        """Where the optimizer adds up gradients; None for a variable that is set to its gradient (scales of float8)."""
+        # Keras 3.15.1, optimizers/base_optimizer.py:490: how the optimizer itself finds it.
+        return self.optimizer._accumulated_gradients[self.optimizer._get_variable_index(variable)]
+
+    # Variables ----------------------------------------------------------------------------------------
 
     @property
     def variables(self) -> list[Any]:
@@ -137,52 +269,22 @@ class Averaging(abc.ABC):
         found = getattr(self.optimizer, "_trainable_variables", None) or getattr(inner, "_trainable_variables", None)
         return list(found or ())
 
-    @property
-    def accumulation(self) -> int:
-        """Steps that the optimizer makes one update of."""
-        return int(getattr(self.optimizer, "gradient_accumulation_steps", None) or 1)
-
-    def accumulators(self, variables: Sequence[Any]) -> list[Any]:
-        """Where the optimizer adds up gradients; None for a variable that is set to its gradient (scales of float8)."""
-        optimizer = self.optimizer
-        if not optimizer.built:
-            optimizer.build(list(variables))
-        # Keras 3.15.1, optimizers/base_optimizer.py:490: how it finds them itself.
-        return [optimizer._accumulated_gradients[optimizer._get_variable_index(variable)] for variable in variables]
-
-    def left_over(self) -> list[Any]:
-        """What has been accumulated since the last update; its average may take the place of each rank's own."""
-        if self.accumulation == 1 or not self.optimizer.built:
-            return []
-        return [accumulator for accumulator in self.accumulators(self.variables) if accumulator is not None]
-
-    def previous(self, name: str) -> Callable[..., Any]:
-        """The method that was replaced."""
-        return self._previous[name]
-
-    def index(self, variable: Any) -> int:
-        """Position of a variable among those of the optimizer.
-
-        Raises:
-            ArgumentError: the optimizer was built for others.
-        """
-        found = self._indices.get(id(variable))
-        if found is None:
-            raise ArgumentError(
-                f"variable {getattr(variable, 'path', variable)!r} is not among those the optimizer was built for; use "
-                "an optimizer of its own for it."
-            )
-        return found
+    def _unknown_variable(self, variables: list[Any]) -> ArgumentError:
+        variable = next(variable for variable in variables if id(variable) not in self._indices)
+        return ArgumentError(
+            f"variable {getattr(variable, 'path', variable)!r} is not among those the optimizer was built for; use an "
+            "optimizer of its own for it."
+        )
 
 
-def averaging_of(optimizer: Any) -> Averaging | None:
+def averaging_of(optimizer: Any) -> GradientAveraging | None:
     """The averaging installed on this optimizer."""
-    found: Averaging | None = vars(optimizer).get(_ATTRIBUTE)
+    found: GradientAveraging | None = vars(optimizer).get(_ATTRIBUTE)
     return found
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """The optimizer that the model was compiled with, and those held as attributes, as GANs do."""
+    """The optimizer that the model was compiled with, and those it holds as attributes, as GANs do."""
     held = [getattr(model, "optimizer", None), *vars(model).values()]
     found = [optimizer for optimizer in held if isinstance(optimizer, keras.optimizers.Optimizer)]
     return list({id(optimizer): optimizer for optimizer in found}.values())
@@ -190,16 +292,20 @@ def optimizers_of(model: Any) -> list[Any]:
 
 def communication_of(model: Any) -> tuple[float, int]:
     """Seconds waited for communication and bytes reduced by a model's optimizers that are being averaged."""
-    active: Iterable[Averaging] = filter(None, map(averaging_of, optimizers_of(model)))
+    active: Iterable[GradientAveraging] = filter(None, map(averaging_of, optimizers_of(model)))
     totals = [(averaging.waited_seconds, averaging.reduced_bytes) for averaging in active]
     return sum(seconds for seconds, _ in totals), sum(nbytes for _, nbytes in totals)
 
 
-def _dtype_and_count(variable: Any) -> tuple[str, int]:
+def make_train_function(model: Any) -> None:
+    """Make a model's train function anew; one that was traced before would silently go on as it was."""
+    backend().make_train_function(model, averaging_of(model.optimizer) if model.optimizer is not None else None)
+
+
+def _entry(index: int, variable: Any) -> Entry:
+    """What a variable's gradient is like; without its path, since automatic layer names count on per process."""
     dtype = keras.backend.standardize_dtype(variable.dtype)
     if dtype not in STORAGE:
         raise ArgumentError(f"variable {variable.path} has dtype={dtype}, whose gradients cannot be averaged.")
-    count = 1
-    for length in variable.shape:
-        count *= int(length)
-    return dtype, count
+    count = math.prod(int(length) for length in variable.shape)
+    return Entry(f"variable {index} ({variable.name})", dtype, count, f"shape {tuple(variable.shape)}")

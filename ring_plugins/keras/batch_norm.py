@@ -1,4 +1,13 @@
-"""BatchNormalization over the batches of all ranks, as one process would normalise them in one piece."""
+"""BatchNormalization over the batches of all ranks, as one process would normalize them in one piece.
+
+Each layer's `_moments` is replaced. Ranks gather their means and variances and combine them (Chan, Golub and LeVeque
+1983, "Algorithms for computing the sample variance"), weighted by how many values each rank has, which differs with
+masks. In backward, the gradient by the combined moments is summed over ranks, since every rank's loss depends on them,
+and taken back to the rank's own moments. All of that is arithmetic on arrays of shape (2, channels), so it happens in
+numpy, in host calls; a backend only makes those calls from inside the compiled step.
+
+The layers' own `synchronized=True` does this on TensorFlow only, and only under `tf.distribute`.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +16,37 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.keras.backends import backend
-from ring_plugins.keras.connection import connect
-from ring_plugins.keras.moments import BatchMoments
+from ring_plugins.keras.job import connect
+
+
+def synchronize_batch_norm(model: Any) -> Any:
+    """Make all `BatchNormalization` layers of a model use mean and variance of all ranks' batches, in training.
+
+    For your own loops; `BroadcastCallback(synchronized_batch_norm=True)` does it while `fit` runs. All ranks call it,
+    before the training step is traced.
+
+    Args:
+        model: a Keras model.
+
+    Returns:
+        The same model.
+    """
+    SynchronizedBatchNorm(model, every=True).install()
+    return model
 
 
 class SynchronizedBatchNorm:
-    """Lets `BatchNormalization` layers of a model take their moments over all ranks, until `remove`.
+    """Makes the `BatchNormalization` layers of a model compute their moments over all ranks, until `remove`.
 
-    Methods of the layers are replaced, not their class, so that saved files know nothing of it.
+    The layers' methods are replaced and their classes are not, so saved files know nothing of it.
 
     Args:
         model: a Keras model.
@@ -42,13 +70,16 @@ class SynchronizedBatchNorm:
         world = connect()
         if world.topology.size == 1 or not self._layers:
             return
+        # One serves all layers, since they come in the same order on every rank.
         self._communicator = world.new_communicator("batch normalization")
         moments = BatchMoments(self._communicator)
         for layer in self._layers:
-            vars(layer)[self._METHOD] = functools.partial(_moments_of_all, layer, getattr(layer, self._METHOD), moments)
+            vars(layer)[self._METHOD] = functools.partial(
+                _combined_moments, layer, getattr(layer, self._METHOD), moments
+            )
 
     def remove(self) -> None:
-        """Put the methods back."""
+        """Restore the methods."""
         for layer in self._layers:
             vars(layer).pop(self._METHOD, None)
         if self._communicator is not None:
@@ -56,32 +87,61 @@ class SynchronizedBatchNorm:
             self._communicator = None
 
 
-def synchronize_batch_norm(model: Any) -> Any:
-    """Let all `BatchNormalization` layers of a model take mean and variance over all ranks' batches, in training.
-
-    For loops of one's own; `BroadcastCallback(synchronized_batch_norm=True)` does it while `fit` runs. All ranks call
-    it, before the training step is traced.
-
-    Args:
-        model: a Keras model.
-
-    Returns:
-        The same model.
-    """
-    SynchronizedBatchNorm(model, every=True).install()
-    return model
-
-
-def _moments_of_all(
-    layer: Any, moments_of_rank: Callable[..., Any], moments: BatchMoments, inputs: Any, mask: Any
+def _combined_moments(
+    layer: Any, own_moments: Callable[..., Any], moments: BatchMoments, inputs: Any, mask: Any
 ) -> tuple[Any, Any]:
-    """Stands in for a layer's `_moments`; takes and returns the same."""
+    """Replaces a layer's `_moments`; takes and returns the same."""
     marked, vars(layer)["synchronized"] = layer.synchronized, False
     try:
-        mean, variance = moments_of_rank(inputs, mask)
+        mean, variance = own_moments(inputs, mask)
     finally:
         vars(layer)["synchronized"] = marked
     count = ops.size(inputs) / inputs.shape[layer.axis] if mask is None else ops.sum(ops.cast(mask, "float32"))
     own = ops.stack([mean, variance])
-    result = backend().moments_of_all(moments, ops.cast(count, own.dtype), own)
-    return result[0], result[1]
+    combined = backend().host_call_with_gradient(moments.combine, moments.gradient, own, ops.cast(count, own.dtype))
+    return combined[0], combined[1]
+
+
+class BatchMoments:
+    """Means and variances of all ranks' batches, from those of each.
+
+    Args:
+        communicator: used for nothing else.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def combine(self, own: Array, count: Array) -> tuple[Array, Array]:
+        """Compute means and variances of all batches together; collective.
+
+        Args:
+            own: this rank's means and variances, of shape (2, channels).
+            count: how many values each of them was taken of, 0-d.
+
+        Returns:
+            The same as `own` for all ranks together, and this rank's share of the values, 0-d, of the same dtype.
+        """
+        size = self._communicator.size
+        mine = np.concatenate([np.reshape(count, 1), np.ravel(own)]).astype(np.float64)
+        gathered = np.empty(mine.size * size)
+        self._communicator.all_gather(HostMemory(mine, "float64"), HostMemory(gathered, "float64"), [mine.size] * size)
+        table = gathered.reshape(size, -1)
+        shares = table[:, :1] / (table[:, 0].sum() or 1.0)
+        means, variances = np.split(table[:, 1:], 2, axis=1)
+        mean = (shares * means).sum(0)
+        variance = (shares * (variances + (means - mean) ** 2)).sum(0)
+        return np.stack([mean, variance]).astype(own.dtype), np.array(shares[self._communicator.rank, 0], own.dtype)
+
+    def gradient(self, own: Array, combined: Array, share: Array, upstream: Array) -> Array:
+        """Compute the gradient of all ranks' losses by this rank's moments; collective, in backward.
+
+        Args:
+            own, combined, share: what `combine` took and returned.
+            upstream: gradient of this rank's loss by `combined`.
+        """
+        total = np.array(upstream, np.float64, order="C")
+        self._communicator.all_reduce(HostMemory(total.reshape(-1), "float64"), Op.SUM)
+        by_mean, by_variance = total
+        mean_offset = own[0].astype(np.float64) - combined[0]
+        return (float(share) * np.stack([by_mean + 2 * mean_offset * by_variance, by_variance])).astype(own.dtype)

@@ -1,4 +1,4 @@
-"""Gradients that a framework hands over as numpy arrays, averaged in buckets."""
+"""Averages gradients that a framework hands over as numpy arrays, in buckets."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.fusion import Bucket, BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer
 
+#: Bytes of a cache line. TensorFlow takes over an array that starts on one without a copy.
+_LINE = 64
+#: The bits of 1.0; numpy stores bfloat16 as uint16.
+_ONE_BFLOAT16 = 0x3F80
+
 
 class Buckets(Protocol):
-    """One optimizer's gradients on their way; see `HostBuckets`."""
+    """Averages the gradients of one optimizer; see `HostBuckets`."""
 
     plan: FusionPlan
     reducer: GradientReducer
@@ -32,20 +37,21 @@ class Buckets(Protocol):
 
 
 class HostBuckets:
-    """One optimizer's gradients on their way through shared memory.
+    """Averages the gradients of one optimizer through host memory.
 
-    Small ones are copied into buckets. Large ones are read where the framework has them, and their averages are
-    written to memory of their own: frameworks do not say who else reads a gradient, so it is never written to.
+    Small gradients are copied into buckets. Large ones are read where the framework has them. Their averages go to
+    memory of this object, since frameworks do not say who else reads a gradient; with `in_place` they overwrite the
+    gradient.
 
-    A pass is any number of `give` and one `finish`. A bucket is on its way as soon as all of its gradients and of
-    those before it were given; gradients that were not given count as zeros.
+    A pass is any number of `give` and one `finish`. A bucket is reduced as soon as all gradients in it, and in the
+    buckets before it, were given; a gradient that was not given counts as zeros.
 
     Args:
         entries: all gradients in the order of the model's variables.
         communicator: reduces them; used by nothing else.
-        bucket_bytes: size at which a bucket is closed.
-        first_bucket_bytes: the same for the first one of each dtype.
-        compression: how they travel between hosts.
+        sizes: of the buckets, and of the gradients that are too large for them.
+        compression: how gradients are compressed between hosts; None sends them as they are.
+        in_place: whether large gradients may be overwritten.
 
     All ranks construct it together.
 
@@ -57,33 +63,36 @@ class HostBuckets:
         self,
         entries: Sequence[Entry],
         communicator: Communicator,
-        bucket_bytes: int,
-        first_bucket_bytes: int,
+        sizes: BucketSizes,
         compression: Compression | None = None,
+        in_place: bool = False,
     ) -> None:
         if compression is not None:
             entries = [replace(entry, layout=f"{entry.layout}, {compression}") for entry in entries]
-        self.plan = FusionPlan(entries, BucketSizes(bucket_bytes, first_bucket_bytes))
+        self.plan = FusionPlan(entries, sizes)
         self.plan.check_equal(communicator)
         self._buffer = FusionBuffer(self.plan, communicator)
         self.reducer = GradientReducer(self._buffer, communicator, self._fill, compression=compression)
+        self._in_place = in_place
         self._given: dict[int, Array] = {}
         self._forms: dict[int, tuple[np.dtype[Any], tuple[int, ...]]] = {}  # of all that were given in this pass
-        self._places: list[Array] = [np.empty(0)] * len(entries)
+        #: By entry, where its average is; of a large one in place, set in each pass.
+        self._averages: list[Array] = [np.empty(0)] * len(entries)
         self._flags: list[Array] = []
         for bucket, memory in zip(self.plan.buckets, self._buffer.memories, strict=True):
             self._flags.append(memory.array[bucket.flags : bucket.flags + len(bucket.entries)])
             for i, offset in zip(bucket.entries, bucket.offsets, strict=True):
-                is_direct, count = i in bucket.direct, entries[i].count
-                self._places[i] = (
-                    _aligned(count, memory.array.dtype) if is_direct else memory.array[offset : offset + count]
-                )
+                count = entries[i].count
+                if i not in bucket.direct:
+                    self._averages[i] = memory.array[offset : offset + count]
+                elif not in_place:
+                    self._averages[i] = _aligned(count, memory.array.dtype)
 
     def give(self, indices: Sequence[int], gradients: Sequence[Array]) -> None:
         """Hand over gradients that are complete.
 
-        Each is forgotten as soon as it has been read, at the latest when `finish` returns: where it was the last
-        reference, its memory is there for the next gradient, and the system need not be asked for more.
+        Each is released as soon as it has been read, at the latest when `finish` returns. If that was its last
+        reference, the framework reuses its memory for the next gradient instead of asking the system for more.
         """
         for i, gradient in zip(indices, gradients, strict=True):
             self._given[i], self._forms[i] = gradient, (gradient.dtype, gradient.shape)
@@ -94,8 +103,8 @@ class HostBuckets:
         """Wait for every bucket.
 
         Returns:
-            For each given index its average, with the gradient's shape and dtype: a view of memory that the
-            next pass overwrites, on a cache line.
+            The average for each given index, with the gradient's shape and dtype: a view of memory that the next pass
+            overwrites, on a cache line; or the gradient itself, if it is large and `in_place`.
 
         Raises:
             MismatchError: a variable has a gradient on some ranks only.
@@ -107,51 +116,58 @@ class HostBuckets:
         finally:
             self._given, self._forms = {}, {}
         self._check_flags(forms)
-        return {i: self._places[i].view(dtype).reshape(shape) for i, (dtype, shape) in forms.items()}
+        return {i: self._averages[i].view(dtype).reshape(shape) for i, (dtype, shape) in forms.items()}
 
     def release(self) -> None:
         """Give the memory back."""
         self._buffer.release()
 
     def _fill(self, bucket: Bucket) -> list[HostMemory]:
+        """Copy the small gradients of a bucket into it; return the memory of the large ones."""
         flags = self._flags[bucket.index]
         storage = STORAGE[bucket.dtype]
         one = _ONE_BFLOAT16 if bucket.dtype == "bfloat16" else 1
         direct: list[HostMemory] = []
         for place, i in enumerate(bucket.entries):
-            average, gradient = self._places[i], self._given.pop(i, None)
-            source = None
-            if gradient is None:
-                average[...] = 0
-            elif i not in bucket.direct:
-                np.copyto(average.reshape(gradient.shape), gradient.view(storage))
+            gradient = self._given.pop(i, None)
+            flags[place] = 0 if gradient is None else one
+            if i not in bucket.direct:
+                average = self._averages[i]
+                if gradient is None:
+                    average[...] = 0
+                else:
+                    np.copyto(average.reshape(gradient.shape), gradient.view(storage))
+            elif self._in_place:
+                count = self.plan.entries[i].count
+                self._averages[i] = np.zeros(count, storage) if gradient is None else gradient.view(storage)
+                direct.append(HostMemory(self._averages[i], bucket.dtype))
+            elif gradient is None:
+                self._averages[i][...] = 0
+                direct.append(HostMemory(self._averages[i], bucket.dtype, None))
             else:
                 source = np.ascontiguousarray(gradient).view(storage).reshape(-1)
-            flags[place] = 0 if gradient is None else one
-            if i in bucket.direct:
-                direct.append(HostMemory(average, bucket.dtype, source))
+                direct.append(HostMemory(self._averages[i], bucket.dtype, source))
         return direct
 
     def _check_flags(self, given: Container[int]) -> None:
-        """Whether all ranks have the same gradients; a step that differs among them would part their weights."""
+        """Check that all ranks gave the same gradients; their weights would differ after this step otherwise."""
         for bucket, flags in zip(self.plan.buckets, self._flags, strict=True):
             one = _ONE_BFLOAT16 if bucket.dtype == "bfloat16" else 1
             for i, flag in zip(bucket.entries, flags.tolist(), strict=True):
                 if flag != (one if i in given else 0):
-                    has = "has" if i in given else "lacks"
-                    raise MismatchError(
-                        f"this rank {has} a gradient for {self.plan.entries[i].name}, and others do not agree. Let all "
-                        "ranks compute gradients for the same variables in the same step."
-                    )
+                    raise unequal_gradients(i in given, self.plan.entries[i].name)
+
+
+def unequal_gradients(is_here: bool, name: str) -> MismatchError:
+    """The error for a variable that has a gradient on some ranks only."""
+    return MismatchError(
+        f"this rank {'has' if is_here else 'lacks'} a gradient for {name}, and others do not agree. Let all ranks "
+        "compute gradients for the same variables in the same step."
+    )
 
 
 def _aligned(count: int, dtype: np.dtype[Any]) -> Array:
-    """Memory on a cache line, which TensorFlow takes over without a copy."""
+    """Allocate memory that starts on a cache line."""
     memory = np.empty(count * dtype.itemsize + _LINE, np.uint8)
     start = -memory.ctypes.data % _LINE
     return memory[start : start + count * dtype.itemsize].view(dtype)
-
-
-_LINE = 64
-#: The bits of 1.0; numpy stores bfloat16 as uint16.
-_ONE_BFLOAT16 = 0x3F80

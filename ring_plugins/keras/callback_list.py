@@ -1,4 +1,4 @@
-"""The list that Keras keeps of callbacks: who comes last in it, who writes, and when it is over."""
+"""Keras's list of callbacks: finding it, putting ours first and last, removing writers, noticing its end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-#: Callbacks that only write files, or the terminal. One rank does it for all.
+#: Callbacks that only write files or to the terminal. One rank does it for all.
 WRITERS: tuple[type[Any], ...] = (
     keras.callbacks.BackupAndRestore,
     keras.callbacks.CSVLogger,
@@ -21,10 +21,9 @@ WRITERS: tuple[type[Any], ...] = (
 
 
 def enclosing_list(callback: Any) -> Any | None:
-    """The `CallbackList` that calls `callback.set_model` right now, or None where something else does.
+    """Find the `CallbackList` that is calling a method of `callback` right now; None if something else is.
 
-    Keras 3.15.1, callbacks/callback_list.py:108: a callback is told its model in a loop over the list, and has no
-    other way to the list.
+    Keras 3.15.1, callbacks/callback_list.py:108, calls its callbacks in a loop and gives them no reference to the list.
     """
     frame = sys._getframe(1)
     for _ in range(4):
@@ -38,14 +37,14 @@ def enclosing_list(callback: Any) -> Any | None:
 
 
 def arrange(callbacks: Any, first: Any, last: Any, is_writer_rank: bool, written_by_one: bool) -> None:
-    """Put `first` before and `last` behind all others, and on ranks that do not write leave the writers out.
+    """Move `first` before and `last` behind all others, and remove the writers on ranks that do not write.
 
     Args:
-        callbacks: a `CallbackList`; it gets a new list, since Keras walks through the old one meanwhile.
+        callbacks: a `CallbackList`; it gets a new list, since Keras is iterating over the old one.
         first: the callback that prepares what the others see and write.
         last: the callback that must see what all others did.
         is_writer_rank: whether this rank writes.
-        written_by_one: whether only one rank is to write.
+        written_by_one: whether only one rank writes.
     """
     kept = [
         callback
@@ -55,18 +54,19 @@ def arrange(callbacks: Any, first: Any, last: Any, is_writer_rank: bool, written
     callbacks.callbacks = [first, *kept, last]
 
 
-def when_over(callback: Any, undo: Callable[[], None]) -> weakref.finalize[..., Any] | None:
-    """Have `undo` called when the `fit` or `evaluate` that calls `callback` right now has ended, however it ends.
+def call_when_over(callback: Any, undo: Callable[[], None]) -> weakref.finalize[..., Any] | None:
+    """Call `undo` when the `fit` or `evaluate` that is calling `callback` right now has ended, however it ends.
 
-    Keras tells its callbacks nothing of an exception. But the list is a local variable of `fit`, so it goes when `fit`
-    is left and its exception dealt with; where something keeps it (a list of the caller's own), at exit.
+    Keras does not tell its callbacks of an exception. But the list is a local variable of `fit`, so it is freed once
+    `fit` has returned and its exception has been handled; if something else holds it (the caller passed a list of its
+    own), at exit.
 
     Args:
-        callback: whose `on_..._begin` is running.
-        undo: harmless when there is nothing left to undo.
+        callback: the one whose `on_..._begin` is running.
+        undo: harmless if there is nothing left to undo.
 
     Returns:
-        What will call it, to be detached where that is no longer wanted; None where no list calls.
+        The finalizer, to be detached when it is no longer wanted; None if no list is calling.
     """
     callbacks = enclosing_list(callback)
     return None if callbacks is None else weakref.finalize(callbacks, undo)

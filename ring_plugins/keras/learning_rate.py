@@ -1,21 +1,35 @@
-"""Callbacks that set the learning rate, for batches that grow with the number of ranks."""
+"""Learning rates for batches that grow with the number of ranks.
+
+A rate is kept as base times multiplier: the base is the rate for one process, the multiplier what warm-up or a schedule
+makes of it. A change from outside (`ReduceLROnPlateau`) is a change of the base, and stays. A rate that a
+`LearningRateSchedule` computes cannot be set; there the instance's reading of it is replaced by one that multiplies.
+
+The rate is always set through `self.model.optimizer`, whose state Keras on JAX fetches and hands back on access;
+setting it on a reference kept from before has no effect there. SGD's velocities hold the rate of earlier steps, so they
+are scaled along with it (Goyal et al. 2017, arXiv 1706.02677, section 3). Changing `momentum` instead would be ignored
+once the step is traced.
+"""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import keras
+import numpy as np
 
 from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.keras.backends import backend
-from ring_plugins.keras.connection import connect
-from ring_plugins.keras.rates import Rate, Scaling, has_schedule, innermost, multiply_schedule, scale_for
+from ring_plugins.keras.averaging import make_train_function
+from ring_plugins.keras.job import connect
+
+Scaling = Literal["linear", "sqrt", "none"]
+_ATTRIBUTE = "_ring_rate"
 
 
 class _RateCallback(keras.callbacks.Callback):
-    """What both callbacks share: the rate is base x multiplier(epoch), where epoch counts on within an epoch."""
+    """Sets the rate to base x multiplier(epoch), where `epoch` is a fraction within an epoch."""
 
     def __init__(
         self, steps_per_epoch: int | None, initial_learning_rate: float | None, momentum_correction: bool
@@ -32,10 +46,10 @@ class _RateCallback(keras.callbacks.Callback):
 
     @abc.abstractmethod
     def _multiplier(self, epoch: float) -> float | None:
-        """Of the single-process rate; None where this callback has no say."""
+        """The multiplier of the base at this epoch; None if this callback does not set the rate then."""
 
     def _scale(self) -> float:
-        """What the rate has grown by after warm-up."""
+        """The multiplier of the base after warm-up."""
         return self._rate.scale if self._rate else 1.0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -48,7 +62,7 @@ class _RateCallback(keras.callbacks.Callback):
             self._start(innermost(self.model.optimizer), epoch)
 
     def _start(self, optimizer: Any, epoch: int) -> None:
-        """What can be done only when the first epoch's number is known."""
+        """Find or make the optimizer's rate, now that the number of the first epoch is known."""
         self._rate = None
         if has_schedule(optimizer):
             steps, epochs = self._steps(), int((self.params or {}).get("epochs") or 1)
@@ -56,7 +70,7 @@ class _RateCallback(keras.callbacks.Callback):
                 self._multiplier(epoch + step / steps) or 1.0 for step in range((epochs - epoch) * steps + 1)
             ]
             multiply_schedule(optimizer, multipliers)
-            backend().make_train_function(self.model)
+            make_train_function(self.model)
             return
         resumed = epoch > 0 and int(keras.ops.convert_to_numpy(optimizer.iterations)) > 0
         so_far = self._multiplier(epoch - 1 / self._steps()) if resumed else None
@@ -67,11 +81,10 @@ class _RateCallback(keras.callbacks.Callback):
             return
         multiplier = self._multiplier(self._epoch + (batch / self._steps() if batch else 0.0))
         if multiplier is not None:
-            # Through self.model, which on JAX fetches the state first and has it handed back.
             self._rate.set(innermost(self.model.optimizer), multiplier, self.momentum_correction)
 
     def _sets_at(self, batch: int) -> bool:
-        """Whether the rate changes at this batch of an epoch."""
+        """Whether this callback sets the rate at this batch of an epoch."""
         return True
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -82,29 +95,29 @@ class _RateCallback(keras.callbacks.Callback):
         steps = self.steps_per_epoch or (self.params or {}).get("steps")
         if not steps:
             raise ArgumentError(
-                f"{type(self).__name__} cannot tell how many steps an epoch of this data has; pass steps_per_epoch."
+                f"{type(self).__name__} does not know how many steps an epoch of this data has; pass steps_per_epoch."
             )
         return int(steps)
 
 
 class LearningRateWarmupCallback(_RateCallback):
-    """Raises the learning rate from that for one process to that for all ranks, step by step.
+    """Raises the learning rate step by step from the rate for one process to the rate for all ranks.
 
-    A batch that is k times as large wants a rate k times as large, which at the very start is too much; so the rate
+    A batch that is k times as large needs a rate k times as large, which is too large at the very start; so the rate
     grows linearly over the first epochs (Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.2). Compile
     the model with the rate for one process.
 
-    Works on a number and on a `LearningRateSchedule`, whose values are multiplied; `ReduceLROnPlateau` and schedules
-    behind it keep their effect. A training that goes on at `initial_epoch` with a loaded optimizer goes on with its
-    rate.
+    Works with a number and with a `LearningRateSchedule`, whose values are multiplied; `ReduceLROnPlateau` and
+    schedules beside it keep their effect. Training that resumes at `initial_epoch` with a loaded optimizer resumes with
+    its rate.
 
     Args:
-        warmup_epochs: how long it takes; 0 scales from the first step on.
-        momentum_correction: scale the velocities of SGD along with the rate.
-        steps_per_epoch: where Keras cannot tell, as for a generator.
-        verbose: 1 says on rank 0 when warm-up is over.
+        warmup_epochs: epochs until the rate is reached; 0 scales from the first step on.
+        momentum_correction: whether to scale the velocities of SGD along with the rate.
+        steps_per_epoch: needed where Keras does not know, as for a generator.
+        verbose: 1 prints on rank 0 when warm-up is over.
         scaling: "linear", or "sqrt" for the square root of the number of ranks.
-        initial_learning_rate: the rate for one process, where it is not what the optimizer was compiled with.
+        initial_learning_rate: the rate for one process, if the optimizer was compiled with another.
 
     Raises:
         ArgumentError: an argument has no meaning, or the number of steps is unknown.
@@ -140,7 +153,7 @@ class LearningRateWarmupCallback(_RateCallback):
             self._rate.scale = scale_for(self.scaling, connect().topology.size)
 
     def _sets_at(self, batch: int) -> bool:
-        """Until warm-up is over, and once more, at the full rate; from then on the rate is others' to set."""
+        """True until the full rate has been set once; from then on other callbacks may set the rate."""
         if self._is_over:
             return False
         self._is_over = self._epoch + batch / self._steps() >= self.warmup_epochs
@@ -153,19 +166,18 @@ class LearningRateWarmupCallback(_RateCallback):
 
 
 class LearningRateScheduleCallback(_RateCallback):
-    """Sets the learning rate to a multiple, over a range of epochs.
+    """Sets the learning rate to a multiple over a range of epochs.
 
     Args:
-        multiplier: of the rate that the model was compiled with (times what a `LearningRateWarmupCallback` beside it
-            scales by); a number, or a function of the epoch, which is a fraction within an epoch if not `staircase`.
-        start_epoch: first epoch in which it sets the rate.
-        end_epoch: the first in which it does so no more; None for never.
-        staircase: change at the beginning of epochs only.
-        momentum_correction: scale the velocities of SGD along with the rate.
-        steps_per_epoch: where Keras cannot tell.
-        scaling: by how much the rate grows with the number of ranks where there is no warm-up: "linear", "sqrt",
-            "none".
-        initial_learning_rate: the rate for one process, where it is not what the optimizer was compiled with.
+        multiplier: of the rate that the model was compiled with (times the scale of a `LearningRateWarmupCallback`
+            beside it); a number, or a function of the epoch, which is a fraction within an epoch if not `staircase`.
+        start_epoch: the first epoch in which it sets the rate.
+        end_epoch: the first epoch in which it no longer does; None for never.
+        staircase: whether to change the rate at the beginning of epochs only.
+        momentum_correction: whether to scale the velocities of SGD along with the rate.
+        steps_per_epoch: needed where Keras does not know.
+        scaling: how the rate grows with the number of ranks if there is no warm-up: "linear", "sqrt", "none".
+        initial_learning_rate: the rate for one process, if the optimizer was compiled with another.
 
     Raises:
         ArgumentError: an argument has no meaning, or the number of steps is needed and unknown.
@@ -199,3 +211,114 @@ class LearningRateScheduleCallback(_RateCallback):
 
     def _sets_at(self, batch: int) -> bool:
         return batch == 0 or not self.staircase
+
+
+def scale_for(scaling: Scaling, size: int) -> float:
+    """The factor by which the rate grows with the number of ranks.
+
+    Args:
+        scaling: "linear" as in Goyal et al. 2017, "sqrt" as is common with Adam, "none".
+        size: number of ranks, which is the factor by which the batch has grown.
+
+    Raises:
+        ArgumentError: another word.
+    """
+    if scaling not in ("linear", "sqrt", "none"):
+        raise ArgumentError(f'scaling={scaling!r} must be "linear", "sqrt" or "none".')
+    return {"linear": float(size), "sqrt": math.sqrt(size), "none": 1.0}[scaling]
+
+
+class Rate:
+    """The learning rate of one optimizer, kept as base times multiplier.
+
+    Attributes:
+        base: the rate for one process.
+        scale: the multiplier after warm-up.
+    """
+
+    def __init__(self, base: float, last: float) -> None:
+        self.base, self.scale = base, 1.0
+        self._last = last
+
+    @classmethod
+    def of(cls, optimizer: Any, given: float | None, multiplier_so_far: float) -> Rate:
+        """The rate of this optimizer, kept on it from one fit to the next.
+
+        Args:
+            optimizer: one whose learning rate is a number.
+            given: the rate for one process, if the user gave it.
+            multiplier_so_far: the multiplier in the optimizer's current rate, if it was saved in the middle of
+            training.
+        """
+        rate: Rate | None = vars(optimizer).get(_ATTRIBUTE)
+        current = _read(optimizer)
+        if rate is None:
+            rate = cls(current / multiplier_so_far, current)
+            optimizer.__dict__[_ATTRIBUTE] = rate
+        rate._follow(current)
+        if given is not None:
+            rate.base, rate._last = given, current
+        return rate
+
+    def set(self, optimizer: Any, multiplier: float, momentum_correction: bool) -> None:
+        """Set the rate to base x multiplier.
+
+        Args:
+            optimizer: the one this belongs to.
+            multiplier: of the base.
+            momentum_correction: whether to scale SGD's velocities along with the rate that is in them.
+        """
+        current = _read(optimizer)
+        self._follow(current)
+        new = float(np.float32(self.base * multiplier))
+        self._last = new
+        if new == current:
+            return
+        optimizer.learning_rate = new
+        velocities = getattr(optimizer, "momentums", None)
+        if momentum_correction and velocities and isinstance(optimizer, keras.optimizers.SGD) and current > 0:
+            for velocity in velocities:
+                velocity.assign(velocity * (new / current))
+
+    def _follow(self, current: float) -> None:
+        if not math.isclose(current, self._last, rel_tol=1e-6) and self._last > 0:
+            self.base *= current / self._last
+            self._last = current
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer that updates, inside any LossScaleOptimizer."""
+    while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
+        optimizer = inner
+    return optimizer
+
+
+def has_schedule(optimizer: Any) -> bool:
+    """Whether the rate is computed from the number of updates and cannot be set."""
+    # Keras 3.15.1, optimizers/base_optimizer.py:777.
+    return isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
+
+
+def multiply_schedule(optimizer: Any, multipliers: Sequence[float]) -> None:
+    """Multiply a scheduled rate, update by update from now on; the last multiplier lasts.
+
+    The instance's reading of its rate is replaced and the schedule is not, so files saved with it load without this
+    package (with the rate for one process).
+
+    Args:
+        optimizer: one with a `LearningRateSchedule`.
+        multipliers: one for each update to come.
+    """
+    first = int(keras.ops.convert_to_numpy(optimizer.iterations))
+    table = np.asarray(multipliers, np.float32)
+    scheduled: Callable[[], Any] = type(optimizer)._get_current_learning_rate.__get__(optimizer)
+
+    def rate() -> Any:
+        update = keras.ops.clip(keras.ops.cast(optimizer._iterations, "int32") - first, 0, len(table) - 1)
+        return scheduled() * keras.ops.take(keras.ops.convert_to_tensor(table), update)
+
+    optimizer.__dict__["_get_current_learning_rate"] = rate
+
+
+def _read(optimizer: Any) -> float:
+    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))

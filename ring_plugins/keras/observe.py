@@ -12,12 +12,12 @@ from ring_plugins.observe import timeline
 
 
 class BalanceMonitor(keras.callbacks.Callback):
-    """Puts computing, waiting for the slowest rank and moving bytes into the `logs` of each epoch.
+    """Adds the time for computing, for waiting on the slowest rank and for moving bytes to the `logs` of each epoch.
 
-    On rank 0 the callbacks behind it, `History` and `CSVLogger` among them, find "ring/computing_ms",
-    "ring/waiting_ms", "ring/moving_ms", "ring/slowest_rank" and "ring/slowest_share" there, averaged over the ranks and
-    the steps of the epoch; see `ring_plugins.torch.BalanceMonitor.figures`. At the end of `fit` rank 0 prints a page
-    with all ranks. With one rank there is nothing to say.
+    On rank 0 the callbacks after it, `History` and `CSVLogger` among them, find "ring/computing_ms", "ring/waiting_ms",
+    "ring/moving_ms", "ring/slowest_rank" and "ring/slowest_share" there, averaged over the ranks and the steps of the
+    epoch; see `ring_plugins.torch.BalanceMonitor.figures`. At the end of `fit` rank 0 prints a page with all ranks.
+    With one rank it does nothing.
 
     Args:
         summary: whether rank 0 prints the page.
@@ -43,9 +43,9 @@ class TimelineCallback(keras.callbacks.Callback):
     """Writes a timeline of all ranks for some batches of `fit`; RING_TIMELINE does it for all of a job.
 
     Args:
-        directory: where rank 0 puts `timeline.json`, for ui.perfetto.dev.
-        first_batch: batches of `fit` before the first that is recorded.
-        batches: how many are recorded.
+        directory: where rank 0 writes `timeline.json`, for ui.perfetto.dev.
+        first_batch: number of batches before the first that is recorded.
+        batches: number of batches that are recorded.
     """
 
     def __init__(self, directory: str | Path, first_batch: int = 10, batches: int = 20) -> None:

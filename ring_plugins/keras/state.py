@@ -1,4 +1,4 @@
-"""What ranks must agree on before they train: weights, optimizer state, seeds."""
+"""The state that ranks share: broadcasting weights, optimizer and seeds, averaging moving statistics, checksums."""
 
 from __future__ import annotations
 
@@ -15,25 +15,34 @@ from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.keras.averaging import optimizers_of
+from ring_plugins.keras.job import connect
+from ring_plugins.keras.validation import check_root
 from ring_plugins.observe.drift import checksum
 
-#: Seeds of neighbouring ranks are this far apart; a prime, so that no two ranks of any job meet.
+#: Distance of the seeds of neighboring ranks; a prime, so that no two ranks of a job draw the same numbers.
 _SEED_STRIDE = 7919
 
 
-def weights_of(model: Any) -> list[Any]:
-    """Trainable and non-trainable weights, without seeds and metrics."""
-    return list(model.weights)
+def broadcast_variables(model: Any, root_rank: int = 0) -> None:
+    """Do what `BroadcastCallback` does before the first update, for your own loops; collective.
+
+    Args:
+        model: a built model; its compiled optimizer, and optimizers it holds, are included.
+        root_rank: the rank whose state all ranks get.
+
+    Raises:
+        ArgumentError: `root_rank` is not a rank.
+        MismatchError: the models differ among ranks.
+    """
+    world = connect()
+    check_root(root_rank, world)
+    if world.topology.size > 1:
+        build_optimizer(model)
+        broadcast_state(model, root_rank, world.communicator)
 
 
-def seeds_of(model: Any) -> list[Any]:
-    """States of the seed generators of dropout and its like."""
-    weights = {id(variable) for variable in model.weights}
-    return [variable for variable in model.variables if id(variable) not in weights]
-
-
-def build_optimizers(model: Any) -> None:
-    """Let the compiled optimizer have its state before the first step, so that it can be broadcast."""
+def build_optimizer(model: Any) -> None:
+    """Create the compiled optimizer's state before the first step, so that it can be broadcast."""
     optimizer = getattr(model, "optimizer", None)  # there is none before compile()
     if optimizer is not None and not optimizer.built and model.trainable_variables:
         optimizer.build(model.trainable_variables)
@@ -44,16 +53,18 @@ def broadcast_state(model: Any, root: int, communicator: Communicator) -> None:
 
     Args:
         model: a built Keras model.
-        root: the rank whose values everyone gets.
+        root: the rank whose values all ranks get.
         communicator: over all ranks.
 
     Raises:
         MismatchError: models or optimizers differ; the text names the first variable that does.
     """
-    state = weights_of(model)
+    state = list(model.weights)
     for optimizer in optimizers_of(model):
         state.extend(optimizer.variables)
-    seeds = seeds_of(model)
+    weights = {id(variable) for variable in model.weights}
+    # The states of the seed generators of dropout and the like.
+    seeds = [variable for variable in model.variables if id(variable) not in weights]
     check_equal([*state, *seeds], communicator)
     for variable in state:
         variable.assign(_broadcast(variable, root, communicator))
@@ -64,22 +75,22 @@ def broadcast_state(model: Any, root: int, communicator: Communicator) -> None:
 
 
 def check_equal(variables: Sequence[Any], communicator: Communicator) -> None:
-    """Compare shapes and dtypes of all ranks; collective.
+    """Check that shapes and dtypes are the same on all ranks; collective.
 
     Raises:
         MismatchError: naming the first variable that differs, and what each rank has.
     """
     # Paths are for the text only: automatic layer names count on per process.
-    mine = [(tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for v in variables]
-    if len(set(communicator.all_gather_object(zlib.crc32(repr(mine).encode())))) == 1:
+    kinds = [(tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for v in variables]
+    if len(set(communicator.all_gather_object(zlib.crc32(repr(kinds).encode())))) == 1:
         return
     paths = [variable.path for variable in variables]
-    everyones = communicator.all_gather_object(list(zip(paths, mine, strict=True)))
-    for i in range(max(map(len, everyones))):
-        said = [f"{v[i][0]} of shape {v[i][1][0]}, {v[i][1][1]}" if i < len(v) else "nothing" for v in everyones]
-        kinds = [v[i][1] if i < len(v) else None for v in everyones]
-        if len(set(kinds)) > 1:
-            parts = "; ".join(f"rank {rank} has {text}" for rank, text in zip(communicator.ranks, said, strict=True))
+    by_rank = communicator.all_gather_object(list(zip(paths, kinds, strict=True)))
+    for i in range(max(map(len, by_rank))):
+        at_i = [found[i] if i < len(found) else None for found in by_rank]
+        if len({found and found[1] for found in at_i}) > 1:
+            texts = [f"{found[0]} of shape {found[1][0]}, {found[1][1]}" if found else "nothing" for found in at_i]
+            parts = "; ".join(f"rank {rank} has {text}" for rank, text in zip(communicator.ranks, texts, strict=True))
             raise MismatchError(
                 f"the models or optimizers differ among ranks. First at variable {i}: {parts}. Build and compile the "
                 "same on all ranks."
@@ -87,18 +98,19 @@ def check_equal(variables: Sequence[Any], communicator: Communicator) -> None:
 
 
 def average_variables(variables: Sequence[Any], communicator: Communicator) -> None:
-    """Average those variables that have come to differ among ranks; collective. What is no float becomes rank 0's.
+    """Average the variables that differ among ranks; collective. Those that are not floats become rank 0's.
 
     Args:
-        variables: each rank's own, such as moving statistics, which it gathered from its own batches.
+        variables: each rank's own, such as moving statistics, which it computed from its own batches.
         communicator: over all ranks.
     """
     values = [value_of(variable) for variable in variables]
-    digests = communicator.all_gather_object([zlib.crc32(_bytes(value)) for value in values])
+    checksums = communicator.all_gather_object([zlib.crc32(host_array(value)[0].tobytes()) for value in values])
     for i, (variable, value) in enumerate(zip(variables, values, strict=True)):
-        if len({digest[i] for digest in digests}) == 1:
+        if len({of_rank[i] for of_rank in checksums}) == 1:
             continue
-        memory = HostMemory(host_array(value)[0].reshape(-1), host_array(value)[1])
+        array, dtype = host_array(value)
+        memory = HostMemory(array.reshape(-1), dtype)
         if memory.dtype in FLOATS:
             communicator.all_reduce(memory, Op.AVERAGE)
         else:
@@ -107,13 +119,13 @@ def average_variables(variables: Sequence[Any], communicator: Communicator) -> N
 
 
 def value_of(variable: Any) -> Array:
-    """A copy of a variable's value; 0-d stays 0-d."""
+    """Copy a variable's value; 0-d stays 0-d."""
     return np.array(keras.ops.convert_to_numpy(variable), order="C")
 
 
 def weight_checksums(model: Any) -> tuple[list[str], list[int]]:
-    """Names and checksums of a model's trainable weights."""
-    if hasattr(model, "jax_state_sync"):  # Keras keeps the state of a fit elsewhere on JAX, until it is asked for
+    """Compute the checksums of a model's trainable weights; return their names and them."""
+    if hasattr(model, "jax_state_sync"):  # on JAX, Keras updates the variables during fit only on request
         model.jax_state_sync()
     weights = model.trainable_variables
     return [weight.path for weight in weights], [checksum(value_of(weight)) for weight in weights]
@@ -124,7 +136,3 @@ def _broadcast(variable: Any, root: int, communicator: Communicator) -> Array:
     array, dtype = host_array(value)
     communicator.broadcast(HostMemory(array.reshape(-1), dtype), root)
     return value
-
-
-def _bytes(value: Array) -> bytes:
-    return host_array(value)[0].tobytes()

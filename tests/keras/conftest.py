@@ -1,10 +1,14 @@
-"""Skips what a missing package makes impossible, and says which."""
+"""Shares launches among tests, and skips those that a missing package makes impossible."""
 
 import importlib.util
+from typing import Any
 
 import pytest
 
-BACKENDS = ("tensorflow", "torch", "jax")
+from tests.keras.launches import BACKENDS, Case, launch
+from tests.launch import LaunchFailed
+
+WANTED = pytest.StashKey[set[Case]]()
 
 
 def missing(backend: str) -> str | None:
@@ -16,12 +20,36 @@ def missing(backend: str) -> str | None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "keras" not in item.path.parent.name:
+        if "keras" not in item.path.parts:
             continue
-        backend = getattr(getattr(item, "callspec", None), "params", {}).get("backend")
-        why = missing(backend or "keras")
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        seen = parameters.get("seen")
+        if seen is not None:
+            item.add_marker(pytest.mark.timeout(900))  # the first test waits for everything in its launch
+        why = missing(seen.backend if seen is not None else parameters.get("backend") or "keras")
         if why is not None:
             item.add_marker(pytest.mark.skip(reason=why))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """After -k, -m and the like: what the launches have to run."""
+    parameters = [getattr(getattr(item, "callspec", None), "params", {}) for item in session.items]
+    session.stash[WANTED] = {found["seen"] for found in parameters if isinstance(found.get("seen"), Case)}
+
+
+@pytest.fixture
+def seen(request: pytest.FixtureRequest) -> list[Any]:
+    """What each rank returned, in rank order."""
+    wanted: Case = request.param
+    names = {c.name for c in request.session.stash[WANTED] if (c.backend, c.ranks) == (wanted.backend, wanted.ranks)}
+    result = launch(wanted.backend, wanted.ranks, tuple(sorted(names)))
+    if isinstance(result, LaunchFailed):
+        raise result
+    values = result.values(wanted.name)
+    assert len(values) == wanted.ranks
+    for value in values:
+        assert "error" not in value, value["error"]
+    return [value["value"] for value in values]
 
 
 @pytest.fixture(params=BACKENDS)

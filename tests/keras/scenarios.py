@@ -1,4 +1,4 @@
-"""What is trained on several ranks and, on the same batches in one piece, on one.
+"""Trainings that must have equal results on several ranks and in one process on the same batches.
 
 A scenario is a function of a `Run` that trains and returns what must be equal. The worker calls it once as a plain
 process that sees whole batches, and once as one of the ranks.
@@ -53,24 +53,15 @@ class Run:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Scenario:
-    function: Callable[[Run], Outcome]
-    backends: tuple[str, ...]
-    is_slow: bool
-
+Scenario = Callable[[Run], Outcome]
 
 SCENARIOS: dict[str, Scenario] = {}
 
 
-def scenario(*backends: str, is_slow: bool = False) -> Callable[[Any], Any]:
-    """Register a scenario for these backends, or all; a slow one is run where it is named only."""
-
-    def register(function: Callable[[Run], Outcome]) -> Callable[[Run], Outcome]:
-        SCENARIOS[function.__name__] = Scenario(function, backends or ("tensorflow", "torch", "jax"), is_slow)
-        return function
-
-    return register
+def scenario(function: Scenario) -> Scenario:
+    """Make a scenario known by its name; `test_equality.py` says where it runs."""
+    SCENARIOS[function.__name__] = function
+    return function
 
 
 def images(ranks: int, steps: int = 3, batch: int = 4) -> tuple[np.ndarray, np.ndarray]:
@@ -110,7 +101,7 @@ def small_steps() -> Any:
 # Optimizers --------------------------------------------------------------------------------------------
 
 
-@scenario()
+@scenario
 def convolution_with_momentum(run: Run) -> Outcome:
     run.seed()
     model = keras.Sequential(
@@ -121,7 +112,7 @@ def convolution_with_momentum(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario()
+@scenario
 def adam(run: Run) -> Outcome:
     run.seed()
     model = dense(keras.optimizers.Adam(0.01))
@@ -129,7 +120,7 @@ def adam(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario()
+@scenario
 def many_buckets(run: Run) -> Outcome:
     run.seed()
     model = keras.Sequential(
@@ -140,7 +131,7 @@ def many_buckets(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario()
+@scenario
 def clipping_weight_decay_and_moving_average(run: Run) -> Outcome:
     run.seed()
     model = dense(keras.optimizers.AdamW(0.01, global_clipnorm=0.1, use_ema=True, ema_overwrite_frequency=4))
@@ -148,7 +139,7 @@ def clipping_weight_decay_and_moving_average(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario()
+@scenario
 def accumulation(run: Run) -> Outcome:
     run.seed()
     model = dense(keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2, clipnorm=0.5))
@@ -156,7 +147,7 @@ def accumulation(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario()
+@scenario
 def accumulation_of_an_embedding(run: Run) -> Outcome:
     """Sparse gradients on TensorFlow; and fits that end in the middle of an update."""
     run.seed()
@@ -171,7 +162,7 @@ def accumulation_of_an_embedding(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario()
+@scenario
 def accumulation_in_mixed_precision(run: Run) -> Outcome:
     run.seed()
     keras.config.set_dtype_policy("mixed_float16")
@@ -184,7 +175,7 @@ def accumulation_in_mixed_precision(run: Run) -> Outcome:
     return {name: value for name, value in weights(model).items() if name.startswith("weight")}
 
 
-@scenario("tensorflow", "torch")
+@scenario
 def schedule(run: Run) -> Outcome:
     run.seed()
     model = dense(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.7)))
@@ -192,7 +183,7 @@ def schedule(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario()
+@scenario
 def large_layer(run: Run) -> Outcome:
     """Gradients of more than 64 KiB, beside small ones."""
     run.seed()
@@ -204,10 +195,10 @@ def large_layer(run: Run) -> Outcome:
     return weights(model)
 
 
-# Batch normalisation ------------------------------------------------------------------------------------
+# Batch normalization ------------------------------------------------------------------------------------
 
 
-def normalised(**layer: Any) -> Any:
+def normalized(**layer: Any) -> Any:
     """A convolutional model with BatchNormalization, in two branches, of data far from zero."""
     inputs = keras.Input((6, 6, 1))
     x = layers.Conv2D(4, 3, use_bias=False)(layers.Rescaling(1.0, offset=3.0)(inputs))
@@ -222,34 +213,34 @@ def normalised(**layer: Any) -> Any:
     return model
 
 
-@scenario()
-def batch_normalisation(run: Run) -> Outcome:
-    """Normalised over all ranks: weights and moving statistics are those of one process."""
+@scenario
+def batch_normalization(run: Run) -> Outcome:
+    """Normalized over all ranks: weights and moving statistics are those of one process."""
     run.seed()
-    model = normalised()
+    model = normalized()
     run.fit(model, *images(run.ranks), callbacks=[BroadcastCallback(synchronized_batch_norm=True)])
     return weights(model)
 
 
-@scenario("tensorflow")
-def batch_normalisation_as_keras_spells_it(run: Run) -> Outcome:
+@scenario
+def batch_normalization_as_keras_spells_it(run: Run) -> Outcome:
     run.seed()
-    model = normalised(synchronized=True)
+    model = normalized(synchronized=True)
     run.fit(model, *images(run.ranks))
     return weights(model)
 
 
-@scenario("tensorflow")
-def compiled_batch_normalisation(run: Run) -> Outcome:
+@scenario
+def compiled_batch_normalization(run: Run) -> Outcome:
     run.seed()
-    model = normalised()
+    model = normalized()
     model.compile(optimizer=small_steps(), loss=model.loss, jit_compile=True)
     run.fit(model, *images(run.ranks), callbacks=[BroadcastCallback(synchronized_batch_norm=True)])
     return weights(model)
 
 
-@scenario()
-def batch_normalisation_of_masked_steps(run: Run) -> Outcome:
+@scenario
+def batch_normalization_of_masked_steps(run: Run) -> Outcome:
     """Sequences of different lengths: ranks weigh by how many values they have."""
     run.seed()
     random = np.random.default_rng(4)
@@ -263,9 +254,9 @@ def batch_normalisation_of_masked_steps(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario()
+@scenario
 def moving_mean_of_own_batches(run: Run) -> Outcome:
-    """Normalised apart: the moving mean is still that of one process, where the layer's inputs are."""
+    """Normalized apart: the moving mean is still that of one process, where the layer's inputs are."""
     run.seed()
     model = keras.Sequential([keras.Input((5,)), layers.BatchNormalization(momentum=0.8), layers.Dense(1)])
     model.compile(optimizer=small_steps(), loss="mse")
@@ -276,7 +267,7 @@ def moving_mean_of_own_batches(run: Run) -> Outcome:
 # Models ------------------------------------------------------------------------------------------------
 
 
-@scenario()
+@scenario
 def embedding(run: Run) -> Outcome:
     """On TensorFlow the gradient of the table is sparse."""
     run.seed()
@@ -290,7 +281,7 @@ def embedding(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario()
+@scenario
 def lazy_model(run: Run) -> Outcome:
     run.seed()
     model = keras.Sequential([layers.Dense(8, activation="tanh"), layers.Dense(1)])
@@ -299,7 +290,7 @@ def lazy_model(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario()
+@scenario
 def two_outputs_with_weights(run: Run) -> Outcome:
     run.seed()
     inputs = keras.Input((5,))
@@ -312,7 +303,7 @@ def two_outputs_with_weights(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario("tensorflow", "torch")
+@scenario
 def class_weights(run: Run) -> Outcome:
     run.seed()
     model = keras.Sequential([keras.Input((6, 6, 1)), layers.Flatten(), layers.Dense(3)])
@@ -321,7 +312,7 @@ def class_weights(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario()
+@scenario
 def frozen_layer_and_low_rank_adapter(run: Run) -> Outcome:
     run.seed()
     model = keras.Sequential([keras.Input((5,)), layers.Dense(8), layers.Dense(8), layers.Dense(1)])
@@ -332,7 +323,7 @@ def frozen_layer_and_low_rank_adapter(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario("tensorflow", "torch")
+@scenario
 def gradient_of_nothing(run: Run) -> Outcome:
     """A layer that takes no part in the loss: its gradient is None, or zero on JAX."""
     run.seed()
@@ -354,7 +345,7 @@ def gradient_of_nothing(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario()
+@scenario
 def mixed_precision(run: Run) -> Outcome:
     run.seed()
     keras.config.set_dtype_policy("mixed_float16")
@@ -370,7 +361,7 @@ def mixed_precision(run: Run) -> Outcome:
 # Steps -------------------------------------------------------------------------------------------------
 
 
-@scenario("tensorflow", "jax")
+@scenario
 def several_steps_an_execution(run: Run) -> Outcome:
     run.seed()
     model = dense(momentum(), steps_per_execution=3)
@@ -378,7 +369,7 @@ def several_steps_an_execution(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario("tensorflow")
+@scenario
 def several_accumulating_steps_an_execution(run: Run) -> Outcome:
     """Nothing in the next step waits for the accumulators, so the buckets themselves must."""
     run.seed()
@@ -387,7 +378,7 @@ def several_accumulating_steps_an_execution(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario("tensorflow")
+@scenario
 def eager(run: Run) -> Outcome:
     run.seed()
     model = dense(momentum(), run_eagerly=True)
@@ -395,7 +386,7 @@ def eager(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario("tensorflow")
+@scenario
 def compiled(run: Run) -> Outcome:
     run.seed()
     model = dense(keras.optimizers.Adam(0.01), jit_compile=True)
@@ -404,12 +395,12 @@ def compiled(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario("torch", is_slow=True)
+@scenario
 def compiled_by_torch(run: Run) -> Outcome:
     return compiled(run)
 
 
-@scenario("tensorflow")
+@scenario
 def compiled_several_steps_an_execution(run: Run) -> Outcome:
     run.seed()
     model = dense(momentum(), jit_compile=True, steps_per_execution=2)
@@ -417,7 +408,7 @@ def compiled_several_steps_an_execution(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario("tensorflow")
+@scenario
 def compiled_accumulation(run: Run) -> Outcome:
     run.seed()
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)
@@ -426,7 +417,7 @@ def compiled_accumulation(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario("tensorflow", "jax")
+@scenario
 def eager_accumulation(run: Run) -> Outcome:
     run.seed()
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)
@@ -435,7 +426,7 @@ def eager_accumulation(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario("jax")
+@scenario
 def not_compiled(run: Run) -> Outcome:
     run.seed()
     model = dense(momentum(), jit_compile=False)
@@ -443,7 +434,7 @@ def not_compiled(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario()
+@scenario
 def fitted_before_without_and_twice_with(run: Run) -> Outcome:
     """A train function from before, which averages nothing, must not be used again."""
     run.seed()
@@ -457,7 +448,7 @@ def fitted_before_without_and_twice_with(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario("tensorflow", "torch")
+@scenario
 def explicit_optimizer(run: Run) -> Outcome:
     run.seed()
     optimizer = momentum() if run.is_alone else DistributedOptimizer(momentum())
@@ -468,7 +459,7 @@ def explicit_optimizer(run: Run) -> Outcome:
     return weights(model)
 
 
-@scenario("tensorflow", "torch")
+@scenario
 def remainder(run: Run) -> Outcome:
     """A last batch of another size makes the frameworks trace again."""
     run.seed()

@@ -1,89 +1,89 @@
 """Training on several ranks gives what one process gives on the same batches, and every rank the same bits."""
 
-from typing import Any
+import ast
+from pathlib import Path
 
 import pytest
 
-from tests.keras.launches import launch
+from tests.keras.launches import BACKENDS, case
 
-pytestmark = pytest.mark.timeout(900)  # the first test waits for everything that its launch looks at
-
-EVERYWHERE = (
-    "accumulation",
-    "accumulation_in_mixed_precision",
-    "accumulation_of_an_embedding",
-    "adam",
-    "batch_normalisation",
-    "batch_normalisation_of_masked_steps",
-    "clipping_weight_decay_and_moving_average",
-    "convolution_with_momentum",
-    "embedding",
-    "fitted_before_without_and_twice_with",
-    "frozen_layer_and_low_rank_adapter",
-    "large_layer",
-    "lazy_model",
-    "mixed_precision",
-    "moving_mean_of_own_batches",
-    "two_outputs_with_weights",
-)
-SOMEWHERE = {
-    "tensorflow": (
-        "batch_normalisation_as_keras_spells_it",
-        "class_weights",
-        "compiled",
-        "compiled_accumulation",
-        "compiled_batch_normalisation",
-        "compiled_several_steps_an_execution",
-        "eager",
-        "eager_accumulation",
-        "explicit_optimizer",
-        "gradient_of_nothing",
-        "many_buckets",
-        "remainder",
-        "schedule",
-        "several_accumulating_steps_an_execution",
-        "several_steps_an_execution",
-    ),
-    "torch": ("class_weights", "explicit_optimizer", "gradient_of_nothing", "many_buckets", "remainder", "schedule"),
-    "jax": ("eager_accumulation", "many_buckets", "not_compiled", "several_steps_an_execution"),
+TF, TORCH, JAX = BACKENDS
+#: Scenario to the backends on which it runs by default. torch is the cheapest; others take part where what they do
+#: differs from it. Where a scenario makes sense on the rest, it runs there with `-m slow`.
+BY_DEFAULT = {
+    "accumulation": (TF, TORCH, JAX),
+    "accumulation_in_mixed_precision": (TORCH, JAX),
+    "accumulation_of_an_embedding": (TF, TORCH),
+    "adam": (TF, TORCH, JAX),
+    "batch_normalization": (TF, TORCH, JAX),
+    "batch_normalization_as_keras_spells_it": (TF,),
+    "batch_normalization_of_masked_steps": (TORCH, JAX),
+    "class_weights": (TORCH,),
+    "clipping_weight_decay_and_moving_average": (TORCH, JAX),
+    "compiled": (TF,),
+    "compiled_accumulation": (TF,),
+    "compiled_batch_normalization": (TF,),
+    "compiled_by_torch": (),  # torch's compiler takes a minute or two
+    "compiled_several_steps_an_execution": (TF,),
+    "convolution_with_momentum": (TORCH,),
+    "eager": (TF,),
+    "eager_accumulation": (TF, JAX),
+    "embedding": (TF, TORCH),
+    "explicit_optimizer": (TF, TORCH),
+    "fitted_before_without_and_twice_with": (TF, TORCH, JAX),
+    "frozen_layer_and_low_rank_adapter": (TORCH,),
+    "gradient_of_nothing": (TF, TORCH),
+    "large_layer": (TF, TORCH, JAX),
+    "lazy_model": (TF, TORCH),
+    "many_buckets": (TF, TORCH, JAX),
+    "mixed_precision": (TF, TORCH, JAX),
+    "moving_mean_of_own_batches": (TORCH,),
+    "not_compiled": (JAX,),
+    "remainder": (TF, TORCH),
+    "schedule": (TORCH,),
+    "several_accumulating_steps_an_execution": (TF,),
+    "several_steps_an_execution": (TF, JAX),
+    "two_outputs_with_weights": (TORCH,),
 }
-ON_THREE_RANKS = ("adam", "batch_normalisation", "convolution_with_momentum", "large_layer")
+ON_REQUEST = {
+    "accumulation_in_mixed_precision": (TF,),
+    "accumulation_of_an_embedding": (JAX,),
+    "batch_normalization_of_masked_steps": (TF,),
+    "class_weights": (TF,),
+    "clipping_weight_decay_and_moving_average": (TF,),
+    "compiled_by_torch": (TORCH,),
+    "convolution_with_momentum": (TF, JAX),
+    "embedding": (JAX,),
+    "frozen_layer_and_low_rank_adapter": (TF, JAX),
+    "lazy_model": (JAX,),
+    "moving_mean_of_own_batches": (TF, JAX),
+    "schedule": (TF,),
+    "two_outputs_with_weights": (TF, JAX),
+}
+#: What differs with the number of ranks is the same code on all backends.
+ON_THREE_RANKS = ("adam", "batch_normalization", "convolution_with_momentum", "large_layer")
 
-CASES = [(backend, 2, name) for backend, own in SOMEWHERE.items() for name in (*EVERYWHERE, *own)]
-# What differs with the number of ranks is the same code on all backends; two of them are asked for by `-m slow`.
-CASES += [("tensorflow", 3, name) for name in ON_THREE_RANKS]
-SLOW_CASES = [
-    pytest.param(backend, 3, name, marks=pytest.mark.slow) for backend in ("torch", "jax") for name in ON_THREE_RANKS
+CASES = [case(backend, 2, name, f"-{name}") for name, backends in BY_DEFAULT.items() for backend in backends]
+CASES += [
+    case(backend, 2, name, f"-{name}", slow=True) for name, backends in ON_REQUEST.items() for backend in backends
 ]
+CASES += [case(backend, 3, name, f"-{name}", backend != TORCH) for backend in BACKENDS for name in ON_THREE_RANKS]
+
+# Activations are in float16 there, and another size of batch lets sums round elsewhere.
+TOLERANCE = {"mixed_precision": 1e-3, "accumulation_in_mixed_precision": 1e-3}
 
 
-@pytest.mark.parametrize(("backend", "size", "name"), [*CASES, *SLOW_CASES])
-def test_scenario(backend: str, size: int, name: str) -> None:
-    result = launch(backend) if size == 2 else launch(backend, size, ",".join(ON_THREE_RANKS))
-    check(result.values(name), size, name)
-
-
-def test_no_scenario_goes_unchecked(backend: str) -> None:
-    assert set(launch(backend).values("scenarios")[0]) == {
-        name for where, size, name in CASES if (where, size) == (backend, 2)
-    }
-
-
-@pytest.mark.slow  # torch's compiler takes a minute or two
-@pytest.mark.parametrize("backend", ["torch"])
-def test_compiled_by_torch(backend: str) -> None:
-    check(launch(backend, 2, "compiled_by_torch").values("compiled_by_torch"), 2, "compiled")
-
-
-def check(found: list[Any], size: int, name: str) -> None:
-    assert len(found) == size
-    for comparison in found:
-        assert "error" not in comparison, comparison["error"]
+@pytest.mark.parametrize("seen", CASES, indirect=True)
+def test_scenario(request, seen):
+    name = request.node.callspec.params["seen"].name
+    for comparison in seen:
         assert comparison["disagreements"] == []
         assert comparison["compared"] > 0
         assert comparison["weights"] <= TOLERANCE.get(name, 1e-6)
         assert comparison["state"] <= TOLERANCE.get(name, 1e-5)
 
 
-# Activations are in float16 there, and another size of batch lets sums round elsewhere.
-TOLERANCE = {"mixed_precision": 1e-3, "accumulation_in_mixed_precision": 1e-3}
+def test_every_scenario_runs_somewhere():
+    tree = ast.parse(Path(__file__).with_name("scenarios.py").read_text())
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    assert sorted(BY_DEFAULT) == sorted(f.name for f in functions if f.decorator_list)

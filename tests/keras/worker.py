@@ -1,68 +1,77 @@
-"""What one rank of a launch does: every scenario alone and together, then every behaviour, or what TEST_ONLY names."""
+"""What each rank of a shared launch does: the scenarios and behaviors that TEST_ONLY names."""
 
 from __future__ import annotations
 
 import gc
+import importlib
 import os
+import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 
 import ring_plugins as ring
-from tests.keras.behaviours import BEHAVIOURS
+from tests.keras.behaviors import BEHAVIORS
 from tests.keras.scenarios import BACKEND, SCENARIOS, Outcome, Run
 from tests.worker import report
 
+#: The last one holds a behavior after which the ranks have nothing in common any more.
+MODULES = ("metrics", "learning_rate", "broadcast", "averaging", "shard", "validation")
+
 
 def main() -> None:
-    """Report, for each name, how the ranks together compare with one process, or what the behaviour returned."""
+    """Report for each name how all ranks together compare with one process, or what the behavior returned."""
     if BACKEND == "torch":
         import torch
 
         torch.set_num_threads(1)
-    gc.freeze()  # or every collection looks through a framework's hundred thousands of objects, for a third of the time
-    only = os.environ.get("TEST_ONLY", "").split(",")
-    chosen = lambda name, backends, is_slow=False: (  # noqa: E731
-        BACKEND in backends and (name in only or (only == [""] and not is_slow))
-    )
-    scenarios = [name for name, entry in SCENARIOS.items() if chosen(name, entry.backends, entry.is_slow)]
-    report("scenarios", scenarios)
+    for module in MODULES:
+        importlib.import_module(f"tests.keras.behaviors.{module}")
+    gc.freeze()  # every collection would search a framework's hundred thousands of objects, for a third of the time
+    names = os.environ["TEST_ONLY"].split(",")
+    scenarios = [name for name in SCENARIOS if name in names]
     alone = outcomes_alone(scenarios)
     for name in scenarios:
-        report(name, compare(alone[name], outcome(name, ring.rank(), ring.size())))
-    for name, (function, backends) in BEHAVIOURS.items():
-        if chosen(name, backends):
+        report_result(name, lambda name=name: compare(alone[name], outcome(name, ring.rank(), ring.size())))
+    for name, function in BEHAVIORS.items():
+        if name in names:
             keras.backend.clear_session(free_memory=False)
-            try:
-                report(name, {"value": function()})
-            except Exception:
-                report(name, {"error": traceback.format_exc()})
+            report_result(name, function)
+
+
+def report_result(name: str, function: Callable[[], Any]) -> None:
+    started = time.monotonic()
+    try:
+        report(name, {"value": function(), "seconds": time.monotonic() - started})
+    except Exception:
+        report(name, {"error": traceback.format_exc()})
 
 
 def outcomes_alone(names: list[str]) -> dict[str, Outcome]:
-    """Every scenario as one process runs it, each on one of the ranks."""
+    """Run every scenario in one process; the ranks divide the scenarios."""
     mine = {name: outcome(name, 0, 1) for name in names[ring.rank() :: ring.size()]}
-    everyones: list[dict[str, Outcome]] = ring.all_gather_object(mine)
-    return {name: found for part in everyones for name, found in part.items()}
+    by_rank: list[dict[str, Outcome]] = ring.all_gather_object(mine)
+    return {name: found for part in by_rank for name, found in part.items()}
 
 
 def outcome(name: str, rank: int, size: int) -> Outcome:
     keras.backend.clear_session(free_memory=False)
     try:
-        return SCENARIOS[name].function(Run(rank, size, ring.size()))
+        return SCENARIOS[name](Run(rank, size, ring.size()))
     except Exception:
         return {"error": traceback.format_exc()}
 
 
 def compare(alone: Outcome, together: Outcome) -> dict[str, Any]:
-    """How far the ranks together are from the process alone, and what they disagree on."""
+    """Measure how far all ranks together are from one process, and what the ranks disagree on."""
     errors = [found["error"] for found in (alone, together) if "error" in found]
-    everyones = ring.all_gather_object((errors, together))
-    if any(others for others, _ in everyones):
-        return {"error": "\n".join(errors) or "another rank failed"}
-    disagree = [key for key in together if any(not np.array_equal(together[key], other[key]) for _, other in everyones)]
+    by_rank = ring.all_gather_object((errors, together))
+    if any(others for others, _ in by_rank):
+        raise RuntimeError("\n".join(errors) or "another rank failed")
+    disagree = [key for key in together if any(not np.array_equal(together[key], other[key]) for _, other in by_rank)]
     return {
         "compared": len([key for key in alone if key.startswith("weight")]),
         "weights": relative(alone, together, "weight"),

@@ -1,10 +1,10 @@
 """A Python function that XLA calls on its own buffers, without a copy.
 
-`io_callback` copies every operand twice and every result once into fresh memory, which for large gradients takes
-several times as long as to reduce them. XLA's foreign function interface hands a handler the addresses of its buffers
-instead, and lets results be the operands' memory. Handlers are usually compiled C++; this one is made by ctypes, from
-the interface's C declarations (xla/ffi/api/c_api.h, version 0.3, shipped with jaxlib 0.10), of which only the first
-fields are used.
+`io_callback` copies every operand twice and every result once into fresh memory. For large gradients that takes several
+times as long as reducing them. XLA's foreign function interface gives a handler the addresses of its buffers instead,
+and results may share the operands' memory. Handlers are usually compiled C++; this one is made with ctypes from the
+interface's C declarations (xla/ffi/api/c_api.h, version 0.3, shipped with jaxlib 0.10), of which only the first fields
+are used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 _numbers = itertools.count()
-#: The trace in which a call was made last, and the smallest of that call's results.
+#: The trace of the last call, and the smallest of that call's results.
 _last_call: tuple[Any, Any] | None = None
 _keep: list[Any] = []  # handlers must outlive every compiled step
 
@@ -106,19 +106,19 @@ _Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_Frame))
 
 
 def in_place(function: Callable[[list[np.ndarray[Any, Any]]], None], operands: Sequence[Any]) -> list[Any] | None:
-    """Have XLA call `function` on the memory of `operands`, traced values of a step that runs on the CPU.
+    """Make XLA call `function` on the memory of `operands`, traced values of a step that runs on the CPU.
 
-    Several calls in one compiled function happen in the order in which they were traced, on all ranks.
+    Several calls in one compiled function run in the order in which they were traced, on all ranks.
 
     Args:
         function: overwrites the arrays it is given, 1-d, in the operands' dtypes.
         operands: traced JAX values.
 
     Returns:
-        What the operands are afterwards; None where this version of JAX does not have the interface.
+        The operands after the call; None if this version of JAX does not have the interface.
     """
     if not all(operand.size for operand in operands):
-        return None  # memory of no bytes has no address
+        return None  # empty memory has no address
     kinds = [(np.dtype(operand.dtype), int(np.prod(operand.shape, dtype=np.int64))) for operand in operands]
 
     def on_frame(frame: _Frame) -> None:
@@ -134,7 +134,7 @@ def in_place(function: Callable[[list[np.ndarray[Any, Any]]], None], operands: S
     handler = _Handler(lambda frame: _handle(frame.contents, on_frame))
     try:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(ctypes.cast(handler, ctypes.c_void_p)), platform="cpu")
-    except Exception:  # whatever another version of the interface answers
+    except Exception:  # any error of another version of the interface
         return None
     _keep.append(handler)
     global _last_call
@@ -149,7 +149,7 @@ def in_place(function: Callable[[list[np.ndarray[Any, Any]]], None], operands: S
 
 
 def _current_trace() -> Any:
-    """Something equal to itself while one function is being traced, and to nothing else."""
+    """A token that is equal to itself while one function is being traced, and to nothing else."""
     try:
         from jax.extend.core import get_opaque_trace_state
     except ImportError:  # JAX before 0.5
@@ -158,7 +158,7 @@ def _current_trace() -> Any:
 
 
 def _handle(frame: _Frame, on_frame: Callable[[_Frame], None]) -> int | None:
-    """What XLA calls: first to ask for the handler's version, then in every step. Returns an error or nothing."""
+    """Answer XLA, which calls first for the handler's version and then in every step; return an error or None."""
     extension = frame.extension_start
     if extension and extension.contents.type == _METADATA:
         metadata = ctypes.cast(extension, ctypes.POINTER(_MetadataExtension)).contents.metadata.contents

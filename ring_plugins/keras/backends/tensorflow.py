@@ -1,4 +1,10 @@
-"""TensorFlow: gradients leave the graph in host calls, bucket by bucket, while backward goes on."""
+"""TensorFlow: gradients leave the graph in host calls, bucket by bucket, while backward goes on.
+
+TensorFlow runs the host calls of one function in the order in which they were traced, and that order is the same on all
+ranks. There is one call a bucket, last layers first, which starts as soon as its gradients are there, and one that
+waits for all buckets. `tf.numpy_function` takes 0.02 ms a call and does not copy; `tf.py_function`, which on a GPU is
+the only choice, takes 5 ms more for 26 MB. XLA compiles no host calls; `tensorflow_xla.py` has what that entails.
+"""
 
 from __future__ import annotations
 
@@ -8,147 +14,165 @@ from dataclasses import replace
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
+from ring_plugins.core.arrays.memory import host_memory
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.fusion import Entry
-from ring_plugins.keras.averaging import Averaging, averaging_of
-from ring_plugins.keras.backends import tensorflow_device
-from ring_plugins.keras.backends.tensorflow_sparse import gathered
+from ring_plugins.keras.backends import Settings, tensorflow_device
 from ring_plugins.keras.backends.tensorflow_xla import compiled_around, refuse_inside_xla
-from ring_plugins.keras.buckets import HostBuckets
-from ring_plugins.keras.failure import remembering, unwrapped
-from ring_plugins.keras.moments import BatchMoments, gradient_of_own
+from ring_plugins.keras.buckets import Buckets, HostBuckets
+from ring_plugins.keras.job import capture_exceptions, connect, restore_exceptions
 
 
-class GradientAveraging(Averaging):
-    """Replaces `apply`.
+class Exchange:
+    """See the protocol. Buckets are planned at the first gradients: sparse ones have no place in a bucket."""
 
-    TensorFlow runs host calls of one function in the order in which they were traced, on every rank alike: one a
-    bucket, last layers first, each started when its gradients are there, and one that waits for all of them.
-    """
+    def __init__(self, variables: Sequence[Any], entries: Sequence[Entry], settings: Settings) -> None:
+        self._entries, self._settings = list(entries), settings
+        self.communicator = connect().new_communicator(settings.name)
+        self.buckets: Buckets | None = None
+        self._sparse: list[int] = []
+        self._call = tf.numpy_function
 
-    methods = ("apply",)
-    _call = staticmethod(tf.numpy_function)
-    _variables: list[Any]
-    _sparse: list[int]
+    @property
+    def passes(self) -> int:
+        return self.buckets.reducer.passes if self.buckets else 0
 
-    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Stands in for the optimizer's `apply`; takes the same."""
-        given = self.variables if trainable_variables is None else trainable_variables
-        variables = list(given)
-        averaged = self.average(list(grads), variables)
-        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        before = len(graph.get_operations()) if graph is not None else 0
-        self.previous("apply")(averaged, trainable_variables)
-        if graph is not None:
-            self._keep_until(graph.get_operations()[before:])
+    @property
+    def waited_seconds(self) -> float:
+        return self.buckets.reducer.waited if self.buckets else 0.0
 
-    def build(self, variables: Sequence[Any]) -> None:
-        """Waits for the first gradients: those that are sparse have no place in a bucket."""
-        self._variables = list(variables)
+    @property
+    def reduced_bytes(self) -> int:
+        return self.buckets.reducer.reduced_bytes if self.buckets else 0
 
-    def average(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        """The average of each gradient; None stays None, and sparse ones stay sparse.
+    def average(self, gradients: dict[int, Any]) -> dict[int, Any]:
+        """See the protocol; sparse gradients stay sparse.
 
         Raises:
             InsideXla: XLA compiles what is being traced.
         """
         refuse_inside_xla()
-        if self.accumulation == 1:
-            return self._average(gradients, variables)
-        present = [place for place, gradient in enumerate(gradients) if gradient is not None]
-        kept = [variables[place] for place in present]
-        own = [tf.convert_to_tensor(gradients[place]) for place in present]
-        accumulators = self.accumulators(kept)
-
-        def update() -> list[Any]:
-            """The optimizer finds the sum of all steps in place of this step's gradient, and nothing accumulated."""
-            averages = self._average([_sum(*pair) for pair in zip(own, accumulators, strict=True)], kept)
-            for accumulator in filter(None.__ne__, accumulators):
-                accumulator.assign(tf.zeros_like(accumulator.value))
-            return averages
-
-        is_update = tf.equal((self.optimizer._iterations.value + 1) % self.accumulation, 0)
-        averages = iter(tf.cond(is_update, update, lambda: own))
-        return [None if gradient is None else next(averages) for gradient in gradients]
-
-    def _average(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        self.prepare(self.variables if self.optimizer.built else variables)
-        present = {self.index(v): g for g, v in zip(gradients, variables, strict=True) if g is not None}
         if self.buckets is None:
-            self._sparse = [i for i, gradient in present.items() if isinstance(gradient, tf.IndexedSlices)]
-            entries = self.entries(self._variables)
-            for i in self._sparse:
-                entries[i] = replace(entries[i], count=0, layout=f"{entries[i].layout}, sparse")
-            self.buckets = self._on_gpus(entries) or HostBuckets(
-                entries, self.communicator, self.bucket_bytes, self.first_bucket_bytes, self.compression
-            )
-        dense = {i: tf.convert_to_tensor(g) for i, g in present.items() if i not in self._sparse}
-        averaged = self._average_dense(dense)
+            self._sparse = [i for i, gradient in gradients.items() if isinstance(gradient, tf.IndexedSlices)]
+            self.buckets = self._plan()
+        dense = {i: tf.convert_to_tensor(g) for i, g in gradients.items() if i not in self._sparse}
+        averages = self._average_dense(self.buckets, dense)
         for i in self._sparse:
-            if i in present:
-                averaged[i] = gathered(present[i], self.communicator)
-        return [None if g is None else averaged[self.index(v)] for g, v in zip(gradients, variables, strict=True)]
+            if i in gradients:
+                averages[i] = _average_sparse(gradients[i], self.communicator)
+        return averages
 
-    def _on_gpus(self, entries: Sequence[Entry]) -> tensorflow_device.DeviceBuckets | None:
-        """Buckets in the memory of the GPUs, where that was asked for; what is rounded goes through the host."""
-        if self.compression is not None:
-            return None
-        on_gpus = tensorflow_device.connect(f"{self.communicator.name} on GPUs", self.world, self.communicator)
-        if on_gpus is None:
-            return None
-        self._call = tensorflow_device.call
-        return tensorflow_device.DeviceBuckets(entries, on_gpus, self.bucket_bytes, self.first_bucket_bytes)
+    def _plan(self) -> Buckets:
+        """Make the buckets: on the GPUs if that was asked for, unless compression rounds gradients on the host."""
+        entries, settings = list(self._entries), self._settings
+        for i in self._sparse:
+            entries[i] = replace(entries[i], count=0, layout=f"{entries[i].layout}, sparse")
+        on_gpus = None if settings.compression else tensorflow_device.connect(settings.name, self.communicator)
+        if on_gpus is not None:
+            self._call = tensorflow_device.call
+            return tensorflow_device.DeviceBuckets(entries, on_gpus, settings.sizes)
+        return HostBuckets(entries, self.communicator, settings.sizes, settings.rounding)
 
-    def _average_dense(self, dense: dict[int, Any]) -> dict[int, Any]:
-        assert self.buckets is not None
-        for bucket in self.buckets.plan.buckets:
+    def _average_dense(self, buckets: Buckets, dense: dict[int, Any]) -> dict[int, Any]:
+        """Trace a call for each bucket and one for the averages."""
+        indices = list(dense)
+
+        def give(indices: list[int], *gradients: Array) -> None:
+            buckets.give(indices, gradients)
+
+        def finish() -> list[Array]:
+            averages = buckets.finish()
+            return [averages[i] for i in indices]
+
+        for bucket in buckets.plan.buckets:
             here = [i for i in bucket.entries if i in dense]
             if here:
-                self._call(self._give(here), [dense[i] for i in here], [])
-        indices = list(dense)
-        results = self._call(self._finish(indices), [], [dense[i].dtype for i in indices])
-        if len(indices) == 1:  # which, outside of a graph, comes without its list
-            results = tf.nest.flatten(results)
-        return {i: tf.ensure_shape(result, dense[i].shape) for i, result in zip(indices, results, strict=True)}
+                self._call(capture_exceptions(functools.partial(give, here)), [dense[i] for i in here], [])
+        averages = self._call(capture_exceptions(finish), [], [dense[i].dtype for i in indices])
+        if len(indices) == 1:  # outside of a graph it comes without its list
+            averages = tf.nest.flatten(averages)
+        return {i: tf.ensure_shape(average, dense[i].shape) for i, average in zip(indices, averages, strict=True)}
 
-    def _give(self, indices: list[int]) -> Callable[..., None]:
-        def give(*gradients: Array) -> None:
-            assert self.buckets is not None
-            self.buckets.give(indices, gradients)
+    def update(self, apply: Callable[..., None], gradients: list[Any], variables: Any) -> None:
+        """See the protocol.
 
-        return remembering(give)
-
-    def _finish(self, indices: list[int]) -> Callable[[], list[Array]]:
-        def finish() -> list[Array]:
-            assert self.buckets is not None
-            found = self.buckets.finish()
-            return [found[i] for i in indices]
-
-        return remembering(finish)
-
-    def _keep_until(self, operations: list[Any]) -> None:
-        """Let the next pass begin when these operations are over.
-
-        What `finish` returns is the buckets' own memory: TensorFlow takes an aligned array as it is. A later step in
-        the same graph (`steps_per_execution`) must not write to it while an update still reads it.
+        Averages are views of the buckets: TensorFlow takes over an aligned array as it is. In a graph of several steps
+        (`steps_per_execution`) the next step's calls must wait until this update has read them.
         """
-        with tf.control_dependencies(operations):
+        if tf.executing_eagerly():
+            apply(gradients, variables)
+            return
+        graph = tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations())
+        apply(gradients, variables)
+        with tf.control_dependencies(graph.get_operations()[before:]):
             tf.numpy_function(_nothing, [], [])
 
-
-def _sum(gradient: Any, accumulator: Any) -> Any:
-    return gradient if accumulator is None else gradient + tf.cast(accumulator.value, gradient.dtype)
+    def release(self) -> None:
+        if self.buckets is not None:
+            self.buckets.release()
+        self.communicator.close()
 
 
 def _nothing() -> None:
     """A host call, which TensorFlow keeps in its place between others."""
 
 
-def refuse_other_parallelism(model: Any) -> None:
+def _average_sparse(gradient: Any, communicator: Communicator) -> Any:
+    """Average a sparse gradient: the rows of all ranks one after the other, as one process would have them.
+
+    A dense average would be the same sum, but not the same update: Keras does not touch the moments of rows that are
+    not in the gradient.
+
+    Args:
+        gradient: `tf.IndexedSlices` with any number of rows, or the dense gradient of a variable that had sparse ones.
+        communicator: gathers them.
+
+    Returns:
+        `tf.IndexedSlices`; rows may occur several times, as they may in what the tape returns.
+    """
+    if not isinstance(gradient, tf.IndexedSlices):
+        rows = tf.shape(gradient)[0]
+        gradient = tf.IndexedSlices(gradient, tf.range(rows), tf.shape(gradient))
+
+    def gather(indices: Array, values: Array) -> tuple[Array, Array]:
+        counts = communicator.all_gather_object(len(indices))
+        row = int(np.prod(values.shape[1:], dtype=np.int64))
+        all_indices = np.empty(sum(counts), indices.dtype)
+        all_values = np.empty((sum(counts), *values.shape[1:]), values.dtype)
+        mine = np.ascontiguousarray(values / values.dtype.type(communicator.size))
+        communicator.all_gather(host_memory(indices), host_memory(all_indices), counts)
+        communicator.all_gather(host_memory(mine), host_memory(all_values), [count * row for count in counts])
+        return all_indices, all_values
+
+    types = [gradient.indices.dtype, gradient.values.dtype]
+    indices, values = tf.numpy_function(capture_exceptions(gather), [gradient.indices, gradient.values], types)
+    indices = tf.ensure_shape(indices, [None])
+    values = tf.ensure_shape(values, [None, *gradient.values.shape[1:]])
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+
+def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
+    """See the protocol; a graph holds the host calls as such."""
+    return function
+
+
+def choose(condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+    """See the protocol."""
+    return tf.cond(condition, yes, no)
+
+
+def to_dense(gradient: Any) -> Any:
+    """See the protocol."""
+    return tf.convert_to_tensor(gradient)
+
+
+def check_other_parallelism(model: Any) -> None:
     """See the protocol."""
     # Keras 3.15.1, backend/tensorflow/trainer.py:33: the strategy the model was made under.
     strategy = getattr(model, "_distribute_strategy", None)
@@ -165,13 +189,12 @@ def is_lazy(model: Any) -> bool:
     return not all(layer.built for layer in model._flatten_layers())
 
 
-def make_train_function(model: Any) -> None:
+def make_train_function(model: Any, averaging: Any) -> None:
     """See the protocol.
 
-    Host calls cannot be inside a function that XLA compiles, so where XLA is asked for, forward with backward, and
-    the update, are compiled each on its own with the reduction in between.
+    Host calls cannot be inside a function that XLA compiles. With `jit_compile=True`, XLA compiles forward with
+    backward, and the update, and the reduction happens between the two.
     """
-    averaging = averaging_of(model.optimizer) if model.optimizer is not None else None
     if model.jit_compile and not model.run_eagerly:
         # Keras 3.15.1, backend/tensorflow/trainer.py:149: the step is compiled according to `jit_compile`.
         step = compiled_around(model, averaging)
@@ -182,7 +205,14 @@ def make_train_function(model: Any) -> None:
             model._jit_compile = True
     else:
         model.make_train_function(force=True)
-    model.train_function = _with_true_errors(model.train_function)
+    train_function = model.train_function
+
+    @functools.wraps(train_function)
+    def step_with_true_errors(iterator: Any) -> Any:
+        with restore_exceptions():
+            return train_function(iterator)
+
+    model.train_function = step_with_true_errors
 
 
 def before_first_step(model: Any, action: Callable[[], None]) -> None:
@@ -196,35 +226,13 @@ def before_first_step(model: Any, action: Callable[[], None]) -> None:
     model.train_function = first
 
 
-def moments_of_all(moments: BatchMoments, count: Any, own: Any) -> Any:
-    """See the protocol."""
-    refuse_inside_xla("a synchronized BatchNormalization")
-
-    @tf.custom_gradient
-    def combined(own: Any) -> tuple[Any, Callable[[Any], Any]]:
-        everyones, share = tf.numpy_function(remembering(moments.combine), [count, own], [own.dtype, own.dtype])
-        everyones, share = tf.ensure_shape(everyones, own.shape), tf.ensure_shape(share, [])
-
-        def gradient(upstream: Any) -> Any:
-            total = tf.numpy_function(remembering(moments.add_up), [upstream], own.dtype)
-            return gradient_of_own(own, everyones, share, tf.ensure_shape(total, own.shape))
-
-        return everyones, gradient
-
-    return combined(own)
-
-
-def seed_apart(communicator: Communicator, root: int) -> None:
-    """See the protocol; layers on this backend draw from seed generators only."""
-
-
 def _build(model: Any, iterator: Iterator[Any]) -> None:
     """Build model, loss, metrics and optimizer from the shapes that the data will have."""
     specification = getattr(iterator, "element_spec", None)
     if specification is None:
         raise ArgumentError(
-            "the model has no variables yet and its first batch cannot be looked at; build it before fit(), with "
-            "model.build(input_shape) or by calling it on a batch."
+            "the model has no variables yet, and the shapes of its first batch are unknown; build it before fit(), "
+            "with model.build(input_shape) or by calling it on a batch."
         )
 
     def symbol(spec: Any) -> Any:
@@ -236,10 +244,25 @@ def _build(model: Any, iterator: Iterator[Any]) -> None:
     model._symbolic_build(data_batch=tf.nest.map_structure(symbol, specification))
 
 
-def _with_true_errors(train_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    @functools.wraps(train_function)
-    def step(iterator: Any) -> Any:
-        with unwrapped():
-            return train_function(iterator)
+def host_call_with_gradient(
+    forward: Callable[..., tuple[Array, Array]], backward: Callable[..., Array], own: Any, count: Any
+) -> Any:
+    """See the protocol."""
+    refuse_inside_xla("a synchronized BatchNormalization")
 
-    return step
+    @tf.custom_gradient
+    def call(own: Any) -> tuple[Any, Callable[[Any], Any]]:
+        result, share = tf.numpy_function(capture_exceptions(forward), [own, count], [own.dtype, own.dtype])
+        result, share = tf.ensure_shape(result, own.shape), tf.ensure_shape(share, [])
+
+        def gradient(upstream: Any) -> Any:
+            inputs = [own, result, share, upstream]
+            return tf.ensure_shape(tf.numpy_function(capture_exceptions(backward), inputs, own.dtype), own.shape)
+
+        return result, gradient
+
+    return call(own)
+
+
+def offset_seed(communicator: Communicator, root: int) -> None:
+    """See the protocol; layers on this backend draw from seed generators only."""

@@ -1,18 +1,17 @@
 """TensorFlow's gradients on GPUs: handed to NCCL where they are, by DLPack.
 
-Which facts this relies on:
+The facts that this relies on:
 
 - A `tf.py_function` placed on a GPU is called with tensors in that GPU's memory, and what it returns stays there
   (TensorFlow's py_func.cc: `EagerPyFunc` has a kernel for GPUs; `numpy_function` has none).
 - `tf.experimental.dlpack.to_dlpack` "ensures the underlying data memory is ready when returns": it waits for the
   device, so NCCL needs not follow TensorFlow's stream, which cannot be reached from Python.
-- The other way round nothing tells TensorFlow's stream to wait for ours. So the host waits until NCCL is done before
-  the function returns, and only then TensorFlow is given work that reads the averages.
+- In the other direction nothing tells TensorFlow's stream to wait for ours. So the host waits until NCCL is done before
+  the function returns, and only then does TensorFlow launch work that reads the averages.
 - NCCL writes into tensors that were made here and that nobody else has seen.
 
-What it costs: TensorFlow stands still at each bucket until all that its stream was given is computed, and at the end
-until the last bucket has come, so that little communication happens behind backward. No gradient passes through the
-host.
+The cost: at each bucket TensorFlow waits until everything on its stream is computed, and at the end until the last
+bucket is reduced, so little communication overlaps with backward. No gradient passes through the host.
 """
 
 from __future__ import annotations
@@ -27,65 +26,59 @@ import tensorflow as tf
 from ring_plugins.core.arrays import memory as dlpack
 from ring_plugins.core.arrays.memory import DeviceMemory, Memory
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
+from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError, name_ranks
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gpu import load_driver
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import Bucket, BucketSizes, Entry, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer
 from ring_plugins.core.trace.steps import steps
-from ring_plugins.core.world import World
+from ring_plugins.core.world import current
+from ring_plugins.keras.buckets import unequal_gradients
 
 #: As TensorFlow names the GPU of this rank, and as DLPack names its kind.
 GPU, KIND = "GPU:0", dlpack.CUDA
 
 
-def is_wanted() -> bool:
-    """Whether the user asked for NCCL under TensorFlow, which has never run on a card."""
-    return config.TENSORFLOW_NCCL.get()
-
-
-def connect(name: str, world: World, host: Communicator) -> DeviceCommunicator | None:
-    """A communicator for the GPUs that TensorFlow computes on, None where gradients go through the host; collective.
+def connect(name: str, host: Communicator) -> DeviceCommunicator | None:
+    """Make a communicator for the GPUs that TensorFlow computes on; None if gradients go through the host; collective.
 
     Args:
-        name: for texts.
-        world: this job's.
+        name: of the host's communicator, for texts.
         host: a communicator of all ranks.
 
     Raises:
-        MismatchError: some ranks want this, or have a GPU, and others do not.
+        MismatchError: some ranks ask for NCCL and have a GPU, and others do not.
     """
-    here = is_wanted() and bool(tf.config.list_logical_devices(GPU.partition(":")[0]))
-    everyones = host.all_gather_object(here)
-    if not any(everyones):
+    is_here = config.TENSORFLOW_NCCL.get() and bool(tf.config.list_logical_devices(GPU.partition(":")[0]))
+    where = host.all_gather_object(is_here)
+    if not any(where):
         return None
-    if not all(everyones):
-        lacking = [rank for rank, there in enumerate(everyones) if not there]
+    if not all(where):
+        lacking = [rank for rank, is_there in zip(host.ranks, where, strict=True) if not is_there]
         raise MismatchError(
-            f"ranks {lacking} have no GPU for TensorFlow, or not RING_TENSORFLOW_NCCL=1, and the others do. Set it on "
-            "all ranks or on none, and give each a GPU."
+            f"{name_ranks(lacking)}: no GPU for TensorFlow, or no RING_TENSORFLOW_NCCL=1, unlike the others. Set the "
+            "variable on all ranks or on none, and give each a GPU."
         )
     driver = load_driver()
     with tf.init_scope(), tf.device(GPU):
         index = driver.device_of(_tensor_of(tf.zeros([1]))[0].pointer)
-    return world.new_device_communicator(name, index, _Waited(driver.stream(index)))
+    return current().new_device_communicator(f"{name} on GPUs", index, _SynchronizedStreams(driver.stream(index)))
 
 
 def call(function: Callable[..., Any], inputs: list[Any], types: list[Any]) -> Any:
-    """A host call with tensors that stay on the GPU; arguments and result as for `tf.numpy_function`."""
+    """Make a host call with tensors that stay on the GPU; arguments and result as for `tf.numpy_function`."""
     with tf.device(GPU):
         return tf.py_function(function, inputs, types)
 
 
 class DeviceBuckets:
-    """One optimizer's gradients on their way between GPUs: `HostBuckets` for the memory of GPUs.
+    """Averages the gradients of one optimizer between GPUs: `HostBuckets` for the memory of GPUs.
 
     Args:
         entries: all gradients in the order of the model's variables.
         communicator: reduces them; used by nothing else.
-        bucket_bytes: size at which a bucket is closed.
-        first_bucket_bytes: the same for the first one of each dtype.
+        sizes: of the buckets; large gradients travel in them too.
 
     All ranks construct it together.
 
@@ -93,28 +86,26 @@ class DeviceBuckets:
         MismatchError: the entries differ among ranks.
     """
 
-    def __init__(
-        self, entries: Sequence[Entry], communicator: DeviceCommunicator, bucket_bytes: int, first_bucket_bytes: int
-    ) -> None:
-        self.plan = FusionPlan(entries, BucketSizes(bucket_bytes, first_bucket_bytes, None))
+    def __init__(self, entries: Sequence[Entry], communicator: DeviceCommunicator, sizes: BucketSizes) -> None:
+        self.plan = FusionPlan(entries, sizes._replace(direct_bytes=None))
         self.plan.check_equal(communicator)
         self._communicator = communicator
-        self._nowhere = [DeviceMemory(0, 0, bucket.dtype, communicator.device) for bucket in self.plan.buckets]
-        #: Where the buckets of this pass are: TensorFlow allocates them anew each time.
-        self.memories: list[Memory] = [*self._nowhere]
+        self._no_memory = [DeviceMemory(0, 0, bucket.dtype, communicator.device) for bucket in self.plan.buckets]
+        #: The buckets of this pass; TensorFlow allocates them anew each time.
+        self.memories: list[Memory] = [*self._no_memory]
         self.reducer = GradientReducer(self, communicator, lambda bucket: None)
         self._wholes: dict[int, Any] = {}
         self._given: dict[int, Any] = {}
 
     def give(self, indices: Sequence[int], gradients: Sequence[Any]) -> None:
-        """Hand over the gradients of one bucket, which leaves at once if those before it have."""
+        """Hand over the gradients of one bucket; it is reduced at once if those before it were given."""
         self._given.update(zip(indices, (gradient.shape for gradient in gradients), strict=True))
         found = dict(zip(indices, gradients, strict=True))
         bucket = next(bucket for bucket in self.plan.buckets if indices[0] in bucket.entries)
         self._send(bucket, found)
 
     def _send(self, bucket: Bucket, found: dict[int, Any]) -> None:
-        """Join what there is in the bucket's order, zeros for the rest, and a flag for each: one fused copy."""
+        """Concatenate the gradients in the bucket's order, zeros for missing ones, and a flag for each: one copy."""
         dtype = tf.as_dtype(bucket.dtype)
         with tf.device(GPU):
             parts = [
@@ -122,7 +113,7 @@ class DeviceBuckets:
                 for i in bucket.entries
             ]
             flags = tf.constant([1.0 if i in found else 0.0 for i in bucket.entries], dtype)
-            whole = tf.concat([*parts, flags], 0)  # with two parts or more never one of the parts themselves
+            whole = tf.concat([*parts, flags], 0)  # a copy, since there are at least two parts
         self._wholes[bucket.index] = whole
         self.memories[bucket.index] = memory_of(whole, self._communicator.device)
         for i in bucket.entries:
@@ -150,12 +141,12 @@ class DeviceBuckets:
             steps.add_blocked_time(seconds, 0.0)
             self.reducer.finish()
         except BaseException:
-            with contextlib.suppress(RingError):  # which is the same again
+            with contextlib.suppress(RingError):  # the same error again
                 self.reducer.abandon()
             raise
         finally:
             wholes, self._wholes = self._wholes, {}
-            self.memories[:] = self._nowhere
+            self.memories[:] = self._no_memory
         averages: dict[int, Any] = {}
         flags: list[Any] = []
         with tf.device(GPU):
@@ -168,15 +159,11 @@ class DeviceBuckets:
             return {i: tf.reshape(averages[i], shape) for i, shape in given.items()}
 
     def _check_flags(self, given: dict[int, Any], flags: list[float]) -> None:
-        """Whether all ranks have the same gradients; their average is then 1 or 0, but for rounding."""
+        """Check that all ranks gave the same gradients: the averages of their flags are 1 or 0 but for rounding."""
         order = [i for bucket in self.plan.buckets for i in bucket.entries]
         for i, flag in zip(order, flags, strict=True):
             if abs(flag - (1 if i in given else 0)) > 0.5 / self._communicator.size:
-                has = "has" if i in given else "lacks"
-                raise MismatchError(
-                    f"this rank {has} a gradient for {self.plan.entries[i].name}, and others do not agree. Let all "
-                    "ranks compute gradients for the same variables in the same step."
-                )
+                raise unequal_gradients(i in given, self.plan.entries[i].name)
 
     def release(self) -> None:
         """Give back memory and communicator."""
@@ -185,10 +172,10 @@ class DeviceBuckets:
 
 
 def memory_of(tensor: Any, device: int) -> DeviceMemory:
-    """The memory of an eager tensor on that GPU; waits until TensorFlow has computed it.
+    """Return the memory of an eager tensor on that GPU once TensorFlow has computed it.
 
     Raises:
-        ArgumentError: TensorFlow keeps it elsewhere.
+        ArgumentError: the tensor is not on a GPU.
     """
     found, capsule = _tensor_of(tensor)
     if found.device_type != KIND:
@@ -203,10 +190,10 @@ def _tensor_of(tensor: Any) -> tuple[dlpack.DLTensor, Any]:
     return dlpack.tensor_in(capsule), capsule
 
 
-class _Waited:
-    """The streams of a framework whose data is ready when we get it, and which goes on when we are done.
+class _SynchronizedStreams:
+    """The streams of a framework that hands over data when it is ready and goes on when we are done.
 
-    Nothing needs to be ordered then: the stream on which its work goes may as well be ours.
+    Nothing needs to be ordered then, so the stream of the framework may as well be ours.
     """
 
     def __init__(self, stream: int) -> None:

@@ -1,4 +1,13 @@
-"""A train step that XLA compiles in two parts, with the reduction between them."""
+"""A train step that XLA compiles in two parts, with the reduction between them.
+
+With `jit_compile=True` (Keras's "auto" chooses it on GPUs) TensorFlow compiles the whole train step, and XLA cannot
+call the host: "No registered 'EagerPyFunc' OpKernel for XLA". So the user's own `train_step` is traced with an `apply`
+that only records what it is given. XLA compiles that, forward with backward; then the gradients are averaged outside of
+XLA; then the real `apply` runs, compiled on its own.
+
+Considered and left: turning `jit_compile` off. It is what happens where a step does not fit this scheme, with a
+warning.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +21,21 @@ from ring_plugins.core.base.errors import ArgumentError
 
 
 class InsideXla(ArgumentError):
-    """The ranks would have to meet inside a function that XLA compiles, where TensorFlow has no calls to the host."""
+    """A collective was called inside a function that XLA compiles, where TensorFlow has no host calls."""
 
 
-class _UpdatesOtherwise(Exception):
-    """The train step does not apply exactly one set of gradients with the optimizer."""
+class _NotOneUpdate(Exception):
+    """The train step does not update exactly once with the model's optimizer."""
 
 
 def refuse_inside_xla(what: str = "optimizer.apply") -> None:
-    """Refuse to reduce in a function with `jit_compile=True`; TensorFlow's own error comes late and names no remedy.
+    """Raise if a function with `jit_compile=True` is being traced; TensorFlow's own error comes late without a remedy.
 
     Args:
-        what: was called there, for the text.
+        what: what was called there, for the text.
 
     Raises:
-        InsideXla: while such a function, or one inside it, is being traced.
+        InsideXla: such a function, or one inside it, is being traced.
     """
     if not tf.executing_eagerly() and _is_traced_for_xla(tf.compat.v1.get_default_graph()):
         raise InsideXla(
@@ -37,7 +46,7 @@ def refuse_inside_xla(what: str = "optimizer.apply") -> None:
 
 
 def _is_traced_for_xla(graph: Any) -> bool:
-    """Whether this graph, or one around it, is for XLA; False where this version of TensorFlow does not tell."""
+    """Whether this graph, or one around it, is for XLA; False if this version of TensorFlow does not tell."""
     while graph is not None:
         # TensorFlow 2.21, eager/polymorphic_function: tracing for XLA happens inside an XLAControlFlowContext.
         context = graph._get_control_flow_context()
@@ -48,14 +57,14 @@ def _is_traced_for_xla(graph: Any) -> bool:
 
 
 def compiled_around(model: Any, averaging: Any) -> Callable[[Any], Any]:
-    """`model.train_step` with everything but the reduction compiled by XLA.
+    """Make `model.train_step` with everything but the reduction compiled by XLA.
 
-    A step that updates more than once, or with another optimizer, or whose layers reduce too, runs uncompiled, and
-    says so.
+    A step that updates more than once, or with another optimizer, or whose layers call collectives too, runs
+    uncompiled, with a warning.
 
     Args:
         model: a compiled Keras model.
-        averaging: of its optimizer, or None where nothing is averaged.
+        averaging: the `GradientAveraging` of its optimizer, or None if nothing is averaged.
 
     Returns:
         A function from a batch to the logs.
@@ -69,11 +78,11 @@ def compiled_around(model: Any, averaging: Any) -> Callable[[Any], Any]:
             return model.train_step(data)
         try:
             return compiled(data)
-        except (InsideXla, _UpdatesOtherwise):
+        except (InsideXla, _NotOneUpdate):
             fits = False
             warnings.warn(
-                f"the ranks meet inside {type(model).__name__}.train_step other than in one update with "
-                "model.optimizer, so it runs without XLA (jit_compile=False).",
+                f"{type(model).__name__}.train_step calls collectives other than in one update with model.optimizer, "
+                "so it runs without XLA (jit_compile=False).",
                 stacklevel=2,
             )
             return model.train_step(data)
@@ -89,41 +98,38 @@ def _whole(model: Any) -> Callable[[Any], Any]:
 
 
 def _in_two_parts(model: Any, averaging: Any) -> Callable[[Any], Any]:
-    """The user's own `train_step` with an `apply` that only remembers what it is given, then the true `apply`."""
-    seen: dict[str, Any] = {}
+    """The user's own `train_step` with an `apply` that only records, then the average, then the real `apply`."""
+    updated: list[Any] = []  # variables with gradients, set while the first part is traced
 
     def forward_and_backward(data: Any) -> tuple[Any, list[Any]]:
-        given: list[tuple[list[Any], list[Any] | None]] = []
+        calls: list[tuple[list[Any], list[Any]]] = []
 
-        def remember(grads: Any, trainable_variables: Any = None) -> None:
-            given.append((list(grads), None if trainable_variables is None else list(trainable_variables)))
+        def record(grads: Any, trainable_variables: Any = None) -> None:
+            calls.append(
+                (list(grads), list(averaging.variables if trainable_variables is None else trainable_variables))
+            )
 
-        attributes = averaging.optimizer.__dict__
-        replaced, attributes["apply"] = attributes["apply"], remember
+        attributes = vars(averaging.optimizer)
+        replaced, attributes["apply"] = attributes["apply"], record
         try:
             logs = model.train_step(data)
         finally:
             attributes["apply"] = replaced
-        if len(given) != 1:
-            raise _UpdatesOtherwise
-        gradients, variables = given[0]
-        variables = list(averaging.variables if variables is None else variables)
-        seen["present"] = [gradient is not None for gradient in gradients]
-        seen["variables"] = variables
-        return logs, [gradient for gradient in gradients if gradient is not None]
+        if len(calls) != 1:
+            raise _NotOneUpdate
+        present = [(gradient, v) for gradient, v in zip(*calls[0], strict=True) if gradient is not None]
+        updated[:] = [variable for _, variable in present]
+        return logs, [gradient for gradient, _ in present]
 
-    def update(gradients: list[Any]) -> None:
-        averaging.previous("apply")(gradients, present())
-
-    def present() -> list[Any]:
-        return [v for v, present in zip(seen["variables"], seen["present"], strict=True) if present]
+    def update(averages: list[Any]) -> None:
+        averaging.apply_averages(averages, list(updated))
 
     first = tf.function(forward_and_backward, jit_compile=True, reduce_retracing=True, autograph=False)
     last = tf.function(update, jit_compile=True, autograph=False)
 
     def step(data: Any) -> Any:
         logs, gradients = first(data)
-        last(averaging.average(gradients, present()))
+        last(averaging.average(gradients, list(updated)))
         return logs
 
     return step

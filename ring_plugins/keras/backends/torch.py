@@ -1,4 +1,4 @@
-"""torch: gradients are averaged by hooks while backward runs, as in `ring_plugins.torch`."""
+"""torch: hooks average gradients while backward runs, as in `ring_plugins.torch`."""
 
 from __future__ import annotations
 
@@ -9,119 +9,102 @@ from typing import Any
 
 import torch
 
-from ring_plugins.core.arrays.memory import host_array
 from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.keras.averaging import Averaging
-from ring_plugins.keras.moments import BatchMoments, gradient_of_own
+from ring_plugins.core.gradients.fusion import Entry
+from ring_plugins.keras.backends import Settings
+from ring_plugins.keras.buckets import unequal_gradients
 from ring_plugins.torch.gradients import GradientAverager
 
 
-class GradientAveraging(Averaging):
-    """Puts hooks on the variables' parameters, and replaces `apply` to see that they did their work.
+class Exchange:
+    """See the protocol: `backward()` leaves averages in `variable.value.grad`, and `average` checks that it did.
 
-    `backward()` leaves averages in `variable.value.grad`. Gradients that did not come from there (of
-    `torch.autograd.grad`, or changed since) are averaged when they are applied; that costs time, never exactness,
-    since the average of equal values is that value. An optimizer that accumulates is given its averages there too:
-    backward cannot know what was accumulated.
+    Gradients from elsewhere (`torch.autograd.grad`, or changed after backward) are averaged when they are applied. That
+    costs time, never exactness, since the average of equal values is that value. So are those of an optimizer that
+    accumulates: backward cannot know what was accumulated.
     """
 
-    methods = ("apply",)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.averager: GradientAverager | None = None
-        self._seen = 0
-        self._variables: list[Any] = []
-        self._quiet = contextlib.ExitStack()
+    def __init__(self, variables: Sequence[Any], entries: Sequence[Entry], settings: Settings) -> None:
+        self._entries = entries
+        self._parameters = [variable.value for variable in variables]
+        self._averager = GradientAverager(
+            [(entry.name, parameter) for entry, parameter in zip(entries, self._parameters, strict=True)],
+            bucket_bytes=settings.sizes.bucket_bytes,
+            first_bucket_bytes=settings.sizes.first_bucket_bytes,
+            sparse="densify",
+            compression=settings.compression,
+            error_feedback=settings.error_feedback,
+        )
+        self._passes_seen = 0
+        self._without_hooks = contextlib.ExitStack()
+        if settings.accumulates:
+            self._without_hooks.enter_context(self._averager.no_sync())
 
     @property
-    def reductions(self) -> int:
-        return super().reductions + (self.averager.steps if self.averager else 0)
+    def passes(self) -> int:
+        return self._averager.steps
 
     @property
     def waited_seconds(self) -> float:
-        return super().waited_seconds + (self.averager.waited_seconds if self.averager else 0.0)
+        return self._averager.waited_seconds
 
     @property
     def reduced_bytes(self) -> int:
-        return super().reduced_bytes + (self.averager.reduced_bytes if self.averager else 0)
+        return self._averager.reduced_bytes
 
-    def build(self, variables: Sequence[Any]) -> None:
-        self._variables = list(variables)
-        names = [entry.name for entry in self.entries(variables)]
-        self.averager = GradientAverager(
-            [(name, variable.value) for name, variable in zip(names, variables, strict=True)],
-            bucket_bytes=self.bucket_bytes,
-            first_bucket_bytes=self.first_bucket_bytes,
-            sparse="densify",
-            **self.wire_arguments,
+    def average(self, gradients: dict[int, Any]) -> dict[int, Any]:
+        """See the protocol."""
+        is_averaged = self._averager.steps > self._passes_seen and all(
+            gradient is self._parameters[i].grad for i, gradient in gradients.items()
         )
-        if self.accumulation > 1:
-            self._quiet.enter_context(self.averager.no_sync())
-
-    def close(self) -> None:
-        if self.averager is not None:
-            self.averager.close()
-
-    @torch.compiler.disable  # a compiled update would call the collectives while it is traced
-    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Stands in for the optimizer's `apply`; takes the same."""
-        given = self.variables if trainable_variables is None else trainable_variables
-        variables, gradients = list(given), list(grads)
-        self.prepare(self.variables if self.optimizer.built else variables)
-        assert self.averager is not None
-        if self.accumulation > 1:
-            self.previous("apply")(self._accumulate(gradients, variables), trainable_variables)
-            return
-        averaged = self.averager.steps > self._seen and all(
-            gradient is variable.value.grad for gradient, variable in zip(gradients, variables, strict=True)
-        )
-        self._seen = self.averager.steps
-        if not averaged:
-            gradients = self._average(gradients, variables)
-        self.previous("apply")(gradients, trainable_variables)
+        averages = gradients if is_averaged else self._average_now(gradients)
+        self._passes_seen = self._averager.steps
+        return averages
 
     @torch.no_grad()
-    def _accumulate(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        """In the step that updates, the averages of what all steps have accumulated; else what is given."""
-        assert self.averager is not None
-        if (int(self.optimizer._iterations.value) + 1) % self.accumulation:
-            return gradients
-        for gradient, variable, accumulator in zip(gradients, variables, self.accumulators(variables), strict=True):
-            variable.value.grad = gradient
-            if gradient is not None and accumulator is not None:
-                variable.value.grad = gradient + accumulator.value
-                accumulator.value.zero_()
-        self.averager.finish()
-        return [
-            None if gradient is None else variable.value.grad
-            for gradient, variable in zip(gradients, variables, strict=True)
-        ]
+    def _average_now(self, gradients: dict[int, Any]) -> dict[int, Any]:
+        """Average gradients that did not come through the hooks, in place of those that the parameters have."""
+        kept = [parameter.grad for parameter in self._parameters]
+        try:
+            for i, parameter in enumerate(self._parameters):
+                parameter.grad = gradients[i].detach() if i in gradients else None
+            self._averager.finish()
+            for i, parameter in enumerate(self._parameters):
+                if i not in gradients and parameter.grad is not None:
+                    raise unequal_gradients(False, self._entries[i].name)
+            return {i: self._parameters[i].grad for i in gradients}
+        finally:
+            for parameter, gradient in zip(self._parameters, kept, strict=True):
+                parameter.grad = gradient
 
-    def _average(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        """Average what did not come through the hooks."""
-        if self.buckets is None:
-            super().build(self._variables)
-        assert self.buckets is not None
-        dense = {
-            self.index(variable): (gradient.to_dense() if gradient.is_sparse else gradient).detach().contiguous()
-            for gradient, variable in zip(gradients, variables, strict=True)
-            if gradient is not None
-        }
-        self.buckets.give(list(dense), [host_array(gradient.cpu())[0] for gradient in dense.values()])
-        averages = self.buckets.finish()
-        for i, gradient in dense.items():
-            flat = torch.from_numpy(averages[i])
-            flat = flat.view(torch.bfloat16) if gradient.dtype == torch.bfloat16 else flat
-            dense[i] = torch.empty_like(gradient).copy_(flat.view(gradient.shape))
-        return [
-            None if gradient is None else dense[self.index(variable)]
-            for gradient, variable in zip(gradients, variables, strict=True)
-        ]
+    def update(self, apply: Callable[..., None], gradients: list[Any], variables: Any) -> None:
+        """See the protocol."""
+        apply(gradients, variables)
+
+    def release(self) -> None:
+        self._averager.close()
 
 
-def refuse_other_parallelism(model: Any) -> None:
+def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
+    """See the protocol; a compiled update would call the collectives while it is traced."""
+    hidden: Callable[..., Any] = torch.compiler.disable(function)
+    return hidden
+
+
+@torch.no_grad()
+def choose(condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+    """See the protocol."""
+    return yes() if condition else no()
+
+
+def to_dense(gradient: Any) -> Any:
+    """See the protocol."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def check_other_parallelism(model: Any) -> None:
     """See the protocol."""
     # Keras 3.16's TorchTrainer wraps the model in DistributedDataParallel wherever torch.distributed is initialised.
     if getattr(model, "ddp_model", None) is not None:
@@ -136,7 +119,7 @@ def is_lazy(model: Any) -> bool:
     return False
 
 
-def make_train_function(model: Any) -> None:
+def make_train_function(model: Any, averaging: Any) -> None:
     """See the protocol."""
     model.make_train_function(force=True)
 
@@ -146,32 +129,38 @@ def before_first_step(model: Any, action: Callable[[], None]) -> None:
     action()
 
 
-class _Combined(torch.autograd.Function):
-    """Moments of all ranks; backward adds up what all ranks' losses gain by them."""
+@torch.compiler.disable
+def host_call_with_gradient(
+    forward: Callable[..., tuple[Array, Array]], backward: Callable[..., Array], own: Any, count: Any
+) -> Any:
+    """See the protocol."""
+    return _HostCall.apply(own, count, forward, backward)
+
+
+class _HostCall(torch.autograd.Function):
+    """The autograd function of `host_call_with_gradient`."""
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, count: torch.Tensor, moments: BatchMoments) -> torch.Tensor:
-        found = moments.combine(count.cpu().numpy(), own.detach().cpu().numpy())
-        everyones, share = (torch.from_numpy(array).to(own.device) for array in found)
-        ctx.save_for_backward(own, everyones, share)
-        ctx.moments = moments
-        return everyones
+    def forward(ctx: Any, own: torch.Tensor, count: torch.Tensor, forward: Any, backward: Any) -> torch.Tensor:
+        found = forward(_array(own), _array(count))
+        result, share = (torch.from_numpy(array).to(own.device) for array in found)
+        ctx.save_for_backward(own, result, share)
+        ctx.call = backward
+        return result
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
-        own, everyones, share = ctx.saved_tensors
-        total = torch.from_numpy(ctx.moments.add_up(upstream.cpu().numpy())).to(own.device)
-        return gradient_of_own(own, everyones, share, total), None, None
+        arrays = [_array(tensor) for tensor in (*ctx.saved_tensors, upstream)]
+        return torch.from_numpy(ctx.call(*arrays)).to(upstream.device), None, None, None
 
 
-@torch.compiler.disable
-def moments_of_all(moments: BatchMoments, count: Any, own: Any) -> Any:
-    """See the protocol."""
-    return _Combined.apply(own, count, moments)
+def _array(tensor: torch.Tensor) -> Array:
+    array: Array = tensor.detach().cpu().numpy()
+    return array
 
 
-def seed_apart(communicator: Communicator, root: int) -> None:
-    """See the protocol; torch's dropout draws from the global generator. The root's is left as it is."""
+def offset_seed(communicator: Communicator, root: int) -> None:
+    """See the protocol; torch's dropout draws from the global generator. The root keeps its state."""
     digest: int = communicator.broadcast_object(zlib.crc32(torch.get_rng_state().numpy().tobytes()), root)
     if communicator.rank != root:
         torch.manual_seed(digest + communicator.rank)

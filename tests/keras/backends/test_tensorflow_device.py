@@ -1,13 +1,10 @@
 """TensorFlow's gradients by NCCL: with stand-ins for the card and for NCCL, which take the CPU's tensors."""
 
 import os
-import warnings
 
-import keras
 import pytest
 import torch
 
-from ring_plugins.keras import on_gpu
 from tests.keras.launches import START, environment
 from tests.launch import run_ranks
 
@@ -49,7 +46,7 @@ def built(**options):
 
 class Look(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
-        buckets = averaging_of(self.model.optimizer).buckets
+        buckets = averaging_of(self.model.optimizer).exchange.buckets
         seen.append((type(buckets).__name__, len(buckets.plan.buckets)))
 
 
@@ -85,8 +82,8 @@ gradients = [tf.ones(3), None if rank == 0 else tf.ones(2)]
 try:
     optimizer.apply(gradients, variables)
 except Exception as error:
-    from ring_plugins.keras.failure import taken
-    report("refused", str(taken(error)))
+    from ring_plugins.keras.job import restored
+    report("refused", str(restored(error)))
 """
 )
 
@@ -115,24 +112,3 @@ def test_the_same_on_a_card():
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
     shares = "1" if torch.cuda.device_count() < 2 else "0"
     check_equality(TEST_GPU_STAND_IN="", CUDA_VISIBLE_DEVICES=visible, RING_SHARE_GPU=shares)
-
-
-@pytest.mark.parametrize(
-    ("backend", "setting", "said"),
-    [
-        ("tensorflow", "0", "RING_TENSORFLOW_NCCL=1"),
-        ("tensorflow", "1", None),
-        ("jax", "0", "keras.distribution.DataParallel"),
-        ("torch", "0", None),
-    ],
-)
-def test_what_gpus_cost_is_said_where_gradients_leave_them(monkeypatch, backend, setting, said):
-    monkeypatch.setenv("RING_TENSORFLOW_NCCL", setting)
-    monkeypatch.setattr(keras.backend, "backend", lambda: backend)
-    monkeypatch.setattr(on_gpu, "_computes_on_gpus", lambda backend: True)
-    on_gpu.say_what_gpus_cost.cache_clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        on_gpu.say_what_gpus_cost(0)
-    on_gpu.say_what_gpus_cost.cache_clear()
-    assert [said in str(warning.message) for warning in caught] == ([True] if said else [])

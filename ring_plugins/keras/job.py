@@ -1,0 +1,103 @@
+"""The job that this process trains in: joining it, and showing its errors as what they are.
+
+A reduction runs inside a host call of TensorFlow or XLA. The framework replaces any exception raised there by one of
+its own and keeps only the text. So the host call stores its exception (`capture_exceptions`), and where the step
+returns, the stored exception is raised in place of the framework's (`restore_exceptions`, and an excepthook for loops
+that run outside of `fit`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, TypeVar
+
+from ring_plugins.core.world import World, current, init, is_initialized
+
+T = TypeVar("T")
+
+#: The first exception of a host call that has not been raised again; at most one.
+_captured: list[BaseException] = []
+_hooked: list[Any] = []
+
+
+def connect() -> World:
+    """Return the job's world; join the ranks that a launcher started if the script has not called `ring.init()`."""
+    if not is_initialized():
+        init()
+    _install_excepthook()
+    return current()
+
+
+def capture_exceptions(function: Callable[..., T]) -> Callable[..., T]:
+    """Wrap a host call so that its exception outlives the framework that calls it."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> T:
+        try:
+            return function(*args)
+        except BaseException as error:
+            if not _captured:
+                _captured.append(error)
+            raise
+
+    return call
+
+
+@contextlib.contextmanager
+def restore_exceptions() -> Iterator[None]:
+    """Raise what a host call raised inside this block in place of the framework's error."""
+    try:
+        yield
+    except Exception as error:
+        cause = restored(error)
+        if cause is error:
+            raise
+        raise cause from None
+
+
+def restored(error: BaseException) -> BaseException:
+    """Return the captured exception behind a framework's `error`, or `error` itself if there is none."""
+    if not _captured or error is _captured[0] or not _comes_from_a_step(error):
+        return error
+    cause = _captured[0]
+    _captured.clear()
+    return cause
+
+
+def _comes_from_a_step(error: BaseException) -> bool:
+    """Whether a framework raised it: TensorFlow's OpError, jaxlib's XlaRuntimeError and their subclasses."""
+    return any(kind.__module__.split(".")[0] in ("tensorflow", "jax", "jaxlib") for kind in type(error).__mro__)
+
+
+def _install_excepthook() -> None:
+    """Report an uncaught framework error as its cause, also in loops outside of `fit`."""
+    if sys.excepthook in _hooked:
+        return
+    previous = sys.excepthook
+
+    def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        cause = restored(error)
+        previous(type(cause), cause, trace if cause is error else cause.__traceback__)
+        if is_initialized() and current().topology.size > 1:
+            _exit_now()
+
+    _hooked.append(uncaught)
+    sys.excepthook = uncaught
+
+
+def _exit_now() -> None:
+    """Run the exit functions and end this process without finalizing the interpreter.
+
+    Frameworks tear down pipelines and threads during finalization. That takes seconds, and forever if such a thread
+    wants the interpreter's lock. A job that failed has nothing to gain from it.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

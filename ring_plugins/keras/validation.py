@@ -1,0 +1,193 @@
+"""Checks that all ranks train alike, and alone: before the first step, after each step, at the end of an epoch.
+
+Ranks that differ would hang in a collective or drift apart silently. Each check raises an error that names what every
+rank has and how to mend it.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.base import config
+from ring_plugins.core.base.errors import ArgumentError, DeadlockError, MismatchError
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.world import World
+from ring_plugins.keras.backends import backend
+
+
+def check_root(root_rank: int, world: World) -> None:
+    """Check that `root_rank` is a rank of this job.
+
+    Raises:
+        ArgumentError: naming the value and the number of ranks.
+    """
+    if isinstance(root_rank, bool) or not isinstance(root_rank, int) or not 0 <= root_rank < world.topology.size:
+        raise ArgumentError(
+            f"root_rank={root_rank!r} is not a rank of this job of {world.topology.size}; pass a number from 0 to "
+            f"{world.topology.size - 1}."
+        )
+
+
+def check_other_parallelism(model: Any) -> None:
+    """Check that nothing else trains the model in parallel.
+
+    Raises:
+        ArgumentError: a TensorFlow strategy, `keras.distribution` or DistributedDataParallel is active.
+    """
+    distribution = keras.distribution.distribution()
+    if distribution is not None:
+        raise ArgumentError(
+            f"keras.distribution is set to {type(distribution).__name__}, which places the model itself. Call "
+            "keras.distribution.set_distribution(None) before the model is built, or fit without this callback."
+        )
+    backend().check_other_parallelism(model)
+
+
+def check_equal_steps(params: dict[str, Any] | None, communicator: Communicator) -> None:
+    """Check that all ranks train for as many steps and epochs; collective.
+
+    A rank with more steps would wait forever for the gradients of ranks that have finished.
+
+    Args:
+        params: what Keras tells its callbacks: "steps" is None for a generator.
+        communicator: over all ranks.
+
+    Raises:
+        MismatchError: naming the numbers by rank.
+    """
+    given = params or {}
+    all_numbers = communicator.all_gather_object((given.get("steps"), given.get("epochs")))
+    for what, numbers in zip(("steps per epoch", "epochs"), zip(*all_numbers, strict=True), strict=True):
+        if len(set(numbers)) > 1:
+            raise MismatchError(
+                f"ranks would take different numbers of {what} ({_by_rank(numbers, communicator)}). Give every rank "
+                "as much data, as ring_plugins.keras.shard does, or pass steps_per_epoch to fit()."
+            )
+
+
+def check_equal_epochs(epoch: int, communicator: Communicator) -> None:
+    """Check that all ranks begin with the same epoch; collective.
+
+    Raises:
+        MismatchError: naming the epochs by rank.
+    """
+    epochs = communicator.all_gather_object(epoch)
+    if len(set(epochs)) > 1:
+        raise MismatchError(
+            f"ranks begin with different epochs ({_by_rank(epochs, communicator)}). Pass the same initial_epoch on "
+            "all; every rank must see the checkpoint that decides it."
+        )
+
+
+def check_equal_learning_rates(optimizer: Any, communicator: Communicator) -> None:
+    """Check that no callback changed the learning rate on some ranks only; collective.
+
+    Raises:
+        MismatchError: naming the rates in rank order.
+    """
+    rates = communicator.all_gather_object(float(keras.ops.convert_to_numpy(optimizer.learning_rate)))
+    if len(set(rates)) > 1:
+        raise MismatchError(
+            f"learning rates have come to differ among ranks: {rates}, in rank order. A callback such as "
+            "ReduceLROnPlateau decided on metrics of its own rank; add MetricAverageCallback()."
+        )
+
+
+class SynchronizedStop:
+    """Stops all ranks after the same step, and finds ranks whose epochs differ in length.
+
+    After every step and every epoch the ranks exchange whether any of them wants to stop: one reduction of 24 bytes, at
+    a point where the ranks are in step anyway.
+
+    Args:
+        communicator: used for nothing else.
+    """
+
+    _STEP, _EPOCH = 0, 1
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._steps = 0
+
+    def after_step(self, model: Any, batch: int) -> None:
+        """Set `model.stop_training` on all ranks if any rank has set it; collective.
+
+        Raises:
+            MismatchError: another rank has ended its epoch.
+        """
+        self._steps = batch + 1
+        self._exchange(model, self._STEP)
+
+    def after_epoch(self, model: Any) -> None:
+        """Do the same at the end of an epoch; collective.
+
+        Raises:
+            MismatchError: another rank has not ended its epoch.
+        """
+        self._exchange(model, self._EPOCH)
+        self._steps = 0
+
+    def _exchange(self, model: Any, place: int) -> None:
+        # max(-place) is -min(place), so one reduction tells whether all ranks are at the same place.
+        flags = np.array([bool(model.stop_training), place, -place], np.int64)
+        try:
+            self._communicator.all_reduce(HostMemory(flags, "int64"), Op.MAX)
+        except DeadlockError as error:
+            raise self._mismatch() from error
+        stop, largest, negated_smallest = flags.tolist()
+        if largest != -negated_smallest:
+            raise self._mismatch()
+        if stop:
+            model.stop_training = True
+
+    def _mismatch(self) -> MismatchError:
+        return MismatchError(
+            f"this rank's epoch is over or goes on after {self._steps} steps, where another rank's does not. Give "
+            "every rank as much data, as ring_plugins.keras.shard does, or pass steps_per_epoch to fit()."
+        )
+
+
+@functools.lru_cache(maxsize=1)
+def warn_of_gpu_copies(rank: int) -> None:
+    """Warn once, on rank 0, if gradients leave the GPU to be averaged.
+
+    On torch NCCL reduces them on the GPU. On TensorFlow it does so on request only, since that path has never run on a
+    GPU (`backends/tensorflow_device.py`). JAX compiles its collectives itself and offers no place for ours.
+    """
+    backend_name = keras.backend.backend()
+    if backend_name == "tensorflow" and config.TENSORFLOW_NCCL.get():
+        return
+    if rank != 0 or backend_name not in ("tensorflow", "jax") or not _computes_on_gpus(backend_name):
+        return
+    warning = (
+        f"ring_plugins averages gradients of the {backend_name} backend in CPU memory: each step copies all of them "
+        "from the GPU and back (two passes over PCIe: about 10 ms a step or more for 100 MB of gradients at 20 GB/s). "
+        "KERAS_BACKEND=torch averages them on the GPUs."
+    )
+    if backend_name == "jax":
+        warning += " On one host with several GPUs, keras.distribution.DataParallel keeps them there too."
+    else:
+        warning += " RING_TENSORFLOW_NCCL=1 does so on TensorFlow too, but has not been tried on a GPU yet."
+    warnings.warn(warning, stacklevel=2)
+
+
+def _computes_on_gpus(backend_name: str) -> bool:
+    if backend_name == "jax":
+        import jax
+
+        return str(jax.default_backend()) == "gpu"
+    import tensorflow as tf
+
+    return bool(tf.config.list_physical_devices("GPU"))  # logical devices would initialize TensorFlow here
+
+
+def _by_rank(values: Sequence[Any], communicator: Communicator) -> str:
+    return ", ".join(f"rank {rank}: {value}" for rank, value in zip(communicator.ranks, values, strict=True))

@@ -1,0 +1,215 @@
+"""Optimizers outside of an ordinary `fit`: loops of the user's own, several optimizers, overflows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers
+
+import ring_plugins as ring
+from ring_plugins.keras import BroadcastCallback, DistributedOptimizer
+from ring_plugins.keras.averaging import averaging_of
+from tests.keras.behaviors import behavior, error_of, fit
+from tests.keras.scenarios import BACKEND, Run, dense, features
+
+
+@behavior
+def accumulation_is_reduced_once_an_update() -> Any:
+    model = dense(DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)))
+    fit(model, [BroadcastCallback()], steps=6)
+    averaging = averaging_of(model.optimizer)
+    assert averaging is not None
+    return {"updates": averaging.passes, "weights": [float(np.sum(value)) for value in model.get_weights()]}
+
+
+@behavior
+def overflow_on_one_rank() -> Any:
+    keras.utils.set_random_seed(0)
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=16.0)
+    model = dense(optimizer)
+    before = [value.tolist() for value in model.get_weights()]
+    x = np.ones((4, 5), "float32")
+    if ring.rank() == 1:
+        x[:] = np.inf
+    model.fit(x, x[:, :1] * 0, batch_size=4, verbose=0, callbacks=[BroadcastCallback()])
+    after = [value.tolist() for value in model.get_weights()]
+    scale = float(keras.ops.convert_to_numpy(optimizer.dynamic_scale))
+    return {"unchanged": before == after, "scale": scale}
+
+
+@behavior
+def adversarial_training() -> Any:
+    """Two optimizers in one train_step, one process on all data against both on their parts."""
+    outcomes = [_adversarial(Run(0, 1, ring.size())), _adversarial(Run(ring.rank(), ring.size(), ring.size()))]
+    return {"alone": outcomes[0], "together": outcomes[1]}
+
+
+def _adversarial(run: Run) -> Any:
+    run.seed()
+    model = Adversarial()
+    model.compile(loss="mse", optimizer=None)
+    run.fit(model, *features(run.ranks))
+    return [value.tolist() for value in model.get_weights()]
+
+
+class Adversarial(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.judge = layers.Dense(5), layers.Dense(1)
+        self.maker.build((None, 5))
+        self.judge.build((None, 5))
+        self.built = True
+        self.maker_optimizer = keras.optimizers.Adam(0.01)
+        self.judge_optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+
+    def call(self, x: Any) -> Any:
+        return self.judge(self.maker(x))
+
+    def judge_loss(self, x: Any) -> Any:
+        return keras.ops.mean(self.judge(x)) - keras.ops.mean(self.judge(self.maker(x))) + 0.1 * self.size()
+
+    def size(self) -> Any:
+        return sum(keras.ops.sum(keras.ops.square(w)) for w in self.judge.trainable_weights)
+
+    def maker_loss(self, x: Any) -> Any:
+        return keras.ops.mean(keras.ops.square(self.judge(self.maker(x)) - 1.0))
+
+    def train_step(self, data: Any) -> Any:
+        x = data[0]
+        for loss, part, optimizer in (
+            (self.judge_loss, self.judge, self.judge_optimizer),
+            (self.maker_loss, self.maker, self.maker_optimizer),
+        ):
+            if BACKEND == "tensorflow":
+                import tensorflow as tf
+
+                with tf.GradientTape() as tape:
+                    value = loss(x)
+                gradients = tape.gradient(value, part.trainable_weights)
+                optimizer.apply_gradients(zip(gradients, part.trainable_weights, strict=True))
+            else:
+                import torch
+
+                self.zero_grad()
+                value = loss(x)
+                value.backward()
+                with torch.no_grad():
+                    optimizer.apply([w.value.grad for w in part.trainable_weights], part.trainable_weights)
+        return {"loss": value}
+
+
+@behavior
+def two_optimizers_in_one_compiled_step() -> Any:
+    """Neither update needs the other's result; calls to the other ranks must come in one order all the same."""
+    import jax
+
+    parts = [layers.Dense(64), layers.Dense(1)]
+    optimizers = [DistributedOptimizer(keras.optimizers.SGD(0.1)) for _ in parts]
+    for part, optimizer, width in zip(parts, optimizers, (300, 64), strict=True):
+        part.build((None, width))
+        optimizer.build(part.trainable_variables)
+        DistributedOptimizer(optimizer)
+        for variable in part.trainable_variables:
+            variable.assign(variable * 0 + 0.5)
+
+    @jax.jit
+    def step(state: Any, x: Any) -> Any:
+        updated = []
+        for optimizer, (weights, variables) in zip(optimizers, state, strict=True):
+            gradients = jax.grad(lambda w: (x[:, : w[0].shape[0]] @ w[0] + w[1]).mean())(weights)
+            updated.append(optimizer.stateless_apply(variables, gradients, weights))
+        return updated
+
+    state = [
+        ([v.value for v in part.trainable_variables], [v.value for v in optimizer.variables])
+        for part, optimizer in zip(parts, optimizers, strict=True)
+    ]
+    for _ in range(20):
+        state = step(state, np.full((4, 300), 1.0 + ring.rank(), "float32"))
+    bias = 0.5 - 20 * 0.1
+    mean = np.mean([1.0 + rank for rank in range(ring.size())])
+    return {
+        "found": [float(np.mean(value)) for weights, _ in state for value in weights],
+        "expected": [0.5 - 2.0 * mean / 64, 0.5 - 2.0 / 64, 0.5 - 2.0 * mean, bias],
+    }
+
+
+@behavior
+def own_loop() -> Any:
+    """A loop without fit: equal to the mean of both ranks' gradients by hand."""
+    x = np.full((4, 5), 1.0 + ring.rank(), "float32")
+    layer = layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    layer.build((None, 5))
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1))
+    for _ in range(2):
+        if BACKEND == "tensorflow":
+            import tensorflow as tf
+
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(layer(x))
+            optimizer.apply(tape.gradient(loss, layer.trainable_weights), layer.trainable_weights)
+        elif BACKEND == "torch":
+            import torch
+
+            layer.zero_grad()
+            layer(torch.from_numpy(x)).mean().backward()
+            with torch.no_grad():
+                optimizer.apply([w.value.grad for w in layer.trainable_weights], layer.trainable_weights)
+        else:
+            import jax
+
+            gradient = jax.grad(lambda w: (x @ w).mean())(layer.kernel.value)
+            optimizer.apply([gradient], layer.trainable_weights)
+    mean = np.mean([1.0 + rank for rank in range(ring.size())])
+    return {"found": np.ravel(layer.get_weights()[0]).tolist(), "expected": [-0.1 * 2 * mean] * 5}
+
+
+@behavior
+def gradients_from_elsewhere() -> Any:
+    """torch.autograd.grad calls no hooks; its gradients are averaged when they are applied."""
+    import torch
+
+    x = torch.full((4, 5), 1.0 + ring.rank())
+    layer = layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    layer.build((None, 5))
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1))
+    for _ in range(2):
+        gradients = torch.autograd.grad(layer(x).mean(), [w.value for w in layer.trainable_weights])
+        with torch.no_grad():
+            optimizer.apply(list(gradients), layer.trainable_weights)
+    return np.ravel(layer.get_weights()[0]).tolist()
+
+
+@behavior
+def inside_xla() -> Any:
+    """XLA compiles no calls to the host: an error that says so, and a fit that goes on without XLA."""
+    import tensorflow as tf
+
+    layer = layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    layer.build((None, 5))
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1))
+
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(layer(x))
+        optimizer.apply(tape.gradient(loss, layer.trainable_weights), layer.trainable_weights)
+        return loss
+
+    x = tf.fill((4, 5), 1.0 + ring.rank())
+    refused = error_of(lambda: tf.function(step, jit_compile=True)(x))
+    nested = error_of(lambda: tf.function(lambda x: 2.0 * tf.function(step, autograph=False)(x), jit_compile=True)(x))
+    tf.function(step)(x)  # and nothing is out of step
+    import warnings
+
+    model = Adversarial()
+    model.compile(loss="mse", optimizer=None, jit_compile=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(model, [BroadcastCallback()])
+    return {
+        "refused": refused, "nested": nested, "found": np.ravel(layer.get_weights()[0]).tolist(),
+        "said": [str(w.message) for w in caught if "without XLA" in str(w.message)],
+        "weights": [value.tolist() for value in model.get_weights()],
+    }  # fmt: skip

@@ -1,0 +1,169 @@
+"""What `BroadcastCallback` does to state, files and the course of `fit`."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers
+
+import ring_plugins as ring
+from ring_plugins.keras import BestModelCheckpoint, BroadcastCallback, MetricAverageCallback
+from tests.keras.behaviors import behavior, error_of, fit
+from tests.keras.scenarios import BACKEND, dense, features, momentum
+
+
+@behavior
+def state_of_another_root() -> Any:
+    """Ranks that trained apart start from rank 1's weights and optimizer; without averaging they part again."""
+
+    def state(model: Any) -> list[Any]:
+        return [np.ravel(keras.ops.convert_to_numpy(v)).tolist() for v in [*model.weights, *model.optimizer.variables]]
+
+    class Begins(keras.callbacks.Callback):
+        seen: Any = None
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.seen = state(self.model)
+
+    keras.utils.set_random_seed(ring.rank())
+    model = keras.Sequential([keras.Input((5,)), layers.BatchNormalization(), layers.Dense(1)])
+    model.compile(optimizer=keras.optimizers.Adam(0.1), loss="mse")
+    x = np.random.default_rng(ring.rank()).normal(size=(8, 5)).astype("float32")
+    model.fit(x, x[:, :1], batch_size=4, epochs=1 + ring.rank(), verbose=0)
+    before, begins, log = state(model), Begins(), Path(mkdtemp()) / "log.csv"
+    calls = [begins, keras.callbacks.CSVLogger(log), BroadcastCallback(root_rank=1, average_gradients=False)]
+    model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=calls)
+    return {"before": before, "begins": begins.seen, "after": state(model)[-2:], "written": log.exists()}
+
+
+@behavior
+def seeds() -> Any:
+    model = keras.Sequential([keras.Input((5,)), layers.Dropout(0.5), layers.Dense(1)])
+    model.compile(optimizer=keras.optimizers.SGD(0.0), loss="mse")
+    state = model.layers[0].seed_generator.state
+    before = np.array(keras.ops.convert_to_numpy(state)).tolist()
+
+    class First(keras.callbacks.Callback):
+        seen: Any = None
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.seen = np.array(keras.ops.convert_to_numpy(self.model.layers[0].seed_generator.state)).tolist()
+
+    first, second = First(), First()
+    fit(model, [first, BroadcastCallback()])
+    middle = np.array(keras.ops.convert_to_numpy(state)).tolist()
+    fit(model, [second, BroadcastCallback()])
+    return {"before": before, "first": first.seen, "middle": middle, "second": second.seen}
+
+
+@behavior
+def dropout_masks() -> Any:
+    """With the same global seed and the same data everywhere, ranks still drop different units."""
+    keras.utils.set_random_seed(7)
+    model = keras.Sequential([keras.Input((40,)), layers.Dropout(0.5), layers.Dense(1, kernel_initializer="ones")])
+    model.compile(optimizer=keras.optimizers.SGD(0.0), loss=lambda y, p: p)
+    x = (2.0 ** -np.arange(40, dtype="float32")).reshape(1, 40)  # the loss tells which units were there
+    fits = [model.fit(x, x[:, :1], verbose=0, callbacks=[BroadcastCallback()]) for _ in range(2)]
+    return [fitted.history["loss"][0] for fitted in fits]
+
+
+@behavior
+def moving_statistics() -> Any:
+    def train(policy: Any) -> Any:
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((5,)), layers.BatchNormalization(), layers.Dense(1)])
+        model.compile(optimizer=keras.optimizers.SGD(0.01), loss="mse")
+        x = np.random.default_rng(ring.rank()).normal(size=(16, 5)).astype("float32")
+        path = Path(mkdtemp()) / "model.keras"
+        calls = [keras.callbacks.ModelCheckpoint(path), BroadcastCallback(moving_statistics=policy)]
+        model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=calls)
+        written = keras.saving.load_model(path) if ring.rank() == 0 else model
+        return [[value.tolist() for value in m.get_weights()] for m in (model, written)]
+
+    (average, written), (local, _) = train("average"), train("local")
+    return {"average": average, "local": local, "written": written}
+
+
+@behavior
+def files() -> Any:
+    folder = Path(ring.broadcast_object(mkdtemp()))
+    mine = folder / str(ring.rank())
+    mine.mkdir()
+    model = dense(keras.optimizers.Adam(0.01))
+    x, y = features(1, 4)
+    writers = [
+        keras.callbacks.ModelCheckpoint(mine / "last.keras"),
+        BestModelCheckpoint(mine / "best.keras", monitor="loss"),
+        keras.callbacks.CSVLogger(mine / "log.csv"),
+    ]
+    if BACKEND == "tensorflow" and ring.rank() == 1:  # where it must not even look for its package
+        writers.append(keras.callbacks.TensorBoard(mine / "board", write_graph=False))
+    model.fit(x, y, batch_size=4, verbose=2, callbacks=[*writers, BroadcastCallback(), MetricAverageCallback()])
+    written = sorted(path.name for path in mine.iterdir())
+    ring.barrier()
+    with zipfile.ZipFile(folder / "0" / "last.keras") as archive:
+        mentions = [name for name in archive.namelist() if name.endswith(".json") and b"ring" in archive.read(name)]
+    loaded = keras.saving.load_model(folder / "0" / "last.keras")
+    fit(loaded, [BroadcastCallback()])
+    return {
+        "written": written,
+        "mentions": [m for m in mentions if m != "metadata.json"],
+        "kind": type(loaded.optimizer).__name__,
+    }
+
+
+@behavior
+def backup_that_only_the_root_has() -> Any:
+    folder = Path(mkdtemp()) / "backup"
+    epochs: list[int] = []
+
+    class Interrupted(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            epochs.append(epoch)
+            if epoch == 2 and epochs.count(2) == 1:
+                raise KeyboardInterrupt
+
+    for _ in range(2):
+        keras.utils.set_random_seed(5)
+        model = dense(keras.optimizers.Adam(0.01))
+        backup = keras.callbacks.BackupAndRestore(folder)
+        try:
+            fit(model, [backup, Interrupted(), BroadcastCallback()], epochs=4)
+        except KeyboardInterrupt:
+            ring.barrier()
+    return {"epochs": epochs, "weights": [float(np.sum(w)) for w in model.get_weights()]}
+
+
+@behavior
+def fit_that_raises() -> Any:
+    """What a fit that failed leaves behind, as soon as its exception is dealt with."""
+
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 1:
+                raise ValueError("not today")
+
+        on_test_batch_end = on_train_batch_end
+
+    model = dense(momentum(), metrics=["mae"])
+    error = error_of(lambda: fit(model, [BroadcastCallback(), MetricAverageCallback(), Fails()]))
+    left = [name for name in ("apply", "stateless_apply", "_ring_averaging") if name in vars(model.optimizer)]
+    left += [name for name in (MetricAverageCallback._METHOD,) if name in vars(model)]
+    left += ["train_function"] if model.train_function is not None else []
+    x, y = features(1, 4)
+    # A callback that is used again, once a fit and once an evaluation, must not be undone late by the first.
+    again = MetricAverageCallback()
+    if BACKEND != "jax":  # where an evaluation that raises leaves a model without weights, which is Keras's own doing
+        error_of(lambda: model.evaluate(x, y, batch_size=4, verbose=0, callbacks=[again, Fails()]))
+    left += [f"{name} of evaluate" for name in (MetricAverageCallback._METHOD,) if name in vars(model)]
+    if ring.rank() == 1:  # alone: were anything averaged still, it would wait for ever
+        model.fit(x, y, batch_size=4, verbose=0)
+    apart = model.get_weights()
+    fit(model, [BroadcastCallback(), again])
+    together = [float(np.sum(value)) for value in model.get_weights()]
+    return {"error": error, "left": left, "apart": float(np.sum(apart[0])), "together": together}

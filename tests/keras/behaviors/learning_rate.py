@@ -1,0 +1,99 @@
+"""Learning rates set by the callbacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers
+
+from ring_plugins.keras import (
+    BroadcastCallback,
+    LearningRateScheduleCallback,
+    LearningRateWarmupCallback,
+    MetricAverageCallback,
+)
+from tests.keras.behaviors import behavior, fit
+from tests.keras.scenarios import dense, momentum
+
+
+class Rates(keras.callbacks.Callback):
+    """Writes down the rate of every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)))
+
+
+@behavior
+def warm_up() -> Any:
+    model, rates = dense(keras.optimizers.SGD(0.1, momentum=0.9)), Rates()
+    warm = LearningRateWarmupCallback(warmup_epochs=2)
+    schedule = LearningRateScheduleCallback(0.1, start_epoch=3)
+    fit(model, [warm, schedule, rates, BroadcastCallback()], epochs=4)
+    again = Rates()
+    fit(model, [LearningRateWarmupCallback(warmup_epochs=1), again, BroadcastCallback()], epochs=2)
+    return {"rates": rates.seen, "again": again.seen}
+
+
+@behavior
+def warm_up_of_a_schedule() -> Any:
+    decay = keras.optimizers.schedules.ExponentialDecay(0.1, 4, 0.5)
+    model, rates = dense(keras.optimizers.SGD(decay)), Rates()
+    fit(model, [LearningRateWarmupCallback(warmup_epochs=1), rates, BroadcastCallback()], epochs=2)
+    # Rates are read after the update that counted them.
+    multipliers = [min(1 + step / 4, 2.0) for step in range(1, 9)]
+    expected = [0.1 * 0.5 ** (step / 4) * m for step, m in zip(range(1, 9), multipliers, strict=True)]
+    return {"rates": rates.seen, "expected": expected}
+
+
+@behavior
+def warm_up_then_plateau() -> Any:
+    model, rates = dense(keras.optimizers.SGD(1e-7)), Rates()
+    plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", factor=0.5, patience=1, min_delta=10.0, min_lr=0)
+    calls = [LearningRateWarmupCallback(warmup_epochs=1), plateau, rates, BroadcastCallback(), MetricAverageCallback()]
+    fit(model, calls, epochs=5)
+    return [rate / 1e-7 for rate in rates.seen[3::4]]
+
+
+@behavior
+def warm_up_resumed() -> Any:
+    """A model that was saved in the middle goes on with its rate, whoever loads it."""
+    path = Path(mkdtemp()) / "model.keras"
+    model = dense(keras.optimizers.SGD(0.1))
+    fit(model, [LearningRateWarmupCallback(warmup_epochs=4), BroadcastCallback()], epochs=2)
+    model.save(path)
+    loaded, rates = keras.saving.load_model(path), Rates()
+    fit(loaded, [LearningRateWarmupCallback(warmup_epochs=4), rates, BroadcastCallback()], initial_epoch=2, epochs=5)
+    return rates.seen
+
+
+@behavior
+def multiples_in_a_range_of_epochs() -> Any:
+    """Square-root scaling, and a multiplier that follows the fraction of an epoch."""
+    rates, log = Rates(), Path(mkdtemp()) / "log.csv"
+    halves = LearningRateScheduleCallback(lambda epoch: 0.5**epoch, start_epoch=1, end_epoch=2, staircase=False)
+    calls = [LearningRateWarmupCallback(warmup_epochs=0, scaling="sqrt"), halves, rates, keras.callbacks.CSVLogger(log)]
+    fit(dense(momentum()), [*calls, BroadcastCallback(write_on_root_only=False)], epochs=3)
+    return {"rates": rates.seen, "written": log.exists()}
+
+
+@behavior
+def momentum_correction() -> Any:
+    """One step with a velocity at rate 0.1, the next at 0.2: by hand and by callback."""
+    model = keras.Sequential([keras.Input((1,)), layers.Dense(1, use_bias=False, kernel_initializer="ones")])
+    model.compile(optimizer=keras.optimizers.SGD(0.1, momentum=0.5), loss=lambda y, p: p)
+    x = np.ones((4, 1), "float32")
+    calls = [LearningRateWarmupCallback(warmup_epochs=0.25), BroadcastCallback()]
+    model.fit(x, x, batch_size=1, epochs=1, verbose=0, callbacks=calls)
+    weight, velocity, rate = 1.0, 0.0, 0.1
+    for new in (0.1, 0.2, 0.2, 0.2):  # the gradient is 1 in every step
+        velocity, rate = 0.5 * velocity * (new / rate) - new, new
+        weight += velocity
+    return {"found": float(model.get_weights()[0][0, 0]), "expected": weight}

@@ -1,0 +1,99 @@
+"""Data divided among ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers
+
+import ring_plugins as ring
+from ring_plugins.keras import BroadcastCallback, MetricAverageCallback, shard
+from tests.keras.behaviors import behavior, error_of
+
+
+@behavior
+def sharded_arrays() -> Any:
+    x = np.arange(22, dtype="float32").reshape(22, 1)
+    epochs: list[list[float]] = []
+
+    data = shard((x, x), batch_size=5, seed=1)
+    for _ in range(2):
+        epochs.append([float(v) for i in range(len(data)) for v in data[i][0].ravel()])
+        data.on_epoch_end()
+    model = keras.Sequential([keras.Input((1,)), layers.Dense(1)])
+    model.compile(optimizer=keras.optimizers.SGD(0.0), loss="mse", metrics=["mse"])
+    model.fit(shard((x, x), batch_size=5), epochs=2, verbose=0, shuffle=False, callbacks=[BroadcastCallback()])
+    whole = shard((x, x), batch_size=5, remainder="keep")
+    kept = model.evaluate(whole, verbose=0, return_dict=True, callbacks=[MetricAverageCallback()])
+    expected = model.evaluate(x, x, verbose=0, return_dict=True)
+    return {"epochs": epochs, "steps": len(data), "kept": kept["mse"] / expected["mse"]}
+
+
+@behavior
+def sharded_streams() -> Any:
+    class Batches(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 7
+
+        def __getitem__(self, index: int) -> Any:
+            return index
+
+    data = shard(Batches(), seed=2)
+    epochs = []
+    for _ in range(2):
+        epochs.append([data[i] for i in range(len(data))])
+        data.on_epoch_end()
+    padded = shard(Batches(), remainder="pad", shuffle=False)
+    return {
+        "dataset": epochs,
+        "padded": [padded[i] for i in range(len(padded))],
+        "generator": list(shard(i for i in range(7))),
+        "keep": error_of(lambda: shard(Batches(), remainder="keep")),
+        "few": error_of(lambda: shard(np.zeros((3, 1)), batch_size=4)),
+        "lengths": error_of(lambda: shard((np.zeros(8), np.zeros(9)), batch_size=1)),
+    }
+
+
+@behavior
+def sharded_data_loader() -> Any:
+    import torch
+
+    def epoch(loader: Any) -> Any:
+        return [int(v) for batch in loader for v in batch[0]]
+
+    numbers = torch.utils.data.TensorDataset(torch.arange(13))
+    shuffled = shard(torch.utils.data.DataLoader(numbers, batch_size=3, shuffle=True))
+    plain = shard(torch.utils.data.DataLoader(numbers, batch_size=3), remainder="keep")
+    return {"epochs": [epoch(shuffled), epoch(shuffled)], "plain": [epoch(plain), epoch(plain)], "steps": len(shuffled)}
+
+
+@behavior
+def sharded_tf_data() -> Any:
+    import tensorflow as tf
+
+    numbers = tf.data.Dataset.range(9)
+    tf.random.set_seed(None)
+    unseeded = error_of(lambda: shard(numbers.shuffle(4)))
+    keras.utils.set_random_seed(ring.rank())
+    global_seed = error_of(lambda: shard(numbers, shuffle=True))
+    keras.utils.set_random_seed(0)
+
+    def read(dataset: Any) -> Any:
+        return [int(v) for v in dataset]
+
+    shuffled = shard(numbers, shuffle=True, seed=3)
+    unknown = numbers.filter(lambda v: v >= 0)
+    pairs = tf.data.Dataset.zip((unknown, unknown))
+    return {
+        "epochs": [read(shuffled), read(shuffled)],
+        "known": read(shard(numbers)),
+        "unknown": read(shard(unknown)),
+        "pairs": [int(a) for a, _ in shard(pairs)],
+        "kept": read(shard(numbers, remainder="keep")),
+        "unseeded": unseeded,
+        "seeded": error_of(lambda: shard(numbers.shuffle(4, seed=1))),
+        "other seed": error_of(lambda: shard(numbers.shuffle(4, seed=1 + ring.rank()))),
+        "global seed": global_seed,
+    }

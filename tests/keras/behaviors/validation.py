@@ -1,0 +1,148 @@
+"""Ranks that differ, and models that something else trains in parallel."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+from keras import layers
+
+import ring_plugins as ring
+from ring_plugins.keras import BroadcastCallback, DistributedOptimizer, shard, validation
+from tests.keras.behaviors import behavior, error_of, fit
+from tests.keras.scenarios import BACKEND, dense, features, momentum
+
+
+@behavior
+def one_rank_stops() -> Any:
+    class Stops(keras.callbacks.Callback):
+        def __init__(self, at: int) -> None:
+            super().__init__()
+            self.at, self.steps, self.epochs = at, 0, 0
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.steps += 1
+            if ring.rank() == 1 and self.steps == self.at:
+                self.model.stop_training = True
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.epochs += 1
+            if ring.rank() == 1 and self.at < 0 and epoch == 1:
+                self.model.stop_training = True
+
+    in_epoch, at_end = Stops(6), Stops(-1)
+    fit(dense(momentum()), [in_epoch, BroadcastCallback()], epochs=5)
+    fit(dense(momentum()), [at_end, BroadcastCallback()], epochs=5)
+    return {"steps": in_epoch.steps, "epochs": at_end.epochs}
+
+
+@behavior
+def refusals() -> Any:
+    x, y = features(1, 4)
+    rows = 16 if ring.rank() == 0 else 8
+    found = {
+        "steps": error_of(
+            lambda: dense(momentum()).fit(x[:rows], y[:rows], batch_size=4, verbose=0, callbacks=[BroadcastCallback()])
+        )
+    }
+
+    def unequal() -> None:
+        model = keras.Sequential([keras.Input((5,)), layers.Dense(4 + ring.rank()), layers.Dense(1)])
+        model.compile(optimizer=momentum(), loss="mse")
+        fit(model, [BroadcastCallback()])
+
+    found["models"] = error_of(unequal)
+    found["root"] = error_of(lambda: fit(dense(momentum()), [BroadcastCallback(root_rank=7)]))
+    found["policy"] = error_of(lambda: BroadcastCallback(moving_statistics="sum"))  # type: ignore[arg-type]
+    found["optimizer"] = error_of(lambda: DistributedOptimizer("sgd"))  # type: ignore[type-var]
+    found["data"] = error_of(lambda: shard(3))
+
+    class Hides(keras.Sequential):
+        hides = False
+
+        def train_step(self, *args: Any) -> Any:
+            if not self.hides:
+                return super().train_step(*args)
+            if BACKEND == "jax":
+                state, data = args
+                return {"loss": 0.0 * data[0].sum()}, state
+            return {"loss": 0.0 * keras.ops.sum(args[0][0])}
+
+    model = Hides([keras.Input((5,)), layers.Dense(1)])
+    model.compile(optimizer=momentum(), loss="mse")
+    fit(model, [BroadcastCallback()])
+    model.hides = True  # looked for in every fit
+    found["no reduction"] = error_of(lambda: fit(model, [BroadcastCallback()]))
+    return found
+
+
+@behavior
+def refusal_of_a_strategy() -> Any:
+    import tensorflow as tf
+
+    with tf.distribute.MirroredStrategy(["/cpu:0"]).scope():
+        model = dense(momentum())
+    return error_of(lambda: fit(model, [BroadcastCallback()]))
+
+
+@behavior
+def refusal_of_a_distribution() -> Any:
+    model = dense(momentum())
+    placed = keras.distribution.distribution
+    keras.distribution.distribution = lambda: keras.distribution.DataParallel.__new__(keras.distribution.DataParallel)
+    try:
+        return error_of(lambda: fit(model, [BroadcastCallback()]))
+    finally:
+        keras.distribution.distribution = placed
+
+
+@behavior
+def refusal_of_ddp() -> Any:
+    model = dense(momentum())
+    object.__setattr__(model, "ddp_model", model)
+    return error_of(lambda: fit(model, [BroadcastCallback()]))
+
+
+@behavior
+def rates_that_part() -> Any:
+    class Halves(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.optimizer.learning_rate = 0.1 / (1 + ring.rank())
+
+    return error_of(lambda: fit(dense(momentum()), [Halves(), BroadcastCallback()]))
+
+
+@behavior
+def warnings_of_gpu_copies() -> Any:
+    """The texts that other backends would show on a machine with GPUs."""
+
+    def text(backend: str, by_nccl: str = "0") -> str:
+        validation.warn_of_gpu_copies.cache_clear()
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            mock.patch.object(validation, "_computes_on_gpus", return_value=True),
+            mock.patch.object(keras.backend, "backend", return_value=backend),
+            mock.patch.dict(os.environ, RING_TENSORFLOW_NCCL=by_nccl),
+        ):
+            warnings.simplefilter("always")
+            validation.warn_of_gpu_copies(ring.rank())
+        validation.warn_of_gpu_copies.cache_clear()
+        return " ".join(str(warning.message) for warning in caught)
+
+    found = {backend: text(backend) for backend in ("tensorflow", "torch", "jax")}
+    return {**found, "tensorflow by NCCL": text("tensorflow", "1")}
+
+
+@behavior
+def unequal_steps_of_a_generator() -> Any:
+    """Nobody knows the length beforehand: found when one rank's epoch is over."""
+
+    def batches() -> Any:
+        for _ in range(3 + ring.rank()):
+            yield np.ones((4, 5), "float32"), np.ones((4, 1), "float32")
+
+    return error_of(lambda: dense(momentum()).fit(batches(), verbose=0, callbacks=[BroadcastCallback()]))

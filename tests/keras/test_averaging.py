@@ -1,0 +1,55 @@
+"""Gradients are averaged in loops of the user's own, too."""
+
+import pytest
+
+from tests.keras.launches import BACKENDS, on_ranks
+
+
+@on_ranks("accumulation_is_reduced_once_an_update", *BACKENDS)
+def test_accumulated_gradients_are_reduced_once_an_update(seen):
+    first, second = seen
+    assert first == second
+    assert first["updates"] == 2
+
+
+@on_ranks("overflow_on_one_rank", *BACKENDS)
+def test_an_overflow_on_one_rank_lets_all_skip(seen):
+    assert seen == [{"unchanged": True, "scale": 8.0}] * 2
+
+
+@on_ranks("adversarial_training", "tensorflow", "torch")
+def test_two_optimizers_in_one_step(seen):
+    first, second = seen
+    assert first["together"] == second["together"]
+    for alone, together in zip(first["alone"], first["together"], strict=True):
+        flat = [[v for row in a for v in row] if isinstance(a[0], list) else a for a in (alone, together)]
+        assert flat[1] == pytest.approx(flat[0], rel=1e-5, abs=1e-6)
+
+
+@on_ranks("two_optimizers_in_one_compiled_step", "jax")
+def test_two_optimizers_in_one_compiled_step(seen):
+    for found in seen:
+        assert found["found"] == pytest.approx(found["expected"], abs=1e-5)
+
+
+@on_ranks("own_loop", *BACKENDS)
+def test_a_loop_of_ones_own(seen):
+    for found in seen:
+        assert found["found"] == pytest.approx(found["expected"])
+
+
+@on_ranks("gradients_from_elsewhere", "torch")
+def test_gradients_that_no_hook_saw(seen):
+    for found in seen:
+        assert found == pytest.approx([-0.3] * 5)
+
+
+@on_ranks("inside_xla", "tensorflow")
+def test_what_xla_cannot_compile_is_refused_or_not_compiled(seen):
+    first, second = seen
+    for found in (first, second):
+        for text in (found["refused"], found["nested"]):
+            assert "InsideXla: " in text and "outside of it" in text, text
+        assert found["found"] == pytest.approx([-0.15] * 5)
+        assert len(found["said"]) == 1 and "Adversarial.train_step" in found["said"][0]
+    assert first["weights"] == second["weights"]

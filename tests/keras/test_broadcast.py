@@ -1,0 +1,68 @@
+"""`BroadcastCallback` shares state, lets one rank write, and undoes itself."""
+
+import pytest
+
+from tests.keras.launches import BACKENDS, on_ranks
+
+
+@on_ranks("state_of_another_root", "torch", "jax", slow=("tensorflow",))
+def test_everyone_starts_from_the_root_and_is_averaged_only_where_asked(seen):
+    first, second = seen
+    assert first["before"] != second["before"]
+    assert first["begins"] == second["begins"] == second["before"]
+    assert first["after"] != second["after"]
+    assert (first["written"], second["written"]) == (False, True)
+
+
+@on_ranks("seeds", "torch", "jax", slow=("tensorflow",))
+def test_seeds_are_offset_once(seen):
+    first, second = seen
+    assert first["first"] == first["before"]
+    assert first["first"][0] != second["first"][0]
+    assert first["first"][1] == second["first"][1]
+    assert first["second"] == first["middle"] and second["second"] == second["middle"]
+
+
+@on_ranks("dropout_masks", "tensorflow", "torch", slow=("jax",))
+def test_ranks_drop_different_units(seen):
+    first, second = seen
+    assert len({*first, *second}) == 4
+
+
+@on_ranks("moving_statistics", "torch", "jax", slow=("tensorflow",))
+def test_moving_statistics(seen):
+    first, second = seen
+    assert first["average"] == second["average"] == first["written"]
+    trained = (0, 1, 4, 5)
+    for i, (mine, theirs, mean) in enumerate(zip(first["local"], second["local"], first["average"], strict=True)):
+        if i in trained:
+            assert mine == theirs
+        else:
+            assert mine != theirs
+            assert mean == pytest.approx([(a + b) / 2 for a, b in zip(mine, theirs, strict=True)], abs=1e-6)
+
+
+@on_ranks("files", "tensorflow", "torch", slow=("jax",))
+def test_files_are_written_once_and_know_nothing_of_this_package(seen):
+    first, second = seen
+    assert first["written"] == ["best.keras", "last.keras", "log.csv"]
+    assert second["written"] == []
+    assert first["mentions"] == []
+    assert first["kind"] == second["kind"] == "Adam"
+
+
+@on_ranks("backup_that_only_the_root_has", "torch", slow=("tensorflow", "jax"))
+def test_a_backup_of_the_root_brings_everyone_back(seen):
+    first, second = seen
+    assert first["epochs"] == second["epochs"] == [0, 1, 2, 2, 3]
+    assert first["weights"] == second["weights"]
+
+
+@on_ranks("fit_that_raises", *BACKENDS)
+def test_a_fit_that_raises_is_undone_at_once(seen):
+    first, second = seen
+    for found in (first, second):
+        assert found["error"] == "ValueError: not today"
+        assert found["left"] == []
+    assert first["apart"] != second["apart"]
+    assert first["together"] == second["together"]

@@ -1,0 +1,44 @@
+"""The callbacks set the rates that they promise, on every rank."""
+
+import pytest
+
+from tests.keras.launches import BACKENDS, on_ranks
+
+
+@on_ranks("warm_up", *BACKENDS)
+def test_warm_up_rises_with_every_step_and_begins_again(seen):
+    for found in seen:
+        assert found["rates"] == pytest.approx([0.1 + 0.1 * step / 8 for step in range(8)] + [0.2] * 4 + [0.02] * 4)
+        assert found["again"] == pytest.approx([0.1, 0.125, 0.15, 0.175] + [0.2] * 4)
+
+
+@on_ranks("warm_up_of_a_schedule", *BACKENDS)
+def test_warm_up_of_a_schedule(seen):
+    for found in seen:
+        assert found["rates"] == pytest.approx(found["expected"])
+
+
+@on_ranks("warm_up_then_plateau", "torch", slow=("tensorflow", "jax"))
+def test_reduction_on_a_plateau_keeps_its_effect(seen):
+    for found in seen:
+        assert found == pytest.approx([1.75, 2.0, 1.0, 0.5, 0.25])
+
+
+@on_ranks("warm_up_resumed", "torch", slow=("tensorflow", "jax"))
+def test_warm_up_goes_on_where_it_was_saved(seen):
+    for found in seen:
+        assert found == pytest.approx([0.15 + 0.1 * step / 16 for step in range(8)] + [0.2] * 4)
+
+
+@on_ranks("multiples_in_a_range_of_epochs", "torch", slow=("tensorflow", "jax"))
+def test_multiples_in_a_range_of_epochs(seen):
+    expected = [1.0] * 4 + [0.5 ** (1 + step / 4) for step in range(4)] + [0.5**1.75] * 4
+    for found in seen:
+        assert found["rates"] == pytest.approx([0.1 * 2**0.5 * multiple for multiple in expected])
+        assert found["written"], "write_on_root_only=False"
+
+
+@on_ranks("momentum_correction", "torch", "jax", slow=("tensorflow",))
+def test_momentum_correction(seen):
+    for found in seen:
+        assert found["found"] == pytest.approx(found["expected"], abs=1e-6)

@@ -1,0 +1,24 @@
+"""Metrics are those of all ranks' data."""
+
+import pytest
+
+from tests.keras.launches import BACKENDS, on_ranks
+
+
+@on_ranks("metrics_of_uneven_shards", *BACKENDS)
+def test_metrics_are_those_of_all_data(seen):
+    for found in seen:
+        assert found["evaluate"] == pytest.approx(found["expected"], rel=1e-6)
+        assert found["validation"] == pytest.approx(found["expected"], rel=1e-6)
+        assert found["local"]["auc"] != pytest.approx(found["expected"]["auc"], rel=1e-3)
+        assert found["validations"] == 1
+        assert found["history"] == found["seen"] == pytest.approx(found["expected"]["auc"], rel=1e-6)
+        assert not found["left"], "the model's method was not put back"
+
+
+@on_ranks("metric_that_is_no_sum", "torch", slow=("tensorflow", "jax"))
+def test_a_metric_that_is_no_sum_is_averaged_and_says_so(seen):
+    first, second = seen
+    assert first["largest"] == second["largest"] == pytest.approx(2.0)
+    assert len(first["said"]) == 1 and "largest" in first["said"][0]
+    assert second["said"] == []

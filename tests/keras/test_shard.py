@@ -1,0 +1,52 @@
+"""Every rank gets its own part of the data, and as many steps."""
+
+import pytest
+
+from tests.keras.launches import on_ranks
+
+
+@on_ranks("sharded_arrays", "torch", slow=("tensorflow", "jax"))
+def test_arrays_are_divided(seen):
+    first, second = seen
+    assert first["steps"] == second["steps"] == 2
+    epochs = [sorted(a + b) for a, b in zip(first["epochs"], second["epochs"], strict=True)]
+    assert all(len(set(epoch)) == 20 for epoch in epochs)
+    assert epochs[0] != epochs[1], "always the same samples are left out"
+    assert first["kept"] == second["kept"] == pytest.approx(1.0, rel=1e-6)
+
+
+@on_ranks("sharded_streams", "torch")
+def test_batches_and_generators_are_divided(seen):
+    first, second = seen
+    epochs = [sorted(a + b) for a, b in zip(first["dataset"], second["dataset"], strict=True)]
+    assert all(len(set(epoch)) == 6 for epoch in epochs)
+    assert first["dataset"][0] != first["dataset"][1]
+    assert (first["padded"], second["padded"]) == ([0, 2, 4, 6], [1, 3, 5, 0])
+    assert (first["generator"], second["generator"]) == ([0, 2, 4], [1, 3, 5])
+    for what, word in (("keep", "remainder='keep'"), ("few", "3 elements"), ("lengths", "[8, 9]")):
+        assert first[what].startswith("ArgumentError") and word in first[what]
+
+
+@on_ranks("sharded_data_loader", "torch")
+def test_a_data_loader_is_divided(seen):
+    first, second = seen
+    assert first["steps"] == 2
+    epochs = [sorted(a + b) for a, b in zip(first["epochs"], second["epochs"], strict=True)]
+    assert all(len(set(epoch)) == 12 for epoch in epochs)
+    assert first["epochs"][0] != first["epochs"][1]
+    assert sorted(first["plain"][0] + second["plain"][0]) == list(range(13))
+    assert first["plain"][0] == first["plain"][1]
+
+
+@on_ranks("sharded_tf_data", "tensorflow")
+def test_tf_data_is_divided(seen):
+    first, second = seen
+    for one, other in zip(first["epochs"], second["epochs"], strict=True):
+        assert len(one) == len(other) == 4 and len({*one, *other}) == 8
+    assert first["epochs"][0] != first["epochs"][1]
+    for what in ("known", "unknown", "pairs"):
+        assert (first[what], second[what]) == ([0, 2, 4, 6], [1, 3, 5, 7])
+    assert (first["kept"], second["kept"]) == ([0, 2, 4, 6, 8], [1, 3, 5, 7])
+    assert first["seeded"] == "none"
+    assert "without a seed" in first["unseeded"]
+    assert first["other seed"].startswith("MismatchError") and first["global seed"].startswith("MismatchError")

@@ -1,0 +1,68 @@
+"""Ranks that differ get an error that says how; one that stops, stops all."""
+
+import pytest
+
+from tests.keras.launches import on_ranks
+
+
+@on_ranks("one_rank_stops", "torch", "jax", slow=("tensorflow",))
+def test_one_rank_stops_all_at_the_same_step(seen):
+    assert seen == [{"steps": 6, "epochs": 2}] * 2
+
+
+@on_ranks("refusals", "torch", "jax", slow=("tensorflow",))
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("steps", ("MismatchError", "rank 0: 4", "rank 1: 2", "steps_per_epoch")),
+        ("models", ("MismatchError", "(5, 4)", "(5, 5)", "rank 1")),
+        ("root", ("ArgumentError", "root_rank=7")),
+        ("policy", ("ArgumentError", "moving_statistics='sum'")),
+        ("optimizer", ("ArgumentError", "optimizer=str")),
+        ("data", ("ArgumentError", "data=int")),
+        ("no reduction", ("RingError", "without averaging", "DistributedOptimizer")),
+    ],
+)
+def test_refused(what, words, seen):
+    for found in seen:
+        assert all(word in found[what] for word in words), found[what]
+
+
+@on_ranks("refusal_of_a_distribution", "torch", slow=("tensorflow", "jax"))
+def test_refused_beside_a_distribution(seen):
+    for found in seen:
+        assert found.startswith("ArgumentError") and "DataParallel" in found and "set_distribution(None)" in found
+
+
+@on_ranks("rates_that_part", "torch", slow=("tensorflow", "jax"))
+def test_rates_that_part_are_an_error(seen):
+    for found in seen:
+        assert "MismatchError" in found and "[0.1" in found and "0.05" in found and "MetricAverageCallback" in found
+
+
+@on_ranks("unequal_steps_of_a_generator", "torch", slow=("tensorflow", "jax"))
+def test_unequal_steps_of_a_generator(seen):
+    ended, longer = seen
+    assert ended.startswith("MismatchError") and "after 3 steps" in ended and "as much data" in ended, ended
+    assert "different numbers of steps" in longer or "as much data" in longer, longer
+
+
+@on_ranks("refusal_of_a_strategy", "tensorflow")
+def test_a_model_made_under_a_strategy_is_refused(seen):
+    for found in seen:
+        assert found.startswith("ArgumentError") and "MirroredStrategy" in found
+
+
+@on_ranks("refusal_of_ddp", "torch")
+def test_a_model_that_keras_wrapped_in_ddp_is_refused(seen):
+    for found in seen:
+        assert found.startswith("ArgumentError") and "DistributedDataParallel" in found
+
+
+@on_ranks("warnings_of_gpu_copies", "torch")
+def test_a_warning_says_what_gpus_cost_if_gradients_leave_them(seen):
+    found, on_another_rank = seen
+    assert "RING_TENSORFLOW_NCCL=1" in found["tensorflow"]
+    assert "keras.distribution.DataParallel" in found["jax"]
+    assert found["tensorflow by NCCL"] == found["torch"] == ""
+    assert set(on_another_rank.values()) == {""}
