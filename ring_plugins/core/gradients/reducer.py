@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from time import monotonic_ns
 from typing import Any
 
 from ring_plugins.core.arrays.codec import Compression, HalfCodec
@@ -11,7 +12,7 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory, Memory
 from ring_plugins.core.collectives.api import Communicator, Work
 from ring_plugins.core.gradients.fusion import Bucket, BucketMemory, FusionPlan
-from ring_plugins.core.trace.recorder import monotonic_ns, recorder
+from ring_plugins.core.trace.recorder import recorder
 from ring_plugins.core.trace.steps import steps
 
 #: Prepares a bucket and returns the memory of its direct tensors.

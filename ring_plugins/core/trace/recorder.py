@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from time import monotonic_ns
 from typing import Any, NamedTuple
 
 #: Spans kept until they are taken, which happens every second or so. Beyond this many the oldest are lost.
@@ -69,5 +68,3 @@ class Recorder:
 
 #: The recorder of this process.
 recorder = Recorder()
-
-__all__ = ["Recorder", "Span", "monotonic_ns", "recorder"]
