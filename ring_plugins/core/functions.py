@@ -195,8 +195,8 @@ def all_to_all(x: Any, splits: Sequence[int] | None = None, *, wait: bool = True
     def run() -> Any:
         source = np.ascontiguousarray(array)
         trailing = source.shape[1:]
-        everyones = exchange_rows(communicator, sent, trailing, dtype, "all_to_all")
-        received = [theirs[communicator.rank] for theirs in everyones]
+        rows_by_rank = exchange_rows(communicator, sent, trailing, dtype, "all_to_all")
+        received = [theirs[communicator.rank] for theirs in rows_by_rank]
         result = _empty(x, source.dtype, (sum(received), *trailing))
         each = prod(trailing)
         communicator.all_to_all(

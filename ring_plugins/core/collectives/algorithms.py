@@ -55,7 +55,7 @@ class Reduction:
         op, dtype: as in `reduce_into`.
         divisor: the result is divided by this.
         codec: encodes what is sent.
-        nbytes: of the whole array, told to the other members at once.
+        nbytes: size of the whole array; its header leaves at once.
         fingerprint: of the operation.
     """
 
@@ -145,7 +145,7 @@ class ChunkReduction(Protocol):
 
 
 class PairExchange:
-    """A chunk of two members, who send each other everything and both reduce it: one round."""
+    """A chunk of two members, which send each other everything and both reduce it: one round."""
 
     def __init__(self, reduction: Reduction, chunk: Array) -> None:
         self._reduction, self._chunk = reduction, chunk

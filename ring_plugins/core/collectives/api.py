@@ -1,8 +1,8 @@
-"""What a communicator promises, said once for all implementations: `HostCommunicator`, `SingleCommunicator` and, for
-GPUs, `core.gpu.communicator.DeviceCommunicator`.
+"""The interface of communicators, and the types that their implementations share.
 
-The types that they share follow: `Work` for operations under way, `Statistics` and `Activity` for reports,
-`FailureState` for communicators that can no longer be used, and `ByteCollectives` for the groups that move bytes.
+`host.HostCommunicator`, `single.SingleCommunicator` and, for GPUs, `core.gpu.communicator.DeviceCommunicator` implement
+`Communicator`. They share `Work` for operations under way, `Statistics` and `Activity` for reports, and `FailureState`
+for communicators that can no longer be used. `ByteCollectives` is the interface of the groups that move bytes.
 """
 
 from __future__ import annotations

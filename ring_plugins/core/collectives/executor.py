@@ -158,7 +158,7 @@ class SerialExecutor:
             self._thread.end()
 
     def detach_after_fork(self) -> None:
-        """In a forked child, which has neither the thread nor whoever holds the lock: let every call raise."""
+        """In a forked child, which has no communication thread: let every call raise."""
         self._thread, self._lock = None, threading.RLock()
         self.failure.detach_after_fork()
 

@@ -2,7 +2,7 @@
 
 NCCL hangs or corrupts memory when ranks call different collectives, or the same with different sizes. Here every
 operation sends or shares a 62-bit code of what it is, which costs nothing beside the data; only where codes differ do
-the ranks exchange texts, for an error that says who calls what.
+the ranks exchange texts, for an error that names each rank's operation.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def mismatch(communicator: str, calls: dict[int, str]) -> MismatchError:
     by_text: dict[str, list[int]] = {}
     for rank, text in calls.items():
         by_text.setdefault(text, []).append(rank)
-    said = ", but ".join(
+    parts = ", but ".join(
         f"{name_ranks(ranks)} call{'' if len(ranks) > 1 else 's'} {text}" for text, ranks in by_text.items()
     )
     return MismatchError(
-        f"ranks disagree in {communicator}: {said}. All ranks must make equal calls in the same order."
+        f"ranks disagree in {communicator}: {parts}. All ranks must make equal calls in the same order."
     )

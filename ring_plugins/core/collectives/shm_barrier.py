@@ -11,9 +11,9 @@ counters never go back, so there is no second phase as in a sense-reversing barr
 "Algorithms for scalable synchronization on shared-memory multiprocessors", 1991): a member that is late to look merely
 sees a higher number. Each waiting member reads n-1 cache lines, which for the ranks of a host is cheaper than a tree.
 
-**Memory ordering.** What a member wrote before it raised its epoch must be visible to whoever sees the new epoch, and
-nobody may read data ahead of the epochs. `publish` before the store and after the wait does both: a full fence on Arm
-and POWER, nothing on x86, which keeps stores in order among themselves, and loads too.
+**Memory ordering.** A member that sees a new epoch must also see everything that its owner wrote before raising it, and
+no member may read data ahead of the epochs. `publish` before the store and after the wait ensures both. It is a full
+fence on Arm and POWER, and nothing on x86, which keeps stores in order among themselves, and loads too.
 
 **Sleeping.** A member looks 50 times, then for another 50 µs (`Wait.until`), and then sleeps in the kernel on the epoch
 of the first missing member. Polling every 50 µs instead took a tenth of the processor from a rank that computes

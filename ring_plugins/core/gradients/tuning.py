@@ -88,17 +88,17 @@ class BucketTuner:
         """This rank's seconds per step in the round that is over, by candidate and turn."""
         return self._times
 
-    def decide(self, everyones: Sequence[list[list[float]]]) -> tuple[BucketSizes, str]:
+    def decide(self, times_by_rank: Sequence[list[list[float]]]) -> tuple[BucketSizes, str]:
         """Choose the best sizes so far; rank 0 calls this and sends the result to the others.
 
         Args:
-            everyones: `times` of each rank. A step takes as long as on the slowest of them.
+            times_by_rank: `times` of each rank, in rank order. A step takes as long as on the slowest of them.
 
         Returns:
             The sizes, and a line for the user.
         """
         slowest = [
-            [max(turn) for turn in zip(*(times[i] for times in everyones), strict=True)]
+            [max(turn) for turn in zip(*(times[i] for times in times_by_rank), strict=True)]
             for i in range(len(self._candidates))
         ]
         medians = [statistics.median(turns) for turns in slowest]

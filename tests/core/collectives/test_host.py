@@ -11,10 +11,10 @@ CHECKS = Path(__file__).with_name("checks_host.py")
 CASES = [
     ("spawned", 1, ""),
     ("spawned", 2, ""),
-    ("spawned", 3, ""),
+    pytest.param("spawned", 3, "", marks=pytest.mark.slow),
     ("spawned", 4, ""),
     ("mpirun", 2, ""),
-    ("mpirun", 2, "2"),
+    pytest.param("mpirun", 2, "2", marks=pytest.mark.slow),
     ("mpirun", 3, "1,2"),
     ("mpirun", 4, "2"),
     ("torchrun", 3, "2,1"),

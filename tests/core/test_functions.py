@@ -1,0 +1,114 @@
+"""The public functions on a communicator of one rank; `collectives/test_host.py` runs them on several."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from ring_plugins.core import functions
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.collectives.single import SingleCommunicator
+
+
+class Doubling(SingleCommunicator):
+    """Its all-reduce doubles, as if a second rank had the same numbers."""
+
+    def all_reduce(self, memory, op, codec=None):
+        super().all_reduce(memory, op, codec)
+        memory.array[:] = 2 * memory.array
+
+
+@pytest.fixture(autouse=True)
+def world(monkeypatch):
+    topology = SimpleNamespace(rank=5, size=8, local_rank=1, local_size=2, node_rank=2, num_nodes=4)
+    world = SimpleNamespace(communicator=Doubling("test"), topology=topology)
+    monkeypatch.setattr(functions, "current", lambda: world)
+
+
+def test_the_place_in_the_job_is_the_topologys():
+    names = ("rank", "size", "local_rank", "local_size", "node_rank", "num_nodes")
+    assert [getattr(functions, name)() for name in names] == [5, 8, 1, 2, 2, 4]
+
+
+def test_the_result_is_new_and_of_the_kind_of_x():
+    for x in (np.ones((2, 3), np.float32), torch.ones(2, 3)):
+        result = functions.all_reduce(x, Op.SUM)
+        assert type(result) is type(x)
+        assert result.shape == (2, 3)
+        assert float(result.sum()) == 12
+        assert float(x.sum()) == 6
+    assert functions.all_reduce(1.5, Op.SUM) == 3.0
+
+
+def test_out_takes_the_result_whatever_its_strides():
+    x, whole = np.ones((2, 3), np.float32), np.zeros((2, 6), np.float32)
+    out = whole[:, ::2]
+    assert functions.all_reduce(x, Op.SUM, out=out) is out
+    assert whole[:, ::2].sum() == 12
+    assert whole[:, 1::2].sum() == 0
+
+
+def test_x_itself_may_take_the_result():
+    x = np.ones(3, np.float32)
+    assert functions.all_reduce(x, Op.SUM, out=x) is x
+    assert x.tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("out", "said"), [(np.ones(4), "out has 4"), (np.ones(3, np.float32), "float32"), ([1.0, 2.0, 3.0], "read-only")]
+)
+def test_memory_that_cannot_take_the_result_is_refused(out, said):
+    with pytest.raises(ArgumentError, match=said):
+        functions.all_reduce(np.ones(3), out=out)
+
+
+def test_without_waiting_there_is_a_work():
+    assert functions.all_reduce(np.ones(3), Op.SUM, wait=False).wait().tolist() == [2, 2, 2]
+    assert functions.all_gather(np.ones((3, 2)), wait=False).wait().shape == (3, 2)
+
+
+def test_a_0_d_x_is_one_row_of_a_gather_and_refused_where_rows_are_cut():
+    assert functions.all_gather(7.0).tolist() == [7.0]
+    for collective in (functions.reduce_scatter, functions.all_to_all):
+        with pytest.raises(ArgumentError, match=f"x is 0-d; {collective.__name__}"):
+            collective(np.array(1.0))
+
+
+def test_bad_roots_and_splits_are_refused():
+    for collective in (functions.broadcast, functions.broadcast_object):
+        with pytest.raises(ArgumentError, match="root=1 is not a rank"):
+            collective(1.0, root=1)
+    with pytest.raises(ArgumentError, match="splits="):
+        functions.all_to_all(np.ones(3), [2])
+
+
+class OnGpu:
+    """A tensor of a framework of the test's, on a GPU."""
+
+    device = "gpu:0"
+
+    def __dlpack__(self):
+        raise AssertionError("its memory is not the CPU's")
+
+    def __dlpack_device__(self):
+        return 2, 0
+
+
+OnGpu.__module__ = "framework.tensors"
+
+
+def test_tensors_on_gpus_go_to_the_functions_of_their_framework(monkeypatch):
+    calls = []
+    monkeypatch.setitem(
+        functions.gpu_functions, "framework", SimpleNamespace(all_reduce=lambda *arguments: calls.append(arguments))
+    )
+    x = OnGpu()
+    functions.all_reduce(x, Op.SUM)
+    assert calls == [(x, Op.SUM, None, True)]
+
+
+def test_tensors_on_gpus_of_other_frameworks_are_refused():
+    with pytest.raises(ArgumentError, match="x is on device gpu:0"):
+        functions.all_gather(OnGpu())
