@@ -1,8 +1,13 @@
-"""The functions of `import ring_plugins` for tensors on GPUs. The arguments are those of `core.functions`."""
+"""The collectives of `import ring_plugins` for tensors on GPUs; arguments and errors as in `core.functions`.
+
+Ranks agree on shapes and memory for results is allocated before an operation is queued: on a GPU `start` runs its
+function at once, with the communication stream current, and memory allocated there would belong to that stream.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -23,47 +28,47 @@ def all_reduce(x: torch.Tensor, op: Op, out: Any, wait: bool) -> Any:
 
 
 def broadcast(x: torch.Tensor, root: int, out: Any, wait: bool) -> Any:
-    """The root's `x` on every rank."""
+    """Return the root's `x` on every rank."""
     return _in_place("broadcast", x, out, wait, lambda communicator, memory: communicator.broadcast(memory, root))
 
 
 def all_gather(x: torch.Tensor, wait: bool) -> Any:
-    """Everyone's `x`, one after the other along the first dimension."""
+    """Concatenate `x` of all ranks along the first dimension."""
     communicator, source = _communicator(x), _source(x)
     lengths = [rows for (rows,) in _exchange_rows(communicator, source, source.shape[:1], "all_gather")]
     result = source.new_empty((sum(lengths), *source.shape[1:]))
-    each = _each(source)
+    each = prod(source.shape[1:])
 
     def run() -> torch.Tensor:
         communicator.all_gather(_memory(source), _memory(result), [rows * each for rows in lengths])
         return result
 
-    return _go(communicator, "all_gather", run, wait)
+    return _run(communicator, "all_gather", run, wait)
 
 
 def reduce_scatter(x: torch.Tensor, op: Op, wait: bool) -> Any:
-    """Combine `x` of all ranks and give each rank one part of it."""
+    """Combine `x` of all ranks and give each rank one part of the result."""
     communicator = _communicator(x)
     lengths = scatter_rows(rows_of(x.shape, "reduce_scatter"), communicator.size)
     source = _source(x)
     result = source.new_empty((lengths[communicator.rank], *source.shape[1:]))
-    each = _each(source)
+    each = prod(source.shape[1:])
 
     def run() -> torch.Tensor:
         communicator.reduce_scatter(_memory(source), _memory(result), [rows * each for rows in lengths], op)
         return result
 
-    return _go(communicator, "reduce_scatter", run, wait)
+    return _run(communicator, "reduce_scatter", run, wait)
 
 
 def all_to_all(x: torch.Tensor, splits: Sequence[int] | None, wait: bool) -> Any:
-    """Send part i of `x` to rank i, and receive a part from everyone."""
+    """Send part i of `x` to rank i, and receive a part from every rank."""
     communicator = _communicator(x)
     send = check_splits(splits, rows_of(x.shape, "all_to_all"), communicator.size)
     source = _source(x)
     receive = [theirs[communicator.rank] for theirs in _exchange_rows(communicator, source, send, "all_to_all")]
     result = source.new_empty((sum(receive), *source.shape[1:]))
-    each = _each(source)
+    each = prod(source.shape[1:])
 
     def run() -> torch.Tensor:
         communicator.all_to_all(
@@ -71,7 +76,7 @@ def all_to_all(x: torch.Tensor, splits: Sequence[int] | None, wait: bool) -> Any
         )
         return result
 
-    return _go(communicator, "all_to_all", run, wait)
+    return _run(communicator, "all_to_all", run, wait)
 
 
 def _in_place(
@@ -97,10 +102,10 @@ def _in_place(
                 target.store()
             return result
 
-        return _go(communicator, name, run, wait)
+        return _run(communicator, name, run, wait)
 
 
-def _go(communicator: DeviceCommunicator, name: str, run: Callable[[], torch.Tensor], wait: bool) -> Any:
+def _run(communicator: DeviceCommunicator, name: str, run: Callable[[], torch.Tensor], wait: bool) -> Any:
     return run() if wait else communicator.start(name, run)
 
 
@@ -118,13 +123,8 @@ def _memory(tensor: torch.Tensor) -> DeviceMemory:
     return cast(DeviceMemory, memory_of(tensor.view(-1)))
 
 
-def _each(source: torch.Tensor) -> int:
-    """Elements of a row."""
-    return source[:1].numel() if source.shape[0] else int(torch.Size(source.shape[1:]).numel())
-
-
 def _exchange_rows(
     communicator: DeviceCommunicator, source: torch.Tensor, rows: Sequence[int], collective: str
 ) -> list[tuple[int, ...]]:
-    """Everyone's numbers of rows, if everything that must be equal is."""
+    """As `validation.exchange_rows`, for a tensor."""
     return exchange_rows(communicator, rows, source.shape[1:], str(source.dtype), collective)

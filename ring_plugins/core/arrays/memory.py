@@ -7,6 +7,7 @@ this package imports no framework. numpy's own `from_dlpack` is not enough: it k
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,9 @@ import numpy as np
 from ring_plugins.core.arrays.dtypes import STORAGE, itemsize, name_of
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
+
+#: Bytes of a cache line, on which parts of arrays start: cores that write to one line slow each other down.
+CACHE_LINE = 64
 
 
 class HostMemory(NamedTuple):
@@ -116,6 +120,15 @@ def host_memory(x: Any, name: str = "x", *, writable: bool = False) -> HostMemor
     if writable and not array.flags.writeable:
         raise ArgumentError(f"{name} is read-only memory and cannot take the result; pass a writable copy.")
     return HostMemory(array if array.ndim == 1 else array.reshape(-1), dtype)
+
+
+@lru_cache(maxsize=1024)
+def slices(count: int, parts: int, itemsize: int) -> tuple[slice, ...]:
+    """Cut `count` elements into `parts` ranges that start on cache lines; the last ones may be empty."""
+    line = max(1, CACHE_LINE // itemsize)
+    each = -(-count // parts // line) * line if count else 0
+    each = max(each, line) if each * parts < count else each
+    return tuple(slice(min(i * each, count), min((i + 1) * each, count)) for i in range(parts))
 
 
 # DLPack ---------------------------------------------------------------------------------------

@@ -33,11 +33,11 @@ import numpy as np
 from ring_plugins.core.arrays.arithmetic import reduce_into
 from ring_plugins.core.arrays.codec import Codec
 from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.arrays.memory import slices
 from ring_plugins.core.base.errors import PeerFailed
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.fingerprint import Fingerprint
 from ring_plugins.core.collectives.net_group import NetworkGroup, PendingHeaders
-from ring_plugins.core.collectives.shm_group import slices
 from ring_plugins.core.net.transport import Request
 
 #: From this many hosts on chunks go in a ring.

@@ -35,12 +35,13 @@ import numpy as np
 from ring_plugins.core.arrays.arithmetic import reduce_into
 from ring_plugins.core.arrays.codec import Codec, IdentityCodec
 from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.arrays.memory import CACHE_LINE, slices
 from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.algorithms import Pipeline, Reduction, choose_algorithm
 from ring_plugins.core.collectives.fingerprint import Fingerprint
 from ring_plugins.core.collectives.net_group import SMALL_BYTES, NetworkGroup
-from ring_plugins.core.collectives.shm_group import CHUNK_STAGING_BYTES, SharedMemoryGroup, slices
+from ring_plugins.core.collectives.shm_group import CHUNK_STAGING_BYTES, SharedMemoryGroup
 
 #: Bytes of one message of a chunk: large enough that Python's part is small, small enough that the last one, which
 #: nothing overlaps, is short.
@@ -51,7 +52,6 @@ _CHUNKS = 4
 #: A message goes in one round as long as a host receives no more than this. With two hosts that is no more than it
 #: receives otherwise.
 _ONE_ROUND_BYTES = 256 * 1024
-_CACHE_LINE = 64
 
 
 class HierarchicalAllReduce:
@@ -144,7 +144,7 @@ class HierarchicalAllReduce:
         wanted = min(
             max(nbytes // _CHUNKS, parts * _SMALLEST_MESSAGE_BYTES), parts * _MESSAGE_BYTES, CHUNK_STAGING_BYTES
         )
-        return max(wanted // (_CACHE_LINE * parts), 1) * _CACHE_LINE * parts
+        return max(wanted // (CACHE_LINE * parts), 1) * CACHE_LINE * parts
 
 
 def _divisors(size: int, dtype: str, is_rounded: bool) -> tuple[float, float]:

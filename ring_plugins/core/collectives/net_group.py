@@ -22,10 +22,10 @@ import numpy as np
 from ring_plugins.core.arrays.arithmetic import reduce_into
 from ring_plugins.core.arrays.codec import Codec
 from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.arrays.memory import slices
 from ring_plugins.core.base.errors import MismatchError, RingError
 from ring_plugins.core.base.types import Array, Bytes
 from ring_plugins.core.collectives.fingerprint import Fingerprint, fingerprint, mismatch
-from ring_plugins.core.collectives.shm_group import slices
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.net.transport import Request, Transport
 

@@ -23,7 +23,6 @@ second one protects the buffer from being overwritten.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -31,6 +30,7 @@ import numpy as np
 from ring_plugins.core.arrays.arithmetic import reduce_everywhere, reduce_into
 from ring_plugins.core.arrays.codec import Codec
 from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.arrays.memory import CACHE_LINE, slices
 from ring_plugins.core.base.types import Array, Bytes
 from ring_plugins.core.collectives.fingerprint import Fingerprint
 from ring_plugins.core.collectives.shm_barrier import PAGE, SharedMemoryBarrier
@@ -44,16 +44,6 @@ SMALL_BYTES = 32 * 1024
 #: Bytes of each of the four buffers through which chunks go to and from other hosts. Pages that are never written take
 #: no memory.
 CHUNK_STAGING_BYTES = 4 * 1024 * 1024
-_CACHE_LINE = 64
-
-
-@lru_cache(maxsize=1024)
-def slices(count: int, parts: int, itemsize: int) -> tuple[slice, ...]:
-    """Cut `count` elements into `parts` ranges that start on cache lines; the last ones may be empty."""
-    line = max(1, _CACHE_LINE // itemsize)
-    each = -(-count // parts // line) * line if count else 0
-    each = max(each, line) if each * parts < count else each
-    return tuple(slice(min(i * each, count), min((i + 1) * each, count)) for i in range(parts))
 
 
 def create_segment() -> Segment:
@@ -143,7 +133,7 @@ class SharedMemoryGroup:
         longest = np.array([max(part.size for part in outgoing)])
         longest_of_all = np.empty(self.size, longest.dtype)
         self.all_gather(longest.view(np.uint8), np.split(longest_of_all.view(np.uint8), self.size), fingerprint)
-        share = STAGING_BYTES // self.size // _CACHE_LINE * _CACHE_LINE  # of a staging buffer, for one receiver
+        share = STAGING_BYTES // self.size // CACHE_LINE * CACHE_LINE  # of a staging buffer, for one receiver
         for start in range(0, int(longest_of_all.max()), share):
             staging = self._next_staging()
             for i, part in enumerate(outgoing):

@@ -25,7 +25,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 from ring_plugins.core.arrays.dtypes import STORAGE
-from ring_plugins.core.arrays.memory import HostMemory, Memory
+from ring_plugins.core.arrays.memory import CACHE_LINE, HostMemory, Memory
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, name_ranks
 from ring_plugins.core.collectives.api import Communicator
 
@@ -38,7 +38,6 @@ FIRST_BUCKET_BYTES = MIB
 #: From this size on, copying a tensor into the bucket costs more memory traffic than it saves in calls (measured:
 #: docs/performance.md).
 DIRECT_BYTES = MIB
-_CACHE_LINE = 64
 
 
 class BucketSizes(NamedTuple):
@@ -144,7 +143,7 @@ class FusionPlan:
         return [self._lay_out(index, dtype, group) for index, (dtype, group) in enumerate(groups)]
 
     def _lay_out(self, index: int, dtype: str, group: list[int]) -> Bucket:
-        line = _CACHE_LINE // STORAGE[dtype].itemsize
+        line = CACHE_LINE // STORAGE[dtype].itemsize
         limit = self.sizes.direct_bytes
         direct = tuple(i for i in group if limit is not None and _nbytes(self.entries[i]) >= limit)
         offsets, end = [], 0

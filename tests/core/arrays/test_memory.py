@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from ring_plugins.core.arrays.memory import host_array, host_memory
+from ring_plugins.core.arrays.memory import host_array, host_memory, slices
 from ring_plugins.core.base.errors import ArgumentError
 
 DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool",
@@ -71,3 +71,13 @@ def test_read_only_memory_cannot_take_a_result():
 def test_memory_that_is_a_copy_takes_no_results(x):
     with pytest.raises(ArgumentError, match="x is read-only"):
         host_memory(x, writable=True)
+
+
+@pytest.mark.parametrize("itemsize", [1, 4, 8, 16])
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 1000, 12345])
+@pytest.mark.parametrize("parts", [1, 2, 3, 16])
+def test_slices_cover_everything_once_and_start_on_cache_lines(count, parts, itemsize):
+    cuts = slices(count, parts, itemsize)
+    assert len(cuts) == parts
+    assert [i for cut in cuts for i in range(count)[cut]] == list(range(count))
+    assert all(cut.start * itemsize % 64 == 0 or cut.start == count for cut in cuts)

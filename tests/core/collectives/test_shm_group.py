@@ -8,13 +8,7 @@ import pytest
 
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.collectives.fingerprint import fingerprint
-from ring_plugins.core.collectives.shm_group import (
-    SMALL_BYTES,
-    STAGING_BYTES,
-    SharedMemoryGroup,
-    create_segment,
-    slices,
-)
+from ring_plugins.core.collectives.shm_group import SMALL_BYTES, STAGING_BYTES, SharedMemoryGroup, create_segment
 from ring_plugins.core.control.wait import Wait
 
 SIZE = 3
@@ -118,13 +112,3 @@ def test_all_to_all_of_different_sizes(on_all, scale):
 
     for rank, incoming in enumerate(on_all(exchange)):
         assert all((part == 10 * i + rank).all() for i, part in enumerate(incoming))
-
-
-@pytest.mark.parametrize("itemsize", [1, 4, 8, 16])
-@pytest.mark.parametrize("count", [0, 1, 63, 64, 1000, 12345])
-@pytest.mark.parametrize("parts", [1, 2, 3, 16])
-def test_slices_cover_everything_once_and_start_on_cache_lines(count, parts, itemsize):
-    cuts = slices(count, parts, itemsize)
-    assert len(cuts) == parts
-    assert [i for cut in cuts for i in range(count)[cut]] == list(range(count))
-    assert all(cut.start * itemsize % 64 == 0 or cut.start == count for cut in cuts)
