@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.keras.launches import BACKENDS, Case, launch
+from tests.keras.launches import Case, launch
 from tests.launch import LaunchFailed
 
 WANTED = pytest.StashKey[set[Case]]()
@@ -50,8 +50,3 @@ def seen(request: pytest.FixtureRequest) -> list[Any]:
     for value in values:
         assert "error" not in value, value["error"]
     return [value["value"] for value in values]
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)

@@ -4,11 +4,10 @@ import re
 
 import pytest
 
-from tests.keras.launches import environment
+from tests.keras.launches import BACKENDS, environment
 from tests.launch import REPOSITORY, Result, run_ranks
 
 EXAMPLES = REPOSITORY / "examples"
-SLOW = [pytest.param(backend, marks=pytest.mark.slow) for backend in ("torch", "jax")]
 
 
 def accuracy(result: Result, ranks: int) -> float:
@@ -21,7 +20,7 @@ def accuracy(result: Result, ranks: int) -> float:
 @pytest.mark.parametrize(
     ("backend", "launcher"),
     [
-        pytest.param("tensorflow", "mpirun", marks=pytest.mark.mpi),  # the other example shows that they grow
+        pytest.param("tensorflow", "mpirun", marks=pytest.mark.mpi),
         *(pytest.param(backend, "spawned", marks=pytest.mark.slow) for backend in ("tensorflow", "torch", "jax")),
     ],
 )
@@ -32,7 +31,8 @@ def test_digits(backend, launcher):
     assert result.stdout.count("Epoch 20/20") == 1, f"progress comes from one rank\n{result}"
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", *SLOW])
+@pytest.mark.slow  # the behaviors show that training resumes, the other example that it learns
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_image_folder_goes_on_where_it_ended(backend, tmp_path):
     where = ["--images", str(tmp_path / "images"), "--checkpoint", str(tmp_path / "model.keras"), "--ranks", "2"]
     run = lambda epochs: run_ranks(  # noqa: E731 - twice the same

@@ -1,4 +1,4 @@
-"""Whoever fails inside `fit`, every process ends within ten seconds, and the first cause can be read."""
+"""Whichever rank fails inside `fit`, every process ends within ten seconds, and the first cause can be read."""
 
 import re
 import signal
@@ -34,6 +34,12 @@ model.fit(batches(), steps_per_epoch=STEPS, epochs=2, verbose=0, callbacks=[Broa
 )
 
 
+def on(*backends: str, slow: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        "backend", [*backends, *(pytest.param(backend, marks=pytest.mark.slow) for backend in slow)]
+    )
+
+
 def script(when: str = "pass", steps: str = "100000") -> str:
     return SCRIPT.replace("WHEN", when).replace("STEPS", steps)
 
@@ -52,23 +58,25 @@ def ended(source: str, backend: str, *causes: str, interfere: signal.Signals | s
     return result
 
 
+@on("tensorflow", "jax", slow=("torch",))  # the peer's error passes through the framework's host call
 def test_sigkill_of_a_rank(backend):
     ended(script(), backend, r"rank 1\b.*(died|killed|signal)", interfere=signal.SIGKILL)
 
 
+@on("torch", slow=("tensorflow", "jax"))
 def test_exception_on_one_rank(backend):
     raises = "if ring.rank() == 1: raise ValueError('the image is broken')"
     result = ended(script(raises), backend, "rank 1 failed", "ValueError: the image is broken")
     assert result.output.count("rank 0 ends because") == 1, result
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+@on("tensorflow", slow=("torch",))
 def test_ctrl_c(backend):
     ended(script(), backend, "KeyboardInterrupt", interfere="ctrl-c")
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+@on("torch", slow=("tensorflow",))
 def test_unequal_steps_of_a_generator(backend):
-    """Nobody knows the length beforehand: found when one rank's epoch is over."""
+    """The length is unknown beforehand; the error comes when one rank's epoch is over."""
     result = ended(script("if ring.rank() == 1: return", "None"), backend, r"different numbers of steps|as much data")
     assert re.search(r"rank [01]\b", result.output), result
