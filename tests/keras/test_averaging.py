@@ -17,7 +17,7 @@ def test_an_overflow_on_one_rank_lets_all_skip(seen):
     assert seen == [{"unchanged": True, "scale": 8.0}] * 2
 
 
-@on_ranks("adversarial_training", "tensorflow", "torch")
+@on_ranks("adversarial_training", "torch", slow=("tensorflow",))
 def test_two_optimizers_in_one_step(seen):
     first, second = seen
     assert first["together"] == second["together"]
@@ -53,3 +53,8 @@ def test_what_xla_cannot_compile_is_refused_or_not_compiled(seen):
         assert found["found"] == pytest.approx([-0.15] * 5)
         assert len(found["said"]) == 1 and "Adversarial.train_step" in found["said"][0]
     assert first["weights"] == second["weights"]
+
+
+@on_ranks("gradient_on_one_rank_only", *BACKENDS)
+def test_a_gradient_on_one_rank_only_is_an_error(seen):
+    assert "this rank lacks a gradient for variable 1 (" in seen[0]

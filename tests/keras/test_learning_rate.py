@@ -5,7 +5,7 @@ import pytest
 from tests.keras.launches import BACKENDS, on_ranks
 
 
-@on_ranks("warm_up", *BACKENDS)
+@on_ranks("warm_up", "torch", "jax", slow=("tensorflow",))
 def test_warm_up_rises_with_every_step_and_begins_again(seen):
     for found in seen:
         assert found["rates"] == pytest.approx([0.1 + 0.1 * step / 8 for step in range(8)] + [0.2] * 4 + [0.02] * 4)

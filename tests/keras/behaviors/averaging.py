@@ -167,6 +167,15 @@ def own_loop() -> Any:
 
 
 @behavior
+def gradient_on_one_rank_only() -> Any:
+    variables = [keras.Variable(np.ones(3, "float32")), keras.Variable(np.ones(2, "float32"))]
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1))
+    optimizer.build(variables)
+    first, second = (keras.ops.convert_to_tensor(np.ones(n, "float32")) for n in (3, 2))
+    return error_of(lambda: optimizer.apply([first, second if ring.rank() else None], variables))
+
+
+@behavior
 def gradients_from_elsewhere() -> Any:
     """torch.autograd.grad calls no hooks; its gradients are averaged when they are applied."""
     import torch
