@@ -58,7 +58,7 @@ def over_mpi() -> Backend:
         world._nodes[world.topology.rank],
         2 * world.topology.rank,
         world.communicator.all_gather_object,
-        world.watch,
+        world.failure_detector,
         mpi.MpiTransport(),
     )
 

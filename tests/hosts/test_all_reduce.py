@@ -53,7 +53,7 @@ ring.barrier()
 ring.all_reduce(data, out=data)
 ring.barrier()
 report("sent", (sent_bytes() - before) / data.nbytes)
-report("transport", current()._connection.transport.name)
+report("transport", current()._rendezvous.transport.name)
 report("place", [ring.node_rank(), ring.local_rank()])
 """
 

@@ -35,7 +35,7 @@ from tests.worker import report, report_pid
 
 ring.init()
 sys.stderr = open(f"{sys.argv[1]}.{ring.rank()}", "w", buffering=1)
-report("port", getattr(current()._connection.transport, "_peers", [(0, 0, 0)] * ring.size())[ring.rank()][2])
+report("port", getattr(current()._rendezvous.transport, "_peers", [(0, 0, 0)] * ring.size())[ring.rank()][2])
 report_pid()
 data = np.ones(4_000_000, np.float32)
 steps = 0

@@ -14,7 +14,7 @@ variable, _, value = os.environ.get("ON_" + socket.gethostname(), "").partition(
 os.environ |= {variable: value} if variable else {}
 ring.init()
 from ring_plugins.core.world import current
-peers = getattr(current()._connection.transport, "_peers", None)  # MPI does not say
+peers = getattr(current()._rendezvous.transport, "_peers", None)  # MPI does not say
 report("address", peers and peers[ring.rank()].address)
 assert ring.all_reduce(np.ones(3), ring.SUM)[0] == ring.size()
 """

@@ -70,8 +70,8 @@ from ring_plugins.torch import DistributedOptimizer
 from tests.worker import report
 
 ring.init(ranks=int(os.environ["TEST_RANKS"]))
-plane = world.current()._connection.transport
-sent, exchange = [0], plane.exchange
+transport = world.current()._rendezvous.transport
+sent, exchange = [0], transport.exchange
 
 
 def counting(outgoing, incoming, tag):
@@ -79,25 +79,25 @@ def counting(outgoing, incoming, tag):
     return exchange(outgoing, incoming, tag)
 
 
-plane.exchange = counting
+transport.exchange = counting
 communicator = world.current().new_communicator("test")
 for name in (None, "fp16", "bf16"):
     compression = Compression.named(name)
     gradient = np.random.default_rng(ring.rank()).normal(size=300_000).astype(np.float32)
     exact = np.mean([np.random.default_rng(r).normal(size=300_000).astype(np.float32) for r in range(ring.size())], 0)
-    wire = HalfCodec(compression) if compression else None
-    if wire:
-        wire.begin(gradient)
+    codec = HalfCodec(compression) if compression else None
+    if codec:
+        codec.begin(gradient)
     sent[0] = 0
-    communicator.all_reduce(HostMemory(gradient, "float32"), ring.AVERAGE, wire)
+    communicator.all_reduce(HostMemory(gradient, "float32"), ring.AVERAGE, codec)
     report(f"{name} bytes", sent[0])
     report(f"{name} error", float(abs(gradient - exact).max()))
     report(f"{name} sum", gradient.view(np.uint32).astype(np.uint64).sum().item())
 # The sum of all ranks is above what float16 holds, their average is not.
 large = np.full(100_000, 40_000.0, np.float32)
-wire = HalfCodec(Compression("float16", False))
-wire.begin(large)
-communicator.all_reduce(HostMemory(large, "float32"), ring.AVERAGE, wire)
+codec = HalfCodec(Compression("float16", False))
+codec.begin(large)
+communicator.all_reduce(HostMemory(large, "float32"), ring.AVERAGE, codec)
 report("large", [float(large.min()), float(large.max())])
 
 
