@@ -85,20 +85,37 @@ for arguments in json.loads(sys.argv[1]):
 
 
 def collected(lines: list[str]) -> list[tuple[int, str]]:
-    """What becomes of commands of pytest, in one process, so that it imports the frameworks once."""
+    """Exit status and output of pytest commands that only collect, run in one process."""
     commands = [shlex.split(line, comments=True) for line in lines]
     assert all(command[0] == "pytest" for command in commands)
     found = subprocess.run(
-        [sys.executable, "-c", COLLECT, json.dumps([command[1:] for command in commands])],
+        [sys.executable, "-c", COLLECT, json.dumps([[*command[1:], *one_file(command)] for command in commands])],
         cwd=REPOSITORY, check=True, capture_output=True, text=True,
     )  # fmt: skip
     said = re.split(r"^status (\d+)$", found.stdout, flags=re.MULTILINE)
     return [(int(status), text) for text, status in zip(said[::2], said[1::2], strict=False)]
 
 
+def one_file(command: list[str]) -> list[str]:
+    """A file with the marker that `pytest -m MARKER` asks for: collecting the whole suite would take a minute."""
+    if command[1] != "-m":
+        return []
+    marked = (
+        file
+        for file in sorted((REPOSITORY / "tests").rglob("test_*.py"))
+        if f"pytest.mark.{command[2]}" in file.read_text() and file != Path(__file__)
+    )
+    return [str(min(marked, key=lambda file: file.stat().st_size))]
+
+
 @pytest.mark.parametrize(
     "block",
-    [block for block in blocks("python") if not is_excused(block) and not is_run_by_its_own_test(block)],
+    [
+        # Each of these starts ranks with a framework. Plain pytest runs those of the README, which users copy first.
+        pytest.param(block, marks=() if block.document.name == "README.md" else pytest.mark.slow)
+        for block in blocks("python")
+        if not is_excused(block) and not is_run_by_its_own_test(block)
+    ],
     ids=str,
 )
 def test_python_runs_as_printed(block):

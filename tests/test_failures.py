@@ -1,6 +1,7 @@
-"""Whoever fails, nobody hangs: every process ends within ten seconds, and the first cause can be read.
+"""Whatever fails, no rank hangs: every process ends within ten seconds, and the first cause is printed.
 
-`Job.wait` fails the test where a process, a file in shared memory or a temporary file is left.
+`Job.wait` fails the test if a process, a file in shared memory or a temporary file is left. Plain pytest runs each
+failure under the launchers that treat it differently; the others are marked slow.
 """
 
 import re
@@ -25,10 +26,10 @@ def goes_wrong():
     report("wrong", time.time())
 """
 
-# A step of each kind. Numpy's starts in a tenth of the time; PyTorch's is the one with hooks and buckets.
+# numpy's steps start in a tenth of the time of torch's; torch's have hooks and buckets.
 NUMPY = """
 import numpy
-def learner():
+def make_step():
     gradients = numpy.ones(1000)
     return lambda: ring.all_reduce(gradients, wait=False).wait()
 """
@@ -37,7 +38,7 @@ import torch
 from ring_plugins.torch import DistributedOptimizer
 torch.manual_seed(0)
 
-def learner(outputs=2):
+def make_step(outputs=2):
     model = torch.nn.Linear(4, outputs)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
     def step():
@@ -47,8 +48,8 @@ def learner(outputs=2):
     return step
 """
 
-FOR_EVER = """
-step = learner()
+ENDLESS = """
+step = make_step()
 step()
 report_pid()
 while True:
@@ -56,9 +57,9 @@ while True:
     time.sleep(0.01)
 """
 
-# One rank is inside a collective, the other far away from any.
+# Rank 1 waits in a collective while rank 0 is busy outside of any.
 BUSY = """
-step = learner()
+step = make_step()
 step()
 report_pid()
 if ring.rank() == 0:
@@ -68,148 +69,148 @@ while True:
 """
 
 
-def script(body: str, learner: str = NUMPY) -> str:
-    return COMMON + learner + textwrap.dedent(body)
+def slow(*values: object, **options: str) -> object:
+    return pytest.param(*values, marks=pytest.mark.slow, **options)
 
 
-def after(job: Job, *causes: str) -> Result:
-    """The end of a job that something was done to: in time, with a bad status, and with every cause in its output."""
-    result = job.wait(SECONDS)
-    return explained(result, *causes)
+def script(body: str, steps: str = NUMPY) -> str:
+    return COMMON + steps + textwrap.dedent(body)
 
 
-def run(body: str, launcher: Launcher, *causes: str, learner: str = TORCH) -> Result:
-    """A script that fails by itself; the ten seconds begin when a rank first calls `goes_wrong()`."""
-    result = run_ranks(script(body, learner), 2, launcher, timeout=60, check=False)
+def check_end(job: Job, *causes: str) -> Result:
+    """The job ends in time with a bad status, and prints every cause (a regular expression)."""
+    return check_causes(job.wait(SECONDS), *causes)
+
+
+def run_failing(body: str, launcher: Launcher, *causes: str, steps: str = NUMPY) -> Result:
+    """Run a script that fails by itself; the ten seconds begin when a rank first calls `goes_wrong()`."""
+    result = run_ranks(script(body, steps), 2, launcher, timeout=60, check=False)
     assert result.ended - min(result.values("wrong")) <= SECONDS, result
-    return explained(result, *causes)
+    return check_causes(result, *causes)
 
 
-def explained(result: Result, *causes: str) -> Result:
+def check_causes(result: Result, *causes: str) -> Result:
     assert result.returncode != 0, result
     for cause in causes:
         assert re.search(cause, result.output), f"nothing about {cause!r} in\n{result}"
     return result
 
 
-# A rank ends by a signal --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("launcher", ["spawned", "mpirun"])
-def test_sigkill_of_a_rank_in_a_torch_loop(launcher):
-    with start_ranks(script(FOR_EVER, TORCH), 2, launcher) as job:
+def test_sigkill_of_a_rank_in_a_torch_loop():
+    with start_ranks(script(ENDLESS, TORCH)) as job:
         job.send_signal(1, signal.SIGKILL)
-        after(job, r"rank 1\b", r"died|killed|signal")
+        check_end(job, r"rank 1\b", r"died|killed|signal")
 
 
 @pytest.mark.parametrize(
     ("launcher", "body", "number"),
-    [  # every two of the three meet
-        pytest.param("spawned", FOR_EVER, signal.SIGKILL, id="spawned-in step-SIGKILL"),
+    [
+        pytest.param("spawned", ENDLESS, signal.SIGKILL, id="spawned-in step-SIGKILL"),
         pytest.param("spawned", BUSY, signal.SIGTERM, id="spawned-peer busy-SIGTERM"),
-        pytest.param("mpirun", FOR_EVER, signal.SIGTERM, id="mpirun-in step-SIGTERM"),
         pytest.param("mpirun", BUSY, signal.SIGKILL, id="mpirun-peer busy-SIGKILL"),
+        slow("mpirun", ENDLESS, signal.SIGTERM, id="mpirun-in step-SIGTERM"),
     ],
 )
 def test_signal_to_rank_1(launcher, body, number):
     with start_ranks(script(body), 2, launcher) as job:
         job.send_signal(1, number)
-        after(job, r"rank 1\b", r"died|killed|signal|terminated")
+        check_end(job, r"rank 1\b", r"died|killed|signal|terminated")
 
 
 @pytest.mark.parametrize("launcher", ["spawned", "mpirun"])
 def test_sigkill_of_rank_0(launcher):
-    with start_ranks(script(FOR_EVER), 2, launcher) as job:
+    with start_ranks(script(ENDLESS), 2, launcher) as job:
         job.send_signal(0, signal.SIGKILL)
-        # Grown, rank 0 is the process in the user's terminal, and the shell says "Killed".
-        after(job, *([r"rank 0\b"] if launcher == "mpirun" else []))
+        # A spawning rank 0 is the process that the user's shell started, and the shell says "Killed".
+        check_end(job, *([r"rank 0\b"] if launcher == "mpirun" else []))
 
 
 def test_sigkill_of_a_rank_under_torchrun():
-    with start_ranks(script(FOR_EVER), 2, "torchrun") as job:
+    with start_ranks(script(ENDLESS), 2, "torchrun") as job:
         job.send_signal(1, signal.SIGKILL)
-        after(job, r"rank\W+1\b")
+        check_end(job, r"rank\W+1\b")
 
 
-def test_sigkill_of_one_among_three():
-    with start_ranks(script(FOR_EVER), 3) as job:
+def test_sigkill_of_one_of_three():
+    with start_ranks(script(ENDLESS), 3) as job:
         job.send_signal(2, signal.SIGKILL)
-        after(job, r"rank 2\b.*died")
-
-
-# The user, or a scheduler, ends the job -------------------------------------------------------------
+        check_end(job, r"rank 2\b.*died")
 
 
 @pytest.mark.parametrize(
     ("launcher", "body"),
     [
-        pytest.param("spawned", FOR_EVER, id="spawned-in step"),
+        pytest.param("spawned", ENDLESS, id="spawned-in step"),
         pytest.param("spawned", BUSY, id="spawned-peer busy"),
         pytest.param("mpirun", BUSY, id="mpirun-peer busy"),
-        pytest.param("torchrun", FOR_EVER, id="torchrun-in step"),
+        slow("torchrun", ENDLESS, id="torchrun-in step"),
     ],
 )
 def test_ctrl_c(launcher, body):
     with start_ranks(script(body), 2, launcher) as job:
         job.pids()
         job.interrupt()
-        # mpirun and torchrun may end the ranks before these can say anything.
-        after(job, *(["KeyboardInterrupt"] if launcher == "spawned" else []))
+        # mpirun and torchrun may end the ranks before these can print anything.
+        check_end(job, *(["KeyboardInterrupt"] if launcher == "spawned" else []))
 
 
-def test_sigterm_to_what_the_user_started(launcher):
-    with start_ranks(script(FOR_EVER), 2, launcher) as job:
+@pytest.mark.parametrize("launcher", ["spawned", "mpirun", slow("torchrun")])
+def test_sigterm_to_the_process_that_the_user_started(launcher):
+    with start_ranks(script(ENDLESS), 2, launcher) as job:
         job.pids()
         job.signal_parent(signal.SIGTERM)
-        after(job)
+        check_end(job)
 
 
-def test_sigkill_to_what_the_user_started(launcher):
-    with start_ranks(script(FOR_EVER), 2, launcher) as job:
+def test_sigkill_to_the_process_that_the_user_started(launcher):
+    with start_ranks(script(ENDLESS), 2, launcher) as job:
         job.pids()
         job.signal_parent(signal.SIGKILL)
-        # Open MPI's own segments, which a killed mpirun cannot remove.
-        explained(job.wait(SECONDS, ignore_files=["sm_segment.*", "*openmpi*", "prte*"]))
+        # A killed mpirun cannot remove Open MPI's own segments.
+        check_causes(job.wait(SECONDS, ignore_files=["sm_segment.*", "*openmpi*", "prte*"]))
 
 
-# The script goes wrong on one rank --------------------------------------------------------------------
-
-
-RAISES = """
-step = learner()
-for number in range(100000):
-    if ring.rank() == FAILING and number == 5:
-        goes_wrong()
-        raise ValueError("the loss is not finite")
-    step()
-"""
-
-
-@pytest.mark.parametrize(("launcher", "failing"), [("spawned", 0), ("spawned", 1), ("mpirun", 1), ("torchrun", 0)])
-def test_exception_on_one_rank(launcher, failing):
-    body = RAISES.replace("FAILING", str(failing))
-    result = run(
-        body, launcher, rf"rank {failing} failed", r"script.py\", line \d+", "ValueError: the loss is not finite"
-    )
-    if launcher != "torchrun":  # whose agent adds a traceback of its own
+@pytest.mark.parametrize(
+    ("launcher", "failing", "steps"),
+    [
+        pytest.param("spawned", 1, TORCH, id="spawned-1-torch"),
+        pytest.param("spawned", 0, NUMPY, id="spawned-0"),
+        pytest.param("mpirun", 1, NUMPY, id="mpirun-1"),
+        pytest.param("torchrun", 0, NUMPY, id="torchrun-0"),
+        slow("mpirun", 1, TORCH, id="mpirun-1-torch"),
+    ],
+)
+def test_exception_on_one_rank(launcher, failing, steps):
+    body = f"""
+    step = make_step()
+    for number in range(100000):
+        if ring.rank() == {failing} and number == 5:
+            goes_wrong()
+            raise ValueError("the loss is not finite")
+        step()
+    """
+    causes = (rf"rank {failing} failed", r"script.py\", line \d+", "ValueError: the loss is not finite")
+    result = run_failing(body, launcher, *causes, steps=steps)
+    if launcher != "torchrun":  # its agent adds a traceback of its own
         assert result.output.count("Traceback (most recent call last)") == 1, f"a cascade\n{result}"
 
 
+@pytest.mark.parametrize("launcher", ["spawned", "mpirun", slow("torchrun")])
 def test_exception_on_one_rank_while_the_other_computes(launcher):
     body = """
-    learner()()
+    make_step()()
     if ring.rank() == 0:
         time.sleep(600)
     goes_wrong()
     raise ValueError("the loss is not finite")
     """
-    run(body, launcher, "rank 1 failed", "ValueError: the loss is not finite", learner=NUMPY)
+    run_failing(body, launcher, "rank 1 failed", "ValueError: the loss is not finite")
 
 
-@pytest.mark.parametrize("launcher", ["spawned", "mpirun"])
+@pytest.mark.parametrize("launcher", ["spawned", slow("mpirun")])
 def test_exception_inside_backward(launcher):
     body = """
-    step = learner()
+    step = make_step()
     step()
     model = torch.nn.Linear(4, 2)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
@@ -223,33 +224,34 @@ def test_exception_inside_backward(launcher):
     optimizer.step()
     step()
     """
-    run(body, launcher, "rank 1 failed", "ValueError: no such gradient")
+    run_failing(body, launcher, "rank 1 failed", "ValueError: no such gradient", steps=TORCH)
 
 
-@pytest.mark.parametrize("launcher", ["spawned", "mpirun"])
+@pytest.mark.parametrize("launcher", ["spawned", slow("mpirun")])
 def test_different_models(launcher):
     body = """
-    learner()()
+    make_step()()
     goes_wrong()
-    learner(outputs=2 + ring.rank())()
+    make_step(outputs=2 + ring.rank())()
     """
-    run(body, launcher, "weight", r"rank 1\b", "MismatchError")
+    run_failing(body, launcher, "weight", r"rank 1\b", "MismatchError", steps=TORCH)
 
 
+@pytest.mark.parametrize("launcher", ["spawned", "mpirun", slow("torchrun")])
 def test_different_numbers_of_steps(launcher):
     body = """
-    step = learner()
+    step = make_step()
     for _ in range(5 + ring.rank()):
         step()
     goes_wrong()
     """
-    run(body, launcher, r"rank 0\b.* ended", "different numbers of steps")
+    run_failing(body, launcher, r"rank 0\b.* ended", "different numbers of steps")
 
 
-@pytest.mark.parametrize("launcher", ["spawned", "mpirun"])
+@pytest.mark.parametrize("launcher", ["spawned", slow("mpirun")])
 def test_one_rank_waits_in_another_operation(launcher):
     body = """
-    step = learner()
+    step = make_step()
     step()
     goes_wrong()
     if ring.rank() == 0:
@@ -258,39 +260,42 @@ def test_one_rank_waits_in_another_operation(launcher):
         step()
         step()
     """
-    run(body, launcher, r"rank [01] waits for rank [01] in ring: barrier\(\)", "took different paths")
+    causes = (r"rank [01] waits for rank [01] in ring: barrier\(\)", "took different paths")
+    run_failing(body, launcher, *causes, steps=TORCH)
 
 
+@pytest.mark.parametrize("launcher", ["spawned", "mpirun", slow("torchrun")])
 def test_exit_with_a_status_on_one_rank(launcher):
     body = """
-    step = learner()
+    step = make_step()
     for number in range(100000):
         if ring.rank() == 1 and number == 5:
             goes_wrong()
             sys.exit(3)
         step()
     """
-    run(body, launcher, r"rank\W+1\b", learner=NUMPY)
+    run_failing(body, launcher, r"rank\W+1\b")
 
 
 @pytest.mark.parametrize("launcher", ["spawned", "mpirun"])
 def test_exit_with_a_status_at_the_end_is_the_status_of_the_job(launcher):
     body = """
-    learner()()
+    make_step()()
     goes_wrong()
     sys.exit(3 * ring.rank())
     """
-    assert run(body, launcher, learner=NUMPY).returncode == 3
+    assert run_failing(body, launcher).returncode == 3
 
 
+@pytest.mark.parametrize("launcher", ["spawned", "mpirun", slow("torchrun")])
 def test_exit_before_init(launcher):
     body = textwrap.dedent(
         """
         import os, time
         if os.environ.get("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))) == "1":
-            time.sleep(2)  # Open MPI's mpirun hangs if a rank ends in the moment in which another connects to it
+            time.sleep(2)  # Open MPI's mpirun hangs if a rank ends while another one connects to it
             raise ValueError("no data on this rank")
         """
     )
     result = run_ranks(body + COMMON, 2, launcher, timeout=30, check=False)
-    explained(result, "ValueError: no data on this rank")
+    check_causes(result, "ValueError: no data on this rank")

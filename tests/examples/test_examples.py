@@ -27,7 +27,8 @@ def check(result: Result, ranks: int) -> None:
     assert ranks > 1 or int(found[0]["waiting"]) == 0
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])  # grown, it is the README's example, which .ci/run runs
+# .ci/run runs the README's example, which is this one with plain python.
+@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_lightning_digits(launcher):
     result = run_ranks(EXAMPLES / "lightning_digits.py", 2, launcher, timeout=120)
     check(result, ranks=2)
@@ -42,9 +43,7 @@ def test_torch_loop():
     assert re.findall(r"^epoch (\d+),", result.stdout, re.MULTILINE) == [str(epoch + 1) for epoch in range(20)], result
 
 
-@pytest.mark.parametrize(
-    ("example", "option"),
-    [pytest.param("lightning_digits.py", "--devices", marks=pytest.mark.slow), ("torch_loop.py", "--ranks")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("example", "option"), [("lightning_digits.py", "--devices"), ("torch_loop.py", "--ranks")])
 def test_one_process(example, option):
     check(run_ranks(EXAMPLES / example, 1, args=[option, "1"], timeout=120), ranks=1)

@@ -78,8 +78,9 @@ def test_torchrun(cluster):
     check(job, ["host1", "host1", "host2", "host2"])
 
 
+@pytest.mark.slow  # torchrun again, with its options in variables; tests/deploy checks the manifest itself
 def test_pytorchjob(cluster):
-    """The operator starts the manifest's command with torchrun's options in variables, under both names."""
+    """The operator runs the manifest's command with torchrun's options in variables, under both names."""
     spec = yaml.safe_load((DEPLOY / "pytorchjob.yaml").read_text())["spec"]
     (container,) = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     each, (program, _script) = spec["nprocPerNode"], container["command"]

@@ -1,4 +1,4 @@
-"""`ring run` over two hosts: it asks first, and ends everything on both. That it starts is in test_documented.py."""
+"""`ring run` over two hosts: it checks them first and ends everything on both. test_documented.py starts jobs."""
 
 import re
 import signal
@@ -92,7 +92,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("ended", ["rank", "interrupt", "SIGKILL"])
+@pytest.mark.parametrize("ended", ["rank", pytest.param("interrupt", marks=pytest.mark.slow), "SIGKILL"])
 def test_everything_ends_on_both_hosts(cluster, ended):
     with cluster.start(ring_run(*TWO, "--no-check"), ENDLESS, 4) as job:
         pids = job.pids()

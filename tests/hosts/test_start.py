@@ -1,4 +1,4 @@
-"""Starting on several hosts: which network is taken, and what is said when something keeps the ranks apart."""
+"""Starting on several hosts: which network is chosen, and the errors when something keeps the ranks apart."""
 
 import pytest
 
@@ -26,10 +26,14 @@ def cluster():
         yield cluster
 
 
-def refused(cluster, **variables):
-    """What each rank says when it does not start, one rank a host."""
-    own = {"RING_START_TIMEOUT": "4", **variables}
-    result = cluster.environment(MEET, 1, env=own).run(check=False)
+def refuse(cluster, port=29500, **variables):
+    """A launch of one rank a host that is not going to start."""
+    return cluster.environment(MEET, 1, env={"RING_START_TIMEOUT": "4", **variables}, port=port)
+
+
+def errors(job):
+    """What the ranks print while they fail to start, as one line."""
+    result = job.wait(30)
     assert result.returncode != 0
     assert result.seconds < 20
     return " ".join(result.stderr.split())
@@ -58,32 +62,42 @@ def test_a_slow_network_that_mpirun_was_told_to_use_is_used_and_said(cluster):
 
 
 def test_hosts_that_want_different_networks_are_both_named(cluster):
-    said = refused(cluster, ON_host1="RING_INTERFACE=eth0", ON_host2="RING_INTERFACE=10.2.0.0/16")
-    assert "host1 (rank 0) with RING_INTERFACE=eth0 has eth0 (10.1.0.0/16), but host2 (rank 1) with" in said
-    said = refused(cluster, ON_host2="RING_INTERFACE=ib0")
-    assert (
-        "RING_INTERFACE='ib0' is no interface of host2 (rank 1), which has lo (127.0.0.1/8), eth0 (10.1.0.2/16)" in said
-    )
+    other = {"ON_host1": "RING_INTERFACE=eth0", "ON_host2": "RING_INTERFACE=10.2.0.0/16"}
+    with (
+        refuse(cluster, **other) as different,
+        refuse(cluster, port=29501, ON_host2="RING_INTERFACE=ib0") as missing,
+    ):
+        text = errors(different)
+        assert "host1 (rank 0) with RING_INTERFACE=eth0 has eth0 (10.1.0.0/16), but host2 (rank 1) with" in text
+        has = "which has lo (127.0.0.1/8), eth0 (10.1.0.2/16)"
+        assert f"RING_INTERFACE='ib0' is no interface of host2 (rank 1), {has}" in errors(missing)
 
 
-def test_a_firewall_before_the_rendezvous_is_suspected_on_both_sides(cluster):
-    with cluster.firewall("host1", "29500"):
-        said = refused(cluster)
-    assert "rank 1 on host2 could not reach rank 0: no answer from host1:29500: the host is down, or a firewall" in said
-    assert "rank 1 of 2 did not come to rank 0 on host1, port 29500, in time" in said
+def test_a_rank_0_that_cannot_be_reached_is_explained(cluster):
+    """Four jobs at once, since each waits for RING_START_TIMEOUT."""
+    with (
+        cluster.firewall("host1", "29500"),
+        refuse(cluster) as blocked,
+        refuse(cluster, port=29501, ON_host2="MASTER_ADDR=10.1.0.77") as absent,
+        refuse(cluster, port=29502, ON_host2="MASTER_ADDR=nowhere") as unknown,
+        refuse(cluster, port=29503, ON_host2="MASTER_ADDR=host2") as loopback,
+    ):
+        text = errors(blocked)
+        silent = "no answer from host1:29500: the host is down, or a firewall"
+        assert f"rank 1 on host2 could not reach rank 0: {silent}" in text
+        assert "rank 1 of 2 did not come to rank 0 on host1, port 29500, in time" in text
+        unreachable = "10.1.0.77:29501 cannot be reached (No route to host)"
+        assert f"rank 1 on host2 could not reach rank 0: {unreachable}" in errors(absent)
+        assert "the name nowhere does not resolve here" in errors(unknown)
+        itself = "host2 resolves to 127.0.1.1 here, which is this host itself, and nobody listens there"
+        assert itself in errors(loopback)
 
 
 def test_a_firewall_between_the_other_ports_is_named_with_both_hosts(cluster):
-    with cluster.firewall("host2", "30000-65534", sources="30000-65534"):
-        said = refused(cluster, RING_INTERFACE="eth0")
-    assert "rank 0 on host1 cannot reach rank 1 on host2 at 10.1.0.2:" in said
-    assert "A firewall between the hosts drops connections" in said
-
-
-def test_a_host_that_nobody_reaches_and_a_name_that_nobody_knows(cluster):
-    said = refused(cluster, ON_host2="MASTER_ADDR=10.1.0.77")
-    assert "rank 1 on host2 could not reach rank 0: 10.1.0.77:29500 cannot be reached (No route to host)" in said
-    said = refused(cluster, ON_host2="MASTER_ADDR=nowhere")
-    assert "the name nowhere does not resolve here" in said
-    said = refused(cluster, ON_host2="MASTER_ADDR=host2")
-    assert "host2 resolves to 127.0.1.1 here, which is this host itself, and nobody listens there" in said
+    with (
+        cluster.firewall("host2", "30000-65534", sources="30000-65534"),
+        refuse(cluster, RING_INTERFACE="eth0") as blocked,
+    ):
+        text = errors(blocked)
+    assert "rank 0 on host1 cannot reach rank 1 on host2 at 10.1.0.2:" in text
+    assert "A firewall between the hosts drops connections" in text
