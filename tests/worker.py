@@ -1,4 +1,4 @@
-"""What a rank under test calls to hand results back to the test that launched it."""
+"""What a rank under test calls to hand results to the test that launched it."""
 
 import json
 import os
@@ -9,15 +9,14 @@ RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK")
 
 
 def report(key: str, value: Any, rank: int | None = None) -> None:
-    """Hand `value` (what JSON can hold, or an array) to the test as `Result.reports[rank][key]`.
+    """Hand `value` (anything JSON can hold, or an array) to the test as `Result.reports[rank][key]`.
 
-    Written through at once, so that it survives the SIGKILL that may follow. The last value of a key counts.
+    Each report is written at once, so that it survives a SIGKILL. The last value of a key counts.
     """
     rank = _rank() if rank is None else rank
-    line = json.dumps([rank, key, value], default=_plain) + "\n"
-    descriptor = os.open(
-        Path(os.environ["TEST_REPORTS"]) / f"{os.getpid()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    )
+    line = json.dumps([rank, key, value], default=_as_json) + "\n"
+    file = Path(os.environ["TEST_REPORTS"]) / f"{os.getpid()}.jsonl"
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         os.write(descriptor, line.encode())
     finally:
@@ -25,8 +24,15 @@ def report(key: str, value: Any, rank: int | None = None) -> None:
 
 
 def report_pid() -> None:
-    """Say which process this rank is; `Job.pids()` waits for this."""
+    """Report this rank's process id, for which `Job.pids()` waits."""
     report("pid", os.getpid())
+
+
+def transport() -> Any:
+    """The transport that moves this rank's data between hosts."""
+    from ring_plugins.core import world
+
+    return world.current()._rendezvous.transport
 
 
 def _rank() -> int:
@@ -37,7 +43,7 @@ def _rank() -> int:
     return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, (set, frozenset)):

@@ -8,7 +8,7 @@ CHECK = """
 import numpy as np
 import ring_plugins as ring
 from ring_plugins.core.world import current
-from tests.worker import report
+from tests.worker import report, transport
 
 ring.init()
 size, rank = ring.size(), ring.rank()
@@ -55,7 +55,7 @@ ring.barrier()
 ring.all_reduce(data, out=data)
 ring.barrier()
 report("sent", (sent_bytes() - before) / data.nbytes)
-report("transport", current()._rendezvous.transport.name)
+report("transport", transport().name)
 report("place", [ring.node_rank(), ring.local_rank()])
 """
 

@@ -30,12 +30,11 @@ LARGE = """
 import sys, time
 import numpy as np
 import ring_plugins as ring
-from ring_plugins.core.world import current
-from tests.worker import report, report_pid
+from tests.worker import report, report_pid, transport
 
 ring.init()
 sys.stderr = open(f"{sys.argv[1]}.{ring.rank()}", "w", buffering=1)
-report("port", getattr(current()._rendezvous.transport, "_peers", [(0, 0, 0)] * ring.size())[ring.rank()][2])
+report("port", getattr(transport(), "_peers", [(0, 0, 0)] * ring.size())[ring.rank()][2])
 report_pid()
 data = np.ones(4_000_000, np.float32)
 steps = 0

@@ -8,13 +8,12 @@ MEET = """
 import os, socket
 import numpy as np
 import ring_plugins as ring
-from tests.worker import report
+from tests.worker import report, transport
 
 variable, _, value = os.environ.get("ON_" + socket.gethostname(), "").partition("=")
 os.environ |= {variable: value} if variable else {}
 ring.init()
-from ring_plugins.core.world import current
-peers = getattr(current()._rendezvous.transport, "_peers", None)  # MPI does not say
+peers = getattr(transport(), "_peers", None)  # MPI's transport does not know addresses
 report("address", peers and peers[ring.rank()].address)
 assert ring.all_reduce(np.ones(3), ring.SUM)[0] == ring.size()
 """
@@ -89,7 +88,7 @@ def test_a_rank_0_that_cannot_be_reached_is_explained(cluster):
         unreachable = "10.1.0.77:29501 cannot be reached (No route to host)"
         assert f"rank 1 on host2 could not reach rank 0: {unreachable}" in errors(absent)
         assert "the name nowhere does not resolve here" in errors(unknown)
-        itself = "host2 resolves to 127.0.1.1 here, which is this host itself, and nobody listens there"
+        itself = "host2 resolves to 127.0.1.1 here, which is this host itself, and nothing listens there"
         assert itself in errors(loopback)
 
 
