@@ -61,7 +61,7 @@ def train(options: dict[str, object]) -> list[float]:
 
 def count_bytes() -> list[int]:
     """A list with one number, the bytes that this rank has sent to other hosts so far."""
-    sent, transport = [0], current()._connection.transport
+    sent, transport = [0], current()._rendezvous.transport
     assert transport is not None
     exchange = transport.exchange
 
