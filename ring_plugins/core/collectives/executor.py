@@ -1,8 +1,11 @@
 """Runs the operations of one communicator one at a time, in the order in which they were called.
 
-Ranks match collectives by their order alone, and two of one communicator may not run at once. Yet a training script
-calls them from its own thread and from others: gradient buckets leave while backward still computes. So each
-communicator has a serial executor, as a CUDA stream or an executor of Java is one, with two ways in:
+**Problem.** Ranks match collectives by their order alone, and two collectives of one communicator may not run at once.
+Yet a training script calls them from its own thread while others run in the background: gradient buckets leave while
+backward still computes.
+
+**Idea.** Each communicator has a serial executor: a queue with one worker thread, like a CUDA stream. There are two
+ways in:
 
 - `start` queues a function for the executor's thread and returns a `Work` at once. The thread is created by the first
   `start`.
@@ -10,15 +13,15 @@ communicator has a serial executor, as a CUDA stream or an executor of Java is o
   takes longer than a small all-reduce, so `run` executes it in the calling thread whenever nothing is queued, and
   otherwise queues it behind what was started before.
 
-A function given to `start` calls the communicator's methods, and these call `run`: on the executor's own thread `run`
-executes at once. Hence both ways end in the same ten lines, which also keep what reports need: the operation under way,
-when it began, how long it waited for others.
+A function given to `start` calls the communicator's methods, and these call `run`, which executes at once on the
+executor's own thread. So every operation passes through `run`, which also keeps what reports need: the operation under
+way, when it began, and how long it waited for other ranks.
 
-After an error, `run` refuses everything that follows (see `FailureState`), except after an `ArgumentError`, which is
-raised before anything has been sent.
+**Failure.** After an error, `run` refuses everything that follows (see `FailureState`). An `ArgumentError` is the
+exception, since it is raised before anything has been sent.
 
-`concurrent.futures.ThreadPoolExecutor(max_workers=1)` was considered: it cannot run a call in the caller's thread, and
-its futures and worker keep references that delay the release of shared memory.
+Considered and left: `concurrent.futures.ThreadPoolExecutor(max_workers=1)`. It cannot run a call in the caller's
+thread, and its futures and worker keep references that delay the release of shared memory.
 """
 
 from __future__ import annotations
@@ -208,8 +211,7 @@ class BackgroundWork(Generic[T]):
 class _Thread:
     """Runs works in the order in which they were given.
 
-    It holds no reference to its executor, so that a communicator that nobody uses any more is collected and, with it,
-    ends the thread.
+    It holds no reference to its executor, so that an unused communicator can be collected, which ends the thread.
 
     Attributes:
         current: the work that runs now.

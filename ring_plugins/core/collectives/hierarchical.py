@@ -2,8 +2,8 @@
 
 **Idea.** NCCL and Horovod call it hierarchical: the slow network carries each host's sum once, instead of each rank's
 numbers. As in rail-optimized networks, the work between hosts is shared: ranks of equal local rank on all hosts form a
-*rail*, a `NetworkGroup` of their own. Rail i owns slice i of every chunk, so a host sends with as many processes as
-there are rails, which is the number of ranks on the smallest host.
+*rail*, a `NetworkGroup` of their own. Rail i owns slice i of every chunk, so as many processes of a host send at
+once as there are rails, which is the number of ranks on the smallest host.
 
 **Pipeline.** The three stages happen at once, for different chunks. In each step the ranks of a host
 
@@ -11,8 +11,9 @@ there are rails, which is the number of ranks on the smallest host.
 2. pass that slice to the rail's pipeline (`algorithms`), which advances all its chunks by a round,
 3. all-gather a chunk whose rounds are over: everyone copies the results of all rails.
 
-Steps 1 and 3 are the *intra-node stage*, and share one barrier. There are three, by where the memory lies; all ranks of
-a host choose the same, since they call with equal sizes and allocate together.
+Steps 1 and 3 are the *intra-node stage*, and share one barrier. There is one class of stage for each kind of memory: a
+single rank's, memory that all ranks of the host map, and ordinary memory. All ranks of a host choose the same class,
+because they allocate together and call with equal sizes.
 
 **Progress.** While a rank waits for the other ranks of its host, it keeps its rail's transfers moving. They may be
 waiting for a remote host that waits for exactly the data that this rank still has to send; two hosts could block each
