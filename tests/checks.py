@@ -1,4 +1,4 @@
-"""What every rank of one launch checks, one after the other; its test looks at each as `Result.values(name)`."""
+"""Runs many checks in one launch; each becomes a test of its own that reads `Result.values(name)`."""
 
 import traceback
 from collections.abc import Callable, Iterable
@@ -7,7 +7,7 @@ from tests.worker import report
 
 
 def run(checks: Iterable[Callable[[], None]]) -> None:
-    """Report "ok" for each, or how it failed, with which this rank ends and tells the others."""
+    """Run checks in order and report "ok" for each. The first that fails is reported with its traceback, and raises."""
     for check in checks:
         try:
             check()

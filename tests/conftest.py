@@ -1,7 +1,8 @@
-"""Options, markers and fixtures that every test can use; ranks themselves are started by `tests.launch`."""
+"""Options, markers and fixtures for every test. `tests.launch` starts the ranks."""
 
 import importlib.util
 import re
+import time
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from tests.launchers import LAUNCHERS, find_mpirun
 
 DEFAULT_RANKS = (2,)
+STARTED = pytest.StashKey[float]()
+OVER_BUDGET = "the time budget is used up"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,14 +22,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="run every test that takes the `ranks` fixture on N ranks instead of its own choice; may be repeated",
     )
+    parser.addoption(
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        help="begin no further test after so many seconds, and list the tests that were left out",
+    )
 
 
-#: Files whose tests share launches or test hosts.
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STARTED] = time.monotonic()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    budget = item.config.getoption("--budget")
+    if budget is not None and time.monotonic() - item.config.stash[STARTED] > budget:
+        pytest.skip(OVER_BUDGET)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    left_out = [
+        report.nodeid for report in terminalreporter.getreports("skipped") if OVER_BUDGET in report.longreprtext
+    ]
+    if left_out:
+        terminalreporter.section(f"{len(left_out)} tests left out because {OVER_BUDGET}")
+        terminalreporter.write_line("\n".join(left_out))
+
+
+#: Files whose tests share launches or test hosts, so that splitting them among workers would repeat these.
 SHARING = re.compile(r"tests/(hosts/|torch/test_(gradients|process_group)|lightning/test_strategy)")
 
 
-def together(nodeid: str) -> str:
-    """What tests have in common that one of `pytest -n`'s workers runs one after the other."""
+def scope_of(nodeid: str) -> str:
+    """A name that tests share if one worker of `pytest -n` is to run all of them."""
     keras = re.match(r"tests/keras/.*[\[-]on-(\w+-\d+)", nodeid)
     if keras:
         return f"Keras on {keras[1]}"
@@ -37,11 +66,11 @@ def together(nodeid: str) -> str:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByLaunch(LoadScopeScheduling):  # type: ignore[misc]
+    class SharedLaunchScheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return together(nodeid)
+            return scope_of(nodeid)
 
-    return ByLaunch(config, log)
+    return SharedLaunchScheduling(config, log)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -50,7 +79,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`ranks` comes from --ranks, else from `@pytest.mark.ranks(1, 3)`, else is 2; `launcher` is each of the three."""
+    """Parametrize `ranks` by --ranks, else by `@pytest.mark.ranks(1, 3)`, else by 2, and `launcher` by all three."""
     if "ranks" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("ranks")
         chosen = metafunc.config.getoption("--ranks") or (marker.args if marker else DEFAULT_RANKS)

@@ -1,7 +1,7 @@
-"""Start a script on several ranks, collect what it said, and leave nothing behind.
+"""Starts a script on several ranks, collects its output and reports, and leaves nothing behind.
 
-Every process of a launch inherits the variable TEST_LAUNCH, which is how stragglers are found even after they
-changed session, process group or parent. Nothing is ever ended by name.
+Every process of a launch inherits the variable TEST_LAUNCH. It identifies stragglers even after they have changed
+session, process group or parent. Processes are killed by process id, never by name.
 """
 
 import contextlib
@@ -24,14 +24,18 @@ import psutil
 from tests.launchers import Launcher, clean_environment, launcher_command
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-# Under `pytest -n`, a file that no process of a launch was seen to map may be another launch's.
-OTHERS_TEST_TOO = "PYTEST_XDIST_WORKER" in os.environ
+# Under `pytest -n`, a file that no process of this launch was seen to map may belong to another launch.
+RUNS_PARALLEL = "PYTEST_XDIST_WORKER" in os.environ
 # torchrun and mpirun need a moment after the last rank to take down their own helpers.
 GRACE_SECONDS = 5.0
+#: How long a file may outlive its launch.
+FILE_SECONDS = 2.0
+#: Between two looks at the files that the launch maps. A look costs 10 ms, which the ranks lack.
+_LOOK_SECONDS = 0.5
 
 
 class LaunchFailed(AssertionError):
-    """A launch did not end as the test wanted; the text holds everything the ranks printed."""
+    """A launch did not end as the test wanted; the text holds everything that the ranks printed."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,8 @@ class Result:
 
     Attributes:
         seconds: from the start to the end of the last process.
-        ended: when that was, as `time.time` says it.
-        reports: rank to key to the value that the rank reported last.
+        ended: time of that end, as `time.time` counts.
+        reports: rank to key to the last value that the rank reported.
     """
 
     command: list[str]
@@ -77,13 +81,13 @@ def run_ranks(
     timeout: float = 60,
     check: bool = True,
 ) -> Result:
-    """Run `script` on `ranks` processes and wait until all of them are gone.
+    """Run `script` on `ranks` processes and wait until all of them have ended.
 
     Args:
-        script: Python source text, or the path of a script. It finds the number of ranks in TEST_RANKS, for
-            `ring.init(ranks=int(os.environ["TEST_RANKS"]))`, and hands results back with `tests.worker.report`.
+        script: Python source text, or the path of a script. TEST_RANKS holds the number of ranks, for
+            `ring.init(ranks=int(os.environ["TEST_RANKS"]))`; `tests.worker.report` hands results back.
         ranks: World size.
-        launcher: "spawned" starts plain `python script` and leaves it to the script to grow.
+        launcher: "spawned" starts plain `python script`, which spawns the other ranks itself.
         args: The script's arguments.
         env: Variables added to the environment.
         timeout: Seconds; beyond them the stacks of all processes are written out and everything is killed.
@@ -108,7 +112,7 @@ def start_ranks(
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> Iterator["Job"]:
-    """As `run_ranks`, for tests that interfere: yields the running `Job`; whatever still lives at the end is killed."""
+    """As `run_ranks`, for tests that interfere: yields the running `Job`, and kills what still runs at the end."""
     # A short path: Unix sockets inside it must stay below 108 characters.
     directory = Path(tempfile.mkdtemp(prefix="test-"))
     try:
@@ -122,7 +126,7 @@ def start_ranks(
 
 
 class Job:
-    """A launch that is running."""
+    """A running launch."""
 
     def __init__(
         self,
@@ -202,11 +206,11 @@ class Job:
         os.kill(self.pids()[rank], number)
 
     def signal_parent(self, number: signal.Signals) -> None:
-        """Send a signal to the process that a user would have started."""
+        """Send a signal to the process that a user would have started, such as mpirun."""
         self.process.send_signal(number)
 
     def interrupt(self) -> None:
-        """What Ctrl-C in a terminal does: SIGINT to the whole foreground process group."""
+        """Do what Ctrl-C in a terminal does: send SIGINT to the whole foreground process group."""
         os.killpg(self.process.pid, signal.SIGINT)
 
     def reports(self) -> dict[int, dict[str, Any]]:
@@ -219,12 +223,12 @@ class Job:
         return found
 
     def wait(self, timeout: float = 60, ignore_files: Sequence[str] = ()) -> Result:
-        """Wait until the launched process and everything it started are gone, at most `timeout` seconds in all.
+        """Wait until the launched process and everything it started have ended.
 
         Args:
-            timeout: Seconds from now.
-            ignore_files: Patterns of files that may stay in shared memory because they are not ours, such as Open
-                MPI's own segments after mpirun itself was killed. They are removed here.
+            timeout: Seconds for all of that.
+            ignore_files: Patterns of files of others that may stay in shared memory, such as Open MPI's segments after
+                mpirun was killed. They are removed.
         """
         deadline = time.monotonic() + timeout
         while self.process.poll() is None:
@@ -246,7 +250,7 @@ class Job:
         return result
 
     def processes(self) -> list[psutil.Process]:
-        """Every living process of this launch, whatever became of its parent."""
+        """Every running process of this launch, even if its parent has ended."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -255,7 +259,7 @@ class Job:
         return found
 
     def kill(self) -> None:
-        """End whatever still lives, by process id; harmless when nothing does."""
+        """Kill every process of this launch that still runs."""
         for _ in range(50):
             left = self.processes()
             if not left:
@@ -274,22 +278,22 @@ class Job:
         return left
 
     def _look_at_files(self) -> None:
-        """Note which files in shared memory the launch has mapped, so that a stranger's are not blamed on it."""
+        """Note which files in shared memory the launch maps, so that it is not blamed for those of others."""
         if time.monotonic() < self._next_look:
             return
-        self._next_look = time.monotonic() + 0.2
+        self._next_look = time.monotonic() + _LOOK_SECONDS
         with contextlib.suppress(psutil.Error):
             launched = psutil.Process(self.process.pid)
             for process in [launched, *launched.children(recursive=True)]:
                 self._files_seen |= _mapped_shared_files(process.pid)
 
     def _files_left(self, ignore: Sequence[str]) -> list[Path]:
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + FILE_SECONDS
         while True:
             new = {
                 path
                 for path in _shared_files() - self._files_before
-                if path in self._files_seen or (path.name.startswith("ring") and not OTHERS_TEST_TOO)
+                if path in self._files_seen or (path.name.startswith("ring") and not RUNS_PARALLEL)
             }
             tolerated = {path for path in new if any(path.match(pattern) for pattern in ignore)}
             left = sorted(new - tolerated) + sorted((self.directory / "tmp").glob("ring*"))
@@ -331,7 +335,7 @@ def _command_line(process: psutil.Process) -> str:
 
 
 def _name_on_its_host(pid: int) -> str:
-    """As tests/python_path/sitecustomize.py names the process's file: test hosts have process ids of their own."""
+    """The name of the process's file in tests/python_path/sitecustomize.py: test hosts have their own process ids."""
     try:
         status = Path(f"/proc/{pid}/status").read_text().splitlines()
         inner = next((line.split()[-1] for line in status if line.startswith("NSpid:")), str(pid))

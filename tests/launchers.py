@@ -1,28 +1,29 @@
-"""What to type in front of a script's name, and the environment in which to type it."""
+"""The command before a script's name for each launcher, and the environment to run it in."""
 
 import functools
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Literal
 
+from ring_plugins.core.linux.interfaces import free_port
+
 Launcher = Literal["spawned", "mpirun", "torchrun"]
 LAUNCHERS: tuple[Launcher, ...] = ("spawned", "mpirun", "torchrun")
 
-# A rank must see only its own launcher, also when the tests run inside someone's mpirun, torchrun or SLURM job.
+# A rank must see its own launcher only, even if the tests themselves run under mpirun, torchrun or SLURM.
 FOREIGN_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "SLURM_", "RING_", "TORCHELASTIC_", "TEST_")
 FOREIGN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def launcher_command(launcher: str, ranks: int) -> list[str]:
-    """What to type before the script's name."""
+    """The words before the script's name."""
     if launcher in ("spawned", "grown"):
         return [sys.executable]
     if launcher == "torchrun":
-        local = ["--nnodes", "1", "--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
+        local = ["--nnodes", "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
         return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *local]
     mpirun = find_mpirun()
     if mpirun is None:
@@ -38,7 +39,7 @@ def find_mpirun() -> str | None:
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without what another launcher or test left in it, and with mpirun allowed to root."""
+    """This process's environment without variables of other launchers and tests; root may run mpirun."""
     inherited = {
         name: value
         for name, value in os.environ.items()
@@ -51,9 +52,3 @@ def clean_environment() -> dict[str, str]:
 @functools.cache
 def _is_open_mpi(mpirun: str) -> bool:
     return "Open MPI" in subprocess.run([mpirun, "--version"], check=True, capture_output=True, text=True).stdout
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""The harness itself: it must notice what it promises to notice."""
+"""The test harness itself notices failures, hangs, and whatever a launch leaves behind."""
 
 import signal
 import time
@@ -47,14 +47,15 @@ def test_a_process_left_alive_is_found_and_ended(monkeypatch):
         assert job.processes() == []
 
 
-@pytest.mark.parametrize("name", ["/dev/shm/ring_left", "$TMPDIR/ring_left", "/dev/shm/anything_left"])
-def test_a_file_left_behind_is_found(name):
+@pytest.mark.parametrize("name", ["$TMPDIR/ring_left", "/dev/shm/anything_left"])
+def test_a_file_left_behind_is_found(name, monkeypatch):
+    monkeypatch.setattr("tests.launch.FILE_SECONDS", 0.1)
     script = f"""
     import mmap, os, time
     with open(os.path.expandvars({name!r}), "wb+") as file:
         file.truncate(4096)
         mapped = mmap.mmap(file.fileno(), 4096)
-        time.sleep(1)
+        time.sleep(0.6)
     """
     try:
         with pytest.raises(LaunchFailed, match="files left behind: .*_left"):

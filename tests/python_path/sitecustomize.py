@@ -1,7 +1,7 @@
 """Loaded by every Python process that a test launches: SIGUSR1 writes its stacks to a file.
 
-`tests.launch` puts this directory on PYTHONPATH and asks only processes whose file exists, because SIGUSR1 would
-kill any other. faulthandler needs no GIL, so a rank stuck inside MPI or a native wait answers as well.
+`tests.launch` puts this directory on PYTHONPATH, and signals only processes whose file exists, because SIGUSR1 kills
+any other. faulthandler does not need the GIL, so a rank that is stuck in MPI or another native call answers too.
 """
 
 import faulthandler
