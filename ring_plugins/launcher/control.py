@@ -145,7 +145,3 @@ class Line:
         """Tell the driver how it ended."""
         with contextlib.suppress(OSError):
             self.connection.send(outcome)
-
-    def is_dead(self) -> bool:
-        """Whether the driver is gone, or has lost interest: it never says anything more."""
-        return bool(self.connection.poll(0))
