@@ -1,4 +1,4 @@
-"""Functions that fail on a cluster's executors, and what their driver must be told: on Spark and on Ray alike."""
+"""A script that runs functions on a cluster, most of which fail, and the checks of its reports, for Spark and Ray."""
 
 from typing import Any
 
@@ -44,22 +44,22 @@ RUN(endless, (" here",))
 
 
 def script(run: str, processes: str) -> str:
-    """What follows a page's example, which leaves `weights`; ends in a job that runs until its driver is killed.
+    """The part after a page's example, which leaves `weights`. It ends in a job that runs until its driver is killed.
 
     Args:
         run: the function under test.
-        processes: its argument for the number of ranks.
+        processes: the name of its argument for the number of ranks.
     """
     return _SCRIPT.replace("RUN", run).replace("PROCESSES", processes)
 
 
 def check(found: dict[str, Any], killed: str, *too_many: str) -> None:
-    """Look at what rank 0 reported, and the driver, which reports in its name.
+    """Check what rank 0 and the driver have reported.
 
     Args:
-        found: by key.
-        killed: what is said of a rank that was killed.
-        too_many: what is said of three ranks on two processors.
+        found: the reports.
+        killed: words of the error about a killed rank.
+        too_many: words of the error about three ranks on two processors.
     """
     assert all(abs(weight - 0.5) < 1e-6 for weight in found["weights"])
     rank, host, text, cause = found["fails"]

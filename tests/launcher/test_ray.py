@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason=
 
 @pytest.mark.timeout(600)
 def test_results_failures_and_a_killed_driver(monkeypatch):
-    # Our processes end at once, the cluster's own take their time.
+    # The ranks end at once, but the cluster's own processes take a while.
     monkeypatch.setattr("tests.launch.GRACE_SECONDS", 20.0)
     (example,) = blocks("python", "docs/launching/ray.md")
     quiet = {

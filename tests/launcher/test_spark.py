@@ -1,17 +1,21 @@
 """`ring_plugins.spark.run` on two executors of their own: results, failures, and a driver that is killed."""
 
+import importlib
 import importlib.util
+import os
 import signal
+import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from ring_plugins.launcher.outcomes import pack_call, results
 from tests.documents import blocks
 from tests.java import java_environment
 from tests.launch import start_ranks
 from tests.launcher.cluster_jobs import check, script
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("pyspark") is None, reason="pyspark is not installed")
 
 QUIET = """
 spark.sparkContext.setLogLevel("FATAL")
@@ -19,7 +23,7 @@ spark.sparkContext.setLogLevel("FATAL")
 
 
 def spark_home(directory: Path) -> Path:
-    """Spark as it is installed, but with a place of its own for what executors leave: it is beside the program."""
+    """The installed Spark under another directory: executors write their files beside the program."""
     import pyspark
 
     home = directory / "spark"
@@ -29,9 +33,40 @@ def spark_home(directory: Path) -> Path:
     return home
 
 
+def test_tasks_become_ranks_and_report_to_the_driver(monkeypatch):
+    """Two threads stand in for Spark's tasks; the ranks are real processes."""
+    spark_run = importlib.import_module("ring_plugins.spark.run")
+    own, everyone, messages = threading.local(), threading.Barrier(2, timeout=30), {}
+
+    def all_gather(message):
+        messages[own.partition] = message
+        everyone.wait()
+        return [messages[0], messages[1]]
+
+    context = SimpleNamespace(allGather=all_gather, partitionId=lambda: own.partition)
+    pyspark = SimpleNamespace(BarrierTaskContext=SimpleNamespace(get=lambda: context))
+    monkeypatch.setitem(sys.modules, "pyspark", pyspark)
+
+    def run_task(task, partition):
+        own.partition = partition
+        list(task(()))
+
+    with spark_run.Driver() as driver:
+        task = spark_run._RankTask("127.0.0.1", driver.port, driver.key, {"MINE": "yes"})
+        threads = [threading.Thread(target=run_task, args=(task, partition)) for partition in (0, 1)]
+        for thread in threads:
+            thread.start()
+        outcomes = driver.outcomes(pack_call(os.getenv, ("RANK",), None), 2, lambda: None, 30)
+    for thread in threads:
+        thread.join()
+    assert results(outcomes) == ["0", "1"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pyspark") is None, reason="pyspark is not installed")
+@pytest.mark.slow  # a minute, most of which Spark's own processes take to start and end
 @pytest.mark.timeout(600)
 def test_results_failures_and_a_killed_driver(tmp_path, monkeypatch):
-    # Our processes end at once, the cluster's own take their time.
+    # The ranks end at once, but the cluster's own processes take a while.
     monkeypatch.setattr("tests.launch.GRACE_SECONDS", 20.0)
     (example,) = blocks("python", "docs/launching/spark.md")
     env = {
