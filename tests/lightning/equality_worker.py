@@ -20,7 +20,8 @@ def main() -> None:
     torch.set_num_threads(1)
     ring.init(ranks=int(os.environ["TEST_RANKS"]))
     rank, size = ring.rank(), ring.size()
-    chosen = {name: entry for name, entry in SCENARIOS.items() if size in entry.ranks}
+    slow = bool(os.environ.get("TEST_SLOW"))
+    chosen = {name: entry for name, entry in SCENARIOS.items() if size in entry.ranks and entry.slow == slow}
     if only := os.environ.get("TEST_ONLY"):
         chosen = {name: entry for name, entry in chosen.items() if name in only.split(",")}
 

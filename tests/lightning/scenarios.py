@@ -72,22 +72,26 @@ class Scenario:
     ranks: tuple[int, ...]
     same_as_ddp: bool
     exact: bool
+    slow: bool
 
 
 SCENARIOS: dict[str, Scenario] = {}
 
 
-def scenario(ranks: tuple[int, ...] = (2,), same_as_ddp: bool = True, exact: bool = True) -> Callable[[Any], Any]:
+def scenario(
+    ranks: tuple[int, ...] = (2,), same_as_ddp: bool = True, exact: bool = True, slow: bool = False
+) -> Callable[[Any], Any]:
     """Enter a function into the table.
 
     Args:
         ranks: World sizes it is run at.
         same_as_ddp: Whether it is run with DDP too; if not, its own outcome says what was expected.
         exact: Whether two ranks must agree with DDP to the last bit. (Three do not: DDP divides before it adds.)
+        slow: Whether it takes seconds, and is run by `pytest -m slow` only.
     """
 
     def enter(function: Callable[[Run], Outcome]) -> Callable[[Run], Outcome]:
-        SCENARIOS[function.__name__] = Scenario(function, ranks, same_as_ddp, exact)
+        SCENARIOS[function.__name__] = Scenario(function, ranks, same_as_ddp, exact, slow)
         return function
 
     return enter
@@ -201,14 +205,14 @@ def sync_batchnorm(run: Run) -> Outcome:
     return outcome
 
 
-@scenario((1, 2))
+@scenario((1, 2), slow=True)
 def compiled_whole(run: Run) -> Outcome:
     model = models.Silent()
     run.trainer(max_epochs=1).fit(torch.compile(model, backend="aot_eager"), loader(), loader(20))
     return weights(model)
 
 
-@scenario()
+@scenario(slow=True)
 def compiled_regions(run: Run) -> Outcome:
     model = Classifier()
     model.net = torch.compile(model.net, backend="aot_eager")
@@ -266,7 +270,7 @@ def samplers(run: Run) -> Outcome:
     return outcome
 
 
-@scenario()
+@scenario(slow=True)
 def loader_workers(run: Run) -> Outcome:
     """Batches fetched by forked and by spawned processes; randomness in them is seeded by rank and worker."""
     seed_everything(11, workers=True, verbose=False)

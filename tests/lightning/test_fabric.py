@@ -11,7 +11,7 @@ WORKER = Path(__file__).with_name("fabric_worker.py")
 
 @pytest.mark.parametrize("package", ["lightning.fabric", pytest.param("lightning_fabric", marks=pytest.mark.slow)])
 def test_same_weights_as_ddp(package: str) -> None:
-    """Also that one RingFabricStrategy serves both spellings of Fabric."""
+    """Also that one RingFabricStrategy serves both packages."""
     result = run_ranks(WORKER, env={"TEST_PACKAGE": package})
     for name in ("name", "class", "half"):
         assert result.values(name) == [0.0, 0.0]
@@ -48,6 +48,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_an_exception_on_one_rank() -> None:
     result = run_ranks(FAILS, check=False, timeout=30)
     assert result.returncode != 0

@@ -58,6 +58,9 @@ def ends_in_time(job: Job, since: float) -> Result:
     return result
 
 
+@pytest.mark.parametrize(
+    "launcher", ["spawned", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mpirun", "torchrun"))]
+)
 def test_an_exception_on_one_rank(launcher: Launcher) -> None:
     script = training("batch_idx == 6 and self.global_rank == 1", "raise ValueError('the first cause')")
     with start_ranks(script, launcher=launcher) as job:
@@ -72,7 +75,7 @@ def test_an_exception_on_one_rank(launcher: Launcher) -> None:
         assert result.reports[0]["on_exception"] == "PeerFailed"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_ctrl_c_reaching_one_rank(rank: int) -> None:
     with start_ranks(training() if rank else RANKS_FIRST + training()) as job:
         job.pids(40)
@@ -82,12 +85,12 @@ def test_ctrl_c_reaching_one_rank(rank: int) -> None:
     assert "KeyboardInterrupt" in result.output
 
 
-@pytest.mark.parametrize("signalled", [[0], [1], [0, 1]])
-def test_sigterm(signalled: list[int]) -> None:
-    with start_ranks(training() if signalled == [0] else RANKS_FIRST + training()) as job:
+@pytest.mark.parametrize("signaled", [pytest.param([0], marks=pytest.mark.slow), [1], [0, 1]])
+def test_sigterm(signaled: list[int]) -> None:
+    with start_ranks(training() if signaled == [0] else RANKS_FIRST + training()) as job:
         job.pids(40)
         since = time.monotonic()
-        for rank in signalled:
+        for rank in signaled:
             job.send_signal(rank, signal.SIGTERM)
         result = ends_in_time(job, since)
     assert "SIGTERMException" in result.values("on_exception")
@@ -111,6 +114,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_different_models() -> None:
     with start_ranks(RANKS_FIRST + DIFFERENT) as job:
         result = job.wait(40)

@@ -1,4 +1,4 @@
-"""How ranks come about: grown by the Trainer, mpirun, torchrun, SLURM's variables, forked as in a notebook."""
+"""How ranks are started: by the Trainer, mpirun, torchrun, SLURM, or forked as in a notebook."""
 
 from pathlib import Path
 
@@ -21,8 +21,8 @@ def check_training(result: Result, package: str) -> None:
 
 
 @pytest.mark.parametrize("package", ["lightning", pytest.param("pytorch_lightning", marks=pytest.mark.slow)])
-def test_a_script_started_alone_grows_to_the_number_of_devices(package: str) -> None:
-    """Also that one RingStrategy serves the Trainers of both spellings of Lightning."""
+def test_a_script_started_alone_starts_the_other_ranks(package: str) -> None:
+    """Also that one RingStrategy serves the Trainers of both packages."""
     module = {"lightning": "lightning.pytorch"}.get(package, package)
     result = run_ranks(WORKER, args=["--alone"], env={"TEST_PACKAGE": module})
     check_training(result, package)
@@ -102,6 +102,7 @@ sys.exit(any([rank.wait() for rank in ranks]))
 """
 
 
+@pytest.mark.slow
 def test_slurm() -> None:
     result = run_ranks(SLURM)
     check_training(result, "lightning")

@@ -9,6 +9,7 @@ import lightning.pytorch
 import lightning_fabric
 import pytest
 import pytorch_lightning
+import torch
 
 import ring_plugins.lightning
 from ring_plugins.core.base.errors import ArgumentError, MissingDependency
@@ -93,3 +94,11 @@ def test_without_lightning_the_package_to_install_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingDependency, match=r"pip install 'ring_plugins\[lightning\]'"):
         importlib.reload(ring_plugins.lightning)
+
+
+@pytest.mark.parametrize(("package", "ours"), TRAINERS)
+def test_compiled_modules_are_accepted(package, ours):
+    module = importlib.import_module(f"{package.__name__}.utilities.compile")
+    boring = importlib.import_module(f"{package.__name__}.demos.boring_classes")
+    compiled = torch.compile(boring.BoringModel(), backend="eager")
+    module._verify_strategy_supports_compile(compiled, ours.RingStrategy())

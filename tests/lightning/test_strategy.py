@@ -15,23 +15,29 @@ WORKER = Path(__file__).with_name("equality_worker.py")
 
 
 @cache
-def equality(size: int) -> Result:
+def equality(size: int, slow: bool = False) -> Result:
     """One launch a world size; every scenario reports from it."""
-    return run_ranks(WORKER, size, timeout=200)
+    return run_ranks(WORKER, size, env={"TEST_SLOW": "1" if slow else ""}, timeout=200)
 
 
 @pytest.mark.parametrize(
-    ("size", "name"), [(size, name) for size in (1, 2, 3) for name, entry in SCENARIOS.items() if size in entry.ranks]
+    ("size", "name"),
+    [
+        pytest.param(size, name, marks=[pytest.mark.slow] * (entry.slow or size == 3))
+        for size in (1, 2, 3)
+        for name, entry in SCENARIOS.items()
+        if size in entry.ranks
+    ],
 )
 def test_scenario(size: int, name: str) -> None:
-    found = equality(size).values(name)
+    entry = SCENARIOS[name]
+    found = equality(size, entry.slow).values(name)
     assert len(found) == size
     for rank, comparison in enumerate(found):
         assert "error" not in comparison, comparison["error"]
         assert comparison["compared"] > 0
         assert comparison["missing"] == []
         assert comparison["disagreements"] == [], f"rank {rank} differs from others"
-        entry = SCENARIOS[name]
         tolerance = 0.0 if entry.exact and entry.same_as_ddp and size < 3 else TOLERANCE.get(name, 1e-5)
         too_large = {key: value for key, value in comparison["differences"].items() if not value <= tolerance}
         assert too_large == {}
