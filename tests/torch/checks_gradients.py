@@ -107,8 +107,8 @@ def equals_one_process_on_the_concatenated_batch() -> None:
 def tuned_buckets_change_between_steps_and_results_do_not() -> None:
     from ring_plugins.core.gradients import tuning
 
-    before = tuning._CAPACITIES, tuning._CROSSOVERS, tuning._TURNS, tuning._FINAL_TURNS
-    tuning._CAPACITIES, tuning._CROSSOVERS, tuning._TURNS, tuning._FINAL_TURNS = (64, 4096), (128, 20_000), 2, 2
+    before = tuning._BUCKET_BYTES, tuning._DIRECT_BYTES, tuning._TURNS, tuning._FINAL_TURNS
+    tuning._BUCKET_BYTES, tuning._DIRECT_BYTES, tuning._TURNS, tuning._FINAL_TURNS = (64, 4096), (128, 20_000), 2, 2
     try:
         for keep in (False, True):  # gradients that stay allocated move from one plan's buckets to the next's
             reference, model = Net(), Net()
@@ -129,7 +129,7 @@ def tuned_buckets_change_between_steps_and_results_do_not() -> None:
             assert same_everywhere(model.parameters())
             ours.close()
     finally:
-        tuning._CAPACITIES, tuning._CROSSOVERS, tuning._TURNS, tuning._FINAL_TURNS = before
+        tuning._BUCKET_BYTES, tuning._DIRECT_BYTES, tuning._TURNS, tuning._FINAL_TURNS = before
 
 
 @check
