@@ -8,6 +8,8 @@ It is injected as the loaded libraries, below the declared C functions, so that 
 - NCCL is nonblocking: a group of calls reaches the stream only after some calls of `ncclCommGetAsyncError`, so an event
   that is recorded too early stands before the work.
 - A kernel that waits for a dead peer ends only when its communicator is aborted.
+- A CUDA graph that captured a communicator's operations refers to it until the graph is destroyed. Until then
+  finalizing never ends, and destroying or aborting blocks the calling thread, after it has ended the kernels.
 
 A host communicator, whose members meet through files, reduces the data.
 """
@@ -30,7 +32,10 @@ import numpy as np
 from ring_plugins.core import world
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import RingError
+from ring_plugins.core.collectives.single import SingleCommunicator
+from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.gpu import cuda, nccl
+from ring_plugins.core.gpu.communicator import DeviceCommunicator
 
 CALLERS_STREAM = 1
 SUCCESS, INVALID_ARGUMENT, IN_PROGRESS = 0, 4, 7
@@ -204,6 +209,7 @@ class StandInNccl(CFunctions):
         self.delay = 0.0  # of each kernel
         self.async_error = 0
         self.communicators = {}
+        self.aborts_end = True  # False: `ncclCommAbort` ends kernels and then deadlocks, as in NCCL 2.25.1
         self.numbers = itertools.count(1000)
         self.group = threading.local()
         self.log = []
@@ -236,16 +242,27 @@ class StandInNccl(CFunctions):
 
     def _ncclCommAbort(self, communicator):
         self.log.append("abort")
-        self.communicators.pop(communicator).abort()
+        aborted = self.communicators.pop(communicator)
+        aborted.abort()
+        aborted.wait_for_graphs()
+        if not self.aborts_end:
+            threading.Event().wait()
 
     def _ncclCommFinalize(self, communicator):
         self.log.append("finalize")
-        self.communicators[communicator].begin(lambda: None)
+        self.communicators[communicator].finalize()
         return IN_PROGRESS
 
     def _ncclCommDestroy(self, communicator):
         self.log.append("destroy")
-        self.communicators.pop(communicator).abort()
+        destroyed = self.communicators.pop(communicator)
+        destroyed.abort()
+        destroyed.wait_for_graphs()
+
+    def destroy_graphs(self):
+        """The script drops its CUDA graphs."""
+        for communicator in self.communicators.values():
+            communicator.unreferenced.set()
 
     def _ncclGroupStart(self):
         assert getattr(self.group, "calls", None) is None, "groups are not nested here"
@@ -259,6 +276,8 @@ class StandInNccl(CFunctions):
         (handle,), (stream,) = {call[0] for call in collected}, {call[1] for call in collected}
         made = self.communicators[handle]
         self.log.append([call[2] for call in collected])
+        if self.cuda.capturing:
+            made.unreferenced.clear()
         made.begin(lambda: self.cuda.streams[stream].work.put(lambda: made.kernel([call[2:] for call in collected])))
         return IN_PROGRESS
 
@@ -301,6 +320,16 @@ class Communicator:
         self.gathers = itertools.count()
         self.host = None
         self.left, self.then = 0, None
+        self.finalizing = False
+        self.unreferenced = threading.Event()  # by graphs
+        self.unreferenced.set()
+
+    def finalize(self):
+        self.begin(lambda: None)
+        self.finalizing = True
+
+    def wait_for_graphs(self):
+        self.unreferenced.wait()
 
     def begin(self, then):
         assert self.left == 0, "a call before the previous one was through"
@@ -311,9 +340,13 @@ class Communicator:
             self.left -= 1
             if self.left == 0:
                 self.then()
-        return IN_PROGRESS if self.left else SUCCESS
+        is_held = self.finalizing and not self.unreferenced.is_set()
+        return IN_PROGRESS if self.left or is_held else SUCCESS
 
     def connect(self):
+        if self.size == 1:
+            self.host = SingleCommunicator("stand-in")
+            return
         ranks = self.gather(world.current().topology.rank)
         self.host = world.current().new_communicator("stand-in", ranks, self.gather)  # poll looks at it
 
@@ -433,6 +466,21 @@ class Streams:
                 yield
         finally:
             self.now.stream = before
+
+
+def alone(name="alone", **options):
+    """A communicator of one rank, its NCCL and the framework's streams, without a world."""
+    driver = StandInDriver()
+    library, streams = StandInNccl(driver, **options), Streams(driver)
+    return DeviceCommunicator(
+        name,
+        0,
+        SingleCommunicator(name),
+        streams,
+        Wait(name, None),
+        nccl.Nccl(library, "stand-in"),
+        cuda.Driver(driver),
+    ), library
 
 
 def install(card=None, version=23203, polls=3):

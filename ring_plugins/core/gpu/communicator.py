@@ -285,7 +285,7 @@ class DeviceCommunicator:
             raise
 
     def _break(self, error: BaseException) -> None:
-        """Let every further call raise `error`, and end kernels that wait for peers."""
+        """Let every further call raise `error`, and end kernels that wait for peers; returns at once."""
         self._failure.fail(error)
         self._connection.abort()
 
@@ -319,21 +319,16 @@ class DeviceCommunicator:
             self._lock.release()
 
     def abort(self, error: BaseException) -> None:
-        """A member is gone: end kernels that wait for it, and let every further call raise `error`.
+        """A member is gone: end kernels that wait for it, and let every further call raise `error`; waits for a second.
 
-        The thread that computes may be inside NCCL and keep it busy, so this waits for two seconds at most.
+        A call that is inside NCCL needs the communicator and keeps the lock. It polls the failure detector itself, and
+        raises soon.
         """
-
-        def run() -> None:
-            if self._lock.acquire(timeout=1.0):  # without it a call is inside NCCL, and needs its communicator
-                try:
-                    self._break(error)
-                finally:
-                    self._lock.release()
-
-        thread = threading.Thread(target=run, name=f"ring:abort {self.name}", daemon=True)
-        thread.start()
-        thread.join(2.0)  # aborting waits for the GPU
+        if self._connection.is_open and self._lock.acquire(timeout=1.0):
+            try:
+                self._break(error)
+            finally:
+                self._lock.release()
 
     @property
     def oldest(self) -> QueuedOperation | None:
@@ -351,7 +346,7 @@ class DeviceCommunicator:
     # Life -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Release the communicator once peers no longer need this rank, after 10 seconds at the latest."""
+        """Release the communicator once peers no longer need this rank, after 12 seconds at the latest."""
         with self._lock:
             self._connection.finalize()
             self._failure.close()
@@ -359,6 +354,7 @@ class DeviceCommunicator:
             own_stream, self._own_stream = self._own_stream, 0
             if own_stream:
                 self._driver.destroy_stream(own_stream)
+        self._connection.wait_for_abort()
         self._host.close()
 
     def detach_after_fork(self) -> None:

@@ -6,6 +6,11 @@ finalizes. A rank that died meanwhile would leave the others stuck inside a C fu
 `ncclCommGetAsyncError` with `Wait`, which watches the other ranks and the clock. Whatever goes wrong ends in
 `ncclCommAbort`, the only call that makes kernels end that wait for a dead peer.
 
+`ncclCommAbort` itself blocks, whatever the communicator: first it tells kernels to end, then it waits for the GPU, for
+NCCL's own threads, and (`commDestroySync` in init.cc, 2.18 to 2.30) until no CUDA graph refers to the communicator any
+more. NCCL 2.25.1 could deadlock there (pytorch#149153). So a thread of its own calls it, and nobody waits for that
+thread for long.
+
 Before ranks connect they compare notes over the host communicator, because NCCL notices different releases and shared
 GPUs but does not say on which ranks. NCCL may connect on some ranks and time out on others, so they
 also exchange the outcome and agree on it.
@@ -18,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -35,6 +41,8 @@ from ring_plugins.core.linux.process import boot_id
 _SHARING_SINCE = 23000
 #: Seconds that `finalize` waits for peers to be done with the communicator too, before it aborts.
 _FINALIZE_TIMEOUT = 10.0
+#: Seconds that closing waits for an abort: enough where NCCL is healthy, little where it hangs.
+_ABORT_TIMEOUT = 2.0
 
 
 class NcclConnection:
@@ -60,6 +68,7 @@ class NcclConnection:
         self._name, self._device, self._stream = name, device, stream
         self._wait, self._nccl, self._driver = wait, nccl, driver
         self._peers = [rank for rank in host.ranks if rank != host.ranks[host.rank]]
+        self._aborting: threading.Thread | None = None
         self._communicator: ctypes.c_void_p | None = self._connect(host)
 
     @property
@@ -92,8 +101,7 @@ class NcclConnection:
         try:
             self._wait_until_connected(communicator, host)
         except BaseException:
-            with contextlib.suppress(DeviceError):
-                nccl.call("ncclCommAbort", communicator)
+            self._start_abort(communicator)
             raise
         return communicator
 
@@ -159,11 +167,26 @@ class NcclConnection:
     # End ------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """End kernels that wait for peers. Their results are useless."""
+        """End kernels that wait for peers, whose results are useless; returns at once."""
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
+            self._start_abort(communicator)
+
+    def _start_abort(self, communicator: ctypes.c_void_p) -> None:
+        def run() -> None:
             with contextlib.suppress(DeviceError), self._driver.device(self._device):
                 self._nccl.call("ncclCommAbort", communicator)
+
+        thread = threading.Thread(target=run, name=f"ring:abort {self._name}", daemon=True)
+        # From Python 3.12 on no thread starts once the interpreter exits; the end of the process ends kernels, too.
+        with contextlib.suppress(RuntimeError):
+            thread.start()
+            self._aborting = thread
+
+    def wait_for_abort(self) -> None:
+        """Let an abort that is under way end, for 2 seconds at most."""
+        if self._aborting is not None:
+            self._aborting.join(_ABORT_TIMEOUT)
 
     def finalize(self) -> None:
         """Flush what peers still need from this rank and destroy the communicator; abort it after 10 seconds."""
@@ -176,13 +199,12 @@ class NcclConnection:
             return self._nccl.state(communicator) == SUCCESS or time.monotonic() > end
 
         with contextlib.suppress(RingError), self._driver.device(self._device):
-            try:
-                self._nccl.call("ncclCommFinalize", communicator, communicator=communicator)
-                self._wait.until(over, list, lambda: f"{self._name}: finalizing NCCL")
-                is_late = time.monotonic() > end
-                self._nccl.call("ncclCommAbort" if is_late else "ncclCommDestroy", communicator)
-            except RingError:
-                self._nccl.call("ncclCommAbort", communicator)
+            self._nccl.call("ncclCommFinalize", communicator, communicator=communicator)
+            self._wait.until(over, list, lambda: f"{self._name}: finalizing NCCL")
+            if self._nccl.state(communicator) == SUCCESS:
+                self._nccl.call("ncclCommDestroy", communicator)
+                return
+        self._start_abort(communicator)
 
     def drop(self) -> None:
         """Forget the communicator without calling NCCL, in a process that was forked from its owner."""

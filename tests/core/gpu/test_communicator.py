@@ -1,9 +1,17 @@
 """DeviceCommunicator, with a stand-in for the GPU and for NCCL (see tests/gpu_stand_in.py)."""
 
+import threading
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.arrays.memory import DeviceMemory
+from ring_plugins.core.base.errors import PeerFailed
+from ring_plugins.core.gpu import connection
+from tests.gpu_stand_in import alone
 from tests.launch import run_ranks, start_ranks
 
 
@@ -118,3 +126,57 @@ def test_a_stall_report_names_the_operation_that_gpus_wait_in():
     assert "last operation: gradients: all_reduce on the GPU of bucket 0 of 2 (a), finished" in said
     assert "time.sleep(5)  # asleep here" in said
     assert "the stall is over" in said
+
+
+def on_device(array):
+    return DeviceMemory(array.ctypes.data, array.size, array.dtype.name, 0, array)
+
+
+def reduce(communicator):
+    communicator.all_reduce(on_device(np.ones(3, np.float32)), Op.SUM)
+
+
+def test_a_communicator_is_finalized_and_destroyed():
+    communicator, library = alone()
+    reduce(communicator)
+    communicator.close()
+    assert library.log == [["all_reduce"], "finalize", "destroy"]
+
+
+@pytest.mark.timeout(20)
+def test_a_finalize_that_does_not_end_is_aborted_elsewhere(monkeypatch):
+    monkeypatch.setattr(connection, "_FINALIZE_TIMEOUT", 0.05)
+    monkeypatch.setattr(connection, "_ABORT_TIMEOUT", 0.05)
+    communicator, library = alone()
+    reduce(communicator)
+    (made,) = library.communicators.values()
+    made.unreferenced.clear()  # by a graph that our queue does not know of
+    communicator.close()
+    assert library.log[1:] == ["finalize", "abort"]
+    made.unreferenced.set()
+
+
+@pytest.mark.timeout(20)
+def test_nobody_waits_for_an_abort_that_hangs(monkeypatch):
+    monkeypatch.setattr(connection, "_ABORT_TIMEOUT", 0.05)
+    communicator, library = alone()
+    reduce(communicator)
+    library.aborts_end = False
+    error = PeerFailed("rank 1 died", 1)
+    threading.Thread(target=communicator.abort, args=(error,), daemon=True).start()
+    deadline = time.monotonic() + 5
+    while "abort" not in library.log and time.monotonic() < deadline:
+        time.sleep(0.001)
+    raised = []
+
+    def call():
+        try:
+            reduce(communicator)
+        except PeerFailed as failure:
+            raised.append(failure)
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    caller.join(2)
+    assert raised == [error]
+    communicator.close()
