@@ -346,9 +346,16 @@ class DeviceCommunicator:
     # Life -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Release the communicator once peers no longer need this rank, after 12 seconds at the latest."""
+        """Release the communicator once peers no longer need this rank, after 12 seconds at the latest.
+
+        If a CUDA graph captured one of its operations, NCCL keeps its communicator until the process ends: nobody can
+        tell whether the graph still lives, and NCCL waits until it does not.
+        """
         with self._lock:
-            self._connection.finalize()
+            if self._queue.captured:
+                self._connection.drop()
+            else:
+                self._connection.finalize()
             self._failure.close()
             self._queue.clear()
             own_stream, self._own_stream = self._own_stream, 0

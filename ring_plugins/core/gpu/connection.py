@@ -9,7 +9,8 @@ finalizes. A rank that died meanwhile would leave the others stuck inside a C fu
 `ncclCommAbort` itself blocks, whatever the communicator: first it tells kernels to end, then it waits for the GPU, for
 NCCL's own threads, and (`commDestroySync` in init.cc, 2.18 to 2.30) until no CUDA graph refers to the communicator any
 more. NCCL 2.25.1 could deadlock there (pytorch#149153). So a thread of its own calls it, and nobody waits for that
-thread for long.
+thread for long. `ncclCommFinalize` waits for graphs too, forever if the script keeps one (pytorch#115388); hence a
+communicator that was captured is neither finalized nor destroyed but left to the end of the process.
 
 Before ranks connect they compare notes over the host communicator, because NCCL notices different releases and shared
 GPUs but does not say on which ranks. NCCL may connect on some ranks and time out on others, so they
@@ -207,7 +208,7 @@ class NcclConnection:
         self._start_abort(communicator)
 
     def drop(self) -> None:
-        """Forget the communicator without calling NCCL, in a process that was forked from its owner."""
+        """Forget the communicator without calling NCCL: it is a forked parent's, or CUDA graphs refer to it."""
         self._communicator = None
 
 

@@ -144,6 +144,19 @@ def test_a_communicator_is_finalized_and_destroyed():
 
 
 @pytest.mark.timeout(20)
+def test_a_live_graph_does_not_hold_up_closing():
+    communicator, library = alone()
+    reduce(communicator)
+    library.cuda.capturing = True
+    reduce(communicator)
+    library.cuda.capturing = False
+    began = time.monotonic()
+    communicator.close()
+    assert time.monotonic() - began < 1
+    assert library.log == [["all_reduce"], ["all_reduce"]]  # left to the end of the process
+
+
+@pytest.mark.timeout(20)
 def test_a_finalize_that_does_not_end_is_aborted_elsewhere(monkeypatch):
     monkeypatch.setattr(connection, "_FINALIZE_TIMEOUT", 0.05)
     monkeypatch.setattr(connection, "_ABORT_TIMEOUT", 0.05)
