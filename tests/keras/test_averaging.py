@@ -5,7 +5,7 @@ import pytest
 from tests.keras.launches import BACKENDS, on_ranks
 
 
-@on_ranks("accumulation_is_reduced_once_an_update", *BACKENDS)
+@on_ranks("accumulation_is_reduced_once_an_update", "tensorflow", "torch", slow=("jax",))
 def test_accumulated_gradients_are_reduced_once_an_update(seen):
     first, second = seen
     assert first == second

@@ -14,7 +14,7 @@ def test_everyone_starts_from_the_root_and_is_averaged_only_where_asked(seen):
     assert (first["written"], second["written"]) == (False, True)
 
 
-@on_ranks("seeds", "torch", "jax", slow=("tensorflow",))
+@on_ranks("seeds", "torch", slow=("tensorflow", "jax"))
 def test_seeds_are_offset_once(seen):
     first, second = seen
     assert first["first"] == first["before"]
@@ -29,7 +29,7 @@ def test_ranks_drop_different_units(seen):
     assert len({*first, *second}) == 4
 
 
-@on_ranks("moving_statistics", "torch", "jax", slow=("tensorflow",))
+@on_ranks("moving_statistics", "torch", slow=("tensorflow", "jax"))
 def test_moving_statistics(seen):
     first, second = seen
     assert first["average"] == second["average"] == first["written"]

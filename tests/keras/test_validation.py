@@ -5,12 +5,12 @@ import pytest
 from tests.keras.launches import on_ranks
 
 
-@on_ranks("one_rank_stops", "torch", "jax", slow=("tensorflow",))
+@on_ranks("one_rank_stops", "torch", slow=("tensorflow", "jax"))
 def test_one_rank_stops_all_at_the_same_step(seen):
     assert seen == [{"steps": 6, "epochs": 2}] * 2
 
 
-@on_ranks("refusals", "torch", "jax", slow=("tensorflow",))
+@on_ranks("refusals", "torch", slow=("tensorflow", "jax"))
 @pytest.mark.parametrize(
     ("what", "words"),
     [
