@@ -1,13 +1,14 @@
-"""The house: which rooms of the core may import which, imports hidden inside functions included."""
+"""The architecture: which parts of the package may import which, including imports inside functions."""
 
 import ast
 import re
 from collections.abc import Container
 from pathlib import Path
 
-CORE = Path(__file__).parents[1] / "ring_plugins" / "core"
-#: From the ground up. A room imports rooms of lower floors only, and none of its own floor but itself.
-FLOORS = [
+PACKAGE = Path(__file__).parents[1] / "ring_plugins"
+CORE = PACKAGE / "core"
+#: From bottom to top. A room of the core imports rooms of lower layers, and its own files.
+LAYERS = [
     {"base", "trace"},
     {"linux"},
     {"arrays"},
@@ -17,25 +18,27 @@ FLOORS = [
     {"gradients", "gpu", "observe"},
     {"world", "functions", "exit_hooks"},
 ]
-FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-FACES = ("torch", "lightning", "keras", "horovod", "tensorflow", "jax")
+LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
+#: Rooms of the lowest layer and files of the highest may import each other.
+OPEN_LAYERS = (0, len(LAYERS) - 1)
+FACES = ("torch", "lightning", "keras", "horovod")
+FRAMEWORKS = (*FACES, "tensorflow", "jax")
 
 
 def imports(file: Path) -> list[str]:
-    """Modules of this package that a file imports, anywhere in it."""
+    """The names that a file imports from this package, anywhere in it."""
     found = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom):
-            module = node.module or ""
-            found += [f"{module}.{alias.name}" for alias in node.names]
+            found += [f"{node.module or ''}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
     return [name for name in found if name.split(".")[0] == "ring_plugins"]
 
 
-def room(module: str) -> str | None:
-    """The room of the core that a module lies in."""
-    parts = module.split(".")
+def room_of(name: str) -> str | None:
+    """The room of the core that a name is in."""
+    parts = name.split(".")
     return parts[2] if parts[:2] == ["ring_plugins", "core"] and len(parts) > 2 else None
 
 
@@ -43,63 +46,75 @@ def test_every_import_in_the_core_leads_down():
     wrong = []
     for file in sorted(CORE.rglob("*.py")):
         own = file.relative_to(CORE).parts[0].removesuffix(".py")
-        for module in imports(file):
-            other = room(module)
-            if module.split(".")[1:2] not in ([], ["core"]):
-                wrong.append(f"{file.relative_to(CORE)} imports {module}, which is above the core")
-            elif other is not None and other in FLOOR and own in FLOOR and other != own:
-                top = max(FLOOR.values())
-                if FLOOR[other] > FLOOR[own] or (FLOOR[other] == FLOOR[own] and FLOOR[own] not in (0, top)):
-                    wrong.append(f"{file.relative_to(CORE)} imports {module} of a higher floor")
+        for name in imports(file):
+            other = room_of(name)
+            if name.split(".")[1:2] not in ([], ["core"]):
+                wrong.append(f"{file.relative_to(CORE)} imports {name}, which is above the core")
+            elif other in LAYER_OF and own in LAYER_OF and other != own:
+                here, there = LAYER_OF[own], LAYER_OF[other]
+                if there > here or (there == here and here not in OPEN_LAYERS):
+                    wrong.append(f"{file.relative_to(CORE)} imports {name}, which is not in a lower layer")
     assert not wrong, "\n".join(wrong)
-
-
-def _file(imported: str, names: Container[str]) -> str | None:
-    """The module that an import loads: the name itself, or the module that holds the name."""
-    return next((name for name in (imported, imported.rpartition(".")[0]) if name in names), None)
 
 
 def test_there_is_no_circle_of_files():
-    package = CORE.parent
-    names = {
-        "ring_plugins." + ".".join(file.relative_to(package).with_suffix("").parts).removesuffix(".__init__"): file
-        for file in package.rglob("*.py")
-        if file != package / "__init__.py"
+    files = {
+        "ring_plugins." + ".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): file
+        for file in PACKAGE.rglob("*.py")
+        if file != PACKAGE / "__init__.py"
     }
     edges = {
-        name: {one for other in imports(file) if (one := _file(other, names))} - {name} for name, file in names.items()
+        module: {other for name in imports(file) if (other := _module_of(name, files))} - {module}
+        for module, file in files.items()
     }
-    state: dict[str, int] = {}
+    is_done: dict[str, bool] = {}
 
-    def visit(name: str, path: tuple[str, ...]) -> None:
-        state[name] = 1
-        for other in sorted(edges[name]):
-            assert state.get(other) != 1, " -> ".join((*path[path.index(other) :], other))
-            if other not in state:
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        is_done[module] = False
+        for other in sorted(edges[module]):
+            assert is_done.get(other, True), " -> ".join((*path[path.index(other) :], other))
+            if other not in is_done:
                 visit(other, (*path, other))
-        state[name] = 2
+        is_done[module] = True
 
-    for name in sorted(names):
-        if name not in state:
-            visit(name, (name,))
+    for module in sorted(files):
+        if module not in is_done:
+            visit(module, (module,))
 
 
-def test_the_core_names_no_face():
-    wrong = []
-    for file in sorted(CORE.rglob("*.py")):
-        for number, line in enumerate(file.read_text().splitlines(), start=1):
-            if re.search(rf"ring_plugins\.({'|'.join(FACES)})\b|^\s*(import|from) ({'|'.join(FACES)})\b", line):
-                wrong.append(f"{file.relative_to(CORE)}:{number}: {line.strip()}")
+def _module_of(name: str, modules: Container[str]) -> str | None:
+    """The module that importing a name loads: the name itself, or the module that defines it."""
+    return next((module for module in (name, name.rpartition(".")[0]) if module in modules), None)
+
+
+def test_the_core_names_no_framework():
+    names = "|".join(FRAMEWORKS)
+    wrong = matching_lines(CORE, rf"ring_plugins\.({names})\b|^\s*(import|from) ({names})\b")
     assert not wrong, "\n".join(wrong)
 
 
-def test_one_module_reads_the_variables():
-    package = CORE.parent
-    wrong = []
-    for file in sorted(package.rglob("*.py")):
-        if file == CORE / "base" / "config.py":
-            continue
-        for number, line in enumerate(file.read_text().splitlines(), start=1):
-            if re.search(r"environ(\.get\(|\[|\.setdefault\(|\.pop\()\s*\(?[\"']RING_|getenv\([\"']RING_", line):
-                wrong.append(f"{file.relative_to(package)}:{number}: {line.strip()}")
+def test_faces_import_no_other_face_but_torch():
+    wrong = [
+        f"{file.relative_to(PACKAGE)} imports {name}"
+        for face in FACES
+        for file in sorted((PACKAGE / face).rglob("*.py"))
+        for name in imports(file)
+        if (other := name.split(".")[1:2]) and other[0] in FACES and other[0] not in (face, "torch")
+    ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_only_the_config_reads_variables_of_this_package():
+    pattern = r"environ(\.get\(|\[|\.setdefault\(|\.pop\()\s*\(?[\"']RING_|getenv\([\"']RING_"
+    wrong = [line for line in matching_lines(PACKAGE, pattern) if not line.startswith("core/base/config.py:")]
+    assert not wrong, "\n".join(wrong)
+
+
+def matching_lines(directory: Path, pattern: str) -> list[str]:
+    """Lines of the Python files below a directory that match, with their places in the package."""
+    return [
+        f"{file.relative_to(PACKAGE)}:{number}: {line.strip()}"
+        for file in sorted(directory.rglob("*.py"))
+        for number, line in enumerate(file.read_text().splitlines(), start=1)
+        if re.search(pattern, line)
+    ]

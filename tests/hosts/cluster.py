@@ -3,7 +3,7 @@
     from tests.hosts import hosts
 
     with hosts(2, rate="10gbit") as cluster:
-        result = cluster.mpirun(SCRIPT, ranks_per_host=2).run()  # also mpich, torchrun and environment
+        result = cluster.mpirun(SCRIPT, ranks_per_host=2).run()  # also mpich and environment
         result.values("sum")                                     # as tests.launch.run_ranks returns it
         with cluster.mpirun(SCRIPT) as job: ...                  # as tests.launch.start_ranks, to interfere
         cluster.run_on("host2", ["hostname"]).stdout             # any command on a host
@@ -308,19 +308,6 @@ class Cluster:
         command = [str(home / "bin" / "mpiexec"), "-launcher", "ssh", *placement, *options, "-n", str(ranks)]
         return self.start([*command, sys.executable], script, ranks, args, own)
 
-    def torchrun(
-        self,
-        script: str | Path,
-        ranks_per_host: int = 2,
-        args: Sequence[str] = (),
-        env: Env = None,
-        port: int = 29500,
-    ) -> "HostsLaunch":
-        """torchrun on every host, as a user types it on each."""
-        rendezvous = ["--nnodes", str(len(self.hosts)), "--master-addr", "host1", "--master-port", str(port)]
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks_per_host), *rendezvous]
-        return self._start_everywhere([*command, "--node-rank", "{node}"], script, ranks_per_host, 1, args, env)
-
     def environment(
         self,
         script: str | Path,
@@ -333,20 +320,9 @@ class Cluster:
         size = ranks_per_host * len(self.hosts)
         variables = ["RANK={rank}", f"WORLD_SIZE={size}", "MASTER_ADDR=host1", f"MASTER_PORT={port}"]
         command = ["env", *variables, "LOCAL_RANK={local}", sys.executable]
-        return self._start_everywhere(command, script, ranks_per_host, ranks_per_host, args, env)
-
-    def _start_everywhere(
-        self,
-        command: Sequence[str],
-        script: str | Path,
-        ranks_per_host: int,
-        commands_per_host: int,
-        args: Sequence[str],
-        env: Env,
-    ) -> "HostsLaunch":
         exported = [f"{name}={value}" for name, value in (env or {}).items()]
-        whole = [*everywhere(self.hosts, commands_per_host), "env", *exported, *command]
-        return self.start(whole, script, ranks_per_host * len(self.hosts), args, env)
+        whole = [*everywhere(self.hosts, ranks_per_host), "env", *exported, *command]
+        return self.start(whole, script, size, args, env)
 
 
 def everywhere(names: Sequence[str], commands_per_host: int) -> list[str]:
