@@ -19,6 +19,7 @@ import importlib
 import importlib.util
 import sys
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ring_plugins.core.base.errors import ArgumentError
@@ -197,10 +198,11 @@ if lightning is not None and pytorch_lightning is not None:
     _make_interchangeable(lightning.RingStrategy, pytorch_lightning.RingStrategy)
     _make_interchangeable(lightning.RingFabricStrategy, pytorch_lightning.RingFabricStrategy)
 
-# Where the strategies were before: error messages told users to derive from these.
+# Error messages of 0.1 told users to derive from classes in these modules.
 for _name, _found in (("for_lightning", lightning), ("for_pytorch_lightning", pytorch_lightning)):
     if _found is not None:
-        sys.modules[f"{__package__}.{_name}"] = _found  # type: ignore[assignment]
+        _module = sys.modules[f"{__package__}.{_name}"] = ModuleType(f"{__package__}.{_name}")
+        vars(_module).update(vars(_found))
 
 if TYPE_CHECKING:  # a type checker sees the logic, whose base class it takes for anything
     RingStrategy, RingFabricStrategy = RingTrainerLogic, RingFabricLogic
