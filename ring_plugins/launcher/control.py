@@ -1,147 +1,252 @@
-"""A driver and the tasks of a cluster that it has ranks run in: a line to each, whose end says that the other is gone.
+"""Connections between a driver and its ranks on other hosts: the driver hands out a call and gathers the outcomes.
 
-The line is authenticated with a key that travels with the tasks, through the cluster's own channels.
+Each rank connects to the driver, and a connection that ends tells that the other side has gone. The key travels with
+the ranks, in the environment or through the cluster's own channels. A call and its outcome are pickles, which are as
+good as code: nothing is unpickled before both sides have proved that they know the key (core/net/auth.py).
+
+    rank -> driver   its host's name
+    driver -> rank   the call, as `outcomes.pack_call` made it
+    rank -> driver   the outcome
 """
 
 from __future__ import annotations
 
-import contextlib
-import queue
+import pickle
 import secrets
+import select
+import selectors
 import socket
-import threading
 import time
 from collections.abc import Callable
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, wait
-from typing import Any
 
-from ring_plugins.core.base.errors import LaunchError, TimeoutExceeded
-from ring_plugins.launcher.outcomes import Failure, Outcome
+from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.net.auth import (
+    Acceptor,
+    Authenticated,
+    Claim,
+    ClientHandshake,
+    Disconnected,
+    FrameSocket,
+    Purpose,
+    Refused,
+    authenticate,
+)
+from ring_plugins.launcher.outcomes import Failure, Outcome, collect
 
-#: Seconds in which the others may report once a rank has failed.
-_GRACE = 7.0
+#: Connections that the driver keeps beside those of its ranks, and waiting ones that the kernel keeps.
+_OTHER_CONNECTIONS, _BACKLOG = 64, 1024
+#: Seconds in which a rank must reach the driver.
+_CONNECT_SECONDS = 60.0
 
 
 class Driver:
-    """The driver's end. Used as a context; when it ends, so does what runs at the other ends.
+    """The driver's end. Leaving the context closes all connections, which ends the ranks at their other ends.
 
     Attributes:
-        port: where tasks call, at any address of this host.
-        key: that they must know.
+        port: where it listens, at all addresses of this host.
+        key: that ranks must know.
     """
 
     def __init__(self) -> None:
         self.key = secrets.token_bytes(32)
-        self._listener = Listener(("0.0.0.0", 0), backlog=1024, authkey=self.key)
-        self.port: int = self._listener.address[1]
-        self._calls: queue.SimpleQueue[Connection[Any, Any]] = queue.SimpleQueue()
-        self._lines: dict[int, tuple[Connection[Any, Any], str]] = {}
-        self._closed = False
-        self._thread = threading.Thread(target=self._accept, name="ring:driver", daemon=True)
-        self._thread.start()
+        listener = socket.create_server(("0.0.0.0", 0), backlog=_BACKLOG)
+        self.port: int = listener.getsockname()[1]
+        self._ranks = 0
+        self._call = b""
+        self._connections: dict[int, _RankConnection] = {}
+        self._acceptor = Acceptor(self.key, Purpose.LAUNCHER, self._expects)
+        self._acceptor.add(listener)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._acceptor, selectors.EVENT_READ)
 
-    def __enter__(self) -> Driver:  # noqa: PYI034 - typing.Self is younger than Python 3.10
+    def __enter__(self) -> Driver:  # noqa: PYI034 - typing.Self needs Python 3.11
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closed = True
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
-            pass  # wakes the thread
-        self._thread.join(5.0)
-        self._listener.close()
-        for line, _host in self._lines.values():
-            line.close()
-
-    def _accept(self) -> None:
-        while not self._closed:
-            # Whoever does not know the key, or goes away at once, is none of ours.
-            with contextlib.suppress(AuthenticationError, EOFError, OSError):
-                self._calls.put(self._listener.accept())
+        self._acceptor.close()
+        for connection in self._connections.values():
+            connection.frames.close()
+        self._selector.close()
 
     def outcomes(
-        self, packed: bytes, ranks: int, look: Callable[[], str | None], timeout: float | None
+        self, packed: bytes, ranks: int, trouble: Callable[[], str | None], timeout: float | None
     ) -> list[Outcome]:
-        """Hand the work to every rank that calls, and gather how each ended, the first to end first.
+        """Hand the call to every rank that connects, and gather the outcomes in the order of their arrival.
 
         Args:
-            packed: what `outcomes.pack` made of `(function, args, kwargs)`.
-            ranks: how many will call.
-            look: called regularly; a text says that nobody else will call, and why.
-            timeout: seconds for everything, or None.
+            packed: from `outcomes.pack_call`.
+            ranks: number of ranks that will connect.
+            trouble: called regularly; says why no further rank will connect, None while some may.
+            timeout: seconds for everything, None for no limit.
 
         Raises:
-            LaunchError: `look` said so before all had called.
+            LaunchError: `trouble` said so before all ranks had connected.
             TimeoutExceeded: the time has passed.
         """
-        found: list[Outcome] = []
-        end = time.monotonic() + timeout if timeout is not None else float("inf")
-        give_up = float("inf")
-        while len(found) < ranks and time.monotonic() < give_up:
-            why = look()
-            self._welcome(packed)
-            reported = {outcome.rank for outcome in found}
-            waiting = {id(line): rank for rank, (line, _) in self._lines.items() if rank not in reported}
-            if why is not None and len(self._lines) < ranks and not found:
-                raise LaunchError(f"{ranks - len(self._lines)} of {ranks} ranks were never started: {why}")
-            if time.monotonic() > end:
-                late = sorted(set(range(ranks)) - reported)
-                raise TimeoutExceeded(f"timeout={timeout:g}: ranks {late} of {ranks} had not finished, and were ended.")
-            for ready in wait([self._lines[rank][0] for rank in waiting.values()], 0.1):
-                found.append(self._outcome(waiting[id(ready)]))
-                if found[-1].failure is not None:
-                    give_up = min(give_up, time.monotonic() + _GRACE)
-            if not waiting:
-                time.sleep(0.05)
+        self._ranks, self._call = ranks, packed
+        self._acceptor.limit = ranks + _OTHER_CONNECTIONS
+        return collect(ranks, lambda seconds: self._poll(seconds, trouble), timeout)
+
+    def _poll(self, seconds: float, trouble: Callable[[], str | None]) -> list[Outcome]:
+        why = trouble()  # before ranks that connected in time are accepted
+        for new in self._acceptor.poll():
+            self._join(new)
+        missing = self._ranks - len(self._connections)
+        if why is not None and missing and not any(one.has_reported for one in self._connections.values()):
+            raise LaunchError(f"{missing} of {self._ranks} ranks were never started: {why}")
+        found = []
+        for key, events in self._selector.select(seconds):
+            connection = key.data
+            if connection is not None and (outcome := connection.move(events)) is not None:
+                found.append(outcome)
+            if connection is not None:
+                self._watch(connection)
         return found
 
-    def _welcome(self, packed: bytes) -> None:
-        while not self._calls.empty():
-            line = self._calls.get()
-            with contextlib.suppress(EOFError, OSError):
-                rank, host = line.recv()
-                if rank in self._lines:  # a task that the cluster has started again
-                    line.close()
-                    continue
-                self._lines[rank] = (line, host)
-                line.send_bytes(packed)
+    def _expects(self, claim: Claim) -> bool:
+        """Not a second process of the same rank, such as a task that the cluster has started again."""
+        return 0 <= claim.rank < self._ranks and claim.rank not in self._connections
 
-    def _outcome(self, rank: int) -> Outcome:
-        line, host = self._lines[rank]
+    def _join(self, new: Authenticated) -> None:
+        if not self._expects(new.claim):  # two connections of one rank within a moment
+            new.socket.close()
+            return
+        connection = _RankConnection(new.claim.rank, new.address, FrameSocket(new.socket, Purpose.LAUNCHER))
+        connection.frames.send(self._call)
+        self._connections[connection.rank] = connection
+        self._selector.register(connection.frames, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
+
+    def _watch(self, connection: _RankConnection) -> None:
+        if connection.has_reported:
+            self._selector.unregister(connection.frames)
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.frames.unsent else 0)
+        self._selector.modify(connection.frames, wanted, connection)
+
+
+class _RankConnection:
+    """The driver's connection to one rank.
+
+    Attributes:
+        has_reported: whether its outcome is known.
+    """
+
+    def __init__(self, rank: int, host: str, frames: FrameSocket) -> None:
+        self.rank, self.frames = rank, frames
+        self.has_reported = False
+        self._host, self._has_introduced_itself = host, False
+
+    def move(self, events: int) -> Outcome | None:
+        """Send and receive what can be, without waiting; the outcome once it is known."""
         try:
-            outcome = line.recv()
-            assert isinstance(outcome, Outcome)
-            return outcome
-        except (EOFError, OSError):
-            return Outcome(rank, failure=Failure(host, "the task that it ran in was ended, with the process"))
+            if events & selectors.EVENT_WRITE:
+                self.frames.write()
+        except Disconnected:
+            events |= selectors.EVENT_READ  # what the rank said before it ended can still be read
+        try:
+            while events & selectors.EVENT_READ and (message := self.frames.receive(0)) is not None:
+                if not self._has_introduced_itself:
+                    self._host, self._has_introduced_itself = message.decode(errors="replace"), True
+                    continue
+                self.has_reported = True
+                return self._outcome(message)
+        except Disconnected:
+            return self._failure("the task that it ran in was ended, with the process")
+        return None
+
+    def _outcome(self, message: bytes) -> Outcome:
+        try:
+            outcome = pickle.loads(message)
+            if isinstance(outcome, Outcome) and outcome.rank == self.rank:
+                return outcome
+            why: object = f"it is a {type(outcome).__name__}"
+        except Exception as error:  # an object's own hooks may raise anything
+            why = error
+        return self._failure(f"its outcome cannot be read ({why}); is the same ring_plugins installed there?")
+
+    def _failure(self, summary: str) -> Outcome:
+        self.has_reported = True
+        return Outcome(self.rank, failure=Failure(self._host, summary))
 
 
-class Line:
-    """A task's end.
+class DriverConnection:
+    """A rank's end.
 
     Args:
         address, port, key: of the driver.
-        rank: that this task will run.
+        rank: of this process.
 
     Raises:
-        LaunchError: the driver cannot be reached from here.
+        LaunchError: the driver cannot be reached, or does not expect this rank.
     """
 
     def __init__(self, address: str, port: int, key: bytes, rank: int) -> None:
-        try:
-            self.connection: Connection[Any, Any] = Client((address, port), authkey=key)
-            self.connection.send((rank, socket.gethostname()))
-        except (OSError, EOFError, AuthenticationError) as error:
-            raise LaunchError(
-                f"rank {rank} on {socket.gethostname()} cannot reach the driver at {address}:{port} ({error}): it has "
-                "ended, or a firewall is between them."
-            ) from error
+        self._where = f"rank {rank} on {socket.gethostname()}"
+        end = time.monotonic() + _CONNECT_SECONDS
+        while True:
+            try:
+                self._frames = _connect(address, port, key, rank, end)
+                return
+            except Refused as error:
+                raise LaunchError(
+                    f"{self._where} was refused by the driver at {address}:{port} ({error}): the cluster has started "
+                    "this rank twice, or another run's driver listens there."
+                ) from error
+            except (OSError, Disconnected) as error:
+                # The driver drops the oldest connections where strangers open too many.
+                if isinstance(error, Disconnected) and time.monotonic() < end:
+                    time.sleep(0.05)
+                    continue
+                raise LaunchError(
+                    f"{self._where} cannot reach the driver at {address}:{port} ({error}): it has ended, or a "
+                    "firewall is between them."
+                ) from error
 
-    def work(self) -> bytes:
-        """What the driver wants done."""
-        return self.connection.recv_bytes()
+    def fileno(self) -> int:
+        """The open file, which becomes readable when the driver has gone."""
+        return self._frames.fileno()
+
+    def receive_call(self) -> bytes:
+        """The call that the driver hands out.
+
+        Raises:
+            LaunchError: the driver has gone.
+        """
+        try:
+            while (packed := self._frames.receive(3600.0)) is None:
+                pass
+        except Disconnected as error:
+            raise LaunchError(f"{self._where} lost the driver before it had a function to call ({error}).") from error
+        return packed
 
     def report(self, outcome: Outcome) -> None:
-        """Tell the driver how it ended."""
-        with contextlib.suppress(OSError):
-            self.connection.send(outcome)
+        """Send the driver this rank's outcome."""
+        try:
+            self._frames.send(pickle.dumps(outcome))
+            self._frames.flush()
+        except Disconnected:
+            pass  # nobody waits for it any more
+
+    def wait_for_end(self) -> None:
+        """Wait until the driver closes the connection; it sends nothing after the call."""
+        poll = select.poll()
+        poll.register(self._frames, select.POLLIN)
+        poll.poll()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._frames.close()
+
+
+def _connect(address: str, port: int, key: bytes, rank: int, end: float) -> FrameSocket:
+    connected = socket.create_connection((address, port), max(end - time.monotonic(), 1.0))
+    try:
+        handshake = ClientHandshake(key, Purpose.LAUNCHER, Claim(rank))
+        authenticate(connected, handshake, max(end - time.monotonic(), 1.0))
+        frames = FrameSocket(connected, Purpose.LAUNCHER)
+        frames.send(socket.gethostname().encode())
+        frames.flush(max(end - time.monotonic(), 1.0))
+        return frames
+    except BaseException:
+        connected.close()
+        raise

@@ -15,7 +15,7 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.linux.interfaces import address_towards
 from ring_plugins.core.rendezvous import detect
-from ring_plugins.launcher.control import Driver, Line
+from ring_plugins.launcher.control import Driver, DriverConnection
 from ring_plugins.launcher.environment import search_path
 from ring_plugins.launcher.hosts import is_this_host, parse_hosts
 from ring_plugins.launcher.outcomes import Outcome, call
@@ -103,22 +103,21 @@ def run_rank() -> None:
     rank = detect().rank
     if rank is None:
         raise LaunchError("this process was not started by mpirun; ring_plugins.run(hosts=...) starts it.")
-    line = Line(address, int(port), bytes.fromhex(key), rank)
-    packed = line.work()
+    driver = DriverConnection(address, int(port), bytes.fromhex(key), rank)
+    packed = driver.receive_call()
     done = threading.Event()
-    threading.Thread(target=_end_with_driver, args=(line, done), name="ring:driver", daemon=True).start()
+    threading.Thread(target=_end_with_driver, args=(driver, done), name="ring:driver", daemon=True).start()
     outcome = call(packed, rank)
     done.set()
     sys.stdout.flush()
     sys.stderr.flush()
-    line.report(outcome)
+    driver.report(outcome)
     # After a failure the driver cannot end ranks on other hosts; mpirun does, when one exits with a status.
     sys.exit(1 if outcome.failure is not None else 0)
 
 
-def _end_with_driver(line: Line, done: threading.Event) -> None:
+def _end_with_driver(driver: DriverConnection, done: threading.Event) -> None:
     """End this process when the driver closes the connection, unless the call is `done`."""
-    with contextlib.suppress(OSError, EOFError):
-        line.connection.poll(None)
+    driver.wait_for_end()
     if not done.is_set():
         os.kill(os.getpid(), signal.SIGTERM)

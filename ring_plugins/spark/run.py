@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, MissingDependency
 from ring_plugins.core.linux.interfaces import address_towards, free_port
-from ring_plugins.launcher.control import Driver, Line
+from ring_plugins.launcher.control import Driver, DriverConnection
 from ring_plugins.launcher.local_ranks import RankProcess
 from ring_plugins.launcher.outcomes import pack_call, results
 from ring_plugins.launcher.rank_assignment import assign_ranks
@@ -173,15 +173,15 @@ class _RankTask:
         assignments = assign_ranks([host for host, _, _ in tasks])
         mine = assignments[context.partitionId()]
         _, address, port = next(task for task, other in zip(tasks, assignments, strict=True) if other.rank == 0)
-        line = Line(self.driver, self.port, self.key, mine.rank)
+        driver = DriverConnection(self.driver, self.port, self.key, mine.rank)
         process = RankProcess(mine.rank, {**os.environ, **mine.environment(address, port), **self.variables})
         try:
-            process.send_call(line.work())
-            ready = wait([process.connection, line.connection])
+            process.send_call(driver.receive_call())
+            ready = wait([process.connection, driver.fileno()])
             if process.connection in ready:
-                line.report(process.outcome())
+                driver.report(process.outcome())
                 # The process may still be exiting; the driver closes the connection once it has heard from all ranks.
-                while not process.has_ended() and not wait([line.connection], 0.05):
+                while not process.has_ended() and not wait([driver.fileno()], 0.05):
                     pass
         finally:
             process.kill()

@@ -353,6 +353,9 @@ class Acceptor:
         limit: unauthenticated connections kept; beyond it the oldest is dropped. Let it be larger than the number of
             clients that may connect at once.
         on_wrong_secret: called with the address of a client that does not know the secret.
+
+    Attributes:
+        limit: as above; may be changed.
     """
 
     def __init__(
@@ -364,7 +367,7 @@ class Acceptor:
         on_wrong_secret: Callable[[str], None] = lambda address: None,
     ) -> None:
         self._secret, self._purpose, self._expects = secret, purpose, expects
-        self._limit, self._on_wrong_secret = limit, on_wrong_secret
+        self.limit, self._on_wrong_secret = limit, on_wrong_secret
         self._selector = selectors.EpollSelector()
         self._listeners: list[socket.socket] = []
         #: By socket, the oldest first.
@@ -453,7 +456,7 @@ class Acceptor:
         if not is_same_user(connected):
             connected.close()
             return
-        if len(self._waiting) >= self._limit:
+        if len(self._waiting) >= self.limit:
             self._drop(next(iter(self._waiting.values())))
         name = str(address[0]).removeprefix("::ffff:") if isinstance(address, tuple) else "this host"
         handshake = ServerHandshake(self._secret, self._purpose, self._expects)

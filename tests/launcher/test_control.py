@@ -1,0 +1,162 @@
+"""A driver and its ranks, with threads as ranks."""
+
+import contextlib
+import os
+import pickle
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ring_plugins.core.base.errors import LaunchError, TimeoutExceeded
+from ring_plugins.core.net.auth import Claim, ClientHandshake, FrameSocket, Purpose, authenticate
+from ring_plugins.launcher.control import Driver, DriverConnection
+from ring_plugins.launcher.outcomes import Outcome
+
+
+def no_trouble():
+    return None
+
+
+def rank_of(driver, rank, key=None):
+    """A rank that answers its call with it."""
+    with contextlib.closing(DriverConnection("127.0.0.1", driver.port, key or driver.key, rank)) as connection:
+        packed = connection.receive_call()
+        connection.report(Outcome(rank, packed + bytes([rank])))
+        connection.wait_for_end()
+
+
+def by_hand(driver, rank, *messages):
+    """A rank that sends these messages after the handshake, and ends."""
+    connected = socket.create_connection(("127.0.0.1", driver.port))
+    authenticate(connected, ClientHandshake(driver.key, Purpose.LAUNCHER, Claim(rank)))
+    frames = FrameSocket(connected, Purpose.LAUNCHER)
+    for message in messages:
+        frames.send(message)
+    frames.flush(5)
+    frames.receive(5)
+    frames.close()
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(20) as threads:
+        yield threads
+
+
+def test_every_rank_gets_the_call_and_reports(pool):
+    with Driver() as driver:
+        ranks = [pool.submit(rank_of, driver, rank) for rank in range(8)]
+        call = os.urandom(3_000_000)
+        outcomes = driver.outcomes(call, 8, no_trouble, 20)
+    assert {outcome.rank: outcome.result[-1] for outcome in outcomes} == {rank: rank for rank in range(8)}
+    assert all(outcome.result[:-1] == call for outcome in outcomes)
+    for rank in ranks:
+        rank.result(5)
+
+
+def test_silent_strangers_block_nobody(pool):
+    with Driver() as driver, contextlib.ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(socket.create_connection(("127.0.0.1", driver.port)))
+        began = time.monotonic()
+        rank = pool.submit(rank_of, driver, 0)
+        assert len(driver.outcomes(b"call", 1, no_trouble, 20)) == 1
+        assert time.monotonic() - began < 2
+    rank.result(5)
+
+
+def test_a_rank_that_takes_nothing_blocks_no_other(pool):
+    with Driver() as driver:
+        stopped = threading.Event()
+
+        def stop():
+            connected = socket.create_connection(("127.0.0.1", driver.port))
+            authenticate(connected, ClientHandshake(driver.key, Purpose.LAUNCHER, Claim(1)))
+            stopped.wait(20)
+            connected.close()
+
+        pool.submit(stop)
+        pool.submit(rank_of, driver, 0)
+        with pytest.raises(TimeoutExceeded, match="rank 1 of 2 did not finish"):
+            driver.outcomes(os.urandom(30_000_000), 2, no_trouble, 2)
+        stopped.set()
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 200, pickle.dumps((0, "host"))])
+def test_nothing_of_a_strangers_is_unpickled(pool, said, monkeypatch):
+    def loads(data):
+        raise AssertionError(data)
+
+    with Driver() as driver, socket.create_connection(("127.0.0.1", driver.port)) as stranger:
+        stranger.sendall(said)
+        monkeypatch.setattr("ring_plugins.launcher.control.pickle.loads", loads)
+        with pytest.raises(TimeoutExceeded):
+            driver.outcomes(b"call", 1, no_trouble, 0.3)
+
+
+def test_a_wrong_key_is_told_to_the_rank_that_has_it(pool):
+    with Driver() as driver:
+        wrong = pool.submit(rank_of, driver, 0, b"x" * 32)
+        right = pool.submit(lambda: (time.sleep(0.1), rank_of(driver, 0)))
+        assert len(driver.outcomes(b"call", 1, no_trouble, 20)) == 1
+        with pytest.raises(
+            LaunchError, match="rank 0 on .* was refused by the driver at .*it refused this rank's secret"
+        ):
+            wrong.result(5)
+    right.result(5)
+
+
+def test_a_second_process_of_a_rank_is_refused(pool):
+    with Driver() as driver:
+        first = pool.submit(by_hand, driver, 0, b"host")
+        second = pool.submit(lambda: (time.sleep(0.2), rank_of(driver, 0)))
+        with pytest.raises(TimeoutExceeded):
+            driver.outcomes(b"call", 2, no_trouble, 0.6)
+        with pytest.raises(LaunchError, match="it does not expect this rank"):
+            second.result(5)
+    first.result(5)
+
+
+def test_a_rank_that_ends_without_an_outcome_has_failed(pool):
+    with Driver() as driver:
+        pool.submit(by_hand, driver, 0, b"host7")
+        (outcome,) = driver.outcomes(b"call", 1, no_trouble, 20)
+    assert (outcome.failure.host, outcome.failure.summary) == (
+        "host7",
+        "the task that it ran in was ended, with the process",
+    )
+
+
+@pytest.mark.parametrize("said", [b"", b"no pickle", pickle.dumps(3), pickle.dumps(Outcome(5))])
+def test_an_outcome_that_cannot_be_read_is_a_failure_of_its_rank(pool, said):
+    with Driver() as driver:
+        pool.submit(by_hand, driver, 0, b"host7", said)
+        (outcome,) = driver.outcomes(b"call", 1, no_trouble, 20)
+    assert outcome.rank == 0 and "its outcome cannot be read" in outcome.failure.summary
+
+
+def test_ranks_that_were_never_started_are_counted(pool):
+    with Driver() as driver:
+
+        def stay():
+            connection = DriverConnection("127.0.0.1", driver.port, driver.key, 0)
+            connection.receive_call()
+            connection.wait_for_end()
+
+        pool.submit(stay)
+        end = time.monotonic() + 0.5
+        with pytest.raises(LaunchError, match=r"2 of 3 ranks were never started: ring run ended"):
+            driver.outcomes(b"", 3, lambda: "ring run ended" if time.monotonic() > end else None, 20)
+
+
+def test_the_end_of_the_driver_is_noticed(pool):
+    with Driver() as driver:
+        waits = pool.submit(rank_of, driver, 0)
+        driver.outcomes(b"call", 1, no_trouble, 20)
+        assert not waits.done()
+    waits.result(5)
+    with pytest.raises(LaunchError, match="cannot reach the driver"):
+        DriverConnection("127.0.0.1", driver.port, driver.key, 0)
