@@ -8,7 +8,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping
 
-from ring_plugins.core.control.failure_detector import ParentNotifier
+from ring_plugins.core.control.parent_notifier import ParentNotifier
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment, ending
 from ring_plugins.launcher import mpirun

@@ -27,59 +27,16 @@ ULFM) is needed to go on without them; to end, or to restart all ranks, the firs
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
-import socket
 import time
 import traceback
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, NamedTuple
 
-from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import DeadlockError, PeerFailed, PeerLeft
 from ring_plugins.core.control.channel import EVERYONE, Channel
 from ring_plugins.core.control.liveness import LocalPeers
-
-
-def notify_parent(text: str) -> None:
-    """Tell what started this process, if it is on this host and wants to know."""
-    name = config.PARENT_NOTIFIER.get()
-    if name:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
-            line.setblocking(False)
-            line.sendto(text.encode()[:4096], f"\0{name}".encode())
-
-
-class ParentNotifier:
-    """The starter's end: a context in which ranks on this host that have `environment` may tell something.
-
-    Attributes:
-        environment: for the ranks.
-    """
-
-    def __init__(self) -> None:
-        name = f"ring_plugins/{secrets.token_hex(8)}"
-        self.environment = {config.PARENT_NOTIFIER.name: name}
-        self._line = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._line.bind(f"\0{name}".encode())  # in Linux's abstract namespace, which is no file
-        self._line.setblocking(False)
-
-    def heard(self) -> str | None:
-        """What a rank has told, if there is something that was not asked for before."""
-        with contextlib.suppress(BlockingIOError):
-            return self._line.recv(4096).decode(errors="replace")
-        return None
-
-    def __enter__(self) -> ParentNotifier:  # noqa: PYI034 - typing.Self is younger than Python 3.10
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._line.close()
-
+from ring_plugins.core.control.parent_notifier import notify_parent
 
 #: Seconds for which data that a rank sent before it left may still be on its way.
 _IN_FLIGHT = 2.0
