@@ -44,10 +44,10 @@ def test_shell_commands_are_run_somewhere(block):
         return
     if block.marker == "collected by tests/test_documentation.py":
         lines = block.text.splitlines()
-        for line, (status, said) in zip(lines, collected(lines), strict=True):
-            assert status == 0, f"{line}\n{said}"
+        for line, (status, output) in zip(lines, collected(lines), strict=True):
+            assert status == 0, f"{line}\n{output}"
             if "--ranks 3" in line:
-                assert re.search(r"\[3-mpirun\]$", said, re.MULTILINE), said
+                assert re.search(r"\[3-mpirun\]$", output, re.MULTILINE), output
         return
     if block.marker.startswith("run by .ci/run: "):
         name = block.marker.removeprefix("run by .ci/run: ")
@@ -92,8 +92,8 @@ def collected(lines: list[str]) -> list[tuple[int, str]]:
         [sys.executable, "-c", COLLECT, json.dumps([[*command[1:], *one_file(command)] for command in commands])],
         cwd=REPOSITORY, check=True, capture_output=True, text=True,
     )  # fmt: skip
-    said = re.split(r"^status (\d+)$", found.stdout, flags=re.MULTILINE)
-    return [(int(status), text) for text, status in zip(said[::2], said[1::2], strict=False)]
+    output = re.split(r"^status (\d+)$", found.stdout, flags=re.MULTILINE)
+    return [(int(status), text) for text, status in zip(output[::2], output[1::2], strict=False)]
 
 
 def one_file(command: list[str]) -> list[str]:

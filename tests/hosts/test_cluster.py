@@ -50,10 +50,10 @@ def cluster():
 
 def test_a_host_has_its_own_name_network_memory_and_processes(cluster):
     say = "hostname; ls /sys/class/net; ls /dev/shm; ls -d /proc/[0-9]* | wc -l; getent hosts host1"
-    said = cluster.run_on("host2", ["sh", "-c", say]).stdout.split()
-    assert said[:5] == ["host2", "docker0", "eth0", "eth1", "lo"]
-    assert int(said[5]) < 10
-    assert said[6:] == [cluster.address("host1"), "host1"]
+    output = cluster.run_on("host2", ["sh", "-c", say]).stdout.split()
+    assert output[:5] == ["host2", "docker0", "eth0", "eth1", "lo"]
+    assert int(output[5]) < 10
+    assert output[6:] == [cluster.address("host1"), "host1"]
 
 
 def test_logging_in_gives_output_status_and_sshs_own_words(cluster):

@@ -107,15 +107,15 @@ def until(happens, seconds=25):
     return happens()
 
 
-def check_that_ranks_ended(job, said):
-    """Every rank has ended and says which rank, which host, and that the network is lost."""
+def check_that_ranks_ended(job, output):
+    """Every rank has ended, and its error names both ranks, both hosts and the lost network."""
     ranks = set(job.found.values())
     assert until(lambda: not ranks & {process.pid for process in job.processes()}), job.processes()
     for rank in (0, 1):
-        text = Path(f"{said}.{rank}").read_text()
+        text = Path(f"{output}.{rank}").read_text()
         names = r"ends because rank (\d) on (host\d) cannot reach rank (\d) \(process \d+ on (host\d)\) any more"
         found = re.search(names, text)
-        assert found, (said, rank, text)
+        assert found, (output, rank, text)
         here, own, there, other = found.groups()
         assert {(here, own), (there, other)} == {("0", "host1"), ("1", "host2")}
         assert f"the network between {own} and {other} is lost, by a cut cable or a firewall" in text

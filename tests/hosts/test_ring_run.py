@@ -61,22 +61,22 @@ def test_a_host_with_another_version_is_named(cluster, tmp_path):
     other.write_text(metadata.read_text().replace(f"Version: {numpy.__version__}", "Version: 1.24.0", 1))
     cluster.run_on("host2", ["mount", "--bind", str(other), str(metadata)])
     try:
-        said = refused(cluster, *TWO)
+        output = refused(cluster, *TWO)
     finally:
         cluster.run_on("host2", ["umount", str(metadata)])
     assert (
-        f"host2: numpy 1.24.0, but {numpy.__version__} on host1: pip install numpy=={numpy.__version__} there" in said
+        f"host2: numpy 1.24.0, but {numpy.__version__} on host1: pip install numpy=={numpy.__version__} there" in output
     )
-    assert "host1:" not in said.replace("on host1:", "")
+    assert "host1:" not in output.replace("on host1:", "")
 
 
 def test_hosts_that_cannot_be_reached_or_reach_are_named(cluster):
     with cluster.firewall("host3", "22"), cluster.firewall("host1", "1024-65534", sources="1024-65534"):
-        said = refused(cluster, "-H", "host1:1,host2:1,host3:1,nowhere:1", "--agent", "ssh -o ConnectTimeout=2")
-    assert "3 of 4 hosts cannot take part" in said
-    assert re.search(r"host3: ssh: connect to host host3 port 22: Connection timed out \(is it up", said), said
-    assert re.search(r"nowhere: ssh: Could not resolve hostname nowhere.*/etc/hosts", said), said
-    assert "host2: cannot connect to a port of host1: is a firewall" in said
+        output = refused(cluster, "-H", "host1:1,host2:1,host3:1,nowhere:1", "--agent", "ssh -o ConnectTimeout=2")
+    assert "3 of 4 hosts cannot take part" in output
+    assert re.search(r"host3: ssh: connect to host host3 port 22: Connection timed out \(is it up", output), output
+    assert re.search(r"nowhere: ssh: Could not resolve hostname nowhere.*/etc/hosts", output), output
+    assert "host2: cannot connect to a port of host1: is a firewall" in output
 
 
 ENDLESS = """

@@ -50,10 +50,10 @@ def test_the_fastest_network_that_all_are_on_is_taken_and_named(cluster):
 
 @pytest.mark.mpi
 def test_a_slow_network_that_mpirun_was_told_to_use_is_used_and_said(cluster):
-    said = "MPI was told to use eth0 (OMPI_MCA_btl_tcp_if_include), but eth1 (10.2.0.0/16) connects the hosts with "
+    warning = "MPI was told to use eth0 (OMPI_MCA_btl_tcp_if_include), but eth1 (10.2.0.0/16) connects the hosts with "
     for transport, address in (("tcp", "10.1.0.1"), ("mpi", None)):
         result = cluster.mpirun(MEET, 1, interface="eth0", env={"RING_TRANSPORT": transport}).run()
-        assert result.stderr.count(said) == 1
+        assert result.stderr.count(warning) == 1
         assert result.reports[0]["address"] == address
     result = cluster.mpirun(MEET, 1, interface="eth1").run()
     assert "ring_plugins" not in result.stderr

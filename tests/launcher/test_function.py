@@ -1,4 +1,4 @@
-"""`ring_plugins.run`: results come back, errors come back, and nobody stays behind."""
+"""`ring_plugins.run` on this host: results and errors come back, and no process stays behind."""
 
 import os
 import signal
@@ -57,7 +57,7 @@ def test_a_killed_rank_is_named_and_output_is_tagged(capsys):
     assert "[0] speaking before the end\n" in capsys.readouterr().out
 
 
-def test_what_cannot_work_is_refused_at_once(monkeypatch):
+def test_wrong_arguments_are_refused_at_once(monkeypatch):
     with pytest.raises(ring.ArgumentError, match="ranks=0"):
         ring.run(divide, ranks=0)
     with pytest.raises(ring.ArgumentError, match="function='divide' with its arguments cannot be sent"):
@@ -71,7 +71,7 @@ def test_what_cannot_work_is_refused_at_once(monkeypatch):
         ring.run(divide, (1,), ranks=1)
 
 
-def test_a_rank_does_not_start_ranks():
+def test_a_rank_cannot_start_ranks():
     script = """
         import ring_plugins as ring
         ring.init(ranks=2)

@@ -1,4 +1,4 @@
-"""Hosts as people write them, and how ranks are shared among them."""
+"""Hosts as users and schedulers write them, and how ranks are placed on them."""
 
 import pytest
 
@@ -16,12 +16,12 @@ from ring_plugins.launcher.hosts import Host, Share, allocated_hosts, parse_host
         ("a,a,b", [Host("a", 2), Host("b")]),
     ],
 )
-def test_hosts_of_the_command_line(text, hosts):
+def test_hosts_on_the_command_line_are_parsed(text, hosts):
     assert parse_hosts(text) == hosts
 
 
 @pytest.mark.parametrize("text", ["", "a:", "a:0", "a:two", "a;b", "-x", "a:2,,b"])
-def test_a_host_that_is_none_is_named(text):
+def test_an_invalid_host_is_named(text):
     with pytest.raises(ArgumentError, match="not a host|not a positive number"):
         parse_hosts(text)
 
@@ -35,17 +35,18 @@ def test_a_host_that_is_none_is_named(text):
         ("a\na\nb\n", [Host("a", 2), Host("b")]),
     ],
 )
-def test_hostfiles_of_every_kind(text, hosts, tmp_path):
+def test_hostfiles_of_each_kind_are_read(text, hosts, tmp_path):
     (tmp_path / "hosts").write_text(text)
     assert read_hostfile(tmp_path / "hosts") == hosts
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("a slots=many", "line 1: 'many'"), ("a cores=4", "'cores=4' is not known"), ("#\n", "no host")]
+    ("text", "message"),
+    [("a slots=many", "line 1: 'many'"), ("a cores=4", "'cores=4' is not known"), ("#\n", "no host")],
 )
-def test_a_hostfile_that_cannot_be_read_says_where(text, said, tmp_path):
+def test_a_hostfile_that_cannot_be_read_says_where(text, message, tmp_path):
     (tmp_path / "hosts").write_text(text)
-    with pytest.raises(ArgumentError, match=said):
+    with pytest.raises(ArgumentError, match=message):
         read_hostfile(tmp_path / "hosts")
     with pytest.raises(ArgumentError, match="No such file"):
         read_hostfile(tmp_path / "elsewhere")
@@ -67,7 +68,7 @@ def test_hosts_are_filled_in_order(total, text, shares):
     assert share(total, parse_hosts(text)) == [Share(name, n) for name, n in zip(names, shares, strict=False)]
 
 
-def test_slots_of_plain_names_count_one():
+def test_a_plain_name_counts_as_one_slot():
     assert slots(parse_hosts("a,b:3")) == 4
 
 
@@ -81,11 +82,11 @@ def test_slots_of_plain_names_count_one():
         ("", []),
     ],
 )
-def test_slurms_list_of_nodes(nodelist, hosts):
+def test_slurms_node_lists_are_expanded(nodelist, hosts):
     assert slurm.expand(nodelist) == hosts
 
 
-def test_hosts_that_a_scheduler_gave(tmp_path):
+def test_hosts_come_from_the_schedulers_variables(tmp_path):
     allocated = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "4(x2),1"}
     assert allocated_hosts(allocated) == [Host("n1", 4), Host("n2", 4), Host("n3", 1)]
     (tmp_path / "nodes").write_text("n1\nn1\nn2\n")

@@ -57,21 +57,21 @@ def test_inside_an_allocation_mpirun_finds_the_hosts_itself(monkeypatch):
     assert (planned.job.ranks, planned.job.shares, planned.hosts) == (8, (), ())
 
 
-@pytest.mark.parametrize(("found", "said"), [(None, "no mpirun"), ("there", "mpi4py is not installed")])
-def test_one_host_does_without_mpi_and_several_say_what_is_missing(found, said, monkeypatch):
+@pytest.mark.parametrize(("found", "message"), [(None, "no mpirun"), ("there", "mpi4py is not installed")])
+def test_one_host_does_without_mpi_and_several_say_what_is_missing(found, message, monkeypatch):
     monkeypatch.setattr(mpirun, "find", lambda _: found)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     planned = make_plan(Options(COMMAND, ranks=2, hosts="localhost:2"))
     assert planned.mpirun is None
-    assert said in planned.notices[0]
-    with pytest.raises(LaunchError, match=f'{said}.*pip install "ring_plugins\\[mpi\\]"'):
+    assert message in planned.notices[0]
+    with pytest.raises(LaunchError, match=f'{message}.*pip install "ring_plugins\\[mpi\\]"'):
         make_plan(Options(COMMAND, ranks=2, hosts="far:2"))
-    with pytest.raises(LaunchError, match=said):
+    with pytest.raises(LaunchError, match=message):
         make_plan(Options(COMMAND, ranks=2, starter="mpirun"))
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (Options(()), "nothing to run"),
         (Options(COMMAND, ranks=0), "-n 0"),
@@ -81,8 +81,8 @@ def test_one_host_does_without_mpi_and_several_say_what_is_missing(found, said, 
         (Options(("no-such-program",)), "no program 'no-such-program'"),
     ],
 )
-def test_wrong_options_are_refused(options, said):
-    with pytest.raises((ArgumentError, LaunchError), match=said):
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises((ArgumentError, LaunchError), match=message):
         make_plan(options)
 
 

@@ -115,7 +115,7 @@ def test_the_command_line_of_each_mpirun(program, plain, full):
 
 
 @pytest.mark.parametrize(
-    ("program", "bind", "said"),
+    ("program", "bind", "words"),
     [
         (OPEN_MPI_5, "socket", "--bind-to package"),
         (OPEN_MPI_4, "socket", "--bind-to socket"),
@@ -123,9 +123,9 @@ def test_the_command_line_of_each_mpirun(program, plain, full):
         (INTEL_MPI, "core", "-genv I_MPI_PIN on -genv I_MPI_PIN_DOMAIN core"),
     ],
 )
-def test_each_mpirun_is_told_to_bind_in_its_own_words(program, bind, said):
+def test_each_mpirun_is_told_to_bind_in_its_own_words(program, bind, words):
     line = mpirun.command_line(program, JobSpec(("/bin/true",), 2, bind=bind))
-    assert said in shlex.join(line)
+    assert words in shlex.join(line)
 
 
 @pytest.mark.parametrize(

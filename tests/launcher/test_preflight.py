@@ -11,7 +11,7 @@ OWN = {
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected"),
     [
         ({}, []),
         ({"python": "3.11.2"}, []),
@@ -31,10 +31,10 @@ OWN = {
         ({"reaches": False}, ["is a firewall between them?"]),
     ],
 )
-def test_differences_that_matter_come_with_a_remedy(change, said):
+def test_differences_that_matter_come_with_a_remedy(change, expected):
     found = differences(OWN, {**OWN, "name": "host2", **change})
-    assert len(found) == len(said)
-    for text, part in zip(found, said, strict=True):
+    assert len(found) == len(expected)
+    for text, part in zip(found, expected, strict=True):
         assert part in text
 
 
@@ -43,7 +43,7 @@ def test_a_host_without_an_answer_differs_by_its_reason():
 
 
 @pytest.mark.parametrize(
-    ("status", "said", "part"),
+    ("status", "stderr", "part"),
     [
         (255, "ssh: Could not resolve hostname b: Name or service not known\n", "write it into /etc/hosts"),
         (255, "banner\nme@b: Permission denied (publickey).\n", "Permission denied (publickey). (log in without"),
@@ -54,5 +54,5 @@ def test_a_host_without_an_answer_differs_by_its_reason():
         (3, "", "exit status 3 without a message"),
     ],
 )
-def test_the_words_of_ssh_are_explained(status, said, part):
-    assert part in explain("b", "/venv/bin/python", status, said)
+def test_the_words_of_ssh_are_explained(status, stderr, part):
+    assert part in explain("b", "/venv/bin/python", status, stderr)
