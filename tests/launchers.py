@@ -20,7 +20,7 @@ FOREIGN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_
 
 def launcher_command(launcher: str, ranks: int) -> list[str]:
     """The words before the script's name."""
-    if launcher in ("spawned", "grown"):
+    if launcher == "spawned":
         return [sys.executable]
     if launcher == "torchrun":
         local = ["--nnodes", "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
