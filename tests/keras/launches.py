@@ -15,6 +15,8 @@ from tests.launch import LaunchFailed, Result, run_ranks
 
 BACKENDS = ("tensorflow", "torch", "jax")
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "TF_NUM_INTRAOP_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+# Small models are compiled to run a few steps: without optimizing, XLA takes two thirds of the time.
+QUICK = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 # Ranks that exist before Keras is imported import it at the same time.
 START = """
@@ -52,16 +54,14 @@ def on_ranks(name: str, *backends: str, slow: Iterable[str] = ()) -> pytest.Mark
 
 
 def environment(backend: str, **more: str) -> dict[str, str]:
-    return {"KERAS_BACKEND": backend, **QUIET, **more}
+    return {"KERAS_BACKEND": backend, **QUIET, **QUICK, **more}
 
 
 @functools.cache
 def launch(backend: str, ranks: int, names: tuple[str, ...]) -> Result | LaunchFailed:
     """Run behaviors and scenarios in one launch; a failure too is kept, for every test that wants a result of it."""
     script = START + "from tests.keras.worker import main\nmain()\n"
-    # Dozens of small models are compiled to run a few steps: without optimizing, XLA takes two thirds of the time.
-    quick = environment(backend, TEST_ONLY=",".join(names), XLA_FLAGS="--xla_backend_optimization_level=0")
     try:
-        return run_ranks(script, ranks, env=quick, timeout=850)
+        return run_ranks(script, ranks, env=environment(backend, TEST_ONLY=",".join(names)), timeout=850)
     except LaunchFailed as failure:
         return failure

@@ -1,4 +1,4 @@
-"""TensorFlow's gradients by NCCL: with stand-ins for the card and for NCCL, which take the CPU's tensors."""
+"""TensorFlow's gradients reduced by NCCL; stand-ins for GPU and NCCL take the CPU's tensors."""
 
 import os
 
@@ -111,4 +111,4 @@ def test_tensorflow_by_nccl_equals_one_process():
 def test_the_same_on_a_card():
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
     shares = "1" if torch.cuda.device_count() < 2 else "0"
-    check_equality(TEST_GPU_STAND_IN="", CUDA_VISIBLE_DEVICES=visible, RING_SHARE_GPU=shares)
+    check_equality(TEST_GPU_STAND_IN="", XLA_FLAGS="", CUDA_VISIBLE_DEVICES=visible, RING_SHARE_GPU=shares)
