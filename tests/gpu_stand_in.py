@@ -209,6 +209,7 @@ class StandInNccl(CFunctions):
         self.delay = 0.0  # of each kernel
         self.async_error = 0
         self.communicators = {}
+        self.reductions = []  # numbers of operations, by call
         self.aborts_end = True  # False: `ncclCommAbort` ends kernels and then deadlocks, as in NCCL 2.25.1
         self.numbers = itertools.count(1000)
         self.group = threading.local()
@@ -276,6 +277,7 @@ class StandInNccl(CFunctions):
         (handle,), (stream,) = {call[0] for call in collected}, {call[1] for call in collected}
         made = self.communicators[handle]
         self.log.append([call[2] for call in collected])
+        self.reductions += [call[7] for call in collected if call[2] in ("all_reduce", "reduce_scatter", "reduce")]
         if self.cuda.capturing:
             made.unreferenced.clear()
         made.begin(lambda: self.cuda.streams[stream].work.put(lambda: made.kernel([call[2:] for call in collected])))
@@ -443,6 +445,16 @@ class Streams:
     def current(self):
         return getattr(self.now, "stream", CALLERS_STREAM)
 
+    def scale(self, memory, factor):
+        import torch
+
+        data = (ctypes.c_char * memory.nbytes).from_address(memory.pointer)
+        tensor = torch.frombuffer(data, dtype=getattr(torch, memory.dtype))
+        if self.current() == CALLERS_STREAM:
+            tensor.mul_(factor)
+        else:
+            self.cuda.streams[self.current()].work.put(lambda: tensor.mul_(factor))
+
     def note(self):
         self.notes = getattr(self, "notes", 0) + 1
 
@@ -469,10 +481,11 @@ class Streams:
 
 
 def alone(name="alone", **options):
-    """A communicator of one rank, its NCCL and the framework's streams, without a world."""
+    """A communicator of one rank without a world, and its NCCL."""
     driver = StandInDriver()
     library, streams = StandInNccl(driver, **options), Streams(driver)
-    return DeviceCommunicator(
+    library.streams = streams
+    communicator = DeviceCommunicator(
         name,
         0,
         SingleCommunicator(name),
@@ -480,7 +493,8 @@ def alone(name="alone", **options):
         Wait(name, None),
         nccl.Nccl(library, "stand-in"),
         cuda.Driver(driver),
-    ), library
+    )
+    return communicator, library
 
 
 def install(card=None, version=23203, polls=3):
@@ -497,11 +511,16 @@ def install(card=None, version=23203, polls=3):
 
 def install_for_torch(**options):
     """As `install`, and make torch's CPU tensors pass for tensors on that GPU."""
+    library, own = install(**options)
+    pass_for_gpu(library, own)
+    return library, own
+
+
+def pass_for_gpu(library, own, setattr=setattr):  # noqa: A002  # a test passes monkeypatch.setattr
+    """Make torch's CPU tensors pass for tensors on the stand-in's GPU."""
     import torch
 
     from ring_plugins.torch import device
-
-    library, own = install(**options)
 
     def complete(future, value, communicator):
         def wait():
@@ -519,8 +538,13 @@ def install_for_torch(**options):
         def precedes(self, stream, index):
             pass
 
-    device.own_device = lambda: torch.device("cpu")
-    device.KIND, device.TorchStreams, device.complete, device.Moment = "cpu", lambda index: own, complete, Moment
-    device.future_on_gpu = lambda index: torch.futures.Future()
+    for name, stand_in in {
+        "KIND": "cpu",
+        "own_device": lambda: torch.device("cpu"),
+        "TorchStreams": lambda index: own,
+        "complete": complete,
+        "Moment": Moment,
+        "future_on_gpu": lambda index: torch.futures.Future(),
+    }.items():
+        setattr(device, name, stand_in)
     device.streams.cache_clear()
-    return library, own

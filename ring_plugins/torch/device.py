@@ -71,6 +71,14 @@ class TorchStreams:
     def using(self, stream: int) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.stream(self.external(stream))  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
 
+    def scale(self, memory: DeviceMemory, factor: float) -> None:
+        flat: torch.Tensor = memory.owner  # see `memory_of`
+        with torch.no_grad():
+            if flat.itemsize == 1:  # torch multiplies no 8-bit floats
+                flat.copy_(flat.float().mul_(factor))
+            else:
+                flat.mul_(factor)  # 16-bit floats as well: torch multiplies them by a number in float32
+
     def external(self, handle: int) -> Any:
         """torch's object for a CUDA stream handle."""
         if handle not in self._external:

@@ -39,7 +39,7 @@ class DeviceBuckets:
 class HalfBuckets:
     """16-bit copies of `DeviceBuckets` and of the direct gradients, reduced in their place.
 
-    NCCL's average scales numbers down before it adds them, so float16 overflows only where the average does.
+    Gradients are scaled down before they are rounded and summed, so float16 overflows only where the average does.
 
     Args:
         plan: of the buckets.

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ring_plugins.core.arrays.codec import Compression
+from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import Memory
 from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.collectives.api import Communicator
@@ -75,20 +76,25 @@ class GradientBuckets:
         self._half: HalfBuckets | None = None  # between GPUs; elsewhere the communicator rounds
         self._buffer, tensors = self._allocate(compression)
         self.views: list[torch.Tensor | None] = [None] * len(self.parameters)
+        #: NCCL sums gradients that were scaled before (see `core.gpu.communicator`); on the host the sum is divided.
+        self._scale = 1.0 if gpu is None else 1 / communicator.size
+        self._gradients: list[torch.Tensor] = []
         self._flags: list[torch.Tensor] = []
         for bucket, tensor in zip(self.plan.buckets, tensors, strict=True):
+            self._gradients.append(tensor[: bucket.flags])
             self._flags.append(tensor[bucket.flags : bucket.flags + len(bucket.entries)])
             for i, offset in zip(bucket.entries, bucket.offsets, strict=True):
                 if i not in bucket.direct:
                     self.views[i] = _view_of(tensor, offset, self.parameters[i])
-        #: Flags are 1 on ranks that have the gradient. An average above this means some rank has it, also when rounded.
+        #: Flags are 1 on ranks that have the gradient. A sum or average above this means some rank has it.
         self._any_rank_has_it = 0.5 / communicator.size
         #: By entry the memory that receives the average of a gradient that this rank does not have in this pass.
         self._absent: dict[int, torch.Tensor] = {}
         #: Entries found to have sparse gradients in the first pass.
         self._found_sparse: set[int] = set()
         self._collects_sparse = gathers_sparse
-        self.reducer = GradientReducer(self._buffer, communicator, self._fill, compression=compression)
+        op = Op.AVERAGE if gpu is None else Op.SUM
+        self.reducer = GradientReducer(self._buffer, communicator, self._fill, op, compression)
 
     def _allocate(self, compression: Compression | None) -> tuple[BucketMemory, list[torch.Tensor]]:
         """The buckets' memory, and each bucket as a 1-d tensor."""
@@ -144,6 +150,7 @@ class GradientBuckets:
         with torch.no_grad():
             if to:
                 torch._foreach_copy_(to, source)
+            self._scale_down(bucket, direct)
             flags = self._flags[bucket.index]
             flags.fill_(1)
             for place in zero_flags:
@@ -153,6 +160,14 @@ class GradientBuckets:
         if self._half is not None:
             return self._half.pack(bucket, direct)
         return [_dense_memory(gradient) for gradient in direct]
+
+    def _scale_down(self, bucket: Bucket, direct: list[torch.Tensor]) -> None:
+        """Divide a bucket that was just filled by the number of ranks, if its reduction does not."""
+        if self._scale != 1.0:
+            if bucket.flags:
+                self._gradients[bucket.index].mul_(self._scale)
+            for gradient in direct:
+                gradient.mul_(self._scale)  # torch 2.13's `_foreach_mul_` on the CPU rounds the factor to bfloat16
 
     def _densified(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """The gradient as a dense one; None in the first pass, where sparse gradients are only noted."""

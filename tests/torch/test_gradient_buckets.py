@@ -4,16 +4,19 @@ import pytest
 import torch
 from torch import nn
 
+from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.single import SingleCommunicator
+from ring_plugins.core.gpu import nccl
 from ring_plugins.core.gradients.fusion import BucketSizes
 from ring_plugins.torch import gradient_buckets
 from ring_plugins.torch.gradient_buckets import GradientBuckets
 
 
-def buckets_for(*parameters, sizes=None, gathers_sparse=True):
+def buckets_for(*parameters, sizes=None, gathers_sparse=True, communicator=None):
     named = [(f"p{i}", parameter) for i, parameter in enumerate(parameters)]
-    return GradientBuckets(named, SingleCommunicator("test"), sizes or BucketSizes(), None, set(), gathers_sparse)
+    communicator = communicator or SingleCommunicator("test")
+    return GradientBuckets(named, communicator, sizes or BucketSizes(), None, set(), gathers_sparse)
 
 
 def channels_last(*shape):
@@ -92,3 +95,19 @@ def test_an_abandoned_pass_leaves_the_next_one_clean():
 def test_a_parameter_on_another_device_is_refused():
     with pytest.raises(ArgumentError, match="p is on cpu, but gradients are averaged on GPU 1"):
         gradient_buckets._entry("p", nn.Parameter(torch.ones(2)), 1, None)
+
+
+@pytest.mark.parametrize("direct_bytes", [1, None])
+def test_gradients_on_gpus_are_scaled_in_float32_and_summed(gpu, direct_bytes):
+    gpu.communicator.size = 3  # as if the other ranks had zeros
+    weights = [nn.Parameter(torch.zeros(2048, dtype=torch.bfloat16)) for _ in range(2)]
+    sizes = BucketSizes(direct_bytes=direct_bytes)
+    buckets = buckets_for(*weights, sizes=sizes, gathers_sparse=False, communicator=gpu.communicator)
+    gradients = [torch.rand(2048, dtype=torch.bfloat16) + 1 for _ in weights]
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.grad = gradient.clone()
+    reduce_all(buckets)
+    assert set(gpu.nccl.reductions) == {nccl.REDUCTIONS[Op.SUM]}
+    for weight, gradient in zip(weights, gradients, strict=True):
+        assert torch.equal(weight.grad, (gradient.float() * (1 / 3)).bfloat16())
+    assert float(buckets._flags[0][0]) == 1

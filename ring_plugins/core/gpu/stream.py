@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, PeerLeft, TimeoutExceeded
 from ring_plugins.core.collectives.api import Activity
@@ -36,6 +37,9 @@ class Streams(Protocol):
 
     def using(self, stream: int) -> contextlib.AbstractContextManager[Any]:
         """Send the calling thread's work to this stream inside the context."""
+
+    def scale(self, memory: DeviceMemory, factor: float) -> None:
+        """Multiply memory in place on the current stream; in float32 at least, then rounded to the memory's type."""
 
 
 class QueuedOperation:

@@ -24,6 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 from ring_plugins.core.arrays import memory as dlpack
+from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import DeviceMemory, Memory
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError, name_ranks
@@ -93,7 +94,7 @@ class DeviceBuckets:
         self._no_memory = [DeviceMemory(0, 0, bucket.dtype, communicator.device) for bucket in self.plan.buckets]
         #: The buckets of this pass; TensorFlow allocates them anew each time.
         self.memories: list[Memory] = [*self._no_memory]
-        self.reducer = GradientReducer(self, communicator, lambda bucket: None)
+        self.reducer = GradientReducer(self, communicator, lambda bucket: None, Op.SUM)  # of scaled gradients
         self._wholes: dict[int, Any] = {}
         self._given: dict[int, Any] = {}
 
@@ -113,7 +114,7 @@ class DeviceBuckets:
                 for i in bucket.entries
             ]
             flags = tf.constant([1.0 if i in found else 0.0 for i in bucket.entries], dtype)
-            whole = tf.concat([*parts, flags], 0)  # a copy, since there are at least two parts
+            whole = _scaled(tf.concat([*parts, flags], 0), 1 / self._communicator.size)  # always a copy
         self._wholes[bucket.index] = whole
         self.memories[bucket.index] = memory_of(whole, self._communicator.device)
         for i in bucket.entries:
@@ -171,6 +172,13 @@ class DeviceBuckets:
         self._communicator.close()
 
 
+def _scaled(tensor: Any, factor: float) -> Any:
+    """Multiply in float32 at least; TensorFlow would round the factor to the tensor's type."""
+    if tensor.dtype.size > 2:
+        return tensor * tf.cast(factor, tensor.dtype)
+    return tf.cast(tf.cast(tensor, tf.float32) * factor, tensor.dtype)
+
+
 def memory_of(tensor: Any, device: int) -> DeviceMemory:
     """Return the memory of an eager tensor on that GPU once TensorFlow has computed it.
 
@@ -204,3 +212,6 @@ class _SynchronizedStreams:
 
     def using(self, stream: int) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
+
+    def scale(self, memory: DeviceMemory, factor: float) -> None:
+        raise ArgumentError("TensorFlow's tensors cannot be changed in place; scale before the reduction, and sum.")

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.base.errors import PeerFailed
-from ring_plugins.core.gpu import connection
+from ring_plugins.core.gpu import connection, nccl
 from tests.gpu_stand_in import alone
 from tests.launch import run_ranks, start_ranks
 
@@ -141,6 +142,30 @@ def test_a_communicator_is_finalized_and_destroyed():
     reduce(communicator)
     communicator.close()
     assert library.log == [["all_reduce"], "finalize", "destroy"]
+
+
+@pytest.mark.parametrize("size", [3, 6, 7, 12])
+def test_averages_of_16_bit_numbers_are_not_biased(size):
+    communicator, library = alone()
+    communicator.size = size  # as if the other ranks had zeros
+    numbers = torch.rand(4096, dtype=torch.bfloat16) + 1
+    x = numbers.view(torch.uint16).numpy().copy()
+    communicator.all_reduce(DeviceMemory(x.ctypes.data, x.size, "bfloat16", 0, x), Op.AVERAGE)
+    communicator.synchronize()
+    averages = torch.from_numpy(x).view(torch.bfloat16)
+    assert abs(float((averages.double() * size / numbers.double()).mean()) - 1) < 2e-4
+    assert library.reductions == [nccl.REDUCTIONS[Op.SUM]]  # NVLS and the symmetric kernels have no average
+
+
+def test_a_sum_of_float16_may_not_overflow_where_the_average_does_not():
+    communicator, library = alone()
+    communicator.size = 3
+    full, out = (30000 + 20000 * np.random.rand(4096)).astype(np.float16), np.zeros(4096, np.float16)
+    communicator.reduce_scatter(on_device(full), on_device(out), [4096], Op.AVERAGE)
+    communicator.synchronize()
+    assert library.reductions == [nccl.REDUCTIONS[Op.AVERAGE]]
+    undone = (1 / 3) / np.float16(1 / 3).astype(float)  # NCCL's rounding; the stand-in averages over one rank
+    assert abs((out.astype(float) / full).mean() - undone) < 5e-5 < undone - 1
 
 
 @pytest.mark.timeout(20)
