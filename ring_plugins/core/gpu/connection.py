@@ -103,6 +103,7 @@ class NcclConnection:
             self._wait_until_connected(communicator, host)
         except BaseException:
             self._start_abort(communicator)
+            self.wait_for_abort()
             raise
         return communicator
 
