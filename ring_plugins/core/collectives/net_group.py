@@ -23,7 +23,7 @@ from ring_plugins.core.arrays.arithmetic import reduce_into
 from ring_plugins.core.arrays.codec import Codec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import slices
-from ring_plugins.core.base.errors import MismatchError, RingError
+from ring_plugins.core.base.errors import MismatchError, PeerFailed, RingError
 from ring_plugins.core.base.types import Array, Bytes
 from ring_plugins.core.collectives.fingerprint import Fingerprint, fingerprint, mismatch
 from ring_plugins.core.control.wait import Wait
@@ -99,7 +99,11 @@ class NetworkGroup:
         left = list(pending)
         while left:
             first = left[0][1]
-            if not first.done():
+            try:
+                finished = first.done()
+            except PeerFailed:  # the wait raises it again, once it has asked for the peer's reason
+                finished = False
+            if not finished:
                 self._wait_for(
                     first,
                     lambda: [self._ranks[i] for i, request in left if not request.done()],

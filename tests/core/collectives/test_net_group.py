@@ -1,13 +1,16 @@
 """Collectives among simulated hosts, over real sockets."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from ring_plugins.core.arrays.codec import IdentityCodec
 from ring_plugins.core.arrays.dtypes import Op
-from ring_plugins.core.base.errors import MismatchError
+from ring_plugins.core.base.errors import MismatchError, PeerFailed
 from ring_plugins.core.collectives.fingerprint import fingerprint
-from ring_plugins.core.collectives.net_group import SMALL_BYTES
+from ring_plugins.core.collectives.net_group import SMALL_BYTES, NetworkGroup
+from ring_plugins.core.control.wait import Wait
 from tests.core.collectives.simulated_hosts import simulated_hosts
 from tests.launch import run_ranks
 
@@ -108,3 +111,20 @@ assert received.size == (much + 2 if ring.rank() == 0 else 3)
 
 def test_a_rank_that_has_all_it_needs_may_leave_while_others_still_transfer():
     run_ranks(UNEVEN, 3, "mpirun", env={"RING_VIRTUAL_NODES": "3"})
+
+
+def test_a_connection_found_closed_before_the_wait_still_gives_the_peers_reason():
+    class Broken:
+        def done(self):
+            raise PeerFailed("lost the connection to rank 1", 1)
+
+    class Detector:
+        aborted = False
+
+        def check(self, communicator, missing, what):
+            raise PeerFailed("rank 1 died without a word", 1)
+
+    transport = SimpleNamespace(rank=0, size=2)
+    group = NetworkGroup(transport, (0, 1), 0, 1, Wait("ring", Detector()), "ring")
+    with pytest.raises(PeerFailed, match="died without a word"):
+        group.wait_each([(1, Broken())], fingerprint("barrier"))
