@@ -118,13 +118,16 @@ def test_a_connection_found_closed_before_the_wait_still_gives_the_peers_reason(
         def done(self):
             raise PeerFailed("lost the connection to rank 1", 1)
 
+        def nap(self, seconds):
+            pass
+
     class Detector:
         aborted = False
 
         def check(self, communicator, missing, what):
             raise PeerFailed("rank 1 died without a word", 1)
 
-    transport = SimpleNamespace(rank=0, size=2)
+    transport = SimpleNamespace(rank=0, size=2, disconnect=lambda tag: None)
     group = NetworkGroup(transport, (0, 1), 0, 1, Wait("ring", Detector()), "ring")
     with pytest.raises(PeerFailed, match="died without a word"):
         group.wait_each([(1, Broken())], fingerprint("barrier"))
