@@ -49,11 +49,10 @@ def test_findings_are_printed_with_their_remedies(monkeypatch):
 def test_two_hosts_on_one_core_over_a_slow_link_with_a_name_that_is_loopback():
     with hosts(2, rate="10gbit", loopback_names=True) as cluster:
         cluster.shape("host2", "1gbit")
-        command = [find_mpirun(), "--hostfile", str(cluster.hostfile), "--map-by", "ppr:1:node:oversubscribe"]
+        command = [find_mpirun(), "-H", ",".join(cluster.hosts), "--map-by", "ppr:1:node:oversubscribe"]
         command += ["--bind-to", "core", "--prtemca", "prte_if_include", "eth0", "--mca", "btl_tcp_if_include", "eth0"]
         command += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self,sm", "-n", "2", sys.executable]
-        with cluster.start(command, DOCTOR, 2, ["doctor", "--json"]) as job:
-            result = job.wait(180)
+        result = cluster.start(command, DOCTOR, 2, ["doctor", "--json"]).run(timeout=180, check=False)
     assert result.returncode == 2, result
     report = json.loads(result.stdout)
     found = findings(report)
