@@ -150,6 +150,9 @@ class Listener:
         Raises:
             LaunchError: always.
         """
+        for (peer, _), attempt in list(self._attempts.items()):
+            if peer in peers and not attempt.has_reached_host:
+                raise self._failure(peer, TimeoutError(errno.ETIMEDOUT, "no answer"))
         lower, higher = [peer for peer in peers if peer < self._rank], [peer for peer in peers if peer > self._rank]
         if not lower:
             raise LaunchError(
@@ -218,6 +221,9 @@ class _Attempt:
         peer: to connect to.
         secret, claim: for the handshake.
         patience: seconds that the peer's host may take to react, and that a peer may drop connections.
+
+    Attributes:
+        has_reached_host: whether TCP's handshake is over.
     """
 
     def __init__(self, source: str, peer: Peer, secret: bytes, claim: Claim, patience: float) -> None:
@@ -226,7 +232,7 @@ class _Attempt:
         self._began = self._dropped_at = self._pause_until = 0.0
         self._socket: socket.socket | None = None
         self._handshake = ClientHandshake(secret, Purpose.DATA, claim)
-        self._is_connected = False
+        self.has_reached_host = False
 
     def advance(self) -> socket.socket | None:
         """The connection once both handshakes are over; never waits for them.
@@ -240,7 +246,7 @@ class _Attempt:
                 return None
             self._socket = self._begin()
         try:
-            if not self._is_connected and not self._connects(self._socket):
+            if not self.has_reached_host and not self._connects(self._socket):
                 return None
             return _ready(self._socket) if advance(self._socket, self._handshake) else None
         except Disconnected as error:
@@ -256,7 +262,7 @@ class _Attempt:
             raise
 
     def _begin(self) -> socket.socket:
-        self._began, self._is_connected = time.monotonic(), False
+        self._began, self.has_reached_host = time.monotonic(), False
         self._handshake = ClientHandshake(self._secret, Purpose.DATA, self._claim)
         family, kind, protocol, _, to = socket.getaddrinfo(
             self._peer.address, self._peer.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
@@ -283,7 +289,7 @@ class _Attempt:
         error = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise OSError(error, os.strerror(error))  # which makes the subclass that belongs to the number
-        self._is_connected = True
+        self.has_reached_host = True
         return True
 
     def close(self) -> None:

@@ -184,3 +184,13 @@ def test_closing_leaves_no_thread_and_no_port(job):
     assert not thread.is_alive()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", one.port))
+
+
+def test_a_host_that_does_not_react_is_named_also_where_the_start_times_out_first(monkeypatch):
+    low = Listener("127.0.0.1", patience=30)
+    low.open(0, [Peer("a", "127.0.0.1", low.port), Peer("b", "127.0.0.1", 9)], "a secret")
+    monkeypatch.setattr(listener_module._Attempt, "_connects", lambda self, connecting: False)
+    assert low.connection(1, 0) is None
+    with pytest.raises(LaunchError, match=r"rank 0 on a cannot reach rank 1 on b at 127.0.0.1:9: no answer in 30 s"):
+        low.raise_missing([1])
+    low.close()
