@@ -14,7 +14,7 @@ CLOSING_LINE = re.compile(
 )
 
 
-# Open MPI gives the ranks a terminal, so that Lightning's bar is drawn in colour there.
+# Open MPI gives the ranks a terminal, so that Lightning's bar is drawn in color there.
 TERMINAL_CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 
