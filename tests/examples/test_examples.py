@@ -28,7 +28,8 @@ def check(result: Result, ranks: int) -> None:
 
 
 # .ci/run runs the README's example, which is this one with plain python.
-@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
 def test_lightning_digits(launcher):
     result = run_ranks(EXAMPLES / "lightning_digits.py", 2, launcher, timeout=120)
     check(result, ranks=2)

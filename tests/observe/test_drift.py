@@ -78,6 +78,7 @@ def test_one_bit_on_one_rank_in_a_torch_loop():
         assert said.startswith("after 8 steps the weights of rank 1 differ from those of ranks 0, 2: first in 1.weight")
 
 
+@pytest.mark.slow
 def test_one_bit_on_one_rank_under_lightning():
     result = run_ranks(LIGHTNING, 2, timeout=120)
     assert result.values("batches") == [10, 10]

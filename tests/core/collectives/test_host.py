@@ -12,7 +12,7 @@ CASES = [
     ("spawned", 1, ""),
     ("spawned", 2, ""),
     pytest.param("spawned", 3, "", marks=pytest.mark.slow),
-    ("spawned", 4, ""),
+    pytest.param("spawned", 4, "", marks=pytest.mark.slow),
     ("mpirun", 2, ""),
     pytest.param("mpirun", 2, "2", marks=pytest.mark.slow),
     ("mpirun", 3, "1,2"),
