@@ -17,8 +17,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-
 from ring_plugins.core.arrays.codec import HalfCodec
 from ring_plugins.core.arrays.dtypes import FLOATS8, Op, check_reducible
 from ring_plugins.core.arrays.memory import DeviceMemory
@@ -246,8 +244,7 @@ class DeviceCommunicator:
                     self._scale(memory, factor)
                 self.statistics.operations += 1
                 if caller != self.stream:  # otherwise `start` made this stream current, and pushes at its end
-                    self._push("", caller)
-                    self._queue.make_caller_follow(caller)
+                    self._queue.make_follow(caller, self._push("", caller))
 
     def _scale(self, memory: DeviceMemory, factor: float) -> None:
         """Multiply memory on the communication stream."""
@@ -398,14 +395,10 @@ class DeviceCommunicator:
 def _sum_and_factor(dtype: str, size: int) -> tuple[Op, float]:
     """How to average numbers that may not be scaled before: the reduction, and what to multiply its result by.
 
-    A sum of float16 numbers may overflow where their average does not, so NCCL averages them, and the factor undoes the
-    rounding of 1/n. In 8-bit floats the average stays biased: one more rounding would cost as much.
+    A sum of float16 or 8-bit numbers may overflow where their average does not, so these stay NCCL's to average. The
+    bias is below half a unit in the last place in float16, and no multiplication of the result could undo it.
     """
-    if dtype == "float16":
-        return Op.AVERAGE, 1 / size / float(np.float16(1 / size))
-    if dtype in FLOATS8:
-        return Op.AVERAGE, 1.0
-    return Op.SUM, 1 / size
+    return (Op.AVERAGE, 1.0) if dtype in ("float16", *FLOATS8) else (Op.SUM, 1 / size)
 
 
 def _item_size(memory: DeviceMemory) -> int:

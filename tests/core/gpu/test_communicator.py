@@ -157,15 +157,16 @@ def test_averages_of_16_bit_numbers_are_not_biased(size):
     assert library.reductions == [nccl.REDUCTIONS[Op.SUM]]  # NVLS and the symmetric kernels have no average
 
 
-def test_a_sum_of_float16_may_not_overflow_where_the_average_does_not():
+@pytest.mark.parametrize(("dtype", "op"), [(np.float16, Op.AVERAGE), (np.float32, Op.SUM)])
+def test_only_what_a_sum_could_overflow_is_averaged_by_nccl(dtype, op):
     communicator, library = alone()
-    communicator.size = 3
-    full, out = (30000 + 20000 * np.random.rand(4096)).astype(np.float16), np.zeros(4096, np.float16)
-    communicator.reduce_scatter(on_device(full), on_device(out), [4096], Op.AVERAGE)
+    communicator.size = 2
+    full, out = np.full(4, 3, dtype), np.zeros(4, dtype)
+    communicator.reduce_scatter(on_device(full), on_device(out), [4], Op.AVERAGE)
     communicator.synchronize()
-    assert library.reductions == [nccl.REDUCTIONS[Op.AVERAGE]]
-    undone = (1 / 3) / np.float16(1 / 3).astype(float)  # NCCL's rounding; the stand-in averages over one rank
-    assert abs((out.astype(float) / full).mean() - undone) < 5e-5 < undone - 1
+    assert library.reductions == [nccl.REDUCTIONS[op]]
+    assert full.tolist() == [3] * 4
+    assert out.tolist() == [3 if op is Op.AVERAGE else 1.5] * 4  # the stand-in averages over one rank
 
 
 @pytest.mark.timeout(20)
