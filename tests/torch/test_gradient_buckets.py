@@ -1,5 +1,7 @@
 """Buckets and the layout of gradients, with one rank."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -111,3 +113,30 @@ def test_gradients_on_gpus_are_scaled_in_float32_and_summed(gpu, direct_bytes):
     for weight, gradient in zip(weights, gradients, strict=True):
         assert torch.equal(weight.grad, (gradient.float() * (1 / 3)).bfloat16())
     assert float(buckets._flags[0][0]) == 1
+
+
+def test_large_gradients_on_gpus_keep_their_memory_while_the_host_is_ahead(gpu):
+    weight, done = nn.Parameter(torch.zeros(8)), threading.Event()
+    buckets = buckets_for(weight, sizes=BucketSizes(direct_bytes=1), communicator=gpu.communicator)
+    gpu.nccl.cuda.waits_at_once = False  # of the script, as long as it asks for no result
+    gpu.nccl.cuda.streams[gpu.communicator.stream].work.put(done.wait)
+    weight.grad = torch.ones(8)
+    pointers = set()
+    for _ in range(4):
+        reduce_all(buckets)
+        pointers.add(weight.grad.data_ptr())
+        weight.grad.zero_()
+    done.set()
+    assert len(pointers) == 1
+
+
+def test_large_gradients_on_gpus_are_freed_with_their_parameters_reference(gpu):
+    weight, done = nn.Parameter(torch.zeros(8)), threading.Event()
+    buckets = buckets_for(weight, sizes=BucketSizes(direct_bytes=1), communicator=gpu.communicator)
+    gpu.nccl.cuda.waits_at_once = False
+    gpu.nccl.cuda.streams[gpu.communicator.stream].work.put(done.wait)
+    weight.grad = torch.ones(8)
+    reduce_all(buckets)
+    uses = torch._C._storage_Use_Count(weight.grad.untyped_storage()._cdata)
+    done.set()
+    assert uses == 2  # this call's and the gradient's

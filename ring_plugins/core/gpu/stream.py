@@ -3,8 +3,13 @@
 The framework computes on streams of its own, and NCCL's kernels run on the communication stream. Two events order them
 without stopping the host: one recorded on the caller's stream, for which the communication stream waits before an
 operation, and one recorded behind the operation, for which the caller's stream waits before it reads the result. c10d
-does the same, but tells the framework's allocator about the second stream (`record_stream`); we hold a reference to the
-memory until the second event has passed, which works for every framework.
+does the same.
+
+Memory must not be reused while NCCL's kernels work on it. c10d once told torch's allocator about the second stream
+(`record_stream`); we hold references instead, as c10d does now, which works for every framework. They are dropped when
+the caller's stream waits for the second event: whatever the allocator gives that memory to next comes later on that
+stream. Waiting until the host has seen the event would keep large gradients alive through the next forward, because the
+host runs ahead of the GPU. If nobody waits, the references go when the event has passed.
 
 Nobody may call for minutes while a GPU waits for a rank that does not come, so another thread polls these events: that
 tells what the GPU waits for (`long_wait`) and when waiting is useless (`check_progress`).
@@ -49,9 +54,10 @@ class QueuedOperation:
         description: of the work it belongs to, such as a bucket; "" for a call of the script's own.
         operation: the last collective in it.
         number: operations of the communicator up to this one; equal on members in step.
+        caller: handle of the stream that it followed.
         start_event: passes when the work before it is done; 0 once that is known, and where there is none.
         end_event: passes when it is done; 0 once that is known.
-        owners: of the memory it works on, to keep that alive.
+        owners: of the memory it works on, to keep that alive; empty once the caller's stream waits for it.
         is_captured: whether it belongs to a CUDA graph. Nobody can tell when that is replayed.
         queued_at: time of `time.monotonic`.
         reached_at: when somebody first saw that the GPU had come to it, 0 before.
@@ -63,12 +69,13 @@ class QueuedOperation:
         description: str,
         operation: str,
         number: int,
+        caller: int,
         start_event: int,
         end_event: int,
         owners: list[Any],
         is_captured: bool,
     ) -> None:
-        self.description, self.operation, self.number = description, operation, number
+        self.description, self.operation, self.number, self.caller = description, operation, number, caller
         self.start_event, self.end_event, self.owners, self.is_captured = start_event, end_event, owners, is_captured
         self.queued_at, self.reached_at, self.done_at = time.monotonic(), 0.0, 0.0
 
@@ -150,12 +157,6 @@ class StreamQueue:
         """Send the framework's work inside the context to the communication stream."""
         return self._streams.using(self.stream)
 
-    def make_caller_follow(self, caller: int) -> None:
-        """Let the next work on the caller's stream start after all that is queued here."""
-        event = self._driver.record_event(self.stream)
-        self._driver.wait_event(caller, event)
-        self._driver.destroy_event(event)
-
     def push(self, description: str, operation: str, number: int, caller: int) -> QueuedOperation:
         """Note what was just queued, to keep its memory alive and to see when it is done.
 
@@ -168,7 +169,7 @@ class StreamQueue:
             self._drop_start_event()
         end_event = self._driver.record_event(self.stream)
         queued = QueuedOperation(
-            description, operation, number, self._start_event, end_event, self._owners, is_captured
+            description, operation, number, caller, self._start_event, end_event, self._owners, is_captured
         )
         self._owners, self._start_event = [], 0
         if is_captured:
@@ -181,10 +182,15 @@ class StreamQueue:
         return queued
 
     def join(self, queued: QueuedOperation) -> None:
-        """Let the next work on the caller's stream start after `queued`."""
-        caller = self._streams.current()
-        if queued.end_event and caller != self.stream:
-            self._driver.wait_event(caller, queued.end_event)
+        """Let the next work on the current stream start after `queued`."""
+        self.make_follow(self._streams.current(), queued)
+
+    def make_follow(self, stream: int, queued: QueuedOperation) -> None:
+        """Let the next work on a stream start after `queued`."""
+        if queued.end_event and stream != self.stream:
+            self._driver.wait_event(stream, queued.end_event)
+            if stream == queued.caller and not queued.is_captured:
+                queued.owners = []
 
     # Progress -------------------------------------------------------------------------------------
 

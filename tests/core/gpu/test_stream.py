@@ -71,6 +71,28 @@ def test_memory_lives_until_its_operation_is_done(gpu):
     assert seen() is None
 
 
+def released_after_joining_on(gpu, stream):
+    """Whether an operation's memory is released once a stream waits for it, while the GPU still works on it."""
+    memory = Memory()
+    seen = weakref.ref(memory)
+    gpu.caller = gpu.computing
+    gpu.block()
+    queued = gpu.push(memory)
+    del memory
+    gpu.caller = stream
+    gpu.queue.join(queued)
+    gc.collect()
+    return seen() is None
+
+
+def test_memory_is_released_to_the_stream_that_waits_for_the_operation(gpu):
+    assert released_after_joining_on(gpu, gpu.computing)
+
+
+def test_memory_lives_on_if_another_stream_waits_for_the_operation(gpu):
+    assert not released_after_joining_on(gpu, CALLERS_STREAM)
+
+
 def test_a_capture_keeps_its_memory_and_queries_nothing(gpu):
     gpu.push()
     gpu.open()
