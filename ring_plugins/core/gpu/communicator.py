@@ -217,6 +217,8 @@ class DeviceCommunicator:
             caller = self._queue.follow_caller(description)
             with self._queue.using():
                 result = function()
+            # It refers to all that it works on, also to tensors into which the framework copies a result at its end.
+            self._queue.keep_alive([function])
             queued = self._push(description, caller)
         return StreamWork(description, result, lambda: self._is_done(queued), lambda: self._join(queued))
 

@@ -1,7 +1,9 @@
 """DeviceCommunicator, with a stand-in for the GPU and for NCCL (see tests/gpu_stand_in.py)."""
 
+import gc
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -167,6 +169,31 @@ def test_only_what_a_sum_could_overflow_is_averaged_by_nccl(dtype, op):
     assert library.reductions == [nccl.REDUCTIONS[op]]
     assert full.tolist() == [3] * 4
     assert out.tolist() == [3 if op is Op.AVERAGE else 1.5] * 4  # the stand-in averages over one rank
+
+
+def test_what_a_started_function_writes_to_lives_until_the_gpu_is_done():
+    class Destination:
+        def store(self):
+            pass
+
+    communicator, library = alone()
+    destination, done = Destination(), threading.Event()
+    seen = weakref.ref(destination)
+    library.cuda.streams[communicator.stream].work.put(done.wait)
+
+    def operation(target=destination):
+        reduce(communicator)
+        target.store()  # a copy on the GPU, behind the reduction
+
+    communicator.start("async", operation)  # nobody keeps the work
+    del destination, operation
+    gc.collect()
+    lived = seen() is not None
+    done.set()
+    communicator.synchronize()
+    gc.collect()
+    assert lived
+    assert seen() is None
 
 
 @pytest.mark.timeout(20)
