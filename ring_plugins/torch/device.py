@@ -83,7 +83,11 @@ class TorchStreams:
         """torch's object for a CUDA stream handle."""
         if handle not in self._external:
             stream: Any = torch.cuda.ExternalStream
-            self._external[handle] = stream(handle, device=self._index)
+            if handle == 0:  # `ExternalStream(0)` would be some stream of torch's pool (pytorch#182960)
+                stream = torch.cuda.default_stream
+                self._external[0] = stream(self._index)
+            else:
+                self._external[handle] = stream(handle, device=self._index)
         return self._external[handle]
 
     def note(self) -> None:

@@ -29,3 +29,10 @@ def test_asking_where_a_tensor_is_imports_nothing_but_memory():
     lines = Path(device.__file__).read_text().splitlines()
     ours = [line.split()[1] for line in lines if line.startswith(("from ring_plugins", "import ring_plugins"))]
     assert ours == ["ring_plugins.core.arrays.memory"]
+
+
+def test_handle_0_is_the_default_stream(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda index: f"default of {index}")
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: f"{handle} of {device}")
+    streams = device.TorchStreams(1)
+    assert [streams.external(handle) for handle in (0, 7, 0)] == ["default of 1", "7 of 1", "default of 1"]
