@@ -210,6 +210,7 @@ class StandInNccl(CFunctions):
         self.async_error = 0
         self.communicators = {}
         self.reductions = []  # numbers of operations, by call
+        self.current_devices = []  # that threads have chosen
         self.aborts_end = True  # False: `ncclCommAbort` ends kernels and then deadlocks, as in NCCL 2.25.1
         self.numbers = itertools.count(1000)
         self.group = threading.local()
@@ -544,6 +545,7 @@ def pass_for_gpu(library, own, setattr=setattr):  # noqa: A002  # a test passes 
         "TorchStreams": lambda index: own,
         "complete": complete,
         "Moment": Moment,
+        "set_device": library.current_devices.append,
         "future_on_gpu": lambda index: torch.futures.Future(),
     }.items():
         setattr(device, name, stand_in)

@@ -38,6 +38,11 @@ def own_device() -> torch.device:
     return torch.device(KIND, torch.cuda.current_device())
 
 
+def set_device(index: int) -> None:
+    """Make a GPU the calling thread's current one."""
+    torch.cuda.set_device(index)
+
+
 def memory_of(flat: torch.Tensor) -> Memory:
     """The memory of a 1-d contiguous tensor."""
     if is_on_gpu(flat):

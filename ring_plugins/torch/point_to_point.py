@@ -93,7 +93,7 @@ class PointToPoint:
         thread = self._threads.get(channel)
         if thread is None:
             connect = functools.partial(self._connect, channel, index)
-            thread = self._threads[channel] = _ChannelThread(connect, f"ring:messages-{tuple(channel)}")
+            thread = self._threads[channel] = _ChannelThread(connect, f"ring:messages-{tuple(channel)}", index)
         if index is not None:
             work = GpuMessageWork(description, [tensor], index)
             thread.put(work, _move_on_gpu(work, description, target, sending, index))
@@ -147,10 +147,21 @@ def _close(threads: dict[Channel, _ChannelThread]) -> None:
 
 
 class _ChannelThread:
-    """Connects one channel, then moves its messages one after the other."""
+    """Connects one channel, then moves its messages one after the other.
 
-    def __init__(self, connect: Callable[[Callable[[], bool]], Communicator[Any]], name: str) -> None:
-        self._connect = connect
+    A thread starts on GPU 0. If its rank has another one, leaving a stream's context would switch back to GPU 0 and
+    create a CUDA context there, of hundreds of megabytes for each rank. So the thread first switches to its rank's GPU.
+
+    Args:
+        connect: builds the communicator; see `Connect`.
+        name: of the thread.
+        index: this rank's GPU, None for messages between CPUs.
+    """
+
+    def __init__(
+        self, connect: Callable[[Callable[[], bool]], Communicator[Any]], name: str, index: int | None = None
+    ) -> None:
+        self._connect, self._index = connect, index
         self._closed = False
         self._queue: queue.SimpleQueue[tuple[RingWork, Callable[[Communicator[Any]], None]] | None] = (
             queue.SimpleQueue()
@@ -172,6 +183,8 @@ class _ChannelThread:
     def _serve(self) -> None:
         communicator: Communicator[Any] | None = None
         failure: BaseException | None = None
+        if self._index is not None:
+            device.set_device(self._index)
         while (item := self._queue.get()) is not None:
             work, move = item
             try:

@@ -96,3 +96,17 @@ def test_closing_ends_the_threads_and_the_communicators(wire):
     names = [thread.name for thread in threading.enumerate()]
     assert len(wire.closed) == 1
     assert not any("messages-(0, 1, 7" in name for name in names)
+
+
+def test_the_thread_of_a_channel_between_gpus_is_on_its_ranks_gpu(gpu):
+    moved = []
+
+    def connect(channel, index, cancelled):
+        moved.append((channel.between_gpus, index, list(gpu.nccl.current_devices)))
+        return gpu.communicator
+
+    messages = PointToPoint(0, 2, connect)
+    with pytest.raises(ArgumentError, match="receiver=1"):  # the communicator of this test has one rank
+        messages.send(torch.zeros(1), 1, tag=0).wait()
+    messages.close()
+    assert moved == [(True, 0, [0])]
