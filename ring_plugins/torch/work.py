@@ -179,9 +179,7 @@ class GpuWork(RingWork):
         queued: CoreWork[None],
     ) -> None:
         super().__init__(description, outputs)
-        self._queued = queued
-        self._future = device.future_on_gpu(communicator.device)
-        device.complete(self._future, outputs, communicator)
+        self._communicator, self._queued = communicator, queued
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Make what this thread queues next wait for the result. The host waits only if a `timeout` is given.
@@ -205,7 +203,14 @@ class GpuWork(RingWork):
     is_success = is_completed
 
     def get_future(self) -> Any:
-        """A torch future whose value is the list of output tensors; it knows the GPU's streams."""
+        """A torch future whose value is the list of output tensors; it knows the GPU's streams.
+
+        Made on demand: torch pickles the tensors to find their storages, and most callers only wait.
+        """
+        with self._lock:
+            if self._future is None:
+                self._future = device.future_on_gpu(self._communicator.device)
+                device.complete(self._future, self._outputs, self._communicator)
         return self._future
 
 

@@ -6,9 +6,11 @@ from datetime import timedelta
 import pytest
 import torch
 
+from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import MismatchError, TimeoutExceeded
 from ring_plugins.core.collectives.single import SingleCommunicator
-from ring_plugins.torch.work import RingWork
+from ring_plugins.torch import device
+from ring_plugins.torch.work import GpuWork, RingWork
 
 
 @pytest.mark.parametrize("future_first", [True, False])
@@ -62,3 +64,21 @@ def test_an_error_inside_the_operation_is_the_works():
     work = RingWork.start(SingleCommunicator("alone"), "barrier", [], fail)
     with pytest.raises(MismatchError, match="no"):
         work.wait()
+
+
+def test_a_gpu_makes_no_future_unless_asked_for_one(gpu, monkeypatch):
+    made = []
+    new = device.future_on_gpu
+    monkeypatch.setattr(device, "future_on_gpu", lambda index: made.append(index) or new(index))
+    output = torch.ones(2)
+    work = GpuWork(
+        gpu.communicator,
+        "all_reduce",
+        [output],
+        gpu.communicator.start("all_reduce", lambda: gpu.communicator.all_reduce(device.memory_of(output), Op.SUM)),
+    )
+    assert work.wait()
+    assert made == []
+    assert work.get_future().wait()[0] is output
+    assert work.get_future() is work.get_future()
+    assert made == [0]
