@@ -47,7 +47,7 @@ def memory_of(flat: torch.Tensor) -> Memory:
     """The memory of a 1-d contiguous tensor."""
     if is_on_gpu(flat):
         dtype = str(flat.dtype).removeprefix("torch.")
-        return DeviceMemory(flat.data_ptr(), flat.numel(), dtype, index_of(flat), flat)
+        return DeviceMemory(flat.data_ptr(), flat.numel(), dtype, index_of(flat), flat, flat.itemsize)
     return _host_memory_of(flat)
 
 

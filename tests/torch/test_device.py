@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.torch import device
 from ring_plugins.torch.device import is_on_gpu, is_supported, memory_of
 
@@ -36,3 +39,15 @@ def test_handle_0_is_the_default_stream(monkeypatch):
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: f"{handle} of {device}")
     streams = device.TorchStreams(1)
     assert [streams.external(handle) for handle in (0, 7, 0)] == ["default of 1", "7 of 1", "default of 1"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.complex32])
+def test_types_that_the_core_does_not_know_are_moved_but_not_reduced(gpu, dtype):
+    mine, out = torch.ones(3).to(dtype), torch.zeros(3).to(dtype)
+    assert memory_of(mine).nbytes == 3 * mine.itemsize
+    gpu.communicator.broadcast(memory_of(mine), root=0)
+    gpu.communicator.all_gather(memory_of(mine), memory_of(out), [3])
+    gpu.communicator.synchronize()
+    assert out.view(torch.uint8).tolist() == mine.view(torch.uint8).tolist()
+    with pytest.raises(ArgumentError, match=f"op=SUM for dtype={str(dtype).removeprefix('torch.')}"):
+        gpu.communicator.all_reduce(memory_of(mine), Op.SUM)

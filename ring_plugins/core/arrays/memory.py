@@ -49,6 +49,8 @@ class DeviceMemory(NamedTuple):
         dtype: name of the element type.
         device: number of the GPU in this process.
         owner: an object that keeps the memory alive, such as the tensor it belongs to.
+        item_size: bytes of an element; by default those of `dtype`, which may also be a type that the core does not
+            know: its bytes can be moved, but not reduced.
     """
 
     pointer: int
@@ -56,11 +58,12 @@ class DeviceMemory(NamedTuple):
     dtype: str
     device: int
     owner: Any = None
+    item_size: int = 0
 
     @property
     def nbytes(self) -> int:
         """Number of bytes."""
-        return self.size * itemsize(self.dtype)
+        return self.size * (self.item_size or itemsize(self.dtype))
 
 
 Memory = HostMemory | DeviceMemory
