@@ -1,7 +1,10 @@
 """Tests that need a GPU: `pytest -m gpu`. One is enough; two ranks share it, which NCCL does slowly but correctly."""
 
 import functools
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +48,27 @@ def test_the_benchmark_measures():
     args = ["--models", "resnet50", "--batch", "2", "--seconds", "1"]
     result = run_ranks(REPOSITORY / "benchmarks/gpu_step.py", 1, args=args, timeout=250)
     assert "ring / DDP" in result.stdout
+
+
+WITHOUT_KERAS = """
+from importlib.machinery import PathFinder
+
+find = PathFinder.find_spec.__func__
+hidden = ("keras", "tensorflow")
+PathFinder.find_spec = classmethod(lambda cls, name, *where: None if name.startswith(hidden) else find(cls, name, *where))
+"""
+
+
+@pytest.mark.slow
+def test_tests_for_cards_are_collected_where_keras_is_not_installed(tmp_path):
+    (tmp_path / "without_keras.py").write_text(WITHOUT_KERAS)
+    command = [sys.executable, "-m", "pytest", "-p", "without_keras", "-m", "gpu", "--collect-only", "-q", "tests"]
+    paths = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
+    found = subprocess.run(
+        command, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stdout
+    assert "tests/torch/test_gpu.py::test_on_a_card" in found.stdout
 
 
 @pytest.mark.slow
