@@ -6,7 +6,7 @@ import os
 import resource
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -14,6 +14,7 @@ import psutil
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import RingError
 from ring_plugins.core.gpu import load_nccl
+from ring_plugins.core.gpu.library import NCCL_WHEELS
 from ring_plugins.core.gpu.nccl import version_text
 from ring_plugins.core.linux import process
 from ring_plugins.core.linux.shared_memory import Segment, is_available
@@ -34,13 +35,30 @@ def examine_host() -> Iterator[Finding]:
 
 
 def nccl() -> Iterator[Finding]:
-    """Find NCCL and its version."""
+    """Find NCCL and its version, and wheels that overwrite each other's."""
+    yield from conflicting_nccl({wheel: found for wheel in NCCL_WHEELS if (found := installed(wheel))})
     version, path = find_nccl()
     if version is not None:
         yield fine("NCCL", f"{version} from {path}", version=version, path=path)
         return
     severity = error if gpu_names() or config.NCCL_LIBRARY.is_set() else fine
-    yield severity("NCCL", path, 'pip install "ring_plugins[nccl]" adds it for CUDA 12, nvidia-nccl-cu13 for CUDA 13.')
+    yield severity("NCCL", path, 'pip install "ring_plugins[nccl]" adds it for CUDA 12, [nccl-cu13] for CUDA 13.')
+
+
+def conflicting_nccl(wheels: Mapping[str, str]) -> Iterator[Finding]:
+    """Warn if several of NVIDIA's wheels are installed: they own the same file, and the last one has overwritten it.
+
+    Args:
+        wheels: those installed, name -> version.
+    """
+    if len(wheels) > 1:
+        names = " and ".join(f"{name} {version}" for name, version in wheels.items())
+        yield warning(
+            "NCCL",
+            f"{names} are both installed and own one file, nvidia/nccl/lib/libnccl.so.2: one overwrote the other's",
+            "Uninstall both, then reinstall the one that torch needs (`pip show torch` lists it; cu13 for CUDA 13).",
+            wheels=dict(wheels),
+        )
 
 
 def find_nccl() -> tuple[str | None, str]:

@@ -1,7 +1,9 @@
 import os
+import re
 import resource
 
 from ring_plugins.doctor import host
+from tests.launch import REPOSITORY
 
 
 def test_a_containers_quota_is_a_warning(monkeypatch):
@@ -33,3 +35,15 @@ def test_torch_without_cuda_beside_a_gpu_is_a_warning(monkeypatch):
     monkeypatch.setattr(host, "gpu_names", lambda: ["0, a card"])
     monkeypatch.setattr(host, "installed", lambda name: "2.13.0+cpu")
     assert [finding.severity.name for finding in host.gpus()] == ["FINE", "WARNING"]
+
+
+def test_wheels_that_overwrite_each_others_nccl_are_named():
+    (finding,) = host.conflicting_nccl({"nvidia-nccl-cu13": "2.28.9", "nvidia-nccl-cu12": "2.32.3"})
+    assert "nvidia-nccl-cu13 2.28.9 and nvidia-nccl-cu12 2.32.3 are both installed" in finding.summary
+    assert list(host.conflicting_nccl({"nvidia-nccl-cu13": "2.28.9"})) == []
+
+
+def test_all_extras_leave_the_nccl_of_torch_alone():
+    extras = dict(re.findall(r'^([\w-]+) = (\[".*"\])$', (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE))
+    assert "nvidia-nccl-cu12" in extras["nccl"] and "nvidia-nccl-cu13" in extras["nccl-cu13"]
+    assert "lightning" in extras["all"] and "nccl" not in extras["all"]

@@ -55,7 +55,11 @@ from importlib.machinery import PathFinder
 
 find = PathFinder.find_spec.__func__
 hidden = ("keras", "tensorflow")
-PathFinder.find_spec = classmethod(lambda cls, name, *where: None if name.startswith(hidden) else find(cls, name, *where))
+
+def find_spec(cls, name, *where):
+    return None if name.startswith(hidden) else find(cls, name, *where)
+
+PathFinder.find_spec = classmethod(find_spec)
 """
 
 

@@ -108,7 +108,7 @@ def open_nccl() -> tuple[ctypes.CDLL, str]:
     raise MissingDependency(
         "NCCL is needed to reduce GPU memory and was not found: "
         + ("; ".join(failed) or "nowhere")
-        + '. Add it with: pip install "ring_plugins[nccl]" (CUDA 12) or pip install nvidia-nccl-cu13 (CUDA 13); '
+        + '. Add it with: pip install "ring_plugins[nccl]" (CUDA 12) or "ring_plugins[nccl-cu13]" (CUDA 13); '
         "RING_NCCL_LIBRARY may name a file."
     )
 
