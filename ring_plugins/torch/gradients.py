@@ -55,7 +55,8 @@ class GradientAverager:
             inside a host), and between all GPUs.
         error_feedback: whether the rounding error of a step is added to the next.
         communicator: reduces the gradients; by default a new one over all ranks, for the parameters' device.
-            Nothing else may use it.
+            Nothing else may use it. If one is given, gradients go through it even if it has only one rank, which
+            shows what averaging costs without a peer; otherwise a single rank gets no hooks.
 
     All ranks construct it together. Not for gradients computed by several threads at once.
 
@@ -106,7 +107,7 @@ class GradientAverager:
         self._seen_registrations = 0
         #: Reductions of all gradients so far.
         self.steps = 0
-        if self._communicator.size > 1:
+        if self._communicator.size > 1 or communicator is not None:
             self._take_parameters()
             self._buckets = self._current_buckets()
             if self._communicator.broadcast_object(is_wanted(autotune)):

@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import nn
 
+from ring_plugins.torch import GradientAverager
 from tests.launch import Result, run_ranks
 from tests.launchers import Launcher
 
@@ -70,3 +73,13 @@ def test_gradients(launch: Launch, name: str) -> None:
     for rank in range(launch.ranks):
         assert result.reports.get(rank, {}).get(name) == "ok", result
         assert (result.reports[rank]["launched by NCCL"] > 10) == bool(launch.gpu)
+
+
+def test_a_single_rank_averages_through_a_communicator_that_it_is_given(gpu) -> None:  # as benchmarks/gpu_step.py does
+    model = nn.Linear(3, 2)
+    averager = GradientAverager(model, communicator=gpu.communicator)
+    model(torch.ones(1, 3)).sum().backward()
+    assert averager.steps == 1
+    assert gpu.nccl.log == [["all_reduce"]]
+    assert model.weight.grad.tolist() == [[1.0] * 3] * 2
+    averager.close()

@@ -87,7 +87,7 @@ class NcclConnection:
         check_versions(infos, host.ranks)
         check_gpus(infos, host.ranks)
         if share:
-            _allow_shared_gpu(nccl.version, host.ranks[host.rank])
+            allow_shared_gpu(nccl.version, host.ranks[host.rank])
         unique_id = host.broadcast_object(nccl.unique_id() if host.rank == 0 else None, root=0)
         communicator = ctypes.c_void_p()
         with self._driver.device(self._device):
@@ -268,7 +268,7 @@ def check_gpus(infos: Sequence[RankInfo], ranks: Sequence[int]) -> None:
             )
 
 
-def _allow_shared_gpu(version: int, rank: int) -> None:
+def allow_shared_gpu(version: int, rank: int) -> None:
     """Make NCCL accept several ranks on one GPU. It reads these variables at its first call in a process."""
     if version >= _SHARING_SINCE:
         settings = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
