@@ -5,8 +5,9 @@ It is injected as the loaded libraries, below the declared C functions, so that 
 - A stream is a thread that does its work in order while the caller goes on; only events order two streams. Stream 1 is
   the caller's own: work of torch or numpy on the CPU is done when it returns, so making that stream wait for an event
   blocks.
-- NCCL is nonblocking: a group of calls reaches the stream only after some calls of `ncclCommGetAsyncError`, so an event
-  that is recorded too early stands before the work.
+- NCCL is nonblocking: a group of calls reaches the stream only after some calls of `ncclCommGetAsyncError`, or when a
+  thread has taken its time, so an event that is recorded too early stands before the work.
+- An event that is recorded again stays where it was for those who wait for it already.
 - A kernel that waits for a dead peer ends only when its communicator is aborted.
 - A CUDA graph that captured a communicator's operations refers to it until the graph is destroyed. Until then
   finalizing never ends, and destroying or aborting blocks the calling thread, after it has ended the kernels.
@@ -103,7 +104,7 @@ class StandInDriver(CFunctions):
         self.capturing = False
         self.waits_at_once = True  # False: the caller's stream waits only in `synchronize`, as a script in `.item()`
         self.awaited = []
-        self.streams, self.events = {}, {}
+        self.streams, self.events, self.created_events = {}, {}, 0
         self.numbers = itertools.count(10)
         self.contexts = threading.local()
 
@@ -162,12 +163,13 @@ class StandInDriver(CFunctions):
         self.in_context()
         assert flags == 2
         handle = next(self.numbers)
+        self.created_events += 1
         self.events[handle] = threading.Event()
         event[0] = handle
 
     def _cuEventRecord(self, event, stream):
         self.in_context()
-        happened = self.events[event]
+        happened = self.events[event] = threading.Event()
         if stream == CALLERS_STREAM:
             happened.set()
         else:
@@ -199,7 +201,10 @@ class StandInNccl(CFunctions):
     Args:
         cuda: whose streams it works on.
         version: as NCCL numbers itself.
-        polls: how often `ncclCommGetAsyncError` says "in progress" after each group.
+        polls: how often `ncclCommGetAsyncError` says "in progress" after each group; 0 if groups are done at once.
+
+    Attributes:
+        group_seconds: if not 0, a thread takes so long for each group, however often it is asked.
     """
 
     def __init__(self, cuda, version=23203, polls=3):
@@ -207,6 +212,8 @@ class StandInNccl(CFunctions):
         self.cuda, self.version, self.polls = cuda, version, polls
         self.connects = True  # False: the connection is never made
         self.delay = 0.0  # of each kernel
+        self.group_seconds = 0.0
+        self.asked = 0  # how often `ncclCommGetAsyncError` was called
         self.async_error = 0
         self.communicators = {}
         self.reductions = []  # numbers of operations, by call
@@ -240,6 +247,7 @@ class StandInNccl(CFunctions):
         return IN_PROGRESS
 
     def _ncclCommGetAsyncError(self, communicator, state):
+        self.asked += 1
         state[0] = self.async_error or self.communicators[communicator].poll()
 
     def _ncclCommAbort(self, communicator):
@@ -282,7 +290,7 @@ class StandInNccl(CFunctions):
         if self.cuda.capturing:
             made.unreferenced.clear()
         made.begin(lambda: self.cuda.streams[stream].work.put(lambda: made.kernel([call[2:] for call in collected])))
-        return IN_PROGRESS
+        return IN_PROGRESS if made.left else SUCCESS
 
     def _collect(self, communicator, stream, *call):
         if self.group.calls is None:
@@ -337,9 +345,20 @@ class Communicator:
     def begin(self, then):
         assert self.left == 0, "a call before the previous one was through"
         self.left, self.then = self.library.polls, then
+        if self.library.group_seconds:
+            self.left = 1
+            threading.Timer(self.library.group_seconds, self.end).start()
+        elif self.left == 0:
+            then()
+
+    def end(self):
+        self.then()
+        self.left = 0
 
     def poll(self):
-        if self.left > 1 or (self.left and self.host is not None):
+        if self.library.group_seconds:
+            pass
+        elif self.left > 1 or (self.left and self.host is not None):
             self.left -= 1
             if self.left == 0:
                 self.then()

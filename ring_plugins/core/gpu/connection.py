@@ -40,6 +40,9 @@ from ring_plugins.core.linux.process import boot_id
 
 #: From this release on NCCL has a setting for several ranks on one GPU. Older ones must take the ranks for hosts.
 _SHARING_SINCE = 23000
+#: Seconds of spinning while a thread of NCCL's queues kernels. That takes some 30 µs, or 10 times that on a busy host;
+#: a nap of `Wait` would cost autograd's thread as much again for every bucket.
+_SPIN = 1e-3
 #: Seconds that `finalize` waits for peers to be done with the communicator too, before it aborts.
 _FINALIZE_TIMEOUT = 10.0
 #: Seconds that closing waits for an abort: enough where NCCL is healthy, little where it hangs.
@@ -148,13 +151,18 @@ class NcclConnection:
             with contextlib.suppress(DeviceError):
                 self._nccl.call("ncclGroupEnd")  # NCCL counts open groups by thread
             raise
-        self._nccl.call("ncclGroupEnd", communicator=self._communicator)
-        self._wait_until_queued(what)
+        if self._nccl.call("ncclGroupEnd", communicator=self._communicator) != SUCCESS:
+            self._wait_until_queued(what)
 
     def _wait_until_queued(self, what: str) -> None:
         """Wait for NCCL's thread to queue the kernels: an event recorded earlier would stand before them."""
         communicator = self._communicator
         assert communicator is not None
+        spin_end = time.monotonic() + _SPIN
+        while time.monotonic() < spin_end:
+            if self._nccl.state(communicator) == SUCCESS:
+                return
+            os.sched_yield()  # to that thread, where cores are scarce
         self._wait.until(
             lambda: self._nccl.state(communicator) == SUCCESS,
             lambda: self._peers,

@@ -151,12 +151,17 @@ class Driver:
 
     # Events, on the current device ----------------------------------------------------------------
 
-    def record_event(self, stream: int) -> int:
-        """A new event behind all work that the stream has so far."""
-        event = c_void_p()
-        self._call("cuEventCreate", ctypes.byref(event), _DISABLE_TIMING)
+    def record_event(self, stream: int, event: int = 0) -> int:
+        """Put an event behind all work that the stream has so far; a new one unless one is given.
+
+        What was asked to wait for a given event still waits for the point where it was before.
+        """
+        if not event:
+            created = c_void_p()
+            self._call("cuEventCreate", ctypes.byref(created), _DISABLE_TIMING)
+            event = int(created.value or 0)
         self._call("cuEventRecord", event, stream)
-        return int(event.value or 0)
+        return event
 
     def wait_event(self, stream: int, event: int) -> None:
         """Let later work on the stream start only after the event; returns at once."""

@@ -109,6 +109,8 @@ class StreamQueue:
         self.unfinished: deque[QueuedOperation] = deque()
         self.captured: list[QueuedOperation] = []
         self._last: QueuedOperation | None = None
+        #: Events to record again; creating one takes the driver longer than recording it.
+        self._free_events: list[int] = []
         self._owners: list[Any] = []
         self._start_event = 0
         self._has_run = False
@@ -143,12 +145,18 @@ class StreamQueue:
             )
         if caller != self.stream:
             self._drop_start_event()
-            self._start_event = self._driver.record_event(caller)
+            self._start_event = self._record_event(caller)
             self._driver.wait_event(self.stream, self._start_event)
         return caller
 
+    def _record_event(self, stream: int) -> int:
+        return self._driver.record_event(stream, self._free_events.pop() if self._free_events else 0)
+
     def _drop_start_event(self) -> None:
-        """Release an event behind which nothing was pushed, because of an error."""
+        """Release an event behind which nothing was pushed, because of an error or of a capture.
+
+        An event that was captured belongs to a graph, so it is not used again.
+        """
         event, self._start_event = self._start_event, 0
         if event:
             self._driver.destroy_event(event)
@@ -167,7 +175,7 @@ class StreamQueue:
         is_captured = self._driver.is_capturing(caller)
         if is_captured:
             self._drop_start_event()
-        end_event = self._driver.record_event(self.stream)
+        end_event = self._record_event(self.stream)
         queued = QueuedOperation(
             description, operation, number, caller, self._start_event, end_event, self._owners, is_captured
         )
@@ -197,7 +205,7 @@ class StreamQueue:
     def is_done(self, queued: QueuedOperation) -> bool:
         """Whether the GPU has completed it; never waits."""
         if queued.end_event and not queued.is_captured and self._driver.query_event(queued.end_event):
-            self._driver.destroy_event(queued.end_event)
+            self._free_events.append(queued.end_event)
             self._mark_reached(queued)
             queued.end_event, queued.owners, queued.done_at = 0, [], time.monotonic()
         return not queued.end_event
@@ -220,7 +228,7 @@ class StreamQueue:
         queued.reached_at = queued.reached_at or time.monotonic()
         event, queued.start_event = queued.start_event, 0
         if event:
-            self._driver.destroy_event(event)
+            self._free_events.append(event)
 
     def check_progress(self, departed: Sequence[int]) -> None:
         """Raise if it is useless to wait any longer for the oldest operation.
@@ -281,6 +289,12 @@ class StreamQueue:
         return Activity(self._name, text, shown.description, shown.queued_at, shown.done_at, shown.number)
 
     def clear(self) -> None:
-        """Forget all operations."""
+        """Forget all operations, and release the events of those that no CUDA graph captured."""
+        self._drop_start_event()
+        for queued in self.unfinished:
+            self._free_events += filter(None, (queued.start_event, queued.end_event))
+            queued.start_event = queued.end_event = 0
+        while self._free_events:
+            self._driver.destroy_event(self._free_events.pop())
         self.unfinished.clear()
         self.captured.clear()

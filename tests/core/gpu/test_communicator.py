@@ -146,6 +146,33 @@ def test_a_communicator_is_finalized_and_destroyed():
     assert library.log == [["all_reduce"], "finalize", "destroy"]
 
 
+def test_a_group_that_nccl_has_queued_at_once_is_not_polled():
+    communicator, library = alone()
+    reduce(communicator)
+    library.polls = library.asked = 0
+    reduce(communicator)
+    assert library.asked == 0
+
+
+def test_no_nap_while_a_thread_of_nccl_queues_a_group(monkeypatch):
+    communicator, library = alone()
+    reduce(communicator)
+    monkeypatch.setattr(connection, "_SPIN", 5.0)  # a thread of the stand-in may be slow on a busy machine
+    monkeypatch.setattr(communicator._wait, "until", None)
+    library.group_seconds = 0.0005
+    reduce(communicator)
+
+
+def test_events_are_used_again():
+    communicator, library = alone()
+    for _ in range(10):
+        reduce(communicator)
+        communicator.synchronize()
+    assert library.cuda.created_events <= 4
+    communicator.close()
+    assert library.cuda.events == {}
+
+
 @pytest.mark.parametrize("size", [3, 6, 7, 12])
 def test_averages_of_16_bit_numbers_are_not_biased(size):
     communicator, library = alone()
