@@ -199,19 +199,20 @@ class GradientBuckets:
         absent, self._absent = self._absent, {}
         if not absent:
             return
-        for bucket, flags in zip(self.plan.buckets, self._flags, strict=True):
-            if absent.keys().isdisjoint(bucket.entries):
-                continue
-            if is_on_gpu(flags) and is_capturing():
-                names = ", ".join(self.names[i] for i in sorted(absent))
-                raise RingError(
-                    f"a CUDA graph is being captured, and this rank has no gradient for {names}. Whether another rank "
-                    "has one must be read from the GPU, which a capture cannot do. Freeze these parameters "
-                    "(requires_grad_(False))."
-                )
-            for i, flag in zip(bucket.entries, flags.tolist(), strict=True):
-                if i in absent and flag > self._any_rank_has_it and i not in self._found_sparse:
-                    self.parameters[i].grad = absent[i]
+        buckets = [bucket for bucket in self.plan.buckets if not absent.keys().isdisjoint(bucket.entries)]
+        flags = [self._flags[bucket.index] for bucket in buckets]
+        if is_on_gpu(flags[0]) and is_capturing():
+            names = ", ".join(self.names[i] for i in sorted(absent))
+            raise RingError(
+                f"a CUDA graph is being captured, and this rank has no gradient for {names}. Whether another rank "
+                "has one must be read from the GPU, which a capture cannot do. Freeze these parameters "
+                "(requires_grad_(False))."
+            )
+        entries = [i for bucket in buckets for i in bucket.entries]
+        values = torch.cat([of_bucket.real.float() for of_bucket in flags]).tolist()  # the host waits for a GPU once
+        for i, flag in zip(entries, values, strict=True):
+            if i in absent and flag > self._any_rank_has_it and i not in self._found_sparse:
+                self.parameters[i].grad = absent[i]
 
     def _agree_on_sparse(self) -> list[nn.Parameter]:
         self._collects_sparse = False

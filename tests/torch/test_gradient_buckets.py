@@ -140,3 +140,15 @@ def test_large_gradients_on_gpus_are_freed_with_their_parameters_reference(gpu):
     uses = torch._C._storage_Use_Count(weight.grad.untyped_storage()._cdata)
     done.set()
     assert uses == 2  # this call's and the gradient's
+
+
+def test_the_host_asks_once_which_absent_gradients_other_ranks_have(monkeypatch):
+    weights = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    buckets = buckets_for(*weights, sizes=BucketSizes(1, 1), gathers_sparse=False)
+    weights[1].grad = torch.ones(2)
+    asked, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: asked.append(tensor.shape) or tolist(tensor))
+    reduce_all(buckets)
+    assert len(buckets.plan.buckets) == 3
+    assert len(asked) == 1
+    assert [weight.grad is None for weight in weights] == [True, False, True]
