@@ -101,6 +101,7 @@ class StandInDriver(CFunctions):
     def __init__(self, card="0000:01:00.0", devices=1):
         super().__init__(cuda.FUNCTIONS)
         self.card, self.devices = card, devices
+        self.uuid = b"0123456789abcdef"  # of the card, or of a slice of it
         self.capturing = False
         self.waits_at_once = True  # False: the caller's stream waits only in `synchronize`, as a script in `.item()`
         self.awaited = []
@@ -122,6 +123,9 @@ class StandInDriver(CFunctions):
 
     def _cuDeviceGetPCIBusId(self, text, length, device):
         ctypes.memmove(text, self.card.encode() + b"\0", len(self.card) + 1)
+
+    def _cuDeviceGetUuid_v2(self, uuid, device):
+        ctypes.memmove(uuid, self.uuid, 16)
 
     def _cuPointerGetAttribute(self, found, attribute, pointer):
         assert attribute == 9 and pointer

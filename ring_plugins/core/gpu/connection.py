@@ -85,7 +85,7 @@ class NcclConnection:
     def _connect(self, host: Communicator) -> ctypes.c_void_p:
         nccl = self._nccl
         share = config.SHARE_GPU.get()
-        gpu = f"{boot_id()} {self._driver.bus_id(self._device)}"
+        gpu = gpu_identity(self._driver, self._device)
         infos = [RankInfo(*info) for info in host.all_gather_object((nccl.version, nccl.path, gpu, share))]
         check_versions(infos, host.ranks)
         check_gpus(infos, host.ranks)
@@ -226,7 +226,7 @@ class RankInfo(NamedTuple):
 
     Attributes:
         version, path: of its NCCL.
-        gpu: boot id of its host and PCI bus id of its GPU.
+        gpu: see `gpu_identity`.
         share: whether it may share the GPU with other ranks.
     """
 
@@ -234,6 +234,11 @@ class RankInfo(NamedTuple):
     path: str
     gpu: str
     share: bool
+
+
+def gpu_identity(driver: Driver, index: int) -> str:
+    """Identify a GPU, or a MIG slice of one, among all hosts: boot id of its host, UUID, and PCI bus id."""
+    return f"{boot_id()} {driver.uuid(index)} {driver.bus_id(index)}"
 
 
 def check_versions(infos: Sequence[RankInfo], ranks: Sequence[int]) -> None:

@@ -26,6 +26,7 @@ FUNCTIONS: dict[str, CFunction] = {
     "cuGetErrorString": CFunction(0, (c_int, POINTER(c_char_p))),
     "cuDeviceGet": CFunction(0, (POINTER(c_int), c_int)),
     "cuDeviceGetCount": CFunction(0, (POINTER(c_int),)),
+    "cuDeviceGetUuid_v2": CFunction(0, (c_void_p, c_int)),
     "cuDeviceGetPCIBusId": CFunction(0, (c_void_p, c_int, c_int)),
     "cuPointerGetAttribute": CFunction(0, (c_void_p, c_int, c_void_p)),
     "cuDevicePrimaryCtxRetain": CFunction(0, (POINTER(c_void_p), c_int)),
@@ -92,10 +93,17 @@ class Driver:
         return device.value
 
     def bus_id(self, index: int) -> str:
-        """PCI bus id of a GPU, which identifies it however a process numbers its devices."""
+        """PCI bus id of a GPU, however a process numbers its devices; all MIG slices of a GPU have the same."""
         text = ctypes.create_string_buffer(32)
         self._call("cuDeviceGetPCIBusId", text, len(text), self._handle(index))
         return text.value.decode()
+
+    def uuid(self, index: int) -> str:
+        """UUID of a GPU, or of the MIG slice of it that this process sees; "" before CUDA 11.4."""
+        found = ctypes.create_string_buffer(16)
+        with contextlib.suppress(AttributeError):
+            self._call("cuDeviceGetUuid_v2", found, self._handle(index))
+        return found.raw.hex() if any(found.raw) else ""
 
     def device_of(self, pointer: int) -> int:
         """Index of the GPU whose memory a pointer is in, for frameworks that number GPUs differently."""

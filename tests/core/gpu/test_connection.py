@@ -3,7 +3,9 @@
 import pytest
 
 from ring_plugins.core.base.errors import DeviceError, MismatchError
-from ring_plugins.core.gpu.connection import RankInfo, check_gpus, check_versions
+from ring_plugins.core.gpu.connection import RankInfo, check_gpus, check_versions, gpu_identity
+from ring_plugins.core.gpu.cuda import Driver
+from tests.gpu_stand_in import StandInDriver
 
 
 def test_ranks_with_different_releases_are_named():
@@ -25,3 +27,19 @@ def test_all_ranks_of_a_gpu_must_agree_to_share_it():
     check_gpus(on_gpus("a", "a", share=True), [0, 1])
     with pytest.raises(DeviceError):
         check_gpus(on_gpus("a", share=True) + on_gpus("a"), [0, 1])
+
+
+def test_slices_of_one_gpu_are_told_apart():
+    cards = [StandInDriver(), StandInDriver()]
+    assert cards[0].card == cards[1].card
+    cards[1].uuid = b"another slice of"
+    on = [gpu_identity(Driver(card), 0) for card in cards]
+    check_gpus([RankInfo(23203, "", gpu, False) for gpu in on], [0, 1])
+    with pytest.raises(DeviceError, match="would share the GPU 0000:01:00.0"):
+        check_gpus([RankInfo(23203, "", gpu, False) for gpu in (on[0], on[0])], [0, 1])
+
+
+def test_a_driver_without_uuids_tells_gpus_by_their_bus():
+    card = StandInDriver()
+    del card.cuDeviceGetUuid_v2
+    assert gpu_identity(Driver(card), 0).endswith("  0000:01:00.0")
