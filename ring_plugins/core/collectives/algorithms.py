@@ -1,24 +1,26 @@
 """All-reduce between hosts: algorithms for one chunk, and a pipeline of chunks.
 
-**Pipeline.** A large array is cut into chunks, and each chunk goes through a number of rounds. While the oldest chunk
-is in its last round, later ones are in earlier rounds: what a round sends is under way while the processor reduces
-other chunks. All members take the same steps in the same order, so their messages match without being numbered.
+**Pipeline.** A large array is cut into chunks, and each chunk goes through a fixed number of rounds. While the oldest
+chunk is in its last round, later ones are in earlier rounds, so the network moves some chunks while the processor
+reduces others. All members take the same steps in the same order, so their messages match without being numbered.
 
-**Algorithms.** All of them send 2(n-1)/n of the data from every host, which is the least there is (Patarasuk and Yuan,
+**Algorithms.** With all of them each host sends 2(n-1)/n times the data, which is the minimum (Patarasuk and Yuan,
 "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). They differ in rounds and connections:
 
 - `PairExchange`: two members send each other everything, and both reduce it. One round.
-- `Direct`: a chunk is cut into one part a member. Everyone sends every member its part, and each member reduces its
-  part and sends the result to everyone: reduce-scatter and all-gather in one round each, over connections among all.
-- `Ring`: members talk to their two neighbors only. A part is passed on and added to n-1 times, then passed on n-1 times
-  more: 2(n-1) rounds. It is NCCL's and Horovod's ring (Baidu, 2017).
+- `Direct`: a chunk is cut into one part per member. Each member sends every other member that member's part, reduces
+  its own part and sends the result to all others: a reduce-scatter and an all-gather of one round each, over
+  connections among all members.
+- `Ring`: members talk only to their two neighbors. Parts are passed around and added to for n-1 rounds, and the results
+  are passed around for n-1 more. This is the ring of NCCL and Horovod (Baidu, 2017).
 
-Direct has the fewest rounds, and on a switch that gives every host its full rate it is never slower than the ring,
-until the parts get small and the senders many: a host to which many send at once loses packets in the switch (incast).
-So the ring takes over at `RING_FROM` hosts. Trees (NCCL's double binary tree) and recursive halving were left out: they
-save rounds where messages are small, and those are sent in one round anyway (`hierarchical`).
+Direct needs only two rounds, and on a switch that gives every host its full rate it is never slower than the ring while
+hosts are few. With many hosts the parts get small, and a switch drops packets when many hosts send to one at the same
+time (incast). So the ring takes over at `RING_FROM` hosts. Trees (NCCL's double binary tree) and recursive halving were
+rejected: they save rounds for small messages, which take only one round anyway (`hierarchical`).
 
-Where a codec rounds numbers to 16 bits, the member that computed a result rounds it as well, so all keep the same bits.
+Where a codec rounds numbers to 16 bits, the member that computed a result rounds its own copy too, so that all members
+end up with the same bits.
 """
 
 from __future__ import annotations
@@ -40,22 +42,23 @@ from ring_plugins.core.collectives.fingerprint import Fingerprint
 from ring_plugins.core.collectives.net_group import NetworkGroup, PendingHeaders
 from ring_plugins.core.net.transport import Request
 
-#: From this many hosts on chunks go in a ring.
+#: Number of hosts from which the ring is used.
 RING_FROM = 16
-#: Up to this size two hosts exchange everything in one round, which spares processor time. Larger messages gain more
-#: from the shorter pieces of two rounds, which stay in the caches, and one round is under way while the other waits.
+#: Up to this size two hosts exchange everything in one round, which takes less processor time. Larger messages gain
+#: more from two rounds: their pieces are shorter and stay in the caches, and one round's data moves while the other
+#: waits.
 PAIR_EXCHANGE_BYTES = 2 * 1024 * 1024
 
 
 class Reduction:
-    """One all-reduce of a network group: what is computed with its chunks, and its messages and buffers.
+    """One all-reduce of a network group: sends, receives and reduces pieces of its chunks.
 
     Args:
         group: the members.
         op, dtype: as in `reduce_into`.
         divisor: the result is divided by this.
         codec: encodes what is sent.
-        nbytes: size of the whole array; its header leaves at once.
+        nbytes: size of the whole array; the headers are sent at once.
         fingerprint: of the operation.
     """
 
@@ -76,14 +79,14 @@ class Reduction:
         self._unsent: list[tuple[int, Request]] = []
 
     def send(self, members: Sequence[int], piece: Array) -> None:
-        """Start sending a piece to some members; it must not change before `finish_sending`."""
+        """Start sending a piece to some members; the piece must not change before `finish_sending`."""
         if piece.size:
             data = self.codec.pack(piece).view(np.uint8)
             self._unsent += [(member, self.group.send(member, data)) for member in members]
 
     def progress(self) -> None:
-        """Start what can be sent now, and forget what has been sent."""
-        with contextlib.suppress(PeerFailed):  # the next wait raises it, and finds out why
+        """Advance the sends, and forget those that are done."""
+        with contextlib.suppress(PeerFailed):  # the next wait raises it, with the reason
             while self._unsent and self._unsent[0][1].done():
                 del self._unsent[0]
 
@@ -96,10 +99,10 @@ class Reduction:
         return self.group.receive(member, buffer.view(np.uint8))
 
     def wait(self, pending: Sequence[tuple[int, Request]]) -> None:
-        """Wait for a round's transfers, the first time also for the other members' headers.
+        """Wait for a round's transfers, and the first time for the other members' headers too.
 
         Raises:
-            MismatchError: they are in another operation.
+            MismatchError: a member is in another operation.
         """
         if self._headers is not None:
             self.group.check_headers(self._headers)
@@ -107,7 +110,7 @@ class Reduction:
         self.group.wait_each(pending, self._fingerprint, spin=False)
 
     def take_term(self, piece: Array) -> Array:
-        """A buffer to receive a term of a sum into; to be returned with `return_term`."""
+        """Return a buffer that receives a term of a sum; `return_term` takes it back."""
         if not self.codec.exact:
             return self.codec.receive_buffer(piece)
         return self.group.take_buffer(piece.nbytes).view(piece.dtype)
@@ -117,7 +120,7 @@ class Reduction:
             self.group.return_buffer(term)
 
     def unpacked(self, received: Array, piece: Array) -> Array:
-        """What was received for a piece, as numbers."""
+        """Decode the data received for a piece."""
         if self.codec.exact:
             return received
         term = np.empty_like(piece)
@@ -125,12 +128,12 @@ class Reduction:
         return term
 
     def combine(self, target: Array, terms: Sequence[Array], is_result: bool = True, rounded: bool = True) -> None:
-        """Reduce `terms` into `target`, one of them.
+        """Reduce `terms` into `target`, which may be one of them.
 
         Args:
             target, terms: as in `reduce_into`.
-            is_result: whether these are the last terms; the result is divided then.
-            rounded: whether to round a result as the codec rounds what others get.
+            is_result: whether these are the last terms, so that the result is to be divided.
+            rounded: whether to round a result as the codec rounds the copies for other members.
         """
         reduce_into(target, terms, self._op, self._dtype, self._divisor if is_result else 1)
         if is_result and rounded and not self.codec.exact:
@@ -138,14 +141,14 @@ class Reduction:
 
 
 class ChunkReduction(Protocol):
-    """A chunk under way. It is reduced in place."""
+    """A chunk that is being reduced, in place."""
 
     def advance(self) -> bool:
-        """Wait for what this round receives, and start the next round; return whether the chunk is finished."""
+        """Wait for this round's data and start the next round; return whether the chunk is finished."""
 
 
 class PairExchange:
-    """A chunk of two members, which send each other everything and both reduce it: one round."""
+    """A chunk that two members send each other as a whole and both reduce: one round."""
 
     def __init__(self, reduction: Reduction, chunk: Array) -> None:
         self._reduction, self._chunk = reduction, chunk
@@ -156,11 +159,11 @@ class PairExchange:
 
     def advance(self) -> bool:
         reduction, chunk = self._reduction, self._chunk
-        reduction.wait(self._pending)  # until the own numbers have left too, since the sum takes their place
+        reduction.wait(self._pending)  # for the send too, since the sum overwrites what is sent
         if chunk.size:
             mine = chunk if reduction.codec.exact else reduction.unpacked(self._packed, chunk)
             theirs = reduction.unpacked(self._term, chunk)
-            # In the order of the members, and of rounded numbers, so that both get the same bits.
+            # Both members add rounded numbers in member order, so they get the same bits.
             reduction.combine(chunk, [mine, theirs] if self._peer else [theirs, mine], rounded=False)
         reduction.return_term(self._term)
         return True
@@ -239,7 +242,7 @@ Algorithm = Callable[[Reduction, Array], ChunkReduction]
 
 
 def choose_algorithm(members: int, nbytes: int) -> tuple[Algorithm, int]:
-    """The algorithm for the chunks of a message of `nbytes` among so many members, and its number of rounds."""
+    """Choose the algorithm for a message of `nbytes`; return it and its number of rounds."""
     if members == 2 and nbytes <= PAIR_EXCHANGE_BYTES:
         return PairExchange, 1
     return (Direct, 2) if members < RING_FROM else (Ring, 2 * (members - 1))
@@ -255,13 +258,13 @@ class Pipeline:
     def step(self, chunk: Array | None) -> None:
         """Start a chunk, if there is one, and advance all older ones by a round.
 
-        A chunk is finished as many steps later as its algorithm has rounds.
+        A chunk is finished after as many further steps as its algorithm has rounds.
         """
         older = list(self._chunks)
         if chunk is not None:
             self._chunks.append(self._algorithm(self._reduction, chunk))
-        for one in older:
-            if one.advance():
+        for started in older:
+            if started.advance():
                 self._chunks.popleft()
         self._reduction.progress()
 

@@ -36,9 +36,9 @@ T_co = TypeVar("T_co", covariant=True)
 class Communicator(Protocol[M_contra]):
     """A group of ranks that make the same calls in the same order.
 
-    A call blocks the calling thread until its result is there, and runs after everything given to `start` before. On a
-    GPU it blocks the calling thread's stream instead: work queued there later runs after it. After an error that leaves
-    the members out of step, every further call raises that error again; build a new communicator to go on.
+    A call blocks the calling thread until its result is there, and runs after everything given to `start` before it. On
+    a GPU it blocks the calling thread's stream instead: work queued there later runs after it. After an error that
+    leaves the members out of step, every further call raises that error again; build a new communicator to go on.
 
     Attributes:
         name: for error texts and reports.
@@ -87,10 +87,10 @@ class Communicator(Protocol[M_contra]):
         """Return the objects (pickled) of all members in rank order."""
 
     def start(self, description: str, function: Callable[[], T]) -> Work[T]:
-        """Run `function`, which calls the methods above, after everything started before, while the caller goes on."""
+        """Run `function`, which calls the methods above, in the background, after everything started before."""
 
     def group(self) -> AbstractContextManager[None]:
-        """Allow the operations called inside to travel together; their results are there when the block ends."""
+        """Batch the operations called inside, as `ncclGroupStart` does; results are there when the block ends."""
 
     def allocate(self, nbytes: int) -> SharedBuffer:
         """Allocate memory in which `all_reduce` is fastest; all ranks call with the same size."""
@@ -99,13 +99,13 @@ class Communicator(Protocol[M_contra]):
         """Give back memory from `allocate`; views of it stay valid."""
 
     def activity(self) -> Activity | None:
-        """Return what this rank does, or did last, with this communicator; another thread may ask."""
+        """Return this rank's current or last operation; any thread may call this."""
 
     def close(self) -> None:
         """End the communication thread and release the memory; further calls raise."""
 
     def detach_after_fork(self) -> None:
-        """In a forked child: let every call raise, since it would disturb the parent and its peers."""
+        """Make every call raise; for a forked child, whose calls would disturb the parent and its peers."""
 
 
 class Work(Protocol[T_co]):
@@ -143,7 +143,7 @@ class Statistics:
 
 
 class Activity(NamedTuple):
-    """What a rank does, or did last, with a communicator.
+    """A rank's current or last operation in a communicator.
 
     Attributes:
         communicator: its name.
@@ -184,7 +184,7 @@ class FailureState:
             raise self.error
 
     def fail(self, error: BaseException) -> None:
-        """Let every further call raise `error`, unless an earlier error is already recorded."""
+        """Make every further call raise `error`, unless an earlier error is already recorded."""
         self.error = self.error or error
 
     def interrupt(self, operation: str, cause: BaseException) -> None:

@@ -14,13 +14,13 @@ ways in:
   otherwise queues it behind what was started before.
 
 A function given to `start` calls the communicator's methods, and these call `run`, which executes at once on the
-executor's own thread. So every operation passes through `run`, which also keeps what reports need: the operation under
+executor's own thread. So every operation passes through `run`, which also records what reports need: the operation under
 way, when it began, and how long it waited for other ranks.
 
 **Failure.** After an error, `run` refuses everything that follows (see `FailureState`). An `ArgumentError` is the
 exception, since it is raised before anything has been sent.
 
-Considered and left: `concurrent.futures.ThreadPoolExecutor(max_workers=1)`. It cannot run a call in the caller's
+Considered and rejected: `concurrent.futures.ThreadPoolExecutor(max_workers=1)`. It cannot run a call in the caller's
 thread, and its futures and worker keep references that delay the release of shared memory.
 """
 
@@ -53,11 +53,11 @@ class SerialExecutor:
 
     Args:
         name: of the communicator, for error texts.
-        wait: the operations wait with it.
+        wait: waits for other ranks on behalf of the operations.
 
     Attributes:
         statistics: what was executed so far.
-        failure: why nothing is executed any more, if so.
+        failure: the error, if any, after which nothing is executed any more.
     """
 
     def __init__(self, name: str, wait: Wait) -> None:
@@ -66,7 +66,7 @@ class SerialExecutor:
         self._name, self._wait = name, wait
         self._lock = threading.RLock()
         self._thread: _Thread | None = None
-        # The operation under way, or the last one.
+        # The current or last operation.
         self._fingerprint: Fingerprint | None = None
         self._began = self._ended = 0.0
 
@@ -74,8 +74,8 @@ class SerialExecutor:
         """Run `operation(*args, fingerprint)` after everything that was started before, and return its result.
 
         Raises:
-            ArgumentError: the operation refused its arguments; the next one may follow.
-            Exception: anything else, which every further call raises too.
+            ArgumentError: the operation rejected its arguments; the executor goes on.
+            Exception: any other error, which every further call raises too.
         """
         thread = self._thread
         inside = thread is not None and thread.is_current()
@@ -129,7 +129,7 @@ class SerialExecutor:
         return work
 
     def _block_caller(self, work: BackgroundWork[Any]) -> None:
-        """Wait in the caller's thread for a work, and count the time that the script is blocked."""
+        """Wait for a work in the caller's thread, and count the time that the script is blocked."""
         began, waited_before = time.monotonic(), self._wait.waited_so_far()
         self._wait.caller_blocked_since = began
         try:
@@ -142,7 +142,7 @@ class SerialExecutor:
                 recorder.record("wait", work.description, int(began * 1e9), int(ended * 1e9))
 
     def activity(self) -> Activity | None:
-        """Return what is executed now, or was last; another thread may ask."""
+        """Return the current or last operation; any thread may call this."""
         fingerprint, began, ended = self._fingerprint, self._began, self._ended
         if fingerprint is None:
             return None
@@ -150,7 +150,7 @@ class SerialExecutor:
         return Activity(self._name, fingerprint.text, self._wait.part_of, began, ended, self.statistics.operations)
 
     def close(self) -> None:
-        """End the thread after the works it has; further calls raise."""
+        """End the thread once its queue is empty; further calls raise."""
         if self._thread is not None:
             self._thread.close()
             self._thread = None
@@ -161,7 +161,7 @@ class SerialExecutor:
             self._thread.end()
 
     def detach_after_fork(self) -> None:
-        """In a forked child, which has no communication thread: let every call raise."""
+        """Make every call raise; for a forked child, which has no communication thread."""
         self._thread, self._lock = None, threading.RLock()
         self.failure.detach_after_fork()
 
@@ -171,7 +171,7 @@ class BackgroundWork(Generic[T]):
 
     Args:
         description: for error texts and reports.
-        function: does it.
+        function: performs the work.
         block: waits for `finished` on behalf of a caller.
     """
 
@@ -197,8 +197,8 @@ class BackgroundWork(Generic[T]):
         return result
 
     def run(self) -> None:
-        """Do it; called once."""
-        function, self._function = self._function, None  # which may hold memory that the caller wants back
+        """Call the function; called once."""
+        function, self._function = self._function, None  # it may hold memory that the caller wants back
         assert function is not None
         try:
             self._result = function()
@@ -237,11 +237,11 @@ class _Thread:
         return threading.get_ident() == self._thread.ident
 
     def end(self) -> None:
-        """Let the thread end after the works it has."""
+        """Let the thread end once its queue is empty."""
         self._queue.put(None)
 
     def close(self) -> None:
-        """End the thread after the works it has, and wait for that for up to 5 s."""
+        """End the thread once its queue is empty; wait up to 5 s for that."""
         self.end()
         if not self.is_current():
             with contextlib.suppress(RuntimeError):

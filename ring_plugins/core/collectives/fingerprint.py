@@ -1,8 +1,8 @@
 """Identifies an operation, so that ranks notice when they are in different ones.
 
-NCCL hangs or corrupts memory when ranks call different collectives, or the same with different sizes. Here every
-operation sends or shares a 62-bit code of what it is, which costs nothing beside the data; only where codes differ do
-the ranks exchange texts, for an error that names each rank's operation.
+NCCL hangs or corrupts memory when ranks call different collectives, or the same one with different sizes. Here every
+operation sends or shares a 62-bit code that identifies it, at a negligible cost beside the data. Only if codes differ
+do the ranks exchange texts, for an error that names each rank's operation.
 """
 
 from __future__ import annotations

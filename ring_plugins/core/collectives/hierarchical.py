@@ -1,11 +1,11 @@
 """All-reduce on several hosts: reduced inside each host, then between hosts, then shared inside each host.
 
-**Idea.** NCCL and Horovod call it hierarchical: the slow network carries each host's sum once, instead of each rank's
+**Idea.** NCCL and Horovod call it hierarchical: the slow network moves each host's sum once, instead of every rank's
 numbers. As in rail-optimized networks, the work between hosts is shared: ranks of equal local rank on all hosts form a
 *rail*, a `NetworkGroup` of their own. Rail i owns slice i of every chunk, so as many processes of a host send at
 once as there are rails, which is the number of ranks on the smallest host.
 
-**Pipeline.** The three stages happen at once, for different chunks. In each step the ranks of a host
+**Pipeline.** The three stages run at the same time, on different chunks. In each step the ranks of a host
 
 1. reduce-scatter a new chunk inside the host: each rail's rank combines its slice of everybody's numbers,
 2. pass that slice to the rail's pipeline (`algorithms`), which advances all its chunks by a round,
@@ -15,15 +15,16 @@ Steps 1 and 3 are the *intra-node stage*, and share one barrier. There is one cl
 single rank's, memory that all ranks of the host map, and ordinary memory. All ranks of a host choose the same class,
 because they allocate together and call with equal sizes.
 
-**Progress.** While a rank waits for the other ranks of its host, it keeps its rail's transfers moving. They may be
-waiting for a remote host that waits for exactly the data that this rank still has to send; two hosts could block each
-other for ever where the kernel buffers little.
+**Progress.** While a rank waits for the other ranks of its host, it keeps its rail's transfers moving. Those ranks may
+be waiting for a remote host that itself waits for data that this rank still has to send; where the kernel buffers
+little, two hosts could block each other forever.
 
-**Small messages** take one round: the first rank of each host exchanges everything with those of all other hosts.
+**Small messages** take one round: the first ranks of all hosts exchange their hosts' sums.
 
-**Averages.** The sum is divided once, at the end, except for two cases. A float16 ends at 65,504, so a host's sum may
-overflow where the average does not: it is scaled down first by a power of two, which rounds nothing, and divided by the
-rest at the end. And numbers that are rounded to 16 bits for the network are averaged before that, for the same reason.
+**Averages.** The sum is divided once, at the end, with two exceptions. The largest float16 is 65,504, so a host's sum
+may overflow where the average does not: the sum is first scaled down by a power of two, which costs no precision, and
+divided by the rest at the end. Numbers that are rounded to 16 bits for the network are divided before that, for the
+same reason.
 """
 
 from __future__ import annotations
@@ -44,19 +45,19 @@ from ring_plugins.core.collectives.fingerprint import Fingerprint
 from ring_plugins.core.collectives.net_group import SMALL_BYTES, NetworkGroup
 from ring_plugins.core.collectives.shm_group import CHUNK_STAGING_BYTES, SharedMemoryGroup
 
-#: Bytes of one message of a chunk: large enough that Python's part is small, small enough that the last one, which
-#: nothing overlaps, is short.
+#: Bytes of one message of a chunk: large enough that Python's overhead is small, small enough that the last message,
+#: which nothing overlaps, is short.
 _MESSAGE_BYTES = 256 * 1024
 _SMALLEST_MESSAGE_BYTES = 64 * 1024
-#: An array is cut into about as many chunks, as far as the limits above allow.
+#: An array is cut into about this many chunks, within the limits above.
 _CHUNKS = 4
-#: A message goes in one round as long as a host receives no more than this. With two hosts that is no more than it
-#: receives otherwise.
+#: A message takes one round if a host then receives no more than this. With two hosts, more rounds would not make it
+#: receive less.
 _ONE_ROUND_BYTES = 256 * 1024
 
 
 class HierarchicalAllReduce:
-    """All-reduce of a communicator that spans hosts, as one of its members takes part in it.
+    """One member's side of the all-reduces of a communicator that spans hosts.
 
     Args:
         node: the members of this host, None where this is the only one.
@@ -149,7 +150,7 @@ class HierarchicalAllReduce:
 
 
 def _divisors(size: int, dtype: str, is_rounded: bool) -> tuple[float, float]:
-    """What to divide an average by inside a host, and after the sum between hosts."""
+    """The divisors of an average: inside a host, and after the sum between hosts."""
     if is_rounded:
         return float(size), 1.0
     if dtype != "float16":
@@ -159,11 +160,11 @@ def _divisors(size: int, dtype: str, is_rounded: bool) -> tuple[float, float]:
 
 
 class LocalReduction(NamedTuple):
-    """What the ranks of a host compute together.
+    """The reduction that the ranks of a host compute together.
 
     Attributes:
         op, dtype, divisor: as in `reduce_into`.
-        rails: the first so many ranks of a host own a slice of each chunk.
+        rails: number of rails; that many ranks of a host, the first ones, own a slice of each chunk.
         fingerprint: of the operation.
     """
 
@@ -180,11 +181,11 @@ class IntraNodeStage(Protocol):
     def step(self, new: slice | None, old: slice | None) -> None:
         """Reduce-scatter chunk `new` among the ranks of the host, and all-gather the results of chunk `old`.
 
-        Afterwards the own slice of `new` holds the host's sum, and `old` holds the results of all rails.
+        Afterwards this rail's slice of `new` holds the host's sum, and `old` holds the results of all rails.
         """
 
     def finish(self) -> None:
-        """After the last step: return when no other rank touches this one's memory any more."""
+        """Return when no other rank touches this rank's memory any more; called after the last step."""
 
 
 def intra_node_stage(
@@ -194,14 +195,14 @@ def intra_node_stage(
     local: LocalReduction,
     meanwhile: Callable[[], None] | None = None,
 ) -> IntraNodeStage:
-    """The stage that fits the memory.
+    """Choose the stage that fits the memory.
 
     Args:
         node: the ranks of this host, None where this is the only one.
         array: 1-d storage array, for the result.
         source: this rank's numbers; may be `array` itself.
-        local: what is computed.
-        meanwhile: called again and again while this rank waits for others of its host.
+        local: the reduction.
+        meanwhile: called repeatedly while this rank waits for others of its host.
     """
     mapped = node.mapped(array) if node is not None else None
     if node is not None and mapped is None:
@@ -234,7 +235,7 @@ class _MappedMemory:
         node.barriers.arrive(local.fingerprint)
 
     def _rail_slices(self, chunk: slice) -> list[Array]:
-        """The own rail's slice of a chunk in the memory of every rank, the own memory first."""
+        """This rail's slice of a chunk in the memory of every rank, this rank's first."""
         position = self._node.position
         pieces = [part[chunk] for part in self._parts]
         cut = slices(pieces[0].size, self._local.rails, pieces[0].itemsize)[position]
@@ -256,10 +257,10 @@ class _MappedMemory:
 
 
 class _StagedMemory:
-    """Ordinary memory: numbers and results go through staging buffers, with one barrier a step.
+    """Ordinary memory: numbers and results go through staging buffers, with one barrier per step.
 
-    There are two buffers for numbers and two for results, which alternate. A buffer is written again two steps later,
-    and the barrier of the step between comes after everybody's reads.
+    Two buffers for numbers alternate, and two for results. A buffer is written again two steps later, and the barrier
+    of the step in between comes after everyone's reads.
     """
 
     def __init__(
@@ -313,4 +314,4 @@ class _StagedMemory:
         return piece, slices(piece.size, self._local.rails, piece.itemsize) if piece.size else ()
 
     def finish(self) -> None:
-        """Nothing to wait for: the last step's buffers are written again after the next operation's second barrier."""
+        """Do nothing: the last step reads only results, and the next operation writes those after a barrier."""

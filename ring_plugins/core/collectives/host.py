@@ -1,9 +1,9 @@
 """The communicator for host memory: shared memory inside a host, a network transport between hosts.
 
-An all-reduce reads straight down: `HostCommunicator.all_reduce` names the operation, `SerialExecutor.run` puts it in
-order, and a group carries it out. On one host that is the `SharedMemoryGroup`; on several, `HierarchicalAllReduce`
-combines it with a `NetworkGroup`. Collectives that only move bytes go to the shared-memory group, or on several hosts
-to a second `NetworkGroup` of all ranks.
+An all-reduce takes three steps: `HostCommunicator.all_reduce` fingerprints the operation, `SerialExecutor.run` executes
+it in order, and a group does the work. On one host that is the `SharedMemoryGroup`; on several, `HierarchicalAllReduce`
+combines it with a `NetworkGroup`. Collectives that only move bytes use the shared-memory group or, on several hosts, a
+second `NetworkGroup` of all ranks.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from ring_plugins.core.net.transport import Transport
 
 T = TypeVar("T")
 
-#: Gives every member's payload in rank order; the members of a new communicator meet with it.
+#: Exchanges one item per member and returns all in rank order; bootstraps a new communicator.
 Gather = Callable[[Any], list[Any]]
 
 
 class Member(NamedTuple):
-    """What a process brings to a new communicator.
+    """A process's entry in the bootstrap of a communicator.
 
     Attributes:
         rank: world rank.
@@ -63,7 +63,7 @@ class HostCommunicator:
         rank: world rank of this process.
         node: key of its host.
         tag: the first of two message tags that this process offers; the first member's are used.
-        gather: how the members meet.
+        gather: exchanges items among the members, before the communicator can.
         failure_detector: watches the other ranks.
         transport: between hosts; None if all members are on one.
 
@@ -83,7 +83,7 @@ class HostCommunicator:
     ) -> None:
         segment = create_segment() if is_available() else None
         own = Member(rank, node, segment.address if segment else None, tag)
-        members = [Member(*member) for member in gather(tuple(own))]  # as lists, where JSON carried them
+        members = [Member(*member) for member in gather(tuple(own))]  # JSON makes lists of them
         nodes: dict[str, list[Member]] = {}
         for member in members:
             nodes.setdefault(member.node, []).append(member)
@@ -110,7 +110,7 @@ class HostCommunicator:
             return
         if transport is None:
             raise RingError(
-                f"{name}: the ranks {self.ranks} do not share memory, and nothing carries data between them; "
+                f"{name}: the ranks {self.ranks} do not share memory, and there is no transport between them; "
                 "start the job with mpirun or torchrun."
             )
         rails, rail = min(map(len, nodes.values())), None
@@ -202,13 +202,13 @@ class HostCommunicator:
         return self._executor.start(description, function)
 
     def group(self) -> contextlib.AbstractContextManager[None]:
-        """Change nothing: every operation is on its way as soon as it is called."""
+        """Do nothing: every operation starts as soon as it is called."""
         return contextlib.nullcontext()
 
     def activity(self) -> Activity | None:
         return self._executor.activity()
 
-    # Memory and end -------------------------------------------------------------------------------
+    # Memory and shutdown --------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> SharedBuffer:
         """Allocate memory that all members of a host map.
@@ -229,7 +229,7 @@ class HostCommunicator:
 
     def close(self) -> None:
         self._executor.close()
-        # The groups' shared memory goes now, and their connections; views that others hold stay valid.
+        # Frees the groups' shared memory and connections now; views that others hold stay valid.
         self._node = None
         self._bytes = self._reducer = _CLOSED
 

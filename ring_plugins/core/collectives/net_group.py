@@ -1,13 +1,13 @@
 """Collectives among ranks on different hosts, over a transport that moves bytes between pairs of ranks.
 
-Every operation begins with a header from each member to each other: the operation's fingerprint and the number of bytes
-that follow. Headers and data leave together, without a round trip between them, and nobody uses received data before
-the headers have been compared. So ranks that are in different operations get a `MismatchError` instead of wrong numbers
-or a hang, at the price of 192 bytes a pair.
+Every operation begins with a header from each member to every other: the operation's fingerprint and the number of
+bytes that follow. Headers and data leave together, without a round trip between them, and nobody uses received data
+before the headers have been compared. So ranks that are in different operations get a `MismatchError` instead of wrong
+numbers or a hang, at the cost of 192 bytes per pair.
 
-Data goes directly between members: one round for everything but a large broadcast, which takes two (scatter, then
-all-gather: van de Geijn, "On global combine operations", 1994), so that the root sends the data about once instead of
-n-1 times. `algorithms` adds all-reduces of large arrays.
+Data goes directly between members, in one round. Only a large broadcast takes two (scatter, then all-gather: van de
+Geijn, "On global combine operations", 1994), so that the root sends the data about once instead of n-1 times.
+`algorithms` adds all-reduces of large arrays.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class NetworkGroup:
         self._spare_buffers: list[Bytes] = []
 
     def connect(self) -> None:
-        """Find out now, and not in the middle of training, whether the members reach each other; all call it."""
+        """Connect now, so that an unreachable member is found before training begins; collective."""
         others = [self._ranks[i] for i in self.others]
         self._wait_for(self._transport.connect(others, self._tag), lambda: others, fingerprint("connect"))
 
@@ -90,18 +90,18 @@ class NetworkGroup:
         return self._transport.exchange([(rank, outgoing)], [(rank, incoming)], self._tag)
 
     def progress(self) -> None:
-        """Move what can be moved, for a member that waits for something else; the wait for a transfer raises errors."""
+        """Advance pending transfers while this member waits for something else; their own wait raises errors."""
         with contextlib.suppress(RingError):
             self._transport.progress(self._tag)
 
     def wait_each(self, pending: Sequence[tuple[int, Request]], fingerprint: Fingerprint, spin: bool = True) -> None:
-        """Wait for transfers with one member each; a member whose transfer is done may leave before the others are."""
+        """Wait for transfers with one member each; a member may disconnect as soon as its own transfer is done."""
         left = list(pending)
         while left:
             first = left[0][1]
             try:
                 finished = first.done()
-            except PeerFailed:  # the wait raises it again, once it has asked for the peer's reason
+            except PeerFailed:  # the wait raises it again, with the peer's reason
                 finished = False
             if not finished:
                 self._wait_for(
@@ -130,7 +130,7 @@ class NetworkGroup:
         )
 
     def take_buffer(self, nbytes: int) -> Bytes:
-        """Memory to receive into. Fresh memory from the kernel would cost as much as receiving into it."""
+        """Return a receive buffer, reused since fresh memory from the kernel costs as much as receiving into it."""
         buffer = self._spare_buffers.pop() if self._spare_buffers else None
         if buffer is None or buffer.size < nbytes:
             buffer = np.empty(nbytes, np.uint8)
@@ -147,11 +147,11 @@ class NetworkGroup:
     def send_headers(self, sizes: Sequence[int], expected: Sequence[int], fingerprint: Fingerprint) -> PendingHeaders:
         """Begin an operation: tell every member which operation this is and how many bytes it will be sent.
 
-        The data may be sent, and memory for it given, right after. Call `check_headers` before received data is used.
+        Sends and receives of the data may start right after. Call `check_headers` before received data is used.
 
         Args:
-            sizes: bytes that each member will be sent; the own entry does not count.
-            expected: bytes that each member is to send.
+            sizes: bytes that this member sends to each member; its own entry is ignored.
+            expected: bytes that this member expects from each member.
             fingerprint: of the operation.
         """
         ranks, others = self._ranks, self.others
@@ -244,7 +244,7 @@ class NetworkGroup:
     ) -> None:
         """Combine the `array` of all members in one round; all get the same bits.
 
-        Everyone sends everything to everyone, and reduces it in the order of the members.
+        Every member sends its array to all others, and all reduce in member order.
 
         Args:
             array: 1-d storage array, the same length everywhere.
@@ -254,15 +254,15 @@ class NetworkGroup:
         """
         terms = np.empty((self.size, array.size), array.dtype)
         received = [codec.receive_buffer(term) for term in terms]
-        self.all_gather(codec.pack(array).view(np.uint8), [one.view(np.uint8) for one in received], fingerprint)
-        for one, term in zip(received, terms, strict=True):
-            codec.unpack(one, term)
+        self.all_gather(codec.pack(array).view(np.uint8), [packed.view(np.uint8) for packed in received], fingerprint)
+        for packed, term in zip(received, terms, strict=True):
+            codec.unpack(packed, term)
         reduce_into(array, list(terms), op, dtype, divisor)
 
 
 @lru_cache(maxsize=256)
 def _header(fingerprint: Fingerprint, nbytes: int) -> Bytes:
-    """The header of `nbytes` of data. Equal headers are the same array, which nobody writes to."""
+    """The header of `nbytes` of data. Equal headers share one array, which nobody writes to."""
     header = np.zeros(_HEADER_BYTES, np.uint8)
     header[:_HEADER_TEXT].view(np.int64)[:] = fingerprint.code, nbytes
     text = fingerprint.text.encode()[: _HEADER_BYTES - _HEADER_TEXT]

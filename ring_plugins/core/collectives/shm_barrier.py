@@ -1,36 +1,37 @@
 """A barrier among the ranks of one host: epoch counters in shared memory, and a futex to sleep on.
 
-**Problem.** A small all-reduce is a few copies and one barrier, so the barrier decides what it costs. A system call
-takes as long as the copies. And a barrier may last: the slowest rank computes for milliseconds more, while the others
-must leave it the processor.
+**Problem.** A small all-reduce is a few copies and one barrier, so the barrier dominates its cost: a system call would
+take as long as the copies. Yet a wait may also be long: while the slowest rank computes for some milliseconds more, the
+others must leave the processor to it.
 
-**Counters.** Each member owns a control page that all others map. In it stands the member's *epoch*, a counter that
-only its owner increments. A barrier is: increment the own epoch, then wait until everyone else's is at least as high.
-Nobody writes to another member's cache line, and no atomic instruction is needed, which Python does not offer. The
-counters never go back, so there is no second phase as in a sense-reversing barrier (Mellor-Crummey and Scott,
-"Algorithms for scalable synchronization on shared-memory multiprocessors", 1991): a member that is late to look merely
-sees a higher number. Each waiting member reads n-1 cache lines, which for the ranks of a host is cheaper than a tree.
+**Counters.** Each member owns a control page that all others map. It holds the member's *epoch*, a counter that only
+its owner increments. At a barrier, a member increments its epoch and waits until all others are at least as high.
+Nobody writes to another member's cache line, and no atomic instructions are needed, which Python lacks. The counters
+never go back, so there is no second phase as in a sense-reversing barrier (Mellor-Crummey and Scott, "Algorithms for
+scalable synchronization on shared-memory multiprocessors", 1991): a member that looks late merely sees a higher number.
+Each waiting member reads n-1 cache lines, which for the ranks of one host is cheaper than a tree.
 
 **Memory ordering.** A member that sees a new epoch must also see everything that its owner wrote before raising it, and
-no member may read data ahead of the epochs. `publish` before the store and after the wait ensures both. It is a full
-fence on Arm and POWER, and nothing on x86, which keeps stores in order among themselves, and loads too.
+no member may read data before it has read the epochs. Calling `publish` before the store and after the wait ensures
+both. It is a full fence on Arm and POWER, and a no-op on x86, which keeps stores in order with stores and loads with
+loads.
 
-**Sleeping.** A member looks 50 times, then for another 50 µs (`Wait.until`), and then sleeps in the kernel on the epoch
-of the first missing member. Polling every 50 µs instead took a tenth of the processor from a rank that computes
-meanwhile. `futex(2)` compares the epoch once more before it sleeps, so an epoch that was raised just before is not
-missed. Waking costs a system call, so a member sets a flag while it sleeps, and a member that raises its epoch wakes
-only if it sees a flag.
+**Sleeping.** A waiting member reads the epochs 50 times, then spins for another 50 µs (`Wait.until`), then sleeps in
+the kernel on the epoch of the first missing member. Polling every 50 µs instead took a tenth of the processor from a
+rank that was computing. `futex(2)` compares the epoch once more before it sleeps, so an epoch that was raised just
+before is not missed. Waking costs a system call, so a member sets a flag while it sleeps, and a member that raises its
+epoch makes the call only if it sees a flag.
 
 **Lost wake-ups.** The flag and the epoch are two words: the raising member stores its epoch and then loads the flags,
-the sleeping one stores its flag and then loads the epoch (in the kernel). Every processor may let a load overtake a
-store (Dekker's problem), so both may miss the other. Instead of a fence in every barrier, nobody sleeps longer than
-1 ms without looking again.
+the sleeping member stores its flag and then loads the epoch (in the kernel). Every processor may let a load overtake an
+earlier store (as in Dekker's algorithm), so each may miss the other's store. The remedy is not a fence in every barrier
+but a limit: no member sleeps longer than 1 ms without looking again.
 
-**Mismatches.** The first barrier of an operation also compares fingerprints. Two slots take turns, since a member may
-begin the next operation before another has looked at this one; it cannot begin the one after that. Only when codes
-differ do the members exchange texts, through the rest of the page, and all of them raise the same error.
+**Mismatches.** The first barrier of an operation also compares fingerprints. They alternate between two slots, since a
+member may begin the next operation before another has read this one's slot, but not the operation after that. Only if
+codes differ do the members write the texts to the rest of their pages, and all raise the same error.
 
-Considered and left: semaphores and pthread barriers in shared memory (a system call or two for every barrier, and a
+Considered and rejected: semaphores and pthread barriers in shared memory (a system call or two for every barrier, and a
 dead rank leaves them locked), and `multiprocessing.Barrier`, which needs a common parent.
 """
 
@@ -53,13 +54,13 @@ PAGE = 4096
 # Its layout, in 64-bit words: epoch and sleeping flag share a cache line, the two fingerprint slots have the next one.
 _EPOCH, _SLEEPING = 0, 1
 _FINGERPRINTS = 8
-#: Offset in bytes of the text, whose first byte says what it is.
+#: Offset in bytes of the text, whose first byte is its kind.
 _TEXT = 1024
 _OPERATION, _MISMATCH_BETWEEN_HOSTS = 1, 2
-#: Looks at the counters before `Wait.until`: members in step arrive within these few microseconds.
+#: Reads of the epochs before `Wait.until`: members in step arrive within these few microseconds.
 _LOOKS = 50
 _LONGEST_SLEEP = 1e-3
-#: Seconds for which a member that found a mismatch waits for the others' texts; they come within a barrier.
+#: Seconds for which a member that found a mismatch waits for the others' texts; all write them after the same barrier.
 _TEXTS_TIMEOUT = 2.0
 
 
@@ -90,7 +91,7 @@ class SharedMemoryBarrier:
 
         Args:
             fingerprint: of the operation.
-            meanwhile: called again and again while this member waits.
+            meanwhile: called repeatedly while this member waits.
 
         Raises:
             MismatchError: the members are in different operations.
@@ -108,9 +109,8 @@ class SharedMemoryBarrier:
         """Return when all members have called.
 
         Args:
-            arrival: whether this is the first barrier of an operation, to which members come from work that takes
-                them different times.
-            meanwhile: called again and again while this member waits.
+            arrival: whether this is the first barrier of an operation, which members reach at different times.
+            meanwhile: called repeatedly while this member waits.
         """
         self._epoch = epoch = self._epoch + 1
         publish()
@@ -159,7 +159,7 @@ class SharedMemoryBarrier:
                 return
 
     def report_mismatch(self, error: MismatchError) -> None:
-        """Let members that wait for this one raise an error that it found between hosts, where they cannot look."""
+        """Make members that wait for this one raise `error` too, which it found between hosts."""
         self._write(str(error), _MISMATCH_BETWEEN_HOSTS)
 
     def _write(self, text: str, kind: int) -> None:
@@ -171,7 +171,7 @@ class SharedMemoryBarrier:
         own[0] = kind
 
     def _raise_mismatch(self) -> None:
-        """Exchange texts and raise; all members see that codes differ, so all of them get here."""
+        """Exchange texts and raise; every member sees that codes differ, so all of them call this."""
         self._write(self._fingerprint.text, _OPERATION)
         end = time.monotonic() + _TEXTS_TIMEOUT
         while time.monotonic() < end and not all(text[0] for text in self._texts):

@@ -4,20 +4,20 @@ Each member owns one segment, which all others map:
 
     control page | staging buffer 0 | staging buffer 1 | staging of chunks between hosts (see `hierarchical`)
 
-**Staging.** A member copies what others need into its staging buffer, all pass a barrier, and the others read it there.
-Operations, and the chunks of a large one, alternate between the two staging buffers. A member writes to a buffer again
-only two uses later; the barrier of the use between comes after everybody's reads. So one barrier a use is enough: no
-second one protects the buffer from being overwritten.
+**Staging.** A member copies the data that others need into its staging buffer, all pass a barrier, and the others read
+it there. Operations, and the chunks of a large one, alternate between the two staging buffers. A buffer is written
+again only two uses later, and the barrier of the use in between comes after everyone's reads. So one barrier per use is
+enough: no second one has to protect the buffer from being overwritten.
 
-**All-reduce.** Three ways, by size and by where the memory lies:
+**All-reduce.** There are three algorithms, chosen by size and by where the memory lies:
 
 - Up to `SMALL_BYTES` every member stages its numbers and reads everyone's, in rank order, so that all get the same
   bits: one barrier.
 - Memory from `allocate` is mapped by all members. Each member reduces its slice of everyone's memory and writes the
-  result to all of it, a reduce-scatter and all-gather without copies: two barriers.
+  result to all of them, a reduce-scatter and all-gather without copies: two barriers.
 - Any other memory is staged chunk by chunk. Each member reduces its slice of a chunk directly from the staging
-  buffers and leaves the result there. One barrier a chunk tells both that a chunk is staged and that the results of
-  the chunk before are there.
+  buffers and leaves the result there. The barrier of a chunk announces both that the chunk is staged and that the
+  results of the chunk before are ready.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CHUNK_STAGING_BYTES = 4 * 1024 * 1024
 
 
 def create_segment() -> Segment:
-    """The segment that a member brings to `SharedMemoryGroup`."""
+    """Create the segment that a member passes to `SharedMemoryGroup`."""
     return Segment.create(PAGE + 2 * STAGING_BYTES + 4 * CHUNK_STAGING_BYTES)
 
 
@@ -65,7 +65,7 @@ class SharedMemoryGroup:
     Attributes:
         size, position: of the group, and of this process in it.
         barriers: the barrier that all operations share.
-        chunk_staging: every member's four buffers for chunks between hosts, as one array of bytes a member.
+        chunk_staging: every member's four buffers for chunks between hosts, as one array of bytes per member.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class SharedMemoryGroup:
         self._close_files(segments)
 
     def _open(self, own: Segment, addresses: Sequence[Address]) -> list[Segment]:
-        """Everyone's segments in rank order."""
+        """Map all members' segments, in rank order."""
         return [
             own if i == self.position else Segment.open(address, rank)
             for i, (address, rank) in enumerate(zip(addresses, self._ranks, strict=True))
@@ -148,7 +148,7 @@ class SharedMemoryGroup:
     # Memory that all members map ------------------------------------------------------------------
 
     def allocate(self, nbytes: int, fingerprint: Fingerprint) -> SharedBuffer:
-        """Memory that all members map, and in which `all_reduce` works in place."""
+        """Allocate memory that all members map, and in which `all_reduce` works in place."""
         own = Segment.create(nbytes)
         address = np.array(own.address, np.int64)
         rows = np.empty((self.size, address.size), np.int64)
@@ -160,7 +160,7 @@ class SharedMemoryGroup:
         return buffer
 
     def release(self, buffer: SharedBuffer) -> None:
-        """Forget a buffer; its memory goes with the last view of it."""
+        """Forget a buffer; its memory is freed with the last view of it."""
         self._buffers.remove(buffer)
 
     def mapped(self, array: Array) -> list[Array] | None:
@@ -202,7 +202,7 @@ class SharedMemoryGroup:
         self._reduce_mapped(mapped, op, dtype, divisor, fingerprint)
 
     def _next_typed_staging(self, storage: np.dtype[Any]) -> list[Array]:
-        """Everyone's staging buffers for the next use, as arrays of a type; kept, since making views takes time."""
+        """Everyone's staging buffers for the next use, as arrays of one type; cached, since making views takes time."""
         typed = self._typed_staging.get(storage)
         if typed is None:
             first, second = self._staging
@@ -212,7 +212,7 @@ class SharedMemoryGroup:
         return typed[self._turn]
 
     def _reduce_mapped(self, parts: list[Array], op: Op, dtype: str, divisor: int, fingerprint: Fingerprint) -> None:
-        """Reduce the own slice of everyone's memory, and leave the result in all of them."""
+        """Reduce this member's slice of everyone's memory, and write the result to all of them."""
         self._arrive(fingerprint)
         own = slices(parts[0].size, self.size, parts[0].itemsize)[self.position]
         others = [part[own] for i, part in enumerate(parts) if i != self.position]
@@ -222,7 +222,7 @@ class SharedMemoryGroup:
     def _reduce_staged(
         self, array: Array, source: Array, op: Op, dtype: str, divisor: int, fingerprint: Fingerprint
     ) -> None:
-        """Stage what others reduce, chunk by chunk, and find their results in the own staging buffer."""
+        """Stage the slices that others reduce, chunk by chunk, and find the results in this member's staging buffer."""
         length = STAGING_BYTES // array.itemsize
         unfinished: tuple[Array, Array, list[slice]] | None = None
         for start in range(0, array.size, length):
@@ -244,7 +244,7 @@ class SharedMemoryGroup:
 
 
 def _copy_results(unfinished: tuple[Array, Array, list[slice]] | None) -> None:
-    """Copy the slices that others have reduced from the own staging buffer to the chunk that they belong to."""
+    """Copy the slices that others have reduced from this member's staging buffer to their chunk."""
     if unfinished is not None:
         chunk, staging, cuts = unfinished
         for cut in cuts:

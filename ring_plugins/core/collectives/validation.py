@@ -1,8 +1,8 @@
-"""Checks of the arguments of collectives, shared by all fronts and communicators, host memory and GPUs alike.
+"""Checks of the arguments of collectives, shared by all frameworks and communicators, host memory and GPUs alike.
 
-`ArgumentError` tells that one rank's argument makes no sense by itself, and is raised before anything is sent.
-`MismatchError` tells that the ranks' arguments do not fit together; every rank raises it. Whether an operation makes
-sense for an element type is `core.arrays.dtypes.check_reducible`'s to say.
+`ArgumentError` means that an argument is invalid on this rank alone; it is raised before anything is sent.
+`MismatchError` means that the ranks' arguments do not fit together; every rank raises it.
+`core.arrays.dtypes.check_reducible` checks that an operation is defined for an element type.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def check_rank(rank: int, communicator: Communicator[Any], name: str = "root") -
 
 
 def check_counts(counts: Sequence[int], elements: int, name: str = "counts") -> None:
-    """Check that parts of memory cover it.
+    """Check that consecutive parts cover all elements.
 
     Raises:
         ArgumentError: a count is negative, or they do not add up to `elements`.
@@ -76,10 +76,10 @@ def check_splits(splits: Sequence[int] | None, rows: int, size: int) -> list[int
 def exchange_rows(
     communicator: Communicator[Any], rows: Sequence[int], trailing: Sequence[int], dtype: str, collective: str
 ) -> list[tuple[int, ...]]:
-    """Tell each other numbers of rows, and check that everything else is equal; collective.
+    """Exchange the ranks' numbers of rows, and check that everything else is equal; collective.
 
     Args:
-        communicator: all ranks of it call.
+        communicator: all its ranks call.
         rows: this rank's numbers of rows, which may differ from other ranks'.
         trailing: dimensions of `x` after the first.
         dtype: its element type.
