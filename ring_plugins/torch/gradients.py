@@ -284,7 +284,7 @@ class GradientAverager:
         if tuner.finished:
             self._tuner = None
             if self._communicator.rank == 0:
-                logger.info(f"tuned after {self.steps} steps: {tuner.verdict}.")
+                logger.info(f"tuned after {self.steps} steps: {tuner.summary}.")
 
     # Control ----------------------------------------------------------------------------------------
 

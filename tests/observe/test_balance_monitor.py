@@ -54,7 +54,7 @@ def test_the_slow_rank_is_found_while_training_and_in_the_summary():
     assert "waiting for the slowest" in result.output
     assert "slowest in" in result.output
     # On a busy machine bytes may take as long as the slow rank; test_step_breakdown has the texts.
-    assert re.search(r"in the last \d+ steps \d+% of the time .* went into", result.output)
+    assert re.search(r"in the last \d+ steps \d+% of the time .* was spent", result.output)
 
 
 def test_the_page_of_a_thousand_ranks_fits_a_screen():

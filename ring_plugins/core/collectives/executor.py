@@ -14,8 +14,8 @@ ways in:
   otherwise queues it behind what was started before.
 
 A function given to `start` calls the communicator's methods, and these call `run`, which executes at once on the
-executor's own thread. So every operation passes through `run`, which also records what reports need: the operation under
-way, when it began, and how long it waited for other ranks.
+executor's own thread. So every operation passes through `run`, which also records what reports need: the current
+operation, when it began, and how long it waited for other ranks.
 
 **Failure.** After an error, `run` refuses everything that follows (see `FailureState`). An `ArgumentError` is the
 exception, since it is raised before anything has been sent.

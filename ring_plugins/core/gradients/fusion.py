@@ -11,9 +11,9 @@ ever has to ask the others what comes next; Horovod's coordinator does that in e
 
 **Large tensors** gain nothing from being copied into a bucket. They are reduced where they are, in their bucket's turn.
 
-**Missing gradients.** A rank may have no gradient for a parameter that another rank has one for. So each bucket ends
-with a flag for each of its tensors, 1 if this rank has a gradient, and is averaged along with the rest: a flag above 0
-tells every rank that some rank has one.
+**Missing gradients.** A rank may lack a gradient that another rank has. So each bucket ends with one flag per tensor,
+1 if this rank has the gradient. The flags are averaged along with the rest: one above 0 tells every rank that some rank
+has the gradient.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ring_plugins.core.base.errors import ArgumentError, MismatchError, name_ran
 from ring_plugins.core.collectives.api import Communicator
 
 MIB = 1024 * 1024
-#: Large enough that the cost of a call does not matter, small enough that the first bucket is on its way while most of
-#: backward is still to come (the size that PyTorch's DistributedDataParallel settled on).
+#: Large enough that the cost of a call does not matter, small enough that buckets leave while most of backward is still
+#: to come (the size that PyTorch's DistributedDataParallel settled on).
 BUCKET_BYTES = 25 * MIB
 #: The first bucket is small, so that communication starts early.
 FIRST_BUCKET_BYTES = MIB
@@ -188,7 +188,7 @@ def _nbytes(entry: Entry) -> int:
 
 
 def _difference(plans: Sequence[tuple[tuple[Entry, ...], int, int]], ranks: Sequence[int]) -> str:
-    """Where the plans of the ranks differ first."""
+    """The error text: the first difference between the ranks' plans."""
     longest = max(len(entries) for entries, _, _ in plans)
     for i in range(longest):
         ranks_of: dict[str, list[int]] = {}

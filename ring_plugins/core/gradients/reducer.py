@@ -104,7 +104,7 @@ class GradientReducer:
         self._complete(self._fill)
 
     def abandon(self, fill: Fill = lambda bucket: None) -> None:
-        """End a pass that failed on this rank: peers get their reductions, with whatever the memory holds.
+        """End a pass that failed on this rank: the peers' reductions complete, with whatever the memory holds.
 
         Args:
             fill: returns memory for direct tensors, of the right sizes; its values do not matter.
@@ -141,7 +141,7 @@ class GradientReducer:
         self.reduced_bytes += nbytes
 
     def _codec(self, bucket: int, place: int, memory: Memory) -> HalfCodec | None:
-        """The codec of a memory between hosts; None sends it as it is. GPU memory is rounded before, if at all."""
+        """The codec for memory sent between hosts; None sends it as it is. GPU memory has already been rounded."""
         compression = self._compression
         if compression is None or not isinstance(memory, HostMemory) or not compression.applies_to(memory.dtype):
             return None
@@ -164,7 +164,7 @@ class GradientReducer:
 
 
 def _describe(bucket: Bucket, plan: FusionPlan) -> str:
-    """For reports: which bucket of how many, and what is in it."""
+    """The description for reports: the bucket's number, the number of buckets, and its contents."""
     names = [plan.entries[i].name for i in bucket.entries]
     contents = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}, {len(names)} gradients"
     return f"bucket {bucket.index} of {len(plan.buckets)} ({contents})"

@@ -1,12 +1,12 @@
-"""Autotuning: bucket sizes chosen by trying them in the first steps of a training. Opt-in.
+"""Autotuning: choose bucket sizes by trying them in the first steps of training. Opt-in.
 
-Which sizes are fastest depends on model, network and machine, and step times are noisy. Three rounds of trials decide,
-and after each of them rank 0 decides for all ranks: which `bucket_bytes` makes steps shortest, which `direct_bytes`
-does, and whether the two together are really faster than the defaults. The last round is a measurement of its own,
-because the best of several noisy candidates looks better than it is. Within a round the candidates take turns, so that
-a machine that becomes slower or faster favors none.
+Which sizes are fastest depends on model, network and machine, and step times are noisy. There are three rounds of
+trials, and after each one rank 0 decides for all ranks: which `bucket_bytes` makes steps shortest, which `direct_bytes`
+does, and whether both together are really faster than the defaults. The last round measures anew, because the best of
+several noisy candidates looks better than it is. Within a round the candidates take turns, so that a machine that
+becomes slower or faster favors none.
 
-Bayesian optimization (Horovod's autotuner) was left out: with so few candidates it needs more steps than trying all.
+Bayesian optimization (Horovod's autotuner) was rejected: with so few candidates it needs more steps than trying all.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _WARM_UP = 5
 #: Steps of a turn that count. One step before them does not, since it builds the buckets.
 _STEPS = 3
 _TURNS, _FINAL_TURNS = 4, 8
-#: A candidate must shorten the median step by this share, and steps of all its turns but one.
+#: A candidate must shorten the median step by this share, and be faster in all its turns but one.
 _GAIN = 0.02
 
 
 class BucketTuner:
-    """Says which sizes the next step uses. It calls no other rank: the caller passes everyone's times to `decide`.
+    """Chooses the sizes of the next step. It does not communicate: the caller passes all ranks' times to `decide`.
 
     Args:
         default: sizes to start from, to compare with, and to fall back to.
@@ -39,12 +39,12 @@ class BucketTuner:
     Attributes:
         sizes: for the next step.
         finished: whether they are final.
-        verdict: a line for the user, once finished.
+        summary: a line for the user, once finished.
     """
 
     def __init__(self, default: BucketSizes, buckets: Callable[[BucketSizes], Sequence[Bucket]]) -> None:
         self.sizes = self._default = default
-        self.finished, self.verdict = False, ""
+        self.finished, self.summary = False, ""
         self._buckets = buckets
         self._best = default
         self._rounds = 0
@@ -92,7 +92,7 @@ class BucketTuner:
         """Choose the best sizes so far; rank 0 calls this and sends the result to the others.
 
         Args:
-            times_by_rank: `times` of each rank, in rank order. A step takes as long as on the slowest of them.
+            times_by_rank: `times` of each rank, in rank order. The slowest rank's time of a step counts.
 
         Returns:
             The sizes, and a line for the user.
@@ -107,14 +107,14 @@ class BucketTuner:
         ratios = [new / old for old, new in zip(*slowest, strict=True)]
         gain = 1 - statistics.median(ratios)
         wins = sum(ratio < 1 for ratio in ratios)
-        compared = f"{medians[1] * 1e3:.2f} ms a step against {medians[0] * 1e3:.2f} ms with the default"
+        compared = f"{medians[1] * 1e3:.2f} ms per step against {medians[0] * 1e3:.2f} ms with the default"
         if gain >= _GAIN and wins >= len(ratios) - 1:
             return self._candidates[1], f"{self._candidates[1]}; {compared}, shorter in {wins} of {len(ratios)} trials"
         return self._default, f"the default stays: {self._default}; {self._candidates[1]} took {compared}"
 
     def adopt(self, decision: tuple[BucketSizes, str]) -> None:
         """Adopt what rank 0 decided, and begin the next round."""
-        self._best, self.verdict = decision
+        self._best, self.summary = decision
         self._next_round()
 
     def _next_round(self) -> None:
@@ -139,7 +139,7 @@ class BucketTuner:
         self._candidates = list(distinct.values())
         if len(self._candidates) == 1:
             if self._rounds == 3:
-                self._best, self.verdict = default, f"the default stays: {default}; nothing else was faster"
+                self._best, self.summary = default, f"the default stays: {default}; nothing else was faster"
             self._next_round()
             return
         self._times, self._turn = [[] for _ in self._candidates], []

@@ -1,19 +1,19 @@
-"""Stalls and deadlocks: rank 0 learns who waits for whom, asks the missing ranks what they do, and tells the user.
+"""Stalls and deadlocks: rank 0 collects long waits, asks the missing ranks what they are doing, and tells the user.
 
-A collective hangs on every rank when one of them does not come, and nobody who hangs knows why. So each rank reports a
-wait that lasts (`report_wait`, later `end_wait`), and rank 0 keeps all of them in one table. From that table it does
-two things:
+A collective hangs on every rank when one rank does not call it, and the ranks that hang do not know why. So each rank
+reports a wait that lasts (`report_wait`, later `end_wait`), and rank 0 keeps all of them in one table, in which it
+looks for two things:
 
 - *Deadlocks.* Two ranks whose scripts wait for each other in different operations can never continue. Only rank 0 sees
-  both, but its table is a moment old: a rank that holds the GIL may not have reported yet that its wait is over. So
+  both, but its table may be out of date: a rank that holds the GIL may not have reported yet that its wait is over. So
   rank 0 asks the second rank whether it still waits (`confirm_wait`, `answer_wait`) and only then tells the first one
   (`declare_deadlock`), whose wait raises.
 - *Stalls.* From RING_STALL_WARNING seconds on, rank 0 asks the missing ranks for their stack and last operation
   (`request_snapshot`, `report_snapshot`). Native code that holds the GIL and a stopped process cannot answer, so other
-  ranks of the same host look up the process in /proc (`request_process_state`, `report_process_state`). With the
-  answers rank 0 prints a report (`stall_report`), and again after pauses that double.
+  ranks of the same host look up the process in /proc (`request_process_state`, `report_process_state`). Rank 0 prints
+  a report of the answers (`stall_report`), and repeats it after pauses that double.
 
-All of it runs in the monitor threads, beside the job.
+All of this runs in the monitor threads, beside the job.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from ring_plugins.core.trace.steps import steps
 _REPORT_AFTER = 1.5
 #: Seconds from which the script itself counts as blocked by a wait, rather than just about to begin one.
 _BLOCKED_AFTER = 1.0
-#: Seconds that two ranks must wait for each other in different communicators before they are told.
+#: Seconds that two ranks must wait for each other in different communicators to count as deadlocked.
 _DEADLOCK = 2.0
 #: The same within one communicator, where data of an earlier operation may still be on its way. Two ranks whose n-th
-#: operations differ are told at once.
+#: operations differ count at once.
 _DEADLOCK_IN_ONE = 10.0
 #: Seconds that rank 0 waits for an answer of a missing rank; ranks of its host get twice as long to look at it.
 _ANSWER = 2.0
-#: Missing ranks that are asked for a report, ranks of a host that look at one that does not answer.
+#: At most so many missing ranks are asked for a snapshot, and so many ranks of its host look at each of them.
 _ASKED, _LOOKING = 8, 2
 #: Seconds of the longest pause between two reports.
 _LONGEST_PAUSE = 600.0
@@ -72,7 +72,7 @@ class StallWatch:
 
     Args:
         channel: to rank 0.
-        failure_detector: learns of deadlocks that rank 0 finds.
+        failure_detector: is told of the deadlocks that rank 0 finds.
         activities: returns the last operation of this rank in each communicator.
     """
 
@@ -151,7 +151,7 @@ def _wait_body(wait: LongWait, now: float, is_blocked: bool) -> Body:
 
 
 class _Inquiry(NamedTuple):
-    """Questions about missing ranks, and the answers so far.
+    """The questions about missing ranks, and the answers so far.
 
     Attributes:
         number: answers to other inquiries are ignored.
@@ -173,8 +173,8 @@ class StallAggregator:
 
     Args:
         channel: to all ranks.
-        membership: where they are.
-        warning: seconds of waiting from which the user is told.
+        membership: host and process of each rank.
+        warning: seconds of waiting from which the user is warned.
         abort: seconds of waiting from which the job is ended, 0 for never.
         warn: prints a report.
     """
@@ -185,7 +185,7 @@ class StallAggregator:
         self._channel, self._membership, self._warn = channel, membership, warn
         self._warning, self._abort = min(warning, abort or warning), abort
         self._waits: dict[tuple[int, int], Waiting] = {}  # by rank and its number of the wait
-        self._judged: set[tuple[int, int]] = set()
+        self._suspected: set[tuple[int, int]] = set()
         self._pause, self._next_report, self._has_reported, self._has_aborted = self._warning, 0.0, False, False
         self._inquiry: _Inquiry | None = None
         self._inquiries = itertools.count(1)
@@ -237,7 +237,7 @@ class StallAggregator:
 
     def _find_deadlocks(self, now: float) -> None:
         """Find ranks whose scripts wait for each other in different operations, on whatever hosts."""
-        blocked = {key: wait for key, wait in self._waits.items() if wait.blocked_since and key not in self._judged}
+        blocked = {key: wait for key, wait in self._waits.items() if wait.blocked_since and key not in self._suspected}
         by_rank: dict[int, list[tuple[int, Waiting]]] = {}
         for (rank, number), wait in blocked.items():
             by_rank.setdefault(rank, []).append((number, wait))
@@ -249,7 +249,7 @@ class StallAggregator:
                 if mine.communicator == theirs.communicator:
                     patience = 0.0 if mine.number == theirs.number else _DEADLOCK_IN_ONE
                 if now - max(mine.blocked_since, theirs.blocked_since) >= patience:
-                    self._judged.add(key)
+                    self._suspected.add(key)
                     text = (
                         f"rank {mine.rank} waits for rank {theirs.rank} in {mine.what}, while rank {theirs.rank} waits "
                         f"for rank {mine.rank} in {theirs.what}. The ranks took different paths through the program: "
@@ -264,12 +264,12 @@ class StallAggregator:
         if body["waits"]:
             self._channel.tell(deadlock["rank"], "declare_deadlock", deadlock)
         else:
-            self._judged.discard((deadlock["rank"], deadlock["number"]))
+            self._suspected.discard((deadlock["rank"], deadlock["number"]))
 
     # Stalls
 
     def _begin_inquiry(self, stalled: Sequence[Waiting], now: float) -> None:
-        """Ask missing ranks what they do; those that wait for others themselves only if there are no other ones."""
+        """Ask the missing ranks what they are doing; only those that are not waiting themselves, if there are any."""
         waiting = {wait.rank for wait in stalled}
         missing = {rank for wait in stalled for rank in wait.missing}
         asked = (sorted(missing - waiting) or sorted(missing))[:_ASKED]
@@ -292,7 +292,7 @@ class StallAggregator:
             self._inquiry.states[body["rank"]] = body
 
     def _finish_inquiry(self, inquiry: _Inquiry, stalled: Sequence[Waiting], now: float) -> None:
-        """Print the report once the answers are there, or late."""
+        """Print the report once the answers are there or overdue."""
         silent = [rank for rank in inquiry.asked if rank not in inquiry.snapshots]
         if silent and now < inquiry.snapshots_until:
             return
@@ -315,7 +315,7 @@ class StallAggregator:
         first = min(stalled, key=lambda wait: wait.since)
         culprits = missing or [first.rank]
         text = (
-            f"{name_ranks(culprits)} did not {'come to' if missing else 'finish'} {first.operation} within "
-            f"RING_STALL_ABORT={self._abort:g} seconds; the report on rank 0 shows what went on there."
+            f"{name_ranks(culprits)} did not {'reach' if missing else 'finish'} {first.operation} within "
+            f"RING_STALL_ABORT={self._abort:g} seconds; the report on rank 0 shows what happened there."
         )
         self._channel.tell(0, "failed", {"rank": culprits[0], "text": text, "of": -1, "lost": True})

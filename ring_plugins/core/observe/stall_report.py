@@ -1,4 +1,4 @@
-"""The stall report: what missing ranks do, a guess at the cause, and the text that the user reads."""
+"""The stall report: what missing ranks are doing, a guess at the cause, and the text that the user reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ring_plugins.core.collectives.api import Activity
 from ring_plugins.core.control.failure_detector import Peer
 from ring_plugins.core.trace.steps import steps
 
-#: Frames of a stack and activities in a snapshot, frames in a report, ranks listed by number.
+#: Frames of a stack and activities in a snapshot, frames in a report, and ranks listed by number, at most.
 _FRAMES, _ACTIVITIES, _LINES, _LISTED = 24, 3, 8, 8
 
 # What a process does ------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def process_snapshot(activities: Iterable[Activity]) -> dict[str, Any]:
 
 
 def process_state(pid: int) -> dict[str, Any]:
-    """What the kernel tells about another process of this host.
+    """What the kernel reports about another process of this host.
 
     Returns:
         "state", its letter in proc(5), "" if there is no such process; "text", the same in words, with the kernel
@@ -92,18 +92,18 @@ class Absent(NamedTuple):
 
     Attributes:
         snapshot: its answer (`process_snapshot`), None if it does not answer.
-        state: what another rank of its host saw (`process_state`), None if nobody could look.
+        state: what another rank of its host saw (`process_state`), None if no rank could look.
     """
 
     snapshot: dict[str, Any] | None
     state: dict[str, Any] | None
 
 
-# Why it does not come -----------------------------------------------------------------------------
+# Why it is missing --------------------------------------------------------------------------------
 
 
 class _Clue(NamedTuple):
-    """What it means if a stack passes through certain code.
+    """The meaning of a stack that passes through certain code.
 
     Attributes:
         files: parts of file names.
@@ -116,9 +116,9 @@ class _Clue(NamedTuple):
     meaning: str
 
 
-#: The first clue that fits any frame counts.
+#: The first clue that matches any frame counts.
 _CLUES = (
-    _Clue(("/pdb.py", "/bdb.py", "debugpy"), (), "it stands in a debugger"),
+    _Clue(("/pdb.py", "/bdb.py", "debugpy"), (), "it is stopped in a debugger"),
     _Clue(
         ("/torch/utils/data/", "/tensorflow/python/data/", "data_adapters/", "/datasets/", "/webdataset/", "/PIL/"),
         ("next_data", "load_batch", "read_batch", "__getitem__", "get_batch"),
@@ -127,30 +127,30 @@ _CLUES = (
     _Clue(
         ("/torch/serialization.py", "/saving/", "checkpoint", "/h5py/", "/safetensors/", "/fsspec/", "/orbax/"),
         ("save_checkpoint", "save_model", "save_weights", "dump_checkpoint"),
-        "it writes or reads a checkpoint; let all ranks wait for it, or raise RING_STALL_WARNING",
+        "it is writing or reading a checkpoint; let all ranks wait for it, or raise RING_STALL_WARNING",
     ),
     _Clue(
         ("evaluation_loop.py",),
         ("validat", "evaluat", "eval_", "test_step", "_eval"),
-        "it evaluates while the others train; let all ranks evaluate, each its share",
+        "it is evaluating while the others train; let all ranks evaluate, each on its share",
     ),
     _Clue(
         ("/torch/_inductor/", "/torch/_dynamo/", "/jax/_src/interpreters/", "/jax/_src/compiler.py", "/triton/"),
         ("trace_function", "xla_compile"),
-        "it compiles; data of another shape makes a rank compile anew",
+        "it is compiling; data of a new shape makes a rank recompile",
     ),
-    _Clue(("/requests/", "/urllib", "/http/client.py", "/socket.py", "/ssl.py"), (), "it waits for the network"),
-    _Clue(("/subprocess.py",), (), "it waits for another program"),
+    _Clue(("/requests/", "/urllib", "/http/client.py", "/socket.py", "/ssl.py"), (), "it is waiting for the network"),
+    _Clue(("/subprocess.py",), (), "it is waiting for another program"),
 )
 
 
 def likely_cause(snapshot: dict[str, Any] | None, state: dict[str, Any] | None, step: int, waits_in: str) -> str:
-    """A guess at why a rank does not come, in a sentence.
+    """A guess at why a rank is missing, in a sentence.
 
     Args:
         snapshot, state: see `Absent`.
         step: number of steps that the waiting ranks have finished.
-        waits_in: the operation that the missing rank itself waits in, "" if it does not.
+        waits_in: the operation in which the missing rank itself waits, "" if it does not.
     """
     letter = state["state"] if state is not None else "?"
     if letter in ("T", "t"):
@@ -164,10 +164,10 @@ def likely_cause(snapshot: dict[str, Any] | None, state: dict[str, Any] | None, 
             return "a disk or network file system does not respond"
         return "it is in native code that holds the GIL"
     if waits_in:
-        return f"it took another path through the program: it waits itself, in {waits_in}"
+        return f"it took another path through the program: it is itself waiting in {waits_in}"
     return (
         _cause_in_stack(snapshot["stack"], snapshot["step"] - step)
-        or "it computes, or waits for something, in the lines above"
+        or "it is computing, or waiting for something, in the lines above"
     )
 
 
@@ -203,7 +203,7 @@ class Waiting(NamedTuple):
         since: time of rank 0's `time.monotonic` at which the wait began.
         blocked_since: the same for its script, 0 while that computes.
         clock: local time on its host at which the wait began.
-        on_gpu: whether its GPU waits. NCCL does not tell for whom, so `missing` are then all other members.
+        on_gpu: whether its GPU waits. NCCL does not say for which ranks, so `missing` then has all other members.
     """
 
     rank: int
@@ -224,7 +224,7 @@ class Waiting(NamedTuple):
 
 
 def without_arrived_gpus(waits: Sequence[Waiting]) -> list[Waiting]:
-    """The same waits, but a GPU waits only for ranks whose own GPU has not come to that operation or a later one."""
+    """The same waits, but a GPU waits only for ranks whose own GPU has not reached that operation or a later one."""
     arrived: dict[str, dict[int, int]] = {}
     for wait in waits:
         if wait.on_gpu:
@@ -250,7 +250,7 @@ def stall_report(
     Args:
         waits: the waits that last too long, at least one.
         absent: what is known of missing ranks; not of all if there are many.
-        membership: where all ranks are.
+        membership: host and process of each rank.
         step: number of steps that the waiting ranks have finished.
         now: on the clock of `Waiting.since`.
         next_report: seconds until the next report.
@@ -289,7 +289,8 @@ def _absent_lines(rank: int, peer: Peer, found: Absent, step: int, waits_in: str
     lines = [f"  missing: rank {rank} (process {peer.pid} on {peer.host})"]
     snapshot, state = found
     if snapshot is None:
-        lines.append(f"    does not answer; its process is {state['text'] if state else 'out of sight'}")
+        process = state["text"] if state else "not visible to any other rank"
+        lines.append(f"    does not answer; its process is {process}")
     else:
         if snapshot["activities"]:
             done = f"{snapshot['step']} steps done"

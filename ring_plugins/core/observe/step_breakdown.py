@@ -19,11 +19,11 @@ from ring_plugins.core.trace.steps import StepClock
 
 #: Jobs of more ranks than this report every other step, or fewer, so that rank 0's work stays the same.
 _RANKS_WITH_ALL_STEPS = 64
-#: Steps of a rank that rank 0 keeps while other ranks' reports are missing, and steps that it adds up at once.
+#: Steps of a rank that rank 0 keeps while other ranks' reports are missing, and steps that it adds up at a time.
 _PENDING, _AT_ONCE = 2000, 50
 #: The warning skips the first steps, in which much happens for the first time, and looks at those after them.
 _WARM_UP, _STEPS = 10, 100
-#: The share of a step whose loss is worth a warning, and the share that its advice leads to.
+#: The share of a step whose loss is worth a warning, and the share that the advice reduces it to.
 _MUCH, _LITTLE = 0.2, 0.1
 
 
@@ -60,7 +60,7 @@ class StepBreakdown(NamedTuple):
 
 
 def report_interval(ranks: int) -> int:
-    """Every how many steps a rank reports one, in a job of this many ranks."""
+    """The interval, in steps, at which each rank of a job of this size reports a step."""
     return -(-ranks // _RANKS_WITH_ALL_STEPS)
 
 
@@ -107,7 +107,7 @@ class StepAggregator:
 
     Args:
         channel: to all ranks.
-        membership: where they are.
+        membership: host and process of each rank.
         warn: prints advice, once, if much time is lost.
 
     Attributes:
@@ -139,7 +139,7 @@ class StepAggregator:
         pass
 
     def _add(self, length: int) -> None:
-        """Add the first steps of all ranks, as far as they have the same numbers."""
+        """Add the first steps of all ranks, up to the first whose numbers differ among ranks."""
         table = np.array([rows[:length] for rows in self._rows])  # rank, step, number and three times
         numbers = table[:, :, 0]
         equal = (numbers == numbers[0]).all(axis=0)
@@ -187,14 +187,14 @@ def advice(breakdown: StepBreakdown, membership: Sequence[Peer]) -> str:
         batch = f"batch {factor:.1f} times as large on each rank"
         means = f"A network {factor:.1f} times as fast, or a {batch}," if between_hosts else f"A {batch}"
         return (
-            f"{last} {moving / step:.0%} of the time ({_ms(moving)} of {_ms(step)} per step) went into moving "
+            f"{last} {moving / step:.0%} of the time ({_ms(moving)} of {_ms(step)} per step) was spent moving "
             f"{breakdown.nbytes / 1e6:.3g} MB of gradients that backward did not hide. {means} would bring that to "
             f"about {_LITTLE:.0%}."
         )
     if waiting > _MUCH * step:
         rank = int(breakdown.slowest.argmax())
         return (
-            f"{last} {waiting / step:.0%} of the time ({_ms(waiting)} of {_ms(step)} per step) went into waiting for "
+            f"{last} {waiting / step:.0%} of the time ({_ms(waiting)} of {_ms(step)} per step) was spent waiting for "
             f"the slowest rank. That was rank {rank} on {membership[rank].host} in "
             f"{breakdown.slowest[rank] / breakdown.steps:.0%} of them."
         )

@@ -1,13 +1,14 @@
 """A timeline of all ranks in one file, on one clock, written while the job runs.
 
-While rank 0 wants a timeline, every rank records spans (`core.trace.recorder`) and sends them about once a second. Rank
-0 writes them as trace events for Perfetto (ui.perfetto.dev) and chrome://tracing: a process per rank, a row per thread.
-The file is a JSON array that grows. Viewers accept an array without its end, so the file of a job that was killed is
-readable.
+While rank 0 writes a timeline, every rank records spans (`core.trace.recorder`) and sends them about once a second.
+Rank 0 writes them as trace events for Perfetto (ui.perfetto.dev) and chrome://tracing: a process per rank, a row per
+thread. The file is a JSON array that grows. Viewers accept an array without its end, so the file of a job that was
+killed is readable.
 
 Clocks of other hosts differ from rank 0's, so each rank adds the offset between the two before it sends. It finds the
-offset as in Cristian, "Probabilistic clock synchronization" (1989): of many questions for the time, the one answered
-fastest was read closest to the middle between question and answer, and is wrong by at most half that time.
+offset as in Cristian, "Probabilistic clock synchronization" (1989): it asks for the time repeatedly and keeps the
+answer with the shortest round trip. Rank 0 is assumed to have read its clock in the middle of the round trip, which is
+wrong by at most half of it.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ from ring_plugins.core.control.channel import EVERYONE, Body, Channel
 from ring_plugins.core.control.failure_detector import Peer
 from ring_plugins.core.trace.recorder import Span, recorder
 
-#: Kind, name, begin and end in nanoseconds on rank 0's clock, arguments: a `Span` on its way.
+#: A `Span` as it is sent: kind, name, begin and end in nanoseconds on rank 0's clock, arguments.
 Row = tuple[str, str, int, int, dict[str, Any]]
 Event = dict[str, Any]
 
-#: Questions for the time that are asked quickly at first, and answers that are kept.
+#: Requests for the time that are sent quickly at first, and answers that are kept.
 _FIRST, _KEPT = 8, 16
-#: Seconds between the first questions, and between later ones, since clocks drift apart.
+#: Seconds between the first requests, and between later ones, since clocks drift apart.
 _SOON, _LATER = 0.05, 5.0
 #: Seconds between messages with spans, spans in one message, and seconds that a rank waits to learn its offset.
 _PERIOD, _SPANS, _PATIENCE = 1.0, 2000, 5.0
-#: Seconds that rank 0 waits at its end for the last spans of the others.
+#: Seconds that rank 0 waits at shutdown for the last spans of the others.
 _LAST_SPANS = 2.0
-#: Bytes from which the file becomes the previous one and a new one begins.
+#: Bytes from which the file is renamed and a new one begins.
 _LARGEST = 64 << 20
 
 # On every rank ------------------------------------------------------------------------------------
 
 
 class TimelineReporter:
-    """A service of every rank's monitor thread: records spans while rank 0 wants them, and sends them there.
+    """A service of every rank's monitor thread: records spans while rank 0 asks for them, and sends them there.
 
     Args:
         channel: to rank 0.
@@ -94,7 +95,7 @@ def _on_rank_0s_clock(span: Span, offset: int) -> list[Any]:
 
 
 class ClockOffset:
-    """The offset between this process's clock and rank 0's; on rank 0 it answers questions.
+    """The offset between this process's clock and rank 0's; on rank 0 it answers the others' requests.
 
     Args:
         channel: between the ranks.
@@ -103,7 +104,7 @@ class ClockOffset:
 
     def __init__(self, channel: Channel, same: bool) -> None:
         self._channel, self._same = channel, same
-        self._answers: deque[tuple[int, int]] = deque(maxlen=_KEPT)  # nanoseconds it took, offset
+        self._answers: deque[tuple[int, int]] = deque(maxlen=_KEPT)  # round trip in nanoseconds, offset
         self._asked, self._next = 0, 0.0
         channel.on("request_time", self._answer)
         channel.on("report_time", self._note)
@@ -123,7 +124,7 @@ class ClockOffset:
         return 0 if self._same or not self._answers else min(self._answers)[0] // 2
 
     def ask(self, now: float) -> None:
-        """Ask rank 0 for the time if a question is due; called often."""
+        """Ask rank 0 for the time if a request is due; called often."""
         if not self._same and now >= self._next:
             self._asked += 1
             self._next = now + (_SOON if self._asked < _FIRST else _LATER)
@@ -143,11 +144,11 @@ class ClockOffset:
 class TimelineAggregator:
     """A service of rank 0's monitor thread: writes the spans of all ranks to one file.
 
-    At 64 MiB the file becomes `timeline.previous.json`, which replaces the one before it.
+    At 64 MiB the file is renamed to `timeline.previous.json`, which replaces the one before it.
 
     Args:
         channel: to all ranks.
-        membership: where they are.
+        membership: host and process of each rank.
     """
 
     def __init__(self, channel: Channel, membership: Sequence[Peer]) -> None:
@@ -164,7 +165,7 @@ class TimelineAggregator:
         """Record from now on; called by any thread.
 
         Raises:
-            OSError: the directory cannot be made or written to.
+            OSError: the directory cannot be created or written to.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self._directory, self._origin = directory, monotonic_ns()
@@ -213,9 +214,9 @@ class TimelineAggregator:
             self._channel.tell(rank, "switch_recording", {"on": True})
 
     def _note_end(self, sender: int, body: Body) -> None:
-        self._recording.discard(sender)
         if self._file is not None:
             self._file.write(",\n" + json.dumps(label_event(sender, body["uncertainty"], body["lost"])))
+        self._recording.discard(sender)  # last: a thread that waits for `is_complete` then closes the file
 
     def _open(self) -> None:
         assert self._directory is not None
@@ -290,7 +291,7 @@ def span_events(rank: int, row: Row, origin: int) -> Iterator[Event]:
 
 
 def _bucket_events(rank: int, row: Row, origin: int) -> Iterator[Event]:
-    """Buckets overlap, so each has a row of its own: ready, launched, started, reduced."""
+    """The events of a bucket, on a separate row since buckets overlap: ready, launched, started, reduced."""
     _, name, ready, reduced, arguments = row
     launched, started = int(arguments["launched"]), int(arguments["started"])
     common = {"pid": rank, "tid": _COMMUNICATION, "cat": "bucket", "id": next(_bucket_ids)}

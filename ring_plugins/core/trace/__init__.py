@@ -1,1 +1,1 @@
-"""What happened when in this process: every room may write it, `core.observe` reads it."""
+"""What happened when in this process: any module records it, `core.observe` reads it."""

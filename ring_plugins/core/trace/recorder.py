@@ -1,4 +1,4 @@
-"""Spans of time for a timeline, recorded only while somebody wants one.
+"""Spans of time for a timeline, recorded only while one is being written.
 
 Code that does something worth seeing in a timeline checks `recorder.on` before it reads the clock:
 

@@ -1,10 +1,10 @@
 """Where the time of a training step goes: computing, waiting for the slowest rank, moving bytes.
 
 A step lasts from one complete averaging of all gradients to the next. While the script is blocked by a collective, the
-time until the last member has come counts as *waiting for the slowest*, and the time after that as *moving bytes*. The
-communicators notice when everyone has arrived, so no clock is compared with another host's. The rest of the step counts
-as *computing*: forward, backward, the optimizer, and loading data. Bytes that move behind backward, while the script
-computes, cost nothing and are not counted.
+time until the last member has arrived counts as *waiting for the slowest*, and the time after that as *moving bytes*.
+The communicators notice when everyone has arrived, so no clock is compared with another host's. The rest of the step
+counts as *computing*: forward, backward, the optimizer, and loading data. Bytes that move while the script computes
+cost nothing and are not counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Step(NamedTuple):
     Attributes:
         number: from 0, equal on all ranks for the same step.
         computing: not blocked.
-        waiting: blocked until the slowest rank had come.
+        waiting: blocked until the slowest rank had arrived.
         moving: blocked while bytes moved.
         nbytes: bytes of gradients.
     """
@@ -57,7 +57,7 @@ class StepClock:
         self._steps: deque[Step] = deque(maxlen=_KEPT)
 
     def add_blocked_time(self, seconds: float, waiting: float) -> None:
-        """Count time in which a collective blocked the script, `waiting` of it until all members had come."""
+        """Count time in which a collective blocked the script, `waiting` of it until all members had arrived."""
         waiting = min(waiting, seconds)
         self.waiting += waiting
         self.moving += seconds - waiting

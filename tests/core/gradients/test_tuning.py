@@ -11,7 +11,7 @@ MODEL = FusionPlan([Entry(f"p{i}", "float32", count) for i, count in enumerate([
 
 
 def tune(seconds, ranks=3, plan=MODEL):
-    """Train `ranks` ranks whose steps take `seconds(sizes, rank, step)`; the tuners of all of them."""
+    """Train `ranks` ranks whose steps take `seconds(sizes, rank, step)`; return the tuners and the number of steps."""
     tuners = [BucketTuner(BucketSizes(), plan.buckets_with) for _ in range(ranks)]
     clocks = [100.0 * rank for rank in range(ranks)]  # clocks of different hosts
     for step in itertools.count():
@@ -43,7 +43,7 @@ def test_better_sizes_are_found_under_noise_on_a_machine_that_gets_slower():
 
     tuners, steps = tune(noisy(seconds))
     assert {tuner.sizes for tuner in tuners} == {BucketSizes(4 * MIB, MIB, 8 * MIB)}
-    assert "buckets of 4 MiB" in tuners[0].verdict
+    assert "buckets of 4 MiB" in tuners[0].summary
     assert steps < 200
 
 
@@ -60,7 +60,7 @@ def test_noise_alone_leaves_the_default(seed):
     generator = random.Random(seed)
     tuners, _ = tune(lambda *_: generator.lognormvariate(0, 0.02))
     assert tuners[0].sizes == BucketSizes()
-    assert tuners[0].verdict.startswith("the default stays")
+    assert tuners[0].summary.startswith("the default stays")
 
 
 def test_a_candidate_that_was_faster_once_is_measured_again():
@@ -75,7 +75,7 @@ def test_a_model_whose_buckets_are_the_same_anyway_is_not_tuned():
     assert tuner.sizes == BucketSizes()
 
 
-def test_the_environment_says_whether(monkeypatch):
+def test_the_environment_switches_it_on(monkeypatch):
     assert not is_wanted(None)
     monkeypatch.setenv("RING_AUTOTUNE", "1")
     assert is_wanted(None)

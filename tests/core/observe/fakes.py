@@ -1,17 +1,17 @@
-"""A control channel that delivers nothing by itself."""
+"""A control channel that delivers only what the test passes to it."""
 
 
 class FakeChannel:
-    """Keeps what a service tells others, and hands it messages from them.
+    """Keeps the messages that a service sends, and passes it messages from others.
 
     Attributes:
-        told: receiver, kind and body of each message.
+        sent: receiver, kind and body of each message.
         connected: ranks that are connected.
     """
 
     def __init__(self, rank=0, size=2):
         self.rank, self.size = rank, size
-        self.told, self.connected = [], []
+        self.sent, self.connected = [], []
         self.on_joined = None
         self._handlers = {}
 
@@ -19,7 +19,7 @@ class FakeChannel:
         self._handlers[kind] = handler
 
     def tell(self, rank, kind, body=None, droppable=False):
-        self.told.append((rank, kind, body))
+        self.sent.append((rank, kind, body))
 
     def receive(self, sender, kind, body):
         self._handlers[kind](sender, body)
@@ -29,5 +29,5 @@ class FakeChannel:
 
     def take(self):
         """The messages since the last call."""
-        told, self.told = self.told, []
-        return told
+        sent, self.sent = self.sent, []
+        return sent

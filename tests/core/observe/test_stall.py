@@ -48,7 +48,7 @@ def test_a_stall_is_explained_once_and_ends():
     assert re.search(r"missing: rank 1 \(process \d+ on \S+\)", first)
     assert "last operation: ring: all_reduce(10 x float64, average)" in first
     assert re.search(r"script.py, line \d+, in validate: time.sleep\(5\)  # asleep here", first)
-    assert "it evaluates while the others train" in first
+    assert "it is evaluating while the others train" in first
     assert "the stall is over" in said
     # The second stall: a rank that cannot answer.
     second = said[said.index("the stall is over") :]
@@ -57,17 +57,17 @@ def test_a_stall_is_explained_once_and_ends():
     assert "holds the GIL" in second
 
 
-def test_a_stopped_process_is_named_and_the_job_can_end_by_itself():
+def test_a_stopped_process_is_named_and_ring_stall_abort_ends_the_job():
     body = COMMON + "while True:\n    ring.all_reduce(np.ones(10)); time.sleep(0.01)\n"
     with start_ranks(body, 2, env={"RING_STALL_WARNING": "1", "RING_STALL_ABORT": "4"}) as job:
         job.send_signal(1, signal.SIGSTOP)
         result = job.wait(30)
     assert result.returncode != 0
     assert "the process is stopped" in result.output
-    assert re.search(r"rank 0 ends because rank 1 did not come to .*within RING_STALL_ABORT=4 seconds", result.output)
+    assert re.search(r"rank 0 ends because rank 1 did not reach .*within RING_STALL_ABORT=4 seconds", result.output)
 
 
-# No launcher ends what is left, and without shared memory ranks are as on different hosts.
+# No launcher ends the other process, and without shared memory the ranks behave as on different hosts.
 TWO_PROCESSES = """
 import os, socket, subprocess, sys
 if "RANK" not in os.environ:
@@ -93,7 +93,7 @@ def test_different_operations_on_different_hosts_are_named():
     body = COMMON + "ring.barrier() if ring.rank() else ring.all_reduce(np.ones(10))\n"
     result = run_ranks(body, 2, "mpirun", env={"RING_SHARED_MEMORY": "0"}, timeout=60, check=False)
     assert result.returncode != 0
-    # In words that are not in the script, whose lines a traceback shows.
+    # These words are not in the script, whose lines a traceback would show.
     reduces, meets = r"all_reduce\(10 x float64, average\)", r"ring: barrier\(\)"
     assert re.search(f"{reduces}.* {meets}|{meets}.* ring: {reduces}", result.output), result
 
@@ -188,7 +188,7 @@ def test_a_stalled_job_is_ended_with_the_missing_ranks_named():
     stalls.tick(now + 5.0)
     ((rank, kind, body),) = channel.take()
     assert (rank, kind, body["rank"]) == (0, "failed", 1)
-    assert body["text"].startswith("ranks 1, 2 did not come to ring: barrier() within RING_STALL_ABORT=2 seconds")
+    assert body["text"].startswith("ranks 1, 2 did not reach ring: barrier() within RING_STALL_ABORT=2 seconds")
     assert len(said) == 1
 
 

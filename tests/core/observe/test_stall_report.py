@@ -46,7 +46,7 @@ def test_gpus_wait_only_for_gpus_that_have_not_arrived():
         return Waiting(rank, "gradients", what, number, "bucket 0 of 2 (a)", others, 10.0, 0.0, "12:00:00", on_gpu=True)
 
     found = without_arrived_gpus([on_gpu(0, 7), on_gpu(1, 7), on_gpu(3, 6), wait(2, (0, 1, 3))])
-    assert [one.missing for one in found] == [(2, 3), (2, 3), (2,), (0, 1, 3)]
+    assert [waiting.missing for waiting in found] == [(2, 3), (2, 3), (2,), (0, 1, 3)]
     all_arrived = without_arrived_gpus([on_gpu(rank, 7) for rank in range(4)])
     text = stall_report(all_arrived, {}, PEERS, 5, 50.0, 30.0)
     assert "ranks 0, 1, 2, 3 have been waiting since 12:00:00 in gradients: all_reduce on the GPU, part of" in text
@@ -68,12 +68,12 @@ def test_causes_follow_from_stacks_and_process_states():
     assert "data loader" in at(("mine.py", "__getitem__"), ("numpy.py", "load"))
     assert "checkpoint" in at(("/lib/torch/serialization.py", "save"))
     assert "checkpoint" in at(("mine.py", "save_checkpoint"), ("shutil.py", "copy"))
-    assert "evaluates" in at(("/lib/lightning/pytorch/loops/evaluation_loop.py", "run"), ("model.py", "forward"))
+    assert "is evaluating" in at(("/lib/lightning/pytorch/loops/evaluation_loop.py", "run"), ("model.py", "forward"))
     assert "debugger" in at(("/usr/lib/python3/pdb.py", "interaction"))
-    assert "compiles" in at(("/lib/torch/_inductor/compile_fx.py", "compile"))
+    assert "is compiling" in at(("/lib/torch/_inductor/compile_fx.py", "compile"))
     assert "has ended" in at(("/usr/lib/threading.py", "_shutdown"))
     assert "2 more steps" in at(("mine.py", "plot"), step=7)
-    assert "computes" in at(("mine.py", "plot"))
+    assert "is computing" in at(("mine.py", "plot"))
     assert "another path" in likely_cause(snapshot(("train.py", "main")), state, 5, "ring: barrier()")
     assert "stopped" in likely_cause(None, {"state": "T", "text": ""}, 5, "")
     assert "dead" in likely_cause(None, {"state": "", "text": ""}, 5, "")
@@ -90,5 +90,5 @@ def test_a_snapshot_has_the_latest_activity_first():
         return Activity(name, "barrier()", "", 1.0, ended, 1)
 
     found = process_snapshot([activity("old", 2.0), activity("now", 0.0), activity("new", 3.0)])
-    assert [one["communicator"] for one in found["activities"]] == ["now", "new", "old"]
+    assert [latest["communicator"] for latest in found["activities"]] == ["now", "new", "old"]
     assert found["activities"][0]["ended"] is None

@@ -21,7 +21,7 @@ TWO_HOSTS = [Peer("a", 1, "a"), Peer("b", 2, "b")]
 def test_advice_has_numbers_and_is_given_only_where_much_is_lost():
     assert advice(breakdown(90, 5, 5), TWO_HOSTS) == ""
     network = advice(breakdown(60, 0, 40), TWO_HOSTS)
-    assert "40% of the time (40 ms of 100 ms per step) went into moving 25 MB" in network
+    assert "40% of the time (40 ms of 100 ms per step) was spent moving 25 MB" in network
     assert (
         "A network 6.0 times as fast, or a batch 6.0 times as large on each rank, would bring that to about 10%"
         in network
@@ -48,7 +48,7 @@ def test_advice_is_given_once_and_skips_the_first_steps():
             channel.receive(rank, "report_steps", rows(first, last, 0, moving))
         steps.tick(0.0)
         assert len(said) == (last >= 150)
-    assert said[0].startswith("in the last 100 steps 40% of the time (0.667 ms of 1.67 ms per step) went into moving")
+    assert said[0].startswith("in the last 100 steps 40% of the time (0.667 ms of 1.67 ms per step) was spent moving")
 
 
 def test_only_steps_that_all_ranks_reported_are_counted():

@@ -1,4 +1,4 @@
-"""A timeline holds every rank, on one clock, also when a rank dies."""
+"""A timeline has all ranks on one clock, even when a rank dies."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def by_rank(events, category):
 
 
 def test_steps_buckets_and_waits_of_all_ranks_on_one_clock(tmp_path):
-    """Ranks without shared memory are as on two hosts: their clocks are compared over the channel."""
+    """Ranks without shared memory behave as on two hosts: their clocks are compared over the channel."""
     body = TRAIN + (
         "step()\nwith Timeline(sys.argv[1]):\n    time.sleep(0.6)\n    for _ in range(20):\n        step()\nstep()\n"
     )
@@ -59,7 +59,7 @@ def test_steps_buckets_and_waits_of_all_ranks_on_one_clock(tmp_path):
         assert len(buckets) == 20 * 4
         operations = by_rank(events, "operation")[rank]
         assert sum("bucket" in e["args"]["part_of"] for e in operations) >= 20 * 4
-    # Nobody leaves a barrier before everyone has come.
+    # No rank leaves a barrier before all have arrived.
     calls = [[e for e in by_rank(events, "call")[rank] if "barrier" in e["name"]] for rank in (0, 1)]
     assert len(calls[0]) == len(calls[1]) == 20
     allowed = max(e["args"]["uncertainty"] for e in events if e["name"] == "process_labels") / 1e3
@@ -108,7 +108,7 @@ def test_the_end_waits_for_ranks_that_are_still_connected(tmp_path):
     assert aggregator.is_complete
 
 
-def test_a_rank_records_and_sends_while_rank_0_wants_it():
+def test_a_rank_records_and_sends_while_rank_0_asks_for_it():
     channel = FakeChannel(rank=1)
     reporter = TimelineReporter(channel, same_clock=True)
     channel.receive(0, "switch_recording", {"on": True})
