@@ -1,7 +1,7 @@
 """All-reduce training: one core that averages gradients for PyTorch, Lightning and Keras, and collectives on arrays.
 
-`ring_plugins.init()` joins the processes that mpirun, torchrun or srun started, or starts further ranks of a script
-that was started on its own; the functions below then work on arrays of all ranks.
+`ring_plugins.init()` joins the processes that mpirun, torchrun or srun started, or spawns further ranks of a plain
+script; the functions below then work on arrays of all ranks.
 """
 
 import importlib

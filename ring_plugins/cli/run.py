@@ -76,7 +76,7 @@ def run(
         Binding,
         typer.Option(
             "--bind",
-            help="Bind each rank. A rank bound to a core shares it with its data loaders and its communication.",
+            help="Bind each rank to cores. Its data loaders and its communication then share them.",
             rich_help_panel=_HOW,
         ),
     ] = Binding.NONE,
@@ -85,13 +85,15 @@ def run(
         typer.Option(
             "-x",
             "--export",
-            help="`NAME` or `NAME=VALUE` for every rank. Variables that training libraries read are exported anyway.",
+            help="`NAME` or `NAME=VALUE` for every rank. Variables that training libraries read are always exported.",
             rich_help_panel=_HOW,
         ),
     ] = None,
     starter: Annotated[
         Starter,
-        typer.Option("--with", help="What starts the ranks; `python` needs no MPI, on one host.", rich_help_panel=_HOW),
+        typer.Option(
+            "--with", help="What starts the ranks. `python` needs no MPI, and works on one host.", rich_help_panel=_HOW
+        ),
     ] = Starter.AUTO,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the command and exit.", rich_help_panel=_HOW)
@@ -102,7 +104,7 @@ def run(
     output_directory: Annotated[
         str | None,
         typer.Option(
-            "--output-dir", help="Directory in which each rank's output goes to files instead.", rich_help_panel=_OUT
+            "--output-dir", help="Write each rank's output to files in this directory instead.", rich_help_panel=_OUT
         ),
     ] = None,
     mpirun: Annotated[

@@ -5,8 +5,8 @@ An exception that nobody catches ends this process while its peers wait for it i
 prints one line instead of a traceback, and waits a moment: the rank that failed first should end the job, so that the
 launcher reports its status.
 
-Interpreter exit calls `shutdown`, so that a script need not. A forked child (a data loader's worker) closes what it
-inherited without a word to anybody.
+Interpreter exit calls `shutdown`, so that a script need not. A forked child (a data loader's worker) closes
+what it inherited silently.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _AFTER_NETWORK = 4.0
 
 
 class Job(Protocol):
-    """What the hooks need to know of the world."""
+    """The part of the world that the hooks use."""
 
     topology: Topology
     failure_detector: FailureDetector | None

@@ -1,6 +1,6 @@
 """The functions of `import ring_plugins`: this process's place in the job, and collectives on arrays and tensors.
 
-Each collective turns what the caller holds into host memory (`core.arrays.memory`), finds or makes memory for the
+Each collective turns the caller's array into host memory (`core.arrays.memory`), finds or makes memory for the
 result, and calls the communicator of all ranks. Tensors on GPUs go to the functions that a framework's face has
 registered in `gpu_functions`. Checks that both share are in `core.collectives.validation`.
 """
@@ -83,7 +83,7 @@ def broadcast(x: Any, root: int = 0, *, out: Any = None, wait: bool = True) -> A
     """Return the root's `x` on every rank.
 
     Args:
-        x: array, tensor or number, of equal shape and dtype on all ranks; its values count on the root only.
+        x: array, tensor or number, of equal shape and dtype on all ranks; only the root's values are used.
         root: a rank.
         out: where to put the result, `x` itself to overwrite it; new by default.
         wait: False returns a `Work`.
@@ -293,7 +293,7 @@ def _empty(x: Any, storage: np.dtype[Any], shape: tuple[int, ...]) -> Any:
 
 
 def _writable(result: Any, name: str) -> tuple[HostMemory, Callable[[], None]]:
-    """Contiguous memory for a result, and a function to call when the result is there."""
+    """Contiguous memory for a result, and a function to call once it holds the result."""
     array, dtype = host_array(result, name)
     if not array.flags.writeable:
         raise ArgumentError(f"{name} is read-only memory and cannot take the result; pass a writable copy.")

@@ -1,8 +1,8 @@
 """The job that this process belongs to: joining it, communicating in it, leaving it.
 
 `init` finds the other processes (core/rendezvous) and makes the `World`. In the world's first exchange every rank says
-where it is and how to watch it. From that follow who shares memory with whom, the control channel to rank 0, the
-failure detector, and the monitor thread with its services; then the first communicator, of all ranks, is made.
+where it is and how to detect its failure. From that follow which ranks share memory, the control channel to rank 0,
+the failure detector, and the monitor thread with its services. The first communicator, of all ranks, comes last.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from ring_plugins.core.trace.steps import steps
 
 
 class _Member(NamedTuple):
-    """What a rank says of itself in the first exchange of the job, which may travel as JSON.
+    """A rank's entry in the first exchange of the job, which may travel as JSON.
 
     Attributes:
         domain: its shared-memory domain.
@@ -67,11 +67,11 @@ class World:
     """A connected job. `init` makes it; a process has one at a time.
 
     Attributes:
-        topology: where this process stands.
+        topology: rank, host and counts of this process.
         communicator: of all ranks, for the public functions.
         launcher: "mpi", "rendezvous", "spawned" or "single".
-        failure_detector, channel, observers: what becomes of the other ranks, the control channel, and the observing
-            services; None in a job of one rank.
+        failure_detector, channel, observers: the failure detector, the control channel, and the observing services;
+            None in a job of one rank.
     """
 
     def __init__(self, rendezvous: Rendezvous, launcher: str) -> None:
@@ -91,7 +91,7 @@ class World:
             )
         self.topology = find_topology(rank, self._nodes, [member.host for member in members])
         self._local_peers = self._watch_local_peers(own, members) if own is not None else None
-        #: Communicators that somebody still uses, by the order in which they were made, the same on all ranks.
+        #: Communicators still in use, by creation order, which is the same on all ranks.
         self._communicators: weakref.WeakValueDictionary[int, Communicator[Any]] = weakref.WeakValueDictionary()
         self._made = itertools.count()
         self._tags = itertools.count(rank, size)  # no two ranks ever offer the same
@@ -105,7 +105,7 @@ class World:
             self._monitor.start()
 
     def _introduce(self, own: Liveness | None, server: ControlServer | None) -> list[_Member]:
-        """Exchange what the ranks must know of each other, in rank order."""
+        """Exchange all ranks' entries; returns them in rank order."""
         member = _Member(
             shared_memory_domain(),
             socket.gethostname(),
@@ -154,7 +154,7 @@ class World:
         """A new communicator, whose operations have an order of their own; all members call this.
 
         Args:
-            name: for texts.
+            name: for messages.
             ranks: world ranks of the members, all by default.
             gather: returns every member's payload; by default over `communicator`, which needs all ranks.
 
@@ -168,7 +168,8 @@ class World:
         if gather is None:
             if len(members) != size:
                 raise ArgumentError(
-                    f"ranks={list(members)} are only some of the job's {size}; pass gather, by which they can meet."
+                    f"ranks={list(members)} are only some of the job's {size}; pass gather, which exchanges "
+                    "payloads among them."
                 )
             gather = self.communicator.all_gather_object
         if len(members) == 1:
@@ -195,7 +196,7 @@ class World:
         gather: Gather | None = None,
         own_stream: bool = False,
     ) -> DeviceCommunicator:
-        """A new communicator for GPU memory, by NCCL, one GPU for each rank; all members call this.
+        """A new NCCL communicator for GPU memory, one GPU for each rank; all members call this.
 
         Args:
             name, ranks, gather: as for `new_communicator`.
@@ -221,8 +222,9 @@ class World:
         return self._of_devices[device]
 
     def device_communicators(self) -> list[DeviceCommunicator]:
-        """GPU communicators that somebody still uses."""
-        return [one for one in self._communicators.copy().values() if isinstance(one, DeviceCommunicator)]
+        """GPU communicators still in use."""
+        communicators = self._communicators.copy().values()
+        return [communicator for communicator in communicators if isinstance(communicator, DeviceCommunicator)]
 
     def activities(self) -> list[Activity]:
         """The last operation of this rank in each of its communicators."""
@@ -240,11 +242,11 @@ class World:
             self.failure_detector.fail(error)
 
     def abort(self) -> None:
-        """End the whole job where the launcher offers that."""
+        """End the whole job, if the launcher can."""
         self._rendezvous.abort(1)
 
     def close(self) -> None:
-        """Leave the job; peers that still wait for this rank are told."""
+        """Leave the job; peers that still wait for this rank get an error."""
         if self._closed or not self.is_mine():
             return
         self._closed = True
@@ -269,7 +271,7 @@ class Observers:
 
     Args:
         channel: between the ranks.
-        failure_detector: knows what became of the other ranks.
+        failure_detector: knows which ranks have failed or left.
         activities: returns the last operation of this rank in each communicator.
 
     Attributes:
@@ -279,7 +281,7 @@ class Observers:
         all_steps, timeline: on rank 0, the steps and the timeline of all ranks.
 
     Raises:
-        ArgumentError: an environment variable has a value that cannot be used.
+        ArgumentError: an environment variable has an invalid value.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Starting jobs: on this host, on several by mpirun, and from a function."""
+"""Starts jobs: on this host, on several hosts by mpirun, and from a function."""

@@ -1,6 +1,6 @@
-"""Connections between a driver and its ranks on other hosts: the driver hands out a call and gathers the outcomes.
+"""Connections between a driver and its ranks on other hosts: the driver sends a call and gathers the outcomes.
 
-Each rank connects to the driver, and a connection that ends tells that the other side has gone. The key travels with
+Each rank connects to the driver, and the end of a connection shows that the other side is gone. The key travels with
 the ranks, in the environment or through the cluster's own channels. A call and its outcome are pickles, which are as
 good as code: nothing is unpickled before both sides have proved that they know the key (core/net/auth.py).
 
@@ -33,14 +33,14 @@ from ring_plugins.core.net.auth import (
 )
 from ring_plugins.launcher.outcomes import Failure, Outcome, collect
 
-#: Connections that the driver keeps beside those of its ranks, and waiting ones that the kernel keeps.
+#: Connections that the driver keeps in addition to those of its ranks, and those that wait in the kernel.
 _OTHER_CONNECTIONS, _BACKLOG = 64, 1024
 #: Seconds in which a rank must reach the driver.
 _CONNECT_SECONDS = 60.0
 
 
 class Driver:
-    """The driver's end. Leaving the context closes all connections, which ends the ranks at their other ends.
+    """The driver's end. Leaving the context closes all connections, which ends the ranks.
 
     Attributes:
         port: where it listens, at all addresses of this host.
@@ -71,12 +71,12 @@ class Driver:
     def outcomes(
         self, packed: bytes, ranks: int, trouble: Callable[[], str | None], timeout: float | None
     ) -> list[Outcome]:
-        """Hand the call to every rank that connects, and gather the outcomes in the order of their arrival.
+        """Send the call to every rank that connects, and gather the outcomes in the order of their arrival.
 
         Args:
             packed: from `outcomes.pack_call`.
             ranks: number of ranks that will connect.
-            trouble: called regularly; says why no further rank will connect, None while some may.
+            trouble: called regularly; returns why no further rank will connect, None while some may.
             timeout: seconds for everything, None for no limit.
 
         Raises:
@@ -92,7 +92,7 @@ class Driver:
         for new in self._acceptor.poll():
             self._join(new)
         missing = self._ranks - len(self._connections)
-        if why is not None and missing and not any(one.has_reported for one in self._connections.values()):
+        if why is not None and missing and not any(rank.has_reported for rank in self._connections.values()):
             raise LaunchError(f"{missing} of {self._ranks} ranks were never started: {why}")
         found = []
         for key, events in self._selector.select(seconds):
@@ -104,11 +104,11 @@ class Driver:
         return found
 
     def _expects(self, claim: Claim) -> bool:
-        """Not a second process of the same rank, such as a task that the cluster has started again."""
+        """Reject a second process of the same rank, such as a task that the cluster has restarted."""
         return 0 <= claim.rank < self._ranks and claim.rank not in self._connections
 
     def _join(self, new: Authenticated) -> None:
-        if not self._expects(new.claim):  # two connections of one rank within a moment
+        if not self._expects(new.claim):  # a rank that connected twice at once
             new.socket.close()
             return
         connection = _RankConnection(new.claim.rank, new.address, FrameSocket(new.socket, Purpose.LAUNCHER))
@@ -137,7 +137,7 @@ class _RankConnection:
         self._host, self._has_introduced_itself = host, False
 
     def move(self, events: int) -> Outcome | None:
-        """Send and receive what can be, without waiting; the outcome once it is known."""
+        """Send and receive without waiting; returns the outcome once it is known."""
         try:
             if events & selectors.EVENT_WRITE:
                 self.frames.write()
@@ -151,7 +151,7 @@ class _RankConnection:
                 self.has_reported = True
                 return self._outcome(message)
         except Disconnected:
-            return self._failure("the task that it ran in was ended, with the process")
+            return self._failure("its process or the task around it was ended")
         return None
 
     def _outcome(self, message: bytes) -> Outcome:
@@ -193,7 +193,7 @@ class DriverConnection:
                     "this rank twice, or another run's driver listens there."
                 ) from error
             except (OSError, Disconnected) as error:
-                # The driver drops the oldest connections where strangers open too many.
+                # A driver with too many unauthenticated connections drops the oldest.
                 if isinstance(error, Disconnected) and time.monotonic() < end:
                     time.sleep(0.05)
                     continue
@@ -203,20 +203,22 @@ class DriverConnection:
                 ) from error
 
     def fileno(self) -> int:
-        """The open file, which becomes readable when the driver has gone."""
+        """The open file, which becomes readable when the driver is gone."""
         return self._frames.fileno()
 
     def receive_call(self) -> bytes:
-        """The call that the driver hands out.
+        """Wait for the call that the driver sends.
 
         Raises:
-            LaunchError: the driver has gone.
+            LaunchError: the driver is gone.
         """
         try:
             while (packed := self._frames.receive(3600.0)) is None:
                 pass
         except Disconnected as error:
-            raise LaunchError(f"{self._where} lost the driver before it had a function to call ({error}).") from error
+            raise LaunchError(
+                f"{self._where} lost the driver before it received a function to call ({error})."
+            ) from error
         return packed
 
     def report(self, outcome: Outcome) -> None:

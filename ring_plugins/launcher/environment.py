@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError
 
-#: What training and its libraries read. Everything else in an environment belongs to its own host.
+#: Variables that training and its libraries read. All others may differ between hosts.
 _PREFIXES = (
     "RING_", "NCCL_", "GLOO_", "UCX_", "FI_", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "PYTHON",
     "CUDA_", "NVIDIA_", "TORCH_", "PYTORCH_", "KERAS_", "TF_", "XLA_", "JAX_", "PL_", "HF_", "WANDB_", "MLFLOW_",
@@ -62,5 +62,5 @@ def threads_per_rank(cores: int, ranks: int) -> int:
 
 
 def search_path() -> list[str]:
-    """Where this process finds modules, without the "" that stands for a directory which may differ elsewhere."""
+    """`sys.path` with the current directory in place of ""."""
     return [path or os.getcwd() for path in sys.path]

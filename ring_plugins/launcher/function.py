@@ -37,14 +37,14 @@ def run(
 
     Every rank is a fresh process of this Python, in which `ring_plugins.init()` finds the others. It shares nothing
     that this process has imported or initialized (torch, TensorFlow, CUDA). All ranks end when one fails, when this
-    call is interrupted, and when this process ends for whatever reason.
+    call is interrupted, and when this process ends for any reason.
 
     Args:
         function: the function. With cloudpickle installed it may come from a notebook or a script, or be a closure,
             whose data travels with it.
         args, kwargs: arguments of the function, the same on every rank.
         ranks: number of ranks; by default one for each core that this process may use, or for each slot of `hosts`.
-        hosts: `"host1:2,host2:2"` runs the ranks there, by way of `ring run` and its checks. All hosts need the same
+        hosts: `"host1:2,host2:2"` runs the ranks there, through `ring run` and its checks. All hosts need the same
             Python and packages under the same paths. This process must reach them by ssh, and they must reach it.
         interface: with `hosts`, the network interface that carries the traffic.
         env: variables to set for the ranks. OMP_NUM_THREADS is a rank's share of the cores unless it is set.

@@ -93,7 +93,7 @@ def slots(hosts: Sequence[Host]) -> int:
 
 
 def share(ranks: int, hosts: Sequence[Host]) -> list[Share]:
-    """Place ranks on hosts: fill the hosts in order, then deal the remaining ranks out one by one.
+    """Place ranks on hosts: fill the hosts in order, then distribute the remaining ranks round-robin.
 
     Hosts that get no rank are left out.
     """

@@ -52,7 +52,7 @@ def _run_mpirun(plan: LaunchPlan, supervisor: Supervisor) -> tuple[int, str | No
         supervisor.start(mpirun.command_line(plan.mpirun, plan.job), environment, end_signal=signal.SIGTERM)
         status, why = supervisor.wait()
         # Open MPI 5 exits with 0 after it has lost a host.
-        return status or (1 if notifier.heard() else 0), why
+        return status or (1 if notifier.first_message() else 0), why
 
 
 def _run_ranks(plan: LaunchPlan, supervisor: Supervisor) -> tuple[int, str | None]:

@@ -33,7 +33,7 @@ class LocalRanks:
 
     Args:
         ranks: number of ranks.
-        environment: variables of all ranks; what tells them apart is added.
+        environment: variables of all ranks; each rank's own ones are added.
         relay: receives what they print.
     """
 
@@ -116,7 +116,7 @@ class RankProcess:
                 stdout=stdout,
                 stderr=stderr,
                 # Ctrl-C reaches the process that called `run`, which ends the ranks. In its session each of them would
-                # print a KeyboardInterrupt of its own.
+                # print its own KeyboardInterrupt.
                 start_new_session=True,
             )
 
@@ -149,7 +149,7 @@ class RankProcess:
 
 
 def run_rank(fd: int, parent: int, rank: int) -> None:
-    """Be the process that `RankProcess` started: receive the call, run it, send its outcome, exit.
+    """Run in the process that `RankProcess` started: receive the call, run it, send its outcome, exit.
 
     Args:
         fd: file descriptor of the pipe to the parent.

@@ -1,11 +1,11 @@
-"""Finds mpirun, tells whose it is, and writes its command line.
+"""Finds mpirun, identifies its implementation, and builds its command line.
 
-Three MPI implementations are known. Their launchers take the same wishes in different words:
+Three MPI implementations are known. Their launchers have different options for the same things:
 
 - Open MPI 4 starts its daemons with ORTE, Open MPI 5 with PRRTE. Parameters of the daemons changed from `--mca` to
   `--prtemca`, and some options were renamed; parameters of MPI itself stay `--mca`.
 - MPICH's launcher is called Hydra. It hands the whole environment to every rank.
-- Intel MPI's is a descendant of Hydra, with its own words for pinning and hosts.
+- Intel MPI's is a descendant of Hydra, with its own options for pinning and hosts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Mpirun:
     Attributes:
         path: of the program.
         flavor: the implementation whose options it takes. Every other descendant of Hydra counts as MPICH.
-        version: what it says about itself.
+        version: as it reports it.
     """
 
     path: str
@@ -68,7 +68,7 @@ class Mpirun:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job in words that any launcher understands.
+    """A job, independent of the launcher.
 
     Attributes:
         command: program and arguments of every rank.
@@ -132,7 +132,7 @@ def identify(text: str) -> Implementation | None:
 
 
 def recognize(path: str, text: str) -> Mpirun:
-    """The mpirun at `path`, which answers `--version` with `text`.
+    """The mpirun at `path`, which prints `text` for `--version`.
 
     Raises:
         LaunchError: it is of an unknown kind.

@@ -36,7 +36,7 @@ class Failure:
         summary: the error in one line.
         traceback: the rank's own traceback, "" if there is none.
         error: the pickled exception, None if it cannot be pickled.
-        caused_by: the rank whose failure made this one fail, None if it failed by itself.
+        caused_by: the rank whose failure made this one fail, None if this rank failed first.
     """
 
     host: str
@@ -167,7 +167,7 @@ def results(outcomes: Sequence[Outcome]) -> list[Any]:
         outcomes: in the order of their arrival.
 
     Raises:
-        RankFailed: a rank failed. Of several, the first that failed by itself is named.
+        RankFailed: a rank failed. Ranks that failed because of another are named only if there is no other.
     """
     failed = [outcome for outcome in outcomes if outcome.failure is not None]
     if failed:
@@ -181,7 +181,9 @@ def _raise_failure(outcome: Outcome) -> NoReturn:
     assert failure is not None
     cause = None
     if failure.error is not None:
-        with contextlib.suppress(Exception):  # an exception whose constructor needs more than its args: text must do
+        with contextlib.suppress(
+            Exception
+        ):  # an exception whose constructor needs more than its args: the text has to do
             cause = pickle.loads(failure.error)
     text = f"rank {outcome.rank} on {failure.host} failed: {failure.summary}"
     if failure.traceback:

@@ -55,20 +55,20 @@ def check_hosts(job: JobSpec, mpirun: Mpirun, hosts: Sequence[str]) -> dict[str,
         asked = {host: pool.submit(_ask, None if is_this_host(host) else host, job, mpirun, port) for host in hosts}
         own, answers = asked_here.result(), {host: answer.result() for host, answer in asked.items()}
     if isinstance(own, str):
-        raise LaunchError(f"this host itself cannot take part: {own}")
+        raise LaunchError(f"this host itself cannot run ranks: {own}")
     problems = {host: found for host, answer in answers.items() if (found := differences(own, answer))}
     if problems:
         lines = [f"  {host}: {problem}" for host, found in problems.items() for problem in found]
         raise LaunchError(
-            f"{len(problems)} of {len(hosts)} hosts cannot take part as they are:\n"
+            f"{len(problems)} of {len(hosts)} hosts cannot run ranks as they are:\n"
             + "\n".join(lines)
-            + "\n  Nothing was started. --no-check starts without asking."
+            + "\n  Nothing was started. --no-check skips this check."
         )
     return {host: answer["cores"] for host, answer in answers.items() if not isinstance(answer, str)}
 
 
 def differences(own: Report, other: Report | str) -> list[str]:
-    """What keeps a host from taking part, each with its remedy.
+    """Why a host cannot run ranks, each reason with its remedy.
 
     Args:
         own: this host's report.
@@ -162,8 +162,8 @@ def explain(host: str, python: str, status: int, stderr: str) -> str:
     lines = [line for line in stderr.strip().splitlines() if line.strip()]
     words = lines[-1].strip() if lines else f"exit status {status} without a message"
     remedies = {
-        "Could not resolve": "the name is unknown here: write it into /etc/hosts, or use the address",
-        "Permission denied": f"log in without a password must work: ssh-copy-id {host}",
+        "Could not resolve": "the name is unknown here: add it to /etc/hosts, or use the address",
+        "Permission denied": f"login must work without a password: ssh-copy-id {host}",
         "Host key verification": f"accept its key once: ssh {host}",
         "Connection refused": "nothing listens there: is sshd running, on this port?",
         "timed out": "is it up, and does a firewall let ssh through?",

@@ -1,4 +1,4 @@
-"""Reports what `preflight` wants to know about a host. It is sent to the host's Python over standard input.
+"""Reports on a host for `preflight`, which sends this file to the host's Python over standard input.
 
 It therefore imports the standard library only, and ring_plugins where that can be imported. `python - JSON` prints one
 line, `ring probe: ` and a JSON object. The argument's keys:

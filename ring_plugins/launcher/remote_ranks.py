@@ -1,4 +1,4 @@
-"""Runs a call on ranks of several hosts: `ring run` starts them, and each connects back here for its work."""
+"""Runs a call on ranks of several hosts: `ring run` starts them, and each connects back to get the call."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class RemoteRanks:
 
 
 def run_rank() -> None:
-    """Be a rank that `RemoteRanks` had started: fetch the call, run it, report its outcome, exit."""
+    """Run in a rank of `RemoteRanks`: fetch the call, run it, report its outcome, exit."""
     address, port, key = os.environ.pop(config.DRIVER.name).split()
     rank = detect().rank
     if rank is None:

@@ -25,7 +25,7 @@ from typing import Any
 
 from ring_plugins.core.linux.process import adopt_orphans, children, descendants, end_with_parent
 
-#: Seconds that the other processes get to end by themselves, with errors of their own, once the job is over.
+#: Seconds that the other processes get to end with their own errors, once the job is over.
 _GRACE_SECONDS = 8.0
 #: Seconds before SIGTERM follows a Ctrl-C, which the terminal has sent to all processes already.
 _INTERRUPT_SECONDS = 3.0
@@ -35,7 +35,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Supervisor:
-    """Starts processes, and sees them and everything they start to their end.
+    """Starts processes, and ends them together with everything that they have started.
 
     Use it as a context manager in the main thread.
 
@@ -118,7 +118,7 @@ class Supervisor:
             if over is None and any(process.returncode for process in self.processes):
                 over = now
             delay = _INTERRUPT_SECONDS if self.signalled == signal.SIGINT else 0.0
-            # After a failure the ranks tell each other. After a signal, or where a rank never came, nobody tells them.
+            # After a failure the ranks notify each other. After a signal, or if a rank never came, nobody does.
             if over is not None and (self.signalled or trouble) and not terminated and now - over >= delay:
                 terminated = True
                 for process in self.processes:

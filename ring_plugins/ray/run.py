@@ -30,7 +30,7 @@ def run(
 ) -> list[T]:
     """Call `function(*args, **kwargs)` on several actors of a Ray cluster, all at once.
 
-    Each actor is one rank, in a process of its own, in which `ring_plugins.init()` finds the others. All ranks end when
+    Each actor is one rank, in its own process, in which `ring_plugins.init()` finds the others. All ranks end when
     one fails and when the driver ends; a failed rank is not retried. Unless `ray.init()` was called before, Ray finds
     or starts a cluster as usual.
 
@@ -113,7 +113,7 @@ class _RankActor:
 
 
 class _RankActors:
-    """The actors of one call, in a placement group of their own. Leaving the context removes both."""
+    """The actors of one call, in their own placement group. Leaving the context removes both."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class _RankActors:
                     "num_gpus": needs.get("GPU", 0),
                     "resources": others,
                     "max_restarts": 0,
-                    # With a runtime environment of its own an actor cannot use a process that Ray has started ahead.
+                    # With its own runtime environment an actor cannot use a process that Ray has started ahead.
                     "runtime_env": {"env_vars": variables} if variables else None,
                     "scheduling_strategy": PlacementGroupSchedulingStrategy(
                         self._group, placement_group_bundle_index=number

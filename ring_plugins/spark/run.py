@@ -1,8 +1,8 @@
 """`ring_plugins.spark.run`: calls a function on several Spark executors and returns the results to the driver.
 
-Each rank is a task in barrier mode, which Spark starts all at once or not at all. The task starts the rank as a process
-of its own, because Spark reuses its Python workers, and watches it while it keeps a connection to the driver: when the
-driver ends, the connection closes and the task kills the rank.
+Each rank is a task in barrier mode, which Spark starts all at once or not at all. The task starts the rank as a
+separate process, because Spark reuses its Python workers. It watches that process and keeps a connection to the
+driver: when the driver ends, the connection closes and the task kills the rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run(
 ) -> list[T]:
     """Call `function(*args, **kwargs)` on several executors of the active Spark session, all at once.
 
-    Each rank is a Spark task in barrier mode. It runs the function in a process of its own, in which
+    Each rank is a Spark task in barrier mode. It runs the function in a separate process, in which
     `ring_plugins.init()` finds the others; the process ends when another rank fails, when Spark ends the task, and when
     the driver ends. A failed rank is not retried.
 
@@ -111,7 +111,7 @@ def _wait_for_slots(context: SparkContext, wanted: int | None, start_timeout: fl
 
 
 class _SparkJob:
-    """The Spark job whose tasks are the ranks, run by a thread of its own."""
+    """The Spark job whose tasks are the ranks, run in its own thread."""
 
     def __init__(self, context: SparkContext, ranks: int, task: _RankTask) -> None:
         from pyspark import InheritableThread
@@ -150,7 +150,7 @@ class _SparkJob:
 
 @dataclass(frozen=True)
 class _RankTask:
-    """A barrier task that runs one rank; callable as `mapPartitions` wants it.
+    """A barrier task that runs one rank; a callable for `mapPartitions`.
 
     Attributes:
         driver, port, key: where the driver listens, and its key.

@@ -85,11 +85,11 @@ def test_a_rank_killed_on_another_host_is_named_and_everything_ends(cluster, lau
     if launcher == "sockets":
         for rank in range(3):
             assert f"rank {rank} ends because rank 3" in result.stderr
-        assert "on host2) died without a word" in result.stderr
+        assert "on host2) died without reporting an error" in result.stderr
         return
     # mpirun, and MPI itself where it moves the data, may end the ranks first, and then say so themselves.
     reports = [
-        r"rank 3 \(process \d+ on host2\) died without a word",
+        r"rank 3 \(process \d+ on host2\) died without reporting an error",
         r"process rank 3 with PID \d+ on node host2 exited on signal 9 \(Killed\)",
         *([r"peer process has unexpectedly disconnected.*Peer host: host2"] if launcher == "MPI" else []),
     ]

@@ -73,7 +73,7 @@ def test_a_host_with_another_version_is_named(cluster, tmp_path):
 def test_hosts_that_cannot_be_reached_or_reach_are_named(cluster):
     with cluster.firewall("host3", "22"), cluster.firewall("host1", "1024-65534", sources="1024-65534"):
         output = refused(cluster, "-H", "host1:1,host2:1,host3:1,nowhere:1", "--agent", "ssh -o ConnectTimeout=2")
-    assert "3 of 4 hosts cannot take part" in output
+    assert "3 of 4 hosts cannot run ranks" in output
     assert re.search(r"host3: ssh: connect to host host3 port 22: Connection timed out \(is it up", output), output
     assert re.search(r"nowhere: ssh: Could not resolve hostname nowhere.*/etc/hosts", output), output
     assert "host2: cannot connect to a port of host1: is a firewall" in output

@@ -69,7 +69,7 @@ def test_hosts_that_want_different_networks_are_both_named(cluster):
         text = errors(different)
         assert "host1 (rank 0) with RING_INTERFACE=eth0 has eth0 (10.1.0.0/16), but host2 (rank 1) with" in text
         has = "which has lo (127.0.0.1/8), eth0 (10.1.0.2/16)"
-        assert f"RING_INTERFACE='ib0' is no interface of host2 (rank 1), {has}" in errors(missing)
+        assert f"RING_INTERFACE='ib0' is not an interface of host2 (rank 1), {has}" in errors(missing)
 
 
 def test_a_rank_0_that_cannot_be_reached_is_explained(cluster):
@@ -84,7 +84,7 @@ def test_a_rank_0_that_cannot_be_reached_is_explained(cluster):
         text = errors(blocked)
         silent = "no answer from host1:29500: the host is down, or a firewall"
         assert f"rank 1 on host2 could not reach rank 0: {silent}" in text
-        assert "rank 1 of 2 did not come to rank 0 on host1, port 29500, in time" in text
+        assert "rank 1 of 2 did not connect to rank 0 on host1, port 29500, in time" in text
         unreachable = "10.1.0.77:29501 cannot be reached (No route to host)"
         assert f"rank 1 on host2 could not reach rank 0: {unreachable}" in errors(absent)
         assert "the name nowhere does not resolve here" in errors(unknown)

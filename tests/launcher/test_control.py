@@ -126,7 +126,7 @@ def test_a_rank_that_ends_without_an_outcome_has_failed(pool):
         (outcome,) = driver.outcomes(b"call", 1, no_trouble, 20)
     assert (outcome.failure.host, outcome.failure.summary) == (
         "host7",
-        "the task that it ran in was ended, with the process",
+        "its process or the task around it was ended",
     )
 
 

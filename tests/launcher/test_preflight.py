@@ -45,8 +45,12 @@ def test_a_host_without_an_answer_differs_by_its_reason():
 @pytest.mark.parametrize(
     ("status", "stderr", "part"),
     [
-        (255, "ssh: Could not resolve hostname b: Name or service not known\n", "write it into /etc/hosts"),
-        (255, "banner\nme@b: Permission denied (publickey).\n", "Permission denied (publickey). (log in without"),
+        (255, "ssh: Could not resolve hostname b: Name or service not known\n", "add it to /etc/hosts"),
+        (
+            255,
+            "banner\nme@b: Permission denied (publickey).\n",
+            "Permission denied (publickey). (login must work without",
+        ),
         (255, "Host key verification failed.\n", "accept its key once: ssh b"),
         (255, "ssh: connect to host b port 22: Connection refused\n", "is sshd running"),
         (255, "ssh: connect to host b port 22: Connection timed out\n", "a firewall"),

@@ -32,7 +32,7 @@ def reduce_into(target: Array, sources: Sequence[Array], op: Op, dtype: str, div
     """Combine `sources` in their order and write the result to `target`.
 
     Args:
-        target: 1-d storage array; may be `sources[0]` itself, or the other one of two.
+        target: 1-d storage array; may be `sources[0]`, or `sources[1]` if there are two.
         sources: 1-d storage arrays of the same length, at least one.
         op: the reduction; AVERAGE adds, and `divisor` divides.
         dtype: name of the element type (storage alone cannot tell bfloat16 from uint16).

@@ -112,14 +112,14 @@ class HalfCodec:
         return f"as {self.dtype}"
 
     def begin(self, array: Array) -> None:
-        """Begin another reduction, of `array`, which is as large as those before."""
+        """Begin a reduction of `array`, which has the same size every time."""
         self._start = address_of(array)
         self._packed.clear()
         if self._error_feedback and (self._errors is None or self._errors.size != array.size):
             self._errors = np.zeros(array.size, np.float32)  # pages that are never written cost nothing
 
     def pack(self, piece: Array) -> Array:
-        """Round a piece. A piece that was packed before in this reduction is a result now, which is rounded already."""
+        """Round a piece. The second time in a reduction it holds the result, which is already rounded."""
         half = np.empty(piece.size, STORAGE[self.dtype])
         values = piece.astype(np.float32)
         offset = (address_of(piece) - self._start) // piece.itemsize

@@ -62,9 +62,8 @@ class Op(Enum):
     MAX = "max"
     PRODUCT = "product"
 
-    __hash__ = (
-        object.__hash__
-    )  # Enum's own hash is written in Python and slows down small messages; members are singletons
+    # Enum's own hash is written in Python and slows down small messages. Members are singletons.
+    __hash__ = object.__hash__
 
 
 AVERAGE = Op.AVERAGE

@@ -1,4 +1,4 @@
-"""Memory: from what a caller holds (numpy array, torch tensor, number) to plain host memory, without a copy.
+"""Turns a caller's numpy array, torch tensor or number into plain host memory, without a copy.
 
 A framework's tensor is read through DLPack, the in-memory format that frameworks share (dlpack.h, version 0.8), so that
 this package imports no framework. numpy's own `from_dlpack` is not enough: it knows no bfloat16.
@@ -134,8 +134,6 @@ def slices(count: int, parts: int, itemsize: int) -> tuple[slice, ...]:
     return tuple(slice(min(i * each, count), min((i + 1) * each, count)) for i in range(parts))
 
 
-# DLPack ---------------------------------------------------------------------------------------
-
 #: dlpack.h's DLDeviceType.
 CPU, CUDA = 1, 2
 
@@ -163,7 +161,7 @@ class DLTensor(ctypes.Structure):
 
     @property
     def dtype(self) -> str:
-        """Name of the element type; not one of ours where the core does not know the type."""
+        """Name of the element type; not a key of `STORAGE` if the core does not know the type."""
         return _CODES.get(self.code, f"type {self.code} with ") + ("" if self.code == _BOOL else str(self.bits))
 
 

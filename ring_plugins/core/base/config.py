@@ -54,7 +54,7 @@ def _counts(text: str) -> tuple[int, ...]:
 SECONDS = Kind(_positive, "not a positive number of seconds")
 SWITCH = Kind(_switch, "neither 0 nor 1")
 WHOLE_NUMBER = Kind(_whole, "not a whole number")
-COUNTS = Kind(_counts, "not one positive number, nor several separated by commas")
+COUNTS = Kind(_counts, "not a comma-separated list of positive numbers")
 TEXT: Kind[str] = Kind(str, "not a text")
 
 
@@ -95,7 +95,7 @@ class Variable(Generic[T]):
         return not self.meaning
 
     def text(self, environment: Mapping[str, str] = os.environ) -> str:
-        """Its text, "" where it is not set."""
+        """Its raw text, "" if not set."""
         return environment.get(self.name) or (environment.get(self.older, "") if self.older else "")
 
     def is_set(self, environment: Mapping[str, str] = os.environ) -> bool:
@@ -156,7 +156,7 @@ DRIFT_CHECK = Variable(
     "RING_DRIFT_CHECK",
     WHOLE_NUMBER,
     0,
-    "compare all ranks' weights every so many steps, 0 for never ([observing](observing.md))",
+    "steps between two comparisons of all ranks' weights, 0 for never ([observing](observing.md))",
 )
 START_TIMEOUT = Variable(
     "RING_START_TIMEOUT",
@@ -198,7 +198,7 @@ LAUNCHER = Variable(
     "RING_LAUNCHER",
     one_of("mpi", "rendezvous", "slurm", "spawned", "single", synonyms={"grown": "spawned", "alone": "single"}),
     "",
-    "`mpi`, `rendezvous`, `slurm` or `single` overrules the launcher that `init()` detects",
+    "`mpi`, `rendezvous`, `slurm` or `single` overrides the launcher that `init()` detects",
     shown_default="detected",
 )
 SHARED_MEMORY = Variable(
@@ -232,7 +232,7 @@ TENSORFLOW_NCCL = Variable(
     "RING_TENSORFLOW_NCCL",
     SWITCH,
     False,
-    "1 averages gradients of Keras on TensorFlow in GPU memory; never run on a GPU: see [gpu](gpu.md#use)",
+    "1 averages gradients of Keras on TensorFlow in GPU memory; not yet tested on a GPU: see [gpu](gpu.md#use)",
 )
 SHARE_GPU = Variable("RING_SHARE_GPU", SWITCH, False, "1 lets several ranks share one GPU, for tests; slow")
 

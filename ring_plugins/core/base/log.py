@@ -29,7 +29,7 @@ def _add_rank(record: logging.LogRecord) -> bool:
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
-    """Writes to the present `sys.stderr`, and ignores that the launcher has closed the other end of the pipe."""
+    """Writes to the current `sys.stderr`, and ignores errors after the launcher has closed its end of the pipe."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

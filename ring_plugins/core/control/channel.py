@@ -1,8 +1,8 @@
 """The control channel: small messages between rank 0 and every other rank, beside the data.
 
 Rank 0 is the server, the other ranks are clients, and this file holds what both have in common. A message is
-`[kind, body]` in JSON on an authenticated connection (core/net/auth.py). Either end says "goodbye" before it closes a
-connection in order; a connection that ends without one is a failure.
+`[kind, body]` in JSON on an authenticated connection (core/net/auth.py). Either end sends "goodbye" before it
+closes a connection; a connection that ends without it is a failure.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ControlConnection:
         return self.frames.fileno() >= 0
 
     def send(self, message: bytes, droppable: bool = False) -> None:
-        """Take a message, which `frames.write` sends."""
+        """Queue a message, which `frames.write` sends."""
         if droppable and self.frames.unsent > _MOST_UNSENT:
             self.dropped += 1
         else:
@@ -63,17 +63,17 @@ class ControlConnection:
 class Channel(abc.ABC):
     """One rank's end of the control channel.
 
-    Any thread gives messages to `tell`. They move in `poll`, which one thread calls, and handlers run there. Nothing
-    waits for a message: a channel that is slow or broken costs the job its reports, never a step.
+    Any thread may call `tell`. One thread calls `poll`, which moves messages and runs handlers. Nothing waits for a
+    message: a channel that is slow or broken costs the job its reports, never a step.
 
     Args:
         rank: of this process.
         size: of the job.
 
     Attributes:
-        on_lost: called with a rank whose connection ended without a goodbye, and how that was noticed.
-        on_left: called with a rank that said goodbye.
-        on_joined: called on rank 0 with a rank that messages reach from now on.
+        on_lost: called with a rank whose connection ended without a goodbye, and the reason.
+        on_left: called with a rank that sent goodbye.
+        on_joined: called on rank 0 with a rank that has just connected.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -101,9 +101,9 @@ class Channel(abc.ABC):
 
         Args:
             rank: rank 0, or on rank 0 any other or `EVERYONE`.
-            kind: which handler takes it.
+            kind: selects the handler.
             body: values that JSON can hold.
-            droppable: whether it may be lost when the network cannot follow.
+            droppable: whether it may be dropped when the network is too slow.
         """
         self._idle.clear()
         self._outbox.append((rank, kind, body or {}, droppable))
@@ -133,16 +133,16 @@ class Channel(abc.ABC):
 
     @property
     def connected(self) -> list[int]:
-        """Ranks that a message reaches now."""
+        """Ranks that are connected now."""
         return [connection.rank for connection in self._connections()]
 
     def flush(self, seconds: float) -> bool:
-        """Wait, in another thread than the one that polls, until everything is sent; whether it is."""
+        """Wait until everything is sent; returns whether it is. Not for the thread that polls."""
         self._wake()
         return self._idle.wait(seconds)
 
     def close(self) -> None:
-        """Say goodbye and end; called by the thread that polls."""
+        """Send goodbye and close; called by the thread that polls."""
         if self._closed:
             return
         self._say_goodbye()
@@ -166,11 +166,11 @@ class Channel(abc.ABC):
         self._waker.close()
         self._selector.close()
 
-    # For the two ends -----------------------------------------------------------------------------
+    # Implemented by the two ends ------------------------------------------------------------------
 
     @abc.abstractmethod
     def _send(self, rank: int, message: bytes, droppable: bool) -> None:
-        """Hand a message to the connections it is for."""
+        """Queue a message on the connections to `rank`."""
 
     @abc.abstractmethod
     def _connections(self) -> list[ControlConnection]:
@@ -182,7 +182,7 @@ class Channel(abc.ABC):
 
     @abc.abstractmethod
     def _say_goodbye(self) -> None:
-        """Give the other ends a goodbye to send."""
+        """Queue a goodbye on every connection."""
 
     def _handle(self, sender: int, kind: Any, body: Any) -> None:
         handler = self._handlers.get(kind) if isinstance(kind, str) and isinstance(body, dict) else None
@@ -190,7 +190,7 @@ class Channel(abc.ABC):
             return
         try:
             handler(sender, body)
-        except Exception:  # an error in a report must not end the thread that watches over the job
+        except Exception:  # an error in a report must not end the monitor thread
             if kind not in self._failed_handlers:
                 self._failed_handlers.add(kind)
                 logger.exception(f'rank {self.rank}: handling the message "{kind}" of rank {sender} failed')
@@ -200,7 +200,7 @@ class Channel(abc.ABC):
 
         Args:
             connection: to read.
-            lost: how its end was noticed already, "" if it was not.
+            lost: why it has ended, "" if that is not known yet.
         """
         messages = []
         try:
@@ -221,7 +221,7 @@ class Channel(abc.ABC):
     def _take(self, connection: ControlConnection, data: bytes) -> None:
         message = from_json(data)
         if not isinstance(message, list) or len(message) != 2:
-            raise Disconnected("it sent what is no message of this job")
+            raise Disconnected("it sent an invalid message")
         if message == GOODBYE:
             self._forget(connection)
             self.on_left(connection.rank)

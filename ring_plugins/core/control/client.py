@@ -23,16 +23,16 @@ from ring_plugins.core.net.auth import (
     to_json,
 )
 
-#: Seconds for one address, between two rounds of all of them, and until this rank goes on without a channel.
+#: Seconds to connect to an address, between two rounds over all addresses, and until this rank gives up.
 _CONNECT, _PAUSE, _GIVE_UP = 1.0, 0.5, 60.0
 _MOST_WAITING = 1000
 
 
 class ControlClient(Channel):
-    """Connects to rank 0's `ControlServer` in the first calls of `poll`; messages given before wait.
+    """Connects to rank 0's `ControlServer` in the first calls of `poll`; earlier messages are queued.
 
-    It is in one of four states: not connected, with a handshake under way, connected, and ended. Before it is connected
-    it tries again after an error, since rank 0 drops connections where it is short of files or strangers open too many.
+    It is in one of four states: not connected, with a handshake under way, connected, and ended. Until connected it
+    tries again after an error: rank 0 drops connections if it runs out of files, or if too many are unauthenticated.
 
     Args:
         rank, size: of this process and of the job.
@@ -156,7 +156,7 @@ class ControlClient(Channel):
         if self._server is not None:
             self._server.send(to_json(GOODBYE))
         elif self._pending is not None and self._handshake.has_proved:
-            # Rank 0 has not answered in time. It would take an end right behind the proof for a failure.
+            # Rank 0 has not answered in time, and would take a close right after the proof for a failure.
             frames = FrameSocket(self._pending, Purpose.CONTROL)
             frames.send(to_json(GOODBYE))
             with contextlib.suppress(Disconnected):

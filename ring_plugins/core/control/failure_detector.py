@@ -1,13 +1,13 @@
-"""Finds out what became of the other ranks, wherever they are, and tells them what becomes of this one.
+"""Detects the failure of other ranks, on any host, and reports this rank's own failure to them.
 
-The promise: when a rank fails, in whatever way, every other rank that waits for it, or for anyone who waits for it,
+The promise: when a rank fails, in whatever way, every other rank that waits for it, directly or indirectly,
 raises an error that names the rank that failed first and the reason. Nobody hangs, and nobody blames a victim.
 
 Ranks end in different ways, and each is noticed by the quickest means that never mistakes a busy process for a dead
 one:
 
-- An exception: the rank itself tells, in shared memory on its host and over the control channel elsewhere, before it
-  ends. A rank that fails because of a peer passes on the peer's reason as the root cause.
+- An exception: the rank itself reports it before it ends, in shared memory on its host and over the control channel
+  elsewhere. A rank that fails because of a peer passes on the peer's reason as the root cause.
 - Death by a signal: ranks of the same host see a lock that the kernel has dropped (liveness.py); rank 0 sees the
   control connection close without a goodbye, and tells the others.
 - A host or network that is gone: the kernel's acknowledgments stop (tcp_liveness.py), or the control connection times
@@ -20,7 +20,7 @@ The first failure that reaches a rank counts, and rank 0 passes on only the firs
 two fail at the same moment.
 
 Considered and rejected: heartbeats, and detectors that learn their intervals (phi accrual), declare a rank dead that
-holds Python's lock in a long computation. A time-out on every operation, as torch has for NCCL and gloo, cannot tell a
+holds the GIL in a long computation. A time-out on every operation, as torch has for NCCL and gloo, cannot tell a
 slow rank from a dead one; it is only the last resort here (RING_TIMEOUT). Agreement on the set of failed ranks (MPI's
 ULFM) is needed to go on without them; to end, or to restart all ranks, the first failure is enough.
 """
@@ -59,7 +59,7 @@ class Peer(NamedTuple):
 
 
 class FailureDetector:
-    """What this process knows of the fate of the others, and tells them of its own.
+    """Records which other ranks have failed or left, and reports this rank's failure.
 
     Args:
         rank: of this process.
@@ -70,9 +70,9 @@ class FailureDetector:
     Attributes:
         rank, membership: as given.
         aborted: whether an error about a peer has been raised in this process, whose script now ends it or recovers.
-        failed: whether this process has told the others that it failed.
-        has_lost_the_network: whether the failure is a network that is lost.
-        deadlocks: name of a communicator -> why waiting in it is in vain; a wait that finds its own raises it.
+        failed: whether this process has reported its own failure.
+        has_lost_the_network: whether the failure is a lost network.
+        deadlocks: name of a communicator -> the deadlock that it is part of, which a wait in it raises.
     """
 
     def __init__(self, rank: int, membership: Sequence[Peer], local_peers: LocalPeers | None, channel: Channel) -> None:
@@ -84,12 +84,12 @@ class FailureDetector:
         self._remote_failure: PeerFailed | None = None
         self._has_lost_a_process = False
         self._left: dict[int, float] = {}
-        self._departures: list[int] = []  # of which rank 0 has not yet told the others
+        self._departures: list[int] = []  # which rank 0 has not yet forwarded
         channel.on("failed", lambda sender, body: self._note_failed(body))
         channel.on("left", lambda sender, body: self._note_left(body["ranks"]))
         channel.on_lost, channel.on_left = self._note_lost, lambda rank: self._note_left([rank])
 
-    # What became of the others --------------------------------------------------------------------
+    # The other ranks ------------------------------------------------------------------------------
 
     def failure(self) -> PeerFailed | None:
         """The failure of any other rank, if there is one."""
@@ -102,7 +102,7 @@ class FailureDetector:
         return local or self._has_lost_a_process
 
     def check(self, communicator: str, missing: Sequence[int], what: str) -> None:
-        """Raise if what this rank waits for cannot happen any more.
+        """Raise if the operation that this rank waits in cannot complete any more.
 
         Args:
             communicator: in which it waits.
@@ -122,7 +122,7 @@ class FailureDetector:
             if self._has_left(rank):
                 self.aborted = True
                 raise PeerLeft(
-                    f"rank {rank} has ended its part of the job, and rank {self.rank} waits for it in {what}. "
+                    f"rank {rank} has left the job, but rank {self.rank} waits for it in {what}. "
                     "Usually the ranks took different numbers of steps: give every rank the same number of batches.",
                     rank,
                 )
@@ -131,7 +131,7 @@ class FailureDetector:
             raise DeadlockError(self.deadlocks[communicator])
 
     def has_ended(self, rank: int) -> bool:
-        """Whether a rank's process has ended normally; on another host, whether it must have by now."""
+        """Whether a rank's process has ended normally; on another host, whether it should have by now."""
         if self._local_peers is not None and rank in self._local_peers.others:
             return self._local_peers.has_ended(rank)
         return rank in self._left and time.monotonic() - self._left[rank] > _EXIT
@@ -141,7 +141,7 @@ class FailureDetector:
             return True
         return rank in self._left and time.monotonic() - self._left[rank] > _IN_FLIGHT
 
-    # What becomes of this one ---------------------------------------------------------------------
+    # This rank ------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed, so that they stop waiting. Only the first call counts."""
@@ -161,7 +161,7 @@ class FailureDetector:
     # On the monitor thread, which moves the channel -----------------------------------------------
 
     def forward_departures(self) -> None:
-        """On rank 0: tell all ranks who has left since the last call."""
+        """On rank 0: tell all ranks which ranks have left since the last call."""
         if self._departures and self.rank == 0:
             self._channel.tell(EVERYONE, "left", {"ranks": self._departures})
             self._departures = []
@@ -170,8 +170,8 @@ class FailureDetector:
         """Report that a host cannot be reached any more.
 
         Args:
-            rank: one on that host.
-            how: how that was noticed.
+            rank: a rank on that host.
+            how: how that was detected.
         """
         peer, here = self.membership[rank], self.membership[self.rank].host
         self._report_lost(
@@ -190,13 +190,13 @@ class FailureDetector:
         peer = self.membership[rank]
         self._report_lost(
             rank,
-            f"rank {rank} (process {peer.pid} on {peer.host}) died without a word; it was killed by a signal (out of "
-            "memory? `kill -9`?) or crashed in native code.",
+            f"rank {rank} (process {peer.pid} on {peer.host}) died without reporting an error; it was "
+            "killed by a signal (out of memory? `kill -9`?) or crashed in native code.",
         )
 
     def _report_lost(self, rank: int, text: str, network: bool = False) -> None:
-        # "of" is the rank that needs not be told. A rank behind a lost network may still hear of it over this channel,
-        # and has no other way to learn it if it only waits for data.
+        # The rank "of" ignores the message, since it concerns that rank itself. But a rank behind a lost network may
+        # still receive it, and cannot learn of the loss otherwise if it only waits for data.
         of = -1 if network else rank
         self._note_failed({"rank": rank, "text": text, "of": of, "lost": True, "network": network})
 

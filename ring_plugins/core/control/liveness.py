@@ -1,6 +1,6 @@
 """Which of this host's ranks are alive, and how the others ended: known within milliseconds, whatever they do.
 
-The problem: a rank can be killed at any moment, also while it holds Python's lock in a long computation or is stopped
+The problem: a rank can be killed at any moment, also while it holds the GIL in a long computation or is stopped
 in a debugger. Heartbeats would declare it dead there; its process id may already belong to another process, or to a
 zombie; and it is not our child, so we cannot wait for it.
 
@@ -9,8 +9,9 @@ it as long as it lives. The kernel drops the lock when the process ends, however
 lock knows that the owner is gone. Record locks belong to the process, not to the open file, so forked children do not
 inherit them. In the segment the owner writes how it ends: it left, or it failed, and which rank failed first and why.
 
-Considered and rejected: robust mutexes (set_robust_list(2)) tell the same, but depend on the layout of libpthread's
-structures. A pidfd (pidfd_open(2)) does so too, but needs Linux 5.3, and the segment is needed anyway for the reason.
+Considered and rejected: robust mutexes (set_robust_list(2)) give the same information, but depend on the layout of
+libpthread's structures. A pidfd (pidfd_open(2)) does so too, but needs Linux 5.3, and the segment is needed anyway for
+the reason.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class LocalPeers:
 
     Args:
         own, others: their liveness.
-        host: its name, for texts; "" if the job has only this one.
+        host: its name, for messages; "" if the job has only this host.
 
     Attributes:
         own: of this process.
@@ -120,11 +121,11 @@ class LocalPeers:
                 root, text = other.root_cause
                 return PeerFailed(text, root)
             if other.state == RUNNING and other.has_died():
-                if other.state != RUNNING:  # it wrote its end between the two looks
+                if other.state != RUNNING:  # it wrote how it ended between the two checks
                     return self.failure()
                 return PeerFailed(
-                    f"rank {rank} (process {other.pid}{self._where}) died without a word; it was killed by a signal "
-                    "(out of memory? `kill -9`?) or crashed in native code.",
+                    f"rank {rank} (process {other.pid}{self._where}) died without reporting an error; it was "
+                    "killed by a signal (out of memory? `kill -9`?) or crashed in native code.",
                     rank,
                 )
         return None

@@ -1,13 +1,13 @@
-"""A thread of every rank that looks after the job while the script computes.
+"""A thread of every rank that watches the job while the script computes.
 
 A script that waits in a collective learns of a failure there. One that computes, loads data or waits in another library
 does not, and would go on for hours in a job that is over, or hang. So this thread moves the control channel, runs the
 services (stall reports, timelines, failure detection that polls), and when a peer has failed gives the script some
-seconds to notice by itself, in its next collective. Then it ends the process.
+seconds to notice in its next collective. Then it ends the process.
 
-It also ends the process when the launcher is gone: mpirun that was killed by SIGKILL ends nobody.
+It also ends the process when the launcher is gone: an mpirun killed by SIGKILL does not end its ranks.
 
-A service that raises is dropped with a message. Nothing that only observes may harm the job.
+A service that raises is dropped with a message: an observer must not harm the job.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ring_plugins.core.control.failure_detector import FailureDetector
 
 #: Seconds between ticks.
 _EVERY = 0.5
-#: Seconds that a script has to notice a failed peer by itself before its process is ended.
+#: Seconds that a script has to notice a failed peer before its process is ended.
 _GRACE = 5.0
 #: Seconds for the launcher to end the job; where MPI is broken too, the call may never return.
 _ABORT = 2.0
 
 
 class Service(Protocol):
-    """Something that is done now and then, beside the job."""
+    """Periodic work of the monitor thread."""
 
     def tick(self, now: float) -> None:
         """Called twice a second and after messages, with `time.monotonic()`; must not wait."""
@@ -44,10 +44,10 @@ class MonitorThread:
     """Moves the control channel, calls the services, and ends this process where its script cannot notice the end.
 
     Args:
-        failure_detector: knows what became of the other ranks.
+        failure_detector: knows which ranks have failed or left.
         channel: moved by this thread only.
         launched: whether the process that started this one must outlive it.
-        abort: ends the whole job where the launcher offers that.
+        abort: ends the whole job, if the launcher can.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class MonitorThread:
         self._thread.start()
 
     def add(self, service: Service) -> None:
-        """Call this service from now on."""
+        """Add a service."""
         self._services = [*self._services, service]
 
     def close(self, patience: float = 5.0) -> None:

@@ -1,4 +1,4 @@
-"""Tells the process that started a job that a rank failed: mpirun's exit status does not always tell.
+"""Tells the process that started a job that a rank failed: mpirun's exit status does not always show it.
 
 The launcher makes an anonymous file in memory (memfd) and names it in the ranks' environment. A rank that fails opens
 it through /proc, if it runs on the launcher's host, and appends its reason. The kernel lets only processes of the same
@@ -8,7 +8,7 @@ A rank first compares the file's random name. On another host, or once the launc
 number may be any file of the user's.
 
 Considered and left: a datagram socket in Linux's abstract namespace. Any user may send to it, and although the receiver
-can ask for the sender's user (SCM_CREDENTIALS), a stranger can fill its queue so that no rank's message arrives.
+can ask for the sender's user (SCM_CREDENTIALS), anyone can fill its queue so that no rank's message arrives.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from types import TracebackType
 
 from ring_plugins.core.base import config
 
-#: Bytes of one message, and of all: the first one says what failed first.
+#: Bytes of one message, and of all messages; only the first one is read.
 _LONGEST, _ENOUGH = 4096, 1 << 20
 _END = b"\0"
 
 
 def notify_parent(text: str) -> None:
-    """Tell the process that started this one, if it is on this host and wants to know."""
+    """Send a message to the launcher, if it is on this host and has a `ParentNotifier`."""
     with contextlib.suppress(OSError, ValueError):
         pid, number, name = config.PARENT_NOTIFIER.get().split(":")
         path = f"/proc/{int(pid)}/fd/{int(number)}"
@@ -41,7 +41,7 @@ def notify_parent(text: str) -> None:
 
 
 class ParentNotifier:
-    """The launcher's end: a context in which ranks of this host that have `environment` can tell something.
+    """The launcher's end: receives messages of ranks on this host that have `environment`.
 
     Attributes:
         environment: for the ranks.
@@ -55,8 +55,8 @@ class ParentNotifier:
             self._file = os.memfd_create(name)
             self.environment[config.PARENT_NOTIFIER.name] = f"{os.getpid()}:{self._file}:{name}"
 
-    def heard(self) -> str | None:
-        """What the first rank has told, None if none has."""
+    def first_message(self) -> str | None:
+        """The message of the rank that failed first, None if there is none."""
         if self._file < 0:
             return None
         text, end, _ = os.pread(self._file, _LONGEST + 1, 0).partition(_END)

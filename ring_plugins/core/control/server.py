@@ -19,14 +19,14 @@ _OTHER_FILES, _OTHER_CONNECTIONS = 512, 64
 
 
 class ControlServer(Channel):
-    """Listens from the start, before the other ranks are told where.
+    """Listens before the other ranks learn its address.
 
-    For ranks of its host it listens on a socket in Linux's abstract namespace, which is no file and no port. The port
-    for other hosts is open only where there are any (`only_this_host`).
+    For ranks of its host it listens on a socket in Linux's abstract namespace, which uses neither a file nor a port.
+    The port for other hosts is closed if there are none (`only_this_host`).
 
     Args:
         size: of the job.
-        addresses: of this host, under which others are to connect, the likeliest first; none where there are no others.
+        addresses: of this host, for other hosts to connect to, the likeliest first; empty if there are none.
     """
 
     def __init__(self, size: int, addresses: Sequence[str] = ()) -> None:
@@ -42,8 +42,8 @@ class ControlServer(Channel):
         self._remote: socket.socket | None = None
         self._addresses = list(addresses)
         if addresses:
-            one = addresses[0] if len(addresses) == 1 else ""
-            self._remote = socket.create_server((one, 0), backlog=min(size + _OTHER_CONNECTIONS, 4096))
+            address = addresses[0] if len(addresses) == 1 else ""
+            self._remote = socket.create_server((address, 0), backlog=min(size + _OTHER_CONNECTIONS, 4096))
             self._acceptor.add(self._remote)
         self._selector.register(self._acceptor, selectors.EVENT_READ, self._accept)
 
@@ -62,7 +62,7 @@ class ControlServer(Channel):
 
     def poll(self, seconds: float) -> None:
         if not self._closed:
-            self._accept()  # also while nobody connects: connections that stay silent are dropped here
+            self._accept()  # drops connections that stay silent, even if nobody connects
         super().poll(seconds)
 
     def abandon(self) -> None:
@@ -84,7 +84,7 @@ class ControlServer(Channel):
             self._join(new)
 
     def _join(self, new: Authenticated) -> None:
-        if not self._expects(new.claim):  # two connections of one rank within a moment
+        if not self._expects(new.claim):  # a rank that connected twice at once
             new.socket.close()
             return
         enable_keepalive(new.socket)

@@ -1,18 +1,16 @@
-"""Finds hosts that have gone silent: a cut cable, a firewall, a host without power. Nothing announces these.
+"""Finds hosts that have gone silent: a cut cable, a firewall, a host without power. Nobody reports these.
 
 The problem: when a process ends, its kernel closes the connections, and peers learn it at once. When a host or the
-network to it is gone, nothing arrives any more, and TCP repeats what it sent for 15 minutes (tcp_retries2) before it
-reports an error. A time-out on answers cannot be much shorter than that: a process that computes for an hour, or is
+network to it is gone, nothing arrives any more, and TCP retransmits for 15 minutes (tcp_retries2) before it reports an
+error. A time-out on answers cannot be much shorter than that: a process that computes for an hour, or is
 stopped in a debugger, does not answer either.
 
 The idea: a host's kernel acknowledges what reaches it, whatever its processes do. So we ask our own kernel, not the
-peer: how often has it repeated something without an acknowledgment (TCP_INFO, tcp(7))? It knows that for every TCP
-connection of this process, including those of MPI and NCCL, whose sockets we never see otherwise. A connection on which
-something has been repeated at least three times, and nothing has been acknowledged for RING_NETWORK_TIMEOUT seconds,
-has lost its network.
+peer: how often has it retransmitted without an acknowledgment (TCP_INFO, tcp(7))? It knows that for every TCP
+connection of this process, including those of MPI and NCCL, whose sockets we never see otherwise. A connection with
+at least three retransmissions and no acknowledgment for RING_NETWORK_TIMEOUT seconds has lost its network.
 
-Connections on which nothing is under way repeat nothing, so `enable_keepalive` has the kernel probe those: the control
-channel is one such.
+Idle connections retransmit nothing, so `enable_keepalive` has the kernel probe those, such as the control channel.
 
 Considered and rejected: TCP_USER_TIMEOUT (RFC 5482) does the same for one socket, but it closes the connection, and
 cannot be set on sockets of MPI and NCCL before they use them. Reading /proc/net/tcp shows the counters of all
@@ -37,9 +35,9 @@ from ring_plugins.core.control.wait import long_waits
 if TYPE_CHECKING:
     from ring_plugins.core.control.failure_detector import FailureDetector
 
-#: Seconds between looks, and at least this multiple of the time that a look takes.
+#: Seconds between checks, and at least this multiple of the time that a check takes.
 _EVERY, _RARELY = 1.0, 500
-#: Repetitions that count as silence; congested networks cause one or two.
+#: Retransmissions that count as silence; congested networks cause one or two.
 _ENOUGH = 3
 #: Seconds without traffic before the kernel probes the other host, and between its probes.
 _IDLE, _INTERVAL = 2, 1
@@ -67,7 +65,7 @@ class TcpConnection(NamedTuple):
 
 
 def retransmissions() -> dict[TcpConnection, int]:
-    """How often something was repeated, for each connection of this process on which something is being repeated."""
+    """Number of retransmissions of each connection of this process that is retransmitting now."""
     found = {}
     info, length = ctypes.create_string_buffer(8), ctypes.c_uint()
     for name in os.listdir("/proc/self/fd"):
@@ -100,7 +98,7 @@ class TcpLiveness:
     """A service of the monitor thread that reports silent hosts to the failure detector.
 
     Args:
-        failure_detector: is told.
+        failure_detector: receives the reports.
         addresses: of every rank's host, in rank order.
         look: see `retransmissions`.
     """
@@ -120,11 +118,11 @@ class TcpLiveness:
                     self._ranks.setdefault(address, []).append(rank)
         self._timeout = config.NETWORK_TIMEOUT.get()
         self._next = 0.0
-        #: Since when something has been repeated on a connection, and how often it had been at the last look.
+        #: By connection, since when it has been retransmitting, and how often it had at the last check.
         self._silent: dict[TcpConnection, tuple[float, int]] = {}
 
     def tick(self, now: float) -> None:
-        """Look, and report a host once its silence has lasted."""
+        """Report hosts that have been silent for RING_NETWORK_TIMEOUT seconds."""
         if not self._ranks or now < self._next:
             return
         began = time.monotonic()
@@ -150,6 +148,6 @@ class TcpLiveness:
 
 
 def _awaited(ranks: Sequence[int]) -> int:
-    """Of ranks on one host, one that this process waits for, if there is one, otherwise the first."""
+    """A rank that this process waits for, among ranks on one host; the first if it waits for none of them."""
     missing = {rank for wait in list(long_waits.values()) for rank in wait.missing}
     return next((rank for rank in ranks if rank in missing), ranks[0])

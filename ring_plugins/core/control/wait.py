@@ -1,4 +1,4 @@
-"""The one loop in which a rank waits for others: it knows who waits, can say for whom and why, and always ends.
+"""The one loop in which a rank waits for others: it can name the missing ranks and the reason, and always ends.
 
 The problem: ranks wait for each other in many places (shared-memory barriers, sockets, MPI, GPUs), and each time the
 peer may have failed, left, taken another path through the program, or simply need an hour. A blocking receive cannot
@@ -9,9 +9,8 @@ time has passed.
 Here every wait polls a cheap condition. It goes through phases, as an adaptive mutex does:
 
 1. Spin for 50 µs: a peer in step arrives within that time, and sleeping would cost more.
-2. Sleep between looks, by whatever means the caller offers: a futex, poll(2), or a short nap. Naps become longer after
-   a second.
-3. Every 20 ms ask the failure detector whether what is awaited can still happen. If not, raise its error.
+2. Sleep between checks, as the caller chooses: on a futex, in poll(2), or for a short time that grows after a second.
+3. Every 20 ms ask the failure detector whether the operation can still complete. If not, raise its error.
 4. After a second, publish the wait in `long_waits`, from which stall reports and deadlock detection are made.
 5. After RING_TIMEOUT, raise.
 
@@ -36,9 +35,9 @@ if TYPE_CHECKING:
 #: Seconds of spinning before the first sleep: above the time in which a peer in step arrives, far below what a
 #: computing thread would miss.
 _SPIN = 50e-6
-#: Seconds of a sleep between two looks, in the first second of a wait and after it.
+#: Seconds of a sleep between two checks, in the first second of a wait and after it.
 _NAP, _LONG_NAP = 50e-6, 500e-6
-#: Seconds between two questions to the failure detector.
+#: Seconds between two calls of the failure detector.
 _CHECK_EVERY = 0.02
 #: Seconds after which a wait is long, that is, published in `long_waits`.
 _LONG = 1.0
@@ -48,7 +47,7 @@ _REASON = 3.0
 
 _PR_SET_TIMERSLACK = 29
 _libc = ctypes.CDLL(None, use_errno=True)
-_yield_core = getattr(_libc, "sched_yield", lambda: 0)  # through ctypes, which releases Python's lock
+_yield_core = getattr(_libc, "sched_yield", lambda: 0)  # through ctypes, which releases the GIL
 
 
 def nap_precisely() -> None:
@@ -58,7 +57,7 @@ def nap_precisely() -> None:
 
 
 class LongWait(NamedTuple):
-    """A wait that has lasted longer than it does between ranks in step.
+    """A wait of more than `_LONG` seconds.
 
     Attributes:
         communicator: its name.
@@ -89,11 +88,11 @@ class Wait:
     """Waits on behalf of one communicator.
 
     Args:
-        communicator: its name, for texts and to tell its waits from those of others.
-        failure_detector: knows what became of the other ranks; None where there are none.
+        communicator: its name, for messages and to tell its waits from those of others.
+        failure_detector: knows which ranks have failed or left; None in a job of one rank.
 
     Attributes:
-        part_of: what the operation under way is a part of, such as a bucket, for texts.
+        part_of: what the operation under way is a part of, such as a bucket, for messages.
         number: how many operations of the communicator have finished; equal on members in step.
         caller_blocked_since: since when a caller has been blocked until this communicator finishes something, or 0.
         waited_for_arrival: seconds spent waiting for members to arrive at an operation, in waits that are over.
@@ -128,9 +127,9 @@ class Wait:
         Args:
             ready: a cheap condition; may raise.
             missing: world ranks that have not arrived; called only if the wait lasts.
-            what: the operation, for texts.
+            what: the operation, for messages.
             arrival: whether this waits for members to arrive at the operation rather than for bytes to move.
-            nap: sleeps between two looks: `time.sleep`, or something that wakes early when there is news.
+            nap: sleeps between two checks: `time.sleep`, or a function that returns early when something arrives.
             spin: whether to spin for a moment before the first sleep.
 
         Raises:

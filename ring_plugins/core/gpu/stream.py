@@ -247,7 +247,7 @@ class StreamQueue:
             self._departed_since = now
         elif now - self._departed_since > _IN_FLIGHT:
             raise PeerLeft(
-                f"rank {departed[0]} has ended its part of the job, and the GPU of rank {self._rank} waits for it in "
+                f"rank {departed[0]} has left the job, but the GPU of rank {self._rank} waits for it in "
                 f"{self._name}: {oldest.text}. Usually the ranks took different numbers of steps: give every rank the "
                 "same number of batches.",
                 departed[0],

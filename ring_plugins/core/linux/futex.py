@@ -24,7 +24,7 @@ class _Timespec(ctypes.Structure):
 
 
 if _number is not None:
-    _syscall = ctypes.CDLL(None).syscall  # releases Python's lock while it sleeps
+    _syscall = ctypes.CDLL(None).syscall  # releases the GIL while it sleeps
     _call, _wait, _wake, _all = (
         ctypes.c_long(_number),
         ctypes.c_int(_WAIT),
@@ -37,8 +37,8 @@ if _number is not None:
 
         Args:
             address: of the word, aligned to 4 bytes; the low 32 bits of a little-endian 64-bit number will do.
-            value: what the caller has seen there; its low 32 bits count.
-            seconds: to sleep at most. Signals, and sometimes nothing at all, end the sleep early.
+            value: what the caller has seen there; only its low 32 bits are compared.
+            seconds: longest sleep. Signals end it early, and so do spurious wake-ups.
         """
         limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
         _syscall(_call, ctypes.c_void_p(address), _wait, ctypes.c_uint32(value & 0xFFFFFFFF), ctypes.byref(limit))
@@ -50,8 +50,8 @@ if _number is not None:
 else:  # pragma: no cover
 
     def sleep_while(address: int, value: int, seconds: float) -> None:
-        """Nap instead."""
+        """Sleep briefly: there is no futex."""
         time.sleep(min(seconds, _NAP))
 
     def wake(address: int) -> None:
-        """Do nothing: sleepers wake by themselves."""
+        """Do nothing: sleepers soon look again."""

@@ -58,11 +58,11 @@ def interfaces() -> list[Interface]:
         name = label.partition(":")[0]  # "eth0:1" labels a second address of eth0
         if not _is_up(name):
             continue
-        for one in addresses:
-            if one.family == socket.AF_INET:
-                prefix = ipaddress.ip_network(f"0.0.0.0/{one.netmask or '255.255.255.255'}").prefixlen
-                internal = one.address.startswith("127.") or name.startswith(_INTERNAL) or not _has_carrier(name)
-                found.append(Interface(name, one.address, prefix, _speed(name), internal))
+        for entry in addresses:
+            if entry.family == socket.AF_INET:
+                prefix = ipaddress.ip_network(f"0.0.0.0/{entry.netmask or '255.255.255.255'}").prefixlen
+                internal = entry.address.startswith("127.") or name.startswith(_INTERNAL) or not _has_carrier(name)
+                found.append(Interface(name, entry.address, prefix, _speed(name), internal))
     return found
 
 
@@ -71,7 +71,7 @@ def own_addresses() -> list[str]:
     return [i.address for i in interfaces() if not i.address.startswith("127.")]
 
 
-# psutil.net_if_stats would tell state and speed too, but takes an interface without a carrier for one that is down.
+# psutil.net_if_stats also gives state and speed, but reports an interface without a carrier as down.
 
 
 def _is_up(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""This process and its relatives: which cores it may use, who its children are, and what ends it."""
+"""This process and its relatives: CPU limits, the process tree, and death signals."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def cores(group: Path = _CGROUP) -> int:
 
 
 def cpu_quota(group: Path = _CGROUP) -> float | None:
-    """Cores that a container may use at a time, None without a limit.
+    """Cores that a container may keep busy, None without a limit.
 
     Args:
         group: as for `cores`.
@@ -84,7 +84,7 @@ def raise_open_file_limit(wanted: int = 65536) -> None:
     """Raise the soft limit of open files: each connection is one, and the usual 1,024 is too few for a large job.
 
     Args:
-        wanted: how many files to allow, as far as the hard limit does.
+        wanted: how many files to allow; the hard limit caps it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:
@@ -95,7 +95,7 @@ def raise_open_file_limit(wanted: int = 65536) -> None:
 
 
 def boot_id() -> str:
-    """Identifies the running kernel, also from inside a container; the host's name where it tells none."""
+    """Identifies the running kernel, also from inside a container; the host's name if it has no boot id."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

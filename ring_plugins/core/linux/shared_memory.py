@@ -1,9 +1,10 @@
-"""Memory that the processes of one host share, and that nobody can leak.
+"""Memory that the processes of one host share, and that the kernel always frees.
 
 The usual ways to share memory leave something behind when a process is killed: POSIX segments stay in /dev/shm, System
-V segments in the kernel, both until somebody removes them; and containers limit /dev/shm to 64 MiB unless told
-otherwise. So a segment here is an anonymous file in memory (memfd_create(2)). It has no name: peers open it through
-/proc/PID/fd/FD of the process that made it, and the kernel frees it with the last process that maps it, also after
+V segments in the kernel, both until somebody removes them. Containers also limit /dev/shm to 64 MiB by default.
+
+So a segment here is an anonymous file in memory (memfd_create(2)). It has no name: peers open it through
+/proc/PID/fd/FD of the process that made it, and the kernel frees it with the last process that maps it, even after
 SIGKILL. It counts as memory of the process and not as part of /dev/shm.
 
 Opening /proc/PID/fd/FD needs the permission to trace that process (ptrace(2), "access mode checking"), which processes
@@ -152,7 +153,7 @@ def _publish_weakly_ordered() -> None:
     """Order memory accesses: all loads and stores so far happen before any that follow.
 
     On processors that reorder memory accesses (Arm, POWER) releasing and acquiring a lock is a full fence. x86 keeps
-    stores in order, and loads in order, by itself.
+    stores in order, and loads in order, without a fence.
     """
     lock = _fence.lock
     lock.release()

@@ -22,21 +22,21 @@ The handshake. Three messages of fixed size, 1.5 round trips:
 
 Both nonces, the role, the purpose and the claim (rank, target, tag) are under both proofs. So a proof cannot be
 replayed, cannot be reflected to its author, and is worth nothing at a port of another purpose, for another rank or for
-another tag. The client proves first: whoever merely connects receives nothing that was computed from the secret, and
-cannot try out weak values of RING_SECRET at home. Before both proofs nothing is parsed but integers at fixed offsets.
+another tag. The client proves first: a process that merely connects receives nothing computed from the secret, so it
+cannot guess a weak RING_SECRET offline. Before both proofs nothing is parsed but integers at fixed offsets.
 JSON comes after them, and so do the launcher's pickles, which are as good as code.
 
-Unauthenticated connections are bounded in number and in seconds (`Acceptor`). An error of a connection closes that
-connection only. On unix sockets the kernel also tells the user (SO_PEERCRED), and other users are turned away.
+Unauthenticated connections are bounded in number and in seconds (`Acceptor`). An error on a connection closes only that
+connection. On unix sockets the kernel also reports the user (SO_PEERCRED), and other users are rejected.
 
 The handshake is a state machine without input and output, since two of its users block (launcher, bootstrap) and two
-must not (the listener and the control channel share a thread with everything else that watches over a job).
+must not: the listener serves all peers in one thread, and the control channel shares the monitor thread.
 
 Considered and left. TLS: certificates would have to reach every rank, the ssl module knows pre-shared keys from Python
-3.13 only, and data would be encrypted that today goes at the speed of the network. multiprocessing.connection: it
-accepts and authenticates in one blocking call, so that one silent connection keeps all others out; its proofs bind
-neither purpose nor rank; and it unpickles. A password-authenticated key exchange such as SPAKE2 would protect weak
-secrets from a server that only pretends; secrets are random numbers from a launcher instead.
+3.13 only, and encryption would slow down data that now moves at the speed of the network.
+multiprocessing.connection: it accepts and authenticates in one blocking call, so one silent connection blocks all
+others; its proofs bind neither purpose nor rank; and it unpickles. A password-authenticated key exchange such as SPAKE2
+would protect weak secrets from an impostor server; instead, launchers make secrets random.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ _CHALLENGE_BYTES = _HEADER.size + _NONCE
 _RESPONSE_BYTES = _HEADER.size + _CLAIM.size + _NONCE + _PROOF
 _RESULT_BYTES = _HEADER.size + _STATUS.size + _PROOF
 
-#: Seconds in which a connection has to authenticate itself: thousands of round trips, and few enough that silent ones
-#: do not pile up.
+#: Seconds in which a connection has to authenticate itself: thousands of round trips, yet short enough that silent
+#: connections do not pile up.
 HANDSHAKE_SECONDS = 5.0
-#: Connections accepted in one go, so that a flood of them cannot keep the caller from its other work.
+#: Connections accepted at once, so that a flood of them cannot keep the caller from its other work.
 _ACCEPT_AT_ONCE = 64
 #: Seconds without accepting after the process ran out of files; the kernel keeps connections waiting meanwhile.
 _PAUSE = 0.2
@@ -94,12 +94,12 @@ _LONGEST = {Purpose.CONTROL: 1 << 24, Purpose.BOOTSTRAP: 1 << 28, Purpose.LAUNCH
 
 
 class Claim(NamedTuple):
-    """What a client says of itself.
+    """What a client claims to be.
 
     Attributes:
         rank: of the client.
-        target: rank that it believes to have reached.
-        tag: what it wants to exchange.
+        target: rank that it wants to reach.
+        tag: of the transfers on a data connection.
     """
 
     rank: int
@@ -108,7 +108,7 @@ class Claim(NamedTuple):
 
 
 class Disconnected(Exception):
-    """The connection has ended or carries what is not of this protocol; the text completes "rank 3: ..."."""
+    """The connection has ended or carries another protocol; the text completes "rank 3: ..."."""
 
 
 class Refused(Disconnected):
@@ -135,7 +135,7 @@ class _Status(enum.IntEnum):
 
 
 class Handshake:
-    """One side of the handshake, which is fed with bytes and says what to send.
+    """One side of the handshake: takes received bytes, and gives bytes to send.
 
     Attributes:
         outgoing: to send now.
@@ -154,7 +154,7 @@ class Handshake:
         """Take bytes from the other side, at most `missing` of them.
 
         Raises:
-            Disconnected: they are not of this protocol.
+            Disconnected: they belong to another protocol.
         """
         self._incoming += data
         self.missing -= len(data)
@@ -173,7 +173,7 @@ class Handshake:
         return _HEADER.pack(MAGIC, VERSION, self._purpose, kind)
 
     def _check_header(self) -> None:
-        """Refuse as soon as one byte is wrong: what is not of this protocol may never send all that is awaited."""
+        """Fail at the first wrong byte: a peer with another protocol may never send a whole message."""
         got = self._incoming[: len(self._expected)]
         if got == self._expected[: len(got)]:
             return
@@ -199,7 +199,7 @@ class ClientHandshake(Handshake):
         claim: who this is.
 
     Attributes:
-        has_proved: whether the response is on its way.
+        has_proved: whether the response has been made.
     """
 
     def __init__(self, secret: bytes, purpose: Purpose, claim: Claim) -> None:
@@ -221,7 +221,7 @@ class ClientHandshake(Handshake):
     def _finish(self, message: bytes) -> None:
         signed, proof = message[:-_PROOF], message[-_PROOF:]
         status = signed[-1]
-        if status == _Status.WRONG_SECRET:  # which nobody can sign
+        if status == _Status.WRONG_SECRET:  # which carries no proof
             self.refusal = WrongSecret("it refused this rank's secret")
         elif not hmac.compare_digest(proof, self._prove(b"server", self._transcript + signed)):
             self.refusal = WrongSecret("it did not prove that it knows the job's secret")
@@ -234,7 +234,7 @@ class ServerHandshake(Handshake):
 
     Args:
         secret, purpose: as for `ClientHandshake`.
-        expects: whether a claim that was proved is welcome.
+        expects: returns whether to accept a proved claim.
 
     Attributes:
         claim: of the client; not to be believed before the handshake is over without a `refusal`.
@@ -264,12 +264,12 @@ class ServerHandshake(Handshake):
 
 
 def advance(connected: socket.socket, handshake: Handshake) -> bool:
-    """Move a handshake on as far as it goes at once, on a socket that does not block; whether it is over.
+    """Advance a handshake on a non-blocking socket; returns whether it is complete.
 
-    No byte beyond the handshake is read.
+    Reads no byte beyond the handshake.
 
     Raises:
-        Refused: the two sides do not belong together.
+        Refused: one side rejects the other.
         Disconnected: the connection has ended, or carries something else.
     """
     try:
@@ -305,7 +305,7 @@ def _send_whole(connected: socket.socket, handshake: Handshake) -> None:
 
 
 def authenticate(connected: socket.socket, handshake: Handshake, seconds: float = HANDSHAKE_SECONDS) -> None:
-    """Carry a handshake to its end, waiting for the other side. The socket does not block afterwards.
+    """Complete a handshake, waiting for the other side. Leaves the socket non-blocking.
 
     Raises:
         TimeoutError: it took longer than `seconds`.
@@ -345,13 +345,13 @@ class _Unauthenticated(NamedTuple):
 class Acceptor:
     """Accepts connections on any number of listening sockets and authenticates them, without ever blocking.
 
-    It has a selector of its own, which `fileno` makes visible to the selector of its owner.
+    It has its own selector; `fileno` lets the owner register that with another selector.
 
     Args:
         secret, purpose: as for `ClientHandshake`.
-        expects: whether a claim that was proved is welcome; by default all are.
-        limit: unauthenticated connections kept; beyond it the oldest is dropped. Let it be larger than the number of
-            clients that may connect at once.
+        expects: returns whether to accept a proved claim; by default always.
+        limit: unauthenticated connections kept; beyond it the oldest is dropped. Choose it larger than the number
+            of clients that may connect at once.
         on_wrong_secret: called with the address of a client that does not know the secret.
 
     Attributes:
@@ -398,9 +398,9 @@ class Acceptor:
         return len(self._waiting)
 
     def poll(self, seconds: float = 0.0) -> list[Authenticated]:
-        """Accept and authenticate what can be; wait `seconds` at most for something to happen.
+        """Accept and authenticate connections; wait `seconds` at most for activity.
 
-        Call it about once a second even when nothing happens: it drops connections whose time is over.
+        Call it about once a second even when nothing happens: it drops connections that took too long.
         """
         self._resume()
         for key, _ in self._selector.select(self._bounded(seconds)):
@@ -420,8 +420,8 @@ class Acceptor:
 
         A forked child may call it: it unregisters nothing, since the kernel's side of a selector is the parent's too.
         """
-        for one in [*self._listeners, *self._waiting]:
-            one.close()
+        for open_socket in [*self._listeners, *self._waiting]:
+            open_socket.close()
         self._listeners.clear()
         self._waiting.clear()
         self._selector.close()
@@ -465,26 +465,26 @@ class Acceptor:
         self._waiting[connected] = new
         self._advance(new)  # sends the challenge; a quick client has answered it by then
 
-    def _advance(self, one: _Unauthenticated) -> None:
+    def _advance(self, client: _Unauthenticated) -> None:
         try:
-            if not advance(one.socket, one.handshake):
+            if not advance(client.socket, client.handshake):
                 return
-        except Exception as error:  # whatever bytes can do, they do it to their own connection only
-            self._drop(one)
+        except Exception as error:  # whatever bytes arrive, they affect only their own connection
+            self._drop(client)
             if isinstance(error, WrongSecret):
-                self._on_wrong_secret(one.address)
+                self._on_wrong_secret(client.address)
             return
-        del self._waiting[one.socket]
-        self._selector.unregister(one.socket)
-        self._found.append(Authenticated(one.socket, one.handshake.claim, one.address))
+        del self._waiting[client.socket]
+        self._selector.unregister(client.socket)
+        self._found.append(Authenticated(client.socket, client.handshake.claim, client.address))
 
-    def _drop(self, one: _Unauthenticated) -> None:
-        del self._waiting[one.socket]
-        self._selector.unregister(one.socket)
-        one.socket.close()
+    def _drop(self, client: _Unauthenticated) -> None:
+        del self._waiting[client.socket]
+        self._selector.unregister(client.socket)
+        client.socket.close()
 
     def _pause(self, error: OSError) -> None:
-        """Accept nothing for a moment: a listening socket stays readable where accepting fails."""
+        """Accept nothing for a moment: a listening socket stays readable while accepting fails."""
         for listener in self._listeners:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(listener)
@@ -523,9 +523,9 @@ _READ, _WRITE_AT_ONCE = 1 << 18, 16
 
 
 class FrameSocket:
-    """Messages on an authenticated connection: a length, and so many bytes.
+    """Messages on an authenticated connection, each a length and that many bytes.
 
-    Nothing blocks but `flush` and `receive`. Large messages are not copied on their way out.
+    Only `flush` and `receive` block. Large messages are not copied on their way out.
 
     Args:
         connected: the connection.
@@ -555,14 +555,14 @@ class FrameSocket:
         self._longest = _LONGEST[self._purpose]
 
     def send(self, message: bytes) -> None:
-        """Take a message; `write` or `flush` sends it."""
+        """Queue a message; `write` or `flush` sends it."""
         header = _LENGTH.pack(len(message))
         parts = [header + message] if len(message) < _READ else [header, message]
         self._outgoing += map(memoryview, parts)
         self.unsent += len(header) + len(message)
 
     def write(self) -> None:
-        """Send what the network takes now.
+        """Send what the kernel accepts now.
 
         Raises:
             Disconnected: the connection is lost.
@@ -582,10 +582,10 @@ class FrameSocket:
                 parts[0] = parts[0][sent:]
 
     def read(self) -> list[bytes]:
-        """All messages that have arrived whole.
+        """All messages that have arrived completely.
 
         Raises:
-            Disconnected: the other side closed, or sent what is no message; messages before that have been returned.
+            Disconnected: the other side closed, or sent an invalid message; earlier messages have been returned.
         """
         end = ""
         try:
@@ -599,7 +599,7 @@ class FrameSocket:
         messages = self._whole_messages()
         if end and not messages:
             raise Disconnected(end)
-        return messages  # the end is met again by the next call
+        return messages  # the next call raises
 
     def _whole_messages(self) -> list[bytes]:
         messages: list[bytes] = []
@@ -607,7 +607,7 @@ class FrameSocket:
             (length,) = _LENGTH.unpack_from(self._incoming)
             if length > self._longest:
                 if messages:
-                    break  # met again by the next call
+                    break  # the next call raises
                 raise Disconnected(f"it sent a message of {length} bytes, and {self._longest} are allowed")
             end = _LENGTH.size + length
             if len(self._incoming) < end:
@@ -618,7 +618,7 @@ class FrameSocket:
         return messages
 
     def flush(self, seconds: float | None = None) -> None:
-        """Wait until all is sent, for so many seconds at most.
+        """Wait until everything is sent, for `seconds` at most.
 
         Raises:
             Disconnected: the connection is lost.
@@ -633,7 +633,7 @@ class FrameSocket:
             self.write()
 
     def receive(self, seconds: float) -> bytes | None:
-        """The next message, or None if none arrives within so many seconds.
+        """The next message, or None if none arrives within `seconds`.
 
         Raises:
             Disconnected: see `read`.
@@ -659,9 +659,9 @@ def from_json(data: bytes) -> Any:
     """The message that bytes hold.
 
     Raises:
-        Disconnected: they hold none.
+        Disconnected: they are not JSON.
     """
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise Disconnected("it sent what is no message of this job") from error
+        raise Disconnected("it sent an invalid message") from error

@@ -1,10 +1,10 @@
 """Connections between the ranks of one job, for data.
 
 Every rank listens on one port. Of two ranks the lower one connects, once for each tag, and both ends authenticate
-themselves (see auth.py). Nothing here waits for another rank: connecting is as much a matter of asking again as moving
-bytes is, so a rank connects to many peers in the time that one takes, and whoever waits can be told of a failure.
+themselves (see auth.py). Nothing here waits for another rank. Connecting is polled, as moving bytes is, so a rank
+connects to many peers at once, and a rank that waits for them still notices failures.
 
-One thread accepts for the whole process. It must be a thread: a rank that computes is to answer ranks that connect.
+One thread accepts for the whole process, because a rank must answer connecting ranks while it computes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ring_plugins.core.net.auth import (
     advance,
 )
 
-#: Seconds between two attempts to connect, where a peer dropped an attempt before it answered.
+#: Seconds before the next attempt to connect, after a peer dropped one before it answered.
 _AGAIN = 0.05
-#: Linux's IP_BIND_ADDRESS_NO_PORT, which Python names from 3.12. A socket that is bound to an address is otherwise
-#: given a port that nothing else on the host may use, and the 28,000 that there are do not suffice for 64 ranks a host
-#: that connect to hundreds of others. With it, `connect` picks a port that need only be unused towards that peer.
+#: Linux's IP_BIND_ADDRESS_NO_PORT, which Python names from 3.12. Without it, binding a socket to
+#: an address reserves a port on the whole host, and the 28,000 ephemeral ports do not suffice for 64 ranks a host that
+#: connect to hundreds of others. With it, `connect` picks a port that need only be unused towards that peer.
 _IP_BIND_ADDRESS_NO_PORT = 24
 
 
@@ -43,9 +43,9 @@ class Peer(NamedTuple):
     """Where a rank listens.
 
     Attributes:
-        host: its name, for texts.
+        host: its name, for messages.
         address: numeric, of the network that the job uses.
-        port: 0 where the rank is not to be connected to.
+        port: of its listener.
     """
 
     host: str
@@ -82,7 +82,7 @@ class Listener:
         Args:
             rank: of this process.
             peers: in rank order.
-            secret: of the job, which nobody else knows.
+            secret: of the job.
         """
         self._rank, self._peers, self._secret = rank, tuple(peers), secret.encode()
         acceptor = Acceptor(
@@ -96,7 +96,7 @@ class Listener:
         self._thread.start()
 
     def connection(self, peer: int, tag: int) -> socket.socket | None:
-        """The connection with a rank for a tag, once there is one: None means ask again. It is handed out once.
+        """The connection with a rank for a tag, returned once; None while there is none yet.
 
         The lower rank connects. So with a higher `peer` this call begins to connect and the next ones continue; with a
         lower one they find out whether it has connected.
@@ -122,14 +122,14 @@ class Listener:
         return connected
 
     def close_tag(self, tag: int) -> None:
-        """Close connections for a tag that nobody asked for, and give up those that are being made."""
+        """Close connections for a tag that were never asked for, and abandon those being made."""
         for key in [key for key in self._accepted if key[1] == tag]:
             self._accepted.pop(key).close()
         for key in [key for key in self._attempts if key[1] == tag]:
             self._attempts.pop(key).close()
 
     def close(self) -> None:
-        """Accept no more connections, and close those that nobody asked for."""
+        """Accept no more connections, and close those that were never asked for."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing alone does not
@@ -145,7 +145,7 @@ class Listener:
         self._attempts.clear()
 
     def raise_missing(self, peers: Sequence[int]) -> None:
-        """Raise for ranks to which there is no connection at the end of RING_START_TIMEOUT.
+        """Raise the error for ranks that have not connected within RING_START_TIMEOUT.
 
         Raises:
             LaunchError: always.
@@ -156,21 +156,21 @@ class Listener:
         lower, higher = [peer for peer in peers if peer < self._rank], [peer for peer in peers if peer > self._rank]
         if not lower:
             raise LaunchError(
-                f"{', '.join(map(self._name, higher))} accepted a connection from {self._name(self._rank)} and did not "
-                "answer until RING_START_TIMEOUT: the process is stopped, or a proxy stands between the hosts."
+                f"{', '.join(map(self._name, higher))} accepted a connection from {self._name(self._rank)} but did not "
+                "answer within RING_START_TIMEOUT: the process is stopped, or a proxy stands between the hosts."
             )
         raise LaunchError(
-            f"{self._name(self._rank)} waited until RING_START_TIMEOUT for a connection from "
+            f"{self._name(self._rank)} timed out after RING_START_TIMEOUT waiting for a connection from "
             f"{', '.join(map(self._name, lower))} to port {self.port}. A firewall between the hosts drops connections "
             "from there (all TCP ports above 1023 must be open between them), or RING_INTERFACE names a network on "
-            "which they do not reach each other."
+            "which they cannot reach each other."
         )
 
     def _accept(self, acceptor: Acceptor) -> None:
         while not self._closed.is_set():
             for connected, claim, _ in acceptor.poll(60.0):
                 old = self._accepted.pop((claim.rank, claim.tag), None)
-                if old is not None:  # a first attempt of that rank, which it gave up
+                if old is not None:  # an earlier attempt of that rank, which it gave up
                     old.close()
                 self._accepted[claim.rank, claim.tag] = _ready(connected)
         acceptor.close()
@@ -191,14 +191,14 @@ class Listener:
             )
         if isinstance(error, Disconnected):
             return LaunchError(
-                f"{self._name(peer)} accepted a connection from {self._name(self._rank)} and then did not answer "
+                f"{self._name(peer)} accepted a connection from {self._name(self._rank)} but did not answer "
                 f"({error}): the process has just ended, or a proxy stands between the hosts."
             )
         if isinstance(error, TimeoutError):
             why = (
                 f"no answer in {self.patience:g} s. A firewall between the hosts drops connections (all TCP ports "
-                "above 1023 must be open between them), or the address belongs to a network on which they do not "
-                "meet; RING_INTERFACE chooses another"
+                "above 1023 must be open between them), or the address belongs to a network that does not "
+                "connect them; RING_INTERFACE chooses another"
             )
         else:
             why = (
@@ -214,7 +214,8 @@ class Listener:
 class _Attempt:
     """A connection that is being made: first TCP's handshake, then ours.
 
-    A peer that drops it in between is tried again: it drops the oldest connections where strangers open too many.
+    If the peer drops it in between, it is tried again: a peer with too many unauthenticated connections drops the
+    oldest.
 
     Args:
         source: numeric address to connect from, "" for any.
@@ -288,7 +289,7 @@ class _Attempt:
             return False
         error = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
-            raise OSError(error, os.strerror(error))  # which makes the subclass that belongs to the number
+            raise OSError(error, os.strerror(error))  # makes the subclass for this number
         self.has_reached_host = True
         return True
 
@@ -300,14 +301,14 @@ class _Attempt:
 
 def bind_without_port(connecting: socket.socket, source: str) -> None:
     """Bind a socket that is to connect to an address, and leave the port to `connect`."""
-    with contextlib.suppress(OSError):  # of other kernels than Linux's
+    with contextlib.suppress(OSError):  # not Linux
         connecting.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
     connecting.bind((source, 0))
 
 
 def _ready(connected: socket.socket) -> socket.socket:
-    """A connection as transfers want it."""
+    """Configure a connection for transfers."""
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # Buffers stay the kernel's to size: it lets them grow as the connection needs, and setting them would end that.
+    # The kernel tunes buffer sizes itself; setting them would turn that off.
     connected.setblocking(False)
     return connected

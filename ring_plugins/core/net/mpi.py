@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from ring_plugins.core.base.errors import MissingDependency, PeerFailed, RingError, name_ranks
 from ring_plugins.core.base.types import Bytes
 
-#: Bytes of a message: MPI's counts are 32-bit before MPI 4.
+#: Most bytes of a message: counts are 32-bit before MPI 4.
 _LARGEST = 1 << 30
 #: Seconds that MPI may take to finalize after an error left transfers unfinished.
 _FINALIZE = 10
@@ -69,9 +69,8 @@ def world_size_if_initialized() -> int:
 class MpiRequest:
     """Transfers of one exchange.
 
-    MPI may read what it was given to send, and write to where it receives, until the process is over, which is after
-    Python has freed all else (mpi4py finalizes MPI last). So the memory of transfers that an error left unfinished is
-    never released.
+    MPI may access the buffers of a transfer until the process ends, which is after Python has freed everything else
+    (mpi4py finalizes MPI last). So the buffers of transfers that an error left unfinished are never released.
     """
 
     under_way: ClassVar[weakref.WeakSet[MpiRequest]] = weakref.WeakSet()
@@ -111,14 +110,14 @@ class MpiRequest:
         time.sleep(seconds)
 
     def is_unfinished(self) -> bool:
-        """Whether MPI may still have something to move, as of the last call of `done`."""
+        """Whether transfers were unfinished at the last call of `done`."""
         return bool(self._requests)
 
     def _fail(self, error: Exception) -> PeerFailed:
         peers = sorted(set(self._peers))
         self._failure = PeerFailed(
-            f"MPI communication of rank {self._transport.rank} with {name_ranks(peers)} failed ({error}). It, or its "
-            "host, has probably ended; look for the error that it printed.",
+            f"MPI communication of rank {self._transport.rank} with {name_ranks(peers)} failed ({error}). The rank "
+            "or its host has probably ended; look for the error that it printed.",
             peers[0],
         )
         return self._failure
@@ -145,7 +144,7 @@ class MpiTransport:
         self.exclusive: Any = contextlib.nullcontext() if concurrent else threading.Lock()
 
     def library_version(self) -> str:
-        """The MPI library that mpi4py uses, in its own words."""
+        """The MPI library that mpi4py uses, by the name that it reports."""
         version: str = self.mpi.Get_library_version().splitlines()[0].strip()
         return version
 
@@ -156,7 +155,7 @@ class MpiTransport:
         return items
 
     def connect(self, ranks: Sequence[int], tag: int) -> MpiRequest:
-        """Do nothing: MPI connects by itself."""
+        """Do nothing: MPI connects on demand."""
         return MpiRequest(self, ranks, None)
 
     def disconnect(self, tag: int) -> None:
@@ -176,7 +175,7 @@ class MpiTransport:
         return request
 
     def progress(self, tag: int) -> None:
-        """MPI moves what it can whenever it is asked something."""
+        """Probe for a message: MPI makes progress in any call."""
         with self.exclusive, self._errors():
             self._comm.Iprobe(self.mpi.ANY_SOURCE, tag)
 

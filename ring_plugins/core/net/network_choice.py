@@ -7,14 +7,14 @@ interface; here RING_INTERFACE does that too, but is rarely needed:
 
 - Every rank lists its host's IPv4 addresses, and all ranks choose from the same lists, so they agree without a leader.
 - Loopback, bridges of containers and virtual machines, and cards without a carrier are left out.
-- A network counts if every host has an address in it. Of several the fastest is taken, by the speed that the kernel
-  states for physical cards.
+- A network counts if every host has an address in it. The fastest is taken, by the speed that the kernel states for
+  physical cards.
 - Where the kernel states none, as in virtual machines, the networks are measured: one host sends another up to 8 MiB
   over each, which takes a fraction of a second.
 - Hosts without a common network may still be connected by routers, as in a cloud or in Kubernetes, where every host or
   pod may have a subnet of its own. Each then takes the address from which it reaches rank 0.
 
-IPv6 is left out: no cluster that we know has it alone, and private IPv4 networks compare by their prefix.
+IPv6 is left out: no cluster that we know of has only IPv6, and private IPv4 networks compare by their prefix.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.linux.interfaces import Interface, interfaces
 from ring_plugins.core.linux.process import boot_id
 
-#: Bytes and seconds of a measurement at most. The first part is not timed: TCP connections start slowly.
+#: Bytes and seconds of a measurement at most. The first part is not timed: TCP starts slowly.
 _BYTES, _UNTIMED, _SECONDS = 8 << 20, 1 << 19, 0.1
 #: Seconds for a connection, and between two pieces of data, before a measured network counts as silent.
 _TIMEOUT = 5.0
@@ -41,7 +41,7 @@ _EQUAL = 0.9
 
 
 class HostInterfaces(NamedTuple):
-    """What a rank brings to the choice.
+    """A rank's input to the choice.
 
     Attributes:
         rank, host: of the rank, and its host's name.
@@ -64,7 +64,7 @@ class Choice(NamedTuple):
 
     Attributes:
         addresses: to listen on and connect to, in rank order.
-        text: for the user, which network was taken and out of which; "" where there was nothing to choose.
+        text: for the user, the chosen network and the alternatives; "" if there was nothing to choose.
     """
 
     addresses: tuple[str, ...]
@@ -72,7 +72,7 @@ class Choice(NamedTuple):
 
 
 def own_interfaces(rank: int, preferred: str = "") -> HostInterfaces:
-    """What this process brings to the choice.
+    """This process's input to the choice.
 
     Raises:
         LaunchError: RING_INTERFACE names something that this host does not have.
@@ -82,7 +82,7 @@ def own_interfaces(rank: int, preferred: str = "") -> HostInterfaces:
     if wanted and not _matching(found, wanted):
         listed = ", ".join(f"{i.name} ({i.address}/{i.prefix})" for i in found)
         raise LaunchError(
-            f"RING_INTERFACE={wanted!r} is no interface of {host} (rank {rank}), which has {listed}. Give an "
+            f"RING_INTERFACE={wanted!r} is not an interface of {host} (rank {rank}), which has {listed}. Give an "
             "interface's name, several separated by commas, or a network such as 10.1.0.0/16."
         )
     return HostInterfaces(rank, host, tuple(found), preferred, wanted, _network_stack())
@@ -91,7 +91,7 @@ def own_interfaces(rank: int, preferred: str = "") -> HostInterfaces:
 def read_interfaces(item: Sequence[Any]) -> HostInterfaces:
     """A `HostInterfaces` that has traveled as JSON, which knows lists only."""
     rank, host, found, preferred, wanted, kernel = item
-    return HostInterfaces(rank, host, tuple(Interface(*one) for one in found), preferred, wanted, kernel)
+    return HostInterfaces(rank, host, tuple(Interface(*fields) for fields in found), preferred, wanted, kernel)
 
 
 def unmeasured(hosts: Sequence[HostInterfaces]) -> list[str]:
@@ -144,14 +144,14 @@ def choose(hosts: Sequence[HostInterfaces], measured: Mapping[str, int] | None =
         if not _usable(host):
             raise LaunchError(
                 f"{host.host} (rank {host.rank}) has no network that leads to other hosts; it has "
-                f"{', '.join(i.name for i in host.interfaces) or 'none at all'}. RING_INTERFACE takes one of them "
-                "anyway."
+                f"{', '.join(i.name for i in host.interfaces) or 'none at all'}. RING_INTERFACE can force "
+                "one of them."
             )
     common = _common(hosts)
     if common:
         speeds = dict(measured) if measured else _speeds(hosts, common)
         best = [network for network in common if speeds[network] >= _EQUAL * max(speeds.values())]
-        # Of equals the one of the rendezvous is taken: there the ranks are known to reach each other.
+        # Among equals, prefer the network of the rendezvous: the ranks are known to reach each other there.
         rendezvous = {
             on_network(o, n).network for o in hosts for n in common if on_network(o, n).address == o.preferred
         }
@@ -161,7 +161,7 @@ def choose(hosts: Sequence[HostInterfaces], measured: Mapping[str, int] | None =
     if any(host.wanted for host in hosts) or not all(_leads_to_rank_0(host) for host in hosts):
         raise LaunchError(_no_common_network(hosts))
     addresses = tuple(host.preferred for host in hosts)
-    return Choice(addresses, f"every host is on a subnet of its own; rank 0's address is {addresses[0]}")
+    return Choice(addresses, f"every host is on its own subnet; rank 0's address is {addresses[0]}")
 
 
 def reachable_addresses(host: HostInterfaces) -> tuple[str, ...]:
@@ -201,7 +201,7 @@ def _usable(host: HostInterfaces) -> list[Interface]:
 
 def _common(hosts: Sequence[HostInterfaces]) -> list[str]:
     networks = [{i.network for i in _usable(host)} for host in hosts]
-    return list(dict.fromkeys(i.network for i in _usable(hosts[0]) if all(i.network in one for one in networks)))
+    return list(dict.fromkeys(i.network for i in _usable(hosts[0]) if all(i.network in others for others in networks)))
 
 
 def _speeds(hosts: Sequence[HostInterfaces], networks: Sequence[str]) -> dict[str, int]:

@@ -6,14 +6,14 @@ slow peer stop the others, while one thread of Python does the arithmetic in bet
 Each pair of ranks has one connection for each tag (one communicator, one rail). So a byte stream carries one
 communicator's messages, in an order that both ends know, and nothing else: no framing, no copy between socket and numpy
 memory, and no communicator waits behind another's data. That is also why a size mismatch must be found before data
-moves: headers, which net_group.py sends through here as ordinary messages, tell it.
+moves: net_group.py sends headers for that, as ordinary messages.
 
 The caller makes progress by asking `done()`, as in MPI; between two calls the kernel's buffers go on sending and
-receiving. Threads that move data on their own would contend with the caller for Python's lock exactly when it does
+receiving. Threads that move data on their own would contend with the caller for the GIL exactly when it does
 arithmetic.
 
 A waiting rank sleeps in poll(2). Waking it for every packet would cost more than moving the data, so the kernel is told
-(SO_RCVLOWAT) to wake it only once as much has arrived as it waits for, or enough to be worth it. Nothing is registered
+(SO_RCVLOWAT) to wake it only once all that it waits for has arrived, or enough to be worth it. Nothing is registered
 for a connection without transfers: a peer that has finished may close it, which is no error.
 
 Closing in the middle of an operation needs care, see `ConnectionGroup.close`.
@@ -40,7 +40,7 @@ from ring_plugins.core.net.listener import Listener, Peer
 _ARRAYS_PER_CALL = 8
 #: Received bytes for which it is worth waking a rank that waits for more: what 10 Gbit/s brings in 400 µs.
 _WORTH_WAKING = 512 * 1024
-#: Milliseconds to sleep at most where nothing arrives: the caller then looks whether the peer is still alive.
+#: Longest sleep in milliseconds if nothing arrives: the caller then checks whether the peer is still alive.
 _LONGEST_SLEEP = 10
 #: Seconds for which a connection that is closed in the middle of an operation is read to its end.
 _LINGER = 2.0
@@ -63,7 +63,7 @@ class PeerConnection:
         self._incoming: deque[memoryview] = deque()
 
     def is_connected(self) -> bool:
-        """Whether bytes can move; connects if this rank is the lower one, which connects to the higher."""
+        """Whether bytes can move; connects if this rank is the lower of the two."""
         if self.socket is None:
             self.socket = self._listener.connection(self.peer, self._tag)
         return self.socket is not None
@@ -114,7 +114,7 @@ class PeerConnection:
             self.socket.close()
             self.socket = None
 
-    # If the kernel takes or gives less than asked for, it has no room or no more data: asking again would fail.
+    # If the kernel moves fewer bytes than asked, it has no room or no data left: another call would fail (EAGAIN).
 
     def _send_some(self) -> None:
         assert self.socket is not None
@@ -148,7 +148,7 @@ class PeerConnection:
 
 
 def _advance(arrays: deque[memoryview], count: int) -> bool:
-    """Remove the first `count` bytes; returns whether they end where an array does."""
+    """Remove the first `count` bytes; returns whether they end at the end of an array."""
     while count:
         first = arrays[0]
         if len(first) > count:
@@ -174,11 +174,11 @@ class ConnectionGroup:
         self._polled: dict[PeerConnection, int] = {}
 
     def sleep(self, awaited: dict[PeerConnection, int], seconds: float) -> None:
-        """Sleep until a busy connection can make progress, or for a moment.
+        """Sleep briefly, or until a busy connection can make progress.
 
         Args:
             awaited: see `PeerConnection.poll_events`.
-            seconds: how long, where nothing can wake the caller.
+            seconds: how long, if nothing can wake the caller.
         """
         for connection in self.busy:
             if connection.socket is None:  # nothing wakes us when a peer connects, but that happens once
@@ -198,16 +198,16 @@ class ConnectionGroup:
     def close(self) -> None:
         """Close all connections so that peers can still read what has been sent.
 
-        If a socket is closed while received data in it is unread, the kernel resets the connection, and the reset
-        destroys what the peer has not read yet, such as why this rank gives up. So the end of our data is announced
-        first, and what still arrives is read to its end, for a limited time.
+        If a socket with unread data is closed, the kernel resets the connection, and the reset discards what the peer
+        has not read yet, such as the reason why this rank gives up. So shut down our direction first, and read until
+        the peer closes, for a limited time.
         """
-        left = [connection.socket for connection in self.busy if connection.socket is not None]
+        sockets = [connection.socket for connection in self.busy if connection.socket is not None]
         end = time.monotonic() + _LINGER
         with contextlib.suppress(OSError):
-            for one in left:
-                one.shutdown(socket.SHUT_WR)
-        while (left := [one for one in left if not _drain(one)]) and time.monotonic() < end:
+            for connected in sockets:
+                connected.shutdown(socket.SHUT_WR)
+        while (sockets := [connected for connected in sockets if not _drain(connected)]) and time.monotonic() < end:
             time.sleep(0.002)
         for connection in self.connections.values():
             connection.close()
@@ -313,8 +313,8 @@ class TcpTransport:
     def _lost(self, peer: int, error: Exception) -> PeerFailed:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         return PeerFailed(
-            f"rank {self.rank} lost its connection to rank {peer} on {self._peers[peer].host} ({reason}). It ended, or "
-            f"its host did; look for the error that rank {peer} printed.",
+            f"rank {self.rank} lost its connection to rank {peer} on {self._peers[peer].host} ({reason}). The rank "
+            f"or its host has ended; look for the error that rank {peer} printed.",
             peer,
         )
 
@@ -324,29 +324,29 @@ class _TcpRequest:
 
     def __init__(self, transport: TcpTransport, group: ConnectionGroup, connections: Sequence[PeerConnection]) -> None:
         self._transport, self._group = transport, group
-        self._left = [(connection, connection.to_send, connection.to_receive) for connection in connections]
+        self._pending = [(connection, connection.to_send, connection.to_receive) for connection in connections]
 
     def done(self) -> bool:
-        if self._is_left():
+        if self._is_pending():
             try:
                 self._transport.move(self._group)
             except PeerFailed:
-                if self._is_left():
+                if self._is_pending():
                     raise
-            return not self._is_left()
+            return not self._is_pending()
         return True
 
-    def _is_left(self) -> bool:
-        if self._left:
-            self._left = [mark for mark in self._left if mark[0].sent < mark[1] or mark[0].received < mark[2]]
-        return bool(self._left)
+    def _is_pending(self) -> bool:
+        if self._pending:
+            self._pending = [goal for goal in self._pending if goal[0].sent < goal[1] or goal[0].received < goal[2]]
+        return bool(self._pending)
 
     def nap(self, seconds: float) -> None:
-        self._group.sleep({connection: received for connection, _, received in self._left}, seconds)
+        self._group.sleep({connection: received for connection, _, received in self._pending}, seconds)
 
 
 class _ConnectRequest:
-    """Connections being made with ranks that connect too, so that a firewall is noticed now and not in a step."""
+    """Connects to all ranks of a group up front, so that a firewall is noticed now and not in a step."""
 
     def __init__(self, listener: Listener, connections: Sequence[PeerConnection]) -> None:
         self._listener, self._connections = listener, connections
@@ -365,11 +365,11 @@ class _ConnectRequest:
 def open_transport(
     rank: int, hosts: Sequence[str], addresses: Sequence[str], gather: Callable[[Any], list[Any]]
 ) -> TcpTransport:
-    """Listen, and learn where the other ranks do; all ranks call.
+    """Listen, and exchange ports with the other ranks; all ranks call.
 
     Args:
         rank: of this process.
-        hosts: names of the ranks' hosts, for texts.
+        hosts: names of the ranks' hosts, for messages.
         addresses: to listen on, in rank order.
         gather: returns every rank's payload in rank order.
     """

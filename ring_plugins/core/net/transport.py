@@ -1,4 +1,4 @@
-"""What a transport promises: point-to-point transfers between hosts, over sockets (tcp.py) or MPI (mpi.py)."""
+"""The protocol of a transport: point-to-point transfers between hosts, over sockets (tcp.py) or MPI (mpi.py)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Request(Protocol):
         """
 
     def nap(self, seconds: float) -> None:
-        """Sleep until it is worth asking again.
+        """Sleep until `done` may have changed.
 
         Args:
-            seconds: how long, where nothing can wake the caller; a transport that arriving data wakes may sleep longer.
+            seconds: how long; a transport that wakes when data arrives may sleep longer.
         """
 
 
@@ -41,7 +41,7 @@ class Transport(Protocol):
         """
 
     def disconnect(self, tag: int) -> None:
-        """Release what belongs to a tag: nobody will exchange with it any more."""
+        """Release the resources of a tag, which is not used any more."""
 
     def exchange(
         self, outgoing: Sequence[tuple[int, Bytes]], incoming: Sequence[tuple[int, Bytes]], tag: int
@@ -55,7 +55,7 @@ class Transport(Protocol):
         """
 
     def progress(self, tag: int) -> None:
-        """Move what can be moved at once of transfers that were started with this tag.
+        """Make progress on transfers with this tag; never blocks.
 
         Raises:
             PeerFailed: a transfer failed.

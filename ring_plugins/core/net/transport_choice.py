@@ -1,9 +1,9 @@
-"""What moves data between hosts under mpirun: sockets, or MPI where it can use faster hardware.
+"""Chooses what moves data between hosts under mpirun: sockets, or MPI where it can use faster hardware.
 
 Over Ethernet, our sockets take half to four fifths of the time of MPI's transfers (docs/performance.md), and a closed
 connection tells at once which rank is gone; MPI then only connects the ranks at the start. Over InfiniBand and the like
 MPI is faster, because it bypasses the kernel. So MPI moves the data if any host has such a device that is connected,
-sockets otherwise, and RING_TRANSPORT overrules both.
+and sockets otherwise; RING_TRANSPORT overrides that.
 
 A user may have told MPI which network to use (`mpirun --mca btl_tcp_if_include eth1`). The sockets then use that
 network too, and the user is told if another one is faster.
@@ -66,7 +66,7 @@ def choose_transport(rank: int, gather: Callable[[Any], list[Any]]) -> Transport
 
     Raises:
         ArgumentError: RING_TRANSPORT is neither "tcp" nor "mpi".
-        LaunchError: RING_INTERFACE cannot be followed, or the ranks' RING_TRANSPORT differ.
+        LaunchError: RING_INTERFACE names no usable network, or the ranks' RING_TRANSPORT differ.
     """
     own = own_interfaces(rank)
     towards = next(iter(gather(list(reachable_addresses(own)))[0]), "")
@@ -84,12 +84,12 @@ def choose_transport(rank: int, gather: Callable[[Any], list[Any]]) -> Transport
     except LaunchError:
         if requested == "tcp" or any(host.wanted for host in hosts):
             raise
-        # MPI may know a way, over hardware that has no IP addresses.
+        # MPI may connect the hosts over hardware without IP addresses.
         return TransportChoice(names, (), reachable_addresses(hosts[0]), "")
     if requested == "mpi" or (not requested and any(item[2] for item in found)):
         return TransportChoice(names, (), choice.addresses[:1], advice(hosts, choice, variable, networks))
     if networks and not hosts[0].wanted:
-        with contextlib.suppress(LaunchError):  # the setting means something else than these hosts' interfaces
+        with contextlib.suppress(LaunchError):  # the setting does not name interfaces of these hosts
             listen = choose([host._replace(wanted=networks) for host in hosts]).addresses
             return TransportChoice(names, listen, listen[:1], advice(hosts, choice, variable, networks))
     return TransportChoice(names, choice.addresses, choice.addresses[:1], choice.text)
@@ -122,10 +122,9 @@ def advice(hosts: Sequence[HostInterfaces], choice: Choice, variable: str, netwo
             return ""
         option = dict(_MPI_NETWORK_SETTINGS)[variable]
         return f"MPI was told to use {networks} ({variable}), but {choice.text}. {option} {best.name} changes that"
-    if os.environ.get("OMPI_MCA_pml") == "ob1" or hosts[0].wanted:  # noqa: SIM112 - so Open MPI spells it
+    if os.environ.get("OMPI_MCA_pml") == "ob1" or hosts[0].wanted:  # noqa: SIM112 - Open MPI's spelling
         return (
-            f"MPI chooses its network by itself, while {choice.text}. mpirun --mca btl_tcp_if_include {best.name} "
-            "decides it"
+            f"MPI chooses its own network, but {choice.text}. mpirun --mca btl_tcp_if_include {best.name} changes that"
         )
     return ""
 
@@ -144,7 +143,7 @@ def _agreed(requested: Sequence[str], hosts: Sequence[str]) -> str:
         if transport != requested[0]:
             raise LaunchError(
                 f"RING_TRANSPORT is {requested[0]!r} on rank 0 ({hosts[0]}), but {transport!r} on rank {rank} "
-                f"({hosts[rank]}). Set it alike everywhere: mpirun -x RING_TRANSPORT (Open MPI) and "
+                f"({hosts[rank]}). Set it to the same value everywhere: mpirun -x RING_TRANSPORT (Open MPI) and "
                 "mpiexec -genvlist RING_TRANSPORT (MPICH) do that."
             )
     return requested[0]

@@ -1,17 +1,17 @@
-"""How ranks on several hosts meet without MPI: all of them connect to rank 0, which knows who is still missing.
+"""Bootstraps a job on several hosts without MPI: all ranks connect to rank 0, which knows which are missing.
 
 Rank 0 listens (`serve`), the other ranks connect until it answers (`join`), and both get a `Bootstrap`, whose `gather`
 exchanges small records while the job starts. Connections authenticate themselves with RING_SECRET (core/net/auth.py).
 Then each message is JSON:
 
-    rank -> rank 0   ["join", {size, host, versions}]   once; rank 0 finds out what does not fit
-                     ["gather", payload]                its part of a gather
-    rank 0 -> rank   ["gathered", payloads]             all parts in rank order; none at first: all ranks are there
+    rank -> rank 0   ["join", {size, host, versions}]   once; rank 0 checks that it fits the job
+                     ["gather", payload]                its contribution to a gather
+    rank 0 -> rank   ["gathered", payloads]             of all ranks, in rank order; [] once all ranks have joined
                      ["abort", text]                    why the job cannot start
 
 A connection that does not know the secret is closed, reported once with its address, and otherwise ignored: anyone can
-make one. A mistake of the user's, such as RING_SECRET set on some ranks only, is told where it was made: the refused
-rank raises an error, and rank 0 mentions refused connections while it waits.
+make one. A user's mistake, such as RING_SECRET set on some ranks only, is reported on both sides: the refused rank
+raises an error, and rank 0 mentions refused connections while it waits.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from ring_plugins.core.rendezvous.record import differences, own_versions
 
 #: Seconds that connecting, joining after the handshake, or sending a message may take.
 SECONDS = 5.0
-#: Seconds after which a waiting rank says what it waits for; it says so again after twice as long, and so on.
+#: Seconds after which a waiting rank logs what it waits for; the time doubles with each message.
 _FIRST_NOTICE = 10.0
-#: Connections that rank 0 keeps beside those of its ranks, and refused addresses that it reports.
+#: Connections that rank 0 keeps in addition to those of its ranks, and refused addresses that it reports.
 _OTHER_CONNECTIONS, _REPORTED = 64, 20
 #: Bytes of the first message. Without RING_SECRET everyone can send one.
 _LONGEST_JOIN = 1 << 16
@@ -65,7 +65,7 @@ class Bootstrap:
 
     Args:
         rank, size: of this process and of the job.
-        host: of rank 0, for texts.
+        host: of rank 0, for messages.
         members: on rank 0, all other ranks.
         server: on the other ranks, the connection to rank 0.
     """
@@ -80,7 +80,7 @@ class Bootstrap:
         """Every rank's payload (values that JSON can hold) in rank order; all ranks call.
 
         Raises:
-            LaunchError: a rank ended, or did not come within RING_START_TIMEOUT seconds.
+            LaunchError: a rank ended, or did not call within RING_START_TIMEOUT seconds.
         """
         return self._gather_all(payload) if self._server is None else self._send_own(self._server, payload)
 
@@ -94,7 +94,7 @@ class Bootstrap:
     def abort(self, why: str) -> None:
         """On rank 0: tell the ranks why the job cannot start."""
         _send_all(self._members, ["abort", why])
-        for member in self._members:  # a connection that is closed with unread bytes may lose what was sent last
+        for member in self._members:  # closing a connection with unread bytes may discard what was sent last
             with contextlib.suppress(Disconnected):
                 member.frames.read()
 
@@ -133,7 +133,7 @@ class Bootstrap:
                     late = [member.rank for member in self._members if member.rank not in items]
                     raise self._failed(f"{name_ranks(late)} did not finish starting up in time; {_LONGER}")
         everything = [items[rank] for rank in range(self.size)]
-        _send_all(self._members, ["gathered", everything])  # a rank that is lost here is missed by the next gather
+        _send_all(self._members, ["gathered", everything])  # the next gather notices a rank that is lost here
         return everything
 
     def _failed(self, why: str) -> LaunchError:
@@ -178,7 +178,7 @@ def serve(listener: socket.socket, size: int, secret: str) -> Bootstrap:
         secret: that the ranks must know, "" for none.
 
     Raises:
-        LaunchError: ranks are missing after RING_START_TIMEOUT seconds, two say they are the same, or versions differ.
+        LaunchError: ranks are missing after RING_START_TIMEOUT seconds, two claim the same number, or versions differ.
     """
     server = _Server(listener, size, secret)
     try:
@@ -235,13 +235,13 @@ class _Server:
             now = time.monotonic()
             for joining in [joining for joining in self._joining.values() if joining.deadline < now]:
                 self._drop(joining)
-            here = f"{len(self.members) + 1} of {self._size} ranks are here"
-            waiting.say(f"{name_ranks(missing)} to connect to port {self._port}; {here}{self._refusals()}")
+            joined = f"{len(self.members) + 1} of {self._size} ranks have joined"
+            waiting.say(f"{name_ranks(missing)} to connect to port {self._port}; {joined}{self._refusals()}")
             if waiting.is_over():
                 return (
-                    f"{name_ranks(missing)} of {self._size} did not come to rank 0 on {self._name}, port {self._port}, "
-                    "in time. Were they started, and does their output say why they ended? A firewall between the "
-                    f"hosts has the same effect{self._refusals()}. {_LONGER}"
+                    f"{name_ranks(missing)} of {self._size} did not connect to rank 0 on {self._name}, port "
+                    f"{self._port}, in time. Were they started, and does their output say why they ended? A firewall "
+                    f"between the hosts has the same effect{self._refusals()}. {_LONGER}"
                 )
         return ""
 
@@ -261,7 +261,7 @@ class _Server:
         self._selector.register(frames, selectors.EVENT_READ, joining)
 
     def _serve(self, joining: _Joining) -> str:
-        """Take what a connection has sent; what is wrong with its rank, "" for nothing."""
+        """Read from a connection; returns what is wrong with its rank, "" for nothing."""
         if joining.frames not in self._joining:
             return ""
         try:
@@ -287,9 +287,11 @@ class _Server:
         if size != self._size:
             return f"rank {rank} on {host} was started for a job of {size} ranks, rank 0 for one of {self._size}."
         if not 0 < rank < size:
-            return f"a process on {host} says it is rank {rank} of {size}; every rank must have a number of its own."
+            return (
+                f"a process on {host} claims to be rank {rank} of {size}; ranks must be distinct, and below the size."
+            )
         if rank in self.members:
-            return f"two processes say they are rank {rank}: one on {self.members[rank].host}, one on {host}."
+            return f"two processes claim to be rank {rank}: one on {self.members[rank].host}, one on {host}."
         return differences({0: (self._name, own_versions()), rank: (host, versions)})
 
     def _drop(self, joining: _Joining) -> None:
@@ -322,13 +324,13 @@ class _Server:
 
 
 def join(rank: int, size: int, address: str, port: int, secret: str) -> Bootstrap:
-    """Connect to rank 0, again and again until it answers, and wait until every rank has joined.
+    """Connect to rank 0, retrying until it answers, and wait until every rank has joined.
 
     Args:
         rank, size: of this process and the job.
-        address: name or number of rank 0's host.
+        address: name or address of rank 0's host.
         port: where it listens.
-        secret: that it asks for, "" for none.
+        secret: of the job, "" for none.
 
     Raises:
         LaunchError: it cannot be reached within RING_START_TIMEOUT seconds, or refuses this rank.
@@ -378,8 +380,8 @@ def unreachable(address: str, port: int, error: Exception) -> str:
     at = f"{address}:{port}"
     if isinstance(error, socket.gaierror):
         return (
-            f"the name {address} does not resolve here ({error.strerror}); add it to /etc/hosts or DNS, or let "
-            "MASTER_ADDR be an address"
+            f"the name {address} does not resolve here ({error.strerror}); add it to /etc/hosts or DNS, or set "
+            "MASTER_ADDR to an address"
         )
     numeric = ""
     with contextlib.suppress(OSError):
@@ -387,13 +389,13 @@ def unreachable(address: str, port: int, error: Exception) -> str:
     if numeric.startswith("127.") and not address.startswith("127."):
         return (
             f"{address} resolves to {numeric} here, which is this host itself, and nothing listens there. If rank 0 "
-            f"runs on another host, correct the line of /etc/hosts on {socket.gethostname()}, or let MASTER_ADDR be an "
-            "address"
+            f"runs on another host, correct the line of /etc/hosts on {socket.gethostname()}, or set MASTER_ADDR to "
+            "an address"
         )
     if isinstance(error, TimeoutError):
         return f"no answer from {at}: the host is down, or a firewall drops what is sent to that port"
     if isinstance(error, ConnectionRefusedError):
-        return f"{at} refuses connections: rank 0 has not come that far, has ended, or listens elsewhere"
+        return f"{at} refuses connections: rank 0 is not listening yet, has ended, or listens elsewhere"
     if isinstance(error, Disconnected):
         return f"the process that listens at {at} does not answer as rank 0 of a ring_plugins job ({error})"
     return f"{at} cannot be reached ({getattr(error, 'strerror', None) or error})"
@@ -401,7 +403,7 @@ def unreachable(address: str, port: int, error: Exception) -> str:
 
 def _answer(server: FrameSocket, what: str, waiting: _Waiting | None = None) -> list[Any]:
     """The next message of rank 0: every rank's payload."""
-    # Rank 0 knows more, so its time ends first.
+    # Rank 0 times out first: its error says more.
     waiting = _Waiting(waiting.name if waiting else f"a rank on {socket.gethostname()}", extra=5.0)
     while (data := server.receive(0.2)) is None:
         if waiting.is_over():
@@ -418,7 +420,7 @@ def _answer(server: FrameSocket, what: str, waiting: _Waiting | None = None) -> 
 
 
 class _Waiting:
-    """How long to wait, and when to say for what."""
+    """A deadline, and log messages on the way there."""
 
     def __init__(self, name: str, extra: float = 0.0) -> None:
         self.name = name

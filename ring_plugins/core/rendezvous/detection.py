@@ -1,8 +1,8 @@
 """Which launcher started this process, and how to meet the other ranks under it.
 
 Every launcher leaves variables in the environment. Several may have left theirs, since launchers start each other:
-mpirun inside a SLURM allocation, torchrun agents started by mpirun. The innermost one counts, so the detectors are
-asked in that order, and each refuses where another launcher's variables show that it is not the innermost.
+mpirun inside a SLURM allocation, torchrun agents started by mpirun. The innermost one counts, so the detectors run
+in that order, and each returns None if another launcher's variables show that it is not the innermost.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _DETECTORS: dict[str, Callable[[], LaunchRecord | None]] = {
 def detect() -> LaunchRecord:
     """Read the environment; makes no connection and does not start MPI.
 
-    RING_LAUNCHER (mpi, rendezvous, slurm, single) overrules what is found.
+    RING_LAUNCHER (mpi, rendezvous, slurm, single) overrides the result.
 
     Raises:
-        ArgumentError: RING_LAUNCHER has no such value.
+        ArgumentError: RING_LAUNCHER has an unknown value.
         LaunchError: the environment contradicts itself.
     """
     forced = config.LAUNCHER.get()
     if forced:
         record = _DETECTORS[forced]()
         if record is None:
-            raise LaunchError(f"RING_LAUNCHER={forced}, but none of the variables that {forced} sets are there.")
+            raise LaunchError(f"RING_LAUNCHER={forced}, but the variables that {forced} sets are missing.")
         return record
     return next(record for detector in _DETECTORS.values() if (record := detector()) is not None)
 
@@ -60,7 +60,7 @@ def connect(ranks: int | None, generation: int) -> Rendezvous:
         found = Rendezvous(0, 1, lambda payload: [payload], None)
     if ranks is not None and ranks != found.size and found.rank == 0:
         warnings.warn(
-            f"init(ranks={ranks}) was asked for, but {record.by} started {found.size}: following the launcher.",
+            f"init(ranks={ranks}) was requested, but {record.by} started {found.size} ranks: using those.",
             stacklevel=4,
         )
     return found

@@ -1,6 +1,6 @@
 """Started by mpirun, mpiexec, or a scheduler that speaks MPI's start-up protocol (PMI, PMIx).
 
-MPI connects the ranks; what moves data between hosts afterwards, MPI or sockets, is decided in net/transport_choice.py.
+MPI connects the ranks; net/transport_choice.py then decides whether MPI or sockets move data between hosts.
 """
 
 from __future__ import annotations

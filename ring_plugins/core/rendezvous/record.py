@@ -25,7 +25,7 @@ class LaunchRecord:
     Attributes:
         kind: "mpi", "rendezvous" (torchrun's variables), "spawned" (by a script that started itself) or "single".
         by: the launcher in a user's words.
-        rank, size: as the launcher says, None where only connecting tells.
+        rank, size: as the launcher says, None if known only after connecting.
         local_rank, local_size: on this host, None where the launcher does not say.
         variables: environment variables to set before connecting.
     """
@@ -46,10 +46,10 @@ class Rendezvous:
     Attributes:
         rank, size: of this process and of the job.
         gather: returns every rank's payload in rank order; for starting up.
-        transport: moves data between hosts; None where all ranks are on this one.
+        transport: moves data between hosts; None if all ranks are on this host.
         close: called at shutdown.
-        addresses: of rank 0's host, under which all ranks reach it, the likeliest first; as far as this rank knows.
-        abort: ends every process of the job with a status, as far as the launcher offers that.
+        addresses: of rank 0's host, at which all ranks should reach it, the likeliest first.
+        abort: ends every process of the job with a status, if the launcher can.
     """
 
     rank: int
@@ -62,7 +62,7 @@ class Rendezvous:
 
 
 def own_versions() -> dict[str, str]:
-    """Versions in this process: of ring_plugins exactly, of Python and numpy as far as their pickles depend on it."""
+    """Versions in this process: of ring_plugins in full, of Python and numpy the part that pickles depend on."""
     try:
         package = metadata.version("ring_plugins")
     except metadata.PackageNotFoundError:  # run from a checkout

@@ -75,5 +75,5 @@ def expand_counts(counts: str) -> list[int]:
 
 
 def port(job: int, step: int) -> int:
-    """A port that all tasks of a step compute alike, and that other jobs on the host are unlikely to use."""
+    """A port that is equal for all tasks of a step, and that other jobs on the host are unlikely to use."""
     return 15000 + (job * 31 + step) % 15000

@@ -35,7 +35,7 @@ from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous
 
 #: Bytes of a slot: two int64 words (round, length) and a payload.
 _SLOT = 8192
-#: Seconds that children have to end by themselves once a rank has failed: they may still be reporting the failure.
+#: Seconds that children have to end once a rank has failed: they may still be reporting the failure.
 _GRACE = 8.0
 _START_DIRECTORY = os.getcwd()
 
@@ -61,7 +61,7 @@ class SharedMemoryRendezvous:
     Args:
         segment: of `nbytes(size)` bytes, zeros at first.
         rank, size: of this process and of the job.
-        children: on rank 0 of a script that spawned its ranks, those; otherwise empty.
+        children: the spawned processes on rank 0 of a script that spawned its ranks; otherwise empty.
     """
 
     def __init__(self, segment: Segment, rank: int, size: int, children: list[subprocess.Popen[bytes]]) -> None:
@@ -118,7 +118,7 @@ class SharedMemoryRendezvous:
                 )
 
 
-#: Of this process, once it is part of a job of this kind: a second `init` meets in the same segment.
+#: This process's rendezvous, once it has one: a second `init` uses the same segment.
 _rendezvous: SharedMemoryRendezvous | None = None
 
 
@@ -154,7 +154,7 @@ def _join(record: LaunchRecord) -> SharedMemoryRendezvous:
     end_with_parent()
     segment = Segment(fd, SharedMemoryRendezvous.nbytes(record.size))
     found = SharedMemoryRendezvous(segment, record.rank, record.size, [])
-    # `ring run` may start Python by way of a shell. The rank is then the first process that arrives.
+    # `ring run` may start Python through a shell. The rank is then the first process that arrives.
     if (os.getppid() != parent) if parent else found.has_arrived(record.rank):
         raise LaunchError(
             f"this process inherited {config.SPAWNED.name} from rank {record.rank} but is not that rank: it is a child "
@@ -200,9 +200,9 @@ def _spawn(ranks: int) -> SharedMemoryRendezvous:
 
 
 def wait_for_children(failed: bool) -> int:
-    """Wait for spawned ranks to end, and return the exit status that the job deserves.
+    """Wait for spawned ranks to end, and return the job's exit status.
 
-    Once one rank has failed, this one included, the others have some seconds to end by themselves and are then killed.
+    Once a rank has failed, this one included, the others have some seconds to end before they are killed.
 
     Args:
         failed: whether this process failed.

@@ -2,9 +2,9 @@
 
 Rank 0 listens and the other ranks connect to it (bootstrap.py). They learn its port in one of two ways. Usually it is
 MASTER_PORT. But torchrun's agent keeps that port for a store of torch's, and so does a script that has initialized
-torch.distributed by itself. Rank 0 then listens on any free port and publishes the number through that store. The core
-imports no framework: the framework's face registers a `StoreProvider`, and the package registers a loader for jobs
-whose launcher holds the port although no script has imported the face.
+torch.distributed itself. Rank 0 then listens on any free port and publishes the number through that store. The core
+imports no framework: the framework's face registers a `StoreProvider`, and the package registers a loader for
+jobs whose launcher holds the port although the script has not imported the face.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _load_provider: Callable[[], StoreProvider] | None = None
 
 
 def register_store_provider(provider: StoreProvider) -> None:
-    """Let ranks meet through this framework's store where it holds MASTER_PORT."""
+    """Let ranks meet through this framework's store if that holds MASTER_PORT."""
     global _provider
     _provider = provider
 
@@ -85,7 +85,7 @@ def connect(record: LaunchRecord, generation: int) -> Rendezvous:
         generation: how often this process has connected before.
 
     Raises:
-        LaunchError: ranks do not find each other, do not fit together, or share no network; the text names them.
+        LaunchError: ranks do not find each other, are incompatible, or share no network; the text names them.
     """
     os.environ.update(record.variables)
     missing = [name for name in VARIABLES if not os.environ.get(name)]
@@ -142,7 +142,7 @@ def _meet(rank: int, size: int, address: str, generation: int) -> bootstrap.Boot
 
 
 def _open_store(generation: int) -> Store | None:
-    """The store that holds MASTER_PORT, None where the port is free for rank 0."""
+    """The store that holds MASTER_PORT, None if the port is free for rank 0."""
     agent_holds_port = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
     if not agent_holds_port and (_provider is None or not _provider.owns_port()):
         return None
@@ -169,8 +169,8 @@ def _listen(port: int, size: int) -> socket.socket:
                 raise LaunchError(f"rank 0 cannot listen at MASTER_PORT={port}: {error.strerror}.") from error
             if time.monotonic() > end:
                 raise LaunchError(
-                    f"MASTER_PORT={port} is taken on {socket.gethostname()}, by another job or by one that has not "
-                    "quite ended; set another number on all ranks."
+                    f"MASTER_PORT={port} is taken on {socket.gethostname()}, by another job or by one that is "
+                    "still ending; set another port on all ranks."
                 ) from error
         time.sleep(0.05)
 

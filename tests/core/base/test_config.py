@@ -38,7 +38,7 @@ def test_values_are_parsed(variable, text, value):
         (config.TIMEOUT, "nan", "not a positive number of seconds"),
         (config.AUTOTUNE, "yes", "neither 0 nor 1"),
         (config.DRIFT_CHECK, "-1", "not a whole number"),
-        (config.VIRTUAL_NODES, "2,0", "not one positive number, nor several separated by commas"),
+        (config.VIRTUAL_NODES, "2,0", "not a comma-separated list of positive numbers"),
         (config.TRANSPORT, "ucx", "not one of tcp, mpi"),
         (config.LAUNCHER, "pvm", "not one of mpi, rendezvous, slurm, spawned, single"),
     ],

@@ -125,9 +125,9 @@ def test_a_connection_found_closed_before_the_wait_still_gives_the_peers_reason(
         aborted = False
 
         def check(self, communicator, missing, what):
-            raise PeerFailed("rank 1 died without a word", 1)
+            raise PeerFailed("rank 1 died without reporting an error", 1)
 
     transport = SimpleNamespace(rank=0, size=2, disconnect=lambda tag: None)
     group = NetworkGroup(transport, (0, 1), 0, 1, Wait("ring", Detector()), "ring")
-    with pytest.raises(PeerFailed, match="died without a word"):
+    with pytest.raises(PeerFailed, match="died without reporting an error"):
         group.wait_each([(1, Broken())], fingerprint("barrier"))

@@ -70,8 +70,8 @@ def test_a_rank_is_not_told_of_its_own_failure():
 @pytest.mark.parametrize(
     ("how", "text", "network"),
     [
-        ("it closed the connection", r"rank 2 \(process 102 on host2\) died without a word", False),
-        ("Connection reset by peer", r"rank 2 \(process 102 on host2\) died without a word", False),
+        ("it closed the connection", r"rank 2 \(process 102 on host2\) died without reporting an error", False),
+        ("Connection reset by peer", r"rank 2 \(process 102 on host2\) died without reporting an error", False),
         ("timed out", r"rank 0 on host0 cannot reach rank 2 .*: the network between host0 and host2 is lost", True),
     ],
 )
@@ -89,7 +89,7 @@ def test_a_rank_that_left_fails_only_those_that_wait_for_it(monkeypatch):
     zero, channel = detector(0)
     channel.on_left(2)
     zero.check("ring", [1], "barrier()")
-    with pytest.raises(PeerLeft, match=r"rank 2 has ended its part of the job, and rank 0 waits for it in barrier"):
+    with pytest.raises(PeerLeft, match=r"rank 2 has left the job, but rank 0 waits for it in barrier"):
         zero.check("ring", [1, 2], "barrier()")
     zero.forward_departures()
     zero.forward_departures()

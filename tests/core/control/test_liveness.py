@@ -54,7 +54,7 @@ def test_a_killed_rank_is_noticed_at_once_with_its_host_and_process():
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # a zombie counts as gone
         failure = peers.failure()
         assert failure is not None and failure.rank == 1
-        assert f"rank 1 (process {pid} on host1) died without a word" in str(failure)
+        assert f"rank 1 (process {pid} on host1) died without reporting an error" in str(failure)
         assert peers.has_lost_a_process()
 
 

@@ -28,17 +28,17 @@ def in_child(function):
 
 
 def test_the_first_message_is_heard(notifier):
-    assert notifier.heard() is None
+    assert notifier.first_message() is None
     assert in_child(lambda: notify_parent("rank 1 failed: é")) == 0
     assert in_child(lambda: notify_parent("rank 0 failed too")) == 0
-    assert notifier.heard() == "rank 1 failed: é"
-    assert notifier.heard() == "rank 1 failed: é"
+    assert notifier.first_message() == "rank 1 failed: é"
+    assert notifier.first_message() == "rank 1 failed: é"
 
 
 def test_long_messages_are_cut_and_many_do_not_grow_without_bound(notifier):
     for _ in range(400):
         notify_parent("x" * 10_000)
-    assert notifier.heard() == "x" * 4096
+    assert notifier.first_message() == "x" * 4096
     assert os.fstat(notifier._file).st_size < (1 << 20) + 5000
 
 
@@ -56,7 +56,7 @@ def test_another_user_cannot_tell_anything(notifier):
         raise AssertionError("opened")
 
     assert in_child(stranger) == 0
-    assert notifier.heard() is None
+    assert notifier.first_message() is None
 
 
 def test_nothing_is_written_to_another_file_that_has_the_same_number(notifier, monkeypatch, tmp_path):

@@ -180,7 +180,7 @@ def test_messages_of_an_unknown_form_lose_only_their_sender(channels):
         bad.send(said)
         bad.flush(1)
         assert run([server], lambda lost=lost: bool(lost))
-        assert lost == [(2, "it sent what is no message of this job")]
+        assert lost == [(2, "it sent an invalid message")]
         assert server.connected == [1]
         good.close()
         bad.close()

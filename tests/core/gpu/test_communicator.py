@@ -83,7 +83,7 @@ KILLED = """
 """
 
 
-@pytest.mark.parametrize(("end", "said"), [("killed", "rank 1 (process"), ("left", "rank 1 has ended its part")])
+@pytest.mark.parametrize(("end", "said"), [("killed", "rank 1 (process"), ("left", "rank 1 has left the job")])
 def test_a_kernel_that_waits_for_a_dead_peer_is_aborted(end, said):
     with start_ranks(KILLED, 2, env={"TEST_END": end}) as job:
         result = job.wait(30)

@@ -145,7 +145,7 @@ def test_waiting_for_a_rank_that_has_left_ends(gpu, monkeypatch):
     gpu.queue.poll()
     gpu.queue.check_progress([])
     gpu.queue.check_progress([1])  # its data may still be on the way
-    with pytest.raises(PeerLeft, match="rank 1 has ended its part of the job, and the GPU of rank 0 waits for it"):
+    with pytest.raises(PeerLeft, match="rank 1 has left the job, but the GPU of rank 0 waits for it"):
         gpu.queue.check_progress([1])
 
 

@@ -61,5 +61,5 @@ def test_a_host_with_nothing_but_bridges_is_named():
 def test_ranks_of_one_host_talk_over_loopback(monkeypatch):
     assert choose([own_interfaces(0), own_interfaces(1)]) == (("127.0.0.1", "127.0.0.1"), "")
     monkeypatch.setenv("RING_INTERFACE", "ib7,10.250.0.0/24")
-    with pytest.raises(LaunchError, match=r"RING_INTERFACE='ib7,10.250.0.0/24' is no interface of .* \(rank 3\)"):
+    with pytest.raises(LaunchError, match=r"RING_INTERFACE='ib7,10.250.0.0/24' is not an interface of .* \(rank 3\)"):
         own_interfaces(3)

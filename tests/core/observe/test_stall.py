@@ -85,7 +85,9 @@ def test_a_death_on_another_host_is_named():
         job.send_signal(1, signal.SIGKILL)
         result = job.wait(30)
     assert result.returncode != 0
-    assert re.search(r"rank 0 ends because rank 1 \(process \d+ on \S+\) died without a word", result.output), result
+    assert re.search(
+        r"rank 0 ends because rank 1 \(process \d+ on \S+\) died without reporting an error", result.output
+    ), result
 
 
 @pytest.mark.mpi

@@ -102,7 +102,7 @@ def test_silent_connections_do_not_delay_the_start():
 @pytest.mark.usefixtures("patience")
 def test_missing_ranks_are_named():
     at_0, at_2 = meet(4, rank(2, 4))
-    assert at_0.startswith(f"ranks 1, 3 of 4 did not come to rank 0 on {socket.gethostname()}, port ")
+    assert at_0.startswith(f"ranks 1, 3 of 4 did not connect to rank 0 on {socket.gethostname()}, port ")
     assert at_2 == at_0
 
 
@@ -144,8 +144,8 @@ def test_nobody_can_send_much_before_it_has_joined():
 @pytest.mark.usefixtures("patience")
 def test_ranks_that_do_not_fit_are_told_why(monkeypatch):
     assert "was started for a job of 3 ranks, rank 0 for one of 2" in meet(2, rank(1, 3))[1]
-    assert "two processes say they are rank 1" in meet(3, rank(1, 3), rank(1, 3))[0]
-    assert "says it is rank 5 of 2" in meet(2, rank(5, 2))[1]
+    assert "two processes claim to be rank 1" in meet(3, rank(1, 3), rank(1, 3))[0]
+    assert "claims to be rank 5 of 2" in meet(2, rank(5, 2))[1]
     theirs = iter([{"ring_plugins": "9.9", "Python": "3.11", "numpy": "1"}])
     ours = record.own_versions()
     monkeypatch.setattr(bootstrap, "own_versions", lambda: next(theirs, ours))

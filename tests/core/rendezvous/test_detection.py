@@ -51,7 +51,7 @@ def test_who_started_this_process(environment, expected, monkeypatch):
     ("environment", "said"),
     [
         ({"RING_LAUNCHER": "pvm"}, "RING_LAUNCHER='pvm'"),
-        ({"RING_LAUNCHER": "mpi"}, "none of the variables"),
+        ({"RING_LAUNCHER": "mpi"}, "the variables that mpi sets are missing"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "one"}, "OMPI_COMM_WORLD_RANK='one'"),
         ({"RING_SPAWNED": "nonsense"}, "RING_SPAWNED='nonsense'"),
     ],

@@ -49,7 +49,7 @@ def test_more_ranks_asked_for_than_started_follows_the_launcher_and_says_so():
     """
     result = run_ranks(script, 2, "mpirun")
     assert result.values("size") == [2, 2]
-    assert result.output.count("init(ranks=3) was asked for, but mpirun (Open MPI) started 2") == 1
+    assert result.output.count("init(ranks=3) was requested, but mpirun (Open MPI) started 2") == 1
 
 
 @pytest.mark.parametrize(
