@@ -49,7 +49,9 @@ def check_hosts(job: JobSpec, mpirun: Mpirun, hosts: Sequence[str]) -> dict[str,
     Raises:
         LaunchError: a host does not answer, or differs from this one; the text names each problem and its remedy.
     """
-    with socket.create_server(("", 0)) as listener, ThreadPoolExecutor(min(32, len(hosts) + 1)) as pool:
+    # Nobody accepts: each probe connects and stays in the queue.
+    queue = max(128, len(hosts))
+    with socket.create_server(("", 0), backlog=queue) as listener, ThreadPoolExecutor(min(32, len(hosts) + 1)) as pool:
         port = listener.getsockname()[1]
         asked_here = pool.submit(_ask, None, job, mpirun, None)
         asked = {host: pool.submit(_ask, None if is_this_host(host) else host, job, mpirun, port) for host in hosts}

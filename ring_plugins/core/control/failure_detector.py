@@ -184,7 +184,7 @@ class FailureDetector:
 
     def _note_lost(self, rank: int, how: str) -> None:
         """The control connection of a rank ended without a goodbye."""
-        if "closed" not in how and "reset" not in how.lower():
+        if not any(word in how.lower() for word in ("closed", "reset", "broken pipe")):
             self.lose_network(rank, how)
             return
         peer = self.membership[rank]

@@ -72,6 +72,7 @@ def test_a_rank_is_not_told_of_its_own_failure():
     [
         ("it closed the connection", r"rank 2 \(process 102 on host2\) died without reporting an error", False),
         ("Connection reset by peer", r"rank 2 \(process 102 on host2\) died without reporting an error", False),
+        ("Broken pipe", r"rank 2 \(process 102 on host2\) died without reporting an error", False),
         ("timed out", r"rank 0 on host0 cannot reach rank 2 .*: the network between host0 and host2 is lost", True),
     ],
 )
