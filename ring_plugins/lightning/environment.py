@@ -1,4 +1,4 @@
-"""This process's place among the ranks, in Lightning's terms."""
+"""This process's rank and node, as a Lightning ``ClusterEnvironment``."""
 
 import multiprocessing.util
 import os
@@ -15,11 +15,11 @@ from ring_plugins.core.rendezvous.topology import Topology
 class RingEnvironment:
     """A ``ClusterEnvironment`` (of `lightning` and of `pytorch_lightning`) that follows whatever started the process.
 
-    Under mpirun, torchrun, SLURM, or in a process that another one of the job has started, ranks come from there; once
-    `ring_plugins.init()` has run, they come from the `World`. A process that was started alone is rank 0 of as many
-    ranks as the Trainer asks for, and the launcher starts the others.
+    Under mpirun, torchrun or SLURM, or in a process that another process of the job started, ranks come from there;
+    once `ring_plugins.init()` has run, they come from the `World`. A process that was started alone is rank 0 of as
+    many ranks as the Trainer asks for, and `RingLauncher` starts the others.
 
-    Unlike Lightning's own environments this one neither needs nor starts MPI to know that.
+    Unlike Lightning's own environments it neither needs nor starts MPI.
     """
 
     def __init__(self) -> None:
@@ -29,17 +29,17 @@ class RingEnvironment:
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Whether all ranks run already, so that there is nothing to start."""
+        """Whether all ranks are running already, so that there is nothing to start."""
         return _is_connected() or self._record.kind != "single"
 
     @property
     def main_address(self) -> str:
-        """Where forked or spawned workers meet."""
+        """The address for the rendezvous of forked or spawned workers."""
         return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
     @property
     def main_port(self) -> int:
-        """A port where forked or spawned workers meet; other launches do not need it."""
+        """A port for the rendezvous of forked or spawned workers; other launches do not need it."""
         if self._main_port is None:
             self._main_port = int(os.environ["MASTER_PORT"]) if "MASTER_PORT" in os.environ else free_port()
         return self._main_port
@@ -58,14 +58,14 @@ class RingEnvironment:
         self._wanted_world_size = size
 
     def global_rank(self) -> int:
-        """This process among all."""
+        """The rank of this process."""
         return topology.rank if (topology := self._topology()) else 0
 
     def set_global_rank(self, rank: int) -> None:
         """Do nothing: the launcher assigns ranks."""
 
     def local_rank(self) -> int:
-        """This process among those of its node."""
+        """The rank of this process within its node."""
         return topology.local_rank if (topology := self._topology()) else 0
 
     def local_world_size(self) -> int:
@@ -73,7 +73,7 @@ class RingEnvironment:
         return topology.local_size if (topology := self._topology()) else self._wanted_world_size
 
     def node_rank(self) -> int:
-        """This node among all."""
+        """The number of this node, from 0."""
         return topology.node_rank if (topology := self._topology()) else 0
 
     def num_nodes(self) -> int:
@@ -113,7 +113,7 @@ class RingEnvironment:
 
 
 def _is_connected() -> bool:
-    """Whether this process has connected to others. A world of one, made by an earlier Trainer, does not count."""
+    """Whether this process has connected to others. A world of size 1, made by an earlier Trainer, does not count."""
     return world.is_initialized() and world.current().launcher != "single"
 
 
@@ -155,7 +155,7 @@ def warn_about_launcher(environment: RingEnvironment, devices: int, num_nodes: i
         rank_zero_warn(
             f"You set `{name}={wanted}`, but the job was started with {count(started, unit)}{where}. RingStrategy"
             f" follows the launcher and trains on {count(environment.world_size(), 'rank')} in all. Set"
-            f" `{name}={started}`, or start the job with another number, to silence this warning."
+            f" `{name}={started}`, or start the job with a different number, to silence this warning."
         )
 
 
@@ -168,7 +168,7 @@ def count(number: int, noun: str) -> str:
 def set_rank_zero(rank: int | None = None) -> None:
     """Tell Lightning's ``rank_zero_only`` which rank this is, so that prints, warnings and loggers come from rank 0.
 
-    Called as soon as anything is known, at import. lightning_utilities 0.15.3, core/rank_zero.py:28, reads an attribute
+    Called at import, as early as possible. lightning_utilities 0.15.3, core/rank_zero.py:28, reads an attribute
     of the function itself; left alone, Lightning 2.6.6 fills it from RANK, LOCAL_RANK, SLURM_PROCID
     (fabric/utilities/rank_zero.py:35), which mpirun does not set and which inside a SLURM allocation say 0 on every
     rank.

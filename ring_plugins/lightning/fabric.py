@@ -21,11 +21,11 @@ from ring_plugins.torch.gradients import GradientAverager
 class RingFabricLogic(RingParallelLogic):
     """Data parallelism over `ring_plugins` for Fabric: ``Fabric(strategy=RingFabricStrategy())`` or ``"ring"``.
 
-    Modules given to ``fabric.setup`` are not wrapped: their gradients are averaged by hooks while backward runs. See
-    `RingStrategy` for how ranks come about and for the arguments.
+    Modules given to ``fabric.setup`` are not wrapped: hooks average their gradients while backward runs. See
+    `RingStrategy` for how ranks are started and for the arguments.
 
-    Buffers are broadcast from rank 0 once, by ``fabric.setup``: there is no wrapped forward in which it could be done
-    again. A model whose running statistics must agree at all times needs synchronized batch norm.
+    ``fabric.setup`` broadcasts buffers from rank 0 once; there is no wrapped forward that could do it again. A model
+    whose running statistics must agree at all times needs synchronized batch norm.
 
     """
 
@@ -148,7 +148,7 @@ class BackwardSyncControl:
         )
 
     def check(self) -> None:
-        """Raise if a failure made the last averages worthless."""
+        """Raise if a failure made the last averages meaningless."""
         for _, averager in self._averagers:
             averager.check()
 

@@ -1,4 +1,4 @@
-"""How a rank ends that fails or is stopped: other ranks hear of it first, and its exit status is not zero."""
+"""How a rank that fails or is stopped ends: it notifies the other ranks first, and exits with a nonzero status."""
 
 import logging
 import signal
@@ -17,10 +17,10 @@ _failed: list[world.World] = []
 
 
 def report_failure(error: BaseException) -> None:
-    """Tell every rank that this one failed and why; theirs then raise instead of waiting.
+    """Tell every rank that this one failed and why, so that they raise instead of waiting.
 
-    Only the first failure is reported, and no orderly exit: Lightning's tuner leaves by an exception, and a script may
-    call ``sys.exit(0)`` on every rank.
+    Only the first failure is reported, and orderly exits are not: Lightning's tuner ends with an exception, and a
+    script may call ``sys.exit(0)`` on every rank.
     """
     if not world.is_initialized() or world.current().topology.size == 1 or _is_orderly(error) or has_failed():
         return
@@ -59,15 +59,16 @@ def keep_sigterm_handler_from_broadcasting(trainer: Any) -> None:
 
     Lightning 2.6.6, pytorch/trainer/connectors/signal_connector.py:108-120: the handler broadcasts from rank 0,
     wherever the main thread happens to be. If that is inside another collective, or if not every rank got the signal,
-    ranks wait for each other in different operations. The handler's other half is enough: every training batch begins
-    with an agreed look at rank 0's flag (pytorch/loops/training_epoch_loop.py:259-272), and a rank that alone got the
-    signal stops by itself and reports that.
+    ranks wait for each other in different operations. The handler's other half is enough: at the start of every
+    training batch all ranks read rank 0's flag (pytorch/loops/training_epoch_loop.py:259-272), and a rank that is the
+    only one to get the signal stops and reports that.
 
     Called once the Trainer has registered its handlers; the Trainer restores the previous ones.
     """
     connector = trainer._signal_connector
     handlers: list[Any] = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
-    handlers[:] = [_flag_setter(connector) if one == connector._sigterm_notifier_fn else one for one in handlers]
+    notifier = connector._sigterm_notifier_fn
+    handlers[:] = [_flag_setter(connector) if handler == notifier else handler for handler in handlers]
 
 
 def _flag_setter(connector: Any) -> Callable[[int, FrameType | None], None]:

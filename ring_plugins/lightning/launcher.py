@@ -37,8 +37,8 @@ class RingLauncher:
     def kill(self, signum: int) -> None:
         """Do nothing; Lightning calls this when the process gets a signal.
 
-        The ranks started from here need no copy of the signal: they end when this process does, and hear of an orderly
-        stop through the job itself.
+        The ranks started from here need no copy of the signal: they end when this process does, and learn of an
+        orderly stop through the job itself.
         """
 
     def _launch(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -62,8 +62,8 @@ class RingFabricLauncher(RingLauncher):
 def join_world(environment: RingEnvironment) -> world.World:
     """The `World`, brought up on the first call of a process.
 
-    It is brought up again after a failure that the script survived (on all ranks: an error that not all of them catch
-    ends the job within seconds), and where it had one rank and is now to have more.
+    It is brought up again after a failure that the script survived (on all ranks: an error that only some of them catch
+    ends the job within seconds), and if it had one rank and now needs more.
     """
     if has_failed() or (world.is_initialized() and environment.world_size() != world.current().topology.size):
         destroy_process_group()

@@ -58,8 +58,8 @@ class TimelineCallback(Callback):
 
     Args:
         directory: Where rank 0 writes ``timeline.json``, for ui.perfetto.dev.
-        first_batch: How many batches of ``fit`` go unrecorded at first.
-        batches: How many batches are recorded.
+        first_batch: Number of batches of ``fit`` to skip first.
+        batches: Number of batches to record.
 
     """
 

@@ -5,11 +5,11 @@ that one defines is an instance of the other's classes: each has its own ``Train
 registry of strategy names. So our logic (`parallel`, `strategy`, `fabric`) derives from neither, and this file derives
 from it one pair of classes for each installed package.
 
-``from ring_plugins.lightning import RingStrategy`` names one class of these, that of `lightning` where it is installed,
-yet a script may hand the object to either package's Trainer. A Trainer first checks that it was given a ``Strategy``,
-and then sets its ``accelerator``; until then a strategy has done nothing but store its arguments. So each class is
-registered as a virtual subclass of the other package's ``Strategy``, and an object that is given an accelerator of the
-other package changes its class to the counterpart and is constructed again with the same arguments.
+``from ring_plugins.lightning import RingStrategy`` imports only one of them, for `lightning` if that is installed, yet
+a script may pass the object to either package's Trainer. A Trainer first checks that it was given a ``Strategy``, and
+then sets its ``accelerator``; until then a strategy has only stored its arguments. So each class is registered as a
+virtual subclass of the other package's ``Strategy``, and an object that is given an accelerator of the other package
+changes its class to the counterpart and is constructed again with the same arguments.
 
 Both packages are imported where both are installed: the second takes a tenth of a second after the first, and only then
 does ``Trainer(strategy="ring")`` work with either.
@@ -122,9 +122,9 @@ def _set_accelerator(strategy: Any, accelerator: Any) -> None:
 _accelerator = property(_get_accelerator, _set_accelerator, doc="The first thing that a Trainer hands to a strategy.")
 
 
-def _make_interchangeable(one: Any, other: Any) -> None:
+def _make_interchangeable(first: Any, second: Any) -> None:
     """Let each of two classes pass for a ``Strategy`` of the other's package."""
-    for strategy, counterpart in ((one, other), (other, one)):
+    for strategy, counterpart in ((first, second), (second, first)):
         _counterparts[strategy] = counterpart
         base: Any = next(cls for cls in counterpart.__mro__ if cls.__name__ == "Strategy")
         base.register(strategy)
@@ -204,7 +204,7 @@ for _name, _found in (("for_lightning", lightning), ("for_pytorch_lightning", py
         _module = sys.modules[f"{__package__}.{_name}"] = ModuleType(f"{__package__}.{_name}")
         vars(_module).update(vars(_found))
 
-if TYPE_CHECKING:  # a type checker sees the logic, whose base class it takes for anything
+if TYPE_CHECKING:  # a type checker sees the logic, whose base class is Any to it
     RingStrategy, RingFabricStrategy = RingTrainerLogic, RingFabricLogic
 else:
     _preferred = lightning or pytorch_lightning

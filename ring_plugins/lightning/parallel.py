@@ -1,4 +1,4 @@
-"""What the strategies for Trainer and Fabric share: ranks, devices, collectives; everything but gradients."""
+"""Base of the strategies for Trainer and Fabric: ranks, devices and collectives, everything but gradients."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ring_plugins.lightning.process_group import all_gather, all_reduce, ensure_
 T = TypeVar("T")
 StartMethod = Literal["popen", "fork", "forkserver", "spawn"]
 
-#: Stands for Lightning's ``ParallelStrategy``, which `packages` puts behind our logic in the order of base classes. A
-#: type checker takes it for anything, since there are two such classes.
+#: Stands for Lightning's ``ParallelStrategy``, which `packages` puts after our logic in the order of base classes. To a
+#: type checker it is Any, since there are two such classes.
 ParallelStrategy: Any = object
 
 
@@ -113,7 +113,7 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
         return tensor if is_single or not isinstance(tensor, Tensor) else all_reduce(tensor, group, reduce_op)
 
     def _set_ranks(self) -> None:
-        """Settle ranks and devices; Lightning has set devices and number of nodes, and nothing is started yet."""
+        """Determine ranks and devices; Lightning has set devices and number of nodes, and nothing is started yet."""
         devices = self.parallel_devices or [torch.device("cpu")]
         environment = self.cluster_environment
         environment.set_world_size(len(devices))
@@ -128,7 +128,7 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
         set_rank_zero(self.global_rank)
 
     def _choose_launcher(self, launcher: type, multiprocessing_launcher: Any) -> Any:
-        """None if there is one rank; Lightning's own in a notebook, where there is no script to run again."""
+        """None for one rank; Lightning's own launcher in a notebook, which has no script to run again; else ours."""
         if self.world_size == 1:
             return None
         start_method = self._start_method or ("fork" if self.package.is_interactive else "popen")

@@ -2,7 +2,7 @@
 
 torchmetrics, Lightning's SIGTERM check and `prepare_data` barrier, object collectives and users' own code call
 torch.distributed without asking the strategy. With the default group on our communicators they need no special case,
-and a rank that waits in any of them hears of a failed peer.
+and a rank that waits in any of them learns of a failed peer.
 """
 
 import sys

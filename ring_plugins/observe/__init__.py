@@ -1,1 +1,1 @@
-"""What users ask of a running job: BalanceMonitor, Timeline and the drift check."""
+"""User-facing observers of a running job: BalanceMonitor, Timeline and the drift check."""

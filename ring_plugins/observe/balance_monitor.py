@@ -57,8 +57,8 @@ class BalanceMonitor:
 
         Returns:
             On rank 0 "ring/computing_ms", "ring/waiting_ms" and "ring/moving_ms", milliseconds per step averaged over
-            the ranks, "ring/slowest_rank", the rank that came last most often, and "ring/slowest_share", in which
-            fraction of the steps. Empty on other ranks, and if no step was completed.
+            the ranks, "ring/slowest_rank", the rank that arrived last most often, and "ring/slowest_share", the
+            fraction of steps in which it did. Empty on other ranks, and if no step was completed.
         """
         if wait:
             self._collect(_WHILE_TRAINING)

@@ -1,11 +1,11 @@
 """The drift check: do all ranks still have the same weights?
 
-Replicas that start equal and step on the same averages stay equal to the last bit, unless a rank steps alone, draws
-other random numbers in an update, or has memory that lost a bit. Nothing else notices; the loss just gets slowly worse.
+Replicas that start equal and step on the same averages stay equal to the last bit, unless a rank takes an extra step,
+draws other random numbers in an update, or has a memory error. Nothing else notices; the loss just gets slowly worse.
 
-Every so many steps each rank sums up each of its weights (`checksum`) and hashes the sums into one number. One
-all-reduce of two integers tells whether those numbers are equal. Only if they differ do the sums of all weights travel,
-to name the first weight that differs.
+Every so many steps each rank computes a checksum of each of its weights and hashes the checksums into one number. One
+all-reduce of two integers tells whether those numbers are equal. Only if they differ do the ranks exchange all
+checksums, to name the first weight that differs.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class DriftCheck:
         self._steps = 0
 
     def after_step(self) -> None:
-        """Count a step, and compare the weights if it is time to.
+        """Count a step, and compare the weights if a check is due.
 
         Raises:
             DriftError: the weights differ; raised on all ranks.
@@ -122,7 +122,7 @@ def difference(names: Sequence[str], by_rank: Sequence[Sequence[int]], ranks: Se
     odd = " and ".join(name_ranks(group) for group in minorities)
     return (
         f"after {step} steps the weights of {odd} differ from those of {name_ranks(majority)}: first in "
-        f"{names[first]}, in {len(different)} of {len(names)} parameters in total. A rank took a step of its own (a "
-        "condition that is true on some ranks only, an optimizer that draws random numbers), or its memory lost a bit. "
+        f"{names[first]}, in {len(different)} of {len(names)} parameters in total. A rank made a different update (a "
+        "condition that is true on some ranks only, an optimizer that draws random numbers), or has a memory error. "
         "Continue from a checkpoint, or broadcast the weights of a rank you trust."
     )

@@ -15,7 +15,7 @@ _PATIENCE = 5.0
 
 
 class Timeline:
-    """Records a timeline of all ranks inside its context; all ranks use it, rank 0 writes:
+    """Records a timeline of all ranks inside its context. All ranks enter it; rank 0 writes the file:
 
         with Timeline("traces"):
             ...  # some steps
@@ -64,7 +64,7 @@ class Timeline:
 
 
 def _wait_until(reached: Callable[[], bool]) -> None:
-    """Wait for a message from rank 0 to arrive; a timeline is not worth more than a few seconds of that."""
+    """Wait for a message from rank 0 to arrive, for a few seconds at most: a timeline is not worth more."""
     end = time.monotonic() + _PATIENCE
     while not reached() and time.monotonic() < end:
         time.sleep(0.01)

@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
 
 
 def when_accumulated(parameter: nn.Parameter, call: Callable[[torch.Tensor], None]) -> list[Any]:
-    """Call a function whenever the parameter's gradient has been accumulated, also if it is frozen until later.
+    """Call a function whenever the parameter's gradient has been accumulated; a frozen one may be unfrozen later.
 
     Returns:
         The hook, to be removed with its `remove()`; nothing for parameters that cannot have gradients.
@@ -26,7 +26,7 @@ def when_accumulated(parameter: nn.Parameter, call: Callable[[torch.Tensor], Non
     register: Any = parameter.register_post_accumulate_grad_hook
     frozen = not parameter.requires_grad
     if frozen:
-        parameter.requires_grad_(True)  # torch refuses hooks otherwise, and keeps those it has
+        parameter.requires_grad_(True)  # torch refuses hooks otherwise, but keeps them when it is frozen again
     hook = register(call)
     if frozen:
         parameter.requires_grad_(False)
@@ -34,10 +34,10 @@ def when_accumulated(parameter: nn.Parameter, call: Callable[[torch.Tensor], Non
 
 
 class Backward:
-    """The running backward, if there is one.
+    """The running backward, if any.
 
-    Autograd drops its callbacks when backward raises. It holds the only reference to ours, so a backward that failed is
-    recognized by the callback being gone.
+    Autograd drops its callbacks when backward raises. It holds the only reference to ours, so once the callback is gone
+    the backward has failed.
 
     Args:
         ended: called at the end of each backward.
@@ -53,7 +53,7 @@ class Backward:
         return self._callback() is not None
 
     def begin(self) -> None:
-        """Ask autograd to call at the end; called inside a backward, at its first gradient."""
+        """Ask autograd for a callback at the end; called inside a backward, at its first gradient."""
         callback = _EndOfBackward(self._ended)
         self._callback = weakref.ref(callback)
         Variable._execution_engine.queue_callback(callback)
@@ -73,8 +73,8 @@ class _EndOfBackward:
         self._call()
 
 
-# Walking through a model of thousands of parameters at every step would cost milliseconds. torch calls hooks instead
-# whenever any module gets a parameter or a submodule, so an unchanged count means an unchanged model.
+# Walking through a model of thousands of parameters at every step would take milliseconds. Instead, torch calls these
+# hooks whenever any module gets a parameter or a submodule, so an unchanged count means an unchanged model.
 _registrations = 0
 
 

@@ -23,8 +23,8 @@ from ring_plugins.torch.process_group import RingProcessGroup
 from ring_plugins.torch.rendezvous import adopt, replace_env_rendezvous
 from ring_plugins.torch.store import exchange_through_store
 
-#: How often this process created a group of each name. All members count alike, so a group that is created again after
-#: it was destroyed uses keys of its own in a store that still holds the old ones.
+#: How often this process created a group of each name. All members count alike, so a group that is destroyed and
+#: created again uses fresh keys in a store that still holds the old ones.
 _created: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
@@ -47,7 +47,7 @@ def create_process_group(options: Any, _backend_options: Any = None) -> RingProc
         LaunchError: the group is larger than the job that ring_plugins sees.
     """
     rank, size, group_id = options.group_rank, options.group_size, options.group_id
-    # A connection of our own where torch offers one (2.5): its threads must not wait for the script's use of the store.
+    # A separate connection, where torch can clone one (2.5), so that our threads never wait while the script uses it.
     base = options.store.clone() if hasattr(options.store, "clone") else options.store
     store = PrefixStore(f"ring/{next(_created[group_id])}", base)
     if size > 1 and not world.is_initialized() and launch.detect().kind == "single":
@@ -67,7 +67,7 @@ def create_process_group(options: Any, _backend_options: Any = None) -> RingProc
 
 
 class _Connections:
-    """Makes the communicators of one process group; their members meet through the group's store.
+    """Makes the communicators of one process group; their members connect through the group's store.
 
     Args:
         own: the world that the group is part of.

@@ -1,4 +1,4 @@
-"""The same start on all ranks: one rank's weights and optimizer state, broadcast to the others."""
+"""Start all ranks equal: broadcast one rank's weights and optimizer state to the others."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class _Placeholder:
 
 
 def _broadcast(tensors: list[torch.Tensor], root: int) -> None:
-    """Overwrite tensors with the root's; those on GPUs travel as one group of operations."""
+    """Overwrite tensors with the root's; those on GPUs are broadcast in one NCCL group."""
     if current().topology.size == 1:
         return
     targets = []
@@ -100,9 +100,9 @@ def _check_equal(described: list[tuple[str, str, tuple[int, ...]]]) -> None:
         if theirs == by_rank[0]:
             continue
         for i in range(max(len(theirs), len(by_rank[0]))):
-            one, two = (tensors[i] if i < len(tensors) else "no such tensor" for tensors in (by_rank[0], theirs))
-            if one != two:
+            first, second = (tensors[i] if i < len(tensors) else "no such tensor" for tensors in (by_rank[0], theirs))
+            if first != second:
                 raise MismatchError(
-                    f"tensors to broadcast differ at number {i}: rank 0 has {one}, rank {other} has {two}. "
+                    f"tensors to broadcast differ at number {i}: rank 0 has {first}, rank {other} has {second}. "
                     "Build the same model on all ranks."
                 )

@@ -1,4 +1,4 @@
-"""Where a tensor's memory is, in the core's terms, and torch's handles of a GPU: streams, events and futures."""
+"""A tensor's memory in the core's terms, and torch's handles of a GPU: streams, events and futures."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def future_on_gpu(index: int) -> torch.futures.Future[Any]:
 
 
 def complete(future: torch.futures.Future[Any], value: Any, communicator: DeviceCommunicator) -> None:
-    """Set the future's value, to be used once the communicator's stream has done what it was given so far."""
+    """Set the future's value; it may be used once the communicator's stream has finished its work so far."""
     with streams(communicator.device).using(communicator.stream):
         future.set_result(value)
 
@@ -140,5 +140,5 @@ class Moment:
         self._event = torch.cuda.current_stream(index).record_event()
 
     def precedes(self, stream: int, index: int) -> None:
-        """Make what `stream` is given from now on wait for this point."""
+        """Make all later work on `stream` wait for this point."""
         streams(index).external(stream).wait_event(self._event)

@@ -1,6 +1,6 @@
 """The memory of buckets on a GPU: allocated by torch, and rounded to 16 bits by torch where compression is on.
 
-Between hosts the core rounds what it sends. NCCL does not, so between GPUs the rounded copy is what is reduced.
+Between hosts the core rounds numbers as it sends them. NCCL cannot, so GPUs reduce a rounded copy.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The collectives of `import ring_plugins` for tensors on GPUs; arguments and errors as in `core.functions`.
 
-Ranks agree on shapes and memory for results is allocated before an operation is queued: on a GPU `start` runs its
+Ranks agree on shapes, and memory for results is allocated, before an operation is queued: on a GPU `start` runs its
 function at once, with the communication stream current, and memory allocated there would belong to that stream.
 """
 

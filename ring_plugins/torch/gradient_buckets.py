@@ -1,8 +1,8 @@
 """The gradients of some parameters, and how they are reduced: in buckets, in place, or gathered as sparse rows.
 
 A small gradient lives in its bucket: `p.grad` is a view of the bucket's memory. A large one is reduced where autograd
-put it. Both must lie in memory the same way on all ranks, without gaps; autograd accumulates fastest into a gradient
-that is laid out like its parameter, so that is the layout where it leaves no gaps.
+put it. Both need the same layout on all ranks, without gaps. Autograd accumulates fastest into a gradient that is laid
+out like its parameter, so gradients have that layout unless it has gaps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Named = tuple[str, nn.Parameter]
 
 
 class GradientBuckets:
-    """Everything that belongs to one set of parameters that are not frozen.
+    """The buckets of one set of parameters that are not frozen, and their reducer.
 
     Args:
         named: (name, parameter) pairs of the whole model, equal on all ranks. Frozen parameters are left out.
@@ -37,8 +37,7 @@ class GradientBuckets:
         sizes: of buckets, and of the gradients that are too large for them.
         compression: how gradients travel; None for unchanged.
         known_sparse: parameters whose gradients are gathered as sparse rows.
-        gathers_sparse: whether parameters whose gradients turn out to be sparse are gathered too; if not their
-            gradients are made dense.
+        gathers_sparse: whether gradients that turn out to be sparse are gathered too; if not, they are made dense.
 
     Attributes:
         reducer: launches the buckets.
@@ -116,7 +115,7 @@ class GradientBuckets:
     def _fill(self, bucket: Bucket) -> list[Memory]:
         """Prepare a bucket for its reduction.
 
-        Gradients that autograd put elsewhere move in by one fused copy, and `p.grad` becomes the view.
+        One fused copy moves in the gradients that autograd put elsewhere, and their `p.grad` becomes the view.
 
         Returns:
             The memory of the direct gradients.
@@ -183,7 +182,7 @@ class GradientBuckets:
         """Finish a pass: every gradient is the average when this returns.
 
         Returns:
-            Parameters found to have sparse gradients, the same on all ranks. They are to be `known_sparse` from now on.
+            Parameters found to have sparse gradients, the same on all ranks. Pass them as `known_sparse` from now on.
         """
         self.reducer.finish()
         self._assign_absent()
@@ -220,7 +219,7 @@ class GradientBuckets:
         return [self.parameters[i] for i in sorted({i for found in by_rank for i in found})]
 
     def abandon(self) -> None:
-        """Finish a pass whose backward failed, so that other ranks do not wait for it; gradients are worthless."""
+        """Finish a pass whose backward failed, so that other ranks do not wait for it; gradients are meaningless."""
         self.reducer.abandon(self._scratch)
 
     def _scratch(self, bucket: Bucket) -> list[Memory]:
@@ -242,8 +241,8 @@ def _entry(name: str, parameter: nn.Parameter, gpu: int | None, compression: Com
         )
     strides = "" if parameter.is_contiguous() else f", strides {tuple(parameter.stride())}"
     dtype = str(parameter.dtype).removeprefix("torch.")
-    wire = f", {compression}" if compression is not None else ""
-    return Entry(name, dtype, parameter.numel(), f"shape {tuple(parameter.shape)}{strides}{wire}")
+    codec = f", {compression}" if compression is not None else ""
+    return Entry(name, dtype, parameter.numel(), f"shape {tuple(parameter.shape)}{strides}{codec}")
 
 
 # Layout -------------------------------------------------------------------------------------------
@@ -265,7 +264,7 @@ def _memory_like(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _laid_out(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient in the layout of all ranks and in memory of its own; a copy if autograd made it otherwise."""
+    """The gradient in the layout of all ranks and in memory that nothing shares; a copy if autograd's is neither."""
     expected = parameter.stride() if _is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
     lazy = gradient.is_conj() or gradient.is_neg()
     if gradient.stride() != expected or gradient.requires_grad or lazy or _is_shared(gradient):

@@ -1,6 +1,6 @@
 """Gradients of a torch model, averaged while backward is still running.
 
-The way of one gradient: autograd accumulates it and calls `GradientAverager`'s hook; the hook marks it ready with the
+The path of one gradient: autograd accumulates it and calls `GradientAverager`'s hook; the hook marks it ready with the
 core's `GradientReducer`; when the last gradient of a bucket is ready the reducer has `GradientBuckets` fill the bucket
 and launches one all-reduce. The end of backward launches what is left and waits, so `p.grad` holds averages as soon as
 `backward()` returns.
@@ -40,8 +40,8 @@ class GradientAverager:
     unscaling, accumulation and any optimizer work as with one process. A gradient that no rank has stays
     None; one that some ranks have counts as zeros on the others.
 
-    Frozen parameters take no part. The parameters are looked at again at the start of every backward, so
-    freezing, unfreezing and adding parameters work, if all ranks do it in the same step.
+    Frozen parameters take no part. Every backward first looks at the parameters again, so freezing,
+    unfreezing and adding parameters work, if all ranks do it in the same step.
 
     Args:
         parameters: a module, or (name, parameter) pairs, equal on all ranks and in the same order.
@@ -58,11 +58,11 @@ class GradientAverager:
             Nothing else may use it. If one is given, gradients go through it even if it has only one rank, which
             shows what averaging costs without a peer; otherwise a single rank gets no hooks.
 
-    All ranks construct it together. Not for gradients computed by several threads at once.
+    All ranks construct it together. Gradients must not be computed by several threads at once.
 
     Raises:
         MismatchError: the models differ among ranks; the text names the first parameter that does.
-        ArgumentError: `sparse`, `passes_per_step` or `compression` have no meaning, or the parameters are on several
+        ArgumentError: `sparse`, `passes_per_step` or `compression` is invalid, or the parameters are on several
             devices.
     """
 
@@ -97,7 +97,7 @@ class GradientAverager:
         #: One for each set of parameters that are not frozen; all have `_sizes`.
         self._kept: dict[tuple[bool, ...], GradientBuckets] = {}
         self._buckets: GradientBuckets | None = None  # of the current pass; None if there is only one rank
-        self._waited_before, self._bytes_before = 0.0, 0  # by buckets that are gone
+        self._waited_before, self._bytes_before = 0.0, 0  # of buckets that were dropped
         self._tuner: BucketTuner | None = None
         self._passes_per_step, self._passes = passes_per_step, 0
         self._accumulates = False
@@ -140,7 +140,7 @@ class GradientAverager:
         seldom need to.
 
         Returns:
-            Whether the buckets are others than before.
+            Whether the buckets changed.
         """
         if self._buckets is None:
             return False
@@ -263,10 +263,10 @@ class GradientAverager:
             self._tune(self._tuner)
 
     def abandon(self) -> None:
-        """Bring this rank back in step after a backward that raised; does nothing after one that did not.
+        """Get this rank back in step after a backward that raised; do nothing after one that did not.
 
-        A pass that is under way outside of a backward belongs to one that failed. Other ranks may wait for the rest of
-        its buckets.
+        A pass that is under way outside of a backward belongs to one that failed. Other ranks may wait for its
+        remaining buckets.
         """
         buckets = self._buckets
         if buckets is not None and buckets.reducer.is_under_way and not self._backward.is_running:
@@ -290,7 +290,7 @@ class GradientAverager:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward accumulate this rank's gradients only; the next one outside averages the sum."""
+        """Let backward only accumulate this rank's gradients; the next backward outside averages the sum."""
         before, self._synchronizes = self._synchronizes, False
         try:
             yield
@@ -298,7 +298,7 @@ class GradientAverager:
             self._synchronizes = before
 
     def check(self) -> None:
-        """Raise if the failure of a rank made the last averages worthless, which a GPU does not report by itself.
+        """Raise if the failure of a rank made the last averages meaningless, which a GPU does not report.
 
         Call it before weights are saved; optimizer and strategy do when they are asked for their state.
         """

@@ -149,10 +149,10 @@ class DistributedOptimizer(Optimizer):
     # Additions ------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Do nothing: gradients are averaged when backward returns. Here for scripts that call it."""
+        """Do nothing: gradients are averaged when backward returns. For scripts that call it with other libraries."""
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Let backward accumulate this rank's gradients only, inside the context."""
+        """Let backward only accumulate this rank's gradients inside the context."""
         return self.averager.no_sync()
 
     @property

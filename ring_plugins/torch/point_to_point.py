@@ -2,14 +2,14 @@
 
 torch lets any two ranks exchange messages at any time, in any number, under any tag; the core has only collectives
 among fixed members. So each channel (sender, receiver, tag, kind of memory) gets a communicator of two members and a
-thread of its own. It is opened by its first message: both ends then meet through the group's store and connect.
+separate thread. Its first message opens it: both ends then connect through the group's store.
 
 Why a thread for each channel: two ranks that both send before they receive must not wait for each other, neither for
 the connection nor for the data. Why a CUDA stream for each channel between GPUs: an answer may have to overtake an
-earlier message that nobody has fetched yet. NCCL would want messages that depend on each other in one group call, but
-torch does not tell a process group written in Python which messages belong to one `batch_isend_irecv`. Considered and
-left: one thread for all channels (deadlocks as above), and sockets without a communicator (no time-outs, no reasons
-for a failure, and nothing for GPUs).
+earlier message that its receiver has not fetched yet. NCCL would want messages that depend on each other in one group
+call, but torch does not tell a process group written in Python which messages belong to one `batch_isend_irecv`.
+Considered and rejected: one thread for all channels (deadlocks as above), and sockets without a communicator (no time-
+outs, no reasons for a failure, and nothing for GPUs).
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class _ChannelThread:
         self._queue.put((work, move))
 
     def close(self) -> None:
-        """Finish messages that both ends have started; give up those that only this end has."""
+        """Finish messages that both ends have started; drop those that only this end has."""
         self._closed = True
         self._queue.put(None)
 
@@ -192,7 +192,7 @@ class _ChannelThread:
                     raise failure
                 communicator = communicator or self._connect(lambda: self._closed)
                 move(communicator)
-            except BaseException as error:  # raised by whoever waits for the work
+            except BaseException as error:  # raised by the work's `wait`
                 # After any error but a wrong argument the two ends are out of step, or will never meet.
                 failure = error if isinstance(error, RingError) and not isinstance(error, ArgumentError) else failure
                 work.finish(error)

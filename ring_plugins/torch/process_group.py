@@ -315,7 +315,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
             "name the source rank, or use a gloo group: torch.distributed.new_group(backend='gloo')."
         )
 
-    # Life ---------------------------------------------------------------------------------------------
+    # Start and shutdown -------------------------------------------------------------------------------
 
     def _start(
         self,
@@ -354,7 +354,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
 
     abort = shutdown  # called by distributed_c10d.py, `_abort_process_group`
 
-    # The names by which torch 2.4 to 2.12 call the same, and to which the C++ of 2.13 falls back.
+    # The older names that torch 2.4 to 2.12 call, and to which the C++ of 2.13 falls back.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single

@@ -1,9 +1,9 @@
-"""How the ranks of a job meet through a store of torch's, and how torch's ranks meet through our world.
+"""Rendezvous of our ranks through a torch store, and of torch's ranks through our world.
 
 Under torchrun the agent keeps MASTER_PORT for torch's store, and a script may have given torch.distributed a store
-before it calls us: our ranks then meet through that store (`open_store`). Under mpirun, or in a script that started its
-own ranks, torch lacks RANK and MASTER_ADDR, so `init_process_group` gets a store among the ranks of our world
-(`replace_env_rendezvous`).
+before it calls us: our ranks then find each other through that store (`open_store`). Under mpirun, or in a script that
+started its own ranks, torch lacks RANK and MASTER_ADDR, so `init_process_group` gets a store that the ranks of our
+world share (`replace_env_rendezvous`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _TIMEOUT = timedelta(seconds=300)
 
 
 def owns_port() -> bool:
-    """Whether torch has a store already, at MASTER_PORT or given by the script; ranks then meet through that."""
+    """Whether torch already has a store, at MASTER_PORT or given by the script; our ranks then use it too."""
     return bool(_adopted) or torch.distributed.is_initialized()
 
 
 def open_store(generation: int = 0, timeout: timedelta = _TIMEOUT) -> Store:
-    """A store that the ranks share, with keys that nobody else uses.
+    """Open a store that the ranks share, with keys that nothing else uses.
 
     Args:
         generation: how many stores this job opened before, the same on all ranks.
@@ -49,7 +49,7 @@ def open_store(generation: int = 0, timeout: timedelta = _TIMEOUT) -> Store:
         return PrefixStore(f"ring_plugins/{restart}/{generation}", _adopted.pop())
     try:
         # torch's own rendezvous knows whether torchrun's agent hosts the store (TORCHELASTIC_USE_AGENT_STORE) or
-        # rank 0 does, and then lets several users share the port.
+        # rank 0 does, and in the latter case lets several users share the port.
         store = next(rendezvous("env://", rank, size, timeout=timeout))[0]
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
@@ -65,10 +65,10 @@ _adopted: list[Store] = []
 
 
 def adopt(store: Store, rank: int, size: int) -> None:
-    """Let the ranks of the next `init` meet through a store that the script gave torch.distributed.
+    """Make the next `init` find the other ranks through a store that the script gave torch.distributed.
 
-    For scripts that start their processes themselves, as torch.multiprocessing.spawn does. The environment is set to
-    what the script told `init_process_group`.
+    For scripts that start their processes themselves, as with torch.multiprocessing.spawn. The environment is set to
+    the script's arguments of `init_process_group`.
     """
     base: Any = innermost(store)
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(size)
@@ -103,8 +103,8 @@ def replace_env_rendezvous() -> None:
         if "rank=" in url:
             return torch_handler(url, timeout=timeout, **options)
         complete = all(os.environ.get(name) for name in VARIABLES)
-        # From the second time on the launcher's address is no longer safe: the store may hold keys of a group that was
-        # destroyed, or rank 0 may still be closing it while another rank connects to it.
+        # The launcher's address is safe only the first time: later the store may hold keys of a destroyed group, or
+        # rank 0 may still be closing it while another rank connects.
         is_stale = served > 0 and _world_is_the_environment()
         served += 1
         if (complete and not is_stale) or _is_half_set():
@@ -116,7 +116,7 @@ def replace_env_rendezvous() -> None:
 
 
 def _world_is_the_environment() -> bool:
-    """Whether our world has the rank and size that the environment names."""
+    """Whether our world has the rank and size that the environment variables say."""
     if not world.is_initialized():
         return False
     topology = world.current().topology
@@ -124,7 +124,7 @@ def _world_is_the_environment() -> bool:
 
 
 def _is_half_set() -> bool:
-    """Whether the script set some of torch's variables in a process without a launcher; torch names the rest."""
+    """Whether a process without a launcher has only some of torch's variables; torch's error names the others."""
     if world.is_initialized() or launch.detect().kind != "single":
         return False
     return any(os.environ.get(name) for name in VARIABLES)

@@ -1,4 +1,4 @@
-"""What ranks tell each other through a torch store: objects, and who is missing at a barrier.
+"""Exchange of objects and a monitored barrier, through a torch store.
 
 A store needs no communicator, so this works before one exists and while one hangs.
 """
@@ -24,7 +24,7 @@ _PASSED = b"passed"
 def exchange_through_store(
     store: Store, name: str, rank: int, size: int, item: Any, cancelled: Callable[[], bool] = lambda: False
 ) -> list[Any]:
-    """One picklable item from every rank, in rank order.
+    """Exchange one picklable item per rank; return all in rank order.
 
     Args:
         store: shared by the ranks.
@@ -66,10 +66,10 @@ def _get(store: Store, key: str, waiting: str, cancelled: Callable[[], bool]) ->
 def monitored_barrier(
     store: Store, rank: int, size: int, timeout: timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Return when all ranks have called. Rank 0 looks for the others and tells them the outcome.
+    """Return when all ranks have called. Rank 0 watches for the others and publishes the outcome.
 
     Args:
-        store: shared by the ranks, under a prefix of this barrier's own.
+        store: shared by the ranks, under a prefix that only this barrier uses.
         rank: of the caller.
         size: how many ranks there are.
         timeout: how long rank 0 waits, counted from its own arrival; 30 minutes by default.

@@ -1,4 +1,4 @@
-"""torch's arguments as the core wants them: flat memory, counts of elements, a reduction.
+"""Converts torch's arguments for the core: to flat memory, counts of elements, a reduction.
 
 Copies are made only where a tensor's layout forces them. Everything here checks its arguments and raises
 `ArgumentError` before anything is sent.
@@ -89,7 +89,7 @@ class EqualParts(Target):
 class Targets:
     """A `Target` of several tensors, which receive their results in order.
 
-    Tensors that already lie one behind the other in memory (the chunks of one big tensor) need no copy.
+    Tensors that are adjacent in memory (the chunks of one big tensor) need no copy.
 
     Args:
         tensors: receive the results; all of one type.
@@ -123,7 +123,7 @@ class Targets:
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The tensors as one flat view, if they are contiguous and lie one behind the other in one storage."""
+    """The tensors as one flat view, if they are contiguous and adjacent in one storage."""
     first = tensors[0]
     storage, end = first.untyped_storage().data_ptr(), first.storage_offset()
     for tensor in tensors:

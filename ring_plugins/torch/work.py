@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ring_plugins.core.gpu.communicator import DeviceCommunicator
 
 _NO_TIMEOUT = timedelta(0)
-#: A GPU cannot wake the host; this often `GpuWork.wait(timeout)` looks whether it is done.
+#: Seconds between polls in `GpuWork.wait(timeout)`: a GPU cannot wake the host.
 _POLL_SECONDS = 0.0005
 
 
@@ -87,20 +87,20 @@ class RingWork(dist.Work):
         """Return True when the result is there; raise the operation's own error if it failed.
 
         Raises:
-            TimeoutExceeded: the operation did not complete within `timeout` (zero: no limit of its own).
+            TimeoutExceeded: the operation did not complete within `timeout` (zero: no extra limit).
         """
         if timeout > _NO_TIMEOUT:
             if not self._finished.wait(timeout.total_seconds()):
-                raise self._overdue(timeout)
+                raise self._timeout_error(timeout)
         elif self._core is not None:
-            self._core.wait()  # lets the core notice ranks that wait for each other
+            self._core.wait()  # so that the core can detect deadlocks
         else:
             self._finished.wait()
         if self._error is not None:
             raise self._error
         return True
 
-    def _overdue(self, timeout: timedelta) -> TimeoutExceeded:
+    def _timeout_error(self, timeout: timedelta) -> TimeoutExceeded:
         return TimeoutExceeded(
             f"{self._description} was not complete after wait(timeout={timeout}); it is still running. "
             "Have all ranks called it?"
@@ -182,16 +182,16 @@ class GpuWork(RingWork):
         self._communicator, self._queued = communicator, queued
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Make what this thread queues next wait for the result. The host waits only if a `timeout` is given.
+        """Make this thread's later work on the GPU wait for the result. The host waits only if a `timeout` is given.
 
         Raises:
-            TimeoutExceeded: the GPU was not done within `timeout` (zero: no limit of its own).
+            TimeoutExceeded: the GPU was not done within `timeout` (zero: no extra limit).
         """
         if timeout > _NO_TIMEOUT:
             end = time.monotonic() + timeout.total_seconds()
             while not self._queued.done():
                 if time.monotonic() > end:
-                    raise self._overdue(timeout)
+                    raise self._timeout_error(timeout)
                 time.sleep(_POLL_SECONDS)
         self._queued.wait()
         return True
@@ -229,14 +229,14 @@ class GpuMessageWork(RingWork):
         self._queued: CoreWork[None] | None = None
 
     def set_queued(self, communicator: DeviceCommunicator, queued: CoreWork[None]) -> None:
-        """Hand over the communicator's handle, before `finish`."""
+        """Set the communicator's handle, before `finish`."""
         self._communicator, self._queued = communicator, queued
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Make what this thread queues next wait for the message. The host waits only until it is queued.
+        """Make this thread's later work on the GPU wait for the message. The host waits only until it is queued.
 
         Raises:
-            TimeoutExceeded: it was not queued within `timeout` (zero: no limit of its own).
+            TimeoutExceeded: it was not queued within `timeout` (zero: no extra limit).
         """
         super().wait(timeout)
         assert self._queued is not None
