@@ -8,7 +8,7 @@ import torch
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.torch import device
-from ring_plugins.torch.device import is_on_gpu, is_supported, memory_of
+from ring_plugins.torch.device import TorchStreams, is_on_gpu, is_supported, memory_of
 
 
 def test_memory_is_the_tensors_own():
@@ -41,6 +41,7 @@ def test_handle_0_is_the_default_stream(monkeypatch):
     assert [streams.external(handle) for handle in (0, 7, 0)] == ["default of 1", "7 of 1", "default of 1"]
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.complex32])
 def test_types_that_the_core_does_not_know_are_moved_but_not_reduced(gpu, dtype):
     mine, out = torch.ones(3).to(dtype), torch.zeros(3).to(dtype)
@@ -51,3 +52,12 @@ def test_types_that_the_core_does_not_know_are_moved_but_not_reduced(gpu, dtype)
     assert out.view(torch.uint8).tolist() == mine.view(torch.uint8).tolist()
     with pytest.raises(ArgumentError, match=f"op=SUM for dtype={str(dtype).removeprefix('torch.')}"):
         gpu.communicator.all_reduce(memory_of(mine), Op.SUM)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e5m2, torch.complex64])
+def test_numbers_are_scaled_in_float32_and_rounded_once(gpu, dtype):
+    numbers = (torch.rand(64) + 1).to(dtype)
+    exact = (numbers.to(torch.complex64 if dtype.is_complex else torch.float32) * (1 / 3)).to(dtype)
+    scaled = numbers.clone()
+    TorchStreams(0).scale(memory_of(scaled), 1 / 3)
+    assert torch.equal(scaled.view(torch.uint8), exact.view(torch.uint8))

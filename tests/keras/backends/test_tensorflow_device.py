@@ -74,6 +74,11 @@ for name, options in {
     report(name + " by NCCL", sum(call == ["all_reduce"] for call in launched))
 report("seen", seen)
 
+# A factor that bfloat16 would round; a mean ratio above 1 would be a bias.
+numbers = tf.cast(tf.random.uniform([4096], 1, 2), tf.bfloat16)
+ratios = tf.cast(tensorflow_device._scaled(numbers, 1 / 3), tf.float64) * 3 / tf.cast(numbers, tf.float64)
+report("bias", abs(float(tf.reduce_mean(ratios)) - 1))
+
 # A gradient on some ranks only.
 optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1))
 variables = [keras.Variable(np.ones(3, "float32")), keras.Variable(np.ones(2, "float32"))]
@@ -93,6 +98,7 @@ def check_equality(**more):
     for name in ("plain", "two steps", "XLA"):
         assert max(result.values(name)) < 1e-5
         assert result.values(f"{name} equal") == [1, 1]
+    assert max(result.values("bias")) < 2e-4
     kinds = {tuple(entry) for entry in result.values("seen")[0]}
     assert kinds == {("DeviceBuckets", 3)}
     assert "lacks a gradient" in result.values("refused")[0]
