@@ -1,4 +1,4 @@
-"""Pictures of measured curves and predicted efficiencies; only this file needs matplotlib."""
+"""Plots of measured curves and predicted efficiencies; only this file needs matplotlib."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ COLORS = {
 
 
 def draw_curve(curve: Curve, file: Path) -> None:
-    """Draw time and bus bandwidth by message size.
+    """Plot time and bus bandwidth by message size.
 
     Args:
-        curve: what was measured.
+        curve: the measurement.
         file: .png, .svg or .pdf.
 
     Raises:
@@ -45,11 +45,11 @@ def draw_curve(curve: Curve, file: Path) -> None:
 
 
 def draw_scaling(series: Mapping[str, Sequence[Prediction]], title: str, file: Path) -> None:
-    """Draw predicted efficiency by number of ranks.
+    """Plot predicted efficiency by number of ranks.
 
     Args:
         series: name -> predictions.
-        title: of the picture.
+        title: title of the plot.
         file: .png, .svg or .pdf.
 
     Raises:
@@ -67,7 +67,7 @@ def draw_scaling(series: Mapping[str, Sequence[Prediction]], title: str, file: P
 
 @contextlib.contextmanager
 def _figure(file: Path, size: tuple[float, float], panels: int = 1) -> Iterator[list[Any]]:
-    """Panels side by side, `size` inches together; written to `file` at 150 dots per inch when the block ends."""
+    """Yield panels side by side, `size` inches in all; save them to `file` at 150 dpi when the block ends."""
     try:
         import matplotlib
     except ImportError as error:

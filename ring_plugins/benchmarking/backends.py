@@ -1,4 +1,4 @@
-"""Backends of all-reduce to measure: ring_plugins, and what it is compared with."""
+"""All-reduce backends to measure: ring_plugins, and the libraries it is compared with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ring_plugins.core.linux.interfaces import interfaces
 from ring_plugins.core.net.network_choice import choose, own_interfaces
 from ring_plugins.core.world import current
 
-#: Takes the bytes of a message, and returns a function that all-reduces one on all ranks, in place, until it is done.
+#: Takes the bytes of a message. Returns a function that all-reduces one in place on all ranks, and blocks until done.
 Backend = Callable[[int], Callable[[], object]]
 
 
@@ -26,7 +26,7 @@ def ordinary(nbytes: int) -> Callable[[], object]:
 
 
 def bucket(nbytes: int) -> Callable[[], object]:
-    """ring_plugins, in memory from the communicator, where small gradients live."""
+    """ring_plugins, in memory that the communicator allocated, as for the buckets of small gradients."""
     communicator = current().communicator
     buffer = communicator.allocate(nbytes)
     shared = buffer.array.view(np.float32)
@@ -35,7 +35,7 @@ def bucket(nbytes: int) -> Callable[[], object]:
 
 
 def plain_copy(nbytes: int) -> Callable[[], object]:
-    """`numpy.copyto` of as many bytes, which no all-reduce of ordinary memory can beat."""
+    """`numpy.copyto` of the same bytes, a lower bound for an all-reduce of ordinary memory."""
     source, target = np.ones(nbytes // 4, np.float32), np.empty(nbytes // 4, np.float32)
     return lambda: np.copyto(target, source)
 
@@ -59,7 +59,7 @@ def gloo(nbytes: int) -> Callable[[], object]:
 
 
 class _Releasing:
-    """A reduction whose memory is given back when it is closed; collective."""
+    """A reduction whose memory `close` releases. Collective."""
 
     def __init__(self, reduce: Callable[[], object], release: Callable[[], None]) -> None:
         self._reduce, self.close = reduce, release
@@ -84,10 +84,10 @@ HOST: dict[str, Backend] = {
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Check names of host backends before ranks are started for them.
+    """Check names of host backends before starting ranks.
 
     Raises:
-        ArgumentError: there is no backend of that name.
+        ArgumentError: a name is unknown.
     """
     for name in names:
         if name not in HOST:
@@ -98,7 +98,7 @@ def host_backends(names: Iterable[str] | None = None) -> dict[str, Backend]:
     """Backends that reduce host memory and can run in this job.
 
     Args:
-        names: of those wanted; by default all that are available.
+        names: names of the wanted backends; by default all that are available.
 
     Raises:
         ArgumentError: a name is unknown, or its backend cannot run here.
@@ -162,7 +162,7 @@ def device_backends() -> dict[str, Backend]:
 
 
 def start_gloo() -> None:
-    """Make gloo torch.distributed's default group among the ranks of this job, unless there is one; collective."""
+    """Make gloo torch.distributed's default group of all ranks of this job, unless it has one. Collective."""
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it unmarked
 

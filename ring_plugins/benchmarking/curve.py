@@ -1,10 +1,10 @@
 """Times of all-reduce by message size, in the terms of NVIDIA's nccl-tests.
 
-algbw = bytes / time is the bandwidth that a program sees. busbw = algbw * 2 (n-1) / n for n ranks is what a ring moves
-over each link, so that figures of different numbers of ranks can be compared with what the hardware can do
+algbw = bytes / time is the bandwidth that a program sees. busbw = algbw * 2 (n-1) / n for n ranks is the rate of a ring
+over each link, which can be compared with the rate of the hardware for any number of ranks
 (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
 
-Timing is interleaved: every repetition runs all variants, so that noise of the machine hits all of them alike.
+Timing is interleaved: every repetition runs all variants, so that noise of the machine affects all of them equally.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _MOST_REPETITIONS = 1000
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one variant; each sample is that of the slowest rank.
+    """Seconds of one variant; each sample is the time of the slowest rank.
 
     Attributes:
-        median: of all samples.
+        median: median of all samples.
         low, high: quartiles.
-        least: the shortest.
+        least: shortest sample.
     """
 
     median: float
@@ -45,16 +45,16 @@ class Times:
 def interleaved(
     variants: Mapping[str, Callable[[], object]], repetitions: int, calls: int = 1, warm_up: int = 2
 ) -> dict[str, Times]:
-    """Time all variants on all ranks, taking turns; collective.
+    """Time all variants in turn, on all ranks. Collective.
 
     A collective takes as long as its slowest rank, so the ranks' times are combined by MAX for each repetition. Every
     other repetition runs the variants in reverse order.
 
     Args:
-        variants: name -> what to time.
-        repetitions: samples of each.
-        calls: how often a variant is called for one sample, which is then the mean time of a call.
-        warm_up: repetitions that do not count.
+        variants: name -> function to time.
+        repetitions: samples of each variant.
+        calls: calls of a variant per sample, which is their mean time.
+        warm_up: repetitions before the first sample.
     """
     names = list(variants)
     seconds = np.zeros((repetitions, len(names)))
@@ -84,8 +84,8 @@ class Curve:
     """Times of all backends by message size.
 
     Attributes:
-        ranks, nodes: of the job.
-        times: bytes of a message -> backend -> its times.
+        ranks, nodes: numbers of ranks and hosts of the job.
+        times: bytes of a message -> backend -> times.
     """
 
     ranks: int
@@ -128,7 +128,7 @@ class Curve:
 
 
 def sizes(smallest: int, largest: int, factor: int = 4) -> list[int]:
-    """Sizes from the smallest to the largest, both included, each `factor` times the one before.
+    """Sizes from the smallest to the largest, both included, each `factor` times the previous one.
 
     Raises:
         ArgumentError: no size fits between them.
@@ -151,16 +151,16 @@ def all_reduce_curve(
     seconds: float,
     report: Callable[[int, dict[str, Times]], None] = lambda size, times: None,
 ) -> Curve:
-    """Measure float32 all-reduces of these sizes; collective.
+    """Measure float32 all-reduces of several sizes. Collective.
 
     Args:
-        backends: name -> what to measure; they take turns.
-        nbytes: of the messages, multiples of 4.
-        seconds: to spend on each size, about.
+        backends: name -> backend; they take turns.
+        nbytes: message sizes, multiples of 4.
+        seconds: approximate time to spend on each size.
         report: called after each size with its times.
 
     Returns:
-        The same on all ranks.
+        The same curve on all ranks.
     """
     found: dict[int, dict[str, Times]] = {}
     for size in nbytes:

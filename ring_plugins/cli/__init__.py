@@ -1,1 +1,1 @@
-"""The `ring` command: one file per subcommand, put together in `main`."""
+"""The `ring` command: one file per subcommand, registered in `main`."""

@@ -38,7 +38,7 @@ def parse_size(text: str) -> int:
 def bench(
     ranks: Annotated[
         int | None,
-        typer.Option("-n", "--ranks", help="Ranks to start, if no launcher started them; one per core by default."),
+        typer.Option("-n", "--ranks", help="Ranks to start without a launcher; one per core by default, at least 2."),
     ] = None,
     memory: Annotated[
         MemoryKind, typer.Option(help="Memory to reduce: the host's, the GPUs', or both.")
@@ -47,7 +47,7 @@ def bench(
     smallest: Annotated[str, typer.Option(help="Bytes of the first message.")] = "64",
     largest: Annotated[str, typer.Option(help="Bytes of the last message.")] = "64M",
     factor: Annotated[int, typer.Option(min=2, help="Ratio of one size to the previous one.")] = 4,
-    seconds: Annotated[float, typer.Option(min=0.01, help="Time to spend on each size, about.")] = 2.0,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Approximate time to spend on each size.")] = 2.0,
     only: Annotated[
         str | None,
         typer.Option("--with", help="Host backends to measure: some of `ring,ring bucket,plain copy,MPI,gloo`."),
@@ -57,8 +57,8 @@ def bench(
 ) -> None:
     """Measure all-reduce by message size, as nccl-tests do, beside MPI, gloo, NCCL and a plain copy.
 
-    All backends take turns in one run. `algbw` is bytes / time; `busbw` = `algbw` * 2(n-1)/n is what a ring moves over
-    each link. Times are those of the slowest rank in each repetition.
+    All backends take turns in one run. `algbw` is bytes / time; `busbw` = `algbw` * 2(n-1)/n is the rate of a ring over
+    each link. Each sample is the time of the slowest rank.
 
     **Examples**
 

@@ -1,4 +1,4 @@
-"""`ring doctor`: find what is wrong with this host, or with the job it runs in, and say how to fix it."""
+"""`ring doctor`: find problems of this host, or of the job it runs in, and print how to fix them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def doctor(
 ) -> None:
     """Check this host, or all hosts of a job and the links between them.
 
-    On its own it checks this host: packages, MPI, NCCL, GPUs, cores, memory, networks, limits and settings. Started by
+    Outside a job it checks this host: packages, MPI, NCCL, GPUs, cores, memory, networks, limits and settings. Under
     `ring run`, `mpirun` or `torchrun` it also measures every pair of hosts and all-reduce, and compares the ranks.
 
     The exit status is 0 if nothing is wrong, 1 after warnings, 2 after errors.
@@ -107,7 +107,7 @@ def _print_findings(console: Console, findings: Sequence[Finding]) -> None:
 def _print_job(console: Console, examination: Examination, findings: Sequence[Finding]) -> None:
     console.print(f"{examination.curve.job}, started by {examination.started_by}\n")
     if examination.links:
-        between = _table("between hosts", "µs per message", "Gbit/s", "back", "interface", "plain TCP Gbit/s")
+        between = _table("between hosts", "µs per message", "Gbit/s", "reverse", "interface", "plain TCP Gbit/s")
         for link in examination.links:
             between.add_row(
                 " - ".join(link.hosts),

@@ -36,7 +36,7 @@ def plan(
     ] = "25gbit",
     transport: Annotated[
         str,
-        typer.Option(help="Transport: `rdma` or `tcp` (NCCL), `cpu` (MPI on CPUs), `ring` (this package on CPUs)."),
+        typer.Option(help="Transport: `rdma` or `tcp` (NCCL), `cpu` (MPI on CPUs), `ring` (ring_plugins on CPUs)."),
     ] = "tcp",
     ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Largest number of ranks to predict.")] = 1024,
     per_host: Annotated[int, typer.Option(min=1, help="Ranks (GPUs) per host.")] = 8,
@@ -63,9 +63,9 @@ def plan(
 ) -> None:
     """Predict how training scales with the number of ranks, and which network it needs.
 
-    Gradients become ready during backward, buckets leave in order, and an all-reduce costs a latency per hop and a time
-    per byte. Communication that backward does not hide makes the step longer, and so does waiting for the slowest rank.
-    `docs/planning.md` compares predictions with measured jobs.
+    Gradients become ready during backward, buckets are reduced in order, and an all-reduce costs a latency per hop and
+    a time per byte. Communication that backward does not hide makes the step longer, as does waiting for the slowest
+    rank. `docs/planning.md` compares predictions with measured jobs.
 
     **Examples**
 
@@ -137,7 +137,7 @@ def _print(
     title = f"{network.name}, {_count(per_host, 'rank')} per host"
     caption = (
         "straggler: ms of waiting for the slowest rank; exposed: ms of communication that backward does not hide; "
-        "efficiency: throughput as a share of that without communication; "
+        "efficiency: throughput relative to that without communication; "
         f"{target:.0%} Gbit/s: rate per host that reaches {target:.0%}"
     )
     table = Table(title=title, caption=caption, box=SIMPLE, pad_edge=False, padding=(0, 0, 0, 1))
@@ -163,7 +163,7 @@ def _print(
     rate = needed[most.ranks]
     if math.isinf(rate):
         console.print(
-            f"No network brings {most.ranks:,} ranks to {target:.0%}: latency, the bytes that are ready last and "
+            f"No network lets {most.ranks:,} ranks reach {target:.0%}: latency, the bytes that are ready last, and "
             "waiting for the slowest rank remain. A larger batch per rank helps."
         )
     elif rate > network.gigabits:

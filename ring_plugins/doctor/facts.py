@@ -21,16 +21,16 @@ class Facts:
     """One rank and its host.
 
     Attributes:
-        rank: of the process.
-        node: number of its host in the job.
+        rank: rank of the process.
+        node: node rank of its host.
         host: name of that host.
-        kernel: equal for ranks that share cores, also from different containers.
-        cores: numbers of those that the process may run on.
-        threads: how many the process would compute with.
-        versions: of packages, and of NCCL if there is one.
-        interfaces: of the host.
-        resolved: host of the job -> the addresses that its name resolves to here.
-        variables: RING_*, which should agree on all ranks.
+        kernel: boot id, equal for ranks that share cores, even in different containers.
+        cores: numbers of the cores that the process may run on.
+        threads: number of threads that the process would compute with.
+        versions: package -> version, also NCCL's; None if not installed.
+        interfaces: network interfaces of the host.
+        resolved: each host of the job -> the addresses that its name resolves to here.
+        variables: the RING_* variables, which should agree on all ranks.
     """
 
     rank: int
@@ -50,12 +50,12 @@ class Facts:
 
     @property
     def external_addresses(self) -> list[str]:
-        """Addresses of the host that other hosts may reach."""
+        """Addresses at which other hosts may reach this host."""
         return [address for one in self.interfaces if one.external for address in one.addresses]
 
 
 def gather_facts() -> list[Facts]:
-    """The facts of all ranks, in rank order; collective."""
+    """Gather the facts of all ranks, in rank order. Collective."""
     topology = current().topology
     found: list[Facts] = ring.all_gather_object(own_facts(topology.rank, topology.node_rank, topology.hosts))
     return found

@@ -18,12 +18,12 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of looking at one thing.
+    """The result of one check.
 
     Attributes:
-        check: what was looked at, in a word or two.
+        check: subject of the check, in a word or two.
         severity: how bad it is.
-        summary: what was found, in a sentence.
+        summary: result, in a sentence.
         remedy: what to do, with the command if there is one; "" if nothing needs to be done.
         evidence: the numbers and names behind it, ready for JSON, with units in their names.
     """
@@ -39,7 +39,7 @@ class Finding:
         return {**asdict(self), "severity": self.severity.name.lower()}
 
 
-#: Looks at one thing on this host; raises nothing that it can foresee.
+#: Checks one thing on this host. It reports expected failures as findings instead of raising them.
 Check = Callable[[], Iterable[Finding]]
 
 
@@ -64,7 +64,7 @@ def status(findings: Sequence[Finding]) -> int:
 
 
 def run_check(check: Check) -> list[Finding]:
-    """Run a check; if it raises, that is a finding too, not the end of the examination."""
+    """Run a check; an exception becomes a finding too and does not end the examination."""
     try:
         return list(check())
     except Exception as problem:

@@ -1,4 +1,4 @@
-"""The examination of one host: memory, cores, GPUs, NCCL and limits here, the rest in the files beside this one."""
+"""Examine one host. MPI, network, packages and settings have their own files; everything else is here."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def conflicting_nccl(wheels: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def find_nccl() -> tuple[str | None, str]:
-    """The version and path of the NCCL that would be used, or None and the reason why there is none."""
+    """Return the version and path of the NCCL that would be used, or None and the reason why there is none."""
     try:
         library = load_nccl()
     except RingError as problem:
@@ -80,7 +80,7 @@ def gpus() -> Iterator[Finding]:
 
 
 def gpu_names() -> list[str]:
-    """One line a GPU, as nvidia-smi prints it: "0, NVIDIA H100 80GB HBM3, 81559 MiB, 550.54.15"."""
+    """One line per GPU, as nvidia-smi prints it: "0, NVIDIA H100 80GB HBM3, 81559 MiB, 550.54.15"."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -100,7 +100,7 @@ def cores() -> Iterator[Finding]:
     quota = process.cpu_quota()
     evidence = {"cores_usable": allowed, "cores_present": present, "quota_cores": quota}
     ranks = f"{allowed} rank{'s' if allowed > 1 else ''}"
-    yield fine("cores", f"{allowed} of {present} may be used: up to {ranks} of one thread each", "", **evidence)
+    yield fine("cores", f"{allowed} of {present} may be used: enough for {ranks} of one thread each", "", **evidence)
     if quota is not None and quota < visible:
         yield warning(
             "cores",
@@ -117,13 +117,13 @@ def cores() -> Iterator[Finding]:
 
 
 def memory() -> Iterator[Finding]:
-    """Check main memory, and the means by which ranks of a host share it."""
+    """Check main memory, and whether ranks of this host can share it."""
     free, total = psutil.virtual_memory().available, psutil.virtual_memory().total
     yield fine("memory", f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB are free", free_bytes=free, total_bytes=total)
     if not is_available():
         yield warning(
             "shared memory",
-            "switched off by RING_SHARED_MEMORY=0, or this is not Linux: ranks of one host talk through the network",
+            "off because of RING_SHARED_MEMORY=0 or a system other than Linux: ranks of one host use the network",
             "unset RING_SHARED_MEMORY",
         )
         return
@@ -151,7 +151,7 @@ def memory() -> Iterator[Finding]:
 
 
 def limits() -> Iterator[Finding]:
-    """Check the shell's limits that large jobs run into."""
+    """Check the resource limits (ulimit) that large jobs run into."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     evidence = {"open_files": files, "locked_bytes": locked}

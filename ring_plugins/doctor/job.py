@@ -1,6 +1,6 @@
-"""The examination of a whole job: measure its links, and compare the facts and measurements of all ranks.
+"""Examine a whole job: measure its links, and compare the facts and measurements of all ranks.
 
-The comparisons are pure functions of facts and links, so that rare faults can be tested without building them.
+The comparisons are pure functions of facts and links, so that tests need not reproduce rare faults.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from ring_plugins.doctor.links import Link, measure_links
 
 _SIZES = tuple(1 << shift for shift in (6, 10, 14, 18, 20, 22, 24))
 _SECONDS_PER_SIZE = 0.4
-#: A link that reaches less than this share of what is expected of it is a finding.
+#: A link that reaches less than this share of its expected rate is a finding.
 _SHARE = 0.5
-#: Gbit/s that a single TCP connection reaches on any machine of today; a faster card is not blamed below this rate.
+#: Gbit/s that a single TCP connection reaches on any current machine. Faster cards are expected to reach only this.
 _TCP = 10.0
-#: Microseconds beyond which a small message is slower than on any network of a data center.
+#: Microseconds. No network inside a data center takes longer for a small message.
 _SLOW_MESSAGE = 1000.0
+#: Milliseconds.
 _USUAL_MESSAGE = "0.02 to 0.2"
-#: Packages whose versions must be equal for ranks to work together; those of others only should be.
+#: Packages whose versions must be equal on all ranks; a difference in any other package is only a warning.
 _MUST_AGREE = ("ring_plugins", "NCCL", "torch", "keras", "tensorflow", "jax")
 _UNBIND = (
     "--bind-to none (ring run and mpirun), or one core per rank: mpirun --map-by ppr:N:node:PE=CORES --bind-to core"
@@ -35,14 +36,14 @@ _UNBIND = (
 
 @dataclass(frozen=True)
 class Examination:
-    """Everything that was found out about a job.
+    """The results of examining a job.
 
     Attributes:
         findings: worst first.
-        facts: of every rank.
-        links: between every pair of hosts.
-        curve: all-reduce by size.
-        started_by: the launcher.
+        facts: facts of every rank.
+        links: links between all pairs of hosts.
+        curve: time of an all-reduce by size.
+        started_by: launcher of the job.
     """
 
     findings: list[Finding]
@@ -63,15 +64,15 @@ class Examination:
 
 
 def examine_job(show_progress: Callable[[str], None] = lambda text: None) -> Examination:
-    """Examine all ranks of the running job and the links between them; collective, takes about ten seconds.
+    """Examine all ranks of the running job and the links between them. Collective; takes about ten seconds.
 
     Args:
-        show_progress: called with what is being measured.
+        show_progress: called with a description of each stage.
 
     Returns:
-        The same on every rank.
+        The same examination on every rank.
     """
-    show_progress("asking every rank")
+    show_progress("gathering facts from every rank")
     facts = gather_facts()
     nodes = current().topology.num_nodes
     show_progress(f"measuring {nodes * (nodes - 1) // 2} pairs of hosts")
@@ -103,7 +104,7 @@ def check_placement(facts: Sequence[Facts], links: Sequence[Link] = ()) -> Itera
             found = True
             yield finding
     if not found:
-        yield fine("placement", f"each of the {len(facts)} ranks has cores of its own")
+        yield fine("placement", f"no core is shared by two of the {len(facts)} ranks")
 
 
 def _bound_to_one_core(core: int, bound: Sequence[Facts], links: Sequence[Link]) -> Finding:
@@ -124,7 +125,7 @@ def _bound_to_one_core(core: int, bound: Sequence[Facts], links: Sequence[Link])
 
 
 def _oversubscribed(here: Sequence[Facts]) -> Finding | None:
-    """More ranks or threads on a machine than cores."""
+    """Find more ranks or threads than cores on one machine."""
     cores = len({core for fact in here for core in fact.cores})
     threads = sum(fact.threads for fact in here)
     if threads <= cores:
@@ -134,7 +135,7 @@ def _oversubscribed(here: Sequence[Facts]) -> Finding | None:
         return warning(
             "oversubscription",
             f"{len(here)} ranks {share}",
-            f"Start at most {cores} of them there, or take more hosts.",
+            f"Start at most {cores} of them there, or use more hosts.",
             ranks=len(here),
             cores=cores,
         )
@@ -187,7 +188,7 @@ def check_agreement(facts: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def check_host_names(facts: Sequence[Facts]) -> Iterator[Finding]:
-    """Find host names that resolve to nothing, to the asking host itself, or to some other host."""
+    """Find host names that do not resolve, or resolve to loopback or to the address of another host."""
     hosts = {fact.host: fact for fact in reversed(facts)}
     if len({fact.node for fact in facts}) < 2:
         return
@@ -199,9 +200,9 @@ def check_host_names(facts: Sequence[Facts]) -> Iterator[Finding]:
             if not addresses:
                 problem = "does not resolve"
             elif all(address.startswith("127.") for address in addresses):
-                problem = f"is {', '.join(addresses)}, a loopback address, on which every host finds itself"
+                problem = f"resolves to {', '.join(addresses)}, a loopback address, which is every host's own"
             elif own and own.isdisjoint(addresses):
-                problem = f"is {', '.join(addresses)}, which is not an address of {host}"
+                problem = f"resolves to {', '.join(addresses)}, which is not an address of {host}"
             else:
                 continue
             found = True
@@ -216,11 +217,11 @@ def check_host_names(facts: Sequence[Facts]) -> Iterator[Finding]:
                 addresses=addresses,
             )
     if not found:
-        yield fine("host names", f"each of the {len(hosts)} hosts finds the others by name")
+        yield fine("host names", f"each of the {len(hosts)} hosts can resolve the names of the others")
 
 
 def check_links(facts: Sequence[Facts], links: Sequence[Link]) -> Iterator[Finding]:
-    """Find slow links, slow messages, and data that takes the slower of two networks."""
+    """Find slow links, slow messages, and traffic on the slower of two networks."""
     if not links:
         return
     first = {fact.node: fact for fact in reversed(facts)}
@@ -243,7 +244,7 @@ def check_links(facts: Sequence[Facts], links: Sequence[Link]) -> Iterator[Findi
 
 
 def _slow_link(link: Link, links: Sequence[Link], first: dict[int, Facts]) -> Iterator[Finding]:
-    """A pair below half of the other pairs or of what its cards state, or one direction below half of the other."""
+    """Find a pair below half the rate of others or of its cards, or a direction below half the rate of the other."""
     here, there = link.hosts
     others = [rate for other in links if other is not link for rate in other.gigabits]
     usual = statistics.median(others) if others else 0.0
@@ -262,8 +263,8 @@ def _slow_link(link: Link, links: Sequence[Link], first: dict[int, Facts]) -> It
         culprit = f"; {first[min(common)].host} is in every slow pair" if common else ""
         yield warning(
             "links",
-            f"{here} and {there}: {slow:.2f} Gbit/s, where other pairs of hosts have {usual:.2f}{culprit}",
-            "Look at that link: cable, switch port, negotiated speed (ethtool INTERFACE), other traffic.",
+            f"{here} and {there}: {slow:.2f} Gbit/s; other pairs of hosts reach {usual:.2f}{culprit}",
+            "Check that link: cable, switch port, negotiated speed (ethtool INTERFACE), other traffic.",
             **evidence,
         )
     elif limit and max(slow, *link.tcp_gigabits.values(), 0.0) < _SHARE * min(limit, _TCP):
@@ -272,21 +273,21 @@ def _slow_link(link: Link, links: Sequence[Link], first: dict[int, Facts]) -> It
             "links",
             f"{here} and {there}: {slow:.2f} Gbit/s, {100 * slow / limit:.0f} % of the {limit:g} Gbit/s that "
             f"{slower_card} states",
-            "Look for a limit on the way (tc qdisc show dev INTERFACE, a switch port, a cloud's quota), for other "
-            "traffic, and for a busy processor.",
+            "Look for a rate limit (tc qdisc show dev INTERFACE, a switch port, a cloud's quota), other traffic, and "
+            "a busy processor.",
             **evidence,
         )
     elif fast > 2 * slow:
         yield warning(
             "links",
-            f"{here} to {there}: {link.gigabits[0]:.2f} Gbit/s, back: {link.gigabits[1]:.2f}",
-            "Look at the slower direction: duplex (ethtool INTERFACE), a limit on one host, other traffic.",
+            f"{here} to {there}: {link.gigabits[0]:.2f} Gbit/s, in reverse: {link.gigabits[1]:.2f}",
+            "Check the slower direction: duplex (ethtool INTERFACE), a limit on one host, other traffic.",
             **evidence,
         )
 
 
 def _slower_interface(link: Link) -> Iterator[Finding]:
-    """Another network between the same two hosts is more than twice as fast as the one that was used."""
+    """Find a network between the same two hosts that is more than twice as fast as the one in use."""
     used = next((name for name in link.tcp_gigabits if name.split()[0] == link.interfaces[0]), None)
     if used is None:
         return
@@ -296,7 +297,7 @@ def _slower_interface(link: Link) -> Iterator[Finding]:
         yield warning(
             "interface",
             f"{link.hosts[0]} and {link.hosts[1]} use {used} ({link.tcp_gigabits[used]:.2f} Gbit/s by plain TCP), "
-            f"although {best} carries {link.tcp_gigabits[best]:.2f}",
+            f"although {best} reaches {link.tcp_gigabits[best]:.2f}",
             f"export RING_INTERFACE={name}; for Open MPI also --mca btl_tcp_if_include {name}",
             tcp_gigabits=link.tcp_gigabits,
             used=used,
@@ -304,14 +305,14 @@ def _slower_interface(link: Link) -> Iterator[Finding]:
 
 
 def _slow_message(link: Link) -> Iterator[Finding]:
-    """A small message takes longer than on any network of a data center."""
+    """Find a small message that takes longer than on any network inside a data center."""
     if link.slowest_message > _SLOW_MESSAGE:
         by = "MPI" if link.microseconds < link.slowest_message else "ring_plugins"
         yield warning(
             "latency",
-            f"{link.hosts[0]} and {link.hosts[1]}: a small message by {by} takes {link.slowest_message / 1e3:.2f} ms; "
-            f"{_USUAL_MESSAGE} ms is usual",
-            f"Ranks that share a core cause this ({_UNBIND}), and so do busy hosts; between sites it is the distance.",
+            f"{link.hosts[0]} and {link.hosts[1]}: a small message through {by} takes "
+            f"{link.slowest_message / 1e3:.2f} ms; {_USUAL_MESSAGE} ms is usual",
+            f"Ranks that share a core ({_UNBIND}), busy hosts, and distance between sites cause this.",
             microseconds=link.microseconds,
             mpi_microseconds=link.mpi_microseconds,
         )

@@ -1,9 +1,9 @@
-"""Latency and bandwidth between hosts, measured: each pair through ring_plugins, each network through plain sockets.
+"""Measure latency and bandwidth between hosts: each pair through ring_plugins, each network through plain sockets.
 
 Pairs that share no host are measured at the same time, in the rounds of a round-robin tournament, so that the time
-grows with the number of hosts and not with the number of pairs. The plain TCP connection shows what the network itself
-carries. It is not the probe by which `init()` chooses among networks (core/net/network_choice.py): that one may take a
-tenth of a second of every start, this one is the figure that a report blames a cable for.
+grows with the number of hosts and not with the number of pairs. A plain TCP connection shows the rate of the network
+itself. `init()` has another, shorter probe (core/net/network_choice.py), because it delays every start; this one takes
+longer, because a report quotes its figures.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ring_plugins.doctor.facts import Facts
 
 _PINGS, _WARM_UP = 40, 5
 _LARGE = 8 << 20
-#: Seconds to spend on each direction of a pair, about; at least three transfers.
+#: Approximate seconds per direction of a pair; at least three transfers.
 _SECONDS = 0.5
 _TCP_SECONDS, _TCP_PIECE = 0.4, 1 << 18
 
@@ -38,12 +38,12 @@ class Link:
     """The network between two hosts, as measured between the first rank of each.
 
     Attributes:
-        nodes, hosts, ranks: of the two.
-        microseconds: median time of a small message, one way.
-        mpi_microseconds: the same by MPI's own blocking calls; None unless MPI started the job.
-        gigabits: Gbit/s from the first to the second, and back.
-        interfaces: those that carried most of it, at either end; "" if no counter moved.
-        tcp_gigabits: network that both hosts are on -> Gbit/s of one plain TCP connection.
+        nodes, hosts, ranks: node ranks, names and first ranks of the two hosts.
+        microseconds: median one-way time of a small message.
+        mpi_microseconds: the same with MPI's own blocking calls; None unless MPI started the job.
+        gigabits: Gbit/s from the first host to the second, and in reverse.
+        interfaces: the interface at each end that carried most of the traffic; "" if no counter moved.
+        tcp_gigabits: each network that both hosts are on -> Gbit/s of one plain TCP connection.
     """
 
     nodes: tuple[int, int]
@@ -57,13 +57,13 @@ class Link:
 
     @property
     def slowest_message(self) -> float:
-        """Microseconds of a small message, by ring_plugins or by MPI, whichever takes longer."""
+        """Microseconds of a small message, through ring_plugins or MPI, whichever takes longer."""
         return max(self.microseconds, self.mpi_microseconds or 0.0)
 
 
 def rounds(hosts: int) -> Iterator[list[tuple[int, int]]]:
-    """Pairs of hosts, such that each pair occurs once, and each host at most once per round."""
-    # The circle method: the first place stays, all others move on by one.
+    """Yield rounds of pairs of hosts: every pair occurs once in all, every host at most once per round."""
+    # The circle method: the first place is fixed, all others rotate by one.
     places = [*range(hosts), *([-1] if hosts % 2 else [])]
     for _ in range(len(places) - 1):
         half = len(places) // 2
@@ -73,7 +73,7 @@ def rounds(hosts: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def measure_links(facts: Sequence[Facts]) -> list[Link]:
-    """Measure all pairs of hosts; collective."""
+    """Measure all pairs of hosts. Collective."""
     topology = current().topology
     first = {fact.node: fact for fact in reversed(facts)}
     found: list[Link] = []
@@ -90,7 +90,7 @@ def measure_links(facts: Sequence[Facts]) -> list[Link]:
 
 
 def _connect_pair(ranks: list[int] | None) -> Communicator | None:
-    """A communicator of two ranks; collective among all ranks, and None on those that are in no pair."""
+    """Create a communicator of two ranks. Collective among all ranks; returns None on ranks without a pair."""
     gather_all = current().communicator.all_gather_object
     if ranks is None:
         gather_all((None, None))
@@ -103,7 +103,7 @@ def _connect_pair(ranks: list[int] | None) -> Communicator | None:
 
 
 def _measure_pair(pair: Communicator, one: Facts, other: Facts) -> Link | None:
-    """The link, on the first rank of the pair."""
+    """Measure the link. Returns it on the first rank of the pair, None on the second."""
     small, large = host_memory(np.zeros(1)), host_memory(np.zeros(_LARGE // 8))
     seconds = []
     for i in range(_PINGS + _WARM_UP):
@@ -136,7 +136,7 @@ def _measure_pair(pair: Communicator, one: Facts, other: Facts) -> Link | None:
 
 
 def _mpi_microseconds(pair: Communicator) -> float:
-    """Time of a small message by MPI's own calls, which keep their core busy while they wait."""
+    """Time of a small message with MPI's own calls, which keep their core busy while they wait."""
     from mpi4py import MPI
 
     world, data, other = MPI.COMM_WORLD, np.zeros(1), pair.ranks[1 - pair.rank]
@@ -154,7 +154,7 @@ def _mpi_microseconds(pair: Communicator) -> float:
 
 
 def _transfer_seconds(pair: Communicator, memory: Any, root: int) -> float:
-    """Seconds of one large message from `root`: the median of as many as time allows, the same on both ranks."""
+    """Seconds of one large message from `root`: the median of as many as fit in the time, equal on both ranks."""
     pair.broadcast(memory, root)
     started = time.perf_counter()
     pair.broadcast(memory, root)
@@ -176,18 +176,18 @@ def _traffic() -> dict[str, int]:
 
 
 def _busiest(before: dict[str, int], after: dict[str, int]) -> str:
-    """The interface whose counters moved most, if by about what was sent; "" for RDMA and the like."""
+    """The interface whose counters grew most; "" if they grew by less than one message, as with RDMA."""
     moved = {name: after[name] - before.get(name, 0) for name in after if name != "lo"}
     name = max(moved, key=lambda one: moved[one], default="")
     return name if name and moved[name] > _LARGE else ""
 
 
 def _common_networks(one: Facts, other: Facts) -> list[tuple[str, str]]:
-    """Each IPv4 network that both hosts are on, each by an interface of its own: its name, and the other's address."""
+    """Each IPv4 network that both hosts are on: the interface and network of `one`, and the address of `other`."""
     found = []
     for interface in one.interfaces:
         for address in other.external_addresses:
-            if not interface.external or ":" in address:
+            if not interface.external:
                 continue
             networks = [n for n in interface.networks if ipaddress.ip_address(address) in ipaddress.ip_network(n)]
             if networks and address not in interface.addresses:
@@ -196,7 +196,7 @@ def _common_networks(one: Facts, other: Facts) -> list[tuple[str, str]]:
 
 
 def _tcp_gigabits(pair: Communicator, address: str) -> float:
-    """Gbit/s of one TCP connection to the second rank at `address`, 0 if it cannot be reached; on both ranks."""
+    """Gbit/s of one TCP connection to the second rank at `address`, 0 if it cannot be reached. Equal on both ranks."""
     if pair.rank == 1:
         with socket.create_server((address, 0)) as server:
             server.settimeout(3.0)
@@ -213,7 +213,7 @@ def _tcp_gigabits(pair: Communicator, address: str) -> float:
 
 
 def _receive(server: socket.socket) -> float:
-    """Gbit/s that one connection brings in, from the first bytes on; 0 if none comes."""
+    """Gbit/s that one connection delivers, after its first bytes; 0 if no connection arrives."""
     total, buffer = 0, bytearray(_TCP_PIECE)
     with contextlib.suppress(OSError):
         connection, _ = server.accept()

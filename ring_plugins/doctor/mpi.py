@@ -20,7 +20,7 @@ from ring_plugins.launcher import mpirun
 _ADD = 'pip install "ring_plugins[mpi]"'
 _SECONDS = 30
 
-# Run in a process of its own: a libmpi that cannot be loaded, or that prints, does no harm there.
+# Runs in a separate process, where a libmpi that prints or cannot be loaded does no harm.
 _PROBE = """
 import json, mpi4py
 mpi4py.rc.initialize = False
@@ -32,7 +32,7 @@ print("\\n" + json.dumps([MPI.Get_library_version(), files]))
 
 
 class Library(NamedTuple):
-    """An MPI library: "Open MPI", "MPICH", "Intel MPI", "MVAPICH" or the start of its own text, and its version."""
+    """An MPI library: "Open MPI", "MPICH", "Intel MPI", "MVAPICH" or the start of its version text, and its version."""
 
     name: str
     version: str
@@ -42,7 +42,7 @@ class Library(NamedTuple):
 
 
 def recognize_library(text: str) -> Library:
-    """Which library says `text` when it is asked for its version (MPI_Get_library_version)."""
+    """Recognize the library whose MPI_Get_library_version returns `text`."""
     for name, pattern in (
         ("Intel MPI", r"Intel\(R\) MPI Library.*?(\d{4}[.\d]*)"),
         ("Open MPI", r"Open MPI\s*v?([\d.]+)"),
@@ -59,7 +59,9 @@ def mpi() -> Iterator[Finding]:
     """Check mpi4py, the library it finds, and mpirun."""
     library = None
     if installed("mpi4py") is None:
-        yield fine("MPI", "mpi4py is not installed; one host and torchrun do not need it", f"{_ADD} adds MPI.")
+        yield fine(
+            "MPI", "mpi4py is not installed; jobs on one host and under torchrun do not need it", f"{_ADD} adds MPI."
+        )
     else:
         probe = subprocess.run(
             [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_SECONDS, check=False
@@ -111,17 +113,17 @@ def _check_mpirun(found: mpirun.Mpirun, library: Library | None) -> Iterator[Fin
     if _family(found) == "Open MPI" and os.geteuid() == 0 and not allowed:
         yield fine(
             "mpirun",
-            "you are root, and Open MPI's mpirun refuses to run as root unless told otherwise",
+            "you are root, and Open MPI's mpirun refuses to run as root by default",
             "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
         )
 
 
 def mismatch(found: mpirun.Mpirun, library: Library) -> str:
-    """Why an mpirun cannot start ranks that use this library; "" if it can."""
-    related = {"MPICH", "Intel MPI", "MVAPICH"}  # they share one start-up protocol
+    """The reason why an mpirun cannot start ranks that use this library; "" if it can."""
+    related = {"MPICH", "Intel MPI", "MVAPICH"}  # they share one start-up protocol (PMI)
     family = _family(found)
     if family != library.name and not {family, library.name} <= related:
-        return "each rank would believe that it is the only one"
+        return "each rank would find itself the only one of its job"
     major, library_major = found.version.partition(".")[0], library.version.partition(".")[0]
     if family == "Open MPI" and major != library_major:
         return "their major versions differ, and ranks may not find each other"

@@ -1,4 +1,4 @@
-"""Network interfaces of this host, and whether the host's own name resolves to an address that others can use."""
+"""Examine the network interfaces of this host, and the address that its own name resolves to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ring_plugins.core.linux import interfaces as linux
 from ring_plugins.core.net.network_choice import own_interfaces
 from ring_plugins.doctor.findings import Finding, error, fine, warning
 
-#: Some drivers report an unknown speed as -1, which reads as this.
+#: Some drivers report an unknown speed as -1, which psutil may return as an unsigned number of this size.
 _UNKNOWN_SPEED = 1 << 31
 
 
@@ -24,11 +24,11 @@ class NetworkInterface:
     """A network interface that is up, with all its addresses.
 
     Attributes:
-        name: as in `ip link`.
-        addresses: its IPv4 addresses.
+        name: name, as in `ip link`.
+        addresses: IPv4 addresses.
         networks: the networks of those addresses ("10.0.0.0/16").
-        megabits: stated speed in Mbit/s, 0 if the driver does not state one. Drivers of virtual cards make one up.
-        external: whether other hosts may be on it: neither loopback nor a bridge of containers or virtual machines.
+        megabits: stated speed in Mbit/s, 0 if the driver states none. The speed of a virtual card is fictitious.
+        external: whether other hosts may be on its network: not loopback or a bridge of containers or virtual machines.
     """
 
     name: str
@@ -77,7 +77,7 @@ def networks() -> Iterator[Finding]:
     if not external:
         yield warning("network", f"only {listed}: no other host can be reached", "ip link; ip address", **evidence)
     elif wanted:
-        yield fine("network", f"{listed}; RING_INTERFACE={wanted} decides between hosts", **evidence)
+        yield fine("network", f"{listed}; RING_INTERFACE={wanted} decides which is used between hosts", **evidence)
     else:
         choices = " or ".join(one.name for one in external)
         which = choices if len(external) == 1 else f"{choices}, the fastest that all hosts are on,"
@@ -105,10 +105,10 @@ def host_name() -> Iterator[Finding]:
     elif all(address.startswith("127.") for address in found):
         yield fine(
             "host name",
-            f"{name} is {', '.join(found)} here, a loopback address; a job on several hosts that meets at this name "
-            "will not find this host",
-            f"For several hosts, put the address of the network into /etc/hosts instead: ADDRESS {name}",
+            f"{name} resolves to {', '.join(found)} here, a loopback address; a job on several hosts that uses this "
+            "name for its rendezvous will not find this host",
+            f"For several hosts, put the address that others can reach into /etc/hosts instead: ADDRESS {name}",
             addresses=found,
         )
     else:
-        yield fine("host name", f"{name} is {', '.join(found)}", addresses=found)
+        yield fine("host name", f"{name} resolves to {', '.join(found)}", addresses=found)

@@ -1,4 +1,4 @@
-"""Installed packages: their versions, those that are too old, and the command that adds or updates them."""
+"""Examine installed packages: their versions, outdated ones, and the command that installs or updates them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXTRAS = {
     "mpi4py": "mpi",
     "nvidia-nccl-cu12": "nccl",
 }
-#: Packages that stand in for one of the above.
+#: Packages that replace one of the above.
 _INSTEAD = {
     "lightning": ("pytorch-lightning",),
     "nvidia-nccl-cu12": ("nvidia-nccl-cu13",),
@@ -38,7 +38,7 @@ def installed(name: str) -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python, ring_plugins and the packages it works with; None for those that are not installed."""
+    """Versions of Python, ring_plugins and the packages it works with; None where not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "ring_plugins": installed("ring_plugins")}
     for name in EXTRAS:
         candidates = [name, *_INSTEAD.get(name, ())]
@@ -47,7 +47,7 @@ def versions() -> dict[str, str | None]:
 
 
 def packages() -> Iterator[Finding]:
-    """List versions, what is too old, and what could be added."""
+    """List versions, outdated packages, and optional ones that are missing."""
     found = versions()
     present = {name: version for name, version in found.items() if version}
     yield fine("packages", ", ".join(f"{name} {version}" for name, version in present.items()), versions=found)
@@ -71,11 +71,11 @@ def packages() -> Iterator[Finding]:
 
 
 def unmet(present: Mapping[str, str], requirements: Sequence[str]) -> Iterator[Finding]:
-    """Name packages that are installed in versions which ring_plugins does not support.
+    """Find packages that are installed in a version which ring_plugins does not support.
 
     Args:
         present: package -> version.
-        requirements: as in the metadata of ring_plugins, `"torch>=2.4; extra == 'torch'"`; of all extras.
+        requirements: of ring_plugins and all its extras, as in its metadata: `"torch>=2.4; extra == 'torch'"`.
     """
     for requirement in map(Requirement, requirements):
         version = present.get(requirement.name)

@@ -1,4 +1,4 @@
-"""RING_* environment variables: misspelled names, and values that cannot be used."""
+"""Examine RING_* environment variables: misspelled names, and invalid values."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from ring_plugins.core.base import config
 from ring_plugins.doctor.findings import Finding, error, fine, warning
 
 _PAGE = "docs/environment.md lists all variables."
-#: Variables of other libraries, shown because they change what happens.
+#: Variables of other libraries, shown because they change the behavior of a job.
 _OTHERS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME")
 _PREFIXES = ("NCCL_", "OMPI_MCA_btl", "OMPI_MCA_pml", "OMPI_MCA_mtl", "UCX_", "FI_")
 
 _KNOWN = {**config.ALL, **{variable.older: variable for variable in config.ALL.values() if variable.older}}
-#: Never shown: the secret, and what launchers of ours set for the processes that they start.
+#: Never shown: the secret, and variables that our launchers set for the processes that they start.
 _HIDDEN = {config.SECRET.name} | {variable.name for variable in config.ALL.values() if variable.is_internal}
 
 
 def shown(environment: Mapping[str, str]) -> dict[str, str]:
-    """The RING_* variables of an environment, without those that nobody else may see or needs to."""
+    """The RING_* variables of an environment, without the secret and internal ones."""
     return {name: value for name, value in environment.items() if name.startswith("RING_") and name not in _HIDDEN}
 
 
 def settings() -> Iterator[Finding]:
-    """Check the variables of this process before a job trips over them."""
+    """Check the environment variables of this process."""
     yield from examine(os.environ)
 
 
 def examine(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Check the variables of any environment."""
+    """Check the variables of an environment."""
     ours = shown(environment)
     for name, value in ours.items():
         variable = _KNOWN.get(name)
@@ -45,4 +45,4 @@ def examine(environment: Mapping[str, str]) -> Iterator[Finding]:
     others = {name: v for name, v in environment.items() if name in _OTHERS or name.startswith(_PREFIXES)}
     everything = dict(sorted({**ours, **others}.items()))
     listed = ", ".join(f"{name}={value}" for name, value in everything.items())
-    yield fine("settings", listed or "no variable is set; none needs to be", variables=everything)
+    yield fine("settings", listed or "no variables are set, and none are needed", variables=everything)

@@ -1,22 +1,22 @@
-"""Averages gradients among all ranks before an optimizer uses them.
+"""Average gradients among all ranks before an optimizer uses them.
 
-Keras has no hook between backward and update. So the `apply` of one optimizer instance is replaced, and
-`stateless_apply`, which compiled steps call on JAX. The class stays: `isinstance`, pickling and a saved `.keras` file
-know nothing of it, and clipping, loss scaling and moving averages, which happen inside the optimizer, see averages.
+Keras has no hook between backward and update. So `apply` of one optimizer instance is replaced, and `stateless_apply`,
+which compiled steps call on JAX. The class stays the same, so `isinstance`, pickling and saved `.keras` files are not
+affected. Clipping, loss scaling and moving averages happen inside the optimizer and therefore see averages.
 
-On every backend a gradient goes down the same way:
+On every backend a gradient takes the same path:
 
-    GradientAveraging.apply     whose gradients these are; whether the optimizer accumulates
-    Exchange.average            out of the framework's step: host calls on TensorFlow and JAX, hooks on torch
-    HostBuckets.give, finish    small ones into buckets, large ones where they are (torch: GradientAverager)
-    GradientReducer (core)      each bucket reduced as soon as it is full
+    GradientAveraging.apply     finds the gradient's index, and handles gradient accumulation
+    Exchange.average            leaves the framework's step: host calls on TensorFlow and JAX, hooks on torch
+    HostBuckets.give, finish    copies small gradients into buckets (torch: GradientAverager)
+    GradientReducer (core)      reduces each bucket as soon as it is full
 
 An optimizer with `gradient_accumulation_steps` accumulates on each rank, and the sum is averaged in the step that
-updates: the optimizer is given the average of the sums for its gradient, and zeros for its accumulators. A
+updates: the optimizer gets the average of the sums as its gradient, and zeros in its accumulators. A
 `LossScaleOptimizer` around it must see every gradient averaged, since ranks have to agree on whether one overflowed.
 
-Considered and left: a wrapper class or a dynamic subclass (a saved model would not load without this package), and
-averaging in `train_step` (an optimizer that a user's own step calls would go unnoticed).
+Considered and rejected: a wrapper class or a dynamic subclass (a saved model would not load without this package), and
+averaging in `train_step` (which would miss optimizers that a user's own step calls).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ring_plugins.keras.backends import Exchange, Settings, backend
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.validation import warn_of_gpu_copies
 
-#: Smaller than the core's: larger reductions than 4 MiB cost as much a byte, and networks of Keras's size (ResNet-50
-#: has 100 MB, most others less) are sent in enough pieces to overlap with backward.
+#: Smaller than the core's: reductions larger than 4 MiB cost as much per byte, and typical Keras models (ResNet-50 has
+#: 100 MB of gradients, most others less) fill enough buckets of this size to overlap with backward.
 BUCKET_BYTES = 4 * MIB
 
 _ATTRIBUTE = "_ring_averaging"
@@ -54,23 +54,23 @@ def DistributedOptimizer(  # noqa: N802 - known by this name
 ) -> O:
     """Make an optimizer average its gradients among all ranks before it uses them.
 
-    For your own loops (`GradientTape`, `train_step` overrides, several optimizers); `BroadcastCallback` does it by
-    itself. All ranks call it in the same order. It lasts until `undistribute`.
+    For custom training loops (`GradientTape`, `train_step` overrides, several optimizers); `BroadcastCallback` does it
+    automatically. All ranks call it in the same order. `undistribute` reverts it.
 
     Args:
         optimizer: any Keras optimizer; for mixed precision the outermost one, a `LossScaleOptimizer`.
         bucket_bytes: size of the buckets in bytes.
-        compression: "fp16" or "bf16" sends gradients in 16 bits between hosts; ranks on one host add up in full
+        compression: "fp16" or "bf16" sends gradients in 16 bits between hosts; ranks on one host sum in full
             precision.
         error_feedback: whether the rounding error of a step is added to the next.
 
     Returns:
-        The same object: its `apply` and `stateless_apply` are replaced and its class is not, so files saved with it
+        The same object, with `apply` and `stateless_apply` replaced. Its class does not change, so files saved with it
         load without this package.
 
     Raises:
-        ArgumentError: not a Keras optimizer, or another `compression`.
-        MismatchError: when it is first used, if the variables differ among ranks.
+        ArgumentError: `optimizer` is not a Keras optimizer, or `compression` is unknown.
+        MismatchError: the variables differ among ranks; raised at the first use.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ArgumentError(f"optimizer={type(optimizer).__name__} is not a keras.optimizers.Optimizer.")
@@ -80,7 +80,7 @@ def DistributedOptimizer(  # noqa: N802 - known by this name
 
 
 def undistribute(optimizer: O) -> O:
-    """Make a `DistributedOptimizer` an ordinary optimizer again; all ranks call it."""
+    """Revert `DistributedOptimizer`. All ranks call it."""
     averaging = averaging_of(optimizer)
     if averaging is not None:
         averaging.remove()
@@ -88,17 +88,17 @@ def undistribute(optimizer: O) -> O:
 
 
 class GradientAveraging:
-    """Averages the gradients that one optimizer instance is given.
+    """Averages the gradients passed to one optimizer instance.
 
     Args:
-        optimizer: the outermost one (a `LossScaleOptimizer`, not the one inside it), so that all ranks skip a step in
-            which any rank's gradient overflowed.
+        optimizer: the outermost optimizer (a `LossScaleOptimizer`, not the one inside it), so that all ranks skip a
+            step in which any rank's gradient overflowed.
         bucket_bytes: size of the buckets in bytes.
-        compression, error_feedback: as `DistributedOptimizer` takes them.
+        compression, error_feedback: as for `DistributedOptimizer`.
 
     Attributes:
-        settings: of the exchange to be made.
-        exchange: averages; None until the optimizer's variables are known.
+        settings: settings of the exchange.
+        exchange: averages the gradients; None until the optimizer's variables are known.
     """
 
     def __init__(
@@ -119,12 +119,12 @@ class GradientAveraging:
             error_feedback,
             self.accumulation_steps > 1,
         )
-        self.settings.rounding  # noqa: B018 - raises now if `compression` has no meaning
+        self.settings.rounding  # noqa: B018 - raises now if `compression` is unknown
         topology = connect().topology
         if topology.size > 1:
             warn_of_gpu_copies(topology.rank)
         self._variables: list[Any] = []
-        self._indices: dict[int, int] = {}  # by identity of a variable
+        self._indices: dict[int, int] = {}  # id of a variable -> its index
         self._originals: dict[str, Callable[..., Any]] = {}
         self._is_averaged = False  # while `stateless_apply` calls `apply`
 
@@ -137,12 +137,12 @@ class GradientAveraging:
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds in which an update waited for communication."""
+        """Seconds that updates waited for communication."""
         return self.exchange.waited_seconds if self.exchange else 0.0
 
     @property
     def reduced_bytes(self) -> int:
-        """Bytes of gradients given to the collectives."""
+        """Bytes of gradients reduced by the collectives."""
         return self.exchange.reduced_bytes if self.exchange else 0
 
     # Installing and removing ------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class GradientAveraging:
         self.optimizer.__dict__[_ATTRIBUTE] = self
 
     def remove(self) -> None:
-        """Restore the instance's methods and give back memory and communicator."""
+        """Restore the instance's methods and release memory and communicator."""
         for name in (*self._originals, _ATTRIBUTE):
             self.optimizer.__dict__.pop(name, None)
         self._originals = {}
@@ -166,7 +166,7 @@ class GradientAveraging:
             self.exchange = None
 
     def prepare(self, variables: Sequence[Any]) -> None:
-        """Make the exchange for the optimizer's variables; collective the first time, nothing afterwards."""
+        """Create the exchange for the optimizer's variables. Collective the first time, a no-op afterwards."""
         if self.exchange is not None:
             return
         self._variables = list(variables)
@@ -176,7 +176,7 @@ class GradientAveraging:
     # A step -----------------------------------------------------------------------------------------
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Average, then update; takes what the optimizer's `apply` takes."""
+        """Average, then update. Replaces the optimizer's `apply`, with the same arguments."""
         if self._is_averaged:
             self._originals["apply"](grads, trainable_variables)
             return
@@ -188,10 +188,11 @@ class GradientAveraging:
     def stateless_apply(
         self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]
     ) -> Any:
-        """Average, then compute the updated values; takes and returns what the optimizer's `stateless_apply` does.
+        """Average, then compute the updated values. Replaces the optimizer's `stateless_apply`.
 
-        Keras's own calls `apply` in a scope in which variables have the given values (that of `LossScaleOptimizer` does
-        not). An optimizer that accumulates is averaged there: its accumulators are among those values.
+        Keras's own implementation calls `apply` in a scope in which variables have the given values
+        (`LossScaleOptimizer` does not). Gradients of an optimizer that accumulates are averaged in that `apply`,
+        because its accumulators are among those values.
         """
         if self.accumulation_steps == 1:
             grads = self.average(list(grads), self.variables)
@@ -202,7 +203,7 @@ class GradientAveraging:
             self._is_averaged = False
 
     def apply_averages(self, averages: list[Any], variables: list[Any]) -> None:
-        """Update with gradients that are averages already."""
+        """Update with gradients that are already averaged."""
         self._originals["apply"](averages, variables)
 
     def average(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
@@ -221,19 +222,19 @@ class GradientAveraging:
 
     @property
     def accumulation_steps(self) -> int:
-        """Steps that the optimizer makes one update of."""
+        """Steps per update of the optimizer."""
         return int(getattr(self.optimizer, "gradient_accumulation_steps", None) or 1)
 
     def accumulators(self) -> list[Any]:
-        """Accumulated gradients since the last update; their average may replace each rank's own."""
+        """Gradients accumulated since the last update. Replacing each rank's own by their average is correct."""
         if self.accumulation_steps == 1 or not self.optimizer.built:
             return []
         return [found for variable in self.variables if (found := self._accumulator(variable)) is not None]
 
     def _average_sums(self, gradients: dict[int, Any]) -> dict[int, Any]:
-        """Average the sums of all steps in the step that updates, and leave nothing accumulated.
+        """In the step that updates, average the sums of all steps and reset the accumulators.
 
-        In other steps gradients and accumulators stay this rank's own.
+        In other steps, gradients and accumulators remain those of this rank.
         """
         exchange = self.exchange
         assert exchange is not None
@@ -256,15 +257,15 @@ class GradientAveraging:
         return averages
 
     def _accumulator(self, variable: Any) -> Any:
-        """Where the optimizer adds up gradients; None for a variable that is set to its gradient (scales of float8)."""
-        # Keras 3.15.1, optimizers/base_optimizer.py:490: how the optimizer itself finds it.
+        """The accumulator of a variable; None for a variable that is set to its gradient (scales of float8)."""
+        # Keras 3.15.1, optimizers/base_optimizer.py:490, finds it in the same way.
         return self.optimizer._accumulated_gradients[self.optimizer._get_variable_index(variable)]
 
     # Variables ----------------------------------------------------------------------------------------
 
     @property
     def variables(self) -> list[Any]:
-        """What the optimizer was built for. In Keras 3.10 a `LossScaleOptimizer` leaves that to the inner one."""
+        """The variables that the optimizer was built for. In Keras 3.10 a `LossScaleOptimizer` has none of its own."""
         inner = getattr(self.optimizer, "inner_optimizer", None)
         found = getattr(self.optimizer, "_trainable_variables", None) or getattr(inner, "_trainable_variables", None)
         return list(found or ())
@@ -272,8 +273,8 @@ class GradientAveraging:
     def _unknown_variable(self, variables: list[Any]) -> ArgumentError:
         variable = next(variable for variable in variables if id(variable) not in self._indices)
         return ArgumentError(
-            f"variable {getattr(variable, 'path', variable)!r} is not among those the optimizer was built for; use an "
-            "optimizer of its own for it."
+            f"variable {getattr(variable, 'path', variable)!r} is not among those the optimizer was built for; use a "
+            "separate optimizer for it."
         )
 
 
@@ -284,26 +285,26 @@ def averaging_of(optimizer: Any) -> GradientAveraging | None:
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """The optimizer that the model was compiled with, and those it holds as attributes, as GANs do."""
+    """The optimizer that the model was compiled with, and others that are its attributes, as in GANs."""
     held = [getattr(model, "optimizer", None), *vars(model).values()]
     found = [optimizer for optimizer in held if isinstance(optimizer, keras.optimizers.Optimizer)]
     return list({id(optimizer): optimizer for optimizer in found}.values())
 
 
 def communication_of(model: Any) -> tuple[float, int]:
-    """Seconds waited for communication and bytes reduced by a model's optimizers that are being averaged."""
+    """Seconds waited for communication and bytes reduced, in all of a model's optimizers that average."""
     active: Iterable[GradientAveraging] = filter(None, map(averaging_of, optimizers_of(model)))
     totals = [(averaging.waited_seconds, averaging.reduced_bytes) for averaging in active]
     return sum(seconds for seconds, _ in totals), sum(nbytes for _, nbytes in totals)
 
 
 def make_train_function(model: Any) -> None:
-    """Make a model's train function anew; one that was traced before would silently go on as it was."""
+    """Rebuild a model's train function, because one that is already traced would ignore the replaced methods."""
     backend().make_train_function(model, averaging_of(model.optimizer) if model.optimizer is not None else None)
 
 
 def _entry(index: int, variable: Any) -> Entry:
-    """What a variable's gradient is like; without its path, since automatic layer names count on per process."""
+    """Describe a variable's gradient, without its path: automatic layer names have a counter per process."""
     dtype = keras.backend.standardize_dtype(variable.dtype)
     if dtype not in STORAGE:
         raise ArgumentError(f"variable {variable.path} has dtype={dtype}, whose gradients cannot be averaged.")

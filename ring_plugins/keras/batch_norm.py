@@ -1,10 +1,10 @@
-"""BatchNormalization over the batches of all ranks, as one process would normalize them in one piece.
+"""Synchronize BatchNormalization: normalize the batches of all ranks as one batch.
 
 Each layer's `_moments` is replaced. Ranks gather their means and variances and combine them (Chan, Golub and LeVeque
-1983, "Algorithms for computing the sample variance"), weighted by how many values each rank has, which differs with
-masks. In backward, the gradient by the combined moments is summed over ranks, since every rank's loss depends on them,
-and taken back to the rank's own moments. All of that is arithmetic on arrays of shape (2, channels), so it happens in
-numpy, in host calls; a backend only makes those calls from inside the compiled step.
+1983, "Algorithms for computing the sample variance"), weighted by the number of values on each rank, which differs with
+masks. In backward, the gradients with respect to the combined moments are summed over ranks, since every rank's loss
+depends on them, and propagated to the rank's own moments. The arrays have the shape (2, channels), so numpy does the
+arithmetic in host calls; a backend only makes those calls from inside the compiled step.
 
 The layers' own `synchronized=True` does this on TensorFlow only, and only under `tf.distribute`.
 """
@@ -28,10 +28,10 @@ from ring_plugins.keras.job import connect
 
 
 def synchronize_batch_norm(model: Any) -> Any:
-    """Make all `BatchNormalization` layers of a model use mean and variance of all ranks' batches, in training.
+    """Make all `BatchNormalization` layers use mean and variance of all ranks' batches in training.
 
-    For your own loops; `BroadcastCallback(synchronized_batch_norm=True)` does it while `fit` runs. All ranks call it,
-    before the training step is traced.
+    For custom training loops; `BroadcastCallback(synchronized_batch_norm=True)` does it while `fit` runs. All ranks
+    call it, before the training step is traced.
 
     Args:
         model: a Keras model.
@@ -46,11 +46,11 @@ def synchronize_batch_norm(model: Any) -> Any:
 class SynchronizedBatchNorm:
     """Makes the `BatchNormalization` layers of a model compute their moments over all ranks, until `remove`.
 
-    The layers' methods are replaced and their classes are not, so saved files know nothing of it.
+    The layers' classes do not change, so saved files are not affected.
 
     Args:
         model: a Keras model.
-        every: all layers; otherwise those made with `BatchNormalization(synchronized=True)`.
+        every: whether to include all layers, or only those made with `BatchNormalization(synchronized=True)`.
     """
 
     _METHOD = "_moments"  # Keras 3.15.1, layers/normalization/batch_normalization.py:437
@@ -66,11 +66,11 @@ class SynchronizedBatchNorm:
         self._communicator: Communicator | None = None
 
     def install(self) -> None:
-        """Replace the methods; collective."""
+        """Replace the methods. Collective."""
         world = connect()
         if world.topology.size == 1 or not self._layers:
             return
-        # One serves all layers, since they come in the same order on every rank.
+        # One communicator serves all layers, since every rank runs them in the same order.
         self._communicator = world.new_communicator("batch normalization")
         moments = BatchMoments(self._communicator)
         for layer in self._layers:
@@ -90,7 +90,7 @@ class SynchronizedBatchNorm:
 def _combined_moments(
     layer: Any, own_moments: Callable[..., Any], moments: BatchMoments, inputs: Any, mask: Any
 ) -> tuple[Any, Any]:
-    """Replaces a layer's `_moments`; takes and returns the same."""
+    """Replaces a layer's `_moments`, with the same arguments and results."""
     marked, vars(layer)["synchronized"] = layer.synchronized, False
     try:
         mean, variance = own_moments(inputs, mask)
@@ -103,7 +103,7 @@ def _combined_moments(
 
 
 class BatchMoments:
-    """Means and variances of all ranks' batches, from those of each.
+    """Combines the means and variances of all ranks' batches.
 
     Args:
         communicator: used for nothing else.
@@ -113,14 +113,14 @@ class BatchMoments:
         self._communicator = communicator
 
     def combine(self, own: Array, count: Array) -> tuple[Array, Array]:
-        """Compute means and variances of all batches together; collective.
+        """Compute the means and variances of all batches together. Collective.
 
         Args:
             own: this rank's means and variances, of shape (2, channels).
-            count: how many values each of them was taken of, 0-d.
+            count: number of values per channel on this rank, 0-d.
 
         Returns:
-            The same as `own` for all ranks together, and this rank's share of the values, 0-d, of the same dtype.
+            Means and variances of all ranks, as `own`, and this rank's share of the values, 0-d, of the same dtype.
         """
         size = self._communicator.size
         mine = np.concatenate([np.reshape(count, 1), np.ravel(own)]).astype(np.float64)
@@ -134,11 +134,11 @@ class BatchMoments:
         return np.stack([mean, variance]).astype(own.dtype), np.array(shares[self._communicator.rank, 0], own.dtype)
 
     def gradient(self, own: Array, combined: Array, share: Array, upstream: Array) -> Array:
-        """Compute the gradient of all ranks' losses by this rank's moments; collective, in backward.
+        """Compute the gradient of all ranks' losses with respect to this rank's moments. Collective, in backward.
 
         Args:
-            own, combined, share: what `combine` took and returned.
-            upstream: gradient of this rank's loss by `combined`.
+            own, combined, share: argument and results of `combine`.
+            upstream: gradient of this rank's loss with respect to `combined`.
         """
         total = np.array(upstream, np.float64, order="C")
         self._communicator.all_reduce(HostMemory(total.reshape(-1), "float64"), Op.SUM)

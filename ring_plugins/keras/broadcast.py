@@ -35,40 +35,40 @@ from ring_plugins.observe.drift import DriftCheck, chosen_interval, drift_check
 
 
 class BroadcastCallback(keras.callbacks.Callback):
-    """Starts all ranks from one state and keeps them together.
+    """Starts all ranks from the same state and keeps them synchronized.
 
     Before the first update every rank gets the root's weights, optimizer state and moving statistics; seeds are offset
-    by rank, so that dropout differs. From then on gradients are averaged (a `DistributedOptimizer` does that already).
-    All of that is undone when `fit` is over. When any rank wants to stop (`EarlyStopping`,
+    by rank, so that dropout differs. From then on gradients are averaged (a `DistributedOptimizer` already does that).
+    The model and optimizer are restored when `fit` is over. When any rank wants to stop (`EarlyStopping`,
     `model.stop_training`), all stop after the same step. Only the root writes checkpoints, logs and the progress bar.
 
-    The callback moves itself to the end of the list, behind callbacks that restore a state or decide to stop.
+    The callback moves itself to the end of the list, after callbacks that restore a state or decide to stop.
 
     Args:
-        root_rank: the rank whose state all ranks start from, and that writes.
-        average_gradients: False only broadcasts; the replicas then drift apart.
+        root_rank: the rank that broadcasts its state and writes files.
+        average_gradients: False only broadcasts, so the weights of the ranks will diverge.
         moving_statistics: "average" makes the non-trainable weights (moving means and variances of
             BatchNormalization) equal by averaging them before each validation and at the end of each epoch; "local"
             keeps each rank's own.
-        synchronized_batch_norm: True makes all `BatchNormalization` layers normalize by mean and variance of all ranks'
-            batches together, as one process would, for two small messages a layer and step; False makes each rank
-            normalize by its own batch; None does the former for layers made with `synchronized=True`.
-        write_on_root_only: False lets every rank write checkpoints and logs; give each rank paths of its own.
+        synchronized_batch_norm: True makes all `BatchNormalization` layers use mean and variance of all ranks' batches,
+            at the cost of two small messages per layer and step; False makes each rank use those of its own batch;
+            None synchronizes only layers made with `synchronized=True`.
+        write_on_root_only: False lets every rank write checkpoints and logs; use different paths on each rank.
         bucket_bytes: size in bytes of the buckets in which gradients are averaged.
-        compression: "fp16" or "bf16" sends gradients in 16 bits between hosts; ranks on one host add up in full
+        compression: "fp16" or "bf16" sends gradients in 16 bits between hosts; ranks on one host sum in full
             precision.
         error_feedback: whether the rounding error of a step is added to the next.
         drift_check_every: batches after which the trainable weights of all ranks are compared; 0 for never,
             RING_DRIFT_CHECK by default.
 
-    With one rank it does nothing. All ranks pass the same arguments and take the same number of steps.
+    With one rank it does nothing. All ranks must pass the same arguments and take the same number of steps.
 
     Raises:
-        ArgumentError: an argument has no meaning, or something else already trains the model in parallel.
+        ArgumentError: an argument is invalid, or something else already trains the model in parallel.
         MismatchError: models, optimizers or numbers of steps differ among ranks.
         DriftError: the weights differ among ranks.
-        RingError: a step was taken without averaging, as happens when `train_step` updates with an optimizer that
-            the model does not hold.
+        RingError: a step did not average, for example because `train_step` updates with an optimizer that is not an
+            attribute of the model.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         self.write_on_root_only = write_on_root_only
         self.bucket_bytes = bucket_bytes
         self.compression, self.error_feedback = compression, error_feedback
-        Compression.named(compression, error_feedback)  # raises now what fit would
+        Compression.named(compression, error_feedback)  # raises now rather than in fit
         self.drift_check_every = chosen_interval(drift_check_every)
         self._drift: DriftCheck | None = None
         self._first = _FirstAtEpochEnd(self._synchronize_state)
@@ -130,7 +130,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         model = self.model
         check_other_parallelism(model)
         check_equal_steps(self.params, self._communicator)
-        # If the root restored a backup, all ranks go on where that ended.
+        # If the root restored a backup, all ranks continue from there.
         model._initial_epoch = self._communicator.broadcast_object(model._initial_epoch, self.root_rank)
         if any(self._communicator.all_gather_object(backend().is_lazy(model))):
             backend().before_first_step(model, self._start)
@@ -138,7 +138,7 @@ class BroadcastCallback(keras.callbacks.Callback):
             self._start()
 
     def _start(self) -> None:
-        """Give all ranks one state and put the averaging into the train function."""
+        """Broadcast the root's state and install the averaging."""
         model = self.model
         build_optimizer(model)
         broadcast_state(model, self.root_rank, self._communicator)
@@ -210,7 +210,7 @@ class BroadcastCallback(keras.callbacks.Callback):
             )
 
     def _synchronize_state(self) -> None:
-        """Average what each rank computed from its own batches; once an epoch, before it is validated or saved."""
+        """Average moving statistics and accumulators, once per epoch, before validation and saving."""
         if not self._is_fitting or self._is_synchronized:
             return
         assert self._stop is not None
@@ -222,14 +222,14 @@ class BroadcastCallback(keras.callbacks.Callback):
         average_variables(variables, self._communicator)
 
     def _restore(self) -> None:
-        """Restore model and optimizers to what they were, also after an interrupted fit."""
+        """Undo all changes to model and optimizers, also after an interrupted fit."""
         if self._finalizer is not None:
             self._finalizer.detach()
             self._finalizer = None
         if not self._is_fitting:
             return
         self._is_fitting = False
-        self._model.train_function = None  # which has the averaging in it
+        self._model.train_function = None  # traced with the averaging
         for averaging in self._installed:
             averaging.remove()
         self._installed = []
@@ -245,7 +245,7 @@ class BroadcastCallback(keras.callbacks.Callback):
 
 
 class _FirstAtEpochEnd(keras.callbacks.Callback):
-    """Comes first in the list and synchronizes the state there, so that all other callbacks see and save that."""
+    """First in the list: synchronizes the state, so that all other callbacks see and save the average."""
 
     def __init__(self, synchronize_state: Callable[[], None]) -> None:
         super().__init__()

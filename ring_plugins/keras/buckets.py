@@ -1,4 +1,4 @@
-"""Averages gradients that a framework hands over as numpy arrays, in buckets."""
+"""Average gradients in buckets, as numpy arrays from a framework's host calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.fusion import Bucket, BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer
 
-#: Bytes of a cache line. TensorFlow takes over an array that starts on one without a copy.
+#: Bytes of a cache line. TensorFlow needs no copy of an array that starts on one.
 _LINE = 64
 #: The bits of 1.0; numpy stores bfloat16 as uint16.
 _ONE_BFLOAT16 = 0x3F80
@@ -39,21 +39,21 @@ class Buckets(Protocol):
 class HostBuckets:
     """Averages the gradients of one optimizer through host memory.
 
-    Small gradients are copied into buckets. Large ones are read where the framework has them. Their averages go to
-    memory of this object, since frameworks do not say who else reads a gradient; with `in_place` they overwrite the
-    gradient.
+    Small gradients are copied into buckets. Large ones are read in the framework's memory. Their averages are written
+    to memory of this object, since the framework may read the gradient elsewhere too; with `in_place` they overwrite
+    the gradient.
 
-    A pass is any number of `give` and one `finish`. A bucket is reduced as soon as all gradients in it, and in the
-    buckets before it, were given; a gradient that was not given counts as zeros.
+    A pass is any number of calls of `give` and one of `finish`. A bucket is reduced as soon as all gradients in it and
+    in the previous buckets were given; a missing gradient counts as zeros.
 
     Args:
         entries: all gradients in the order of the model's variables.
-        communicator: reduces them; used by nothing else.
-        sizes: of the buckets, and of the gradients that are too large for them.
+        communicator: reduces them; must have no other use.
+        sizes: sizes of the buckets, and of gradients that are too large for them.
         compression: how gradients are compressed between hosts; None sends them as they are.
         in_place: whether large gradients may be overwritten.
 
-    All ranks construct it together.
+    Construction is collective.
 
     Raises:
         MismatchError: the entries differ among ranks.
@@ -75,8 +75,8 @@ class HostBuckets:
         self.reducer = GradientReducer(self._buffer, communicator, self._fill, compression=compression)
         self._in_place = in_place
         self._given: dict[int, Array] = {}
-        self._forms: dict[int, tuple[np.dtype[Any], tuple[int, ...]]] = {}  # of all that were given in this pass
-        #: By entry, where its average is; of a large one in place, set in each pass.
+        self._forms: dict[int, tuple[np.dtype[Any], tuple[int, ...]]] = {}  # of all gradients of this pass
+        #: The average of each entry; for a large gradient reduced in place, set in each pass.
         self._averages: list[Array] = [np.empty(0)] * len(entries)
         self._flags: list[Array] = []
         for bucket, memory in zip(self.plan.buckets, self._buffer.memories, strict=True):
@@ -89,10 +89,10 @@ class HostBuckets:
                     self._averages[i] = _aligned(count, memory.array.dtype)
 
     def give(self, indices: Sequence[int], gradients: Sequence[Array]) -> None:
-        """Hand over gradients that are complete.
+        """Add gradients that are complete.
 
-        Each is released as soon as it has been read, at the latest when `finish` returns. If that was its last
-        reference, the framework reuses its memory for the next gradient instead of asking the system for more.
+        Each is released as soon as it has been read, at the latest when `finish` returns. If that was the last
+        reference, the framework reuses its memory for the next gradient instead of allocating more.
         """
         for i, gradient in zip(indices, gradients, strict=True):
             self._given[i], self._forms[i] = gradient, (gradient.dtype, gradient.shape)
@@ -103,8 +103,8 @@ class HostBuckets:
         """Wait for every bucket.
 
         Returns:
-            The average for each given index, with the gradient's shape and dtype: a view of memory that the next pass
-            overwrites, on a cache line; or the gradient itself, if it is large and `in_place`.
+            The average for each given index, with the gradient's shape and dtype: an aligned view of memory that the
+            next pass overwrites; or the gradient itself, if it is large and `in_place`.
 
         Raises:
             MismatchError: a variable has a gradient on some ranks only.
@@ -119,7 +119,7 @@ class HostBuckets:
         return {i: self._averages[i].view(dtype).reshape(shape) for i, (dtype, shape) in forms.items()}
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._buffer.release()
 
     def _fill(self, bucket: Bucket) -> list[HostMemory]:
@@ -128,9 +128,9 @@ class HostBuckets:
         storage = STORAGE[bucket.dtype]
         one = _ONE_BFLOAT16 if bucket.dtype == "bfloat16" else 1
         direct: list[HostMemory] = []
-        for place, i in enumerate(bucket.entries):
+        for position, i in enumerate(bucket.entries):
             gradient = self._given.pop(i, None)
-            flags[place] = 0 if gradient is None else one
+            flags[position] = 0 if gradient is None else one
             if i not in bucket.direct:
                 average = self._averages[i]
                 if gradient is None:
@@ -150,7 +150,7 @@ class HostBuckets:
         return direct
 
     def _check_flags(self, given: Container[int]) -> None:
-        """Check that all ranks gave the same gradients; their weights would differ after this step otherwise."""
+        """Check that all ranks gave gradients for the same variables; otherwise their weights would diverge."""
         for bucket, flags in zip(self.plan.buckets, self._flags, strict=True):
             one = _ONE_BFLOAT16 if bucket.dtype == "bfloat16" else 1
             for i, flag in zip(bucket.entries, flags.tolist(), strict=True):
@@ -161,8 +161,8 @@ class HostBuckets:
 def unequal_gradients(is_here: bool, name: str) -> MismatchError:
     """The error for a variable that has a gradient on some ranks only."""
     return MismatchError(
-        f"this rank {'has' if is_here else 'lacks'} a gradient for {name}, and others do not agree. Let all ranks "
-        "compute gradients for the same variables in the same step."
+        f"this rank has {'a' if is_here else 'no'} gradient for {name}, unlike other ranks. All ranks must compute "
+        "gradients for the same variables in the same step."
     )
 
 

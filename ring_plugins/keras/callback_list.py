@@ -1,4 +1,4 @@
-"""Keras's list of callbacks: finding it, putting ours first and last, removing writers, noticing its end."""
+"""Work with Keras's list of callbacks: find it, put ours first and last, remove writers, detect its end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-#: Callbacks that only write files or to the terminal. One rank does it for all.
+#: Callbacks that only write files or to the terminal. Only one rank needs them.
 WRITERS: tuple[type[Any], ...] = (
     keras.callbacks.BackupAndRestore,
     keras.callbacks.CSVLogger,
@@ -21,7 +21,7 @@ WRITERS: tuple[type[Any], ...] = (
 
 
 def enclosing_list(callback: Any) -> Any | None:
-    """Find the `CallbackList` that is calling a method of `callback` right now; None if something else is.
+    """Find the `CallbackList` that is calling a method of `callback`; None if the caller is something else.
 
     Keras 3.15.1, callbacks/callback_list.py:108, calls its callbacks in a loop and gives them no reference to the list.
     """
@@ -37,12 +37,12 @@ def enclosing_list(callback: Any) -> Any | None:
 
 
 def arrange(callbacks: Any, first: Any, last: Any, is_writer_rank: bool, written_by_one: bool) -> None:
-    """Move `first` before and `last` behind all others, and remove the writers on ranks that do not write.
+    """Move `first` to the start and `last` to the end, and remove the writers on ranks that do not write.
 
     Args:
         callbacks: a `CallbackList`; it gets a new list, since Keras is iterating over the old one.
-        first: the callback that prepares what the others see and write.
-        last: the callback that must see what all others did.
+        first: callback that synchronizes the state before the others read it.
+        last: callback that must run after all others.
         is_writer_rank: whether this rank writes.
         written_by_one: whether only one rank writes.
     """
@@ -55,18 +55,18 @@ def arrange(callbacks: Any, first: Any, last: Any, is_writer_rank: bool, written
 
 
 def call_when_over(callback: Any, undo: Callable[[], None]) -> weakref.finalize[..., Any] | None:
-    """Call `undo` when the `fit` or `evaluate` that is calling `callback` right now has ended, however it ends.
+    """Call `undo` when the `fit` or `evaluate` that is calling `callback` ends, even by an exception.
 
-    Keras does not tell its callbacks of an exception. But the list is a local variable of `fit`, so it is freed once
-    `fit` has returned and its exception has been handled; if something else holds it (the caller passed a list of its
-    own), at exit.
+    Keras does not notify callbacks of an exception. But the list is a local variable of `fit`, so it is freed once
+    `fit` has returned and its exception has been handled. If something else refers to the list (because the caller
+    passed a `CallbackList`), `undo` runs at exit.
 
     Args:
-        callback: the one whose `on_..._begin` is running.
-        undo: harmless if there is nothing left to undo.
+        callback: callback whose `on_..._begin` is running.
+        undo: must be a no-op if there is nothing left to undo.
 
     Returns:
-        The finalizer, to be detached when it is no longer wanted; None if no list is calling.
+        The finalizer, which the caller may detach; None if no list is calling.
     """
     callbacks = enclosing_list(callback)
     return None if callbacks is None else weakref.finalize(callbacks, undo)

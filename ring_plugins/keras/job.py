@@ -1,9 +1,9 @@
-"""The job that this process trains in: joining it, and showing its errors as what they are.
+"""Join the job, and raise its original exceptions out of frameworks that replace them.
 
-A reduction runs inside a host call of TensorFlow or XLA. The framework replaces any exception raised there by one of
-its own and keeps only the text. So the host call stores its exception (`capture_exceptions`), and where the step
-returns, the stored exception is raised in place of the framework's (`restore_exceptions`, and an excepthook for loops
-that run outside of `fit`).
+A reduction runs inside a host call of TensorFlow or XLA. The framework replaces any exception raised there with its
+own and keeps only the text. So the host call stores its exception (`capture_exceptions`), and where the step returns,
+the stored exception is raised instead of the framework's (`restore_exceptions`, and an excepthook for loops outside
+`fit`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _hooked: list[Any] = []
 
 
 def connect() -> World:
-    """Return the job's world; join the ranks that a launcher started if the script has not called `ring.init()`."""
+    """Return the job's world, after `ring.init()` if the script has not called it."""
     if not is_initialized():
         init()
     _install_excepthook()
@@ -35,7 +35,7 @@ def connect() -> World:
 
 
 def capture_exceptions(function: Callable[..., T]) -> Callable[..., T]:
-    """Wrap a host call so that its exception outlives the framework that calls it."""
+    """Wrap a host call to store its exception, which the calling framework would replace."""
 
     @functools.wraps(function)
     def call(*args: Any) -> T:
@@ -51,7 +51,7 @@ def capture_exceptions(function: Callable[..., T]) -> Callable[..., T]:
 
 @contextlib.contextmanager
 def restore_exceptions() -> Iterator[None]:
-    """Raise what a host call raised inside this block in place of the framework's error."""
+    """Raise the exception of a host call in this block instead of the framework's error."""
     try:
         yield
     except Exception as error:
@@ -71,12 +71,12 @@ def restored(error: BaseException) -> BaseException:
 
 
 def _comes_from_a_step(error: BaseException) -> bool:
-    """Whether a framework raised it: TensorFlow's OpError, jaxlib's XlaRuntimeError and their subclasses."""
+    """Whether a framework raised `error`: TensorFlow's OpError, jaxlib's XlaRuntimeError and their subclasses."""
     return any(kind.__module__.split(".")[0] in ("tensorflow", "jax", "jaxlib") for kind in type(error).__mro__)
 
 
 def _install_excepthook() -> None:
-    """Report an uncaught framework error as its cause, also in loops outside of `fit`."""
+    """Report the cause of an uncaught framework error, also in loops outside `fit`."""
     if sys.excepthook in _hooked:
         return
     previous = sys.excepthook
@@ -94,8 +94,8 @@ def _install_excepthook() -> None:
 def _exit_now() -> None:
     """Run the exit functions and end this process without finalizing the interpreter.
 
-    Frameworks tear down pipelines and threads during finalization. That takes seconds, and forever if such a thread
-    wants the interpreter's lock. A job that failed has nothing to gain from it.
+    Frameworks stop pipelines and threads during finalization. That takes seconds, or forever if such a thread waits for
+    the GIL. A failed job does not need it.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()

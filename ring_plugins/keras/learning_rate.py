@@ -1,13 +1,13 @@
-"""Learning rates for batches that grow with the number of ranks.
+"""Scale learning rates with the number of ranks.
 
-A rate is kept as base times multiplier: the base is the rate for one process, the multiplier what warm-up or a schedule
-makes of it. A change from outside (`ReduceLROnPlateau`) is a change of the base, and stays. A rate that a
-`LearningRateSchedule` computes cannot be set; there the instance's reading of it is replaced by one that multiplies.
+A rate is stored as base times multiplier: the base is the rate for one process, and warm-up or a schedule determines
+the multiplier. A change by other callbacks (`ReduceLROnPlateau`) changes the base permanently. A rate computed by a
+`LearningRateSchedule` cannot be set; instead the optimizer's method that reads it is replaced by one that multiplies.
 
-The rate is always set through `self.model.optimizer`, whose state Keras on JAX fetches and hands back on access;
-setting it on a reference kept from before has no effect there. SGD's velocities hold the rate of earlier steps, so they
-are scaled along with it (Goyal et al. 2017, arXiv 1706.02677, section 3). Changing `momentum` instead would be ignored
-once the step is traced.
+The rate is always set through `self.model.optimizer`, since Keras on JAX synchronizes the optimizer's state on that
+access; setting it on an older reference has no effect there. SGD's velocities include the rate of earlier steps, so
+they are scaled along with it (Goyal et al. 2017, arXiv 1706.02677, section 3). Changing `momentum` instead would have
+no effect once the step is traced.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ATTRIBUTE = "_ring_rate"
 
 
 class _RateCallback(keras.callbacks.Callback):
-    """Sets the rate to base x multiplier(epoch), where `epoch` is a fraction within an epoch."""
+    """Sets the rate to base x multiplier(epoch), where `epoch` may be fractional."""
 
     def __init__(
         self, steps_per_epoch: int | None, initial_learning_rate: float | None, momentum_correction: bool
@@ -46,7 +46,7 @@ class _RateCallback(keras.callbacks.Callback):
 
     @abc.abstractmethod
     def _multiplier(self, epoch: float) -> float | None:
-        """The multiplier of the base at this epoch; None if this callback does not set the rate then."""
+        """The multiplier of the base at this epoch; None if this callback does not set the rate there."""
 
     def _scale(self) -> float:
         """The multiplier of the base after warm-up."""
@@ -62,7 +62,7 @@ class _RateCallback(keras.callbacks.Callback):
             self._start(innermost(self.model.optimizer), epoch)
 
     def _start(self, optimizer: Any, epoch: int) -> None:
-        """Find or make the optimizer's rate, now that the number of the first epoch is known."""
+        """Find or create the optimizer's rate, when the number of the first epoch is known."""
         self._rate = None
         if has_schedule(optimizer):
             steps, epochs = self._steps(), int((self.params or {}).get("epochs") or 1)
@@ -95,7 +95,7 @@ class _RateCallback(keras.callbacks.Callback):
         steps = self.steps_per_epoch or (self.params or {}).get("steps")
         if not steps:
             raise ArgumentError(
-                f"{type(self).__name__} does not know how many steps an epoch of this data has; pass steps_per_epoch."
+                f"{type(self).__name__} does not know the number of steps per epoch of this data; pass steps_per_epoch."
             )
         return int(steps)
 
@@ -103,24 +103,24 @@ class _RateCallback(keras.callbacks.Callback):
 class LearningRateWarmupCallback(_RateCallback):
     """Raises the learning rate step by step from the rate for one process to the rate for all ranks.
 
-    A batch that is k times as large needs a rate k times as large, which is too large at the very start; so the rate
-    grows linearly over the first epochs (Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.2). Compile
-    the model with the rate for one process.
+    A batch k times as large needs a rate k times as large, but not in the first steps; so the rate grows linearly over
+    the first epochs (Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.2). Compile the model with the rate
+    for one process.
 
-    Works with a number and with a `LearningRateSchedule`, whose values are multiplied; `ReduceLROnPlateau` and
-    schedules beside it keep their effect. Training that resumes at `initial_epoch` with a loaded optimizer resumes with
-    its rate.
+    The rate may be a number or a `LearningRateSchedule`, whose values are multiplied. `ReduceLROnPlateau` and schedule
+    callbacks still take effect. Training that resumes at `initial_epoch` with a loaded optimizer continues with its
+    rate.
 
     Args:
-        warmup_epochs: epochs until the rate is reached; 0 scales from the first step on.
+        warmup_epochs: epochs until the full rate; 0 uses the full rate from the first step.
         momentum_correction: whether to scale the velocities of SGD along with the rate.
-        steps_per_epoch: needed where Keras does not know, as for a generator.
+        steps_per_epoch: required if Keras does not know it, as for a generator.
         verbose: 1 prints on rank 0 when warm-up is over.
         scaling: "linear", or "sqrt" for the square root of the number of ranks.
         initial_learning_rate: the rate for one process, if the optimizer was compiled with another.
 
     Raises:
-        ArgumentError: an argument has no meaning, or the number of steps is unknown.
+        ArgumentError: an argument is invalid, or the number of steps is unknown.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class LearningRateWarmupCallback(_RateCallback):
             self._rate.scale = scale_for(self.scaling, connect().topology.size)
 
     def _sets_at(self, batch: int) -> bool:
-        """True until the full rate has been set once; from then on other callbacks may set the rate."""
+        """True until the full rate has been set once; afterwards other callbacks may set the rate."""
         if self._is_over:
             return False
         self._is_over = self._epoch + batch / self._steps() >= self.warmup_epochs
@@ -166,21 +166,21 @@ class LearningRateWarmupCallback(_RateCallback):
 
 
 class LearningRateScheduleCallback(_RateCallback):
-    """Sets the learning rate to a multiple over a range of epochs.
+    """Multiplies the learning rate in a range of epochs.
 
     Args:
-        multiplier: of the rate that the model was compiled with (times the scale of a `LearningRateWarmupCallback`
-            beside it); a number, or a function of the epoch, which is a fraction within an epoch if not `staircase`.
+        multiplier: factor of the rate that the model was compiled with (and of the scale of a
+            `LearningRateWarmupCallback`); a number, or a function of the epoch, fractional without `staircase`.
         start_epoch: the first epoch in which it sets the rate.
-        end_epoch: the first epoch in which it no longer does; None for never.
-        staircase: whether to change the rate at the beginning of epochs only.
+        end_epoch: the first epoch in which it no longer sets the rate; None for no end.
+        staircase: whether to change the rate only at the beginning of epochs.
         momentum_correction: whether to scale the velocities of SGD along with the rate.
-        steps_per_epoch: needed where Keras does not know.
+        steps_per_epoch: required if Keras does not know it.
         scaling: how the rate grows with the number of ranks if there is no warm-up: "linear", "sqrt", "none".
         initial_learning_rate: the rate for one process, if the optimizer was compiled with another.
 
     Raises:
-        ArgumentError: an argument has no meaning, or the number of steps is needed and unknown.
+        ArgumentError: an argument is invalid, or the number of steps is required and unknown.
     """
 
     def __init__(
@@ -218,10 +218,10 @@ def scale_for(scaling: Scaling, size: int) -> float:
 
     Args:
         scaling: "linear" as in Goyal et al. 2017, "sqrt" as is common with Adam, "none".
-        size: number of ranks, which is the factor by which the batch has grown.
+        size: number of ranks, and so the factor of the batch size.
 
     Raises:
-        ArgumentError: another word.
+        ArgumentError: `scaling` is none of these.
     """
     if scaling not in ("linear", "sqrt", "none"):
         raise ArgumentError(f'scaling={scaling!r} must be "linear", "sqrt" or "none".')
@@ -229,7 +229,7 @@ def scale_for(scaling: Scaling, size: int) -> float:
 
 
 class Rate:
-    """The learning rate of one optimizer, kept as base times multiplier.
+    """The learning rate of one optimizer, stored as base times multiplier.
 
     Attributes:
         base: the rate for one process.
@@ -242,13 +242,12 @@ class Rate:
 
     @classmethod
     def of(cls, optimizer: Any, given: float | None, multiplier_so_far: float) -> Rate:
-        """The rate of this optimizer, kept on it from one fit to the next.
+        """Return the rate of this optimizer, which the optimizer keeps from one fit to the next.
 
         Args:
-            optimizer: one whose learning rate is a number.
-            given: the rate for one process, if the user gave it.
-            multiplier_so_far: the multiplier in the optimizer's current rate, if it was saved in the middle of
-            training.
+            optimizer: an optimizer whose learning rate is a number.
+            given: the rate for one process, if the user passed it.
+            multiplier_so_far: the multiplier in the optimizer's current rate, if training resumes.
         """
         rate: Rate | None = vars(optimizer).get(_ATTRIBUTE)
         current = _read(optimizer)
@@ -264,9 +263,9 @@ class Rate:
         """Set the rate to base x multiplier.
 
         Args:
-            optimizer: the one this belongs to.
-            multiplier: of the base.
-            momentum_correction: whether to scale SGD's velocities along with the rate that is in them.
+            optimizer: the optimizer of this rate.
+            multiplier: multiplier of the base.
+            momentum_correction: whether to scale SGD's velocities along with the rate.
         """
         current = _read(optimizer)
         self._follow(current)
@@ -287,7 +286,7 @@ class Rate:
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer that updates, inside any LossScaleOptimizer."""
+    """The optimizer inside any LossScaleOptimizer."""
     while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
         optimizer = inner
     return optimizer
@@ -300,14 +299,14 @@ def has_schedule(optimizer: Any) -> bool:
 
 
 def multiply_schedule(optimizer: Any, multipliers: Sequence[float]) -> None:
-    """Multiply a scheduled rate, update by update from now on; the last multiplier lasts.
+    """Multiply a scheduled rate in each following update; the last multiplier remains in effect.
 
-    The instance's reading of its rate is replaced and the schedule is not, so files saved with it load without this
-    package (with the rate for one process).
+    Only the instance's method that reads the rate is replaced, not the schedule, so files saved with it load without
+    this package (with the rate for one process).
 
     Args:
-        optimizer: one with a `LearningRateSchedule`.
-        multipliers: one for each update to come.
+        optimizer: an optimizer with a `LearningRateSchedule`.
+        multipliers: one for each following update.
     """
     first = int(keras.ops.convert_to_numpy(optimizer.iterations))
     table = np.asarray(multipliers, np.float32)

@@ -1,8 +1,8 @@
-"""Metrics of all ranks' data.
+"""Compute metrics of all ranks' data.
 
-A metric keeps state (a count and a total, a histogram of thresholds) and computes its result from that. The sum of all
-ranks' states is the state of all data, so the result of the sum is exact, where a mean of results is not: with uneven
-shards, a mean of AUCs was 0.845 where all data gave 0.820.
+A metric has state (a count and a total, a histogram of thresholds) and computes its result from that. The sum of all
+ranks' states is the state of all data, so the result from the sum is exact. A mean of results is not: with uneven
+shards, the mean AUC was 0.845, while all data gave 0.820.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from ring_plugins.keras.callback_list import call_when_over
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.state import value_of
 
-#: Names that an `update_state` calls if its state is an extreme and not a sum, on any backend.
+#: Functions, on any backend, that an `update_state` calls if its state is an extreme and not a sum.
 _EXTREMES = {"max", "min", "maximum", "minimum", "amax", "amin", "reduce_max", "reduce_min", "fmax", "fmin"}
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Computes the metrics at the end of an epoch, and of an evaluation, from all ranks' data together.
+    """Computes the metrics at the end of each epoch and evaluation from all ranks' data.
 
-    The state of each metric is summed over the ranks and its result is computed from the sum. That is exact for AUC,
-    precision, R2 and the like, and for shards of different sizes. It happens where Keras reads its metrics, before any
-    callback sees them: the place of this callback in the list does not matter, and `History`, `EarlyStopping`,
-    `ModelCheckpoint` and the value of `model.evaluate(callbacks=[MetricAverageCallback()])` have the same numbers on
-    every rank. Numbers during an epoch stay those of the rank.
+    The state of each metric is summed over the ranks, and its result is computed from the sum. That is exact for AUC,
+    precision, R2 and similar metrics, and for shards of different sizes. It happens where Keras reads its metrics,
+    before any callback sees them, so the position of this callback in the list does not matter. `History`,
+    `EarlyStopping`, `ModelCheckpoint` and `model.evaluate(callbacks=[MetricAverageCallback()])` get the same numbers on
+    every rank. Numbers shown during an epoch are those of the rank.
 
-    A metric whose state is not a sum (a maximum, say) has its results averaged instead, with one warning.
+    For a metric whose state is not a sum (a maximum, for example) the results are averaged instead, with one warning.
 
     Args:
-        averaged: names of further metrics whose results are to be averaged.
+        averaged: names of other metrics whose results should be averaged.
 
-    All ranks must evaluate, as they all must train.
+    All ranks must call `fit` and `evaluate`.
     """
 
     def __init__(self, averaged: Sequence[str] = ()) -> None:
@@ -66,7 +66,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         self._leave()
 
-    # Keras 3.15.1, trainers/trainer.py:1035: fit and evaluate read their metrics by this method, once, at the end.
+    # Keras 3.15.1, trainers/trainer.py:1035: fit and evaluate read their metrics with this method, once, at the end.
     _METHOD = "_get_metrics_result_or_logs"
 
     def _enter(self) -> None:
@@ -103,7 +103,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._warn(averaged)
         with _summed([metric for metric in metrics if metric not in averaged], self._communicator):
             result = read(logs)
-        if result is logs and isinstance(logs, dict):  # what the user's own train_step or test_step returned
+        if result is logs and isinstance(logs, dict):  # returned by the user's own train_step or test_step
             return {name: self._mean(value) for name, value in logs.items()}
         for metric in averaged:
             for name in result:
@@ -112,7 +112,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         return result
 
     def _mean(self, value: Any) -> Any:
-        """Average a number over ranks; anything else stays as it is."""
+        """Average a number over ranks; return anything else unchanged."""
         assert self._communicator is not None
         try:
             number = np.array([float(keras.ops.convert_to_numpy(value))])
@@ -127,15 +127,15 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._warned.update(new)
         if new and self._communicator.rank == 0:
             warnings.warn(
-                f"the state of {', '.join(new)} is not a sum, so the ranks' results are averaged instead, which is not "
-                "the result of all data.",
+                f"the state of {', '.join(new)} is not a sum, so the ranks' results are averaged instead, which "
+                "differs from the result of all data.",
                 stacklevel=2,
             )
 
 
 @contextlib.contextmanager
 def _summed(metrics: list[Any], communicator: Communicator) -> Iterator[None]:
-    """Give metrics the sum of all ranks' states inside this block; collective."""
+    """Set metrics to the sum of all ranks' states inside this block. Collective."""
     variables = [variable for metric in metrics for variable in metric.variables]
     own = [value_of(variable) for variable in variables]
     try:
@@ -152,9 +152,9 @@ def _summed(metrics: list[Any], communicator: Communicator) -> Iterator[None]:
 def is_mergeable(metric: keras.metrics.Metric) -> bool:
     """Whether the state of all data is the sum of the states of its parts.
 
-    That holds for all metrics that come with Keras. A user's own metric is taken for mergeable unless its variables
-    declare another `aggregation`, or its `update_state` names a maximum or minimum. The latter is a heuristic: nothing
-    in a metric says how its state is computed. Where it errs, declare `add_variable(..., aggregation="none")`.
+    That holds for all metrics of Keras. A user's own metric counts as mergeable unless its variables declare another
+    `aggregation`, or its `update_state` calls a maximum or minimum. The latter is a heuristic, since a metric does not
+    declare how it computes its state. Where it is wrong, declare `add_variable(..., aggregation="none")`.
 
     Args:
         metric: any Keras metric.
@@ -169,24 +169,24 @@ def is_mergeable(metric: keras.metrics.Metric) -> bool:
 
 
 def _flat(metrics: list[Any]) -> list[Any]:
-    """The metrics themselves, out of the containers in which `compile` keeps them."""
+    """The metrics inside the containers that `compile` creates."""
     found: list[Any] = []
     for metric in metrics:
-        # Keras 3.15.1, trainers/compile_utils.py: CompileMetrics lists what it holds under `metrics`.
+        # Keras 3.15.1, trainers/compile_utils.py: CompileMetrics lists its metrics under `metrics`.
         inner = getattr(metric, "metrics", None)
         found.extend(_flat(list(inner)) if inner else [metric])
     return found
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """`keras.callbacks.ModelCheckpoint` that keeps the best model only.
+    """A `keras.callbacks.ModelCheckpoint` that saves only the best model.
 
-    With a `BroadcastCallback` one rank writes; with a `MetricAverageCallback` "best" is judged on all ranks' data.
+    With a `BroadcastCallback` only the root writes; with a `MetricAverageCallback` the metric is of all ranks' data.
 
     Args:
-        filepath: where to, ending in `.keras`.
+        filepath: path ending in `.keras`.
         monitor: name of the metric.
-        **options: as `ModelCheckpoint` takes them, such as `mode` and `save_weights_only`.
+        **options: options of `ModelCheckpoint`, such as `mode` and `save_weights_only`.
     """
 
     def __init__(self, filepath: Any, monitor: str = "val_loss", **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Callbacks that show where the time of training goes."""
+"""Callbacks that report how training spends its time."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ring_plugins.observe import timeline
 
 
 class BalanceMonitor(keras.callbacks.Callback):
-    """Adds the time for computing, for waiting on the slowest rank and for moving bytes to the `logs` of each epoch.
+    """Adds the time of computing, of waiting for the slowest rank and of moving bytes to the `logs` of each epoch.
 
-    On rank 0 the callbacks after it, `History` and `CSVLogger` among them, find "ring/computing_ms", "ring/waiting_ms",
+    On rank 0, later callbacks such as `History` and `CSVLogger` find "ring/computing_ms", "ring/waiting_ms",
     "ring/moving_ms", "ring/slowest_rank" and "ring/slowest_share" there, averaged over the ranks and the steps of the
-    epoch; see `ring_plugins.torch.BalanceMonitor.figures`. At the end of `fit` rank 0 prints a page with all ranks.
+    epoch; see `ring_plugins.torch.BalanceMonitor.figures`. At the end of `fit` rank 0 prints a summary of all ranks.
     With one rank it does nothing.
 
     Args:
-        summary: whether rank 0 prints the page.
+        summary: whether rank 0 prints the summary.
     """
 
     def __init__(self, summary: bool = True) -> None:
@@ -40,12 +40,12 @@ class BalanceMonitor(keras.callbacks.Callback):
 
 
 class TimelineCallback(keras.callbacks.Callback):
-    """Writes a timeline of all ranks for some batches of `fit`; RING_TIMELINE does it for all of a job.
+    """Writes a timeline of all ranks for some batches of `fit`; RING_TIMELINE records the whole job.
 
     Args:
-        directory: where rank 0 writes `timeline.json`, for ui.perfetto.dev.
-        first_batch: number of batches before the first that is recorded.
-        batches: number of batches that are recorded.
+        directory: directory in which rank 0 writes `timeline.json`, for ui.perfetto.dev.
+        first_batch: number of batches to skip.
+        batches: number of batches to record.
     """
 
     def __init__(self, directory: str | Path, first_batch: int = 10, batches: int = 20) -> None:

@@ -1,8 +1,8 @@
-"""Dividing data among ranks, with as many steps on each.
+"""Divide data among ranks, with the same number of steps on each.
 
-What can be indexed (arrays, `PyDataset`, torch's `DataLoader`) is divided by an `Order` that every rank computes alike
-from a seed, so that shuffled parts never overlap. Streams (`tf.data.Dataset`, iterables) are divided by position.
-TensorFlow and torch are not imported: what must be made is made by the class of what is given.
+Indexable data (arrays, `PyDataset`, torch's `DataLoader`) is divided by an `Order` that every rank computes from the
+same seed, so that shuffled parts never overlap. Streams (`tf.data.Dataset`, iterables) are divided by position.
+TensorFlow and torch are not imported; new objects are created with the class of the given ones.
 """
 
 from __future__ import annotations
@@ -31,32 +31,33 @@ def shard(
 ) -> Any:
     """Return this rank's part of `data`, for `model.fit` or `model.evaluate`.
 
-    Together the ranks see every sample once in an epoch, except for the remainder. Shuffled data has a new order in
-    each epoch, the same on all ranks; pass `shuffle=False` to `fit`, which need not shuffle again. `data` must be the
+    Together the ranks see every sample once per epoch, except for the remainder. Shuffled data has a new order in each
+    epoch, the same on all ranks; pass `shuffle=False` to `fit`, so that it does not shuffle again. `data` must be the
     same on all ranks.
 
     Args:
-        data: what `fit` takes:
+        data: data for `fit`:
 
             * numpy arrays, or a tuple such as (x, y, sample_weight) or dict of them, of equal first dimension. Returns
               a `PyDataset`; in each step all ranks together take `batch_size` x ranks consecutive samples.
-            * a `keras.utils.PyDataset` of known length. With n ranks, returns one that has every n-th of its batches.
-            * a `tf.data.Dataset` of samples or of batches; with n ranks each takes every n-th of them. If it was
-              shuffled, that must have been with a seed.
+            * a `keras.utils.PyDataset` of known length. With n ranks, returns one with every n-th batch.
+            * a `tf.data.Dataset` of samples or batches; with n ranks each takes every n-th element. If it was
+              shuffled, it must have been with a seed.
             * a torch `DataLoader`. Returns one over the same dataset with a sampler of this package.
             * any other iterable or generator of batches; with n ranks each takes every n-th.
 
-        batch_size: samples of one rank's step, for arrays only.
-        shuffle: whether to shuffle. By default arrays and `PyDataset`s are shuffled, a `DataLoader` is if it was, and
-            streams are not. For a `tf.data.Dataset` a number is the size of the buffer; True means one for everything.
-        seed: of the shuffling.
-        remainder: what happens to samples (or batches) that do not make a step for every rank. "drop" leaves them out,
-            others in each epoch if shuffled; "pad" fills up with the first of the epoch; "keep" hands them out, so that
-            ranks may differ in the size of the last batch or in the number of steps. "keep" is for `evaluate` (still
-            exact with a `MetricAverageCallback`), and for arrays, tf.data and DataLoaders only.
+        batch_size: samples per rank and step, for arrays only.
+        shuffle: whether to shuffle. By default arrays and `PyDataset`s are shuffled, a `DataLoader` if it was before,
+            and streams are not. For a `tf.data.Dataset`, a number is the size of the shuffle buffer; True is a buffer
+            for all elements.
+        seed: seed of the shuffling.
+        remainder: treatment of samples (or batches) that do not fill a step of every rank. "drop" omits them, different
+            ones in each epoch if shuffled; "pad" adds the first ones of the epoch; "keep" uses them, so that ranks may
+            differ in the size of the last batch or in the number of steps. "keep" is for `evaluate` (still exact with a
+            `MetricAverageCallback`), and only for arrays, tf.data and DataLoaders.
 
     Raises:
-        ArgumentError: data of another kind, too little of it for every rank, or an argument without meaning.
+        ArgumentError: the kind of data is not supported, there is too little for every rank, or an argument is invalid.
     """
     if remainder not in ("drop", "pad", "keep"):
         raise ArgumentError(f'remainder={remainder!r} must be "drop", "pad" or "keep".')
@@ -82,7 +83,7 @@ def shard(
 
 
 def _is_from(data: Any, package: str, name: str) -> bool:
-    """Whether `data` is an instance of a class whose package need not be installed."""
+    """Whether `data` is an instance of a package's class, without importing the package."""
     return any(kind.__name__ == name and kind.__module__.split(".")[0] == package for kind in type(data).__mro__)
 
 
@@ -97,18 +98,18 @@ def _refuse_if(wrong: bool, remainder: str, what: str) -> None:
 
 
 class Order:
-    """The order of items in an epoch, the same on all ranks; iterating yields this rank's.
+    """The order of items in an epoch, the same on all ranks. Iteration yields this rank's items.
 
     Args:
         count: number of items.
-        per_rank: items that one rank takes in a step.
-        rank, size: of this process.
+        per_rank: items per rank and step.
+        rank, size: rank of this process, and number of ranks.
         shuffle: whether each epoch has another order.
-        seed: of the shuffling.
+        seed: seed of the shuffling.
         remainder: "drop", "pad" or "keep".
 
     Raises:
-        ArgumentError: a rank would get nothing.
+        ArgumentError: a rank would get no items.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Order:
         self._order = order
 
     def step(self, number: int) -> Indices:
-        """The items that this rank takes in a step: one part of those that all ranks take together."""
+        """This rank's items of a step."""
         together = self._per_rank * self._size
         all_ranks = self._order[number * together : (number + 1) * together]
         if len(all_ranks) == together:
@@ -162,10 +163,10 @@ class ShardedArrays(keras.utils.PyDataset):
         super().__init__()
         lengths = {len(array) for array in keras.tree.flatten(arrays) if array is not None}
         if len(lengths) != 1:
-            raise ArgumentError(f"data has arrays of different lengths {sorted(lengths)}; give all the same.")
+            raise ArgumentError(f"data has arrays of different lengths {sorted(lengths)}; they must be equal.")
         self._arrays = arrays
         self._order = Order(lengths.pop(), batch_size, rank, size, shuffle, seed, remainder)
-        # The last step has fewer samples than ranks: those without one have a step less.
+        # If the last step has fewer samples than ranks, ranks without a sample have one step fewer.
         steps = self._order.steps
         self._steps = steps - (len(self._order.step(steps - 1)) == 0)
 
@@ -189,7 +190,7 @@ class ShardedBatches(keras.utils.PyDataset):
         count = dataset.num_batches if isinstance(dataset, Sized) or hasattr(dataset, "num_batches") else None
         if count is None:
             raise ArgumentError(
-                "data is a PyDataset without a length; give it __len__, or pass its batches as a generator."
+                "data is a PyDataset without a length; define __len__, or pass its batches as a generator."
             )
         self._dataset = dataset
         self._order = Order(count, 1, rank, size, shuffle, seed, "pad" if pad else "drop")
@@ -240,7 +241,7 @@ def shard_data_loader(loader: Any, rank: int, size: int, shuffle: bool | int | N
 
 
 class _EpochOrder(Order):
-    """A sampler whose epoch advances each time it is iterated over."""
+    """A sampler that advances to the next epoch with each iteration."""
 
     _was_iterated = False
 
@@ -268,7 +269,7 @@ def shard_dataset(dataset: Any, rank: int, size: int, shuffle: bool | int | None
     if shuffle:
         buffer = int(dataset.cardinality()) if shuffle is True else shuffle
         if buffer < 0:
-            raise ArgumentError("shuffle=True needs a dataset of known length; pass the size of a buffer instead.")
+            raise ArgumentError("shuffle=True needs a dataset of known length; pass a buffer size instead.")
         dataset = dataset.shuffle(max(buffer, 1), seed=seed, reshuffle_each_iteration=True)
     _check_shuffles(dataset)
     if remainder == "keep":
@@ -281,7 +282,7 @@ def shard_dataset(dataset: Any, rank: int, size: int, shuffle: bool | int | None
     if length == -1:  # infinite
         return dataset.shard(size, rank)
 
-    # Of unknown length: rounds of one element per rank, without the last if it is incomplete.
+    # The length is unknown: take rounds of one element per rank, without the last if it is incomplete.
     make = type(dataset).zip
 
     def own(*parts: Any) -> Any:
@@ -292,9 +293,9 @@ def shard_dataset(dataset: Any, rank: int, size: int, shuffle: bool | int | None
 
 
 def _check_shuffles(dataset: Any) -> None:
-    """Check that a dataset was shuffled in the same order on all ranks; collective.
+    """Check that a dataset was shuffled in the same order on all ranks. Collective.
 
-    Samples would be silently lost and doubled otherwise.
+    Otherwise samples would be lost or duplicated silently.
     """
     seeds: list[tuple[int, int]] = []
     pending = [dataset]
@@ -305,12 +306,12 @@ def _check_shuffles(dataset: Any) -> None:
             seeds.append((int(part._seed), int(part._seed2)))
     if (0, 0) in seeds:  # TensorFlow's value for seed=None
         raise ArgumentError(
-            "data was shuffled without a seed, in another order on each rank; pass seed to Dataset.shuffle and "
-            "Dataset.list_files, or shuffle to shard()."
+            "data was shuffled without a seed, in a different order on each rank; pass seed to Dataset.shuffle and "
+            "Dataset.list_files, or pass shuffle to shard()."
         )
     by_rank = connect().communicator.all_gather_object(seeds)
     if any(other != by_rank[0] for other in by_rank):
         raise MismatchError(
-            f"data was shuffled with different seeds on the ranks: {by_rank}. TensorFlow mixes the global seed in: "
-            "pass the same to keras.utils.set_random_seed on all ranks too; dropout still differs among ranks."
+            f"data was shuffled with different seeds on the ranks: {by_rank}. TensorFlow includes the global seed, so "
+            "pass the same to keras.utils.set_random_seed on all ranks. Dropout still differs among ranks."
         )

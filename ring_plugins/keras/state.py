@@ -1,4 +1,4 @@
-"""The state that ranks share: broadcasting weights, optimizer and seeds, averaging moving statistics, checksums."""
+"""Synchronize state: broadcast weights, optimizer and seeds, average moving statistics, compute checksums."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ring_plugins.keras.job import connect
 from ring_plugins.keras.validation import check_root
 from ring_plugins.observe.drift import checksum
 
-#: Distance of the seeds of neighboring ranks; a prime, so that no two ranks of a job draw the same numbers.
+#: Difference between the seeds of consecutive ranks, so that no two ranks of a job draw the same numbers.
 _SEED_STRIDE = 7919
 
 
 def broadcast_variables(model: Any, root_rank: int = 0) -> None:
-    """Do what `BroadcastCallback` does before the first update, for your own loops; collective.
+    """Broadcast a model's state, as `BroadcastCallback` does, for custom training loops. Collective.
 
     Args:
-        model: a built model; its compiled optimizer, and optimizers it holds, are included.
+        model: a built model; its compiled optimizer, and optimizers that are its attributes, are included.
         root_rank: the rank whose state all ranks get.
 
     Raises:
@@ -43,21 +43,21 @@ def broadcast_variables(model: Any, root_rank: int = 0) -> None:
 
 def build_optimizer(model: Any) -> None:
     """Create the compiled optimizer's state before the first step, so that it can be broadcast."""
-    optimizer = getattr(model, "optimizer", None)  # there is none before compile()
+    optimizer = getattr(model, "optimizer", None)  # not set before compile()
     if optimizer is not None and not optimizer.built and model.trainable_variables:
         optimizer.build(model.trainable_variables)
 
 
 def broadcast_state(model: Any, root: int, communicator: Communicator) -> None:
-    """Give every rank the root's weights, optimizer state and, offset by rank, seeds; collective.
+    """Broadcast the root's weights, optimizer state and, offset by rank, seeds. Collective.
 
     Args:
         model: a built Keras model.
         root: the rank whose values all ranks get.
-        communicator: over all ranks.
+        communicator: communicator of all ranks.
 
     Raises:
-        MismatchError: models or optimizers differ; the text names the first variable that does.
+        MismatchError: models or optimizers differ; the message names the first variable that differs.
     """
     state = list(model.weights)
     for optimizer in optimizers_of(model):
@@ -75,12 +75,12 @@ def broadcast_state(model: Any, root: int, communicator: Communicator) -> None:
 
 
 def check_equal(variables: Sequence[Any], communicator: Communicator) -> None:
-    """Check that shapes and dtypes are the same on all ranks; collective.
+    """Check that shapes and dtypes are the same on all ranks. Collective.
 
     Raises:
-        MismatchError: naming the first variable that differs, and what each rank has.
+        MismatchError: names the first variable that differs, with its shape and dtype on each rank.
     """
-    # Paths are for the text only: automatic layer names count on per process.
+    # Paths are only for the message: automatic layer names have a counter per process.
     kinds = [(tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for v in variables]
     if len(set(communicator.all_gather_object(zlib.crc32(repr(kinds).encode())))) == 1:
         return
@@ -93,16 +93,16 @@ def check_equal(variables: Sequence[Any], communicator: Communicator) -> None:
             parts = "; ".join(f"rank {rank} has {text}" for rank, text in zip(communicator.ranks, texts, strict=True))
             raise MismatchError(
                 f"the models or optimizers differ among ranks. First at variable {i}: {parts}. Build and compile the "
-                "same on all ranks."
+                "same model on all ranks."
             )
 
 
 def average_variables(variables: Sequence[Any], communicator: Communicator) -> None:
-    """Average the variables that differ among ranks; collective. Those that are not floats become rank 0's.
+    """Average the variables that differ among ranks. Variables that are not floats get rank 0's value. Collective.
 
     Args:
-        variables: each rank's own, such as moving statistics, which it computed from its own batches.
-        communicator: over all ranks.
+        variables: variables that each rank computed from its own batches, such as moving statistics.
+        communicator: communicator of all ranks.
     """
     values = [value_of(variable) for variable in variables]
     checksums = communicator.all_gather_object([zlib.crc32(host_array(value)[0].tobytes()) for value in values])
@@ -119,12 +119,12 @@ def average_variables(variables: Sequence[Any], communicator: Communicator) -> N
 
 
 def value_of(variable: Any) -> Array:
-    """Copy a variable's value; 0-d stays 0-d."""
+    """Copy a variable's value as a numpy array of the same shape."""
     return np.array(keras.ops.convert_to_numpy(variable), order="C")
 
 
 def weight_checksums(model: Any) -> tuple[list[str], list[int]]:
-    """Compute the checksums of a model's trainable weights; return their names and them."""
+    """Return the names and checksums of a model's trainable weights."""
     if hasattr(model, "jax_state_sync"):  # on JAX, Keras updates the variables during fit only on request
         model.jax_state_sync()
     weights = model.trainable_variables

@@ -1,7 +1,7 @@
-"""Checks that all ranks train alike, and alone: before the first step, after each step, at the end of an epoch.
+"""Check that all ranks train in the same way, and nothing else trains the model in parallel.
 
-Ranks that differ would hang in a collective or drift apart silently. Each check raises an error that names what every
-rank has and how to mend it.
+Ranks that differ would hang in a collective or diverge silently. Each check raises an error with the value on every
+rank and the remedy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def check_root(root_rank: int, world: World) -> None:
     """Check that `root_rank` is a rank of this job.
 
     Raises:
-        ArgumentError: naming the value and the number of ranks.
+        ArgumentError: it is not.
     """
     if isinstance(root_rank, bool) or not isinstance(root_rank, int) or not 0 <= root_rank < world.topology.size:
         raise ArgumentError(
@@ -52,16 +52,16 @@ def check_other_parallelism(model: Any) -> None:
 
 
 def check_equal_steps(params: dict[str, Any] | None, communicator: Communicator) -> None:
-    """Check that all ranks train for as many steps and epochs; collective.
+    """Check that all ranks train for the same numbers of steps and epochs. Collective.
 
     A rank with more steps would wait forever for the gradients of ranks that have finished.
 
     Args:
-        params: what Keras tells its callbacks: "steps" is None for a generator.
-        communicator: over all ranks.
+        params: `Callback.params`; "steps" is None for a generator.
+        communicator: communicator of all ranks.
 
     Raises:
-        MismatchError: naming the numbers by rank.
+        MismatchError: the numbers differ.
     """
     given = params or {}
     all_numbers = communicator.all_gather_object((given.get("steps"), given.get("epochs")))
@@ -69,46 +69,46 @@ def check_equal_steps(params: dict[str, Any] | None, communicator: Communicator)
         if len(set(numbers)) > 1:
             raise MismatchError(
                 f"ranks would take different numbers of {what} ({_by_rank(numbers, communicator)}). Give every rank "
-                "as much data, as ring_plugins.keras.shard does, or pass steps_per_epoch to fit()."
+                "the same amount of data, as ring_plugins.keras.shard does, or pass steps_per_epoch to fit()."
             )
 
 
 def check_equal_epochs(epoch: int, communicator: Communicator) -> None:
-    """Check that all ranks begin with the same epoch; collective.
+    """Check that all ranks begin with the same epoch. Collective.
 
     Raises:
-        MismatchError: naming the epochs by rank.
+        MismatchError: the epochs differ.
     """
     epochs = communicator.all_gather_object(epoch)
     if len(set(epochs)) > 1:
         raise MismatchError(
             f"ranks begin with different epochs ({_by_rank(epochs, communicator)}). Pass the same initial_epoch on "
-            "all; every rank must see the checkpoint that decides it."
+            "all ranks; every rank must see the checkpoint that determines it."
         )
 
 
 def check_equal_learning_rates(optimizer: Any, communicator: Communicator) -> None:
-    """Check that no callback changed the learning rate on some ranks only; collective.
+    """Check that the learning rate is the same on all ranks. Collective.
 
     Raises:
-        MismatchError: naming the rates in rank order.
+        MismatchError: the rates differ.
     """
     rates = communicator.all_gather_object(float(keras.ops.convert_to_numpy(optimizer.learning_rate)))
     if len(set(rates)) > 1:
         raise MismatchError(
-            f"learning rates have come to differ among ranks: {rates}, in rank order. A callback such as "
-            "ReduceLROnPlateau decided on metrics of its own rank; add MetricAverageCallback()."
+            f"learning rates differ among ranks: {rates}, in rank order. A callback such as ReduceLROnPlateau used "
+            "metrics of its own rank; add MetricAverageCallback()."
         )
 
 
 class SynchronizedStop:
-    """Stops all ranks after the same step, and finds ranks whose epochs differ in length.
+    """Stops all ranks after the same step, and detects epochs of different lengths.
 
-    After every step and every epoch the ranks exchange whether any of them wants to stop: one reduction of 24 bytes, at
-    a point where the ranks are in step anyway.
+    After every step and every epoch the ranks exchange whether any of them wants to stop, in a reduction of 24 bytes.
+    It costs little, because the averaging has just synchronized the ranks.
 
     Args:
-        communicator: used for nothing else.
+        communicator: must have no other use.
     """
 
     _STEP, _EPOCH = 0, 1
@@ -118,7 +118,7 @@ class SynchronizedStop:
         self._steps = 0
 
     def after_step(self, model: Any, batch: int) -> None:
-        """Set `model.stop_training` on all ranks if any rank has set it; collective.
+        """Set `model.stop_training` on all ranks if any rank has set it. Collective.
 
         Raises:
             MismatchError: another rank has ended its epoch.
@@ -127,7 +127,7 @@ class SynchronizedStop:
         self._exchange(model, self._STEP)
 
     def after_epoch(self, model: Any) -> None:
-        """Do the same at the end of an epoch; collective.
+        """Do the same at the end of an epoch. Collective.
 
         Raises:
             MismatchError: another rank has not ended its epoch.
@@ -135,9 +135,9 @@ class SynchronizedStop:
         self._exchange(model, self._EPOCH)
         self._steps = 0
 
-    def _exchange(self, model: Any, place: int) -> None:
-        # max(-place) is -min(place), so one reduction tells whether all ranks are at the same place.
-        flags = np.array([bool(model.stop_training), place, -place], np.int64)
+    def _exchange(self, model: Any, point: int) -> None:
+        # max(-point) is -min(point), so one reduction shows whether all ranks are at the same point.
+        flags = np.array([bool(model.stop_training), point, -point], np.int64)
         try:
             self._communicator.all_reduce(HostMemory(flags, "int64"), Op.MAX)
         except DeadlockError as error:
@@ -150,8 +150,8 @@ class SynchronizedStop:
 
     def _mismatch(self) -> MismatchError:
         return MismatchError(
-            f"this rank's epoch is over or goes on after {self._steps} steps, where another rank's does not. Give "
-            "every rank as much data, as ring_plugins.keras.shard does, or pass steps_per_epoch to fit()."
+            f"epochs differ in length among ranks; this rank has taken {self._steps} steps. Give every rank the same "
+            "amount of data, as ring_plugins.keras.shard does, or pass steps_per_epoch to fit()."
         )
 
 
@@ -159,8 +159,8 @@ class SynchronizedStop:
 def warn_of_gpu_copies(rank: int) -> None:
     """Warn once, on rank 0, if gradients leave the GPU to be averaged.
 
-    On torch NCCL reduces them on the GPU. On TensorFlow it does so on request only, since that path has never run on a
-    GPU (`backends/tensorflow_device.py`). JAX compiles its collectives itself and offers no place for ours.
+    On torch, NCCL reduces them on the GPU. On TensorFlow it does so only on request, since that path has never run on
+    a GPU (`backends/tensorflow_device.py`). JAX compiles its own collectives and cannot call ours on the GPU.
     """
     backend_name = keras.backend.backend()
     if backend_name == "tensorflow" and config.TENSORFLOW_NCCL.get():
@@ -169,7 +169,7 @@ def warn_of_gpu_copies(rank: int) -> None:
         return
     warning = (
         f"ring_plugins averages gradients of the {backend_name} backend in CPU memory: each step copies all of them "
-        "from the GPU and back (two passes over PCIe: about 10 ms a step or more for 100 MB of gradients at 20 GB/s). "
+        "from the GPU and back (twice over PCIe: 10 ms or more per step for 100 MB of gradients at 20 GB/s). "
         "KERAS_BACKEND=torch averages them on the GPUs."
     )
     if backend_name == "jax":

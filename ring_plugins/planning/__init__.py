@@ -1,4 +1,4 @@
-"""Predictions of how training scales: what `ring plan` prints, for scripts, and `measure` for your own models."""
+"""Predict how training scales, as `ring plan` does, and `measure` your own models."""
 
 from ring_plugins.planning.measure import measure
 from ring_plugins.planning.models import REFERENCES, reference

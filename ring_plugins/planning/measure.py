@@ -1,4 +1,4 @@
-"""Profiles of your own models, measured by running a few steps in this process."""
+"""Measure the profile of your own model by running a few steps in this process."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def measure(
 ) -> Profile:
     """Run training steps of a model on this rank alone, and record when in backward each gradient is complete.
 
-    Weights, running statistics and the optimizer's state are restored afterwards. Keras does not tell when a gradient
-    is complete, so there the step is timed as a whole and divided among layers in proportion to their arithmetic.
+    Weights, running statistics and the optimizer's state are restored afterwards. Keras does not report when a gradient
+    is complete, so the whole step is timed and divided among layers in proportion to their arithmetic.
 
     Args:
         model: a torch module (a LightningModule too), or a compiled Keras model.
-        batch: of one rank and step, on the model's device. For torch: the argument of `loss`; without a loss, a pair
-            (inputs, targets), a dictionary for a model that returns an object with `.loss`, or inputs alone. For
-            Keras: (x, y).
+        batch: batch of one rank for one step, on the model's device. For torch: the argument of `loss`; without a
+            loss, a pair (inputs, targets), a dictionary for a model that returns an object with `.loss`, or inputs
+            alone. For Keras: (x, y).
         loss: for torch, `loss(model, batch)` returning a number to differentiate. By default `model.training_step`
-            if there is one, else cross entropy with integer targets and squared error with others.
+            if there is one, else cross entropy for integer targets and squared error for others.
         optimizer: for torch, the optimizer whose step is timed; SGD by default.
-        steps: how many to time; their medians count.
-        file: where to write the profile as JSON, for `ring plan --profile`.
+        steps: number of steps to time; the profile has their medians.
+        file: file to which the profile is written as JSON, for `ring plan --profile`.
 
     Raises:
         ArgumentError: the model is neither a torch nor a Keras model, or cannot take the batch.

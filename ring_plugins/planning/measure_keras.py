@@ -1,4 +1,4 @@
-"""The profile of a Keras model: its step is timed and divided among its layers in proportion to their arithmetic."""
+"""Measure the profile of a Keras model: time its step and divide it among layers in proportion to their arithmetic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WARM_UP = 3
 
 
 def measure_keras(model: Any, batch: Any, steps: int) -> Profile:
-    """As `measure`, for a compiled Keras model."""
+    """`measure` for a compiled Keras model."""
     import keras
 
     if getattr(model, "optimizer", None) is None:
@@ -54,16 +54,16 @@ def measure_keras(model: Any, batch: Any, steps: int) -> Profile:
 
 
 def _operations(layer: Any, variable: Any) -> float:
-    """Operations of a product with a kernel: two per weight and place of the layer's output; few for the rest."""
+    """Operations of a product with a kernel: two per weight and output position; one for any other variable."""
     if len(variable.shape) < 2:
         return 1.0
     try:
         shape = layer.output.shape
-    except (AttributeError, ValueError):  # used more than once, or by a subclassed model
+    except (AttributeError, ValueError):  # the layer is used more than once, or by a subclassed model
         return 2.0 * _size(variable.shape)
     channels_first = getattr(layer, "data_format", "") == "channels_first"
-    places = shape[2:] if channels_first else shape[1:-1]
-    return 2.0 * _size(variable.shape) * _size(n for n in places if n)
+    positions = shape[2:] if channels_first else shape[1:-1]
+    return 2.0 * _size(variable.shape) * _size(n for n in positions if n)
 
 
 def _size(shape: Iterable[int]) -> int:

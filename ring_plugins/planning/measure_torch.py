@@ -1,4 +1,4 @@
-"""The profile of a torch model: hooks record when in a step each gradient is complete."""
+"""Measure the profile of a torch model: hooks record when in a step each gradient is complete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WARM_UP = 3
 
 
 class _Clock:
-    """Reads the processor's clock or, for a model on a GPU, that of its stream."""
+    """Reads the host's clock or, for a model on a GPU, CUDA events of its stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -31,7 +31,7 @@ class _Clock:
         return event
 
     def between(self, first: Any, second: Any) -> float:
-        """Seconds."""
+        """Seconds between two readings."""
         if not self._cuda:
             return float(second - first)
         torch.cuda.synchronize()
@@ -39,7 +39,7 @@ class _Clock:
 
 
 def measure_torch(model: nn.Module, batch: Any, loss: Any, optimizer: Any, steps: int) -> Profile:
-    """As `measure`, for a torch module."""
+    """`measure` for a torch module."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise ArgumentError("model has no parameter that requires a gradient.")
@@ -114,7 +114,7 @@ def _default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     if isinstance(batch, torch.Tensor):
         squares: torch.Tensor = model(batch).square().mean()
         return squares
-    raise ArgumentError(f"batch={type(batch).__name__} is not understood without a loss; pass loss=function.")
+    raise ArgumentError(f"batch={type(batch).__name__} has no default loss; pass loss=function.")
 
 
 def _batch_size(batch: Any) -> int:

@@ -1,6 +1,6 @@
 """Reference models: parameters and operations of every layer, from their papers, and published step times.
 
-A multiplication and an addition are two operations. A layer's normalization is counted with the layer.
+A multiplication and an addition count as two operations. A layer includes its normalization.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Layers = list[tuple[str, int, float]]
 
 
 class _Stack:
-    """A stack of layers; `channels` is the number of channels that the next one reads."""
+    """A stack of layers; `channels` is the number of input channels of the next layer."""
 
     def __init__(self, channels: int = 3) -> None:
         self.layers: Layers = []
@@ -24,7 +24,7 @@ class _Stack:
     def convolution(
         self, name: str, out: int, kernel: tuple[int, int] | int, side: int, into: int | None = None, bias: bool = False
     ) -> int:
-        """Add a convolution with `side` x `side` outputs and batch norm, or a bias instead; returns its channels."""
+        """Add a convolution with `side` x `side` outputs and batch norm or a bias; returns its output channels."""
         high, wide = (kernel, kernel) if isinstance(kernel, int) else kernel
         channels = self.channels if into is None else into
         weights = high * wide * channels * out
@@ -149,10 +149,10 @@ class Reference(NamedTuple):
     """A reference model.
 
     Attributes:
-        layers: returns its layers.
-        batch: samples per step at that rate.
-        rate: samples per second of one device.
-        source: of the rate.
+        layers: function that returns its layers.
+        batch: samples per step.
+        rate: samples per second of one device with that batch.
+        source: source of the rate.
     """
 
     layers: Callable[[], Layers]
@@ -179,7 +179,7 @@ def reference(name: str, rate: float | None = None) -> Profile:
         rate: samples per second of one device, instead of the published rate.
 
     Raises:
-        ArgumentError: there is no such model.
+        ArgumentError: the model is unknown.
     """
     if name not in REFERENCES:
         raise ArgumentError(f"model={name!r} is not one of {', '.join(REFERENCES)}.")

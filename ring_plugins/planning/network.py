@@ -1,6 +1,6 @@
 """The cost model of a network: a latency per hop and a rate per host (alpha and beta).
 
-The alpha-beta model is Hockney's (1994). The costs of a ring and of a two-level all-reduce in it are from Thakur,
+The alpha-beta model is Hockney's (1994). The costs of a ring and of a two-level all-reduce come from Thakur,
 Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH" (2005), and Patarasuk, Yuan,
 "Bandwidth optimal all-reduce algorithms" (2009).
 """
@@ -23,12 +23,12 @@ class TransportModel:
     """How well a transport uses a network.
 
     Attributes:
-        efficiency: the share of a link's rate that gradients get.
+        efficiency: share of a link's rate that an all-reduce reaches.
         alpha: seconds per hop between hosts.
         local_alpha: seconds per hop inside a host.
         local_gbytes: GB/s inside a host.
-        two_level: whether the ranks of a host first reduce among themselves, and then the hosts among each other;
-            otherwise one pipelined ring runs through all ranks.
+        two_level: whether an all-reduce first runs inside each host and then between hosts; otherwise one pipelined
+            ring runs through all ranks.
     """
 
     efficiency: float
@@ -67,7 +67,7 @@ class Network:
     Attributes:
         name: for display.
         gigabits: rate of a host's link in Gbit/s.
-        transport: that uses it.
+        transport: model of the transport that uses it.
     """
 
     name: str
@@ -78,9 +78,9 @@ class Network:
         """Seconds of one all-reduce while nothing else uses the network.
 
         Args:
-            nbytes: of the message.
-            ranks: that take part.
-            per_host: of them on each host; the last host may have fewer.
+            nbytes: bytes of the message.
+            ranks: number of ranks.
+            per_host: ranks on each host; the last host may have fewer.
         """
         t = self.transport
         here, hosts = min(ranks, per_host), -(-ranks // per_host)
@@ -95,7 +95,7 @@ class Network:
         return share * hops + share * nbytes / min(rate, local_rate)
 
     def inside(self, gbytes: float) -> Network:
-        """The same network between hosts inside which an all-reduce moves `gbytes` GB/s."""
+        """The same network, with `gbytes` GB/s inside each host."""
         return replace(self, transport=replace(self.transport, local_gbytes=gbytes))
 
     def at(self, gigabits: float) -> Network:
@@ -104,12 +104,12 @@ class Network:
 
 
 def parse(text: str, transport: str = "tcp") -> Network:
-    """The network that a text describes.
+    """Parse the description of a network.
 
     Args:
         text: "25gbit", "800mbit", a name in `PRESETS`, or a file that `ring bench --json` or `ring doctor --json` wrote
             on at least two hosts.
-        transport: a name in `TRANSPORTS`; measured files bring their own.
+        transport: a name in `TRANSPORTS`; ignored for a measured file.
 
     Raises:
         ArgumentError: the text is none of these.
@@ -125,16 +125,16 @@ def parse(text: str, transport: str = "tcp") -> Network:
     if Path(text).exists():
         return measured(Path(text))
     raise ArgumentError(
-        f"network={text!r} is neither a rate such as 25gbit, nor one of {', '.join(PRESETS)}, nor a file of "
+        f"network={text!r} is neither a rate such as 25gbit, nor one of {', '.join(PRESETS)}, nor a file written by "
         "ring bench --json."
     )
 
 
 def measured(file: Path) -> Network:
-    """The network that `ring bench --json` or `ring doctor --json` measured.
+    """Read the network that `ring bench --json` or `ring doctor --json` measured.
 
     Raises:
-        ArgumentError: the file holds something else, or a measurement on one host.
+        ArgumentError: the file is not such a measurement, or was measured on one host.
     """
     try:
         record = json.loads(file.read_text())
@@ -144,7 +144,7 @@ def measured(file: Path) -> Network:
         points = [(int(row["bytes"]), float(row["median"])) for row in rows]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArgumentError(
-            f"{file} is not what ring bench --json writes ({type(error).__name__}: {error})."
+            f"{file} was not written by ring bench --json ({type(error).__name__}: {error})."
         ) from error
     if hosts < 2 or len(points) < 2:
         raise ArgumentError(f"{file} was measured on one host; start ring bench on two hosts or more.")
@@ -152,21 +152,21 @@ def measured(file: Path) -> Network:
 
 
 def fitted(name: str, points: Sequence[tuple[int, float]], ranks: int, hosts: int) -> Network:
-    """The latency and rate that explain measured all-reduces best, by least squares of relative errors.
+    """Fit latency and rate to measured all-reduces, by least squares of relative errors.
 
     Args:
         name: for display.
-        points: (bytes, seconds).
-        ranks, hosts: that took part.
+        points: (bytes, seconds) of each all-reduce.
+        ranks, hosts: numbers of ranks and hosts.
     """
     sizes, seconds = np.array(points, float).T
-    # Small messages tell the cost of a hop, large ones that of a byte; absolute errors would let the large ones decide.
+    # Small messages determine the cost of a hop, large ones the cost of a byte. Relative errors weigh both equally.
     design = np.stack([np.ones_like(sizes), sizes], axis=1) / seconds[:, None]
     (fixed, each), *_ = np.linalg.lstsq(design, np.ones_like(sizes), rcond=None)
     if fixed <= 0:
         fixed = float(seconds.min()) / 2
     each = max(float(each), 1e-13)
     share = 2 * (hosts - 1) / hosts
-    # The measurement includes the cost inside hosts, which cannot be told apart from that of the network.
+    # The measurement includes the cost inside hosts, which cannot be separated from that of the network.
     inside = TransportModel(1.0, float(fixed) / (2 * (hosts - 1)), 0.0, 1e6, True)
     return Network(name, share / each * 8e-9, inside)

@@ -1,4 +1,4 @@
-"""A model as scaling sees it: the bytes of its gradients, and the time in a step at which each is ready."""
+"""The profile of a model: the bytes of its gradients, and the time in a step at which each is ready."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Gradient:
     """The gradient of one parameter.
 
     Attributes:
-        name: of the parameter.
+        name: name of the parameter.
         dtype: element type.
-        count: elements.
+        count: number of elements.
         ready: seconds from the start of backward until it is complete.
     """
 
@@ -30,16 +30,16 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Profile:
-    """A training step of one process alone.
+    """A training step of a single process.
 
     Attributes:
-        name: of the model.
-        batch: samples a step.
-        forward: seconds before backward, everything included.
+        name: name of the model.
+        batch: samples per step.
+        forward: seconds from the start of the step to the start of backward.
         backward: seconds of backward.
         update: seconds after backward.
-        gradients: in the order of the model's parameters.
-        source: origin of the times, for display.
+        gradients: gradients in the order of the model's parameters.
+        source: source of the times, for display.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Profile:
 
     @property
     def step(self) -> float:
-        """Seconds of a step of one process alone."""
+        """Seconds of a step."""
         return self.forward + self.backward + self.update
 
     @property
@@ -62,14 +62,14 @@ class Profile:
 
     @property
     def entries(self) -> list[Entry]:
-        """The gradients as `FusionPlan` takes them."""
+        """The gradients as arguments of `FusionPlan`."""
         return [Entry(g.name, g.dtype, g.count) for g in self.gradients]
 
     def at_step(self, seconds: float) -> Profile:
         """The same model on a device on which a step takes `seconds`; all times are scaled.
 
         Raises:
-            ArgumentError: not a positive time.
+            ArgumentError: `seconds` is not positive.
         """
         if seconds <= 0:
             raise ArgumentError(f"a step of {seconds} seconds is not possible; give a positive time.")
@@ -118,16 +118,16 @@ def entry_bytes(gradient: Gradient) -> int:
 def from_costs(
     name: str, batch: int, layers: Sequence[tuple[str, int, float]], step: float, source: str, update: float = 0.0
 ) -> Profile:
-    """The profile of a model of which only the arithmetic is known.
+    """Derive a profile from the arithmetic of each layer and the time of the whole step.
 
-    Backward takes twice as long as forward, since it computes two products for each of forward's, and each layer takes
-    a time in proportion to its arithmetic.
+    Backward takes twice as long as forward, since it computes two products for each of forward's. The time of each
+    layer is in proportion to its arithmetic.
 
     Args:
         name, batch, source: as in `Profile`.
-        layers: (name, parameters, operations a sample) in the order of forward.
+        layers: (name, parameters, operations per sample) in the order of forward.
         step: seconds of a whole step.
-        update: seconds of it that the update takes.
+        update: seconds of the update, which is part of the step.
     """
     forward = (step - update) / 3
     backward = 2 * forward

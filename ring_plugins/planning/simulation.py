@@ -1,6 +1,6 @@
-"""A training step of many ranks, event by event.
+"""Simulate a training step of many ranks, event by event.
 
-Gradients become ready during backward, buckets leave in order one after the other, and the update waits for the last.
+Gradients become ready during backward, buckets are reduced one at a time in order, and the update waits for the last.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ JITTER = 0.03
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted step of `ranks` ranks.
+    """The predicted step of a job.
 
     Attributes:
-        ranks: how many.
+        ranks: number of ranks.
         alone: seconds of a step of one rank without communication.
         step: seconds of a step of all ranks.
-        waiting: seconds of it spent waiting for the slowest rank (the straggler).
-        exposed: seconds of it spent in communication that backward does not hide.
+        waiting: seconds of that step spent waiting for the slowest rank (the straggler).
+        exposed: seconds of that step spent in communication that backward does not hide.
         communication: seconds of communication in all, hidden or not.
     """
 
@@ -41,12 +41,12 @@ class Prediction:
 
     @property
     def efficiency(self) -> float:
-        """Throughput as a share of that of as many ranks without communication."""
+        """Throughput relative to that of the same number of ranks without communication."""
         return self.alone / self.step
 
 
 def slowest_of(ranks: int, jitter: float = JITTER) -> float:
-    """By what share of the mean the slowest of `ranks` normally distributed times is expected to exceed it.
+    """The expected excess of the slowest of `ranks` normally distributed times over their mean, as a share of the mean.
 
     Blom's approximation of the largest order statistic (1958).
     """
@@ -54,18 +54,18 @@ def slowest_of(ranks: int, jitter: float = JITTER) -> float:
 
 
 def messages(profile: Profile, sizes: BucketSizes) -> list[tuple[float, list[int]]]:
-    """For each bucket in order: the second of backward at which it is complete, and the bytes of its messages."""
+    """For each bucket in order: seconds of backward until it is complete, and the bytes of its messages."""
     plan = FusionPlan(profile.entries, sizes)
     found = []
     for bucket in plan.buckets:
         ready = max(profile.gradients[i].ready for i in bucket.entries)
-        alone = [plan.entries[i].count * STORAGE[bucket.dtype].itemsize for i in bucket.direct]
-        found.append((ready, [bucket.nbytes, *alone]))
+        direct = [plan.entries[i].count * STORAGE[bucket.dtype].itemsize for i in bucket.direct]
+        found.append((ready, [bucket.nbytes, *direct]))
     return found
 
 
 def default_sizes(network: Network) -> BucketSizes:
-    """Bucket sizes of the communicator that uses a network: on GPUs every gradient lives in a bucket."""
+    """Bucket sizes of the communicator that uses a network; on GPUs every gradient is in a bucket."""
     return BucketSizes() if network.transport.two_level else BucketSizes(direct_bytes=None)
 
 
@@ -81,13 +81,13 @@ def predict(
     """Predict one step.
 
     Args:
-        profile: of the model on one rank.
-        network: between hosts.
-        ranks: in all.
-        per_host: ranks of a host.
-        sizes: of buckets; by default those for the network's communicator.
+        profile: profile of the model on one rank.
+        network: network between hosts.
+        ranks: number of ranks in all.
+        per_host: ranks per host.
+        sizes: bucket sizes; by default those of the network's communicator.
         jitter: standard deviation of a rank's step times, as a share of their mean.
-        overlap: whether communication proceeds while backward computes, as on GPUs or with a core to spare.
+        overlap: whether communication proceeds while backward computes, as on GPUs or with a spare core.
     """
     straggler = 1 + slowest_of(ranks, jitter)
     start = profile.forward * straggler

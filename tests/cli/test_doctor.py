@@ -1,4 +1,4 @@
-"""`ring doctor`: on this host, in a job, and on test hosts that have something wrong with them."""
+"""`ring doctor`: on this host, in a job, and on misconfigured test hosts."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ def findings(report):
     return {(one["check"], one["severity"]): one for one in report["findings"]}
 
 
-def test_on_its_own_it_examines_this_host():
+def test_outside_a_job_it_examines_this_host():
     result = CliRunner().invoke(app, ["doctor", "--json"])
     report = json.loads(result.stdout)["findings"]
     worst = {"fine": 0, "warning": 1, "error": 2}
@@ -62,7 +62,7 @@ def test_two_hosts_on_one_core_over_a_slow_link_with_a_name_that_is_loopback():
     slow = found["links", "warning"]
     assert max(slow["evidence"]["gigabits"]) < 1.0
     assert "of the 10 Gbit/s that host" in slow["summary"]
-    assert "is 127.0.1.1, a loopback address" in found["host names", "warning"]["summary"]
+    assert "resolves to 127.0.1.1, a loopback address" in found["host names", "warning"]["summary"]
     (link,) = report["links"]
     assert link["interfaces"] == ["eth0", "eth0"]
     assert max(link["tcp_gigabits"].values()) < 1.0

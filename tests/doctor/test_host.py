@@ -12,7 +12,7 @@ def test_a_containers_quota_is_a_warning(monkeypatch):
     monkeypatch.setattr(host.process, "cores", lambda: 1)
     monkeypatch.setattr(host.process, "cpu_quota", lambda: 1.5)
     usable, quota = host.cores()
-    assert "up to 1 rank of" in usable.summary
+    assert "enough for 1 rank of" in usable.summary
     assert quota.severity.name == "WARNING" and "1.5 of the 16 cores" in quota.summary
 
 

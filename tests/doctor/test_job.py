@@ -52,7 +52,7 @@ def test_a_healthy_job_has_no_findings():
     assert len(said) == 4
 
 
-def test_ranks_bound_to_one_core_are_named_with_what_it_costs():
+def test_ranks_bound_to_one_core_are_named_with_the_cost():
     bound = [replace(fact, kernel="same", cores=(3,)) for fact in facts(2)]
     (finding,) = check_placement(bound, [link(0, 1, mpi=8100.0)])
     assert finding.severity == Severity.ERROR
@@ -72,16 +72,15 @@ def test_a_slow_link_is_found_by_what_its_card_states_and_by_the_others():
     (finding,) = check_links(facts(2), [link(0, 1, 0.94, 0.95)])
     assert "host0 and host1: 0.94 Gbit/s, 9 % of the 10 Gbit/s" in finding.summary
     (finding,) = check_links(facts(3), [link(0, 1, 6.0, 6.0), link(0, 2, 6.0, 6.0), link(1, 2, 0.9, 0.9)])
-    assert "host1 and host2: 0.90 Gbit/s, where other pairs of hosts have 6.00" in finding.summary
+    assert "host1 and host2: 0.90 Gbit/s; other pairs of hosts reach 6.00" in finding.summary
     pairs = [pair for together in rounds(4) for pair in together]
     said = list(check_links(facts(4), [link(a, b, *([0.9] * 2 if b == 3 else [6.0] * 2)) for a, b in pairs]))
     assert len(said) == 3
     assert all("host3 is in every slow pair" in finding.summary for finding in said)
-    assert (
-        problems(check_links(facts(2), [link(0, 1, 4.0, 4.1, tcp_gigabits={"eth0 10.0.0.0/16": 8.0})])) == []
-    )  # a busy processor
+    busy_processor = link(0, 1, 4.0, 4.1, tcp_gigabits={"eth0 10.0.0.0/16": 8.0})
+    assert problems(check_links(facts(2), [busy_processor])) == []
     (finding,) = check_links(facts(2), [link(0, 1, 9.0, 3.0, tcp_gigabits={"eth0 10.0.0.0/16": 9.0})])
-    assert "host0 to host1: 9.00 Gbit/s, back: 3.00" in finding.summary
+    assert "host0 to host1: 9.00 Gbit/s, in reverse: 3.00" in finding.summary
 
 
 def test_data_on_the_slower_of_two_networks():
@@ -93,7 +92,7 @@ def test_data_on_the_slower_of_two_networks():
 
 def test_slow_messages():
     (finding,) = check_links(facts(2), [link(0, 1, mpi=8000.0)])
-    assert "a small message by MPI takes 8.00 ms" in finding.summary
+    assert "a small message through MPI takes 8.00 ms" in finding.summary
 
 
 def test_ranks_that_differ():
@@ -112,8 +111,8 @@ def test_names_that_do_not_resolve_or_resolve_to_loopback():
     changed[0] = replace(changed[0], resolved={"host0": ["127.0.1.1"], "host1": [], "host2": ["10.9.9.9"]})
     said = list(check_host_names(changed))
     assert [finding.summary for finding in said] == [
-        "on host0 the name host0 is 127.0.1.1, a loopback address, on which every host finds itself",
+        "on host0 the name host0 resolves to 127.0.1.1, a loopback address, which is every host's own",
         "on host0 the name host1 does not resolve",
-        "on host0 the name host2 is 10.9.9.9, which is not an address of host2",
+        "on host0 the name host2 resolves to 10.9.9.9, which is not an address of host2",
     ]
     assert "`10.0.0.1 host1`" in said[1].remedy

@@ -25,11 +25,11 @@ def test_an_mpirun_must_belong_to_the_library():
     open_mpi, hydra = Mpirun("mpirun", "Open MPI 5", "5.0.11"), Mpirun("mpirun", "MPICH", "5.0.2")
     assert mismatch(open_mpi, Library("Open MPI", "5.0.3")) == ""
     assert "major" in mismatch(open_mpi, Library("Open MPI", "4.1.4"))
-    assert "only one" in mismatch(open_mpi, Library("MPICH", "5.0.2"))
+    assert "the only one" in mismatch(open_mpi, Library("MPICH", "5.0.2"))
     assert mismatch(hydra, Library("Intel MPI", "2021")) == ""
 
 
-def test_an_mpirun_that_nobody_knows_is_a_finding(monkeypatch):
+def test_an_unknown_mpirun_is_a_finding(monkeypatch):
     def unknown():
         raise LaunchError("/opt/mpirun is none of Open MPI, MPICH and Intel MPI")
 

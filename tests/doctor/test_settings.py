@@ -16,7 +16,7 @@ def test_the_secret_is_never_shown():
 
 
 @pytest.mark.parametrize("name", [name for name, variable in config.ALL.items() if variable.is_internal])
-def test_what_ring_run_sets_for_its_ranks_is_not_reported(name):
+def test_variables_that_ring_run_sets_for_its_ranks_are_not_reported(name):
     (finding,) = examine({name: "anything"})
     assert finding.severity.name == "FINE" and name not in str(finding)
 
@@ -28,7 +28,7 @@ def test_every_documented_variable_is_known():
         assert [finding.severity.name for finding in examine({name: value})] == ["FINE"], name
 
 
-def test_a_former_name_is_accepted_and_the_new_one_told():
+def test_a_former_name_is_accepted_and_the_new_one_is_named():
     renamed, listed = examine({"RING_PLANE": "mpi"})
     assert renamed.severity.name == "FINE" and "RING_TRANSPORT" in renamed.summary
     assert "RING_PLANE=mpi" in listed.summary

@@ -1,4 +1,4 @@
-"""Shares launches among tests, and skips those that a missing package makes impossible."""
+"""Share launches among tests, and skip tests that need a missing package."""
 
 import importlib.util
 from typing import Any
@@ -25,21 +25,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         seen = parameters.get("seen")
         if seen is not None:
-            item.add_marker(pytest.mark.timeout(900))  # the first test waits for everything in its launch
+            item.add_marker(pytest.mark.timeout(900))  # the first test waits for the whole launch
         why = missing(seen.backend if seen is not None else parameters.get("backend") or "keras")
         if why is not None:
             item.add_marker(pytest.mark.skip(reason=why))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """After -k, -m and the like: what the launches have to run."""
+    """Collect the cases that the launches have to run, after -k, -m and other selections."""
     parameters = [getattr(getattr(item, "callspec", None), "params", {}) for item in session.items]
     session.stash[WANTED] = {found["seen"] for found in parameters if isinstance(found.get("seen"), Case)}
 
 
 @pytest.fixture
 def seen(request: pytest.FixtureRequest) -> list[Any]:
-    """What each rank returned, in rank order."""
+    """The result of each rank, in rank order."""
     wanted: Case = request.param
     names = {c.name for c in request.session.stash[WANTED] if (c.backend, c.ranks) == (wanted.backend, wanted.ranks)}
     result = launch(wanted.backend, wanted.ranks, tuple(sorted(names)))

@@ -1,7 +1,7 @@
-"""Trainings that must have equal results on several ranks and in one process on the same batches.
+"""Scenarios: trainings that must have equal results on several ranks and in one process on the same batches.
 
-A scenario is a function of a `Run` that trains and returns what must be equal. The worker calls it once as a plain
-process that sees whole batches, and once as one of the ranks.
+A scenario is a function of a `Run` that trains and returns the values to compare. The worker calls it once as a single
+process that trains on whole batches, and once as one of the ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BACKEND = keras.backend.backend()
 
 @dataclass
 class Run:
-    """One of the two ways in which a scenario is run; alone it is rank 0 of 1."""
+    """One run of a scenario: as a single process (rank 0 of 1), or as one of the ranks."""
 
     rank: int
     size: int
@@ -33,11 +33,11 @@ class Run:
         return self.size == 1
 
     def seed(self) -> None:
-        """Every rank draws weights of its own; rank 0's are those of the process alone."""
+        """Every rank initializes different weights; rank 0's equal those of the single process."""
         keras.utils.set_random_seed(self.rank)
 
     def share(self, array: np.ndarray, batch: int) -> np.ndarray:
-        """This rank's rows: a part of every batch of `batch * ranks` rows."""
+        """This rank's rows of every batch of `batch * ranks` rows."""
         rows = array.reshape(-1, self.ranks, batch, *array.shape[1:])
         return rows.reshape(array.shape) if self.is_alone else rows[:, self.rank].reshape(-1, *array.shape[1:])
 
@@ -59,7 +59,7 @@ SCENARIOS: dict[str, Scenario] = {}
 
 
 def scenario(function: Scenario) -> Scenario:
-    """Make a scenario known by its name; `test_equality.py` says where it runs."""
+    """Register a scenario by its name; `test_equality.py` lists its backends."""
     SCENARIOS[function.__name__] = function
     return function
 
@@ -78,7 +78,7 @@ def features(ranks: int, steps: int = 3, batch: int = 4) -> tuple[np.ndarray, np
 
 def weights(model: Any) -> Outcome:
     found = {f"weight {i}": value for i, value in enumerate(model.get_weights())}
-    # Without the number of iterations, beside which all else would look small.
+    # The number of iterations is omitted, because it would dominate the norm.
     state = [keras.ops.convert_to_numpy(v) for v in model.optimizer.variables if v is not model.optimizer.iterations]
     return found | {f"state {i}": np.array(value) for i, value in enumerate(state)}
 
@@ -94,7 +94,7 @@ def momentum() -> Any:
 
 
 def small_steps() -> Any:
-    """For models in which training makes differences of rounding grow."""
+    """An optimizer for models that amplify rounding errors."""
     return keras.optimizers.SGD(0.01, momentum=0.9)
 
 
@@ -199,7 +199,7 @@ def large_layer(run: Run) -> Outcome:
 
 
 def normalized(**layer: Any) -> Any:
-    """A convolutional model with BatchNormalization, in two branches, of data far from zero."""
+    """A convolutional model with BatchNormalization in two branches, on data far from zero."""
     inputs = keras.Input((6, 6, 1))
     x = layers.Conv2D(4, 3, use_bias=False)(layers.Rescaling(1.0, offset=3.0)(inputs))
     left = layers.BatchNormalization(momentum=0.5, **layer)(x)
@@ -215,7 +215,7 @@ def normalized(**layer: Any) -> Any:
 
 @scenario
 def batch_normalization(run: Run) -> Outcome:
-    """Normalized over all ranks: weights and moving statistics are those of one process."""
+    """With synchronization, weights and moving statistics equal those of one process."""
     run.seed()
     model = normalized()
     run.fit(model, *images(run.ranks), callbacks=[BroadcastCallback(synchronized_batch_norm=True)])
@@ -241,7 +241,7 @@ def compiled_batch_normalization(run: Run) -> Outcome:
 
 @scenario
 def batch_normalization_of_masked_steps(run: Run) -> Outcome:
-    """Sequences of different lengths: ranks weigh by how many values they have."""
+    """Sequences of different lengths: ranks are weighted by their number of values."""
     run.seed()
     random = np.random.default_rng(4)
     x = random.normal(size=(12 * run.ranks, 7, 3)).astype("float32") + 1.0
@@ -256,7 +256,7 @@ def batch_normalization_of_masked_steps(run: Run) -> Outcome:
 
 @scenario
 def moving_mean_of_own_batches(run: Run) -> Outcome:
-    """Normalized apart: the moving mean is still that of one process, where the layer's inputs are."""
+    """Without synchronization, the moving mean of the first layer still equals that of one process."""
     run.seed()
     model = keras.Sequential([keras.Input((5,)), layers.BatchNormalization(momentum=0.8), layers.Dense(1)])
     model.compile(optimizer=small_steps(), loss="mse")
@@ -325,7 +325,7 @@ def frozen_layer_and_low_rank_adapter(run: Run) -> Outcome:
 
 @scenario
 def gradient_of_nothing(run: Run) -> Outcome:
-    """A layer that takes no part in the loss: its gradient is None, or zero on JAX."""
+    """A layer that the loss does not depend on has the gradient None, or zero on JAX."""
     run.seed()
 
     class Partly(keras.Model):
@@ -350,7 +350,7 @@ def mixed_precision(run: Run) -> Outcome:
     run.seed()
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        # A scale at which nothing overflows: a rank's part of a batch has larger gradients than the whole.
+        # At this scale nothing overflows. A rank's part of a batch has larger gradients than the whole batch.
         model = dense(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=64.0))
         run.fit(model, *features(run.ranks))
     finally:
@@ -371,7 +371,7 @@ def several_steps_an_execution(run: Run) -> Outcome:
 
 @scenario
 def several_accumulating_steps_an_execution(run: Run) -> Outcome:
-    """Nothing in the next step waits for the accumulators, so the buckets themselves must."""
+    """The next step does not depend on the accumulators, so the buckets must wait."""
     run.seed()
     model = dense(keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3), steps_per_execution=6)
     run.fit(model, *features(run.ranks, steps=12))
@@ -436,7 +436,7 @@ def not_compiled(run: Run) -> Outcome:
 
 @scenario
 def fitted_before_without_and_twice_with(run: Run) -> Outcome:
-    """A train function from before, which averages nothing, must not be used again."""
+    """An earlier train function, which does not average, must not be used again."""
     run.seed()
     model = dense(keras.optimizers.Adam(0.01))
     x, y = features(run.ranks)
@@ -461,7 +461,7 @@ def explicit_optimizer(run: Run) -> Outcome:
 
 @scenario
 def remainder(run: Run) -> Outcome:
-    """A last batch of another size makes the frameworks trace again."""
+    """A last batch of another size makes the frameworks retrace."""
     run.seed()
     model = dense(momentum())
     x, y = features(run.ranks, steps=5, batch=2)

@@ -1,4 +1,4 @@
-"""Gradients are averaged in loops of the user's own, too."""
+"""Gradients are averaged in custom training loops too."""
 
 import pytest
 
@@ -33,23 +33,23 @@ def test_two_optimizers_in_one_compiled_step(seen):
 
 
 @on_ranks("own_loop", *BACKENDS)
-def test_a_loop_of_ones_own(seen):
+def test_a_custom_training_loop(seen):
     for found in seen:
         assert found["found"] == pytest.approx(found["expected"])
 
 
 @on_ranks("gradients_from_elsewhere", "torch")
-def test_gradients_that_no_hook_saw(seen):
+def test_gradients_that_bypass_the_hooks(seen):
     for found in seen:
         assert found == pytest.approx([-0.3] * 5)
 
 
 @on_ranks("inside_xla", "tensorflow")
-def test_what_xla_cannot_compile_is_refused_or_not_compiled(seen):
+def test_collectives_inside_xla_are_refused_and_fit_continues_without_xla(seen):
     first, second = seen
     for found in (first, second):
         for text in (found["refused"], found["nested"]):
-            assert "InsideXla: " in text and "outside of it" in text, text
+            assert "InsideXla: " in text and "outside it" in text, text
         assert found["found"] == pytest.approx([-0.15] * 5)
         assert len(found["said"]) == 1 and "Adversarial.train_step" in found["said"][0]
     assert first["weights"] == second["weights"]
@@ -57,4 +57,4 @@ def test_what_xla_cannot_compile_is_refused_or_not_compiled(seen):
 
 @on_ranks("gradient_on_one_rank_only", *BACKENDS)
 def test_a_gradient_on_one_rank_only_is_an_error(seen):
-    assert "this rank lacks a gradient for variable 1 (" in seen[0]
+    assert "this rank has no gradient for variable 1 (" in seen[0]

@@ -1,4 +1,4 @@
-"""`BroadcastCallback` shares state, lets one rank write, and undoes itself."""
+"""`BroadcastCallback` broadcasts state, lets one rank write, and restores the model."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.keras.launches import BACKENDS, on_ranks
 
 
 @on_ranks("state_of_another_root", "torch", "jax", slow=("tensorflow",))
-def test_everyone_starts_from_the_root_and_is_averaged_only_where_asked(seen):
+def test_ranks_start_from_the_root_and_diverge_without_averaging(seen):
     first, second = seen
     assert first["before"] != second["before"]
     assert first["begins"] == second["begins"] == second["before"]
@@ -43,7 +43,7 @@ def test_moving_statistics(seen):
 
 
 @on_ranks("files", "tensorflow", "torch", slow=("jax",))
-def test_files_are_written_once_and_know_nothing_of_this_package(seen):
+def test_files_are_written_once_and_do_not_mention_this_package(seen):
     first, second = seen
     assert first["written"] == ["best.keras", "last.keras", "log.csv"]
     assert second["written"] == []
@@ -52,7 +52,7 @@ def test_files_are_written_once_and_know_nothing_of_this_package(seen):
 
 
 @on_ranks("backup_that_only_the_root_has", "torch", slow=("tensorflow", "jax"))
-def test_a_backup_of_the_root_brings_everyone_back(seen):
+def test_a_backup_of_the_root_restores_all_ranks(seen):
     first, second = seen
     assert first["epochs"] == second["epochs"] == [0, 1, 2, 2, 3]
     assert first["weights"] == second["weights"]

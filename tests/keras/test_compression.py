@@ -1,4 +1,4 @@
-"""Sixteen bits between hosts: the arguments reach the wire, and ranks agree."""
+"""Compression to 16 bits between hosts takes effect, and all ranks get the same weights."""
 
 import pytest
 

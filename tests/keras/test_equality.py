@@ -1,4 +1,4 @@
-"""Training on several ranks gives what one process gives on the same batches, and every rank the same bits."""
+"""Several ranks train to the weights of one process on the same batches, bitwise equal among ranks."""
 
 import ast
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 from tests.keras.launches import BACKENDS, case
 
 TF, TORCH, JAX = BACKENDS
-#: Scenario to the backends on which it runs by default. torch is the cheapest; others take part where what they do
-#: differs from it. Where a scenario makes sense on the rest, it runs there with `-m slow`.
+#: Scenario -> the backends on which it runs by default: torch, which is the cheapest, and others only if their code
+#: differs. `-m slow` runs it on the remaining ones that support it.
 BY_DEFAULT = {
     "accumulation": (TF, TORCH, JAX),
     "accumulation_in_mixed_precision": (TORCH,),
@@ -65,7 +65,7 @@ ON_REQUEST = {
     "schedule": (TF,),
     "two_outputs_with_weights": (TF, JAX),
 }
-#: What differs with the number of ranks is the same code on all backends.
+#: Code that depends on the number of ranks is the same on all backends.
 ON_THREE_RANKS = ("adam", "batch_normalization", "convolution_with_momentum", "large_layer")
 
 CASES = [case(backend, 2, name, f"-{name}") for name, backends in BY_DEFAULT.items() for backend in backends]
@@ -74,7 +74,7 @@ CASES += [
 ]
 CASES += [case(backend, 3, name, f"-{name}", backend != TORCH) for backend in BACKENDS for name in ON_THREE_RANKS]
 
-# Activations are in float16 there, and another size of batch lets sums round elsewhere.
+# Activations are in float16, and sums over another batch size round differently.
 TOLERANCE = {"mixed_precision": 1e-3, "accumulation_in_mixed_precision": 1e-3}
 
 

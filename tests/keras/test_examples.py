@@ -1,4 +1,4 @@
-"""The Keras examples run as printed, learn, and speak once."""
+"""The Keras examples run as printed, learn, and print on one rank only."""
 
 import re
 
@@ -31,9 +31,9 @@ def test_digits(backend, launcher):
     assert result.stdout.count("Epoch 20/20") == 1, f"progress comes from one rank\n{result}"
 
 
-@pytest.mark.slow  # the behaviors show that training resumes, the other example that it learns
+@pytest.mark.slow  # behaviors test that training resumes, and the other example that it learns
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_image_folder_goes_on_where_it_ended(backend, tmp_path):
+def test_image_folder_resumes(backend, tmp_path):
     where = ["--images", str(tmp_path / "images"), "--checkpoint", str(tmp_path / "model.keras"), "--ranks", "2"]
     run = lambda epochs: run_ranks(  # noqa: E731 - twice the same
         EXAMPLES / "keras_imagefolder.py", 2, args=[*where, "--epochs", epochs], env=environment(backend), timeout=280

@@ -1,4 +1,4 @@
-"""Whichever rank fails inside `fit`, every process ends within ten seconds, and the first cause can be read."""
+"""When a rank fails inside `fit`, every process ends within ten seconds and prints the first cause."""
 
 import re
 import signal
@@ -77,6 +77,6 @@ def test_ctrl_c(backend):
 
 @on("torch", slow=("tensorflow",))
 def test_unequal_steps_of_a_generator(backend):
-    """The length is unknown beforehand; the error comes when one rank's epoch is over."""
-    result = ended(script("if ring.rank() == 1: return", "None"), backend, r"different numbers of steps|as much data")
+    """The length is not known in advance; the error is raised when one rank's epoch is over."""
+    result = ended(script("if ring.rank() == 1: return", "None"), backend, r"different numbers of steps|amount of data")
     assert re.search(r"rank [01]\b", result.output), result

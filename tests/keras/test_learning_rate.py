@@ -1,4 +1,4 @@
-"""The callbacks set the rates that they promise, on every rank."""
+"""The callbacks set the documented rates on every rank."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.keras.launches import BACKENDS, on_ranks
 
 
 @on_ranks("warm_up", "torch", "jax", slow=("tensorflow",))
-def test_warm_up_rises_with_every_step_and_begins_again(seen):
+def test_warm_up_rises_with_every_step_and_restarts_in_the_next_fit(seen):
     for found in seen:
         assert found["rates"] == pytest.approx([0.1 + 0.1 * step / 8 for step in range(8)] + [0.2] * 4 + [0.02] * 4)
         assert found["again"] == pytest.approx([0.1, 0.125, 0.15, 0.175] + [0.2] * 4)
@@ -19,13 +19,13 @@ def test_warm_up_of_a_schedule(seen):
 
 
 @on_ranks("warm_up_then_plateau", "torch", slow=("tensorflow", "jax"))
-def test_reduction_on_a_plateau_keeps_its_effect(seen):
+def test_reduction_on_a_plateau_persists(seen):
     for found in seen:
         assert found == pytest.approx([1.75, 2.0, 1.0, 0.5, 0.25])
 
 
 @on_ranks("warm_up_resumed", "torch", slow=("tensorflow", "jax"))
-def test_warm_up_goes_on_where_it_was_saved(seen):
+def test_warm_up_resumes_where_it_was_saved(seen):
     for found in seen:
         assert found == pytest.approx([0.15 + 0.1 * step / 16 for step in range(8)] + [0.2] * 4)
 

@@ -1,4 +1,4 @@
-"""Metrics are those of all ranks' data."""
+"""Metrics are computed from all ranks' data."""
 
 import pytest
 
@@ -13,11 +13,11 @@ def test_metrics_are_those_of_all_data(seen):
         assert found["local"]["auc"] != pytest.approx(found["expected"]["auc"], rel=1e-3)
         assert found["validations"] == 1
         assert found["history"] == found["seen"] == pytest.approx(found["expected"]["auc"], rel=1e-6)
-        assert not found["left"], "the model's method was not put back"
+        assert not found["left"], "the model's method was not restored"
 
 
 @on_ranks("metric_that_is_no_sum", "torch", slow=("tensorflow", "jax"))
-def test_a_metric_that_is_no_sum_is_averaged_and_says_so(seen):
+def test_a_metric_that_is_no_sum_is_averaged_with_a_warning(seen):
     first, second = seen
     assert first["largest"] == second["largest"] == pytest.approx(2.0)
     assert len(first["said"]) == 1 and "largest" in first["said"][0]

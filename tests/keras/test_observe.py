@@ -1,4 +1,4 @@
-"""Keras's callbacks for seeing what a job does."""
+"""Callbacks that observe a job: balance, timeline and drift."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Every rank gets its own part of the data, and as many steps."""
+"""Every rank gets its own part of the data, and the same number of steps."""
 
 import pytest
 

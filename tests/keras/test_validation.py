@@ -1,4 +1,4 @@
-"""Ranks that differ get an error that says how; one that stops, stops all."""
+"""Ranks that differ get an error that names the difference; a rank that stops, stops all."""
 
 import pytest
 
@@ -34,8 +34,8 @@ def test_refused_beside_a_distribution(seen):
         assert found.startswith("ArgumentError") and "DataParallel" in found and "set_distribution(None)" in found
 
 
-@on_ranks("rates_that_part", "torch", slow=("tensorflow", "jax"))
-def test_rates_that_part_are_an_error(seen):
+@on_ranks("rates_that_differ", "torch", slow=("tensorflow", "jax"))
+def test_rates_that_differ_are_an_error(seen):
     for found in seen:
         assert "MismatchError" in found and "[0.1" in found and "0.05" in found and "MetricAverageCallback" in found
 
@@ -43,12 +43,12 @@ def test_rates_that_part_are_an_error(seen):
 @on_ranks("unequal_steps_of_a_generator", "torch", slow=("tensorflow", "jax"))
 def test_unequal_steps_of_a_generator(seen):
     ended, longer = seen
-    assert ended.startswith("MismatchError") and "after 3 steps" in ended and "as much data" in ended, ended
-    assert "different numbers of steps" in longer or "as much data" in longer, longer
+    assert ended.startswith("MismatchError") and "taken 3 steps" in ended and "amount of data" in ended, ended
+    assert "different numbers of steps" in longer or "amount of data" in longer, longer
 
 
 @on_ranks("refusal_of_a_strategy", "tensorflow")
-def test_a_model_made_under_a_strategy_is_refused(seen):
+def test_a_model_created_under_a_strategy_is_refused(seen):
     for found in seen:
         assert found.startswith("ArgumentError") and "MirroredStrategy" in found
 
@@ -60,7 +60,7 @@ def test_a_model_that_keras_wrapped_in_ddp_is_refused(seen):
 
 
 @on_ranks("warnings_of_gpu_copies", "torch")
-def test_a_warning_says_what_gpus_cost_if_gradients_leave_them(seen):
+def test_a_warning_names_the_cost_of_copies_from_gpus(seen):
     found, on_another_rank = seen
     assert "RING_TENSORFLOW_NCCL=1" in found["tensorflow"]
     assert "keras.distribution.DataParallel" in found["jax"]

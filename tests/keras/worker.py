@@ -1,4 +1,4 @@
-"""What each rank of a shared launch does: the scenarios and behaviors that TEST_ONLY names."""
+"""Runs on each rank of a shared launch: the scenarios and behaviors that TEST_ONLY names."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tests.keras.behaviors import BEHAVIORS
 from tests.keras.scenarios import BACKEND, SCENARIOS, Outcome, Run
 from tests.worker import report
 
-#: The last one holds a behavior after which the ranks have nothing in common any more.
+#: The last module has a behavior after which the ranks are no longer synchronized.
 MODULES = ("metrics", "learning_rate", "broadcast", "averaging", "shard", "validation")
 
 
 def main() -> None:
-    """Report for each name how all ranks together compare with one process, or what the behavior returned."""
+    """Report for each name the comparison of all ranks with one process, or the result of the behavior."""
     if BACKEND == "torch":
         import torch
 
         torch.set_num_threads(1)
     for module in MODULES:
         importlib.import_module(f"tests.keras.behaviors.{module}")
-    gc.freeze()  # every collection would search a framework's hundred thousands of objects, for a third of the time
+    gc.freeze()  # otherwise collections search a framework's 100,000s of objects, in a third of the time
     names = os.environ["TEST_ONLY"].split(",")
     scenarios = [name for name in SCENARIOS if name in names]
     alone = outcomes_alone(scenarios)
@@ -66,7 +66,7 @@ def outcome(name: str, rank: int, size: int) -> Outcome:
 
 
 def compare(alone: Outcome, together: Outcome) -> dict[str, Any]:
-    """Measure how far all ranks together are from one process, and what the ranks disagree on."""
+    """Measure the distance of all ranks from one process, and list where ranks disagree."""
     errors = [found["error"] for found in (alone, together) if "error" in found]
     by_rank = ring.all_gather_object((errors, together))
     if any(others for others, _ in by_rank):
@@ -81,7 +81,7 @@ def compare(alone: Outcome, together: Outcome) -> dict[str, Any]:
 
 
 def relative(alone: Outcome, together: Outcome, kind: str) -> float:
-    """Length of the difference between all values of a kind, relative to the length of the values."""
+    """Norm of the difference between all values of a kind, relative to the norm of the values."""
     keys = [key for key in alone if key.startswith(kind)]
     if any(np.shape(alone[key]) != np.shape(together[key]) for key in keys):
         return float("inf")

@@ -24,7 +24,7 @@ def test_a_torch_model_is_measured_and_left_as_it_was(tmp_path):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_what_a_torch_model_may_be_given():
+def test_arguments_of_a_torch_model():
     class Loss(nn.Module):
         def __init__(self):
             super().__init__()

@@ -23,6 +23,6 @@ def test_reference_models_have_the_parameters_of_their_papers(name, parameters):
     assert made.at_step(2 * made.step).gradients[0].ready == pytest.approx(2 * readies[0])
 
 
-def test_an_unknown_model_is_an_error_that_names_those_there_are():
+def test_an_unknown_model_is_an_error_that_names_the_known_ones():
     with pytest.raises(ArgumentError, match="vgg-16"):
         reference("vgg")

@@ -12,7 +12,7 @@ def flat(gigabits=8.0, alpha=0.0):
     return Network("flat", gigabits, TransportModel(1.0, alpha, 0.0, 1e6, True))
 
 
-def test_all_reduce_costs_what_the_algorithm_sends():
+def test_the_cost_of_an_all_reduce_follows_its_algorithm():
     megabyte = 1_000_000
     assert flat().all_reduce(megabyte, 4, 1) == pytest.approx(1.5e-3)
     assert flat(alpha=1e-3).all_reduce(0, 4, 1) == pytest.approx(6e-3)
@@ -23,7 +23,7 @@ def test_all_reduce_costs_what_the_algorithm_sends():
     assert ring.all_reduce(megabyte, 2, 2) == pytest.approx(0.5e-3)  # one host
 
 
-def test_transports_are_those_that_the_page_describes():
+def test_transports_are_those_of_the_page():
     assert set(TRANSPORTS) == {"rdma", "tcp", "cpu", "ring"}
 
 

@@ -1,4 +1,4 @@
-"""Predictions of jobs whose throughput was published with Horovod: how far the model may be trusted."""
+"""Compare predictions with the published throughput of Horovod jobs."""
 
 import re
 import statistics
@@ -12,7 +12,7 @@ from tests.launch import REPOSITORY
 
 MODELS = ("inception-v3", "resnet-101", "vgg-16")
 PER_HOST = 4
-#: Horovod's tensor fusion of that time put all tensors into buffers of up to 64 MB.
+#: Horovod's tensor fusion put all tensors at the time into buffers of up to 64 MB.
 FUSION = BucketSizes(64 * MIB, MIB, None)
 
 
@@ -24,7 +24,7 @@ class Row(NamedTuple):
         ranks: GPUs, four per host.
         network: Gbit/s and transport.
         alone: images per second of one GPU in that series.
-        published: images per second of all.
+        published: images per second of all GPUs.
         calibrates: whether the transport's efficiency was taken from this row.
     """
 
@@ -36,7 +36,7 @@ class Row(NamedTuple):
     calibrates: bool
 
     def predict(self) -> Prediction:
-        """The prediction of its step."""
+        """Predict its step."""
         gigabits, transport = self.network
         network = Network(f"{gigabits:g} Gbit/s, {transport}", gigabits, TRANSPORTS[transport])
         return predict(reference(self.model, self.alone), network, self.ranks, PER_HOST, FUSION)
@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Error of the prediction as a share of what was published; positive if the prediction is too high."""
+        """Error of the prediction relative to the published throughput; positive if the prediction is too high."""
         return self.predicted / self.published - 1
 
 

@@ -23,24 +23,24 @@ def profile(*ready, count=250_000, backward=0.010):
 ALONE = BucketSizes(1, 1, None)  # every gradient is a bucket
 
 
-def test_one_rank_is_alone():
+def test_one_rank_does_not_communicate():
     assert predict(profile(0.01), flat(), 1).efficiency == 1.0
 
 
-def test_communication_hides_behind_backward_but_for_what_is_ready_last():
-    # Two hosts: 1 MB takes 1 ms. The last layer's gradient leaves at 2 ms and is through before the first's at 10 ms.
+def test_communication_hides_behind_backward_except_for_the_last_bucket():
+    # Two hosts: 1 MB takes 1 ms. The last layer's gradient is reduced at 2 ms, before the first layer's is ready at 10.
     found = predict(profile(0.010, 0.002), flat(), 2, 1, ALONE, jitter=0.0)
     assert found.exposed == pytest.approx(0.001, rel=1e-3)
     assert found.communication == pytest.approx(0.002, rel=1e-3)
     assert found.step == pytest.approx(0.017, rel=1e-3)
 
 
-def test_without_a_core_to_spare_nothing_hides():
+def test_without_a_spare_core_nothing_hides():
     found = predict(profile(0.010, 0.002), flat(), 2, 1, ALONE, jitter=0.0, overlap=False)
     assert found.exposed == pytest.approx(0.002, rel=1e-3)
 
 
-def test_buckets_leave_in_order_and_one_after_the_other():
+def test_buckets_are_reduced_one_at_a_time_in_order():
     found = predict(profile(0.001, 0.001, 0.009), flat(), 2, 1, ALONE, jitter=0.0)
     assert found.exposed == pytest.approx(0.002, rel=1e-3)  # 9 to 10, then two more
     slow = predict(profile(0.010, 0.002), flat(gigabits=0.8), 2, 1, ALONE, jitter=0.0)

@@ -1,7 +1,7 @@
-"""What a Keras backend provides, and which one is running.
+"""The interface of Keras backends, and the choice of the running one.
 
-A backend is a module with the functions of `Backend` and one class, its `Exchange`. Only the running backend's module
-is imported, and only that module imports the framework.
+A backend is a module with the functions of `Backend` and a class `Exchange`. Only the running backend's module is
+imported, and only that module imports the framework.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ T = TypeVar("T")
 
 
 class Settings(NamedTuple):
-    """How the gradients of one optimizer are averaged.
+    """Settings for averaging the gradients of one optimizer.
 
     Attributes:
-        name: of the communicator, for texts.
-        sizes: of the buckets.
-        compression, error_feedback: how gradients travel between hosts; see `BroadcastCallback`.
+        name: name of the communicator, for messages.
+        sizes: bucket sizes.
+        compression, error_feedback: compression between hosts, as for `BroadcastCallback`.
         accumulates: whether the optimizer accumulates gradients over several steps.
     """
 
@@ -42,7 +42,7 @@ class Settings(NamedTuple):
 
     @property
     def rounding(self) -> Compression | None:
-        """The same as the core takes it."""
+        """The core's `Compression` for these settings."""
         return Compression.named(self.compression, self.error_feedback)
 
 
@@ -50,16 +50,16 @@ class Exchange(Protocol):
     """Takes the gradients of one optimizer out of the framework's step and puts their averages back.
 
     Args:
-        variables: all that the optimizer updates.
-        entries: for each of them what its gradient is like.
-        settings: how they are averaged.
+        variables: all variables that the optimizer updates.
+        entries: description of each variable's gradient.
+        settings: settings of the averaging.
 
-    All ranks construct it together.
+    Construction is collective.
 
     Attributes:
         passes: steps whose gradients were averaged.
-        waited_seconds: seconds in which an update waited for communication.
-        reduced_bytes: bytes of gradients given to the collectives.
+        waited_seconds: seconds that updates waited for communication.
+        reduced_bytes: bytes of gradients reduced by the collectives.
     """
 
     @property
@@ -72,13 +72,13 @@ class Exchange(Protocol):
     def reduced_bytes(self) -> int: ...
 
     def average(self, gradients: dict[int, Any]) -> dict[int, Any]:
-        """Average gradients, by index of their variables; called where the optimizer updates, traced or not."""
+        """Average gradients, by index of their variables. Called in `optimizer.apply`, traced or eagerly."""
 
     def update(self, apply: Callable[..., None], gradients: list[Any], variables: Any) -> None:
-        """Call `apply(gradients, variables)`, and let no later step overwrite the averages while it reads them."""
+        """Call `apply(gradients, variables)`; later steps must not overwrite the averages before it has read them."""
 
     def release(self) -> None:
-        """Give back hooks, memory and communicator."""
+        """Release hooks, memory and communicator."""
 
 
 class Backend(Protocol):
@@ -87,16 +87,16 @@ class Backend(Protocol):
     def Exchange(  # noqa: N802 - a class
         self, variables: Sequence[Any], entries: Sequence[Entry], settings: Settings
     ) -> Exchange:
-        """Make the `Exchange` of an optimizer; collective."""
+        """Create the `Exchange` of an optimizer. Collective."""
 
     def opaque(self, function: Callable[..., T]) -> Callable[..., T]:
-        """Keep the framework's compiler from looking into a function that calls collectives."""
+        """Keep the framework's compiler from tracing a function that calls collectives."""
 
     def choose(self, condition: Any, yes: Callable[[], T], no: Callable[[], T]) -> T:
-        """Call one of two functions that return alike, in the compiled step too."""
+        """Call one of two functions with equal result types; works in a compiled step too."""
 
     def to_dense(self, gradient: Any) -> Any:
-        """Return a sparse gradient as an ordinary tensor, others as they are."""
+        """Convert a sparse gradient to a dense tensor; return others unchanged."""
 
     def check_other_parallelism(self, model: Any) -> None:
         """Raise ArgumentError if the framework already trains this model on several processes or devices."""
@@ -105,7 +105,7 @@ class Backend(Protocol):
         """Whether the model gets its variables only with the first batch."""
 
     def make_train_function(self, model: Any, averaging: Any) -> None:
-        """Make the model's train function anew, with the replaced methods in it; setting it to None undoes that.
+        """Rebuild the model's train function with the replaced methods. Setting it to None reverts that.
 
         Args:
             model: a compiled Keras model.
@@ -113,17 +113,18 @@ class Backend(Protocol):
         """
 
     def before_first_step(self, model: Any, action: Callable[[], None]) -> None:
-        """Build a lazy model from the first batch's shapes, then run `action`, then take the first step."""
+        """Build a lazy model from the shapes of the first batch, run `action`, and then the first step."""
 
     def host_call_with_gradient(
         self, forward: Callable[..., tuple[Array, Array]], backward: Callable[..., Array], own: Any, count: Any
     ) -> Any:
-        """Call collectives on the host from forward and backward of the step.
+        """Call collectives on the host in the forward and backward passes of a step.
 
         Args:
             forward: takes `own` and `count` as numpy arrays; returns the result, of the shape and dtype of `own`, and a
                 number of the same dtype for `backward`.
-            backward: takes `own`, what `forward` returned, and the gradient by the result; returns that by `own`.
+            backward: takes `own`, the result and the number that `forward` returned, and the gradient with respect to
+                the result; returns the gradient with respect to `own`.
             own, count: tensors.
 
         Returns:
@@ -131,15 +132,15 @@ class Backend(Protocol):
         """
 
     def offset_seed(self, communicator: Communicator, root: int) -> None:
-        """Give ranks different seeds of the framework's global generator, if layers draw from it; collective."""
+        """Seed the framework's global generator differently on each rank, if layers use it. Collective."""
 
 
 @functools.cache
 def backend() -> Backend:
-    """The module of the backend that Keras runs on.
+    """Return the module for the backend that Keras runs on.
 
     Raises:
-        ArgumentError: a backend that does not train (numpy, openvino).
+        ArgumentError: the backend cannot train (numpy, openvino).
     """
     name = keras.backend.backend()
     if name not in _KNOWN:

@@ -1,7 +1,7 @@
-"""JAX: one call out of the compiled step between backward and update.
+"""JAX: the compiled step makes one host call between backward and update.
 
-On CPUs XLA calls Python on its own buffers (`jax_ffi.py`), elsewhere by `io_callback`, which copies. XLA makes the call
-when all gradients are there, so communication does not overlap with backward.
+On CPUs XLA calls Python on its own buffers (`jax_ffi.py`); elsewhere `io_callback` is used, which copies. XLA makes the
+call when all gradients are ready, so communication does not overlap with backward.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ring_plugins.keras.backends.jax_ffi import in_place
 from ring_plugins.keras.buckets import HostBuckets
 from ring_plugins.keras.job import capture_exceptions, connect, restore_exceptions
 
-#: Size in bytes from which a gradient is reduced where it is. A reduction of its own costs some microseconds and saves
+#: Gradients of at least this many bytes are reduced in place. A separate reduction costs some microseconds, but saves
 #: two copies.
 _DIRECT_BYTES = 64 * 1024
 
@@ -85,7 +85,7 @@ class Exchange:
 
 
 def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
-    """See the protocol; JAX traces through Python and sees the host call as such."""
+    """See the protocol. No-op, because JAX traces only the host call."""
     return function
 
 
@@ -97,16 +97,16 @@ def choose(condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any
 
 
 def to_dense(gradient: Any) -> Any:
-    """See the protocol; there are no sparse gradients."""
+    """See the protocol. JAX has no sparse gradients."""
     return gradient
 
 
 def check_other_parallelism(model: Any) -> None:
-    """See the protocol; `keras.distribution` is refused for all backends."""
+    """See the protocol. `check_other_parallelism` in validation.py rejects `keras.distribution` on all backends."""
 
 
 def is_lazy(model: Any) -> bool:
-    """See the protocol; Keras builds a model on this backend before any callback is called."""
+    """See the protocol. On this backend Keras builds a model before it calls any callback."""
     return False
 
 
@@ -116,11 +116,11 @@ def make_train_function(model: Any, averaging: Any) -> None:
     train_function = model.train_function
 
     @functools.wraps(train_function)
-    def step_with_true_errors(state: Any, iterator: Any) -> Any:
+    def step_with_original_errors(state: Any, iterator: Any) -> Any:
         with restore_exceptions():
             return train_function(state, iterator)
 
-    model.train_function = step_with_true_errors
+    model.train_function = step_with_original_errors
 
 
 def before_first_step(model: Any, action: Callable[[], None]) -> None:
@@ -131,7 +131,7 @@ def before_first_step(model: Any, action: Callable[[], None]) -> None:
 def host_call_with_gradient(
     forward: Callable[..., tuple[Array, Array]], backward: Callable[..., Array], own: Any, count: Any
 ) -> Any:
-    """See the protocol. The calls are ordered: independent layers must come in one order on all ranks."""
+    """See the protocol. The calls are ordered, since independent layers must run in the same order on all ranks."""
     like, number = jax.ShapeDtypeStruct(own.shape, own.dtype), jax.ShapeDtypeStruct((), own.dtype)
 
     def on_host(function: Callable[..., Any], shapes: Any, *operands: Any) -> Any:
@@ -151,4 +151,4 @@ def host_call_with_gradient(
 
 
 def offset_seed(communicator: Communicator, root: int) -> None:
-    """See the protocol; layers on this backend draw from seed generators only."""
+    """See the protocol. No-op: on this backend layers use only seed generators."""

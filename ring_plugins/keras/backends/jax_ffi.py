@@ -1,10 +1,10 @@
-"""A Python function that XLA calls on its own buffers, without a copy.
+"""Let XLA call a Python function on its own buffers, without a copy.
 
-`io_callback` copies every operand twice and every result once into fresh memory. For large gradients that takes several
-times as long as reducing them. XLA's foreign function interface gives a handler the addresses of its buffers instead,
-and results may share the operands' memory. Handlers are usually compiled C++; this one is made with ctypes from the
+`io_callback` copies every operand twice and every result once into new memory. For large gradients that takes several
+times as long as reducing them. XLA's foreign function interface instead passes the addresses of its buffers to a
+handler, and results may share the operands' memory. Handlers are usually compiled C++; this one uses ctypes and the
 interface's C declarations (xla/ffi/api/c_api.h, version 0.3, shipped with jaxlib 0.10), of which only the first fields
-are used.
+are needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 _numbers = itertools.count()
-#: The trace of the last call, and the smallest of that call's results.
+#: The trace of the last call, and the smallest result of that call.
 _last_call: tuple[Any, Any] | None = None
 _keep: list[Any] = []  # handlers must outlive every compiled step
 
@@ -106,12 +106,12 @@ _Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_Frame))
 
 
 def in_place(function: Callable[[list[np.ndarray[Any, Any]]], None], operands: Sequence[Any]) -> list[Any] | None:
-    """Make XLA call `function` on the memory of `operands`, traced values of a step that runs on the CPU.
+    """Make XLA call `function` on the memory of `operands`, in a step that runs on the CPU.
 
     Several calls in one compiled function run in the order in which they were traced, on all ranks.
 
     Args:
-        function: overwrites the arrays it is given, 1-d, in the operands' dtypes.
+        function: overwrites its arguments, 1-d arrays of the operands' dtypes.
         operands: traced JAX values.
 
     Returns:
@@ -134,7 +134,7 @@ def in_place(function: Callable[[list[np.ndarray[Any, Any]]], None], operands: S
     handler = _Handler(lambda frame: _handle(frame.contents, on_frame))
     try:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(ctypes.cast(handler, ctypes.c_void_p)), platform="cpu")
-    except Exception:  # any error of another version of the interface
+    except Exception:  # other versions of the interface may raise anything
         return None
     _keep.append(handler)
     global _last_call
@@ -142,14 +142,14 @@ def in_place(function: Callable[[list[np.ndarray[Any, Any]]], None], operands: S
     before = [_last_call[1]] if _last_call is not None and _last_call[0] == trace else []
     shapes = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands]
     call = jax.ffi.ffi_call(name, shapes, has_side_effect=True, input_output_aliases={i: i for i in range(len(shapes))})
-    # XLA runs calls that do not depend on each other in any order, so each takes a result of the one before it.
+    # XLA runs independent calls in any order, so each call takes a result of the previous one.
     results = list(call(*operands, *before))
     _last_call = trace, min(results, key=lambda result: result.size)
     return results
 
 
 def _current_trace() -> Any:
-    """A token that is equal to itself while one function is being traced, and to nothing else."""
+    """A token of the trace in progress; tokens of one trace are equal, and of different traces are not."""
     try:
         from jax.extend.core import get_opaque_trace_state
     except ImportError:  # JAX before 0.5
@@ -158,7 +158,7 @@ def _current_trace() -> Any:
 
 
 def _handle(frame: _Frame, on_frame: Callable[[_Frame], None]) -> int | None:
-    """Answer XLA, which calls first for the handler's version and then in every step; return an error or None."""
+    """Handle a call of XLA: first for the handler's version, then in every step. Returns an error or None."""
     extension = frame.extension_start
     if extension and extension.contents.type == _METADATA:
         metadata = ctypes.cast(extension, ctypes.POINTER(_MetadataExtension)).contents.metadata.contents

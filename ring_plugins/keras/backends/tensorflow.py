@@ -1,9 +1,9 @@
-"""TensorFlow: gradients leave the graph in host calls, bucket by bucket, while backward goes on.
+"""TensorFlow: gradients leave the graph in host calls, bucket by bucket, while backward continues.
 
-TensorFlow runs the host calls of one function in the order in which they were traced, and that order is the same on all
-ranks. There is one call a bucket, last layers first, which starts as soon as its gradients are there, and one that
-waits for all buckets. `tf.numpy_function` takes 0.02 ms a call and does not copy; `tf.py_function`, which on a GPU is
-the only choice, takes 5 ms more for 26 MB. XLA compiles no host calls; `tensorflow_xla.py` has what that entails.
+TensorFlow runs the host calls of a function in the order in which they were traced, which is the same on all ranks.
+There is one call per bucket, last layers first, which starts as soon as its gradients are ready, and one that waits for
+all buckets. `tf.numpy_function` takes 0.02 ms per call and does not copy; `tf.py_function`, the only choice on a GPU,
+takes 5 ms more for 26 MB. XLA cannot compile host calls; `tensorflow_xla.py` deals with that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ring_plugins.keras.job import capture_exceptions, connect, restore_exceptio
 
 
 class Exchange:
-    """See the protocol. Buckets are planned at the first gradients: sparse ones have no place in a bucket."""
+    """See the protocol. Buckets are planned when the first gradients are known, since sparse ones need no bucket."""
 
     def __init__(self, variables: Sequence[Any], entries: Sequence[Entry], settings: Settings) -> None:
         self._entries, self._settings = list(entries), settings
@@ -54,7 +54,7 @@ class Exchange:
         """See the protocol; sparse gradients stay sparse.
 
         Raises:
-            InsideXla: XLA compiles what is being traced.
+            InsideXla: the function being traced will be compiled by XLA.
         """
         refuse_inside_xla()
         if self.buckets is None:
@@ -68,7 +68,7 @@ class Exchange:
         return averages
 
     def _plan(self) -> Buckets:
-        """Make the buckets: on the GPUs if that was asked for, unless compression rounds gradients on the host."""
+        """Create the buckets: on the GPUs if requested, unless compression is used, which rounds on the host."""
         entries, settings = list(self._entries), self._settings
         for i in self._sparse:
             entries[i] = replace(entries[i], count=0, layout=f"{entries[i].layout}, sparse")
@@ -94,14 +94,14 @@ class Exchange:
             if here:
                 self._call(capture_exceptions(functools.partial(give, here)), [dense[i] for i in here], [])
         averages = self._call(capture_exceptions(finish), [], [dense[i].dtype for i in indices])
-        if len(indices) == 1:  # outside of a graph it comes without its list
+        if len(indices) == 1:  # eager calls return a single result without a list
             averages = tf.nest.flatten(averages)
         return {i: tf.ensure_shape(average, dense[i].shape) for i, average in zip(indices, averages, strict=True)}
 
     def update(self, apply: Callable[..., None], gradients: list[Any], variables: Any) -> None:
         """See the protocol.
 
-        Averages are views of the buckets: TensorFlow takes over an aligned array as it is. In a graph of several steps
+        Averages are views of the buckets, since TensorFlow does not copy an aligned array. In a graph of several steps
         (`steps_per_execution`) the next step's calls must wait until this update has read them.
         """
         if tf.executing_eagerly():
@@ -120,21 +120,21 @@ class Exchange:
 
 
 def _nothing() -> None:
-    """A host call, which TensorFlow keeps in its place between others."""
+    """A host call that does nothing; TensorFlow keeps its order among other host calls."""
 
 
 def _average_sparse(gradient: Any, communicator: Communicator) -> Any:
-    """Average a sparse gradient: the rows of all ranks one after the other, as one process would have them.
+    """Average a sparse gradient by concatenating the rows of all ranks.
 
-    A dense average would be the same sum, but not the same update: Keras does not touch the moments of rows that are
+    A dense average would give the same sum but another update, since Keras does not update the moments of rows that are
     not in the gradient.
 
     Args:
         gradient: `tf.IndexedSlices` with any number of rows, or the dense gradient of a variable that had sparse ones.
-        communicator: gathers them.
+        communicator: gathers the rows.
 
     Returns:
-        `tf.IndexedSlices`; rows may occur several times, as they may in what the tape returns.
+        `tf.IndexedSlices`; rows may occur several times, as in gradients from the tape.
     """
     if not isinstance(gradient, tf.IndexedSlices):
         rows = tf.shape(gradient)[0]
@@ -158,7 +158,7 @@ def _average_sparse(gradient: Any, communicator: Communicator) -> Any:
 
 
 def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
-    """See the protocol; a graph holds the host calls as such."""
+    """See the protocol. No-op, because a graph contains only the host calls."""
     return function
 
 
@@ -174,26 +174,26 @@ def to_dense(gradient: Any) -> Any:
 
 def check_other_parallelism(model: Any) -> None:
     """See the protocol."""
-    # Keras 3.15.1, backend/tensorflow/trainer.py:33: the strategy the model was made under.
+    # Keras 3.15.1, backend/tensorflow/trainer.py:33: the strategy that was active when the model was created.
     strategy = getattr(model, "_distribute_strategy", None)
     if strategy is not None or tf.distribute.has_strategy():
         kind = type(strategy or tf.distribute.get_strategy()).__name__
         raise ArgumentError(
-            f"the model was made, or is fitted, under tf.distribute's {kind}, which averages gradients itself. Make "
-            "and fit it outside of any strategy, one process a device."
+            f"the model was created, or is fitted, under tf.distribute's {kind}, which averages gradients itself. "
+            "Create and fit it outside any strategy, with one process per device."
         )
 
 
 def is_lazy(model: Any) -> bool:
-    """See the protocol; this backend builds a model when it traces the first step."""
+    """See the protocol. On this backend Keras builds a model when it traces the first step."""
     return not all(layer.built for layer in model._flatten_layers())
 
 
 def make_train_function(model: Any, averaging: Any) -> None:
     """See the protocol.
 
-    Host calls cannot be inside a function that XLA compiles. With `jit_compile=True`, XLA compiles forward with
-    backward, and the update, and the reduction happens between the two.
+    Functions compiled by XLA cannot contain host calls. With `jit_compile=True`, XLA compiles forward and backward as
+    one function and the update as another; the reduction runs between the two.
     """
     if model.jit_compile and not model.run_eagerly:
         # Keras 3.15.1, backend/tensorflow/trainer.py:149: the step is compiled according to `jit_compile`.
@@ -208,11 +208,11 @@ def make_train_function(model: Any, averaging: Any) -> None:
     train_function = model.train_function
 
     @functools.wraps(train_function)
-    def step_with_true_errors(iterator: Any) -> Any:
+    def step_with_original_errors(iterator: Any) -> Any:
         with restore_exceptions():
             return train_function(iterator)
 
-    model.train_function = step_with_true_errors
+    model.train_function = step_with_original_errors
 
 
 def before_first_step(model: Any, action: Callable[[], None]) -> None:
@@ -220,14 +220,14 @@ def before_first_step(model: Any, action: Callable[[], None]) -> None:
 
     def first(iterator: Any) -> Any:
         _build(model, iterator)
-        action()  # which makes the train function anew
+        action()  # replaces the train function
         return model.train_function(iterator)
 
     model.train_function = first
 
 
 def _build(model: Any, iterator: Iterator[Any]) -> None:
-    """Build model, loss, metrics and optimizer from the shapes that the data will have."""
+    """Build model, loss, metrics and optimizer from the shapes of the data."""
     specification = getattr(iterator, "element_spec", None)
     if specification is None:
         raise ArgumentError(
@@ -240,7 +240,7 @@ def _build(model: Any, iterator: Iterator[Any]) -> None:
             return None
         return keras.KerasTensor(tuple(spec.shape), spec.dtype.name)
 
-    # Keras 3.15.1, trainers/trainer.py:1125: takes anything with shapes and dtypes.
+    # Keras 3.15.1, trainers/trainer.py:1125, accepts anything with shapes and dtypes.
     model._symbolic_build(data_batch=tf.nest.map_structure(symbol, specification))
 
 
@@ -265,4 +265,4 @@ def host_call_with_gradient(
 
 
 def offset_seed(communicator: Communicator, root: int) -> None:
-    """See the protocol; layers on this backend draw from seed generators only."""
+    """See the protocol. No-op: on this backend layers use only seed generators."""

@@ -1,17 +1,17 @@
-"""TensorFlow's gradients on GPUs: handed to NCCL where they are, by DLPack.
+"""Average TensorFlow's gradients on GPUs: NCCL reduces them in GPU memory, passed by DLPack.
 
-The facts that this relies on:
+This relies on the following facts:
 
-- A `tf.py_function` placed on a GPU is called with tensors in that GPU's memory, and what it returns stays there
+- A `tf.py_function` placed on a GPU is called with tensors in that GPU's memory, and its results stay there
   (TensorFlow's py_func.cc: `EagerPyFunc` has a kernel for GPUs; `numpy_function` has none).
-- `tf.experimental.dlpack.to_dlpack` "ensures the underlying data memory is ready when returns": it waits for the
-  device, so NCCL needs not follow TensorFlow's stream, which cannot be reached from Python.
-- In the other direction nothing tells TensorFlow's stream to wait for ours. So the host waits until NCCL is done before
-  the function returns, and only then does TensorFlow launch work that reads the averages.
-- NCCL writes into tensors that were made here and that nobody else has seen.
+- `tf.experimental.dlpack.to_dlpack` "ensures the underlying data memory is ready when returns": it synchronizes the
+  device, so NCCL need not wait for TensorFlow's stream, which Python cannot access.
+- TensorFlow's stream cannot be made to wait for ours either. So the host waits for NCCL before the function returns,
+  and only then does TensorFlow launch kernels that read the averages.
+- NCCL writes only into tensors that were created here.
 
-The cost: at each bucket TensorFlow waits until everything on its stream is computed, and at the end until the last
-bucket is reduced, so little communication overlaps with backward. No gradient passes through the host.
+The cost: at each bucket the host waits for all work on TensorFlow's stream, and at the end for the last bucket, so
+little communication overlaps with backward. No gradient passes through the host.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from ring_plugins.core.trace.steps import steps
 from ring_plugins.core.world import current
 from ring_plugins.keras.buckets import unequal_gradients
 
-#: As TensorFlow names the GPU of this rank, and as DLPack names its kind.
+#: TensorFlow's name for the GPU of this rank, and DLPack's device type.
 GPU, KIND = "GPU:0", dlpack.CUDA
 
 
 def connect(name: str, host: Communicator) -> DeviceCommunicator | None:
-    """Make a communicator for the GPUs that TensorFlow computes on; None if gradients go through the host; collective.
+    """Create a communicator for TensorFlow's GPUs, or return None if gradients go through the host. Collective.
 
     Args:
-        name: of the host's communicator, for texts.
+        name: name of the host communicator, for messages.
         host: a communicator of all ranks.
 
     Raises:
-        MismatchError: some ranks ask for NCCL and have a GPU, and others do not.
+        MismatchError: some ranks request NCCL and have a GPU, and others do not.
     """
     is_here = config.TENSORFLOW_NCCL.get() and bool(tf.config.list_logical_devices(GPU.partition(":")[0]))
     where = host.all_gather_object(is_here)
@@ -58,8 +58,8 @@ def connect(name: str, host: Communicator) -> DeviceCommunicator | None:
     if not all(where):
         lacking = [rank for rank, is_there in zip(host.ranks, where, strict=True) if not is_there]
         raise MismatchError(
-            f"{name_ranks(lacking)}: no GPU for TensorFlow, or no RING_TENSORFLOW_NCCL=1, unlike the others. Set the "
-            "variable on all ranks or on none, and give each a GPU."
+            f"{name_ranks(lacking)}: no GPU for TensorFlow, or no RING_TENSORFLOW_NCCL=1, unlike other ranks. Set the "
+            "variable on all ranks or on none, and give each rank a GPU."
         )
     driver = load_driver()
     with tf.init_scope(), tf.device(GPU):
@@ -68,20 +68,20 @@ def connect(name: str, host: Communicator) -> DeviceCommunicator | None:
 
 
 def call(function: Callable[..., Any], inputs: list[Any], types: list[Any]) -> Any:
-    """Make a host call with tensors that stay on the GPU; arguments and result as for `tf.numpy_function`."""
+    """Make a host call on tensors that stay on the GPU. Arguments and result are those of `tf.numpy_function`."""
     with tf.device(GPU):
         return tf.py_function(function, inputs, types)
 
 
 class DeviceBuckets:
-    """Averages the gradients of one optimizer between GPUs: `HostBuckets` for the memory of GPUs.
+    """Averages the gradients of one optimizer in GPU memory, as `HostBuckets` does in host memory.
 
     Args:
         entries: all gradients in the order of the model's variables.
-        communicator: reduces them; used by nothing else.
-        sizes: of the buckets; large gradients travel in them too.
+        communicator: reduces them; must have no other use.
+        sizes: bucket sizes; large gradients are in buckets too.
 
-    All ranks construct it together.
+    Construction is collective.
 
     Raises:
         MismatchError: the entries differ among ranks.
@@ -92,21 +92,21 @@ class DeviceBuckets:
         self.plan.check_equal(communicator)
         self._communicator = communicator
         self._no_memory = [DeviceMemory(0, 0, bucket.dtype, communicator.device) for bucket in self.plan.buckets]
-        #: The buckets of this pass; TensorFlow allocates them anew each time.
+        #: The buckets of this pass; TensorFlow allocates new ones in each pass.
         self.memories: list[Memory] = [*self._no_memory]
-        self.reducer = GradientReducer(self, communicator, lambda bucket: None, Op.SUM)  # of scaled gradients
+        self.reducer = GradientReducer(self, communicator, lambda bucket: None, Op.SUM)  # gradients are scaled already
         self._wholes: dict[int, Any] = {}
         self._given: dict[int, Any] = {}
 
     def give(self, indices: Sequence[int], gradients: Sequence[Any]) -> None:
-        """Hand over the gradients of one bucket; it is reduced at once if those before it were given."""
+        """Add the gradients of one bucket, which is reduced at once if all previous buckets were given."""
         self._given.update(zip(indices, (gradient.shape for gradient in gradients), strict=True))
         found = dict(zip(indices, gradients, strict=True))
         bucket = next(bucket for bucket in self.plan.buckets if indices[0] in bucket.entries)
         self._send(bucket, found)
 
     def _send(self, bucket: Bucket, found: dict[int, Any]) -> None:
-        """Concatenate the gradients in the bucket's order, zeros for missing ones, and a flag for each: one copy."""
+        """Concatenate the bucket's gradients, zeros for missing ones, and a flag for each, in one copy."""
         dtype = tf.as_dtype(bucket.dtype)
         with tf.device(GPU):
             parts = [
@@ -124,7 +124,7 @@ class DeviceBuckets:
         """Wait for every bucket.
 
         Returns:
-            For each given index its average, a tensor of the gradient's shape.
+            The average for each given index, with the gradient's shape.
 
         Raises:
             MismatchError: a variable has a gradient on some ranks only.
@@ -160,27 +160,27 @@ class DeviceBuckets:
             return {i: tf.reshape(averages[i], shape) for i, shape in given.items()}
 
     def _check_flags(self, given: dict[int, Any], flags: list[float]) -> None:
-        """Check that all ranks gave the same gradients: the averages of their flags are 1 or 0 but for rounding."""
+        """Check that all ranks gave gradients for the same variables: averaged flags are 1 or 0 except for rounding."""
         order = [i for bucket in self.plan.buckets for i in bucket.entries]
         for i, flag in zip(order, flags, strict=True):
             if abs(flag - (1 if i in given else 0)) > 0.5 / self._communicator.size:
                 raise unequal_gradients(i in given, self.plan.entries[i].name)
 
     def release(self) -> None:
-        """Give back memory and communicator."""
+        """Release memory and communicator."""
         self._wholes.clear()
         self._communicator.close()
 
 
 def _scaled(tensor: Any, factor: float) -> Any:
-    """Multiply in float32 at least; TensorFlow would round the factor to the tensor's type."""
+    """Multiply in float32 or wider, because TensorFlow would round the factor to the tensor's dtype."""
     if tensor.dtype.size > 2:
         return tensor * tf.cast(factor, tensor.dtype)
     return tf.cast(tf.cast(tensor, tf.float32) * factor, tensor.dtype)
 
 
 def memory_of(tensor: Any, device: int) -> DeviceMemory:
-    """Return the memory of an eager tensor on that GPU once TensorFlow has computed it.
+    """Return the memory of an eager tensor on that GPU, after TensorFlow has computed it.
 
     Raises:
         ArgumentError: the tensor is not on a GPU.
@@ -199,9 +199,9 @@ def _tensor_of(tensor: Any) -> tuple[dlpack.DLTensor, Any]:
 
 
 class _SynchronizedStreams:
-    """The streams of a framework that hands over data when it is ready and goes on when we are done.
+    """The streams of a framework that passes computed data and waits on the host for our results.
 
-    Nothing needs to be ordered then, so the stream of the framework may as well be ours.
+    Streams then need no ordering, so our own stream stands for the framework's.
     """
 
     def __init__(self, stream: int) -> None:
@@ -214,4 +214,4 @@ class _SynchronizedStreams:
         return contextlib.nullcontext()
 
     def scale(self, memory: DeviceMemory, factor: float) -> None:
-        raise ArgumentError("TensorFlow's tensors cannot be changed in place; scale before the reduction, and sum.")
+        raise ArgumentError("TensorFlow tensors cannot be changed in place; scale them before a SUM reduction.")

@@ -1,12 +1,12 @@
-"""A train step that XLA compiles in two parts, with the reduction between them.
+"""Compile a train step with XLA in two parts, with the reduction between them.
 
 With `jit_compile=True` (Keras's "auto" chooses it on GPUs) TensorFlow compiles the whole train step, and XLA cannot
 call the host: "No registered 'EagerPyFunc' OpKernel for XLA". So the user's own `train_step` is traced with an `apply`
-that only records what it is given. XLA compiles that, forward with backward; then the gradients are averaged outside of
-XLA; then the real `apply` runs, compiled on its own.
+that only records its arguments. XLA compiles that part, forward and backward; then the gradients are averaged outside
+XLA; then the original `apply` runs, compiled separately.
 
-Considered and left: turning `jit_compile` off. It is what happens where a step does not fit this scheme, with a
-warning.
+Considered and rejected: always turning `jit_compile` off. That happens, with a warning, only for steps that do not fit
+this scheme.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ring_plugins.core.base.errors import ArgumentError
 
 
 class InsideXla(ArgumentError):
-    """A collective was called inside a function that XLA compiles, where TensorFlow has no host calls."""
+    """A collective was called inside a function that XLA compiles, which cannot make host calls."""
 
 
 class _NotOneUpdate(Exception):
@@ -29,24 +29,24 @@ class _NotOneUpdate(Exception):
 
 
 def refuse_inside_xla(what: str = "optimizer.apply") -> None:
-    """Raise if a function with `jit_compile=True` is being traced; TensorFlow's own error comes late without a remedy.
+    """Raise if a function with `jit_compile=True` is being traced. TensorFlow's own error comes late and has no remedy.
 
     Args:
-        what: what was called there, for the text.
+        what: name of the caller, for the message.
 
     Raises:
-        InsideXla: such a function, or one inside it, is being traced.
+        InsideXla: such a function, or one nested in it, is being traced.
     """
     if not tf.executing_eagerly() and _is_traced_for_xla(tf.compat.v1.get_default_graph()):
         raise InsideXla(
-            f"{what} of several ranks was called inside tf.function(jit_compile=True), and XLA cannot call out to the "
-            "other ranks. Return the gradients from the compiled function and call optimizer.apply outside of it, in a "
-            "tf.function without jit_compile or in none; or train with model.fit, which does that by itself."
+            f"{what} of several ranks was called inside tf.function(jit_compile=True), and XLA cannot communicate with "
+            "other ranks. Return the gradients from the compiled function and call optimizer.apply outside it, eagerly "
+            "or in a tf.function without jit_compile; or train with model.fit, which does that automatically."
         )
 
 
 def _is_traced_for_xla(graph: Any) -> bool:
-    """Whether this graph, or one around it, is for XLA; False if this version of TensorFlow does not tell."""
+    """Whether this graph or an enclosing one is for XLA; False if this version of TensorFlow does not say."""
     while graph is not None:
         # TensorFlow 2.21, eager/polymorphic_function: tracing for XLA happens inside an XLAControlFlowContext.
         context = graph._get_control_flow_context()
@@ -57,10 +57,10 @@ def _is_traced_for_xla(graph: Any) -> bool:
 
 
 def compiled_around(model: Any, averaging: Any) -> Callable[[Any], Any]:
-    """Make `model.train_step` with everything but the reduction compiled by XLA.
+    """Compile all of `model.train_step` except the reduction with XLA.
 
-    A step that updates more than once, or with another optimizer, or whose layers call collectives too, runs
-    uncompiled, with a warning.
+    A step that updates more than once, or with another optimizer, or whose layers call collectives, runs without XLA,
+    with a warning.
 
     Args:
         model: a compiled Keras model.
@@ -72,7 +72,7 @@ def compiled_around(model: Any, averaging: Any) -> Callable[[Any], Any]:
     compiled = _whole(model) if averaging is None else _in_two_parts(model, averaging)
     fits = True
 
-    def step(data: Any) -> Any:  # traced, so the choice is made when the first batch is seen
+    def step(data: Any) -> Any:  # traced, so the choice is made for the first batch
         nonlocal fits
         if not fits:
             return model.train_step(data)
@@ -98,7 +98,7 @@ def _whole(model: Any) -> Callable[[Any], Any]:
 
 
 def _in_two_parts(model: Any, averaging: Any) -> Callable[[Any], Any]:
-    """The user's own `train_step` with an `apply` that only records, then the average, then the real `apply`."""
+    """Run the user's `train_step` with an `apply` that only records, then average, then run the original `apply`."""
     updated: list[Any] = []  # variables with gradients, set while the first part is traced
 
     def forward_and_backward(data: Any) -> tuple[Any, list[Any]]:

@@ -21,9 +21,9 @@ from ring_plugins.torch.gradients import GradientAverager
 class Exchange:
     """See the protocol: `backward()` leaves averages in `variable.value.grad`, and `average` checks that it did.
 
-    Gradients from elsewhere (`torch.autograd.grad`, or changed after backward) are averaged when they are applied. That
-    costs time, never exactness, since the average of equal values is that value. So are those of an optimizer that
-    accumulates: backward cannot know what was accumulated.
+    Other gradients (from `torch.autograd.grad`, or changed after backward) are averaged when they are applied, and so
+    are those of an optimizer that accumulates, because backward does not know the accumulators. Averaging twice costs
+    time but changes nothing, since the average of equal values is the same value.
     """
 
     def __init__(self, variables: Sequence[Any], entries: Sequence[Entry], settings: Settings) -> None:
@@ -65,7 +65,7 @@ class Exchange:
 
     @torch.no_grad()
     def _average_now(self, gradients: dict[int, Any]) -> dict[int, Any]:
-        """Average gradients that did not come through the hooks, in place of those that the parameters have."""
+        """Average gradients that the hooks did not average, in temporary place of the parameters' own."""
         kept = [parameter.grad for parameter in self._parameters]
         try:
             for i, parameter in enumerate(self._parameters):
@@ -88,7 +88,7 @@ class Exchange:
 
 
 def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
-    """See the protocol; a compiled update would call the collectives while it is traced."""
+    """See the protocol. A compiled update would call the collectives while it is traced."""
     hidden: Callable[..., Any] = torch.compiler.disable(function)
     return hidden
 
@@ -106,7 +106,7 @@ def to_dense(gradient: Any) -> Any:
 
 def check_other_parallelism(model: Any) -> None:
     """See the protocol."""
-    # Keras 3.16's TorchTrainer wraps the model in DistributedDataParallel wherever torch.distributed is initialised.
+    # Keras 3.16's TorchTrainer wraps the model in DistributedDataParallel if torch.distributed is initialized.
     if getattr(model, "ddp_model", None) is not None:
         raise ArgumentError(
             "Keras has wrapped the model in DistributedDataParallel, which averages gradients itself. Do not call "
@@ -115,7 +115,7 @@ def check_other_parallelism(model: Any) -> None:
 
 
 def is_lazy(model: Any) -> bool:
-    """See the protocol; Keras builds a model on this backend before any callback is called."""
+    """See the protocol. On this backend Keras builds a model before it calls any callback."""
     return False
 
 
@@ -160,7 +160,7 @@ def _array(tensor: torch.Tensor) -> Array:
 
 
 def offset_seed(communicator: Communicator, root: int) -> None:
-    """See the protocol; torch's dropout draws from the global generator. The root keeps its state."""
+    """See the protocol. torch's dropout uses the global generator. The root keeps its state."""
     digest: int = communicator.broadcast_object(zlib.crc32(torch.get_rng_state().numpy().tobytes()), root)
     if communicator.rank != root:
         torch.manual_seed(digest + communicator.rank)

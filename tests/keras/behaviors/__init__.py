@@ -1,7 +1,6 @@
-"""What ranks do in a launch, beside training to equal weights.
+"""Behaviors: functions that run on every rank of a launch and return what they observed.
 
-A behavior is a function that runs on every rank and returns what it saw. The test of the same name as the module looks
-at what all ranks returned; see `tests.keras.launches.on_ranks`.
+The test file with the name of the module checks the results of all ranks; see `tests.keras.launches.on_ranks`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ BEHAVIORS: dict[str, Behavior] = {}
 
 
 def behavior(function: Behavior) -> Behavior:
-    """Make a function known by its name."""
+    """Register a function by its name."""
     BEHAVIORS[function.__name__] = function
     return function
 

@@ -1,4 +1,4 @@
-"""Optimizers outside of an ordinary `fit`: loops of the user's own, several optimizers, overflows."""
+"""Optimizers in other cases than an ordinary `fit`: custom loops, several optimizers, overflows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def overflow_on_one_rank() -> Any:
 
 @behavior
 def adversarial_training() -> Any:
-    """Two optimizers in one train_step, one process on all data against both on their parts."""
+    """Two optimizers in one train_step: one process on all data, and both ranks on their parts."""
     outcomes = [_adversarial(Run(0, 1, ring.size())), _adversarial(Run(ring.rank(), ring.size(), ring.size()))]
     return {"alone": outcomes[0], "together": outcomes[1]}
 
@@ -102,7 +102,7 @@ class Adversarial(keras.Model):
 
 @behavior
 def two_optimizers_in_one_compiled_step() -> Any:
-    """Neither update needs the other's result; calls to the other ranks must come in one order all the same."""
+    """The updates are independent, but their collectives must run in the same order on all ranks."""
     import jax
 
     parts = [layers.Dense(64), layers.Dense(1)]
@@ -138,7 +138,7 @@ def two_optimizers_in_one_compiled_step() -> Any:
 
 @behavior
 def own_loop() -> Any:
-    """A loop without fit: equal to the mean of both ranks' gradients by hand."""
+    """A loop without fit must equal the mean of both ranks' gradients, computed by hand."""
     x = np.full((4, 5), 1.0 + ring.rank(), "float32")
     layer = layers.Dense(1, use_bias=False, kernel_initializer="zeros")
     layer.build((None, 5))
@@ -193,7 +193,7 @@ def gradients_from_elsewhere() -> Any:
 
 @behavior
 def inside_xla() -> Any:
-    """XLA compiles no calls to the host: an error that says so, and a fit that goes on without XLA."""
+    """XLA cannot compile host calls: custom loops get an error, and fit continues without XLA."""
     import tensorflow as tf
 
     layer = layers.Dense(1, use_bias=False, kernel_initializer="zeros")
@@ -209,7 +209,7 @@ def inside_xla() -> Any:
     x = tf.fill((4, 5), 1.0 + ring.rank())
     refused = error_of(lambda: tf.function(step, jit_compile=True)(x))
     nested = error_of(lambda: tf.function(lambda x: 2.0 * tf.function(step, autograph=False)(x), jit_compile=True)(x))
-    tf.function(step)(x)  # and nothing is out of step
+    tf.function(step)(x)  # the ranks are still synchronized
     import warnings
 
     model = Adversarial()

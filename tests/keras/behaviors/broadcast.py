@@ -1,4 +1,4 @@
-"""What `BroadcastCallback` does to state, files and the course of `fit`."""
+"""Effects of `BroadcastCallback` on state, files and `fit`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.keras.scenarios import BACKEND, dense, features, momentum
 
 @behavior
 def state_of_another_root() -> Any:
-    """Ranks that trained apart start from rank 1's weights and optimizer; without averaging they part again."""
+    """Ranks with different weights start from rank 1's weights and optimizer, and diverge without averaging."""
 
     def state(model: Any) -> list[Any]:
         return [np.ravel(keras.ops.convert_to_numpy(v)).tolist() for v in [*model.weights, *model.optimizer.variables]]
@@ -67,7 +67,7 @@ def dropout_masks() -> Any:
     keras.utils.set_random_seed(7)
     model = keras.Sequential([keras.Input((40,)), layers.Dropout(0.5), layers.Dense(1, kernel_initializer="ones")])
     model.compile(optimizer=keras.optimizers.SGD(0.0), loss=lambda y, p: p)
-    x = (2.0 ** -np.arange(40, dtype="float32")).reshape(1, 40)  # the loss tells which units were there
+    x = (2.0 ** -np.arange(40, dtype="float32")).reshape(1, 40)  # the loss shows which units were kept
     fits = [model.fit(x, x[:, :1], verbose=0, callbacks=[BroadcastCallback()]) for _ in range(2)]
     return [fitted.history["loss"][0] for fitted in fits]
 
@@ -101,7 +101,7 @@ def files() -> Any:
         BestModelCheckpoint(mine / "best.keras", monitor="loss"),
         keras.callbacks.CSVLogger(mine / "log.csv"),
     ]
-    if BACKEND == "tensorflow" and ring.rank() == 1:  # where it must not even look for its package
+    if BACKEND == "tensorflow" and ring.rank() == 1:  # which must not be imported on rank 1
         writers.append(keras.callbacks.TensorBoard(mine / "board", write_graph=False))
     model.fit(x, y, batch_size=4, verbose=2, callbacks=[*writers, BroadcastCallback(), MetricAverageCallback()])
     written = sorted(path.name for path in mine.iterdir())
@@ -141,7 +141,7 @@ def backup_that_only_the_root_has() -> Any:
 
 @behavior
 def fit_that_raises() -> Any:
-    """What a fit that failed leaves behind, as soon as its exception is dealt with."""
+    """A failed fit must leave nothing behind once its exception has been handled."""
 
     class Fails(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -156,12 +156,12 @@ def fit_that_raises() -> Any:
     left += [name for name in (MetricAverageCallback._METHOD,) if name in vars(model)]
     left += ["train_function"] if model.train_function is not None else []
     x, y = features(1, 4)
-    # A callback that is used again, once a fit and once an evaluation, must not be undone late by the first.
+    # The undo of a first fit or evaluation must not affect the second use of a callback.
     again = MetricAverageCallback()
-    if BACKEND != "jax":  # where an evaluation that raises leaves a model without weights, which is Keras's own doing
+    if BACKEND != "jax":  # on JAX, Keras itself leaves a model without weights if evaluate raises
         error_of(lambda: model.evaluate(x, y, batch_size=4, verbose=0, callbacks=[again, Fails()]))
     left += [f"{name} of evaluate" for name in (MetricAverageCallback._METHOD,) if name in vars(model)]
-    if ring.rank() == 1:  # alone: were anything averaged still, it would wait for ever
+    if ring.rank() == 1:  # would hang if it still averaged
         model.fit(x, y, batch_size=4, verbose=0)
     apart = model.get_weights()
     fit(model, [BroadcastCallback(), again])

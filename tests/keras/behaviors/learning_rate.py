@@ -21,7 +21,7 @@ from tests.keras.scenarios import dense, momentum
 
 
 class Rates(keras.callbacks.Callback):
-    """Writes down the rate of every step."""
+    """Records the rate of every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def warm_up_of_a_schedule() -> Any:
     decay = keras.optimizers.schedules.ExponentialDecay(0.1, 4, 0.5)
     model, rates = dense(keras.optimizers.SGD(decay)), Rates()
     fit(model, [LearningRateWarmupCallback(warmup_epochs=1), rates, BroadcastCallback()], epochs=2)
-    # Rates are read after the update that counted them.
+    # Rates are read after the update, which has increased the number of iterations.
     multipliers = [min(1 + step / 4, 2.0) for step in range(1, 9)]
     expected = [0.1 * 0.5 ** (step / 4) * m for step, m in zip(range(1, 9), multipliers, strict=True)]
     return {"rates": rates.seen, "expected": expected}
@@ -64,7 +64,7 @@ def warm_up_then_plateau() -> Any:
 
 @behavior
 def warm_up_resumed() -> Any:
-    """A model that was saved in the middle goes on with its rate, whoever loads it."""
+    """A model that was saved during warm-up resumes with its rate."""
     path = Path(mkdtemp()) / "model.keras"
     model = dense(keras.optimizers.SGD(0.1))
     fit(model, [LearningRateWarmupCallback(warmup_epochs=4), BroadcastCallback()], epochs=2)

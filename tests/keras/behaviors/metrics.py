@@ -48,7 +48,7 @@ def metrics_of_uneven_shards() -> Any:
     history = model.fit(
         x[:32], y[:32], batch_size=8, epochs=2, verbose=0, validation_freq=2,
         validation_data=(x[mine], y[mine], weight[mine]),
-        # The callback before ours must see the same as those behind it.
+        # Callbacks before ours must see the same numbers as later ones.
         callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(dict(logs))),
                    BroadcastCallback(), MetricAverageCallback()],
     ).history  # fmt: skip

@@ -1,4 +1,4 @@
-"""Ranks that differ, and models that something else trains in parallel."""
+"""Ranks that differ, and models that another library trains in parallel."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def refusals() -> Any:
     model = Hides([keras.Input((5,)), layers.Dense(1)])
     model.compile(optimizer=momentum(), loss="mse")
     fit(model, [BroadcastCallback()])
-    model.hides = True  # looked for in every fit
+    model.hides = True  # checked in every fit
     found["no reduction"] = error_of(lambda: fit(model, [BroadcastCallback()]))
     return found
 
@@ -108,7 +108,7 @@ def refusal_of_ddp() -> Any:
 
 
 @behavior
-def rates_that_part() -> Any:
+def rates_that_differ() -> Any:
     class Halves(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.model.optimizer.learning_rate = 0.1 / (1 + ring.rank())
@@ -118,7 +118,7 @@ def rates_that_part() -> Any:
 
 @behavior
 def warnings_of_gpu_copies() -> Any:
-    """The texts that other backends would show on a machine with GPUs."""
+    """The warnings of all backends on a machine with GPUs."""
 
     def text(backend: str, by_nccl: str = "0") -> str:
         validation.warn_of_gpu_copies.cache_clear()
@@ -139,7 +139,7 @@ def warnings_of_gpu_copies() -> Any:
 
 @behavior
 def unequal_steps_of_a_generator() -> Any:
-    """Nobody knows the length beforehand: found when one rank's epoch is over."""
+    """The length is not known in advance; the mismatch is detected when one rank's epoch is over."""
 
     def batches() -> Any:
         for _ in range(3 + ring.rank()):
