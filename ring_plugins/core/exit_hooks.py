@@ -1,6 +1,6 @@
 """Tell the other ranks how this process ends: by an exception, by leaving, or in a forked child.
 
-An exception that nobody catches ends this process while its peers wait for it in a collective. The hook in
+An uncaught exception ends this process while its peers wait for it in a collective. The hook in
 `sys.excepthook` tells them before the interpreter is torn down. If a peer's failure caused the exception, the hook
 prints one line instead of a traceback, and waits a moment: the rank that failed first should end the job, so that the
 launcher reports its status.

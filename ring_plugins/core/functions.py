@@ -61,10 +61,10 @@ def all_reduce(x: Any, op: Op = Op.AVERAGE, *, out: Any = None, wait: bool = Tru
             floats and complex numbers, MIN and MAX take no complex numbers; 16-bit floats are summed in float32.
         op: AVERAGE, SUM, MIN, MAX or PRODUCT.
         out: where to put the result, `x` itself to reduce in place; a new array or tensor by default.
-        wait: False returns at once, with a `Work` whose `wait()` returns the result; do not touch `x` and `out` before.
+        wait: False immediately returns a `Work` whose `wait()` returns the result; do not touch `x` and `out` before.
 
     Returns:
-        The result, of the kind of `x` (numpy for numbers).
+        The result, of the same type as `x` (numpy for numbers).
 
     Raises:
         ArgumentError: the dtype or op is not supported, or memory is read-only or on an unknown device.
@@ -277,7 +277,7 @@ def _run(communicator: Communicator, name: str, function: Callable[[], Any], wai
 
 
 def _empty_like(x: Any, source: Array) -> Any:
-    """New memory with the shape and kind of `x`, whose numbers are in `source`."""
+    """New memory with the shape and type of `x`, whose numbers are in `source`."""
     if hasattr(x, "new_empty"):
         return x.new_empty(x.shape)
     if isinstance(x, np.ndarray):
@@ -286,7 +286,7 @@ def _empty_like(x: Any, source: Array) -> Any:
 
 
 def _empty(x: Any, storage: np.dtype[Any], shape: tuple[int, ...]) -> Any:
-    """New memory of the kind of `x` in another shape; of type `storage` where `x` has none."""
+    """New memory of the type of `x` in another shape; of dtype `storage` if `x` has none."""
     if hasattr(x, "new_empty"):
         return x.new_empty(shape)
     return np.empty(shape, x.dtype if isinstance(x, np.ndarray) else storage)

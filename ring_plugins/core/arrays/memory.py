@@ -109,7 +109,7 @@ def host_memory(x: Any, name: str = "x", *, writable: bool = False) -> HostMemor
 
     Args:
         x, name: as in `host_array`.
-        writable: whether a result is to be written to it.
+        writable: whether a result will be written to it.
 
     Raises:
         ArgumentError: as in `host_array`, or the memory is not contiguous, or read-only although `writable`.

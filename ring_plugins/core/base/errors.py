@@ -1,4 +1,4 @@
-"""All errors that users can meet. Their texts say what happened, on which rank, and what to do about it."""
+"""All public errors. Their messages say what happened, on which rank, and what to do about it."""
 
 from __future__ import annotations
 

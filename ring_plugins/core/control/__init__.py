@@ -1,4 +1,4 @@
-"""Knows who is alive and who waits for whom: failure detection, waiting, and the control channel to rank 0."""
+"""Failure detection, waiting for other ranks, and the control channel to rank 0."""
 
 from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.client import ControlClient

@@ -1,1 +1,1 @@
-"""Linux, as far as a job needs it: shared memory, futexes, processes, network interfaces."""
+"""The parts of Linux that a job needs: shared memory, futexes, processes, network interfaces."""

@@ -196,7 +196,7 @@ class ClientHandshake(Handshake):
     Args:
         secret: of the job.
         purpose: of the connection.
-        claim: who this is.
+        claim: of this process.
 
     Attributes:
         has_proved: whether the response has been made.

@@ -83,7 +83,7 @@ class PeerConnection:
         """Events to poll the socket for, after telling the kernel how many bytes are worth waking for.
 
         Args:
-            awaited: value of `received` that someone waits for; 0 if nobody does.
+            awaited: value of `received` that a request waits for; 0 for none.
         """
         assert self.socket is not None
         target = awaited if awaited > self.received else self.to_receive
@@ -94,7 +94,7 @@ class PeerConnection:
         return (select.POLLOUT if self._outgoing else 0) | (select.POLLIN if self._incoming else 0)
 
     def move(self) -> None:
-        """Send and receive what can be moved at once.
+        """Send and receive what can be moved without blocking.
 
         Raises:
             OSError: the connection is broken.

@@ -1,9 +1,9 @@
 """Chooses what moves data between hosts under mpirun: sockets, or MPI where it can use faster hardware.
 
 Over Ethernet, our sockets take half to four fifths of the time of MPI's transfers (docs/performance.md), and a closed
-connection tells at once which rank is gone; MPI then only connects the ranks at the start. Over InfiniBand and the like
-MPI is faster, because it bypasses the kernel. So MPI moves the data if any host has such a device that is connected,
-and sockets otherwise; RING_TRANSPORT overrides that.
+connection shows immediately which rank is gone; MPI then only connects the ranks at the start. Over InfiniBand and the
+like MPI is faster, because it bypasses the kernel. So MPI moves the data if any host has such a device that is
+connected, and sockets otherwise; RING_TRANSPORT overrides that.
 
 A user may have told MPI which network to use (`mpirun --mca btl_tcp_if_include eth1`). The sockets then use that
 network too, and the user is told if another one is faster.

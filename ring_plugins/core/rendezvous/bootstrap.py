@@ -142,7 +142,7 @@ class Bootstrap:
 
 
 def _send_all(members: Collection[_Member], message: Any) -> None:
-    """Send a message to all ranks at once, for `SECONDS` at most."""
+    """Send a message to all ranks in parallel, for `SECONDS` at most."""
     data, end = to_json(message), time.monotonic() + SECONDS
     with selectors.DefaultSelector() as selector:
         for member in members:
@@ -439,7 +439,7 @@ class _Waiting:
 
 
 def job_secret() -> str:
-    """RING_SECRET, which a launcher gives to all ranks of a job, or "" where there is none."""
+    """RING_SECRET, which a launcher gives to all ranks of a job, or "" if there is none."""
     return config.SECRET.get()
 
 

@@ -1,4 +1,4 @@
-"""Sixteen bits on the wire: what is rounded, what is not lost, and how many bytes travel."""
+"""The 16-bit codecs: rounding, error feedback, and bytes on the network."""
 
 import numpy as np
 import pytest

@@ -53,7 +53,7 @@ def test_memory_outlives_the_tensor_it_came_from():
         ([[1], [1, 2]], "not an array"),
     ],
 )
-def test_what_cannot_be_sent_is_refused_with_its_name(x, said):
+def test_unsupported_memory_is_refused_by_name(x, said):
     with pytest.raises(ArgumentError, match=said) as error:
         host_memory(x, "gradient")
     assert "gradient" in str(error.value) or "dtype" in str(error.value)

@@ -6,7 +6,7 @@ import logging
 from ring_plugins.core.base import log
 
 
-def test_records_go_to_the_present_standard_error_with_a_prefix(monkeypatch):
+def test_records_go_to_the_current_standard_error_with_a_prefix(monkeypatch):
     monkeypatch.setattr("sys.stderr", stream := io.StringIO())
     log.logger.info("hello")
     assert stream.getvalue() == "ring_plugins: hello\n"
@@ -23,7 +23,7 @@ def test_records_carry_the_rank(monkeypatch):
     assert [record.rank for record in records] == [None, 3]
 
 
-def test_a_launcher_that_is_gone_does_not_matter(monkeypatch):
+def test_a_broken_pipe_is_ignored(monkeypatch):
     class ClosedPipe(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError

@@ -1,6 +1,7 @@
-"""The control channel's end on other ranks than rank 0."""
+"""The control channel's end on ranks other than rank 0."""
 
 import socket
+import threading
 import time
 
 import pytest
@@ -11,9 +12,9 @@ from ring_plugins.core.control import client as client_module
 
 @pytest.fixture
 def server():
-    one = ControlServer(2, ("127.0.0.1",))
-    yield one
-    one.abandon()
+    made = ControlServer(2, ("127.0.0.1",))
+    yield made
+    made.abandon()
 
 
 def run(channels, until, seconds=5):
@@ -50,18 +51,18 @@ def test_rank_0s_goodbye_is_no_loss(server):
     client.abandon()
 
 
-def test_a_wrong_secret_is_not_heard_and_said_once(server, capsys):
+def test_a_wrong_secret_delivers_nothing_and_is_logged_once(server, capsys):
     client = client_of(server, secret="00" * 32)
-    heard = []
-    server.on("note", lambda sender, body: heard.append(body))
+    received = []
+    server.on("note", lambda sender, body: received.append(body))
     client.tell(0, "note", {"a": 1})
     assert run([server, client], lambda: client._ended)
-    assert not run([server, client], lambda: bool(heard or server.connected), seconds=0.2)
+    assert not run([server, client], lambda: bool(received or server.connected), seconds=0.2)
     assert capsys.readouterr().err.count("without a control channel to rank 0 (it refused this rank's secret)") == 1
     client.abandon()
 
 
-def test_a_process_that_took_rank_0s_place_is_found_out():
+def test_an_impostor_of_rank_0_is_detected():
     with socket.create_server(("127.0.0.1", 0)) as impostor:
         address = {"secret": "11" * 32, "local": "", "port": impostor.getsockname()[1], "addresses": ["127.0.0.1"]}
         client = ControlClient(1, 2, address, same_host=False)
@@ -85,20 +86,18 @@ def test_a_dropped_handshake_is_tried_again(server, monkeypatch):
     client.abandon()
 
 
-def test_messages_that_were_given_before_there_was_a_connection_arrive_before_the_goodbye(server):
+def test_messages_queued_before_connecting_arrive_before_the_goodbye(server):
     client = client_of(server)
-    heard = []
-    server.on("note", lambda sender, body: heard.append(body["n"]))
-    server.on_left = lambda rank: heard.append("left")
+    received = []
+    server.on("note", lambda sender, body: received.append(body["n"]))
+    server.on_left = lambda rank: received.append("left")
     for number in range(3):
         client.tell(0, "note", {"n": number})
-    import threading
-
     thread = threading.Thread(target=client.close)
     thread.start()
-    assert run([server], lambda: "left" in heard)
+    assert run([server], lambda: "left" in received)
     thread.join()
-    assert heard == [0, 1, 2, "left"]
+    assert received == [0, 1, 2, "left"]
 
 
 def test_a_rank_that_leaves_while_rank_0_is_busy_still_says_goodbye(server, monkeypatch):

@@ -1,4 +1,4 @@
-"""What ranks are told about each other, with a channel that a test moves by hand."""
+"""Reports of failures between ranks, over a fake channel."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def detector(rank):
     return FailureDetector(rank, MEMBERS, None, channel), channel
 
 
-def test_a_failure_is_told_once_with_its_place_in_the_code():
+def test_a_failure_is_reported_once_with_its_place_in_the_code():
     one, channel = detector(1)
     try:
         raise ValueError("no data")
@@ -61,7 +61,7 @@ def test_rank_0_passes_on_the_first_failure_and_every_wait_then_raises_it():
     assert zero.aborted
 
 
-def test_a_rank_is_not_told_of_its_own_failure():
+def test_a_rank_ignores_reports_of_its_own_failure():
     one, channel = detector(1)
     channel.handlers["failed"](0, {"rank": 1, "text": "rank 1 failed", "of": 1})
     assert one.failure() is None
@@ -82,7 +82,7 @@ def test_a_closed_connection_is_a_death_and_a_silent_one_a_lost_network(how, tex
     with pytest.raises(PeerFailed, match=text):
         zero.check("ring", [1], "barrier()")
     assert zero.has_lost_a_process() and zero.has_lost_the_network is network
-    assert channel.sent[0][2]["of"] == (-1 if network else 2)  # one behind a lost network may still hear of it
+    assert channel.sent[0][2]["of"] == (-1 if network else 2)  # a rank behind a lost network may still receive it
 
 
 def test_a_rank_that_left_fails_only_those_that_wait_for_it(monkeypatch):

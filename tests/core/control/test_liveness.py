@@ -11,7 +11,7 @@ from ring_plugins.core.control.liveness import Liveness, LocalPeers
 
 @contextlib.contextmanager
 def peer(behave):
-    """Another rank as `LocalPeers` of this process, and a function that lets it go on to `behave`."""
+    """Another rank as `LocalPeers` of this process, and a function that lets it run `behave`."""
     to_child, go = os.pipe()
     from_child, tell = os.pipe()
     pid = os.fork()
@@ -37,8 +37,8 @@ def peer(behave):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        for one in (to_child, go, from_child):
-            os.close(one)
+        for end in (to_child, go, from_child):
+            os.close(end)
 
 
 def test_a_rank_that_runs_is_alive():
@@ -58,7 +58,7 @@ def test_a_killed_rank_is_noticed_at_once_with_its_host_and_process():
         assert peers.has_lost_a_process()
 
 
-def test_a_rank_that_fails_tells_the_root_cause_once():
+def test_a_rank_that_fails_reports_the_root_cause_once():
     def fail(own):
         own.fail(3, "rank 3 failed: ä" + "x" * 10_000)
         own.fail(1, "a consequence")

@@ -1,4 +1,4 @@
-"""The thread that looks after the job: ends are caught before they end the tests."""
+"""The monitor thread, with a fake end of the process."""
 
 import time
 
@@ -27,7 +27,7 @@ class FakeDetector:
     rank, aborted, failed = 1, False, False
 
     def __init__(self, error=None):
-        self.error, self.told = error, []
+        self.error, self.reported = error, []
 
     def failure(self):
         return self.error
@@ -39,7 +39,7 @@ class FakeDetector:
         pass
 
     def fail(self, error):
-        self.told.append(error)
+        self.reported.append(error)
 
 
 class Service:
@@ -95,7 +95,7 @@ def test_a_script_that_does_not_notice_a_failure_is_ended_and_the_job_with_it(ru
     monitor = MonitorThread(detector, FakeChannel(), False, lambda: aborted.append(True))
     monitor.add(service)
     assert run(monitor) == 1
-    assert detector.told == [failure] and aborted and service.closed
+    assert detector.reported == [failure] and aborted and service.closed
 
 
 def test_a_script_that_noticed_is_left_alone():
@@ -104,7 +104,7 @@ def test_a_script_that_noticed_is_left_alone():
     monitor = MonitorThread(detector, FakeChannel(), False, lambda: None)
     for _ in range(3):
         monitor._end_after_failure()
-    assert detector.told == []
+    assert detector.reported == []
 
 
 def test_a_process_whose_launcher_is_gone_ends(run, monkeypatch):

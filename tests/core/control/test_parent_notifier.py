@@ -1,4 +1,4 @@
-"""What ranks tell the launcher, and what others cannot."""
+"""Messages from ranks to the launcher; other users cannot send any."""
 
 import os
 
@@ -9,10 +9,10 @@ from ring_plugins.core.control.parent_notifier import ParentNotifier, notify_par
 
 @pytest.fixture
 def notifier(monkeypatch):
-    with ParentNotifier() as one:
-        for name, value in one.environment.items():
+    with ParentNotifier() as made:
+        for name, value in made.environment.items():
             monkeypatch.setenv(name, value)
-        yield one
+        yield made
 
 
 def in_child(function):
@@ -27,7 +27,7 @@ def in_child(function):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_the_first_message_is_heard(notifier):
+def test_the_first_message_is_kept(notifier):
     assert notifier.first_message() is None
     assert in_child(lambda: notify_parent("rank 1 failed: é")) == 0
     assert in_child(lambda: notify_parent("rank 0 failed too")) == 0
@@ -43,8 +43,8 @@ def test_long_messages_are_cut_and_many_do_not_grow_without_bound(notifier):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
-def test_another_user_cannot_tell_anything(notifier):
-    def stranger():
+def test_another_user_cannot_send(notifier):
+    def other_user():
         os.setgid(65534)
         os.setuid(65534)
         notify_parent("x")
@@ -55,7 +55,7 @@ def test_another_user_cannot_tell_anything(notifier):
             return
         raise AssertionError("opened")
 
-    assert in_child(stranger) == 0
+    assert in_child(other_user) == 0
     assert notifier.first_message() is None
 
 

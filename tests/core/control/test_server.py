@@ -1,9 +1,10 @@
-"""Rank 0's end of the control channel, with clients that belong to the job and strangers that do not."""
+"""Rank 0's end of the control channel, with clients of the job and intruders."""
 
 import contextlib
 import os
 import socket
 import struct
+import threading
 import time
 
 import pytest
@@ -23,7 +24,7 @@ def channels():
 
 
 def connected(channels, ranks, same_host=True, address=None):
-    """A server and its clients; `address` changes what the clients are told of it."""
+    """A server and its clients; `address` overrides parts of the address that clients get."""
     server = ControlServer(ranks, () if same_host else ("127.0.0.1",))
     where = {**server.address, **(address or {})}
     channels += [server, *(ControlClient(rank, ranks, where, same_host) for rank in range(1, ranks))]
@@ -50,14 +51,14 @@ def join_by_hand(server, rank):
 @pytest.mark.parametrize("same_host", [True, False], ids=["one host", "over TCP"])
 def test_messages_both_ways_whole_and_in_order(channels, same_host):
     server, clients = connected(channels, 5, same_host)
-    heard = []
-    server.on("to_server", lambda sender, body: heard.append((sender, body["i"], len(body["text"]))))
+    received = []
+    server.on("to_server", lambda sender, body: received.append((sender, body["i"], len(body["text"]))))
     for client in clients:
         for i in range(20):
             client.tell(0, "to_server", {"i": i, "text": "x" * (100_000 if i == 7 else 3)})
-    assert run(channels, lambda: len(heard) == 80)
+    assert run(channels, lambda: len(received) == 80)
     for rank in range(1, 5):
-        assert [(i, n) for sender, i, n in heard if sender == rank] == [
+        assert [(i, n) for sender, i, n in received if sender == rank] == [
             (i, 100_000 if i == 7 else 3) for i in range(20)
         ]
     got = []
@@ -69,13 +70,13 @@ def test_messages_both_ways_whole_and_in_order(channels, same_host):
     assert sorted(got) == [(1, 0, 1), (2, 0, 1), (3, 0, 1), (3, 0, 2), (4, 0, 1)]
 
 
-def test_rank_0_can_tell_itself(channels):
+def test_rank_0_can_send_to_itself(channels):
     server, _ = connected(channels, 2)
-    heard = []
-    server.on("note", lambda sender, body: heard.append((sender, body)))
+    received = []
+    server.on("note", lambda sender, body: received.append((sender, body)))
     server.tell(0, "note", {"a": 1})
-    assert run(channels, lambda: bool(heard))
-    assert heard == [(0, {"a": 1})]
+    assert run(channels, lambda: bool(received))
+    assert received == [(0, {"a": 1})]
 
 
 def test_an_end_without_goodbye_is_a_loss_and_one_with_it_is_not(channels):
@@ -89,10 +90,10 @@ def test_an_end_without_goodbye_is_a_loss_and_one_with_it_is_not(channels):
     assert (lost, left) == ([2], [1])
 
 
-def test_the_last_messages_of_a_rank_are_heard_where_sending_to_it_fails(channels):
+def test_the_last_messages_of_a_rank_are_read_even_if_sending_to_it_fails(channels):
     server, _ = connected(channels, 2, same_host=False)
-    heard, lost = [], []
-    server.on("failed", lambda sender, body: heard.append(sender))
+    received, lost = [], []
+    server.on("failed", lambda sender, body: received.append(sender))
     server.on_lost = lambda rank, how: lost.append(rank)
     frames = FrameSocket(join_by_hand(server, 1), Purpose.CONTROL)
     assert run([server], lambda: server.connected == [1])
@@ -103,10 +104,10 @@ def test_the_last_messages_of_a_rank_are_heard_where_sending_to_it_fails(channel
     for _ in range(3):
         server.tell(1, "x", {"much": "x" * 100_000})
     assert run([server], lambda: bool(lost))
-    assert (heard, lost) == ([1], [1])
+    assert (received, lost) == ([1], [1])
 
 
-def test_a_goodbye_right_behind_the_proof_is_no_loss(channels):
+def test_a_goodbye_right_after_the_proof_is_no_loss(channels):
     """A rank that ends before rank 0 has answered it."""
     server, _ = connected(channels, 2, same_host=False)
     lost, left = [], []
@@ -128,7 +129,7 @@ def test_a_goodbye_right_behind_the_proof_is_no_loss(channels):
     assert (lost, left) == ([], [1])
 
 
-def test_only_a_rank_that_is_awaited_gets_in(channels):
+def test_only_an_expected_rank_is_accepted(channels):
     server, _ = connected(channels, 3, same_host=False)
     first = join_by_hand(server, 1)
     for rank in (0, 1, 3, -1):
@@ -149,7 +150,7 @@ def test_only_a_rank_that_is_awaited_gets_in(channels):
         b"\0",
     ],
 )
-def test_strangers_are_disconnected_and_harm_nobody(channels, said, same_host):
+def test_intruders_are_disconnected_and_harm_nobody(channels, said, same_host):
     server, _ = connected(channels, 2, same_host)
     address = server.address
     where = "\0" + address["local"] if same_host else ("127.0.0.1", address["port"])
@@ -171,7 +172,7 @@ def _is_closed(connected):
     return False
 
 
-def test_messages_of_an_unknown_form_lose_only_their_sender(channels):
+def test_invalid_messages_disconnect_only_their_sender(channels):
     for said in (b"[" * 100_000, b"\xff", b'{"a": 1}', b"[1]", b"null"):
         server, _ = connected(channels, 4, same_host=False)
         lost = []
@@ -188,20 +189,20 @@ def test_messages_of_an_unknown_form_lose_only_their_sender(channels):
 
 def test_an_error_in_a_handler_ends_nothing(channels, capsys):
     server, (client,) = connected(channels, 2)
-    heard = []
+    received = []
 
     def handler(sender, body):
-        heard.append(body["number"])
+        received.append(body["number"])
 
     server.on("note", handler)
     for body in ({}, {}, {"number": 1}):
         client.tell(0, "note", body)
-    assert run(channels, lambda: heard == [1])
+    assert run(channels, lambda: received == [1])
     said = capsys.readouterr().err
     assert said.count('handling the message "note" of rank 1 failed') == 1 and "KeyError: 'number'" in said
 
 
-def test_silent_strangers_are_dropped_in_time(channels, monkeypatch):
+def test_silent_clients_are_dropped_in_time(channels, monkeypatch):
     monkeypatch.setattr(auth, "HANDSHAKE_SECONDS", 0.1)
     server, _ = connected(channels, 2, same_host=False)
     with contextlib.ExitStack() as stack:
@@ -221,10 +222,10 @@ def test_a_forked_child_leaves_the_parents_channel_alone(channels):
         client.abandon()
         os._exit(0)
     os.waitpid(pid, 0)
-    heard = []
-    client.on("note", lambda sender, body: heard.append(body))
+    received = []
+    client.on("note", lambda sender, body: received.append(body))
     server.tell(1, "note", {"a": 1})
-    assert run(channels, lambda: bool(heard))
+    assert run(channels, lambda: bool(received))
     late = ControlClient(1, 2, server.address, same_host=True)
     channels.append(late)
     client.abandon()
@@ -242,8 +243,6 @@ def test_the_port_for_other_hosts_closes_where_there_are_none(channels):
 
 def test_authenticate_works_against_a_server_in_another_thread(channels):
     server, _ = connected(channels, 2, same_host=False)
-    import threading
-
     thread = threading.Thread(target=run, args=([server], lambda: bool(server.connected)))
     thread.start()
     with socket.create_connection(("127.0.0.1", server.address["port"])) as client:

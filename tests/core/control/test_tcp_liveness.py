@@ -1,4 +1,4 @@
-"""Hosts that go silent, with looks at the kernel that a test makes up."""
+"""Hosts that go silent, with made-up retransmission counts."""
 
 import socket
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ class Detector:
 
 
 def look_on(looks, connection=CONNECTION):
-    """What is reported after each look, one per second; a look is how often the kernel has repeated something."""
+    """What is reported after each check, one per second; a look is the kernel's count of retransmissions."""
     detector, left = Detector(), list(looks)
     liveness = TcpLiveness(detector, ADDRESSES, lambda: {connection: left.pop(0)})
     lost = []
@@ -30,7 +30,7 @@ def look_on(looks, connection=CONNECTION):
     return lost, detector.lost
 
 
-def test_silence_is_reported_only_once_it_has_lasted():
+def test_silence_is_reported_only_after_the_timeout():
     lost, (first, *_) = look_on([1, 2, 3, 4, 4, 5, 5, 5])
     assert lost == [False] * 6 + [True] * 2
     assert first == (1, "10.0.0.2, port 7, has acknowledged nothing from 10.0.0.1, port 5, for 6 s")

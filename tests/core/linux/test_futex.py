@@ -40,7 +40,7 @@ def test_a_word_that_has_changed_is_not_slept_on() -> None:
     assert time.monotonic() - started < 25.0
 
 
-def test_a_sleep_ends_by_itself_and_lets_other_threads_run() -> None:
+def test_a_sleep_times_out_and_lets_other_threads_run() -> None:
     word, ran = np.array([3]), threading.Event()
     thread = threading.Thread(target=ran.set)
     thread.start()

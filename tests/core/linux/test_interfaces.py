@@ -34,7 +34,7 @@ def sysfs(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("sysfs")
-def test_bridges_and_unplugged_cards_lead_nowhere_and_virtual_speeds_do_not_count():
+def test_bridges_and_unplugged_cards_are_internal_and_virtual_speeds_do_not_count():
     assert [tuple(i) for i in interfaces()] == [
         ("eth0", "10.1.0.1", 16, 10000, False),
         ("eth0", "10.1.0.9", 16, 10000, False),

@@ -1,4 +1,4 @@
-"""The handshake, and what strangers can do at it: nothing."""
+"""The handshake: unauthenticated clients can do no harm."""
 
 import contextlib
 import os
@@ -36,15 +36,15 @@ def both(secret=SECRET, purpose=Purpose.DATA, claim=CLAIM, expects=lambda claim:
     return ClientHandshake(secret, purpose, claim), ServerHandshake(SECRET, Purpose.DATA, expects)
 
 
-def carry(client, server):
-    """Move bytes between them until nothing moves; what each sent."""
+def exchange(client, server):
+    """Move bytes between them until nothing moves; returns what each has sent."""
     sent = {client: b"", server: b""}
     while server.outgoing or client.outgoing:
-        for one, other in ((server, client), (client, server)):
-            data, one.outgoing = one.outgoing, b""
-            sent[one] += data
-            for byte in data:  # one at a time, as a slow network may bring them
-                other.feed(bytes([byte]))
+        for sender, receiver in ((server, client), (client, server)):
+            data, sender.outgoing = sender.outgoing, b""
+            sent[sender] += data
+            for byte in data:  # singly, as a slow network may deliver them
+                receiver.feed(bytes([byte]))
     return sent[client], sent[server]
 
 
@@ -63,8 +63,8 @@ def acceptor():
         return made[-1], listener.getsockname()
 
     yield make
-    for one in made:
-        one.close()
+    for each in made:
+        each.close()
 
 
 def poll(acceptor, until, seconds=5.0):
@@ -77,7 +77,7 @@ def poll(acceptor, until, seconds=5.0):
 
 def test_both_prove_themselves_in_three_messages_of_fixed_size():
     client, server = both()
-    said, answered = carry(client, server)
+    said, answered = exchange(client, server)
     assert is_over(client) and is_over(server)
     assert client.refusal is None and server.refusal is None
     assert server.claim == CLAIM
@@ -86,33 +86,33 @@ def test_both_prove_themselves_in_three_messages_of_fixed_size():
 
 def test_a_wrong_secret_is_refused_on_both_sides_and_learns_nothing():
     client, server = both(secret=b"another")
-    _, answered = carry(client, server)
+    _, answered = exchange(client, server)
     assert isinstance(server.refusal, WrongSecret) and isinstance(client.refusal, WrongSecret)
-    assert answered[-32:] == bytes(32)  # no proof of ours for who has none
+    assert answered[-32:] == bytes(32)  # zeros in place of a proof
 
 
 def test_a_claim_that_is_not_expected_is_refused_with_a_proof():
     client, server = both(expects=lambda claim: claim.rank != 3)
-    carry(client, server)
+    exchange(client, server)
     assert isinstance(client.refusal, Refused) and not isinstance(client.refusal, WrongSecret)
 
 
-def test_another_purpose_is_not_spoken_to():
+def test_a_handshake_of_another_purpose_is_rejected():
     client, server = both(purpose=Purpose.CONTROL)
     with pytest.raises(Disconnected, match="another part of ring_plugins"):
-        carry(client, server)
+        exchange(client, server)
 
 
-def test_a_server_that_does_not_know_the_secret_is_found_out():
+def test_a_server_that_does_not_know_the_secret_is_detected():
     client, server = both()
     client.feed(server.outgoing)
     client.feed(auth._HEADER.pack(auth.MAGIC, auth.VERSION, Purpose.DATA, 3) + b"\0" + os.urandom(32))
     assert isinstance(client.refusal, WrongSecret)
 
 
-def test_a_recorded_response_is_worth_nothing_a_second_time():
+def test_a_replayed_response_is_rejected():
     client, server = both()
-    said, _ = carry(client, server)
+    said, _ = exchange(client, server)
     _, again = both()
     again.feed(said)
     assert isinstance(again.refusal, WrongSecret)
@@ -129,7 +129,7 @@ def test_a_changed_claim_or_nonce_breaks_the_proof():
 
 
 def test_a_proof_cannot_be_reflected_to_its_author():
-    """A stranger in the middle of two connections to one rank hands the rank its own words."""
+    """An attacker with two connections to a rank sends the rank its own proof."""
     _, server = both()
     client = ClientHandshake(SECRET, Purpose.DATA, CLAIM)
     client.feed(server.outgoing)
@@ -171,7 +171,7 @@ def test_20_000_random_inputs_end_in_disconnected_or_a_refusal():
             assert handshake.missing or isinstance(handshake.refusal, WrongSecret)
 
 
-def test_no_byte_behind_the_handshake_is_read():
+def test_no_byte_after_the_handshake_is_read():
     here, there = socket.socketpair()
     with here, there:
         here.setblocking(False)
@@ -186,7 +186,7 @@ def test_no_byte_behind_the_handshake_is_read():
         assert (there.recv(100), here.recv(100)) == (b"data", b"more")
 
 
-def test_a_client_that_says_goodbye_and_leaves_before_the_result_is_still_heard():
+def test_the_goodbye_of_a_client_that_leaves_before_the_result_is_read():
     for make in (socket.socketpair, _tcp_pair):
         here, there = make()
         with there:
@@ -210,7 +210,7 @@ def _tcp_pair():
         return here, listener.accept()[0]
 
 
-def test_a_silent_server_is_not_waited_for_longer_than_asked():
+def test_waiting_for_a_silent_server_times_out():
     here, there = socket.socketpair()
     with here, there, pytest.raises(TimeoutError):
         authenticate(here, ClientHandshake(SECRET, Purpose.DATA, CLAIM), 0.05)
@@ -227,7 +227,7 @@ def test_a_truncated_handshake_is_a_closed_connection():
                 authenticate(here, ClientHandshake(SECRET, Purpose.DATA, CLAIM), 5)
 
 
-def test_a_silent_stranger_keeps_nobody_out_and_is_dropped_in_time(acceptor, monkeypatch):
+def test_a_silent_client_blocks_no_other_and_is_dropped_in_time(acceptor, monkeypatch):
     monkeypatch.setattr(auth, "HANDSHAKE_SECONDS", 0.2)
     server, address = acceptor()
     with socket.create_connection(address) as silent:
@@ -245,7 +245,7 @@ def test_a_silent_stranger_keeps_nobody_out_and_is_dropped_in_time(acceptor, mon
             pass
 
 
-def test_of_too_many_strangers_the_oldest_are_dropped(acceptor):
+def test_the_oldest_of_too_many_unauthenticated_clients_are_dropped(acceptor):
     server, address = acceptor(limit=8)
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(socket.create_connection(address)) for _ in range(30)]
@@ -266,43 +266,43 @@ def test_of_too_many_strangers_the_oldest_are_dropped(acceptor):
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, b"[" * 1024, "é".encode() * 100, b"\0"])
 def test_garbage_closes_its_own_connection_at_its_first_wrong_byte(acceptor, said):
     server, address = acceptor()
-    with socket.create_connection(address) as stranger, socket.create_connection(address):
+    with socket.create_connection(address) as intruder, socket.create_connection(address):
         poll(server, lambda _: server.waiting() == 2)
-        stranger.sendall(said)
+        intruder.sendall(said)
         poll(server, lambda _: server.waiting() == 1)
         assert server.waiting() == 1
 
 
-def test_a_wrong_secret_is_told_with_its_address(acceptor):
-    told = []
-    server, address = acceptor(on_wrong_secret=told.append)
-    with socket.create_connection(address) as stranger:
-        stranger.setblocking(False)
+def test_a_wrong_secret_is_reported_with_its_address(acceptor):
+    reported = []
+    server, address = acceptor(on_wrong_secret=reported.append)
+    with socket.create_connection(address) as intruder:
+        intruder.setblocking(False)
         client = ClientHandshake(b"wrong", Purpose.DATA, CLAIM)
 
         def is_refused(_):
             try:
-                advance(stranger, client)
+                advance(intruder, client)
             except WrongSecret as error:
                 return "refused this rank's secret" in str(error)
 
         poll(server, is_refused)
-    assert told == ["127.0.0.1"]
+    assert reported == ["127.0.0.1"]
     assert server.waiting() == 0
 
 
-def test_other_users_are_turned_away_from_unix_sockets(monkeypatch):
+def test_other_users_are_rejected_on_unix_sockets(monkeypatch):
     server = Acceptor(SECRET, Purpose.DATA)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"\0ring_plugins/test/{os.urandom(8).hex()}")
     listener.listen()
     server.add(listener)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(listener.getsockname())
+    with socket.socket(socket.AF_UNIX) as intruder:
+        intruder.connect(listener.getsockname())
         server.poll(1)
         assert server.waiting() == 0
-        assert stranger.recv(10) == b""
+        assert intruder.recv(10) == b""
         monkeypatch.undo()
         with socket.socket(socket.AF_UNIX) as own:
             own.connect(listener.getsockname())
@@ -311,7 +311,7 @@ def test_other_users_are_turned_away_from_unix_sockets(monkeypatch):
     server.close()
 
 
-def test_out_of_files_it_pauses_and_goes_on(acceptor):
+def test_an_acceptor_out_of_files_pauses_and_resumes(acceptor):
     server, address = acceptor()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.create_connection(address) as member:
@@ -356,7 +356,7 @@ def test_messages_arrive_whole_and_in_order_large_ones_too():
     there.close()
 
 
-def test_a_message_beyond_the_limit_of_its_purpose_ends_the_connection_after_those_before_it():
+def test_a_message_above_the_limit_ends_the_connection_after_earlier_messages():
     here, there = frames()
     here.send(b"before")
     here.flush(1)
@@ -379,7 +379,7 @@ def test_receive_and_flush_are_bounded():
 
 
 @pytest.mark.parametrize("data", [b"", b"[" * 100_000, b"\xff", "é".encode("latin-1"), b"{", b'"\\ud800'])
-def test_what_is_no_json_is_a_disconnection(data):
+def test_invalid_json_is_a_disconnection(data):
     with pytest.raises(Disconnected):
         from_json(data)
     assert from_json(to_json(["x", {"é": [1.5, None]}])) == ["x", {"é": [1.5, None]}]

@@ -15,24 +15,24 @@ from ring_plugins.core.net.listener import Listener, Peer
 
 @pytest.fixture
 def job():
-    """A function that makes the listeners of so many ranks; secrets differ where they are given."""
+    """A function that makes the listeners of `count` ranks, with one secret or one for each."""
     made = []
 
     def make(count, secrets=None, patience=5.0):
         listeners = [Listener("127.0.0.1", patience) for _ in range(count)]
         made.extend(listeners)
-        peers = [Peer(f"host{rank}", "127.0.0.1", one.port) for rank, one in enumerate(listeners)]
-        for rank, one in enumerate(listeners):
-            one.open(rank, peers, secrets[rank] if secrets else "a secret")
+        peers = [Peer(f"host{rank}", "127.0.0.1", listener.port) for rank, listener in enumerate(listeners)]
+        for rank, listener in enumerate(listeners):
+            listener.open(rank, peers, secrets[rank] if secrets else "a secret")
         return listeners
 
     yield make
-    for one in made:
-        one.close()
+    for listener in made:
+        listener.close()
 
 
 def ask(listener, peer, tag, seconds=5.0):
-    """The connection, asked for until it is there."""
+    """Poll for a connection until it is there."""
     end = time.monotonic() + seconds
     while (connected := listener.connection(peer, tag)) is None and time.monotonic() < end:
         time.sleep(0.001)
@@ -65,7 +65,7 @@ def test_many_connections_are_made_at_once(job):
         ask(others[rank - 1], 0, 3).close()
 
 
-def test_connecting_takes_no_port_for_itself_alone(job):
+def test_connecting_reserves_no_port(job):
     low, high = job(2)
     here, there = ask(low, 1, 0), ask(high, 0, 0)
     assert here.getsockname()[0] == "127.0.0.1"
@@ -87,7 +87,7 @@ def test_a_rank_of_another_job_is_refused(job):
         ask(low, 1, 0)
 
 
-def test_another_rank_of_the_job_than_the_one_meant_is_refused(job):
+def test_a_wrong_rank_of_the_job_is_refused(job):
     low, _, other = job(3)
     low._peers = (low._peers[0], low._peers[2], low._peers[2])
     with pytest.raises(LaunchError, match="is not rank 1 of this job on host2: it does not expect this rank"):
@@ -95,12 +95,12 @@ def test_another_rank_of_the_job_than_the_one_meant_is_refused(job):
     assert other.connection(0, 0) is None
 
 
-def test_silent_strangers_make_no_threads_and_keep_nobody_out(job):
+def test_silent_clients_start_no_threads_and_block_nobody(job):
     low, high = job(2)
     before = threading.active_count()
     with contextlib.ExitStack() as stack:
-        strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", high.port))) for _ in range(100)]
-        strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", high.port))) for _ in range(100)]
+        silent[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
         began = time.monotonic()
         here, there = ask(low, 1, 0), ask(high, 0, 0)
         assert here is not None and there is not None
@@ -111,7 +111,7 @@ def test_silent_strangers_make_no_threads_and_keep_nobody_out(job):
 
 
 def test_a_connection_that_was_dropped_before_the_answer_is_made_again():
-    """A rank drops the oldest connections where strangers open too many."""
+    """A rank drops the oldest connections if too many are unauthenticated."""
     with socket.create_server(("127.0.0.1", 0)) as far:
         low = Listener("127.0.0.1")
         low.open(0, [Peer("a", "127.0.0.1", low.port), Peer("b", "127.0.0.1", far.getsockname()[1])], "a secret")
@@ -142,7 +142,7 @@ def test_a_proxy_that_never_lets_anyone_through_is_an_error():
         low.close()
 
 
-def test_a_later_connection_of_a_rank_replaces_the_one_that_it_gave_up(job):
+def test_a_later_connection_of_a_rank_replaces_an_abandoned_one(job):
     _, high = job(2)
     for _ in range(2):
         connected = socket.create_connection(("127.0.0.1", high.port))
@@ -157,7 +157,7 @@ def test_a_later_connection_of_a_rank_replaces_the_one_that_it_gave_up(job):
     connected.close()
 
 
-def test_closing_a_tag_closes_what_nobody_asked_for(job):
+def test_closing_a_tag_closes_connections_never_asked_for(job):
     low, high = job(2)
     here = ask(low, 1, 4)
     end = time.monotonic() + 5
@@ -188,7 +188,7 @@ def test_closing_leaves_no_thread_and_no_port(job):
         socket.create_connection(("127.0.0.1", one.port))
 
 
-def test_a_host_that_does_not_react_is_named_also_where_the_start_times_out_first(monkeypatch):
+def test_an_unreachable_host_is_named_even_if_the_start_times_out_first(monkeypatch):
     low = Listener("127.0.0.1", patience=30)
     low.open(0, [Peer("a", "127.0.0.1", low.port), Peer("b", "127.0.0.1", 9)], "a secret")
     monkeypatch.setattr(listener_module._Attempt, "_connects", lambda self, connecting: False)

@@ -1,4 +1,4 @@
-"""Transfers by MPI, with an MPI that a test makes up; one real launch with messages above MPI's 32-bit counts."""
+"""Transfers by MPI, with a fake MPI; one real launch with messages above MPI's 32-bit counts."""
 
 # ruff: noqa: N802 - methods have MPI's names
 
@@ -18,7 +18,7 @@ class MpiError(Exception):
 
 
 class FakeComm:
-    """Notes what is started; `error` is raised instead."""
+    """Records what is started, or raises `error`."""
 
     def __init__(self):
         self.started, self.error, self.freed = [], None, False

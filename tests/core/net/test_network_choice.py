@@ -1,4 +1,4 @@
-"""Which network is chosen out of those that the hosts have."""
+"""The choice among the hosts' networks."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_unknown_speeds_are_measured_and_the_rendezvous_decides_between_equals()
     assert "as measured; slower: 10.2.0.0/16, which is silent" in choice.text
 
 
-def test_subnets_of_their_own_are_taken_where_they_lead_to_rank_0():
+def test_hosts_on_their_own_subnets_use_the_addresses_that_reach_rank_0():
     hosts = [host(r, interface("eth0", f"10.{r}.0.1"), preferred=f"10.{r}.0.1") for r in range(3)]
     assert choose(hosts).addresses == ("10.0.0.1", "10.1.0.1", "10.2.0.1")
     stray = host(2, interface("eth0", "10.9.0.1"), preferred="127.0.0.1")

@@ -1,4 +1,4 @@
-"""What moves data under mpirun, decided by ranks that are threads."""
+"""The choice of a transport under mpirun, with threads as ranks."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +30,7 @@ class ThreadGather:
 
 
 def decided(monkeypatch, kernels=("a", "b"), networks=(1, 1), requested=("", ""), devices=("", ""), wanted=""):
-    """What ranks decide, rank i in network 10.<networks[i]>.0.0/16."""
+    """The ranks' choice, with rank i in network 10.<networks[i]>.0.0/16."""
 
     def own_interfaces(rank: int) -> HostInterfaces:
         found = (Interface("eth0", f"10.{networks[rank]}.0.{rank + 1}", 16, 1000, False),)
@@ -56,7 +56,7 @@ def decided(monkeypatch, kernels=("a", "b"), networks=(1, 1), requested=("", "")
 SOCKETS = ("10.1.0.1", "10.1.0.2")
 
 
-def test_sockets_between_hosts_and_mpi_where_it_knows_better(monkeypatch):
+def test_sockets_between_hosts_and_mpi_over_rdma(monkeypatch):
     assert decided(monkeypatch).listen == SOCKETS
     assert decided(monkeypatch, devices=("", "mlx5_0")).listen == ()
     assert decided(monkeypatch, devices=("", "mlx5_0"), requested=("tcp", "tcp")).listen == SOCKETS
@@ -68,7 +68,7 @@ def test_one_host_needs_neither(monkeypatch):
     assert decided(monkeypatch, kernels=("a", "a"), requested=("tcp", "tcp")).listen == ("127.0.0.1", "127.0.0.1")
 
 
-def test_without_a_common_network_mpi_may_know_a_way(monkeypatch):
+def test_without_a_common_network_mpi_is_used(monkeypatch):
     assert decided(monkeypatch, networks=(1, 2)).listen == ()
     for asked in ({"requested": ("tcp", "tcp")}, {"wanted": "eth0"}):
         with pytest.raises(LaunchError, match="no network is common"):

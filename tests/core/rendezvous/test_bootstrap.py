@@ -1,4 +1,4 @@
-"""Meeting without MPI, with threads as ranks: who is missing, and who does not belong, is named."""
+"""Bootstrap without MPI, with threads as ranks: errors name missing and unexpected ranks."""
 
 import concurrent.futures
 import contextlib
@@ -18,7 +18,7 @@ def patience(monkeypatch):
 
 
 def meet(size, *others, secret=""):
-    """The end of rank 0 and of each other, a function of the port: a Bootstrap, or the text of an error."""
+    """The outcome of rank 0 and of each of `others`, functions of the port: a Bootstrap, or the text of an error."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
 
@@ -38,7 +38,7 @@ def rank(number, size, secret=""):
     return lambda port: bootstrap.join(number, size, "127.0.0.1", port, secret)
 
 
-def stranger(*said):
+def intruder(*said):
     def connect(port):
         with contextlib.suppress(ConnectionError), socket.create_connection(("127.0.0.1", port)) as connected:
             for part in said:
@@ -50,8 +50,8 @@ def stranger(*said):
     return connect
 
 
-def member_who_says(said, secret=""):
-    """Authenticated, which without RING_SECRET everyone can be, and then of no use."""
+def member_that_sends(said, secret=""):
+    """An authenticated client, as anyone can be without RING_SECRET, that sends nonsense."""
 
     def connect(port):
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as connected:
@@ -74,9 +74,9 @@ def later(other, seconds):
     return wait
 
 
-def test_all_ranks_meet_and_strangers_do_not_disturb():
-    strangers = [stranger(b"GET / HTTP/1.1\r\n\r\n" * 10), stranger(b"[" * 1024), stranger(b"\xff" * 4096)]
-    *ranks, _, _, _ = meet(3, later(rank(2, 3, "word"), 0.1), rank(1, 3, "word"), *strangers, secret="word")
+def test_all_ranks_meet_and_intruders_do_not_disturb():
+    intruders = [intruder(b"GET / HTTP/1.1\r\n\r\n" * 10), intruder(b"[" * 1024), intruder(b"\xff" * 4096)]
+    *ranks, _, _, _ = meet(3, later(rank(2, 3, "word"), 0.1), rank(1, 3, "word"), *intruders, secret="word")
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for round_ in range(3):
             items = list(pool.map(lambda one, n=round_: one.gather([one.rank, n, "x" * 100_000 * one.rank]), ranks))
@@ -129,20 +129,20 @@ def test_rank_0_mentions_refused_connections_while_it_waits(capsys, monkeypatch)
 
 @pytest.mark.parametrize("said", [b"", b"[" * 60_000, b"{}", b'["join", 1]', b'["join", {"size": "x"}]', b'["gather"]'])
 def test_without_a_secret_an_unknown_message_ends_its_own_connection_only(said):
-    at_0, _, at_1 = meet(2, member_who_says(said), later(rank(1, 2), 0.2))
+    at_0, _, at_1 = meet(2, member_that_sends(said), later(rank(1, 2), 0.2))
     assert at_1.rank == 1
     for one in (at_0, at_1):
         one.close()
 
 
 def test_nobody_can_send_much_before_it_has_joined():
-    at_0, _, at_1 = meet(2, member_who_says(b" " * 100_000), later(rank(1, 2), 0.2))
+    at_0, _, at_1 = meet(2, member_that_sends(b" " * 100_000), later(rank(1, 2), 0.2))
     for one in (at_0, at_1):
         one.close()
 
 
 @pytest.mark.usefixtures("patience")
-def test_ranks_that_do_not_fit_are_told_why(monkeypatch):
+def test_ranks_that_do_not_fit_learn_why(monkeypatch):
     assert "was started for a job of 3 ranks, rank 0 for one of 2" in meet(2, rank(1, 3))[1]
     assert "two processes claim to be rank 1" in meet(3, rank(1, 3), rank(1, 3))[0]
     assert "claims to be rank 5 of 2" in meet(2, rank(5, 2))[1]
@@ -176,7 +176,7 @@ def test_the_end_of_rank_0_is_named():
 
 
 @pytest.mark.usefixtures("patience")
-def test_what_keeps_a_rank_from_rank_0_is_said():
+def test_an_unreachable_rank_0_is_explained():
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         port = nobody.getsockname()[1]

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from ring_plugins.core import rendezvous as launch
@@ -14,8 +16,6 @@ SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_
 
 @pytest.fixture(autouse=True)
 def _single(monkeypatch):
-    import os
-
     for name in list(os.environ):
         if name.startswith(FOREIGN_PREFIXES) or name in FOREIGN_NAMES:
             monkeypatch.delenv(name)
@@ -40,7 +40,7 @@ def _single(monkeypatch):
         ({**OPEN_MPI, "RING_LAUNCHER": "alone"}, ("single", 0, 1, 0)),  # its name in earlier releases
     ],
 )
-def test_who_started_this_process(environment, expected, monkeypatch):
+def test_the_launcher_is_detected(environment, expected, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     record = launch.detect()

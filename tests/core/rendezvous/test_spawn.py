@@ -1,4 +1,4 @@
-"""Scripts that spawn their ranks: meeting in shared memory, and ends of children."""
+"""Scripts that spawn their ranks: rendezvous in shared memory, and how children end."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Jobs whose launcher sets RANK and MASTER_ADDR: where ranks meet, and what is said when they cannot."""
+"""Jobs whose launcher sets RANK and MASTER_ADDR: where ranks meet, and the errors if they cannot."""
 
 import socket
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Hosts, real and virtual, and the place of a rank on them."""
+"""A rank's place among real and virtual hosts."""
 
 import pytest
 
