@@ -8,8 +8,8 @@ Why a thread for each channel: two ranks that both send before they receive must
 the connection nor for the data. Why a CUDA stream for each channel between GPUs: an answer may have to overtake an
 earlier message that its receiver has not fetched yet. NCCL would want messages that depend on each other in one group
 call, but torch does not tell a process group written in Python which messages belong to one `batch_isend_irecv`.
-Considered and rejected: one thread for all channels (deadlocks as above), and sockets without a communicator (no time-
-outs, no reasons for a failure, and nothing for GPUs).
+Considered and rejected: one thread for all channels (deadlocks as above), and sockets without a communicator (no
+timeouts, no reasons for a failure, and nothing for GPUs).
 """
 
 from __future__ import annotations

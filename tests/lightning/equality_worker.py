@@ -47,8 +47,8 @@ def outcome(name: str, run: Run) -> Outcome:
 def compare(mine: Outcome, reference: Outcome | None) -> dict[str, Any]:
     """The largest difference between `mine` and what it should be, and what the ranks disagree on."""
     errors = [found["error"] for found in (mine, reference or {}) if "error" in found]
-    told: list[Any] = ring.all_gather_object([errors, mine])
-    if any(others for others, _ in told):
+    gathered: list[Any] = ring.all_gather_object([errors, mine])
+    if any(others for others, _ in gathered):
         return {"error": "\n".join(errors) or "another rank failed"}
     expected = {name.removesuffix(".expected"): value for name, value in mine.items() if name.endswith(".expected")}
     if reference is not None:
@@ -60,23 +60,23 @@ def compare(mine: Outcome, reference: Outcome | None) -> dict[str, Any]:
         "missing": sorted(set(reference or {}) - set(mine)),
         "differences": {name: value for name, value in differences.items() if value != 0},
         "disagreements": [
-            name for name in common if any(difference(mine[name], other.get(name)) != 0 for _, other in told)
+            name for name in common if any(difference(mine[name], other.get(name)) != 0 for _, other in gathered)
         ],
     }
 
 
-def difference(one: Any, other: Any) -> float:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype:
+def difference(first: Any, second: Any) -> float:
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        if first.shape != second.shape or first.dtype != second.dtype:
             return float("inf")
-        if torch.equal(one, other):
+        if torch.equal(first, second):
             return 0.0
-        return float((one.double() - other.double()).abs().max()) or float("nan")
-    if isinstance(one, torch.Tensor) and isinstance(other, (int, float)):
-        return abs(float(one) - other)
-    if isinstance(one, float) and isinstance(other, float):
-        return abs(one - other)
-    return 0.0 if one == other else float("inf")
+        return float((first.double() - second.double()).abs().max()) or float("nan")
+    if isinstance(first, torch.Tensor) and isinstance(second, (int, float)):
+        return abs(float(first) - second)
+    if isinstance(first, float) and isinstance(second, float):
+        return abs(first - second)
+    return 0.0 if first == second else float("inf")
 
 
 if __name__ == "__main__":

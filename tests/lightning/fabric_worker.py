@@ -55,7 +55,7 @@ def train(fabric: Any) -> dict[str, torch.Tensor]:
 
 
 def ask(fabric: Any) -> dict[str, Any]:
-    """What Fabric's own collectives answer."""
+    """The results of Fabric's own collectives."""
     rank = fabric.global_rank
     fabric.barrier()
     with fabric.rank_zero_first():
@@ -77,7 +77,7 @@ def main() -> None:
         report("same", all(torch.equal(value, alone[name]) for name, value in train(fabric).items()))
         report("launcher", fabric.strategy.launcher is None and not dist.is_initialized())
         return
-    fabric = make("ring")  # grows
+    fabric = make("ring")  # starts the other rank
     rank = fabric.global_rank
     by_name, answers = train(fabric), ask(fabric)
     by_class = train(make(RingFabricStrategy()))

@@ -1,4 +1,4 @@
-"""Trainers with every kind of count under one launcher, and one training; reports what each made of its place."""
+"""Trainers with all kinds of counts under one launcher, and one training; reports each one's rank and sizes."""
 
 import os
 import sys
@@ -48,7 +48,7 @@ def main() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             own = trainer(**count)
-            trainer(**count)  # says it once
+            trainer(**count)  # which must not warn again
         places.append([own.global_rank, own.world_size, own.num_devices, own.num_nodes])
         said.append([str(warning.message) for warning in caught if "follows the" in str(warning.message)])
 

@@ -33,7 +33,7 @@ def dealt(rank: int, size: int) -> DataLoader:
 
 
 class Resumable(DataLoader):
-    """A loader that goes on where a checkpoint found it, as Lightning asks of one for resuming inside an epoch."""
+    """A loader that resumes where a checkpoint was written, which Lightning needs for resuming inside an epoch."""
 
     delivered = 0
     skipped = 0
@@ -107,7 +107,7 @@ class WithBatchNorm(Classifier):
 
 
 class WithCodeBook(WithBatchNorm):
-    """A buffer that training reads and writes, differently on each rank: all use that of rank 0."""
+    """A buffer that training reads and writes, differently on each rank: all ranks use rank 0's."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""What is trained with ``strategy="ddp"`` over gloo and again with ours, in the same processes, on the same data.
+"""Trainings that run with ``strategy="ddp"`` over gloo and again with ours, in the same processes, on the same data.
 
-A scenario gets a `Run`, makes its trainers with it, and returns by name what is to be compared: tensors, numbers,
-lists. Names that start with "own_" may differ from rank to rank; all else must be bitwise equal on all ranks.
+A scenario gets a `Run`, makes its trainers with it, and returns named values to compare: tensors, numbers, lists. Names
+that start with "own_" may differ from rank to rank; all others must be bitwise equal on all ranks.
 """
 
 import os
@@ -42,7 +42,7 @@ class Run:
         if self.kind == "ring":
             return RingStrategy()
         if self.size == 1:
-            # A world of one is to be no different from no strategy at all; DDP shuffles with a sampler of its own.
+            # A world of size 1 must train as without a strategy; DDP would shuffle with its own sampler.
             return SingleDeviceStrategy("cpu")
         return DDPStrategy(cluster_environment=RingEnvironment(), process_group_backend="gloo", **ddp)
 
@@ -81,11 +81,11 @@ SCENARIOS: dict[str, Scenario] = {}
 def scenario(
     ranks: tuple[int, ...] = (2,), same_as_ddp: bool = True, exact: bool = True, slow: bool = False
 ) -> Callable[[Any], Any]:
-    """Enter a function into the table.
+    """Register a scenario.
 
     Args:
         ranks: World sizes it is run at.
-        same_as_ddp: Whether it is run with DDP too; if not, its own outcome says what was expected.
+        same_as_ddp: Whether it is run with DDP too; if not, its outcome includes the expected values.
         exact: Whether two ranks must agree with DDP to the last bit. (Three do not: DDP divides before it adds.)
         slow: Whether it takes seconds, and is run by `pytest -m slow` only.
     """
@@ -352,7 +352,7 @@ class _Head(Classifier):
 
 @scenario((1, 2), same_as_ddp=False)
 def finetuning(run: Run) -> Outcome:
-    """Layers thawed while training. DDP misses them, so one process on the concatenated batch is the reference."""
+    """Layers unfrozen while training. DDP misses them, so one process on the concatenated batch is the reference."""
     model, reference = _Head(), _Head()
     reference.load_state_dict(model.state_dict())
     run.trainer(max_epochs=3, callbacks=[_Unfreeze()]).fit(model, dealt(run.rank, run.size))
@@ -403,7 +403,7 @@ def different_start_on_each_rank(run: Run) -> Outcome:
 
 @scenario(ALL, same_as_ddp=False)
 def strategy_collectives(run: Run) -> Outcome:
-    """What a module can ask of ``trainer.strategy``."""
+    """The collectives that a module can call on ``trainer.strategy``."""
     outcome: Outcome = {}
 
     class Asking(Classifier):

@@ -1,4 +1,4 @@
-"""Which buffers are broadcast when, and in what batches."""
+"""When buffers are broadcast, and in what batches."""
 
 import torch
 from torch import nn

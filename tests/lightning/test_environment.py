@@ -40,7 +40,7 @@ def _rank_zero():
     ],
 )
 def test_the_launchers_variables_are_followed(monkeypatch, variables, place):
-    """Also inside a SLURM allocation, whose own variables say rank 0 to everybody."""
+    """Also inside a SLURM allocation, whose own variables say rank 0 on every rank."""
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "1")
     for name, value in variables.items():

@@ -1,4 +1,4 @@
-"""Whatever ends one rank ends all of them, soon, with a status other than zero and the cause visible."""
+"""A failure or signal that ends one rank ends all within seconds, with a nonzero status and a visible cause."""
 
 import re
 import signal
@@ -10,8 +10,8 @@ import pytest
 from ring_plugins.lightning.failure import set_exit_status
 from tests.launch import Job, Launcher, Result, start_ranks
 
-# Ranks that are there before Lightning is imported import it at the same time. Without this line the Trainer starts
-# them itself, as in most scripts.
+# Ranks that start before Lightning is imported import it in parallel. Without these lines the Trainer starts them, as
+# in most scripts.
 RANKS_FIRST = """
 import ring_plugins
 ring_plugins.init(ranks=2)

@@ -1,4 +1,4 @@
-"""The callbacks, with a Trainer that only has what they read."""
+"""The callbacks, with a Trainer that has only the attributes they read."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Which device is whose, and which settings need a launcher."""
+"""The device of each rank, and settings that need a launcher."""
 
 import lightning.pytorch
 import pytest
@@ -25,7 +25,7 @@ def test_all_ranks_share_the_cpu():
         ([0], 4, 4, [0, 1, 2, 3]),  # devices=1, but the launcher started four and all see all
     ],
 )
-def test_which_gpu_is_whose(monkeypatch, given, local_size, visible, expected):
+def test_each_rank_gets_its_gpu(monkeypatch, given, local_size, visible, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     assert devices_of_node(gpus(*given), local_size) == gpus(*expected)
 

@@ -16,7 +16,7 @@ WORKER = Path(__file__).with_name("equality_worker.py")
 
 @cache
 def equality(size: int, slow: bool) -> Result:
-    """One launch a world size; every scenario reports from it."""
+    """One launch per world size, from which every scenario reports."""
     return run_ranks(WORKER, size, env={"TEST_SLOW": "1" if slow else ""}, timeout=200)
 
 

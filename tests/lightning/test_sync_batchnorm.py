@@ -1,4 +1,4 @@
-"""Batch norm over all ranks, with a gloo group of one."""
+"""Batch norm over all ranks, with a gloo group of one rank."""
 
 import copy
 
@@ -13,12 +13,12 @@ def test_batch_norm_layers_come_back_with_what_they_learned():
     model = torch.nn.ModuleDict({"a": torch.nn.Sequential(torch.nn.BatchNorm2d(3)), "b": torch.nn.BatchNorm1d(2)})
     before, keys = copy.deepcopy(model), list(model.state_dict())
     sync = HostSyncBatchNorm()
-    synchronised = sync.apply(model)
-    assert list(synchronised.state_dict()) == keys
-    assert {type(module).__name__ for module in synchronised.modules()} & {"BatchNorm1d", "BatchNorm2d"} == set()
-    synchronised.double().eval()
-    synchronised["b"].running_mean.fill_(7)
-    reverted = sync.revert(synchronised)
+    synchronized = sync.apply(model)
+    assert list(synchronized.state_dict()) == keys
+    assert {type(module).__name__ for module in synchronized.modules()} & {"BatchNorm1d", "BatchNorm2d"} == set()
+    synchronized.double().eval()
+    synchronized["b"].running_mean.fill_(7)
+    reverted = sync.revert(synchronized)
     assert [type(module) for module in reverted.modules()] == [type(module) for module in before.modules()]
     assert reverted["b"].running_mean.dtype == torch.float64
     assert reverted["b"].running_mean.tolist() == [7, 7]

@@ -1,4 +1,4 @@
-"""On a real GPU, against the host plane's results. Run by test_gpu.py with one rank, and with two on one card."""
+"""Checks on a real GPU against results on the CPU. Run by test_gpu.py with one rank, and with two on one card."""
 
 import os
 import time
@@ -119,7 +119,7 @@ def trained(device, steps=4, **options):
 
 
 @check
-def training_equals_the_host_plane():
+def training_equals_training_on_the_cpu():
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     on_gpu, on_cpu = trained(GPU), trained(torch.device("cpu"))
     assert torch.allclose(on_gpu, on_cpu, rtol=1e-4, atol=1e-5)
@@ -128,11 +128,11 @@ def training_equals_the_host_plane():
 
 
 @check
-def compression_on_the_wire():
+def gradients_compressed_between_gpus():
     exact = trained(GPU)
-    for wire in ("bf16", "fp16"):
+    for codec in ("bf16", "fp16"):
         for feedback in (False, True):
-            rounded = trained(GPU, compression=wire, error_feedback=feedback)
+            rounded = trained(GPU, compression=codec, error_feedback=feedback)
             assert torch.allclose(rounded, exact, atol=2e-2)
             rows = ring.all_gather(rounded[None])
             assert all(torch.equal(rows[0], row) for row in rows)
@@ -232,7 +232,7 @@ def compiled_models():
 
 
 @check
-def what_is_elsewhere_is_refused():
+def a_model_on_another_device_is_refused():
     if SIZE == 1:
         return
     own = nn.Linear(3, 3).to(GPU)

@@ -1,6 +1,6 @@
 """Averaged gradients against one process on the concatenated batch. Run by test_gradients.py at any world size."""
 
-# ruff: noqa: E402  # ranks that are there before torch is imported import it at the same time
+# ruff: noqa: E402  # ranks that start before torch is imported import it in parallel
 
 import gc
 import os
@@ -30,7 +30,7 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def check_among_several(function: Callable[[], None]) -> Callable[[], None]:
-    """One rank has nobody to differ from."""
+    """Skip the check on a single rank."""
     return check(function) if SIZE > 1 else function
 
 
@@ -160,7 +160,7 @@ def zeroed_in_place_or_set_to_none_is_the_same() -> None:
 
 
 @check
-def accumulation_announced_or_not() -> None:
+def accumulation_in_three_ways() -> None:
     """Two backwards a step: with no_sync, with backward_passes_per_step, and simply called twice."""
     reference = Net()
     plain = torch.optim.SGD(reference.parameters(), 0.1)
@@ -538,7 +538,7 @@ def different_models_are_refused_by_name() -> None:
 
 @check
 def large_gradients_stay_where_autograd_put_them() -> None:
-    """From DIRECT_BYTES on there is no copy; unused ones, other layouts and types included."""
+    """Gradients from DIRECT_BYTES on are not copied; this includes unused ones, other layouts and types."""
 
     class Large(nn.Module):
         def __init__(self) -> None:
@@ -585,7 +585,7 @@ def large_gradients_stay_where_autograd_put_them() -> None:
 
 @check
 def gradients_that_share_memory_or_are_conjugated_lazily() -> None:
-    """What autograd still reads, or hands out as a view, is not averaged in place."""
+    """A gradient that autograd still reads, or returns as a view, is not averaged in place."""
 
     class Sharing(nn.Module):
         def __init__(self) -> None:
@@ -660,7 +660,7 @@ def functions_on_tensors_of_gpus() -> None:
 
 @check_among_several
 def gradients_in_sixteen_bits() -> None:
-    """On GPUs they are rounded; inside one host of CPUs nothing leaves, and nothing is."""
+    """Gradients are rounded on GPUs, but not on the CPUs of one host, where nothing is sent."""
     exact: list[torch.Tensor] = []
     for name, feedback in ((None, False), ("fp16", False), ("bf16", False), ("fp16", True), ("bf16", True)):
         model = Net()

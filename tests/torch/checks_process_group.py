@@ -1,6 +1,6 @@
 """Run by every rank for test_process_group.py: each function is one check, run by all ranks of a launch.
 
-The default group is "ring"; where gloo has an operation too, a gloo group of the same ranks gives the right result.
+The default group is "ring"; where gloo has an operation too, a gloo group of the same ranks gives the expected result.
 """
 
 import functools
@@ -9,8 +9,8 @@ import traceback
 
 import ring_plugins as ring
 
-# Ranks that are there before torch is imported import it at the same time.
-if __name__ == "__main__" and os.environ.get("TEST_GROW"):
+# Ranks that start before torch is imported import it in parallel.
+if __name__ == "__main__" and os.environ.get("TEST_SPAWN"):
     ring.init(ranks=int(os.environ["TEST_RANKS"]))
 
 import torch
@@ -28,7 +28,7 @@ SHAPES = [(), (0,), (1,), (7,), (3, 5), (0, 3), (40_000,)]
 
 
 def make(rank, shape=(7,), dtype=torch.float32, seed=0):
-    """Every rank's tensor, so that any rank can work out what is right. Small whole numbers: sums are exact."""
+    """Any rank's tensor, so that every rank can compute the expected result. Small whole numbers: sums are exact."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     values = torch.randint(0, 4, shape, generator=generator)
     if dtype.is_complex:
@@ -152,12 +152,12 @@ def all_gather():
             right = everyones(shape=shape, dtype=dtype)
             found = [torch.empty(shape, dtype=dtype) for _ in range(SIZE)]
             dist.all_gather(found, awkward(make(RANK, shape, dtype)))
-            for one, wanted in zip(found, right, strict=True):
-                equal(one, wanted)
+            for got, wanted in zip(found, right, strict=True):
+                equal(got, wanted)
     uneven = [torch.empty(rank + 1, 2) for rank in range(SIZE)]
     dist.all_gather(uneven, make(RANK, (RANK + 1, 2)))
-    for rank, one in enumerate(uneven):
-        equal(one, make(rank, (rank + 1, 2)))
+    for rank, got in enumerate(uneven):
+        equal(got, make(rank, (rank + 1, 2)))
     whole = torch.empty(SIZE, 5)
     dist.all_gather(list(whole), make(RANK, (5,)))  # straight into the rows
     equal(whole, torch.stack(everyones(shape=(5,))))
@@ -184,8 +184,8 @@ def gather_and_scatter():
         found = [torch.empty(3, 2) for _ in range(SIZE)] if root == RANK else None
         dist.gather(awkward(make(RANK, (3, 2))), found, dst=root)
         if found is not None:
-            for one, wanted in zip(found, everyones(shape=(3, 2)), strict=True):
-                equal(one, wanted)
+            for got, wanted in zip(found, everyones(shape=(3, 2)), strict=True):
+                equal(got, wanted)
         mine = torch.empty(4, dtype=torch.int64)
         sources = [make(root, (4,), torch.int64, seed) for seed in range(SIZE)]
         dist.scatter(mine, sources if root == RANK else None, src=root)
@@ -215,8 +215,8 @@ def all_to_all():
     sources = [make(RANK, (sizes[RANK][to],), seed=to) for to in range(SIZE)]
     found = [torch.empty(sizes[sender][RANK]) for sender in range(SIZE)]
     dist.all_to_all(found, sources)
-    for sender, one in enumerate(found):
-        equal(one, make(sender, (sizes[sender][RANK],), seed=RANK))
+    for sender, got in enumerate(found):
+        equal(got, make(sender, (sizes[sender][RANK],), seed=RANK))
     for dtype in MOVED[:-1]:
         rows = make(RANK, (2 * SIZE, 3), dtype)
         even, theirs = torch.empty_like(rows), torch.empty_like(rows)
@@ -318,10 +318,10 @@ def refusals():
     if SIZE > 1:
         uneven = torch.ones(SIZE + 1)
         raises(ring.ArgumentError, "do not divide among", dist.all_to_all_single, uneven, uneven)
-    dist.barrier()  # and nobody is out of step
+    dist.barrier()  # all ranks are still in step
 
 
-def an_error_reaches_whoever_waits():
+def an_error_reaches_the_waiting_caller():
     group = dist.new_group(list(range(SIZE)))
     wrong = dist.all_reduce(torch.ones(3 if RANK == 0 else 4), group=group, async_op=True)
     raises(ring.MismatchError, "rank 0 calls all_reduce(3 x float32", wrong.wait)
@@ -449,7 +449,7 @@ def fully_sharded():
     torch.testing.assert_close(loss_of(shard(model())), right)
 
 
-def torchmetrics_synchronise():
+def torchmetrics_synchronize():
     import torchmetrics
 
     mean = torchmetrics.MeanMetric()
@@ -507,9 +507,9 @@ def again_after_destroy():
 
 
 def messages_between_gpus():
-    """By NCCL, each stream of them on a stream of its own: an answer may come before an earlier message is fetched."""
+    """By NCCL, each channel on a separate CUDA stream: an answer may overtake an earlier message."""
     other, before = 1 - RANK, len(LIBRARY.log)
-    late = dist.isend(make(RANK, (9,)), other, tag=30)  # nobody fetches it before the end
+    late = dist.isend(make(RANK, (9,)), other, tag=30)  # fetched only at the end
     for number in range(5):
         question, answer = torch.full((3, 4), float(number)), torch.zeros(3, 4)
         if RANK == 0:
@@ -534,19 +534,19 @@ def messages_between_gpus():
     assert len(sent) == 12, sent
 
 
-#: Most of their time goes into importing what they test, so they run on two ranks only.
-HEAVY = {a_communication_hook, fully_sharded, torchmetrics_synchronise, zero_optimizer}
+#: They spend most of their time importing what they test, so they run on two ranks only.
+HEAVY = {a_communication_hook, fully_sharded, torchmetrics_synchronize, zero_optimizer}
 #: NCCL does not notice that ranks call different things, and wants groups used in one order.
-HOST_ONLY = {an_error_reaches_whoever_waits, subgroups}
+HOST_ONLY = {an_error_reaches_the_waiting_caller, subgroups}
 #: One rank has no other to send to or to disagree with.
-AMONG_SEVERAL = {point_to_point, an_error_reaches_whoever_waits}
+AMONG_SEVERAL = {point_to_point, an_error_reaches_the_waiting_caller}
 GPU_ONLY = {messages_between_gpus}
 
 
 def is_done(check, ranks, on_several_nodes, on_gpu):
     """Whether the ranks of such a launch run this check."""
-    if ranks > 2 and on_several_nodes and check is an_error_reaches_whoever_waits:
-        return False  # of three ranks on two nodes one only sees that its neighbour does not come
+    if ranks > 2 and on_several_nodes and check is an_error_reaches_the_waiting_caller:
+        return False  # one of three ranks on two nodes only sees that its neighbor is missing
     left_out = HEAVY if on_gpu or ranks != 2 else set()
     return check not in left_out | (HOST_ONLY if on_gpu else GPU_ONLY) | (AMONG_SEVERAL if ranks == 1 else set())
 
@@ -569,13 +569,13 @@ CHECKS = [
     objects,
     works_and_futures,
     refusals,
-    an_error_reaches_whoever_waits,
+    an_error_reaches_the_waiting_caller,
     subgroups,
     distributed_data_parallel,
     a_communication_hook,
     functional_collectives_and_dtensor,
     fully_sharded,
-    torchmetrics_synchronise,
+    torchmetrics_synchronize,
     autograd_through_collectives,
     zero_optimizer,
     again_after_destroy,

@@ -1,4 +1,4 @@
-"""A GPU that is none, for tests of one rank."""
+"""A stand-in for a GPU, for tests of one rank."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple

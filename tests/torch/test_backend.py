@@ -13,7 +13,7 @@ class World:
         return name, ranks, gather("first"), gather("second")
 
 
-def test_members_meet_under_a_key_of_each_communicators_own():
+def test_each_communicator_bootstraps_under_its_own_keys():
     store, ranks = dist.HashStore(), (4, 7, 9)
     members = [_Connections(World(), store, "default", rank, ranks) for rank in range(3)]
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
@@ -21,7 +21,7 @@ def test_members_meet_under_a_key_of_each_communicators_own():
     assert made == [("process group default", ranks, ["first"] * 3, ["second"] * 3)] * 3
 
 
-def test_the_ends_of_a_channel_meet_as_sender_and_receiver():
+def test_the_ends_of_a_channel_connect_as_sender_and_receiver():
     store, ranks = dist.HashStore(), (4, 7, 9)
     channel = Channel(sender=2, receiver=0, tag=5, between_gpus=False)
     ends = [_Connections(World(), store, "default", rank, ranks) for rank in (2, 0)]

@@ -12,7 +12,7 @@ def test_one_flipped_bit_changes_one_checksum():
     assert names == ["0.weight", "0.bias", "1.weight", "1.bias"]
     model[1].bias.data.view(torch.int32)[0] ^= 1
     _, after = parameter_checksums(model.named_parameters())
-    assert [one == other for one, other in zip(before, after, strict=True)] == [True, True, True, False]
+    assert [old == new for old, new in zip(before, after, strict=True)] == [True, True, True, False]
 
 
 def test_layout_does_not_matter_and_odd_sizes_are_summed_up():

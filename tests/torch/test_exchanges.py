@@ -1,4 +1,4 @@
-"""Exchanges check their tensors at once, and then need nothing but a communicator."""
+"""Exchanges check their tensors at once, and then need only a communicator."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.torch import exchanges
 from ring_plugins.torch.tensors import EqualParts, Targets
 
-ALONE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+SINGLE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 PAIR = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
 
 
@@ -22,14 +22,14 @@ def run(exchange):
 def test_results_reach_tensors_of_any_layout():
     source = torch.arange(4.0)
     gathered, scattered, swapped = (torch.zeros(2, 2).t() for _ in range(3))
-    run(exchanges.all_gather([(source, EqualParts(gathered, 1, "output"))], ALONE))
-    run(exchanges.reduce_scatter([(scattered, source, [4])], dist.ReduceOp.SUM, ALONE))
-    run(exchanges.all_to_all("all_to_all", [swapped], [source], ALONE))
+    run(exchanges.all_gather([(source, EqualParts(gathered, 1, "output"))], SINGLE))
+    run(exchanges.reduce_scatter([(scattered, source, [4])], dist.ReduceOp.SUM, SINGLE))
+    run(exchanges.all_to_all("all_to_all", [swapped], [source], SINGLE))
     assert gathered.tolist() == scattered.tolist() == swapped.tolist() == [[0, 1], [2, 3]]
 
 
 def test_nothing_is_exchanged_in_a_direction_without_tensors():
-    run(exchanges.all_to_all("gather", [], [torch.zeros(0)], ALONE, send_counts=[0]))
+    run(exchanges.all_to_all("gather", [], [torch.zeros(0)], SINGLE, send_counts=[0]))
 
 
 def test_all_gather_needs_a_place_for_the_ranks_own_tensor():

@@ -34,7 +34,7 @@ class Launch(NamedTuple):
 
 
 EQUALITY = "equals_one_process_on_the_concatenated_batch"
-# What takes another way through the core between hosts than inside one.
+# Checks that take another path through the core between hosts than inside one.
 BETWEEN_HOSTS = (
     EQUALITY,
     "unused_parameters",
@@ -46,7 +46,7 @@ LAUNCHES = [
     Launch("spawned", 1),
     Launch("spawned", 2),
     Launch("spawned", 2, gpu="GPU"),
-    # Three ranks on two nodes: two of them share memory, and the halves of a host differ.
+    # Three ranks on two nodes: two of them share memory, and the nodes have different numbers of ranks.
     Launch("mpirun", 3, "1,2", only=BETWEEN_HOSTS),
     Launch("mpirun", 3, "1,2", slow=True),
     Launch("spawned", 3, gpu="GPU", only=(EQUALITY,), slow=True),

@@ -1,4 +1,4 @@
-"""Messages between two ranks that are threads of one process; a fake communicator hands them over."""
+"""Messages between two ranks that are threads of one process, over a fake communicator."""
 
 import queue
 import threading
@@ -50,8 +50,8 @@ def wire():
 def pair(wire):
     both = [PointToPoint(rank, 2, wire.connector(rank)) for rank in range(2)]
     yield both
-    for one in both:
-        one.close()
+    for end in both:
+        end.close()
 
 
 def test_both_ranks_may_send_before_they_receive(pair):

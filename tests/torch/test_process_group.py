@@ -40,7 +40,7 @@ def parameters(launch: Launch, *more: str) -> Any:
 def launched(launch: Launch) -> Result:
     env = {"RING_VIRTUAL_NODES": launch.nodes, "TEST_GPU_STAND_IN": launch.gpu}
     if launch.launcher == "spawned":
-        env["TEST_GROW"] = "1"
+        env["TEST_SPAWN"] = "1"
     script = Path(__file__).with_name("checks_process_group.py")
     return run_ranks(script, launch.ranks, launch.launcher, env=env, timeout=90, check=False)
 
@@ -87,4 +87,4 @@ def test_a_rank_that_fails_ends_the_others_inside_backward() -> None:
     result = run_ranks(FAILING, 2, timeout=30, check=False)
     assert result.returncode != 0
     assert "ValueError: a bad batch" in result.stderr
-    assert "rank 1 failed: ValueError: a bad batch" in result.stderr  # and so rank 0 was told
+    assert "rank 1 failed: ValueError: a bad batch" in result.stderr  # so rank 0 learned of it

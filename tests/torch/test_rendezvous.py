@@ -1,4 +1,4 @@
-"""How ranks meet: the script's own process groups and ours, in any order, from any launch."""
+"""Rendezvous of the script's process groups and ours, in any order, from any launch."""
 
 import os
 import socket
@@ -95,7 +95,7 @@ def test_a_script_that_forks_its_own_ranks_needs_no_launcher(tmp_path):
     assert "torch.distributed was asked for 2 ranks, but ring_plugins runs 1" in result.stdout
 
 
-def test_what_is_missing_from_the_environment_is_named(monkeypatch):
+def test_missing_environment_variables_are_named(monkeypatch):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")

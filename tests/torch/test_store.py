@@ -25,17 +25,17 @@ def arrive(ranks, size, **options):
         return list(pool.map(call, ranks))
 
 
-def test_it_passes_when_all_come():
+def test_it_passes_when_all_arrive():
     assert arrive([2, 0, 1], size=3) == [None] * 3
 
 
 @pytest.mark.parametrize(("wait_all_ranks", "named"), [(False, "rank 1 of 4"), (True, "ranks 1, 3 of 4")])
-def test_it_names_the_ranks_that_did_not_come(wait_all_ranks, named):
+def test_it_names_the_ranks_that_did_not_arrive(wait_all_ranks, named):
     errors = arrive([0, 2], size=4, timeout=timedelta(seconds=0.2), wait_all_ranks=wait_all_ranks)
     assert all(f"{named} did not call" in error for error in errors)
 
 
-def test_it_says_when_rank_0_itself_does_not_come():
+def test_it_says_when_rank_0_itself_does_not_arrive():
     (error,) = arrive([1], size=2, timeout=timedelta(seconds=0.2))
     assert "rank 0 did not call" in error
 
@@ -47,10 +47,10 @@ def test_every_rank_gets_every_ranks_object_in_rank_order():
     assert list(found) == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * 3
 
 
-def test_an_exchange_names_the_rank_that_does_not_come():
+def test_an_exchange_names_the_missing_rank():
     store = dist.PrefixStore("p", dist.HashStore())
     store.set_timeout(timedelta(seconds=0.1))
-    with pytest.raises(TimeoutExceeded, match="rank 0 of 2 waited for rank 1 in roll-call for 0.1 s"):
-        exchange_through_store(store, "roll-call", 0, 2, "here")
+    with pytest.raises(TimeoutExceeded, match="rank 0 of 2 waited for rank 1 in ranks for 0.1 s"):
+        exchange_through_store(store, "ranks", 0, 2, "here")
     with pytest.raises(RingError, match="closed meanwhile"):
-        exchange_through_store(store, "roll-call", 0, 2, "here", cancelled=lambda: True)
+        exchange_through_store(store, "ranks", 0, 2, "here", cancelled=lambda: True)

@@ -1,7 +1,7 @@
 """Every collective against numpy on the gathered inputs; holds at any world size. Run by test_host.py.
 
-Sizes sit around the seams of the implementation (small messages, halves of the staging area, chunks) and do
-not divide by the number of ranks.
+Sizes are around the thresholds of the implementation (small messages, staging buffers, chunks) and do not divide by the
+number of ranks.
 """
 
 import os
@@ -105,7 +105,7 @@ def all_reduce_in_shared_memory() -> None:
 
 
 @check
-def all_reduce_of_numbers_elsewhere_only_reads_them() -> None:
+def all_reduce_only_reads_a_separate_source() -> None:
     communicator = current().communicator
     for dtype in ("float32", "float16", "int64"):
         for count in COUNTS:
@@ -248,16 +248,16 @@ def asynchronous_calls_keep_their_order() -> None:
 
 @check
 def several_communicators_do_not_disturb_each_other() -> None:
-    one, two = current().new_communicator("one"), current().new_communicator("two")
+    first, second = current().new_communicator("first"), current().new_communicator("second")
     a, b = np.ones(100_000, np.float32), np.ones(100_000, np.float32)
-    order = (one, two) if RANK % 2 else (two, one)
+    order = (first, second) if RANK % 2 else (second, first)
     works = [c.start("x", lambda c=c, m=m: c.all_reduce(HostMemory(m, "float32"), ring.SUM)) for c, m in zip(
         order, (a, b) if RANK % 2 else (b, a), strict=True)]  # fmt: skip
     for work in works:
         work.wait()
     assert np.all(a == SIZE) and np.all(b == SIZE)
-    one.close()
-    two.close()
+    first.close()
+    second.close()
 
 
 @check
@@ -272,7 +272,7 @@ def nothing_is_left_of_communicators_and_results() -> None:
         if i % 2:
             communicator.close()
         del communicator
-        time.sleep(0.02)  # threads end on their own
+        time.sleep(0.02)  # while the threads end
         if i == 1:
             before = held()
     assert held() <= before, (before, held())

@@ -24,7 +24,7 @@ class Rank(NamedTuple):
 
 @contextlib.contextmanager
 def simulated_hosts(ranks_per_host: Sequence[int]) -> Iterator[Callable[[Callable[[int, Rank], Any]], list[Any]]]:
-    """Give a function that calls `function(rank, its Rank)` on all ranks at once and returns results or errors."""
+    """Yield a function that calls `function(rank, its Rank)` on all ranks at once and returns results or errors."""
     size, wait = sum(ranks_per_host), Wait("test", None)
     places = [(host, local) for host, count in enumerate(ranks_per_host) for local in range(count)]
     listeners = [Listener("127.0.0.1") for _ in range(size)]
@@ -35,16 +35,16 @@ def simulated_hosts(ranks_per_host: Sequence[int]) -> Iterator[Callable[[Callabl
     with ThreadPoolExecutor(size) as threads:
 
         def everywhere(function: Callable[[int], Any]) -> list[Any]:
-            together = threading.Barrier(size)  # so that no thread does two ranks' parts
+            together = threading.Barrier(size)  # so that no thread runs two ranks
 
-            def one(rank: int) -> Any:
+            def call(rank: int) -> Any:
                 together.wait(30)
                 try:
                     return function(rank)
                 except Exception as error:
                     return error
 
-            return list(threads.map(one, range(size), timeout=60))
+            return list(threads.map(call, range(size), timeout=60))
 
         def network_group(rank: int, members: list[int], tag: int) -> NetworkGroup:
             group = NetworkGroup(transports[rank], members, members.index(rank), tag, wait, "test")

@@ -99,7 +99,7 @@ def test_a_closed_executor_finishes_what_was_started_and_refuses_the_rest():
         executor.run(OPERATION, thread_name)
 
 
-def test_an_executor_that_nobody_uses_ends_its_thread_and_lets_results_go():
+def test_an_unused_executor_ends_its_thread_and_frees_results():
     class Result:
         pass
 
@@ -114,7 +114,7 @@ def test_an_executor_that_nobody_uses_ends_its_thread_and_lets_results_go():
     assert result() is None
 
 
-def test_spans_of_operations_are_recorded_while_somebody_wants_them(executor):
+def test_spans_of_operations_are_recorded_while_the_recorder_is_on(executor):
     recorder.on = True
     try:
         executor.run(OPERATION, thread_name)

@@ -16,8 +16,8 @@ def test_different_operations_have_different_codes_of_62_bits():
             ("all_reduce", "broadcast"), ("float32", "float64"), (0, 1, 10), ("sum", "average")
         )
     ]
-    assert len({one.code for one in all_of_them}) == len(all_of_them)
-    assert all(0 <= one.code < 1 << 62 for one in all_of_them)
+    assert len({found.code for found in all_of_them}) == len(all_of_them)
+    assert all(0 <= found.code < 1 << 62 for found in all_of_them)
 
 
 def test_equal_operations_are_the_same_object():

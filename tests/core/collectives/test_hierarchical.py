@@ -14,7 +14,7 @@ from tests.core.collectives.simulated_hosts import simulated_hosts
 from tests.launch import run_ranks
 
 EXPECTED = {Op.SUM: np.sum, Op.AVERAGE: np.mean, Op.MAX: np.max}
-#: A small message, and such that take the pair exchange and, on two hosts too, the direct algorithm.
+#: Numbers of elements for one round, for the pair exchange, and for the direct algorithm even on two hosts.
 SMALL, MEDIUM, LARGE = 3, 300_007, 700_001
 
 
@@ -66,7 +66,7 @@ def test_memory_that_a_host_maps_is_reduced_in_place():
 
 @pytest.mark.parametrize("ranks_per_host", [(2, 2), (1, 1, 1)], ids=str)
 @pytest.mark.parametrize("count", [SMALL, MEDIUM, LARGE])
-def test_numbers_elsewhere_are_only_read(ranks_per_host, count):
+def test_a_separate_source_is_only_read(ranks_per_host, count):
     with simulated_hosts(ranks_per_host) as on_all:
 
         def reduce(rank, member):
@@ -155,7 +155,7 @@ def test_chunks_fit_the_staging_buffers_and_cut_into_aligned_parts(nbytes, rails
     assert chunk % (64 * rails * num_nodes) == 0
 
 
-# The kernel takes so little at once that most of a message waits in the process that sends it, and ranks come late.
+# The socket buffers are so small that most of a message waits in the sending process, and ranks arrive late.
 SMALL_BUFFERS = """
 import os, random, socket, time
 import numpy as np

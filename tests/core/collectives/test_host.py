@@ -1,4 +1,4 @@
-"""All collectives, on one to four ranks, under every launcher, on one host and on pretended several."""
+"""All collectives, on one to four ranks, under every launcher, on one host and on several virtual ones."""
 
 from pathlib import Path
 

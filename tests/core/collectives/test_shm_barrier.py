@@ -28,17 +28,17 @@ def on_all(members):
     with ThreadPoolExecutor(SIZE) as threads:
         together = threading.Barrier(SIZE)
 
-        def one(function, member):
+        def call(function, member):
             together.wait(5)
             try:
                 return function(member)
             except Exception as error:
                 return error
 
-        yield lambda function: list(threads.map(lambda member: one(function, member), members, timeout=20))
+        yield lambda function: list(threads.map(lambda member: call(function, member), members, timeout=20))
 
 
-def test_nobody_passes_before_all_have_come(members, on_all):
+def test_no_member_passes_before_all_have_arrived(members, on_all):
     arrived = []
 
     def arrive(member):
@@ -65,7 +65,7 @@ def test_many_barriers_keep_everyone_in_step(members, on_all):
     assert max(on_all(count)) <= 1
 
 
-def test_who_waits_does_something_meanwhile(members, on_all):
+def test_a_waiting_member_calls_meanwhile(members, on_all):
     calls = []
 
     def arrive(member):

@@ -24,11 +24,11 @@ def on_all():
         together = threading.Barrier(SIZE)
 
         def everywhere(function):
-            def one(rank):
+            def call(rank):
                 together.wait(10)
                 return function(rank)
 
-            return list(threads.map(one, range(SIZE), timeout=30))
+            return list(threads.map(call, range(SIZE), timeout=30))
 
         groups = everywhere(
             lambda i: SharedMemoryGroup(segments[i], addresses, range(SIZE), i, Wait("test", None), "test")

@@ -6,7 +6,7 @@ from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.single import SingleCommunicator
 
-ALONE = SingleCommunicator("alone", world_rank=3)
+SINGLE = SingleCommunicator("single", world_rank=3)
 
 
 def memory(*values):
@@ -14,19 +14,19 @@ def memory(*values):
 
 
 def test_it_is_rank_0_of_1_whatever_its_world_rank():
-    assert (ALONE.rank, ALONE.size, ALONE.ranks) == (0, 1, (3,))
+    assert (SINGLE.rank, SINGLE.size, SINGLE.ranks) == (0, 1, (3,))
 
 
 def test_every_collective_is_the_identity():
     x, out = memory(1, 2), memory(0, 0)
-    ALONE.all_reduce(x, Op.AVERAGE)
-    ALONE.broadcast(x, 0)
-    ALONE.barrier()
+    SINGLE.all_reduce(x, Op.AVERAGE)
+    SINGLE.broadcast(x, 0)
+    SINGLE.barrier()
     assert x.array.tolist() == [1, 2]
     for collective in (
-        lambda: ALONE.all_gather(x, out, [2]),
-        lambda: ALONE.reduce_scatter(x, out, [2], Op.SUM),
-        lambda: ALONE.all_to_all(x, [2], out, [2]),
+        lambda: SINGLE.all_gather(x, out, [2]),
+        lambda: SINGLE.reduce_scatter(x, out, [2], Op.SUM),
+        lambda: SINGLE.all_to_all(x, [2], out, [2]),
     ):
         out.array[:] = 0
         collective()
@@ -35,25 +35,25 @@ def test_every_collective_is_the_identity():
 
 def test_all_reduce_takes_numbers_from_their_source():
     out = memory(0, 0)
-    ALONE.all_reduce(out._replace(source=memory(5, 6).array), Op.SUM)
+    SINGLE.all_reduce(out._replace(source=memory(5, 6).array), Op.SUM)
     assert out.array.tolist() == [5, 6]
 
 
 def test_types_are_checked_as_on_many_ranks():
     with pytest.raises(ArgumentError, match="op=AVERAGE"):
-        ALONE.all_reduce(HostMemory(np.ones(1, np.int32), "int32"), Op.AVERAGE)
+        SINGLE.all_reduce(HostMemory(np.ones(1, np.int32), "int32"), Op.AVERAGE)
 
 
 def test_gathered_objects_are_copies():
     item = {"a": [1]}
-    (copied,) = ALONE.all_gather_object(item)
+    (copied,) = SINGLE.all_gather_object(item)
     assert copied == item
     assert copied["a"] is not item["a"]
 
 
 def test_started_work_is_done_at_once_and_keeps_its_error_for_wait():
-    assert ALONE.start("x", lambda: 7).wait() == 7
-    work = ALONE.start("x", lambda: 1 / 0)
+    assert SINGLE.start("x", lambda: 7).wait() == 7
+    work = SINGLE.start("x", lambda: 1 / 0)
     assert work.done()
     with pytest.raises(ZeroDivisionError):
         work.wait()

@@ -13,7 +13,7 @@ from ring_plugins.core.collectives.validation import (
 
 
 class Three(SingleCommunicator):
-    """One of three ranks; the others say what the test wants."""
+    """One of three ranks; the test gives the others' answers."""
 
     def __init__(self, *others):
         super().__init__("three")
@@ -24,7 +24,7 @@ class Three(SingleCommunicator):
 
 
 @pytest.mark.parametrize("rank", [-1, 3, True, 1.0, "0"])
-def test_what_is_no_rank_is_refused_by_name(rank):
+def test_an_invalid_rank_is_refused_by_name(rank):
     with pytest.raises(ArgumentError, match=rf"root={rank!r} is not a rank of three, which has 3"):
         check_rank(rank, Three())
 
