@@ -68,7 +68,8 @@ class Liveness:
 
     @property
     def root_cause(self) -> tuple[int, str]:
-        """The rank that failed first, and a sentence on how."""
+        """The rank that failed first, and a sentence on how; to be read after `state`."""
+        publish()
         text = self._segment.array[_CAUSE : _CAUSE + self._words[_CAUSE_LENGTH]]
         return self._words[_ROOT_CAUSE_RANK], bytes(text).decode(errors="replace")
 

@@ -2,8 +2,8 @@
 
 The problem: when a process ends, its kernel closes the connections, and peers learn it at once. When a host or the
 network to it is gone, nothing arrives any more, and TCP retransmits for 15 minutes (tcp_retries2) before it reports an
-error. A time-out on answers cannot be much shorter than that: a process that computes for an hour, or is
-stopped in a debugger, does not answer either.
+error. A time-out on answers cannot be much shorter than that: a process that computes for an hour, or is stopped in a
+debugger, does not answer either.
 
 The idea: a host's kernel acknowledges what reaches it, whatever its processes do. So we ask our own kernel, not the
 peer: how often has it retransmitted without an acknowledgment (TCP_INFO, tcp(7))? It knows that for every TCP
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ring_plugins.core.control.failure_detector import FailureDetector
 
 #: Seconds between checks, and at least this multiple of the time that a check takes.
-_EVERY, _RARELY = 1.0, 500
+_EVERY, _COST_FACTOR = 1.0, 500
 #: Retransmissions that count as silence; congested networks cause one or two.
 _ENOUGH = 3
 #: Seconds without traffic before the kernel probes the other host, and between its probes.
@@ -141,7 +141,7 @@ class TcpLiveness:
                     f"{remote}, port {remote_port}, has acknowledged nothing from {local}, port {local_port}, for "
                     f"{now - since:.0f} s",
                 )
-        self._next = now + max(_EVERY, _RARELY * (time.monotonic() - began))
+        self._next = now + max(_EVERY, _COST_FACTOR * (time.monotonic() - began))
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""

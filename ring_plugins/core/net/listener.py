@@ -32,10 +32,10 @@ from ring_plugins.core.net.auth import (
 )
 
 #: Seconds before the next attempt to connect, after a peer dropped one before it answered.
-_AGAIN = 0.05
-#: Linux's IP_BIND_ADDRESS_NO_PORT, which Python names from 3.12. Without it, binding a socket to
-#: an address reserves a port on the whole host, and the 28,000 ephemeral ports do not suffice for 64 ranks a host that
-#: connect to hundreds of others. With it, `connect` picks a port that need only be unused towards that peer.
+_RETRY_SECONDS = 0.05
+#: Linux's IP_BIND_ADDRESS_NO_PORT, which Python names from 3.12. Without it, binding a socket to an address reserves a
+#: port on the whole host, and the 28,000 ephemeral ports do not suffice for 64 ranks a host that connect to hundreds of
+#: others. With it, `connect` picks a port that need only be unused towards that peer.
 _IP_BIND_ADDRESS_NO_PORT = 24
 
 
@@ -256,7 +256,7 @@ class _Attempt:
             self._dropped_at = self._dropped_at or now
             if isinstance(error, Refused) or now - self._dropped_at > self._patience:
                 raise
-            self._pause_until = now + _AGAIN
+            self._pause_until = now + _RETRY_SECONDS
             return None
         except BaseException:
             self.close()

@@ -97,6 +97,7 @@ class SharedMemoryRendezvous:
                     "Set RING_START_TIMEOUT to wait longer."
                 )
             time.sleep(0.001)
+        publish()  # read the payloads only after their rounds
         return [json.loads(bytes(text[: words[1]])) for words, text in map(self._slot, range(self.size))]
 
     def has_arrived(self, rank: int) -> bool:
