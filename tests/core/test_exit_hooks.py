@@ -1,4 +1,4 @@
-"""What an exception that nobody catches tells the others."""
+"""What an uncaught exception reports to the other ranks."""
 
 import sys
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from ring_plugins.core.base.errors import PeerFailed
 
 
 class Job:
-    """A rank of two, which notes what it is told."""
+    """A rank of two, which records the calls."""
 
     def __init__(self, failure=None, aborted=True):
         self.topology = SimpleNamespace(rank=1, size=2)
@@ -46,7 +46,7 @@ def uncaught(monkeypatch):
     return uncaught
 
 
-def test_an_error_of_its_own_is_shown_and_told_and_ends_the_job(uncaught, capsys):
+def test_an_error_of_this_rank_is_shown_and_reported_and_ends_the_job(uncaught, capsys):
     job, error = Job(), ValueError("no data")
     assert uncaught(job, error) == [error]
     assert job.calls == [error, "abort"]

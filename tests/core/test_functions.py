@@ -27,12 +27,12 @@ def world(monkeypatch):
     monkeypatch.setattr(functions, "current", lambda: world)
 
 
-def test_the_place_in_the_job_is_the_topologys():
+def test_rank_and_counts_come_from_the_topology():
     names = ("rank", "size", "local_rank", "local_size", "node_rank", "num_nodes")
     assert [getattr(functions, name)() for name in names] == [5, 8, 1, 2, 2, 4]
 
 
-def test_the_result_is_new_and_of_the_kind_of_x():
+def test_the_result_is_new_and_of_the_type_of_x():
     for x in (np.ones((2, 3), np.float32), torch.ones(2, 3)):
         result = functions.all_reduce(x, Op.SUM)
         assert type(result) is type(x)
@@ -69,7 +69,7 @@ def test_without_waiting_there_is_a_work():
     assert functions.all_gather(np.ones((3, 2)), wait=False).wait().shape == (3, 2)
 
 
-def test_a_0_d_x_is_one_row_of_a_gather_and_refused_where_rows_are_cut():
+def test_a_0_d_x_is_one_row_of_a_gather_and_refused_where_rows_are_split():
     assert functions.all_gather(7.0).tolist() == [7.0]
     for collective in (functions.reduce_scatter, functions.all_to_all):
         with pytest.raises(ArgumentError, match=f"x is 0-d; {collective.__name__}"):
@@ -85,7 +85,7 @@ def test_bad_roots_and_splits_are_refused():
 
 
 class OnGpu:
-    """A tensor of a framework of the test's, on a GPU."""
+    """A tensor of a made-up framework, on a GPU."""
 
     device = "gpu:0"
 

@@ -13,7 +13,7 @@ from ring_plugins.core.rendezvous import Rendezvous
 
 @pytest.fixture
 def single(monkeypatch):
-    """A world of one, and what became of its rendezvous."""
+    """A world of one rank, and a list that grows when its rendezvous closes."""
     closed = []
     monkeypatch.setattr(world, "_world", None)
     rendezvous = Rendezvous(0, 1, lambda item: [item], None, close=lambda: closed.append(1))
@@ -58,6 +58,6 @@ def test_a_new_communicator_needs_distinct_ranks_of_the_job(single):
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, "2", True])
-def test_a_number_of_ranks_that_is_none_is_refused(number):
+def test_an_invalid_number_of_ranks_is_refused(number):
     with pytest.raises(ArgumentError, match="ranks="):
         world.init(ranks=number)

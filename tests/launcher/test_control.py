@@ -57,7 +57,7 @@ def test_every_rank_gets_the_call_and_reports(pool):
         rank.result(5)
 
 
-def test_silent_strangers_block_nobody(pool):
+def test_silent_clients_block_nobody(pool):
     with Driver() as driver, contextlib.ExitStack() as stack:
         for _ in range(100):
             stack.enter_context(socket.create_connection(("127.0.0.1", driver.port)))
@@ -86,18 +86,18 @@ def test_a_rank_that_takes_nothing_blocks_no_other(pool):
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 200, pickle.dumps((0, "host"))])
-def test_nothing_of_a_strangers_is_unpickled(pool, said, monkeypatch):
+def test_nothing_from_an_unauthenticated_client_is_unpickled(pool, said, monkeypatch):
     def loads(data):
         raise AssertionError(data)
 
-    with Driver() as driver, socket.create_connection(("127.0.0.1", driver.port)) as stranger:
-        stranger.sendall(said)
+    with Driver() as driver, socket.create_connection(("127.0.0.1", driver.port)) as intruder:
+        intruder.sendall(said)
         monkeypatch.setattr("ring_plugins.launcher.control.pickle.loads", loads)
         with pytest.raises(TimeoutExceeded):
             driver.outcomes(b"call", 1, no_trouble, 0.3)
 
 
-def test_a_wrong_key_is_told_to_the_rank_that_has_it(pool):
+def test_a_rank_with_a_wrong_key_learns_why(pool):
     with Driver() as driver:
         wrong = pool.submit(rank_of, driver, 0, b"x" * 32)
         right = pool.submit(lambda: (time.sleep(0.1), rank_of(driver, 0)))

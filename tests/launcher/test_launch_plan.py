@@ -1,4 +1,4 @@
-"""The plan that `ring run` makes of its options; nothing is started here."""
+"""The plan that `ring run` makes from its options; nothing is started here."""
 
 import sys
 
@@ -58,7 +58,7 @@ def test_inside_an_allocation_mpirun_finds_the_hosts_itself(monkeypatch):
 
 
 @pytest.mark.parametrize(("found", "message"), [(None, "no mpirun"), ("there", "mpi4py is not installed")])
-def test_one_host_does_without_mpi_and_several_say_what_is_missing(found, message, monkeypatch):
+def test_one_host_needs_no_mpi_and_several_name_what_is_missing(found, message, monkeypatch):
     monkeypatch.setattr(mpirun, "find", lambda _: found)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     planned = make_plan(Options(COMMAND, ranks=2, hosts="localhost:2"))

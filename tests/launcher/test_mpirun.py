@@ -1,4 +1,4 @@
-"""Recognizes each mpirun, and writes its command line; nothing is started here."""
+"""Recognizing each mpirun and building its command line; nothing is started here."""
 
 import shlex
 
@@ -123,7 +123,7 @@ def test_the_command_line_of_each_mpirun(program, plain, full):
         (INTEL_MPI, "core", "-genv I_MPI_PIN on -genv I_MPI_PIN_DOMAIN core"),
     ],
 )
-def test_each_mpirun_is_told_to_bind_in_its_own_words(program, bind, words):
+def test_each_mpirun_gets_its_own_options_for_binding(program, bind, words):
     line = mpirun.command_line(program, JobSpec(("/bin/true",), 2, bind=bind))
     assert words in shlex.join(line)
 

@@ -52,7 +52,7 @@ def test_of_several_failures_the_first_cause_is_raised():
         outcomes.results(later)
 
 
-def test_an_exception_that_cannot_travel_is_told_in_words():
+def test_an_exception_that_cannot_be_pickled_becomes_text():
     failure = Failure("a", "Stubborn: 1 and 2", "", outcomes.pack("", PeerFailed("x", 1))[:-5])
     with pytest.raises(ring.RankFailed, match="rank 0 on a failed: Stubborn: 1 and 2") as caught:
         outcomes.results([Outcome(0, failure=failure)])

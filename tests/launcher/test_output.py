@@ -17,7 +17,7 @@ def test_lines_are_tagged_with_their_rank_and_a_last_line_is_completed(capsys):
     assert sorted(printed.err.splitlines()) == ["[0] err 0", "[1] err 1"]
 
 
-def test_each_rank_gets_files_of_its_own_in_a_directory(tmp_path):
+def test_each_rank_gets_its_own_files_in_a_directory(tmp_path):
     with Relay(tag=False, directory=str(tmp_path / "logs")) as relay:
         out, _ = relay.files(3)
         os.write(out, b"hello\n")
@@ -25,6 +25,6 @@ def test_each_rank_gets_files_of_its_own_in_a_directory(tmp_path):
     assert (tmp_path / "logs" / "rank.3.err").read_text() == ""
 
 
-def test_without_a_wish_ranks_inherit_the_terminal():
+def test_by_default_ranks_inherit_the_terminal():
     with Relay(tag=False) as relay:
         assert relay.files(0) == (None, None)

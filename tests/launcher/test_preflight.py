@@ -58,5 +58,5 @@ def test_a_host_without_an_answer_differs_by_its_reason():
         (3, "", "exit status 3 without a message"),
     ],
 )
-def test_the_words_of_ssh_are_explained(status, stderr, part):
+def test_errors_of_ssh_are_explained(status, stderr, part):
     assert part in explain("b", "/venv/bin/python", status, stderr)

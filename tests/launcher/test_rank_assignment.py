@@ -11,7 +11,7 @@ def test_ranks_of_one_host_follow_each_other_whatever_the_schedulers_order():
     ]
 
 
-def test_an_assignment_overrules_the_launcher_under_which_the_scheduler_runs():
+def test_an_assignment_overrides_the_launcher_under_which_the_scheduler_runs():
     (alone,) = assign_ranks(["a"])
     variables = alone.environment("10.0.0.1", 4000)
     assert (variables["RING_LAUNCHER"], variables["RANK"], variables["WORLD_SIZE"]) == ("rendezvous", "0", "1")

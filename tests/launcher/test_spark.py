@@ -1,4 +1,4 @@
-"""`ring_plugins.spark.run` on two executors of their own: results, failures, and a driver that is killed."""
+"""`ring_plugins.spark.run` on two executors: results, failures, and a driver that is killed."""
 
 import importlib
 import importlib.util

@@ -123,7 +123,7 @@ class Listener:
 
     def close_tag(self, tag: int) -> None:
         """Close connections for a tag that were never asked for, and abandon those being made."""
-        for key in [key for key in self._accepted if key[1] == tag]:
+        for key in [key for key in list(self._accepted) if key[1] == tag]:  # the thread may add to it meanwhile
             self._accepted.pop(key).close()
         for key in [key for key in self._attempts if key[1] == tag]:
             self._attempts.pop(key).close()
