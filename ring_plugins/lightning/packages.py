@@ -119,7 +119,7 @@ def _set_accelerator(strategy: Any, accelerator: Any) -> None:
     strategy._accelerator = accelerator
 
 
-_accelerator = property(_get_accelerator, _set_accelerator, doc="The first thing that a Trainer hands to a strategy.")
+_accelerator = property(_get_accelerator, _set_accelerator, doc="The first thing that a Trainer sets on a strategy.")
 
 
 def _make_interchangeable(first: Any, second: Any) -> None:
@@ -152,7 +152,7 @@ def _move_to_package_of(accelerator: Any, strategy: Any) -> None:
     counterpart.__init__(strategy, **strategy.arguments)
 
 
-# What Lightning has no public interface for ------------------------------------------------------
+# Changes for which Lightning has no public interface ----------------------------------------------
 
 
 def _register(strategy: type, registry: Any) -> None:

@@ -54,8 +54,8 @@ class RingTrainerLogic(RingParallelLogic):
         error_feedback: Whether the rounding error of a step is added to the next.
         broadcast_buffers: Whether every rank uses the buffers (such as running statistics) of rank 0, as with
             ``DistributedDataParallel``; see `buffers`.
-        drift_check_every: Compare the weights of all ranks after every so many steps of an optimizer, which then raise
-            ``DriftError`` where they differ; 0 for never, the environment variable RING_DRIFT_CHECK by default.
+        drift_check_every: Steps of an optimizer between comparisons of the weights of all ranks, which raise
+            ``DriftError`` if they differ; 0 for never, the environment variable RING_DRIFT_CHECK by default.
         timeout: For calls through torch.distributed; by default torch's.
         start_method: How a script that was started alone starts the other ranks: "popen" runs the script again, "fork",
             "forkserver" and "spawn" run only the Trainer's function. By default "fork" in a notebook, else "popen".

@@ -3,7 +3,7 @@
 Replicas that start equal and step on the same averages stay equal to the last bit, unless a rank takes an extra step,
 draws other random numbers in an update, or has a memory error. Nothing else notices; the loss just gets slowly worse.
 
-Every so many steps each rank computes a checksum of each of its weights and hashes the checksums into one number. One
+At each check every rank computes a checksum of each of its weights and hashes the checksums into one number. One
 all-reduce of two integers tells whether those numbers are equal. Only if they differ do the ranks exchange all
 checksums, to name the first weight that differs.
 """
@@ -72,7 +72,7 @@ def drift_check(every: int | None, checksums: Checksums) -> DriftCheck | None:
 
 
 class DriftCheck:
-    """Compares the weights of all ranks every so many steps; made by `drift_check`."""
+    """Compares the weights of all ranks every `every` steps; made by `drift_check`."""
 
     def __init__(self, every: int, checksums: Checksums, communicator: Communicator) -> None:
         self._every, self._checksums, self._communicator = every, checksums, communicator

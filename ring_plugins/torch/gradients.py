@@ -48,7 +48,7 @@ class GradientAverager:
         bucket_bytes: size at which a bucket is closed.
         first_bucket_bytes: the same for the first one, small so that communication starts early.
         sparse: "gather" keeps sparse gradients sparse, "densify" makes them dense.
-        passes_per_step: only every so many-th backward communicates, the others accumulate.
+        passes_per_step: number of backwards of which only the last communicates; the others accumulate.
         autotune: whether to try other bucket sizes in the first steps and keep the fastest; as RING_AUTOTUNE says by
             default. Rank 0's choice counts.
         compression: "fp16" or "bf16" sends float32 and float64 gradients in 16 bits: between hosts on the CPU (exact

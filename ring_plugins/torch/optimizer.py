@@ -33,7 +33,7 @@ class DistributedOptimizer(Optimizer):
         sparse: "gather" keeps sparse gradients sparse, "densify" makes them dense.
         autotune: whether to try other bucket sizes in the first steps and keep the fastest; as RING_AUTOTUNE says by
             default.
-        drift_check_every: compare the weights of all ranks after every so many steps and raise `DriftError` if they
+        drift_check_every: steps between comparisons of the weights of all ranks, which raise `DriftError` if they
             differ; 0 for never, as RING_DRIFT_CHECK says by default.
         compression: "fp16" or "bf16" sends gradients in 16 bits; see `GradientAverager`.
         error_feedback: whether the rounding error of a step is added to the next.

@@ -6,7 +6,7 @@ torchmetrics are built on these calls, so they all work on any group that has th
 2.13 calls `all_gather_single`, `reduce_scatter_single`, `all_to_all_single` and their `_coalesced` forms; 2.4 to 2.12
 call the names at the end of the class, and the C++ of 2.13 still falls back to those.
 
-A collective runs in one of three ways. If torch would only wait for it (`opts.asyncOp` is there and False), it runs in
+A collective runs in one of three ways. If torch would only wait for it (`opts.asyncOp` exists and is False), it runs in
 the calling thread. Otherwise it runs on the communicator's thread, after everything started there before. On a GPU
 it is queued on the communicator's stream.
 """

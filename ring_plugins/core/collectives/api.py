@@ -38,7 +38,7 @@ class Communicator(Protocol[M_contra]):
 
     A call blocks the calling thread until its result is there, and runs after everything given to `start` before it. On
     a GPU it blocks the calling thread's stream instead: work queued there later runs after it. After an error that
-    leaves the members out of step, every further call raises that error again; build a new communicator to go on.
+    leaves the members out of step, every further call raises that error again; build a new communicator to continue.
 
     Attributes:
         name: for error texts and reports.
@@ -99,7 +99,7 @@ class Communicator(Protocol[M_contra]):
         """Give back memory from `allocate`; views of it stay valid."""
 
     def activity(self) -> Activity | None:
-        """Return this rank's current or last operation; any thread may call this."""
+        """Return this rank's current or last operation; any thread may call it."""
 
     def close(self) -> None:
         """End the communication thread and release the memory; further calls raise."""
@@ -131,7 +131,7 @@ class Work(Protocol[T_co]):
 
 @dataclass
 class Statistics:
-    """What a communicator has done so far.
+    """Counters of a communicator's work so far.
 
     Attributes:
         operations: number of collectives finished.
@@ -192,7 +192,7 @@ class FailureState:
         self.fail(
             RingError(
                 f"{self._name} was interrupted in {operation} by {type(cause).__name__} and is out of step with the "
-                "other ranks; call ring_plugins.shutdown() and init() on all ranks to go on."
+                "other ranks; call ring_plugins.shutdown() and init() on all ranks to continue."
             )
         )
 

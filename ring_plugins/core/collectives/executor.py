@@ -74,7 +74,7 @@ class SerialExecutor:
         """Run `operation(*args, fingerprint)` after everything that was started before, and return its result.
 
         Raises:
-            ArgumentError: the operation rejected its arguments; the executor goes on.
+            ArgumentError: the operation rejected its arguments; the next call may succeed.
             Exception: any other error, which every further call raises too.
         """
         thread = self._thread
@@ -142,7 +142,7 @@ class SerialExecutor:
                 recorder.record("wait", work.description, int(began * 1e9), int(ended * 1e9))
 
     def activity(self) -> Activity | None:
-        """Return the current or last operation; any thread may call this."""
+        """Return the current or last operation; any thread may call it."""
         fingerprint, began, ended = self._fingerprint, self._began, self._ended
         if fingerprint is None:
             return None

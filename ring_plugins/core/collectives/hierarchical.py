@@ -7,7 +7,7 @@ once as there are rails, which is the number of ranks on the smallest host.
 
 **Pipeline.** The three stages run at the same time, on different chunks. In each step the ranks of a host
 
-1. reduce-scatter a new chunk inside the host: each rail's rank combines its slice of everybody's numbers,
+1. reduce-scatter a new chunk inside the host: each rail's rank combines its slice of all ranks' numbers,
 2. pass that slice to the rail's pipeline (`algorithms`), which advances all its chunks by a round,
 3. all-gather a chunk whose rounds are over: everyone copies the results of all rails.
 

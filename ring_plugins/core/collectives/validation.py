@@ -47,13 +47,13 @@ def rows_of(shape: Sequence[int], collective: str) -> int:
 
 
 def scatter_rows(rows: int, size: int) -> list[int]:
-    """How many rows of a reduce-scatter each rank gets: equal parts, the first ones longer by one if need be."""
+    """The number of rows of a reduce-scatter for each rank: equal parts, the first ones longer by one if needed."""
     quotient, rest = divmod(rows, size)
     return [quotient + (i < rest) for i in range(size)]
 
 
 def check_splits(splits: Sequence[int] | None, rows: int, size: int) -> list[int]:
-    """How many rows of an all-to-all go to each rank.
+    """The number of rows of an all-to-all for each rank.
 
     Args:
         splits: as the caller gave them, None for equal parts.
@@ -89,7 +89,7 @@ def exchange_rows(
         The `rows` of all ranks in rank order.
 
     Raises:
-        MismatchError: trailing dimensions or dtypes differ; all ranks raise it, and may go on.
+        MismatchError: trailing dimensions or dtypes differ; all ranks raise it, and may continue.
     """
     gathered = communicator.all_gather_object((tuple(rows), tuple(trailing), dtype))
     if len({item[1:] for item in gathered}) > 1:

@@ -107,7 +107,7 @@ class Bucket:
 
 
 class FusionPlan:
-    """Which tensor goes where: pure arithmetic, the same on all ranks for the same entries.
+    """Assigns tensors to buckets: pure arithmetic, the same on all ranks for the same entries.
 
     Args:
         entries: tensors in the order of the model. The last ones get their gradients first, so buckets are filled from

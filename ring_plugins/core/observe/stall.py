@@ -49,7 +49,7 @@ _DEADLOCK = 2.0
 _DEADLOCK_IN_ONE = 10.0
 #: Seconds that rank 0 waits for an answer of a missing rank; ranks of its host get twice as long to look at it.
 _ANSWER = 2.0
-#: At most so many missing ranks are asked for a snapshot, and so many ranks of its host look at each of them.
+#: Limits: missing ranks that are asked for a snapshot, and ranks of its host that look at each of them.
 _ASKED, _LOOKING = 8, 2
 #: Seconds of the longest pause between two reports.
 _LONGEST_PAUSE = 600.0
@@ -222,7 +222,7 @@ class StallAggregator:
         ]
         if not stalled:
             if self._has_reported:
-                self._warn("the stall is over; the job goes on.")
+                self._warn("the stall is over; the job continues.")
             self._pause, self._next_report, self._has_reported, self._inquiry = self._warning, 0.0, False, None
             return
         if self._inquiry is not None:

@@ -173,7 +173,7 @@ class TimelineAggregator:
         self._switch(True)
 
     def stop(self) -> None:
-        """Ask all ranks for their last spans; `is_complete` tells when they are there."""
+        """Ask all ranks for their last spans; `is_complete` says when all have arrived."""
         if self._file is not None:
             self._recording = {0, *self._channel.connected}
             self._switch(False)
