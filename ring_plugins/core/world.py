@@ -91,6 +91,8 @@ class World:
             )
         self.topology = find_topology(rank, self._nodes, [member.host for member in members])
         self._local_peers = self._watch_local_peers(own, members) if own is not None else None
+        if any(member.liveness for member in members):
+            rendezvous.gather(None)  # no rank leaves before all have mapped its segment
         #: Communicators still in use, by creation order, which is the same on all ranks.
         self._communicators: weakref.WeakValueDictionary[int, Communicator[Any]] = weakref.WeakValueDictionary()
         self._made = itertools.count()
@@ -125,7 +127,6 @@ class World:
             if other != rank and member.domain == domain and member.liveness
             for pid, fd, nbytes in [member.liveness]
         ]
-        self._rendezvous.gather(None)  # no rank leaves before all have mapped its segment
         return LocalPeers(own, others, host if any(member.domain != domain for member in members) else "")
 
     def _make_monitor(self, server: ControlServer | None, members: Sequence[_Member]) -> MonitorThread:
