@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.linux.process import adopt_orphans, children, descendants, end_with_parent
 
 #: Seconds that the other processes get to end with their own errors, once the job is over.
@@ -75,7 +76,11 @@ class Supervisor:
         stdout: int | None = None,
         stderr: int | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start a process, which gets `end_signal` if this process ends before it."""
+        """Start a process, which gets `end_signal` if this process ends before it.
+
+        Raises:
+            LaunchError: the program cannot be run.
+        """
         parent = os.getpid()
 
         def before_exec() -> None:
@@ -83,15 +88,20 @@ class Supervisor:
             if os.getppid() != parent:
                 os._exit(1)
 
-        process = subprocess.Popen(
-            command,
-            env=dict(environment),
-            pass_fds=tuple(pass_fds),
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            preexec_fn=before_exec,  # noqa: PLW1509 - this is the main thread, before any other is started
-        )
+        try:
+            process = subprocess.Popen(
+                command,
+                env=dict(environment),
+                pass_fds=tuple(pass_fds),
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                preexec_fn=before_exec,  # noqa: PLW1509 - this is the main thread, before any other is started
+            )
+        except OSError as error:
+            raise LaunchError(
+                f"{command[0]} cannot be run: {error.strerror}; does a script lack its #! line?"
+            ) from error
         self.processes.append(process)
         return process
 
