@@ -1,8 +1,8 @@
 """Connections between a driver and its ranks on other hosts: the driver sends a call and gathers the outcomes.
 
 Each rank connects to the driver, and the end of a connection shows that the other side is gone. The key travels with
-the ranks, in the environment or through the cluster's own channels. A call and its outcome are pickles, which are as
-good as code: nothing is unpickled before both sides have proved that they know the key (core/net/auth.py).
+the ranks, in the environment or through the cluster's own channels. A call and its outcome are pickles, which can
+run any code: nothing is unpickled before both sides have proved that they know the key (core/net/auth.py).
 
     rank -> driver   its host's name
     driver -> rank   the call, as `outcomes.pack_call` made it

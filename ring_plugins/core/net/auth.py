@@ -20,13 +20,13 @@ The handshake. Three messages of fixed size, 1.5 round trips:
     header  magic, version, purpose (data, control, bootstrap, launcher), kind of message
     proof   HMAC-SHA256(secret, role | all bytes of the handshake before the proof)
 
-Both nonces, the role, the purpose and the claim (rank, target, tag) are under both proofs. So a proof cannot be
-replayed, cannot be reflected to its author, and is worth nothing at a port of another purpose, for another rank or for
-another tag. The client proves first: a process that merely connects receives nothing computed from the secret, so it
-cannot guess a weak RING_SECRET offline. Before both proofs nothing is parsed but integers at fixed offsets.
-JSON comes after them, and so do the launcher's pickles, which are as good as code.
+Both nonces, the role, the purpose and the claim (rank, target, tag) are covered by both proofs. So a proof cannot be
+replayed or reflected to its author, and is invalid at a port of another purpose, for another rank or for another tag.
+The client proves first: a process that merely connects receives nothing computed from the secret, so it cannot guess a
+weak RING_SECRET offline. Before both proofs nothing is parsed but integers at fixed offsets. JSON comes after them, and
+so do the launcher's pickles, which can run any code.
 
-Unauthenticated connections are bounded in number and in seconds (`Acceptor`). An error on a connection closes only that
+Unauthenticated connections are bounded in number and time (`Acceptor`). An error on a connection closes only that
 connection. On unix sockets the kernel also reports the user (SO_PEERCRED), and other users are rejected.
 
 The handshake is a state machine without input and output, since two of its users block (launcher, bootstrap) and two
