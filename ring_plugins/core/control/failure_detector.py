@@ -20,9 +20,9 @@ The first failure that reaches a rank counts, and rank 0 passes on only the firs
 two fail at the same moment.
 
 Considered and rejected: heartbeats, and detectors that learn their intervals (phi accrual), declare a rank dead that
-holds the GIL in a long computation. A time-out on every operation, as torch has for NCCL and gloo, cannot tell a slow rank
-from a dead one; it is only the last resort here (RING_TIMEOUT). Agreement on the set of failed ranks (MPI's ULFM) is
-needed to go on without them; to end, or to restart all ranks, the first failure is enough.
+holds the GIL in a long computation. A time-out on every operation, as torch has for NCCL and gloo, cannot tell a slow
+rank from a dead one; it is only the last resort here (RING_TIMEOUT). Agreement on the set of failed ranks (MPI's ULFM)
+is needed to go on without them; to end, or to restart all ranks, the first failure is enough.
 """
 
 from __future__ import annotations

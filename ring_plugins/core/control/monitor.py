@@ -1,9 +1,9 @@
 """A thread of every rank that watches the job while the script computes.
 
 A script that waits in a collective learns of a failure there. A script that computes, loads data or waits in another
-library does not, and would go on for hours in a job that is over, or hang. So this thread moves the control channel, runs the
-services (stall reports, timelines, failure detection that polls), and when a peer has failed gives the script some
-seconds to notice in its next collective. Then it ends the process.
+library does not, and would go on for hours in a job that is over, or hang. So this thread moves the control channel,
+runs the services (stall reports, timelines, failure detection that polls), and when a peer has failed gives the script
+some seconds to notice in its next collective. Then it ends the process.
 
 It also ends the process when the launcher is gone: an mpirun killed by SIGKILL does not end its ranks.
 
