@@ -1,10 +1,10 @@
 """All-reduce of float32 on two ranks: ring_plugins beside torch's gloo, MPI and a plain copy of the same bytes.
 
-    mpirun -n 2 python benchmarks/all_reduce.py            # everything, two to three minutes
+    mpirun -n 2 python benchmarks/all_reduce.py            # all sizes, two to three minutes
     mpirun -n 2 python benchmarks/all_reduce.py --largest 1048576
 
-"ring" reduces memory from numpy, "ring bucket" memory from the communicator, where small gradients live. `ring bench`
-measures the same for any job; this adds the sizes and ratios of docs/performance.md, and saves them.
+"ring" reduces memory from numpy, "ring bucket" memory that the communicator allocated, as for buckets. `ring bench`
+measures the same in any job; this script adds the sizes and ratios of docs/performance.md, and saves them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ring_plugins.benchmarking import Times, all_reduce_curve, host_backends
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--largest", type=int, default=256 << 20, help="bytes of the largest message")
-    parser.add_argument("--seconds", type=float, default=3.0, help="to spend on each size, about")
+    parser.add_argument("--seconds", type=float, default=3.0, help="approximate time to spend on each size")
     options = parser.parse_args()
 
     ring.init(ranks=2)

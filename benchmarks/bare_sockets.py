@@ -1,7 +1,7 @@
-"""The bytes of an all-reduce between hosts, moved by bare sockets: the limit of this machine's network stack.
+"""Move the bytes of an all-reduce between hosts over bare sockets: the limit of this machine's network stack.
 
-Nothing is added up and nothing waits for other data, so no all-reduce over sockets can be faster. Every rank has a
-connection with the rank of the same local rank on every other host, as in ring_plugins, and sends the minimum of bytes.
+Nothing is summed and nothing waits for other data, so no all-reduce over sockets can be faster. As in ring_plugins,
+every rank has a connection to the same local rank on every other host. It sends the minimum number of bytes.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import numpy as np
 import ring_plugins as ring
 from ring_plugins.core.net.network_choice import choose, own_interfaces
 
-#: Wake up only for this many bytes, if as many are still to come, as ring_plugins does.
+#: Wake up only when this many bytes have arrived, as ring_plugins does.
 _ENOUGH = 512 * 1024
 
 
 def bare_sockets() -> Callable[[int], Callable[[], object]]:
-    """A backend, connected; collective."""
+    """Connect the ranks, and return a backend. Collective."""
     sockets = _connect()
     for one in sockets:
         one.setblocking(False)
         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def make(nbytes: int) -> Callable[[], object]:
-        # With n hosts, each sends 2(n-1)/n of the data: each of its ranks an equal part, divided among n-1 hosts.
+        # Each of n hosts sends 2(n-1)/n of the data, in equal parts by each of its ranks to each of n-1 hosts.
         each = max(1, 2 * nbytes // (ring.num_nodes() * ring.local_size()))
         outgoing, incoming = np.ones(each, np.uint8), [np.empty(each, np.uint8) for _ in sockets]
         return lambda: _swap(sockets, memoryview(outgoing), [memoryview(one) for one in incoming])

@@ -8,8 +8,8 @@ Test hosts are network namespaces with shaped links (tests/hosts), two ranks eac
 all ranks' arithmetic and for the kernel's packets, so from about 10 Gbit/s on the cores are the bottleneck.
 
 The limit is the time of 2(n-1)/n of the bytes at the rate of one host's link. TCP and Ethernet headers take 4.4 % of
-that rate. "bare sockets" (bare_sockets.py) moves the same bytes and does nothing else: it shows what the cores leave of
-the limit.
+that rate. "bare sockets" (bare_sockets.py) only moves the same bytes: it shows which share of the limit the cores can
+reach.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def over_mpi() -> Backend:
 
 
 def worker(options: argparse.Namespace) -> None:
-    """Measure on this rank. mpirun has started it, so that MPI can be compared; ring_plugins uses sockets."""
-    with contextlib.suppress(OSError):  # this session before whatever else the machine does
+    """Measure on this rank, which mpirun has started so that MPI can be measured too; ring_plugins uses sockets."""
+    with contextlib.suppress(OSError):  # priority over other sessions of this machine
         Path("/proc/self/autogroup").write_text("-20")
     rank, size = os.environ["OMPI_COMM_WORLD_RANK"], os.environ["OMPI_COMM_WORLD_SIZE"]
     address = mpi.load().COMM_WORLD.bcast(options.address or socket.gethostname())
@@ -113,7 +113,7 @@ def measure(number: int, rate: str | None, arguments: list[str]) -> dict[str, ob
         own = ["--here", "--out", str(out), "--address", "host1", *arguments]
         environment = {
             "GLOO_SOCKET_IFNAME": "eth0",
-            # MPI's ranks spin while they wait; let them yield, since ranks outnumber cores.
+            # MPI's ranks poll while they wait; let them yield, since there are more ranks than cores.
             "OMPI_MCA_mpi_yield_when_idle": "1",
             "PYTHONPATH": f"{Path(__file__).parent}:{cluster.environment_variables()['PYTHONPATH']}",
         }
@@ -148,13 +148,13 @@ def report(record: dict[str, object]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=int, action="append", help="how many test hosts; may be repeated")
-    parser.add_argument("--rate", action="append", help="of each link: 1gbit, 10gbit, none; may be repeated")
+    parser.add_argument("--hosts", type=int, action="append", help="number of test hosts; may be repeated")
+    parser.add_argument("--rate", action="append", help="rate of each link: 1gbit, 10gbit, none; may be repeated")
     parser.add_argument("--largest", type=int, help="bytes of the largest message, at most 100 MiB")
-    parser.add_argument("--seconds", type=float, default=2.0, help="to spend on each size, about")
-    parser.add_argument("--without-gloo", action="store_true", help="leave gloo out, and the import of torch")
+    parser.add_argument("--seconds", type=float, default=2.0, help="approximate time to spend on each size")
+    parser.add_argument("--without-gloo", action="store_true", help="measure without gloo, and without importing torch")
     parser.add_argument("--here", action="store_true", help="measure among the ranks that mpirun started")
-    parser.add_argument("--address", help="of rank 0's host, with --here")
+    parser.add_argument("--address", help="address of rank 0's host, with --here")
     parser.add_argument("--out", help="file for the result, with --here")
     options = parser.parse_args()
     if options.here:

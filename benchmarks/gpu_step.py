@@ -1,16 +1,16 @@
 """Training steps on GPUs: ring_plugins beside no communication and torch's DDP over NCCL.
 
-    python benchmarks/gpu_step.py                          # one card: what our hooks, copies and NCCL's calls cost
-    mpirun -n 8 python benchmarks/gpu_step.py              # a card each
+    python benchmarks/gpu_step.py                          # one GPU: the cost of our hooks, copies and NCCL calls
+    mpirun -n 8 python benchmarks/gpu_step.py              # one GPU per rank
     python benchmarks/gpu_step.py --models gpt2 --batch 8 --seconds 5 --trace step.json
 
 ResNet-50 and a transformer of GPT-2 small's size, in bfloat16 by autocast, with SGD. Every repetition runs all variants
-one after the other; a step takes as long as the slowest rank, GPU included. DDP runs as it is by default, and with
-gradients that are views of its buckets, as ours are. "on the host" is the time until Python has enqueued a step,
-without waiting for the GPU; what our hooks add to it is their cost. --trace writes a few steps of ours for
-chrome://tracing or ui.perfetto.dev, where NCCL's kernels lie beside those of backward.
+one after the other; the time of a step is that of the slowest rank, including its GPU. DDP runs with its defaults, and
+with gradients that are views of its buckets, as ours are. "on the host" is the time until Python has enqueued a step,
+without waiting for the GPU; the difference to no communication is the cost of our hooks. --trace writes a few of our
+steps for chrome://tracing or ui.perfetto.dev, which show NCCL's kernels beside those of backward.
 
-Prints "not measured here" if there is no card.
+Prints "not measured here" if there is no GPU.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ResNet50(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a network of two layers, each behind a norm and around a shortcut."""
+    """A pre-norm transformer block: attention and a two-layer perceptron, each with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """124 million parameters: 12 layers of width 768, a vocabulary of 50,257, the embedding used for the output too."""
+    """124 million parameters: 12 layers of width 768, a vocabulary of 50,257, and tied embeddings."""
 
     def __init__(self, width: int = 768, layers: int = 12, heads: int = 12, tokens: int = 50257, length: int = 1024):
         super().__init__()
@@ -173,7 +173,7 @@ def variants(name: str, rows: int, device: torch.device) -> dict[str, Callable[[
 
 
 class Loss:
-    """The loss through DDP's wrapper, whose forward must be the one that is called."""
+    """The loss computed through DDP's wrapper, because its `forward` must be called."""
 
     def __init__(self, wrapped: nn.Module, name: str) -> None:
         self.wrapped, self.flat = wrapped, name == "gpt2"
@@ -184,7 +184,7 @@ class Loss:
 
 
 def measure(made: dict[str, Callable[[], None]], seconds: float) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each step by variant, of the slowest rank: until Python has enqueued it, and until the GPU is done."""
+    """Seconds of each step on the slowest rank, by variant: until Python has enqueued it, and until the GPU is done."""
     for run in made.values():
         for _ in range(3):
             run()
@@ -216,7 +216,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--batch", type=int, help="rows per rank; 64 for resnet50 and 8 for gpt2 by default")
-    parser.add_argument("--seconds", type=float, default=20.0, help="for each model")
+    parser.add_argument("--seconds", type=float, default=20.0, help="time to spend on each model")
     parser.add_argument("--trace", metavar="FILE", help="write some steps of ours on rank 0, for chrome://tracing")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

@@ -40,7 +40,7 @@ def network() -> nn.Module:
 
 
 def train(options: dict[str, object]) -> list[float]:
-    """The average loss of each step's batch over all ranks."""
+    """Train, and return the loss of each step, averaged over all ranks."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
@@ -60,7 +60,7 @@ def train(options: dict[str, object]) -> list[float]:
 
 
 def count_bytes() -> list[int]:
-    """A list with one number, the bytes that this rank has sent to other hosts so far."""
+    """Return a list with one number, the bytes that this rank has sent to other hosts so far."""
     sent, transport = [0], current()._rendezvous.transport
     assert transport is not None
     exchange = transport.exchange
@@ -104,7 +104,7 @@ def main() -> None:
     if ring.rank() == 0:
         for name, values in losses.items():
             last = sum(values[-20:]) / 20
-            print(f"{name}: loss {last:.4f}, {nbytes[name] / STEPS / 1e6:.3f} MB a step to the other host")
+            print(f"{name}: loss {last:.4f}, {nbytes[name] / STEPS / 1e6:.3f} MB per step to the other host")
         save("half_wire", {"losses": losses, "bytes": nbytes, "steps": STEPS})
         picture(losses)
         print(machine())

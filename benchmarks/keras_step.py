@@ -1,16 +1,16 @@
-"""A training step of Keras on two ranks, beside the same step without communication.
+"""Training steps of Keras on two ranks, beside the same steps without communication.
 
     mpirun -n 2 python benchmarks/keras_step.py                          # TensorFlow; two to three minutes
     KERAS_BACKEND=torch mpirun -n 2 python benchmarks/keras_step.py      # or jax
-    mpirun -n 2 python benchmarks/keras_step.py --network 0.5            # with a network of 0.5 GB/s pretended
+    mpirun -n 2 python benchmarks/keras_step.py --network 0.5            # with a simulated network of 0.5 GB/s
     python benchmarks/keras_steps.py                                     # all of these
 
-"none" trains the ranks independently. "ours" is what `BroadcastCallback` installs. TensorFlow has two more. "copied" is
-ours with each all-reduce replaced by a copy of the large gradients to the place of their averages: the minimum cost of
-averages outside of TensorFlow's memory. "fused" has the structure of a published Horovod script without its
-negotiation: when all gradients are ready, one host call copies them into one buffer, MPI reduces it, and they are
-copied out. "one bucket" is ours without overlap, for the pretended network, in which a bucket's reduction takes as long
-as its bytes would need while the processor is free.
+"none" trains the ranks independently. "ours" averages like `BroadcastCallback`. TensorFlow has two more variants.
+"copied" is ours with each all-reduce replaced by a copy of the large gradients to the memory of their averages: the
+minimum cost of averages outside TensorFlow's memory. "fused" has the structure of a published Horovod script without
+its negotiation: when all gradients are ready, one host call copies them into one buffer, MPI reduces it, and they are
+copied out. "one bucket" is ours without overlap, for the simulated network, in which the reduction of a bucket sleeps
+for the time that its bytes would need.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MODELS = ("convolutions", "mlp")
 
 
 def convolutions() -> tuple[Any, np.ndarray]:
-    """59 variables, 27 MB; as in most such networks, the last layers' gradients are large and ready first."""
+    """59 variables, 27 MB; as in most such networks, the last layers' gradients are the largest and ready first."""
     stack = [keras.Input((8, 8, 64))]
     stack += [layers.Conv2D(64, 3, padding="same", activation="relu") for _ in range(9)]
     stack += [layers.Conv2D(128, 3, strides=2, padding="same", activation="relu")]
@@ -65,7 +65,7 @@ def mlp() -> tuple[Any, np.ndarray]:
 
 
 def step_of(kind: str, name: str, bandwidth: float) -> Callable[[], None]:
-    """A compiled model whose every call is one training step."""
+    """Build and compile a model, and return a function that runs one training step."""
     keras.utils.set_random_seed(0)
     model, x = (convolutions if name == "convolutions" else mlp)()
     model.compile(
@@ -89,7 +89,7 @@ def step_of(kind: str, name: str, bandwidth: float) -> Callable[[], None]:
         if kind == "copied":
             averaging.exchange.communicator.all_reduce = copy
         if bandwidth:
-            pretend_network(averaging.exchange.communicator, bandwidth)
+            simulate_network(averaging.exchange.communicator, bandwidth)
     broadcast_variables(model)
     if BACKEND == "torch":
         import torch
@@ -100,25 +100,25 @@ def step_of(kind: str, name: str, bandwidth: float) -> Callable[[], None]:
     return lambda: model.train_on_batch(x, y)
 
 
-def pretend_network(communicator: Any, bandwidth: float) -> None:
-    """Make each reduction take as long as a network would."""
+def simulate_network(communicator: Any, bandwidth: float) -> None:
+    """Delay each reduction by the time that a network would take."""
     reduce = communicator.all_reduce
 
-    def delayed(memory: Any, op: Any, wire: Any = None) -> None:
+    def delayed(memory: Any, op: Any, codec: Any = None) -> None:
         time.sleep(memory.array.nbytes / bandwidth)
-        reduce(memory, op, wire)
+        reduce(memory, op, codec)
 
     communicator.all_reduce = delayed
 
 
-def copy(memory: Any, op: Any, wire: Any = None) -> None:
-    """Stand in for an all-reduce: only move the numbers from the framework's memory to the averages'."""
+def copy(memory: Any, op: Any, codec: Any = None) -> None:
+    """Replace an all-reduce: only copy gradients from the framework's memory to the memory of their averages."""
     if memory.source is not None:
         np.copyto(memory.array, memory.source)
 
 
 def fuse(optimizer: Any) -> None:
-    """Replace `apply` with one that reduces all gradients in one call, as TensorFlow's users did by hand."""
+    """Replace `apply` with one that reduces all gradients in one call."""
     import tensorflow as tf
     from mpi4py import MPI
 
@@ -141,8 +141,8 @@ def fuse(optimizer: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--seconds", type=float, default=60.0, help="to spend on each model, about")
-    parser.add_argument("--network", type=float, default=0.0, help="GB/s of a pretended network, on TensorFlow")
+    parser.add_argument("--seconds", type=float, default=60.0, help="approximate time to spend on each model")
+    parser.add_argument("--network", type=float, default=0.0, help="GB/s of a simulated network, on TensorFlow")
     options = parser.parse_args()
     if options.network and BACKEND != "tensorflow":
         parser.error("--network is for TensorFlow")

@@ -1,7 +1,7 @@
-"""`keras_step.py` on every backend, one after the other, and TensorFlow with a pretended network.
+"""Run `keras_step.py` on every backend, and on TensorFlow with a simulated network too.
 
 python benchmarks/keras_steps.py               # about ten minutes; nothing else should run meanwhile
-python benchmarks/keras_steps.py --seconds 15  # about four
+python benchmarks/keras_steps.py --seconds 15  # about four minutes
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RUNS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="to spend on each model, about")
+    parser.add_argument("--seconds", type=float, default=60.0, help="approximate time to spend on each model")
     options = parser.parse_args()
     for backend, arguments in RUNS:
         subprocess.run(

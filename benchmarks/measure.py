@@ -1,4 +1,4 @@
-"""Where a benchmark ran, and where it saves its results."""
+"""Describe the machine of a benchmark, and save its results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> str:
-    """One line about the machine and the ranks, also to show that ranks of one host were not taken for two hosts."""
+    """One line about the machine and its ranks. It also shows whether ranks of one host were recognized as such."""
     model = next(
         (
             line.split(":", 1)[1].strip()

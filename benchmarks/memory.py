@@ -1,9 +1,9 @@
-"""Peak memory of training on two ranks, with and without averaging.
+"""Peak memory of training with two ranks, with and without averaging.
 
     python benchmarks/memory.py            # half a minute
 
-Each variant runs in fresh processes; the figure is the peak resident memory of the larger rank, in which shared memory
-counts in full. Growth is given in multiples of the gradients' bytes.
+Each variant runs in new processes. The figure is the peak resident memory of the larger rank, which includes all shared
+memory. Growth is given in multiples of the gradients' bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VARIANTS = ("no communication", "ring_plugins", "DDP (gloo)", "DDP (gloo), views
 
 
 def rank(variant: str) -> None:
-    """Run a few steps of a model with 320 MB of parameters on one rank of one variant."""
+    """Run a few steps of one variant on this rank, with a model of 320 MB of parameters."""
     import torch
     from torch import nn
 

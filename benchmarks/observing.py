@@ -1,13 +1,13 @@
-"""The cost of observability while nobody uses it.
+"""The cost of observability while it is not used.
 
     python benchmarks/observing.py            # half a minute
 
 Two ranks take steps of about 10 ms with five buckets. Three figures, as shares of such a step:
 
-* the monitor thread, which drives the control channel: its processor time, as the kernel counts it;
-* the statements that observability adds to the script's and the communication thread, timed alone and multiplied by how
-  often a step runs them;
-* recording a timeline: medians of steps with and without, taking turns.
+* the processor time of the monitor thread, which drives the control channel;
+* the statements that observability adds to the script's and the communication thread: their time in a loop, multiplied
+  by their number per step;
+* recording a timeline: medians of steps with and without, in turn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEP = 0.01
 
 
 def added_statements(operations: int) -> float:
-    """Seconds a step: per operation what `SerialExecutor.run` does for reports, per step `end_step`."""
+    """Seconds per step of the statements in `SerialExecutor.run` that reports need, and of `end_step`."""
     from ring_plugins.core.control.wait import Wait
     from ring_plugins.core.trace.recorder import recorder
     from ring_plugins.core.trace.steps import StepClock

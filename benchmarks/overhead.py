@@ -1,9 +1,9 @@
-"""Processor time that a training step spends in ring_plugins' Python, by number of parameters and of ranks.
+"""Processor time per training step in ring_plugins' Python, by number of parameters and ranks.
 
     python benchmarks/overhead.py            # about two minutes
 
-The parameters are tiny, so there is next to nothing to send. The figure is the processor time per step of all threads
-of one rank, with averaging minus without, so it is also valid if ranks share cores.
+The parameters are tiny, so there is almost nothing to send. The figure is the processor time per step of all threads of
+one rank, with averaging minus without, so it is valid even if ranks share cores.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main() -> None:
         command = [sys.executable, __file__, "--rank", str(ranks), "--steps", str(options.steps)]
         done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, check=True)
         results[ranks] = json.loads(done.stdout.splitlines()[-1])
-    table = Table(title="processor time a step for averaging, ms (µs a parameter)", caption=machine())
+    table = Table(title="processor time per step for averaging, ms (µs per parameter)", caption=machine())
     table.add_column("ranks", justify="right")
     for count in PARAMETERS:
         table.add_column(f"{count:,} parameters", justify="right")

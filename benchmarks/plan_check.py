@@ -1,11 +1,11 @@
-"""Steps between two hosts as `ring plan` predicts them, beside measured steps.
+"""Compare steps that `ring plan` predicts for two hosts with measured ones.
 
     python benchmarks/plan_check.py            # as root, about four minutes
 
 The hosts are network namespaces of this machine with links shaped to each rate (tests/hosts), one rank each. One job
 measures the network as `ring bench` does, the model as `ring_plugins.planning.measure` does, and the step with and
-without communication, taking turns. The prediction uses everything but the step with communication. Figures are lower
-quartiles, because other programs use this machine.
+without communication, in turn. The prediction uses all measurements except the step with communication. Figures are
+lower quartiles, because other programs use this machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the fixture that builds hosts is among the tests
+sys.path.insert(0, str(Path(__file__).parent.parent))  # for tests.hosts
 
 RATES = ("500mbit", "1gbit", "2.5gbit", "5gbit")
 SIZES = (4 << 10, 64 << 10, 512 << 10, 1 << 20, 4 << 20, 16 << 20)
@@ -74,7 +74,7 @@ def rank(seconds: float) -> None:
 def take_the_core() -> None:
     """Give this rank priority over other programs of this machine, and its communication over its computation.
 
-    Each rank has one core for both, and the kernel moves packets only while neither uses it, so nothing overlaps.
+    Each rank has one core for both, and the kernel moves packets only while the core is idle, so nothing overlaps.
     """
     for thread in map(int, os.listdir("/proc/self/task")):
         priority = 10 if thread == os.getpid() else 11
@@ -83,7 +83,7 @@ def take_the_core() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=8.0, help="to spend on each model and rate, about")
+    parser.add_argument("--seconds", type=float, default=8.0, help="approximate time to spend on each model and rate")
     parser.add_argument("--rates", nargs="+", default=list(RATES))
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Pictures for the documentation, from the results of the other benchmarks.
+"""Plot the results of the other benchmarks for the documentation.
 
 python benchmarks/plot.py            # reads benchmarks/results, writes docs/pictures
 """
@@ -42,7 +42,7 @@ def load(name: str) -> dict[str, Any]:
 
 
 def steps() -> None:
-    """Bars: a training step of three models."""
+    """Bar chart: a training step of three models."""
     record = load("training_step")
     models = list(record["seconds"])
     figure, panels = plt.subplots(1, len(models), figsize=(9, 3.4), layout="constrained")
@@ -68,7 +68,7 @@ SIZES = {"mlp": "67 MB of gradients", "transformer": "19 MB", "cnn": "1.5 MB"}
 
 
 def messages() -> None:
-    """Lines: all-reduce of 64 B to 256 MiB."""
+    """Line chart: all-reduce of 64 B to 256 MiB."""
     record = load("all_reduce")
     sizes = [int(size) for size in record["seconds"]]
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
@@ -92,7 +92,7 @@ def messages() -> None:
 
 
 def scaling() -> None:
-    """Efficiency by ranks, as `ring plan` predicts it."""
+    """Line chart: efficiency by number of ranks, predicted by `ring plan`."""
     series = {}
     for model, network, transport in [
         ("inception-v3", "25gbit", "tcp"),
@@ -107,7 +107,7 @@ def scaling() -> None:
 
 
 def between_hosts() -> None:
-    """Lines: the share of the wire's limit that an all-reduce between hosts reaches, one panel a network."""
+    """Line charts, one per network: share of the wire's limit that an all-reduce between hosts reaches."""
     record = load("between_hosts")
     networks = [one for one in record["networks"] if one["rate"] is not None and one["hosts"] in (2, 4)]
     figure, panels = plt.subplots(

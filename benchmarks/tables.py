@@ -1,6 +1,6 @@
-"""Markdown tables for docs/performance.md, from the results of the other benchmarks.
+"""Print the results of the other benchmarks as Markdown tables for docs/performance.md.
 
-python benchmarks/tables.py            # reads benchmarks/results, prints
+python benchmarks/tables.py            # reads benchmarks/results
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from measure import RESULTS
 
 
 def load(name: str) -> dict[str, Any]:
-    """Read what a benchmark saved."""
+    """Read the results of a benchmark."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
@@ -24,7 +24,7 @@ def table(header: list[str], body: list[list[str]]) -> str:
 
 
 def size(nbytes: int) -> str:
-    """Bytes as "64 KiB"."""
+    """Format bytes, as "64 KiB"."""
     for unit, scale in (("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= scale:
             return f"{nbytes / scale:g} {unit}"
@@ -70,7 +70,7 @@ def memory() -> str:
 
 
 def overhead() -> str:
-    """ms a step by ranks and parameters."""
+    """ms per step by ranks and parameters."""
     record = load("overhead")
     counts = list(next(iter(record["seconds"].values())))
     rows = [[ranks, *(f"{max(row[c], 0) * 1e3:.2f}" for c in counts)] for ranks, row in record["seconds"].items()]
@@ -78,7 +78,7 @@ def overhead() -> str:
 
 
 def between_hosts() -> str:
-    """Median ms by network and size, and what the wire alone takes."""
+    """Median ms by network and size, and the limit of the wire."""
     record = load("between_hosts")
     rows = []
     for one in record["networks"]:
@@ -107,7 +107,7 @@ def between_hosts() -> str:
     return table(header, rows) + f"\n\n({record['machine']})"
 
 
-#: Sizes in the table; the picture has all.
+#: Sizes in the table; the plot has all.
 _SHOWN = (64, 16 << 10, 64 << 10, 1 << 20, 25 << 20, 100 << 20)
 _BETWEEN = ("ring", "ring bucket", "ring over MPI", "bare sockets", "MPI", "gloo")
 

@@ -1,8 +1,8 @@
-"""Draw two steps of a timeline that a real run recorded: docs/pictures/timeline.png.
+"""Record a timeline and draw two of its steps: docs/pictures/timeline.png.
 
     python benchmarks/timeline.py
 
-Two ranks train a perceptron of 20 MB; rank 1 is slower by 8 ms per step, as if its data came late.
+Two ranks train a perceptron of 20 MB. Rank 1 takes 8 ms longer per step, as if it waited for data.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COLORS = {
 
 
 def record(directory: str) -> None:
-    """Record some steps of this rank, two of which are drawn."""
+    """Record some steps of this rank."""
     import torch
 
     import ring_plugins as ring
@@ -82,8 +82,8 @@ def draw(events: list[dict[str, Any]]) -> None:
             elif span["cat"] == "operation":
                 bar(axes, communication, start, waited, "waiting for the slowest")
                 bar(axes, communication, start + waited, length - waited, "reducing")
-        for place, (ready, started, reduced) in enumerate(buckets(events, rank, begin, end)):
-            row = communication - 0.75 - 0.16 * (place % 6)
+        for i, (ready, started, reduced) in enumerate(buckets(events, rank, begin, end)):
+            row = communication - 0.75 - 0.16 * (i % 6)
             bar(axes, row, ready, started - ready, "queued", 0.12)
             bar(axes, row, started, reduced - started, "reducing", 0.12)
     axes.set_xlim(begin, end)
@@ -108,7 +108,7 @@ def bar(axes: Any, row: float, start: float, length: float, kind: str, height: f
 
 
 def window(spans: list[dict[str, Any]]) -> tuple[float, float]:
-    """The two consecutive steps of rank 0 that took least time."""
+    """Start and end of the two fastest consecutive steps of rank 0."""
     steps = sorted((s for s in spans if s["cat"] == "step" and s["pid"] == 0), key=lambda s: float(s["ts"]))
     pairs = [(a["ts"], b["ts"] + b["dur"]) for a, b in itertools.pairwise(steps)]
     begin, end = min(pairs, key=lambda pair: pair[1] - pair[0])
@@ -116,7 +116,7 @@ def window(spans: list[dict[str, Any]]) -> tuple[float, float]:
 
 
 def buckets(events: list[dict[str, Any]], rank: int, begin: float, end: float) -> list[tuple[float, float, float]]:
-    """Ready, started and reduced of each bucket of a rank."""
+    """Times at which each bucket of a rank was ready, launched and reduced."""
     times: dict[int, dict[str, float]] = {}
     for event in events:
         if event.get("cat") == "bucket" and event["pid"] == rank:

@@ -3,8 +3,8 @@
     mpirun -n 2 python benchmarks/training_step.py                  # about four minutes
     mpirun -n 2 python benchmarks/training_step.py --models cnn --seconds 5
 
-A step is zero_grad, forward, backward and an SGD update. Every repetition runs all variants one after the other; a step
-takes as long as the slower rank. "no communication" trains the ranks independently.
+A step is zero_grad, forward, backward and an SGD update. Every repetition runs all variants one after the other; the
+time of a step is that of the slower rank. "no communication" trains the ranks independently.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ring_plugins.torch import DistributedOptimizer
 
 
 def mlp() -> tuple[nn.Module, torch.Tensor]:
-    """67 MB of parameters in four layers, batches of 64: much to send for little to compute."""
+    """67 MB of parameters in four layers, batches of 64: many bytes for little computation."""
     layers = [layer for _ in range(4) for layer in (nn.Linear(2048, 2048), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(2048, 10)), torch.randn(64, 2048)
 
@@ -46,7 +46,7 @@ def transformer() -> tuple[nn.Module, torch.Tensor]:
 
 
 def cnn() -> tuple[nn.Module, torch.Tensor]:
-    """1.5 MB of parameters: little to send, and little computation to hide it."""
+    """1.5 MB of parameters: few bytes, and little computation to hide them."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         nn.Flatten(), nn.Linear(64 * 16, 320), nn.ReLU(), nn.Linear(320, 64), nn.ReLU(), nn.Linear(64, 10),
@@ -68,7 +68,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y:
 def variants(
     make: Callable[[], tuple[nn.Module, torch.Tensor]],
 ) -> tuple[dict[str, Callable[[], None]], DistributedOptimizer]:
-    """Name -> step to time, and our optimizer, which records where its time goes."""
+    """Return name -> step to time, and our optimizer, which records its waiting time."""
     made: dict[str, Callable[[], None]] = {}
     for name in ("no communication", "ring_plugins", "DDP (gloo)"):
         torch.manual_seed(0)
@@ -84,7 +84,7 @@ def variants(
 
 
 def shares(optimizer: DistributedOptimizer) -> dict[str, float]:
-    """Per step: seconds that the communication thread worked and that backward waited for it, and bytes reduced."""
+    """Per step: seconds that the communication thread worked, seconds that backward waited, and bytes reduced."""
     averager = optimizer.averager
     return {
         "reducing": averager._communicator.statistics.working / averager.steps,
@@ -96,8 +96,8 @@ def shares(optimizer: DistributedOptimizer) -> dict[str, float]:
 def keep_freed_memory() -> None:
     """Tell the C library not to return freed memory to the kernel.
 
-    Whether it does so between two steps is luck, and costs or saves a variant 10 ms of page faults in every step of the
-    larger model, with communication or without.
+    Otherwise it does so in some variants and not in others, which costs 10 ms of page faults in every step of the
+    larger model, with or without communication.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -108,7 +108,7 @@ def keep_freed_memory() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--seconds", type=float, default=60.0, help="to spend on each model, about")
+    parser.add_argument("--seconds", type=float, default=60.0, help="approximate time to spend on each model")
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()

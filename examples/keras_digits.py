@@ -1,10 +1,10 @@
 """Train a small convolutional network on scanned digits with Keras, on several processes.
 
-    python examples/keras_digits.py --ranks 2                        # starts the second process by itself
+    python examples/keras_digits.py --ranks 2                        # starts the second process itself
     mpirun -n 2 python examples/keras_digits.py                      # mpirun starts the processes
-    KERAS_BACKEND=torch mpirun -n 2 python examples/keras_digits.py  # likewise jax; TensorFlow otherwise
+    KERAS_BACKEND=torch mpirun -n 2 python examples/keras_digits.py  # or jax; the default is TensorFlow
 
-What differs from a script for one process: `ring.init`, `shard`, and three callbacks.
+It differs from a script for one process in `ring.init`, `shard`, and three callbacks.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import time
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-# Ranks share the cores of this machine; more threads each would only get in their way.
+# Ranks share the cores of this machine; more threads per rank would only compete for them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
 
@@ -32,11 +32,13 @@ from ring_plugins.keras import (
 )
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--ranks", type=int, default=1, help="processes, unless a launcher has started them already")
+parser.add_argument(
+    "--ranks", type=int, default=1, help="number of processes, unless a launcher has started them already"
+)
 arguments = parser.parse_args()
 
-batch_size = 32  # on each rank; two ranks step on 64 digits together
-learning_rate = 1e-3  # for one rank; warm-up raises it to that for all
+batch_size = 32  # per rank; two ranks together use 64 digits per step
+learning_rate = 1e-3  # for one rank; warm-up multiplies it by the number of ranks
 epochs = 20
 validation_digits = 360  # a fifth of the 1,797
 
@@ -70,7 +72,7 @@ model.compile(
 
 
 class Clock(keras.callbacks.Callback):
-    """Measures how long the steps took, and how much of that was waiting for communication."""
+    """Measures the time of all steps, and the time they waited for communication."""
 
     seconds, waited = 0.0, 0.0
 
@@ -87,7 +89,7 @@ history = model.fit(
     shard((images[training], scans.target[training]), batch_size=batch_size, seed=1),
     validation_data=shard((images[validation], scans.target[validation]), shuffle=False, remainder="keep"),
     epochs=epochs,
-    shuffle=False,  # shard shuffles, alike on all ranks
+    shuffle=False,  # shard shuffles, in the same order on all ranks
     verbose=2,
     callbacks=[clock, BroadcastCallback(), MetricAverageCallback(), LearningRateWarmupCallback(warmup_epochs=3)],
 )

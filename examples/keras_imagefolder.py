@@ -1,14 +1,14 @@
 """Train a small residual network on a folder of images with tf.data and Keras, on several processes, and resume it.
 
-    python examples/keras_imagefolder.py --ranks 2              # makes a folder of images if there is none
-    mpirun -n 2 python examples/keras_imagefolder.py            # as many as mpirun starts, on as many hosts
+    python examples/keras_imagefolder.py --ranks 2              # creates a folder of images if there is none
+    mpirun -n 2 python examples/keras_imagefolder.py            # processes on any number of hosts
     mpirun -np 8 --hostfile hosts python examples/keras_imagefolder.py --images /data/train --epochs 90
 
-    python examples/keras_imagefolder.py --ranks 2 --epochs 4   # and later, from epoch 4 on:
-    python examples/keras_imagefolder.py --ranks 2 --epochs 8
+    python examples/keras_imagefolder.py --ranks 2 --epochs 4
+    python examples/keras_imagefolder.py --ranks 2 --epochs 8   # resumes after epoch 4
 
-The folder holds one folder of PNG files for each class. On several hosts it must be on each of them, and so must the
-checkpoint, or on storage they share.
+The folder contains one folder of PNG files per class. With several hosts, the images and the checkpoint must be on each
+host or on shared storage.
 """
 
 import argparse
@@ -35,14 +35,16 @@ from ring_plugins.keras import (
 )
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--ranks", type=int, default=1, help="processes, unless a launcher has started them already")
+parser.add_argument(
+    "--ranks", type=int, default=1, help="number of processes, unless a launcher has started them already"
+)
 parser.add_argument("--images", type=Path, default=Path("digits"), help="folder with one folder of PNG files per class")
 parser.add_argument("--checkpoint", type=Path, default=Path("imagefolder.keras"), help="written after each epoch")
 parser.add_argument("--epochs", type=int, default=8)
 arguments = parser.parse_args()
 
-batch_size = 32  # on each rank
-learning_rate = 0.05  # for one rank; warm-up raises it to that for all (Goyal et al. 2017)
+batch_size = 32  # per rank
+learning_rate = 0.05  # for one rank; warm-up multiplies it by the number of ranks (Goyal et al. 2017)
 warmup_epochs = 2
 pixels = 16
 
@@ -71,7 +73,7 @@ def shake(image: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 class Clock(keras.callbacks.Callback):
-    """Measures how long the steps took, and how much of that was waiting for communication."""
+    """Measures the time of all steps, and the time they waited for communication."""
 
     seconds, waited = 0.0, 0.0
 
@@ -104,14 +106,14 @@ files, labels = zip(*(found[i] for i in order), strict=True)
 count = len(files) // 5
 training = tf.data.Dataset.from_tensor_slices((list(files[count:]), list(labels[count:])))
 validation = tf.data.Dataset.from_tensor_slices((list(files[:count]), list(labels[:count])))
-# Shard the names, not the images: every rank then reads only its own files. The rest is as for one process.
+# Shard the names, not the images, so that every rank reads only its own files. The rest is as for one process.
 training = (
     shard(training, shuffle=True, seed=1).map(decode).map(shake).batch(batch_size, drop_remainder=True).prefetch(2)
 )
 validation = shard(validation, remainder="keep").map(decode).batch(batch_size)
 
 if arguments.checkpoint.exists():
-    model = keras.saving.load_model(arguments.checkpoint)  # BroadcastCallback then spreads rank 0's
+    model = keras.saving.load_model(arguments.checkpoint)  # BroadcastCallback broadcasts rank 0's
 else:
     inputs = keras.Input((pixels, pixels, 1))
     x = layers.ReLU()(layers.Conv2D(16, 3, padding="same")(inputs))

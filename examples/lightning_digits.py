@@ -1,11 +1,11 @@
-"""Train a small convolutional network on scanned digits with Lightning, on as many processes as you like.
+"""Train a small convolutional network on scanned digits with Lightning, on several processes.
 
-    python examples/lightning_digits.py                                    # starts the second process by itself
+    python examples/lightning_digits.py                                    # starts the second process itself
     python examples/lightning_digits.py --devices 1                        # one process, nothing to communicate
     mpirun -n 2 python examples/lightning_digits.py                        # mpirun starts the processes
-    torchrun --nproc-per-node 2 examples/lightning_digits.py               # torchrun does
+    torchrun --nproc-per-node 2 examples/lightning_digits.py               # torchrun starts them
 
-The only line that knows about several processes is `strategy=RingStrategy()`.
+The only line for several processes is `strategy=RingStrategy()`.
 """
 
 import argparse
@@ -22,22 +22,24 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 from ring_plugins.lightning import RingStrategy
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--devices", type=int, default=2, help="processes, unless a launcher has started them already")
+parser.add_argument(
+    "--devices", type=int, default=2, help="number of processes, unless a launcher has started them already"
+)
 arguments = parser.parse_args()
 
-batch_size = 32  # on each rank; two ranks step on 64 digits together
+batch_size = 32  # per rank; two ranks together use 64 digits per step
 learning_rate = 1e-3  # for one rank; multiplied by the number of ranks, because the batch grows with them
-epochs = 20  # with the learning rate falling to nothing over them; more epochs find no more digits
+epochs = 20  # over which the learning rate falls to zero; more epochs do not improve the accuracy
 validation_digits = 360  # a fifth of the 1,797; divides by 2, 3 and 4 ranks, so that no digit counts twice
 seed = 1
 
-# torch's notice to Lightning 2.6, about which a script can do nothing.
+# A deprecation warning of torch for Lightning 2.6, which a script cannot avoid.
 warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-torch.set_num_threads(1)  # ranks share the cores of this machine; more threads each would only get in their way
+torch.set_num_threads(1)  # ranks share the cores; more threads per rank would only compete for them
 
 
 class Digits(L.LightningModule):
-    """Two convolutions and two linear layers: 155,000 weights, 98 to 99 % of the digits right."""
+    """Two convolutions and two linear layers: 155,000 weights, an accuracy of 98 to 99 %."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +89,7 @@ digits = TensorDataset(images, torch.tensor(scans.target))
 training, validation = random_split(
     digits,
     [len(digits) - validation_digits, validation_digits],
-    torch.Generator().manual_seed(seed),  # every rank must split alike
+    torch.Generator().manual_seed(seed),  # the same split on every rank
 )
 
 model = Digits()

@@ -1,11 +1,11 @@
 """Train a small convolutional network on scanned digits in a plain PyTorch loop, on several processes.
 
-    python examples/torch_loop.py                                    # starts the second process by itself
+    python examples/torch_loop.py                                    # starts the second process itself
     python examples/torch_loop.py --ranks 1                          # one process, nothing to communicate
     mpirun -n 2 python examples/torch_loop.py                        # mpirun starts the processes
-    torchrun --nproc-per-node 2 examples/torch_loop.py               # torchrun does
+    torchrun --nproc-per-node 2 examples/torch_loop.py               # torchrun starts them
 
-What differs from a loop for one process: `ring.init`, a sampler, equal weights to begin with, a wrapped optimizer.
+It differs from a loop for one process in `ring.init`, a sampler, equal initial weights, and a wrapped optimizer.
 """
 
 import argparse
@@ -21,16 +21,18 @@ import ring_plugins as ring
 from ring_plugins.torch import DistributedOptimizer, broadcast_optimizer_state, broadcast_parameters
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--ranks", type=int, default=2, help="processes, unless a launcher has started them already")
+parser.add_argument(
+    "--ranks", type=int, default=2, help="number of processes, unless a launcher has started them already"
+)
 arguments = parser.parse_args()
 
-batch_size = 32  # on each rank; two ranks step on 64 digits together
+batch_size = 32  # per rank; two ranks together use 64 digits per step
 learning_rate = 1e-3  # for one rank; multiplied by the number of ranks, because the batch grows with them
-epochs = 20  # with the learning rate falling to nothing over them; more epochs find no more digits
+epochs = 20  # over which the learning rate falls to zero; more epochs do not improve the accuracy
 validation_digits = 360  # a fifth of the 1,797
 seed = 1
 
-torch.set_num_threads(1)  # ranks share the cores of this machine; more threads each would only get in their way
+torch.set_num_threads(1)  # ranks share the cores; more threads per rank would only compete for them
 
 started = time.perf_counter()
 ring.init(ranks=arguments.ranks)
@@ -42,7 +44,7 @@ digits = TensorDataset(images, torch.tensor(scans.target))
 training, validation = random_split(
     digits,
     [len(digits) - validation_digits, validation_digits],
-    torch.Generator().manual_seed(seed),  # every rank must split alike
+    torch.Generator().manual_seed(seed),  # the same split on every rank
 )
 sampler = DistributedSampler(training, ring.size(), ring.rank(), seed=seed, drop_last=True)
 loader = DataLoader(training, batch_size, sampler=sampler, drop_last=True)
@@ -63,13 +65,13 @@ model = nn.Sequential(
 optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate * ring.size())
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
 optimizer = DistributedOptimizer(optimizer, model.named_parameters())
-# So far every rank has random weights of its own; from here on all of them have rank 0's.
+# Until here every rank has different random weights; now all ranks get rank 0's.
 broadcast_parameters(model)
 broadcast_optimizer_state(optimizer)
 
 step_seconds = 0.0
 for epoch in range(epochs):
-    sampler.set_epoch(epoch)  # another shuffle each time, the same on every rank
+    sampler.set_epoch(epoch)  # a new order in each epoch, the same on every rank
     for images, labels in loader:
         began = time.perf_counter()
         optimizer.zero_grad()
@@ -81,7 +83,7 @@ for epoch in range(epochs):
     if ring.rank() == 0:
         print(f"epoch {epoch + 1}, loss {loss.item():.4f}")
 
-# Every rank validates each size-th digit, and the counts are added up.
+# Every rank validates every size-th digit, and the counts are summed.
 model.eval()
 images, labels = validation[list(range(ring.rank(), len(validation), ring.size()))]
 with torch.no_grad():
