@@ -26,11 +26,11 @@ from ring_plugins.core.net.auth import (
     Claim,
     ClientHandshake,
     Disconnected,
-    FrameSocket,
     Purpose,
     Refused,
     authenticate,
 )
+from ring_plugins.core.net.frames import FrameSocket
 from ring_plugins.launcher.outcomes import Failure, Outcome, collect
 
 #: Connections that the driver keeps in addition to those of its ranks, and those that wait in the kernel.

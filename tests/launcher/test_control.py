@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ring_plugins.core.base.errors import LaunchError, TimeoutExceeded
-from ring_plugins.core.net.auth import Claim, ClientHandshake, FrameSocket, Purpose, authenticate
+from ring_plugins.core.net.auth import Claim, ClientHandshake, Purpose, authenticate
+from ring_plugins.core.net.frames import FrameSocket
 from ring_plugins.launcher.control import Driver, DriverConnection
 from ring_plugins.launcher.outcomes import Outcome
 

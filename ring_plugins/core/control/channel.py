@@ -18,7 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ring_plugins.core.base.log import logger
-from ring_plugins.core.net.auth import Disconnected, FrameSocket, from_json, to_json
+from ring_plugins.core.net.auth import Disconnected
+from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
 
 #: Bytes that may wait to be sent on one connection; beyond it droppable messages are dropped.
 _MOST_UNSENT = 1 << 22

@@ -120,7 +120,10 @@ class StreamQueue:
     @property
     def oldest(self) -> QueuedOperation | None:
         """The first operation not known to be done."""
-        return self.unfinished[0] if self.unfinished else None
+        try:
+            return self.unfinished[0]
+        except IndexError:  # checking first would race with the script's thread, which removes what is done
+            return None
 
     # Order ----------------------------------------------------------------------------------------
 

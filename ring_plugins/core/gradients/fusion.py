@@ -179,7 +179,7 @@ class FusionPlan:
         fingerprints = communicator.all_gather_object(self.fingerprint)
         if len(set(fingerprints)) == 1:
             return
-        plans = communicator.all_gather_object((self.entries, self.sizes.bucket_bytes, self.sizes.first_bucket_bytes))
+        plans = communicator.all_gather_object((self.entries, self.sizes))
         raise MismatchError(_difference(plans, communicator.ranks))
 
 
@@ -187,12 +187,12 @@ def _nbytes(entry: Entry) -> int:
     return entry.count * STORAGE[entry.dtype].itemsize
 
 
-def _difference(plans: Sequence[tuple[tuple[Entry, ...], int, int]], ranks: Sequence[int]) -> str:
+def _difference(plans: Sequence[tuple[tuple[Entry, ...], BucketSizes]], ranks: Sequence[int]) -> str:
     """The error text: the first difference between the ranks' plans."""
-    longest = max(len(entries) for entries, _, _ in plans)
+    longest = max(len(entries) for entries, _ in plans)
     for i in range(longest):
         ranks_of: dict[str, list[int]] = {}
-        for rank, (entries, _, _) in zip(ranks, plans, strict=True):
+        for rank, (entries, _) in zip(ranks, plans, strict=True):
             text = "no such parameter"
             if i < len(entries):
                 entry = entries[i]
@@ -201,8 +201,8 @@ def _difference(plans: Sequence[tuple[tuple[Entry, ...], int, int]], ranks: Sequ
         if len(ranks_of) > 1:
             parts = "; ".join(f"{name_ranks(some)}: {text}" for text, some in ranks_of.items())
             return f"the models differ. First at parameter {i}: {parts}. Build the same model on all ranks."
-    sizes = {rank: plan[1:] for rank, plan in zip(ranks, plans, strict=True)}
-    return f"bucket sizes (bucket_bytes, first_bucket_bytes) differ by rank: {sizes}. Pass the same on all ranks."
+    sizes = {rank: tuple(sizes) for rank, (_, sizes) in zip(ranks, plans, strict=True)}
+    return f"bucket sizes {BucketSizes._fields} differ by rank: {sizes}. Pass the same on all ranks."
 
 
 class BucketMemory(Protocol):

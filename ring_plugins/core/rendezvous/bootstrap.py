@@ -32,13 +32,11 @@ from ring_plugins.core.net.auth import (
     Claim,
     ClientHandshake,
     Disconnected,
-    FrameSocket,
     Purpose,
     WrongSecret,
     authenticate,
-    from_json,
-    to_json,
 )
+from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
 from ring_plugins.core.rendezvous.record import differences, own_versions
 
 #: Seconds that connecting, joining after the handshake, or sending a message may take.

@@ -1,7 +1,8 @@
 import socket
 
 from ring_plugins.core.control.channel import ControlConnection
-from ring_plugins.core.net.auth import FrameSocket, Purpose
+from ring_plugins.core.net.auth import Purpose
+from ring_plugins.core.net.frames import FrameSocket
 
 
 def test_droppable_messages_are_dropped_where_too_much_waits_and_the_rest_is_kept():

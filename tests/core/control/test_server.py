@@ -12,7 +12,8 @@ import pytest
 from ring_plugins.core.control import ControlClient, ControlServer
 from ring_plugins.core.control.channel import EVERYONE, GOODBYE
 from ring_plugins.core.net import auth
-from ring_plugins.core.net.auth import Claim, ClientHandshake, FrameSocket, Purpose, authenticate, to_json
+from ring_plugins.core.net.auth import Claim, ClientHandshake, Purpose, authenticate
+from ring_plugins.core.net.frames import FrameSocket, to_json
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@ from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.gradients.fusion import BucketSizes, Entry, FusionBuffer, FusionPlan, _difference
 
+SIZES = BucketSizes()
+
 
 def plan(*counts, dtype="float32", **sizes):
     return FusionPlan([Entry(f"p{i}", dtype, count) for i, count in enumerate(counts)], BucketSizes(**sizes))
@@ -48,16 +50,17 @@ def test_fingerprint_tells_plans_apart():
 
 def test_the_first_difference_is_named_with_its_ranks():
     same, other = plan(1, 2).entries, plan(1, 3).entries
-    said = _difference([(same, 1, 1), (same, 1, 1), (other, 1, 1)], (0, 1, 2))
+    said = _difference([(same, SIZES), (same, SIZES), (other, SIZES)], (0, 1, 2))
     assert "parameter 1: ranks 0, 1: p1 (2 x float32); rank 2: p1 (3 x float32)" in said
-    assert "no such parameter" in _difference([(same, 1, 1), (same[:1], 1, 1)], (0, 1))
-    assert "bucket_bytes" in _difference([(same, 1, 1), (same, 2, 1)], (0, 1))
+    assert "no such parameter" in _difference([(same, SIZES), (same[:1], SIZES)], (0, 1))
+    assert "direct_bytes" in _difference([(same, SIZES), (same, BucketSizes(direct_bytes=7))], (0, 1))
+    assert "1: (26214400, 1048576, 7)" in _difference([(same, SIZES), (same, BucketSizes(direct_bytes=7))], (0, 1))
 
 
 def test_different_plans_are_an_error():
     class Two(SingleCommunicator):
         def all_gather_object(self, item):
-            return [item, "different" if isinstance(item, str) else (plan(9).entries, 1, 1)]
+            return [item, "different" if isinstance(item, str) else (plan(9).entries, SIZES)]
 
     two = Two("two")
     two.ranks = (0, 1)

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from ring_plugins.core.base.errors import LaunchError
-from ring_plugins.core.net.auth import Claim, ClientHandshake, FrameSocket, Purpose, authenticate
+from ring_plugins.core.net.auth import Claim, ClientHandshake, Purpose, authenticate
+from ring_plugins.core.net.frames import FrameSocket
 from ring_plugins.core.rendezvous import bootstrap, record
 
 

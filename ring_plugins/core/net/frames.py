@@ -1,0 +1,170 @@
+"""Messages on an authenticated connection: a length, then that many bytes.
+
+Nothing here runs before the handshake of `auth.py` has succeeded.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import struct
+import time
+from collections import deque
+from itertools import islice
+from typing import Any
+
+from ring_plugins.core.net.auth import Disconnected, Purpose, wait_for
+
+#: Bytes of the longest message. The sender is authenticated, so this catches mistakes, not attacks. A message of the
+#: bootstrap holds every rank's payload; the launcher carries a user's functions and results, as large as they may be.
+_LONGEST = {Purpose.CONTROL: 1 << 24, Purpose.BOOTSTRAP: 1 << 28, Purpose.LAUNCHER: 1 << 40}
+
+_LENGTH = struct.Struct("!Q")
+#: Bytes of one read, and buffers of one write.
+_READ, _WRITE_AT_ONCE = 1 << 18, 16
+
+
+class FrameSocket:
+    """Messages on an authenticated connection, each a length and that many bytes.
+
+    Only `flush` and `receive` block. Large messages are not copied on their way out.
+
+    Args:
+        connected: the connection.
+        purpose: of it; bounds the size of messages.
+        longest: a smaller bound, until `allow_longest`.
+    """
+
+    def __init__(self, connected: socket.socket, purpose: Purpose, longest: int = 1 << 63) -> None:
+        connected.setblocking(False)
+        if connected.family != socket.AF_UNIX:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = connected
+        #: Bytes that wait to be sent.
+        self.unsent = 0
+        self._purpose = purpose
+        self._longest = min(longest, _LONGEST[purpose])
+        self._outgoing: deque[memoryview] = deque()
+        self._incoming = bytearray()
+        self._received: deque[bytes] = deque()
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self.socket.fileno()
+
+    def allow_longest(self) -> None:
+        """Accept messages as long as the purpose allows."""
+        self._longest = _LONGEST[self._purpose]
+
+    def send(self, message: bytes) -> None:
+        """Queue a message; `write` or `flush` sends it."""
+        header = _LENGTH.pack(len(message))
+        parts = [header + message] if len(message) < _READ else [header, message]
+        self._outgoing += map(memoryview, parts)
+        self.unsent += len(header) + len(message)
+
+    def write(self) -> None:
+        """Send what the kernel accepts now.
+
+        Raises:
+            Disconnected: the connection is lost.
+        """
+        parts = self._outgoing
+        while parts:
+            try:
+                sent = self.socket.sendmsg([*islice(parts, _WRITE_AT_ONCE)])
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                raise Disconnected(error.strerror or str(error)) from error
+            self.unsent -= sent
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.popleft())
+            if sent:
+                parts[0] = parts[0][sent:]
+
+    def read(self) -> list[bytes]:
+        """All messages that have arrived completely.
+
+        Raises:
+            Disconnected: the other side closed, or sent an invalid message; earlier messages have been returned.
+        """
+        end = ""
+        try:
+            while data := self.socket.recv(_READ):
+                self._incoming += data
+            end = "it closed the connection"
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            end = error.strerror or str(error)
+        messages = self._whole_messages()
+        if end and not messages:
+            raise Disconnected(end)
+        return messages  # the next call raises
+
+    def _whole_messages(self) -> list[bytes]:
+        messages: list[bytes] = []
+        while len(self._incoming) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._incoming)
+            if length > self._longest:
+                if messages:
+                    break  # the next call raises
+                raise Disconnected(f"it sent a message of {length} bytes, and {self._longest} are allowed")
+            end = _LENGTH.size + length
+            if len(self._incoming) < end:
+                break
+            with memoryview(self._incoming) as view:
+                messages.append(bytes(view[_LENGTH.size : end]))
+            del self._incoming[:end]
+        return messages
+
+    def flush(self, seconds: float | None = None) -> None:
+        """Wait until everything is sent, for `seconds` at most.
+
+        Raises:
+            Disconnected: the connection is lost.
+            TimeoutError: the other side did not take it in time.
+        """
+        end = time.monotonic() + seconds if seconds is not None else float("inf")
+        self.write()
+        while self.unsent:
+            if (left := end - time.monotonic()) <= 0:
+                raise TimeoutError("the other side takes no more bytes")
+            wait_for(self.socket, select.POLLOUT, min(left, 60.0))
+            self.write()
+
+    def receive(self, seconds: float) -> bytes | None:
+        """The next message, or None if none arrives within `seconds`.
+
+        Raises:
+            Disconnected: see `read`.
+        """
+        end = time.monotonic() + seconds
+        while not self._received:
+            self._received += self.read()
+            if not self._received and not wait_for(self.socket, select.POLLIN, end - time.monotonic()):
+                return None
+        return self._received.popleft()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.socket.close()
+
+
+def to_json(message: Any) -> bytes:
+    """A message as bytes."""
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+def from_json(data: bytes) -> Any:
+    """The message that bytes hold.
+
+    Raises:
+        Disconnected: they are not JSON.
+    """
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Disconnected("it sent an invalid message") from error
