@@ -150,7 +150,10 @@ class HostBuckets:
         return direct
 
     def _check_flags(self, given: Container[int]) -> None:
-        """Check that all ranks gave gradients for the same variables; otherwise their weights would diverge."""
+        """Check that all ranks gave gradients for the same variables; otherwise their weights would diverge.
+
+        The averages of equal flags are 0 and 1 exactly (see `hierarchical._divisors`).
+        """
         for bucket, flags in zip(self.plan.buckets, self._flags, strict=True):
             one = _ONE_BFLOAT16 if bucket.dtype == "bfloat16" else 1
             for i, flag in zip(bucket.entries, flags.tolist(), strict=True):

@@ -150,10 +150,13 @@ class HierarchicalAllReduce:
 
 
 def _divisors(size: int, dtype: str, is_rounded: bool) -> tuple[float, float]:
-    """The divisors of an average: inside a host, and after the sum between hosts."""
-    if is_rounded:
-        return float(size), 1.0
-    if dtype != "float16":
+    """The divisors of an average: inside a host, and after the sum between hosts.
+
+    Numbers that travel in 16 bits are divided twice. Dividing by a power of two before they leave the host keeps a sum
+    of float16 from overflowing where the average does not, and rounds nothing: where all ranks give 1, as the flags of
+    gradients do, the average is exactly 1. Dividing by `size` at once would send 1/3, which has no exact form.
+    """
+    if not is_rounded and dtype != "float16":
         return 1.0, float(size)
     before = 1 << (size - 1).bit_length()
     return float(before), size / before

@@ -98,6 +98,27 @@ def test_rounded_numbers_are_the_same_on_all_ranks(ranks_per_host):
     assert all(result.tobytes() == results[0].tobytes() for result in results)
 
 
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("ranks_per_host", [(1, 1, 1), (2, 1, 2), (1,) * 6, (1,) * 7], ids=str)
+def test_the_average_of_equal_flags_is_exact_where_numbers_travel_in_16_bits(ranks_per_host, dtype, feedback):
+    with simulated_hosts(ranks_per_host) as on_all:
+
+        def reduce(rank, member):
+            for count in (SMALL, LARGE):
+                codec = HalfCodec(Compression(dtype, feedback))
+                for _ in range(3):
+                    array = np.ones(count, np.float32)
+                    array[::3] = 0
+                    codec.begin(array)
+                    member.hierarchical.all_reduce(
+                        array, array, Op.AVERAGE, "float32", codec, name(Op.AVERAGE, "float32", count)
+                    )
+                    assert set(array.tolist()) == {0.0, 1.0}
+
+        assert on_all(reduce) == [None] * sum(ranks_per_host)
+
+
 @pytest.mark.parametrize("number", [RING_FROM, RING_FROM + 1])
 def test_many_hosts_use_the_ring(number):
     with simulated_hosts((1,) * number) as on_all:
