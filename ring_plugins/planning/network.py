@@ -116,7 +116,7 @@ def parse(text: str, transport: str = "tcp") -> Network:
     """
     if transport not in TRANSPORTS:
         raise ArgumentError(f"transport={transport!r} is not one of {', '.join(TRANSPORTS)}.")
-    rate = re.fullmatch(r"([\d.]+)\s*([gm])(?:bit|bit/s|bps)?", text.strip().lower())
+    rate = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([gm])(?:bit|bit/s|bps)?", text.strip().lower())
     if rate is not None and float(rate[1]) > 0:
         gigabits = float(rate[1]) * (1 if rate[2] == "g" else 1e-3)
         return Network(f"{gigabits:g} Gbit/s, {transport}", gigabits, TRANSPORTS[transport])

@@ -49,6 +49,7 @@ def test_networks_by_rate_name_and_measurement(tmp_path):
         ("fast", "is neither a rate"),
         (str(tmp_path / "one.json"), "on one host"),
         ("0gbit", "is neither a rate"),
+        ("1.2.3gbit", "is neither a rate"),
     ):
         with pytest.raises(ArgumentError, match=said):
             parse(wrong)
