@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
+import logging
 import os
 import sys
 import time
@@ -80,9 +81,9 @@ def install(current: Callable[[], Job | None], shutdown: Callable[[], None]) -> 
             previous(kind, error, trace)
             return
         cause = consequence(job, error)
-        if cause is not None:
+        if cause is not None and logger.isEnabledFor(logging.ERROR):
             logger.error(f"rank {job.topology.rank} ends because {cause}")
-        else:
+        else:  # also if the user has silenced the logger: no process ends without a word
             logger.error(f"rank {job.topology.rank} failed:")
             previous(kind, error, trace)
         _flush_output()
@@ -120,6 +121,7 @@ def _at_exit(current: Callable[[], Job | None], shutdown: Callable[[], None]) ->
     shutdown()
     status = spawn.wait_for_children(_failed)
     if status and not _failed:
+        logging.shutdown()  # os._exit skips it, and the user's handlers may hold records
         _flush_output()
         os._exit(status)
 

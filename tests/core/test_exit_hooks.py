@@ -1,5 +1,6 @@
 """What an uncaught exception reports to the other ranks."""
 
+import logging
 import sys
 from types import SimpleNamespace
 
@@ -58,6 +59,26 @@ def test_a_peers_failure_is_one_line_without_a_traceback(uncaught, capsys):
     assert uncaught(job, error) == []
     assert job.calls == [error, "abort"]
     assert "rank 1 ends because rank 0 failed: out of memory" in capsys.readouterr().err
+
+
+def test_a_peers_failure_is_shown_as_an_exception_if_the_logger_is_silenced(uncaught, monkeypatch):
+    monkeypatch.setattr(exit_hooks.logger, "level", logging.CRITICAL + 1)
+    exit_hooks.logger.manager._clear_cache()
+    try:
+        error = PeerFailed("rank 0 failed: out of memory", 0)
+        assert uncaught(Job(), error) == [error]
+    finally:
+        exit_hooks.logger.manager._clear_cache()
+
+
+def test_buffered_log_records_are_written_before_the_process_ends_with_a_childs_status(monkeypatch):
+    calls = []
+    monkeypatch.setattr(exit_hooks.spawn, "wait_for_children", lambda failed: 3)
+    monkeypatch.setattr(exit_hooks, "_failed", False)
+    monkeypatch.setattr(exit_hooks.logging, "shutdown", lambda: calls.append("logs written"))
+    monkeypatch.setattr(exit_hooks.os, "_exit", calls.append)
+    exit_hooks._at_exit(lambda: None, lambda: None)
+    assert calls == ["logs written", 3]
 
 
 def test_without_other_ranks_the_hook_only_shows_the_error(uncaught):

@@ -12,7 +12,21 @@ import logging
 import sys
 from typing import TextIO
 
+
+class _Logger(logging.Logger):
+    """Stays enabled: `logging.config` disables every existing logger by default, and ranks would end silently."""
+
+    @property
+    def disabled(self) -> bool:
+        return False
+
+    @disabled.setter
+    def disabled(self, value: bool) -> None:
+        pass
+
+
 logger = logging.getLogger("ring_plugins")
+logger.__class__ = _Logger
 
 _rank: int | None = None
 

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import logging.config
 
 from ring_plugins.core.base import log
 
@@ -30,3 +31,14 @@ def test_a_broken_pipe_is_ignored(monkeypatch):
 
     monkeypatch.setattr("sys.stderr", ClosedPipe())
     log.logger.info("nobody reads this")
+
+
+def test_a_script_that_configures_logging_does_not_silence_the_reason_why_a_rank_ends(monkeypatch):
+    monkeypatch.setattr("sys.stderr", stream := io.StringIO())
+    handlers = log.logger.handlers[:]
+    logging.config.dictConfig({"version": 1, "disable_existing_loggers": True, "loggers": {"mine": {"level": "INFO"}}})
+    try:
+        log.logger.error("rank 0 ends")
+    finally:
+        log.logger.handlers[:] = handlers
+    assert stream.getvalue() == "ring_plugins: rank 0 ends\n"
