@@ -57,7 +57,8 @@ class Exchange:
     def average(self, gradients: dict[int, Any]) -> dict[int, Any]:
         """See the protocol."""
         is_averaged = self._averager.steps > self._passes_seen and all(
-            gradient is self._parameters[i].grad for i, gradient in gradients.items()
+            gradient is self._parameters[i].grad and self._parameters[i].requires_grad
+            for i, gradient in gradients.items()
         )
         averages = gradients if is_averaged else self._average_now(gradients)
         self._passes_seen = self._averager.steps
@@ -65,19 +66,32 @@ class Exchange:
 
     @torch.no_grad()
     def _average_now(self, gradients: dict[int, Any]) -> dict[int, Any]:
-        """Average gradients that the hooks did not average, in temporary place of the parameters' own."""
+        """Average gradients that the hooks did not average, in temporary place of the parameters' own.
+
+        The parameters' own gradients keep their values. Those that lie in buckets, which is where the averages go too,
+        are copied out and back. Frozen parameters are averaged as well, since the caller updates them.
+        """
         kept = [parameter.grad for parameter in self._parameters]
+        in_buckets = {i: own.clone() for i, own in enumerate(kept) if own is not None and own._is_view()}
+        frozen = [self._parameters[i] for i in gradients if not self._parameters[i].requires_grad]
         try:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
             for i, parameter in enumerate(self._parameters):
                 parameter.grad = gradients[i].detach() if i in gradients else None
             self._averager.finish()
             for i, parameter in enumerate(self._parameters):
                 if i not in gradients and parameter.grad is not None:
                     raise unequal_gradients(False, self._entries[i].name)
-            return {i: self._parameters[i].grad for i in gradients}
+            averages = {i: self._parameters[i].grad for i in gradients}
+            return {i: average.clone() if i in in_buckets else average for i, average in averages.items()}
         finally:
-            for parameter, gradient in zip(self._parameters, kept, strict=True):
-                parameter.grad = gradient
+            for i, (parameter, own) in enumerate(zip(self._parameters, kept, strict=True)):
+                parameter.grad = own
+                if i in in_buckets:
+                    own.copy_(in_buckets[i])
+            for parameter in frozen:
+                parameter.requires_grad_(False)
 
     def update(self, apply: Callable[..., None], gradients: list[Any], variables: Any) -> None:
         """See the protocol."""

@@ -192,6 +192,39 @@ def gradients_from_elsewhere() -> Any:
 
 
 @behavior
+def gradients_changed_after_backward() -> Any:
+    """Half of the variables get half their gradient, the others all of it, in two calls of one optimizer."""
+    import torch
+
+    x = torch.full((4, 5), 1.0 + ring.rank())
+    layer = layers.Dense(1, kernel_initializer="zeros")
+    layer.build((None, 5))
+    kernel, bias = layer.trainable_weights
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1))
+    optimizer.build([kernel, bias])
+    for _ in range(2):
+        kernel.value.grad = bias.value.grad = None
+        layer(x).mean().backward()
+        with torch.no_grad():
+            optimizer.apply([kernel.value.grad * 0.5], [kernel])
+            optimizer.apply([bias.value.grad], [bias])
+    weights = [np.ravel(weight).tolist() for weight in layer.get_weights()]
+    return {"weights": weights, "gradients": [np.ravel(v.value.grad).tolist() for v in (kernel, bias)]}
+
+
+@behavior
+def gradients_of_frozen_variables() -> Any:
+    """What the caller computes for variables that are not trained is averaged too."""
+    import torch
+
+    variables = [keras.Variable(np.zeros(3, "float32"), trainable=trainable) for trainable in (True, False)]
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1))
+    optimizer.apply([torch.full((3,), 1.0 + ring.rank())] * 2, variables)
+    frozen = variables[1].value
+    return {"values": [np.ravel(v.numpy()).tolist() for v in variables], "is_frozen": not frozen.requires_grad}
+
+
+@behavior
 def inside_xla() -> Any:
     """XLA cannot compile host calls: custom loops get an error, and fit continues without XLA."""
     import tensorflow as tf
