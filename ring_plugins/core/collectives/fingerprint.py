@@ -58,3 +58,13 @@ def mismatch(communicator: str, calls: dict[int, str]) -> MismatchError:
     return MismatchError(
         f"ranks disagree in {communicator}: {parts}. All ranks must make equal calls in the same order."
     )
+
+
+def size_mismatch(
+    communicator: str, operation: Fingerprint, sender: int, sent: int, receiver: int, expected: int
+) -> MismatchError:
+    """The error for a rank that sends another number of bytes than its peer expects; ranks are world ranks."""
+    return MismatchError(
+        f"ranks disagree in {communicator}: {operation.text}: rank {sender} sends {sent} bytes to rank {receiver}, "
+        f"which expects {expected}. Sizes must agree."
+    )

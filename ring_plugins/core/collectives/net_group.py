@@ -23,9 +23,9 @@ from ring_plugins.core.arrays.arithmetic import reduce_into
 from ring_plugins.core.arrays.codec import Codec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import slices
-from ring_plugins.core.base.errors import MismatchError, PeerFailed, RingError
+from ring_plugins.core.base.errors import PeerFailed, RingError
 from ring_plugins.core.base.types import Array, Bytes
-from ring_plugins.core.collectives.fingerprint import Fingerprint, fingerprint, mismatch
+from ring_plugins.core.collectives.fingerprint import Fingerprint, fingerprint, mismatch, size_mismatch
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.net.transport import Request, Transport
 
@@ -181,10 +181,7 @@ class NetworkGroup:
             raise mismatch(self._name, dict(zip(ranks, texts, strict=True)))
         for i in self.others:
             if (size := words[i * step + 1]) != expected[i]:
-                raise MismatchError(
-                    f"ranks disagree in {self._name}: {fingerprint.text}: rank {ranks[i]} sends {size} bytes "
-                    f"to rank {ranks[self.position]}, which expects {expected[i]}. Sizes must agree."
-                )
+                raise size_mismatch(self._name, fingerprint, ranks[i], size, ranks[self.position], expected[i])
 
     # Collectives ----------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from ring_plugins.core.arrays.codec import Codec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import CACHE_LINE, slices
 from ring_plugins.core.base.types import Array, Bytes
-from ring_plugins.core.collectives.fingerprint import Fingerprint
+from ring_plugins.core.collectives.fingerprint import Fingerprint, size_mismatch
 from ring_plugins.core.collectives.shm_barrier import PAGE, SharedMemoryBarrier
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.linux.shared_memory import Address, Segment, SharedBuffer
@@ -72,7 +72,7 @@ class SharedMemoryGroup:
         self, own: Segment, addresses: Sequence[Address], ranks: Sequence[int], position: int, wait: Wait, name: str
     ) -> None:
         self.position, self.size = position, len(ranks)
-        self._ranks = tuple(ranks)
+        self._ranks, self._name = tuple(ranks), name
         segments = self._open(own, addresses)
         arrays = [segment.array for segment in segments]
         self.barriers = SharedMemoryBarrier([array[:PAGE] for array in arrays], ranks, position, wait, name)
@@ -130,11 +130,8 @@ class SharedMemoryGroup:
                 piece[:] = staged[: piece.size]
 
     def all_to_all(self, outgoing: Sequence[Bytes], incoming: Sequence[Bytes], fingerprint: Fingerprint) -> None:
-        longest = np.array([max(part.size for part in outgoing)])
-        longest_of_all = np.empty(self.size, longest.dtype)
-        self.all_gather(longest.view(np.uint8), np.split(longest_of_all.view(np.uint8), self.size), fingerprint)
         share = STAGING_BYTES // self.size // CACHE_LINE * CACHE_LINE  # of a staging buffer, for one receiver
-        for start in range(0, int(longest_of_all.max()), share):
+        for start in range(0, self._largest_part(outgoing, incoming, fingerprint), share):
             staging = self._next_staging()
             for i, part in enumerate(outgoing):
                 piece = part[start : start + share]
@@ -144,6 +141,23 @@ class SharedMemoryGroup:
             for part, staged in zip(incoming, staging, strict=True):
                 piece = part[start : start + share]
                 piece[:] = staged[own_share : own_share + piece.size]
+
+    def _largest_part(self, outgoing: Sequence[Bytes], incoming: Sequence[Bytes], fingerprint: Fingerprint) -> int:
+        """The bytes of the largest part that any member sends.
+
+        Raises:
+            MismatchError: on all members, if one sends another number of bytes than its peer expects; the rest of the
+                peer's memory would be filled with another operation's data.
+        """
+        own = np.array([[part.size for part in parts] for parts in (outgoing, incoming)], np.int64)
+        sizes = np.empty((self.size, *own.shape), np.int64)
+        self.all_gather(own.view(np.uint8).reshape(-1), [row.view(np.uint8).reshape(-1) for row in sizes], fingerprint)
+        sent, expected = sizes[:, 0], sizes[:, 1].T
+        if not np.array_equal(sent, expected):
+            sender, receiver = np.argwhere(sent != expected)[0].tolist()
+            ranks, bytes_sent, bytes_expected = self._ranks, sent[sender, receiver], expected[sender, receiver]
+            raise size_mismatch(self._name, fingerprint, ranks[sender], bytes_sent, ranks[receiver], bytes_expected)
+        return int(sent.max())
 
     # Memory that all members map ------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.core.collectives.fingerprint import fingerprint
 from ring_plugins.core.collectives.shm_group import SMALL_BYTES, STAGING_BYTES, SharedMemoryGroup, create_segment
 from ring_plugins.core.control.wait import Wait
@@ -112,3 +113,15 @@ def test_all_to_all_of_different_sizes(on_all, scale):
 
     for rank, incoming in enumerate(on_all(exchange)):
         assert all((part == 10 * i + rank).all() for i, part in enumerate(incoming))
+
+
+def test_parts_of_another_size_than_expected_are_a_mismatch_on_all_ranks(on_all):
+    def exchange(group):
+        outgoing = [np.full(5, group.position, np.uint8) for _ in range(SIZE)]
+        incoming = [np.zeros(5, np.uint8) for _ in range(SIZE)]
+        if group.position == 1:
+            incoming[2] = np.zeros(7, np.uint8)
+        with pytest.raises(MismatchError, match="rank 2 sends 5 bytes to rank 1, which expects 7"):
+            group.all_to_all(outgoing, incoming, fingerprint("all_to_all", "uint8"))
+
+    on_all(exchange)
