@@ -12,7 +12,6 @@ what it inherited silently.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import io
 import logging
 import os
@@ -23,7 +22,7 @@ from types import TracebackType
 from typing import Protocol
 
 from ring_plugins.core.base.errors import PeerFailed
-from ring_plugins.core.base.log import logger
+from ring_plugins.core.base.log import flush_output, logger
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.rendezvous import spawn
 from ring_plugins.core.rendezvous.topology import Topology
@@ -86,7 +85,7 @@ def install(current: Callable[[], Job | None], shutdown: Callable[[], None]) -> 
         else:  # also if the user has silenced the logger: no process ends without a word
             logger.error(f"rank {job.topology.rank} failed:")
             previous(kind, error, trace)
-        _flush_output()
+        flush_output()
         job.fail(cause or error)
         if cause is not None:
             detector = job.failure_detector
@@ -122,11 +121,5 @@ def _at_exit(current: Callable[[], Job | None], shutdown: Callable[[], None]) ->
     status = spawn.wait_for_children(_failed)
     if status and not _failed:
         logging.shutdown()  # os._exit skips it, and the user's handlers may hold records
-        _flush_output()
+        flush_output()
         os._exit(status)
-
-
-def _flush_output() -> None:
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()

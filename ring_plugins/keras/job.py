@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
+from ring_plugins.core.base.log import flush_output
 from ring_plugins.core.world import World, current, init, is_initialized
 
 T = TypeVar("T")
@@ -98,6 +99,5 @@ def _exit_now() -> None:
     the GIL. A failed job does not need it.
     """
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     os._exit(1)

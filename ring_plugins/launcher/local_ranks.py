@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from types import TracebackType
 from typing import Any
 
+from ring_plugins.core.base.log import flush_output
 from ring_plugins.core.linux.process import end_with_parent
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment, ending
@@ -162,7 +163,6 @@ def run_rank(fd: int, parent: int, rank: int) -> None:
     connection: Connection[Any, Any] = Connection(fd)
     sys.path[:] = connection.recv()
     outcome = call(connection.recv_bytes(), rank)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     connection.send(outcome)
     sys.exit(1 if outcome.failure is not None else 0)

@@ -77,6 +77,6 @@ class Relay:
         with os.fdopen(reading, "rb") as pipe:
             for line in pipe:
                 text = line.decode(errors="replace")
-                with self._lock, contextlib.suppress(OSError, ValueError):  # a closed stream: keep the pipe empty
+                with self._lock, contextlib.suppress(OSError, ValueError, AttributeError):  # closed: drain the pipe
                     stream().write(prefix + text if text.endswith("\n") else f"{prefix}{text}\n")
                     stream().flush()

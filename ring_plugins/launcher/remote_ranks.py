@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.base.log import flush_output
 from ring_plugins.core.linux.interfaces import address_towards
 from ring_plugins.core.rendezvous import detect
 from ring_plugins.launcher.control import Driver, DriverConnection
@@ -109,8 +110,7 @@ def run_rank() -> None:
     threading.Thread(target=_end_with_driver, args=(driver, done), name="ring:driver", daemon=True).start()
     outcome = call(packed, rank)
     done.set()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     driver.report(outcome)
     # After a failure the driver cannot end ranks on other hosts; mpirun does, when one exits with a status.
     sys.exit(1 if outcome.failure is not None else 0)

@@ -124,7 +124,8 @@ class Variable(Generic[T]):
         try:
             return self.kind.parse(text)
         except (ValueError, KeyError):
-            raise ArgumentError(f"{self.name}={text!r} is {self.kind.problem}.") from None
+            name = self.name if environment.get(self.name) else self.older
+            raise ArgumentError(f"{name}={text!r} is {self.kind.problem}.") from None
 
 
 ALL: dict[str, Variable] = {}  # type: ignore[type-arg]  # of all types

@@ -8,6 +8,7 @@ Every record has the `rank` of its process as an attribute, None before `init()`
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from typing import TextIO
@@ -40,6 +41,13 @@ def set_rank(rank: int | None) -> None:
 def _add_rank(record: logging.LogRecord) -> bool:
     record.rank = _rank
     return True
+
+
+def flush_output() -> None:
+    """Flush standard output and error before this process ends; a closed one is None, or raises."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
 
 
 class _StandardError(logging.StreamHandler[TextIO]):

@@ -14,6 +14,7 @@ file descriptors over Unix sockets would need no such permission, but a connecti
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import platform
@@ -48,6 +49,16 @@ def shared_memory_domain() -> str:
     return f"{os.uname().nodename}/{boot_id()}/{os.readlink('/proc/self/ns/pid')}/{os.getuid()}"
 
 
+def _above_standard_streams(fd: int) -> int:
+    """The same file, numbered above 2: in a child, a lower number may become the standard stream that was closed."""
+    if fd > 2:
+        return fd
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(fd)
+
+
 class Segment:
     """A mapping of one shared segment.
 
@@ -72,7 +83,7 @@ class Segment:
         if not is_available():
             raise SharedMemoryError("shared memory needs Linux and RING_SHARED_MEMORY not 0.")
         try:
-            fd = os.memfd_create("ring_plugins")
+            fd = _above_standard_streams(os.memfd_create("ring_plugins"))
             try:
                 os.ftruncate(fd, max(nbytes, 1))
                 return cls(fd, nbytes)

@@ -28,7 +28,7 @@ import numpy as np
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, name_ranks
-from ring_plugins.core.base.log import logger
+from ring_plugins.core.base.log import flush_output, logger
 from ring_plugins.core.linux.process import end_with_parent
 from ring_plugins.core.linux.shared_memory import Segment, publish
 from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous
@@ -188,8 +188,7 @@ def _spawn(ranks: int) -> SharedMemoryRendezvous:
         )
     segment = Segment.create(SharedMemoryRendezvous.nbytes(ranks))
     children: list[subprocess.Popen[bytes]] = []
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     for rank in range(1, ranks):
         environment = os.environ | child_environment(segment, rank, ranks, os.getpid())
         children.append(

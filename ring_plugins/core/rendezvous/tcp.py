@@ -9,18 +9,16 @@ jobs whose launcher holds the port although the script has not imported the face
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 from ring_plugins.core.base.errors import LaunchError, MissingDependency
-from ring_plugins.core.base.log import logger
+from ring_plugins.core.base.log import flush_output, logger
 from ring_plugins.core.linux.interfaces import address_towards
 from ring_plugins.core.net.network_choice import choose, measure, own_interfaces, read_interfaces, unmeasured
 from ring_plugins.core.net.tcp import TcpTransport, open_transport
@@ -115,9 +113,7 @@ def connect(record: LaunchRecord, generation: int) -> Rendezvous:
 
 def _end_process(code: int) -> None:
     """End this process: torchrun then ends the other ranks, and a peer that waits sees its connection close."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    flush_output()
     os._exit(code)
 
 

@@ -52,3 +52,8 @@ def test_a_wrong_value_is_named_with_its_variable(variable, text, problem):
 def test_an_older_name_counts_where_the_new_one_is_not_set():
     assert config.TRANSPORT.get({"RING_PLANE": "mpi"}) == "mpi"
     assert config.TRANSPORT.get({"RING_PLANE": "mpi", "RING_TRANSPORT": "tcp"}) == "tcp"
+
+
+def test_a_wrong_value_is_named_with_the_older_name_if_that_is_the_one_set():
+    with pytest.raises(ArgumentError, match="RING_PLANE='x' is not one of tcp, mpi"):
+        config.TRANSPORT.get({"RING_PLANE": "x"})

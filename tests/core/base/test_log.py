@@ -42,3 +42,11 @@ def test_a_script_that_configures_logging_does_not_silence_the_reason_why_a_rank
     finally:
         log.logger.handlers[:] = handlers
     assert stream.getvalue() == "ring_plugins: rank 0 ends\n"
+
+
+def test_output_can_be_flushed_where_streams_are_closed_or_absent(monkeypatch):
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr("sys.stdout", None)  # what Python sets if a process starts without the file
+    monkeypatch.setattr("sys.stderr", closed)
+    log.flush_output()

@@ -1,7 +1,8 @@
+import os
 import sys
 import threading
 
-from ring_plugins.core.linux.shared_memory import _publish_weakly_ordered
+from ring_plugins.core.linux.shared_memory import Segment, _publish_weakly_ordered
 
 
 def test_threads_fence_at_the_same_time():
@@ -26,3 +27,14 @@ def test_threads_fence_at_the_same_time():
         sys.setswitchinterval(interval)
     assert not errors
     assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_segments_file_never_takes_the_number_of_a_closed_standard_stream():
+    standard_input = os.dup(0)
+    os.close(0)
+    try:
+        segment = Segment.create(10)
+    finally:
+        os.dup2(standard_input, 0)
+        os.close(standard_input)
+    assert segment.fd > 2
