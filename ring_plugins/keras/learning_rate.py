@@ -66,10 +66,8 @@ class _RateCallback(keras.callbacks.Callback):
         self._rate = None
         if has_schedule(optimizer):
             steps, epochs = self._steps(), int((self.params or {}).get("epochs") or 1)
-            multipliers = [
-                self._multiplier(epoch + step / steps) or 1.0 for step in range((epochs - epoch) * steps + 1)
-            ]
-            multiply_schedule(optimizer, multipliers)
+            wanted = [self._multiplier(epoch + step / steps) for step in range((epochs - epoch) * steps + 1)]
+            multiply_schedule(optimizer, [1.0 if multiplier is None else multiplier for multiplier in wanted])
             make_train_function(self.model)
             return
         resumed = epoch > 0 and int(keras.ops.convert_to_numpy(optimizer.iterations)) > 0

@@ -29,9 +29,11 @@ class Timeline:
 
     def __init__(self, directory: str | Path) -> None:
         self._directory = Path(directory)
+        self._is_recording = False
 
     def start(self) -> None:
         """Record from now on."""
+        self._is_recording = True
         aggregator = self._aggregator()
         if aggregator is not None:
             aggregator.start(self._directory)
@@ -39,7 +41,13 @@ class Timeline:
             _wait_until(lambda: recorder.on)
 
     def stop(self) -> Path | None:
-        """Stop recording; return the file's path on rank 0, None on other ranks."""
+        """Stop recording; return the file's path on rank 0, None on other ranks.
+
+        Does nothing unless this timeline is recording: RING_TIMELINE's recording of a whole job goes on.
+        """
+        if not self._is_recording:
+            return None
+        self._is_recording = False
         aggregator = self._aggregator()
         if aggregator is None:
             # Rank 0 switches the recording off. Waiting for that keeps what this rank does next out of the timeline.

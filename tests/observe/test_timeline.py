@@ -1,6 +1,7 @@
 """Timeline in a script; what it records is tested in tests/core/observe/test_timeline.py."""
 
 import os
+from pathlib import Path
 
 from ring_plugins.observe.timeline import Timeline
 
@@ -11,3 +12,27 @@ def test_a_timeline_without_a_job_does_nothing(tmp_path):
         pass
     assert timeline.stop() is None
     assert os.listdir(tmp_path) == []
+
+
+def test_a_timeline_that_does_not_record_ends_no_recording(monkeypatch):
+    calls = []
+
+    class Aggregator:
+        is_complete = True
+
+        def start(self, directory):
+            calls.append("start")
+
+        def stop(self):
+            calls.append("stop")
+
+        def finish(self):
+            return Path("timeline.json")
+
+    monkeypatch.setattr(Timeline, "_aggregator", staticmethod(Aggregator))
+    timeline = Timeline("traces")
+    assert timeline.stop() is None and calls == []  # as on_train_end of a callback whose batches never came
+    timeline.start()
+    assert timeline.stop() == Path("timeline.json")
+    assert timeline.stop() is None
+    assert calls == ["start", "stop"]
