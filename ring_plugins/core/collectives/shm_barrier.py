@@ -176,6 +176,7 @@ class SharedMemoryBarrier:
         end = time.monotonic() + _TEXTS_TIMEOUT
         while time.monotonic() < end and not all(text[0] for text in self._texts):
             time.sleep(0.001)
+        publish()  # read the texts only after their kinds
         calls = {rank: _read(text) or "another operation" for rank, text in zip(self._ranks, self._texts, strict=True)}
         raise mismatch(self._name, calls)
 
