@@ -16,6 +16,8 @@ from ring_plugins.core.net.frames import FrameSocket, to_json
 
 #: Seconds to connect to an address, between two rounds over all addresses, and until this rank gives up.
 _CONNECT, _PAUSE, _GIVE_UP = 1.0, 0.5, 60.0
+#: Attempts before giving up: a rank that was stopped for longer than that finds its first connection dropped.
+_ATTEMPTS = 5
 _MOST_WAITING = 1000
 
 
@@ -41,6 +43,7 @@ class ControlClient(Channel):
         self._ended = False
         self._began = time.monotonic()
         self._next_try = 0.0
+        self._failed_attempts = 0
 
     def poll(self, seconds: float) -> None:
         is_connecting = self._server is None and not self._ended and not self._closed
@@ -113,7 +116,8 @@ class ControlClient(Channel):
 
     def _retry(self, why: str, final: bool = False) -> None:
         self._next_try = time.monotonic() + _PAUSE
-        if final or time.monotonic() - self._began > _GIVE_UP:
+        self._failed_attempts += 1
+        if final or (self._failed_attempts >= _ATTEMPTS and time.monotonic() - self._began > _GIVE_UP):
             self._ended = True
             logger.warning(
                 f"rank {self.rank} goes on without a control channel to rank 0 ({why}): reports lack this rank, and a "

@@ -86,6 +86,18 @@ def test_a_dropped_handshake_is_tried_again(server, monkeypatch):
     client.abandon()
 
 
+def test_a_rank_that_was_stopped_during_the_handshake_tries_again(server, monkeypatch):
+    client = client_of(server)
+    client.poll(0)  # connects
+    deadline = time.monotonic() + 5
+    while not server._acceptor.waiting() and time.monotonic() < deadline:
+        server.poll(0.01)
+    monkeypatch.setattr(client_module, "_GIVE_UP", 0.0)  # as if a minute had passed
+    server._acceptor._drop(next(iter(server._acceptor._waiting.values())))
+    assert run([client, server], lambda: client.connected == [0])
+    client.abandon()
+
+
 def test_messages_queued_before_connecting_arrive_before_the_goodbye(server):
     client = client_of(server)
     received = []
@@ -113,6 +125,7 @@ def test_a_rank_that_leaves_while_rank_0_is_busy_still_says_goodbye(server, monk
 
 def test_without_a_server_it_gives_up_with_a_reason(monkeypatch, capsys):
     monkeypatch.setattr(client_module, "_GIVE_UP", 0.0)
+    monkeypatch.setattr(client_module, "_PAUSE", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     address = {"secret": "11" * 32, "local": "nobody", "port": port, "addresses": ["127.0.0.1"]}
