@@ -1,8 +1,10 @@
 """Options, markers and fixtures for every test. `tests.launch` starts the ranks."""
 
+import gc
 import importlib.util
 import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -76,6 +78,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_report_header(config: pytest.Config) -> str:
     chosen = config.getoption("--ranks") or DEFAULT_RANKS
     return f"ranks: {', '.join(map(str, chosen))}; mpirun: {find_mpirun() or 'none, tests marked mpi are skipped'}"
+
+
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    """No finalizer of other tests' objects runs while deeply nested JSON uses up the stack: it would fail there."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

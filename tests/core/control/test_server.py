@@ -173,6 +173,7 @@ def _is_closed(connected):
     return False
 
 
+@pytest.mark.usefixtures("no_garbage_collection")
 def test_invalid_messages_disconnect_only_their_sender(channels):
     for said in (b"[" * 100_000, b"\xff", b'{"a": 1}', b"[1]", b"null"):
         server, _ = connected(channels, 4, same_host=False)

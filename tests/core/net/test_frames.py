@@ -54,6 +54,7 @@ def test_receive_and_flush_are_bounded():
 
 
 @pytest.mark.parametrize("data", [b"", b"[" * 100_000, b"\xff", "é".encode("latin-1"), b"{", b'"\\ud800'])
+@pytest.mark.usefixtures("no_garbage_collection")
 def test_invalid_json_is_a_disconnection(data):
     with pytest.raises(Disconnected):
         from_json(data)

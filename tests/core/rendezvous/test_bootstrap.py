@@ -128,6 +128,7 @@ def test_rank_0_mentions_refused_connections_while_it_waits(capsys, monkeypatch)
     assert "rank 1 to connect to port" in said and expected in said
 
 
+@pytest.mark.usefixtures("no_garbage_collection")
 @pytest.mark.parametrize("said", [b"", b"[" * 60_000, b"{}", b'["join", 1]', b'["join", {"size": "x"}]', b'["gather"]'])
 def test_without_a_secret_an_unknown_message_ends_its_own_connection_only(said):
     at_0, _, at_1 = meet(2, member_that_sends(said), later(rank(1, 2), 0.2))
