@@ -1,7 +1,6 @@
 """BalanceMonitor in a training loop, and the page that it prints."""
 
 import io
-import re
 
 import numpy as np
 from rich.console import Console
@@ -53,8 +52,7 @@ def test_the_slow_rank_is_found_while_training_and_in_the_summary():
     assert sum(result.reports[0]["slowest"]) == 219
     assert "waiting for the slowest" in result.output
     assert "slowest in" in result.output
-    # On a busy machine bytes may take as long as the slow rank; test_step_breakdown has the texts.
-    assert re.search(r"in the last \d+ steps \d+% of the time .* was spent", result.output)
+    assert "was spent waiting for the slowest rank. That was rank 1 on" in result.output
 
 
 def test_the_page_of_a_thousand_ranks_fits_a_screen():

@@ -176,11 +176,11 @@ class StepAggregator:
 
 
 def advice(breakdown: StepBreakdown, membership: Sequence[Peer]) -> str:
-    """A warning about the time that these steps lost, "" if they lost little."""
+    """A warning about the largest loss of time in these steps, "" if they lost little."""
     computing, waiting, moving = breakdown.mean
     step = computing + waiting + moving
     last = f"in the last {breakdown.steps} steps"
-    if moving > _MUCH * step:
+    if moving > max(_MUCH * step, waiting):
         # moving / factor is a tenth of the step that then remains, whether moving shrinks or the rest grows.
         factor = (1 - _LITTLE) / _LITTLE * moving / (step - moving)
         between_hosts = len({peer.domain for peer in membership}) > 1

@@ -41,6 +41,11 @@ def aggregator(peers):
     return channel, StepAggregator(channel, peers, said.append), said
 
 
+def test_advice_names_the_larger_loss():
+    assert "the slowest rank" in advice(breakdown(20, 50, 30), TWO_HOSTS)
+    assert "moving" in advice(breakdown(20, 30, 50), TWO_HOSTS)
+
+
 def test_advice_is_given_once_and_skips_the_first_steps():
     channel, steps, said = aggregator(TWO_HOSTS)
     for first, last, moving in ((0, 50, 10_000), (50, 149, 667), (149, 150, 667), (150, 400, 10_000)):
