@@ -4,11 +4,13 @@
     mpirun -n 8 python benchmarks/gpu_step.py              # one GPU per rank
     python benchmarks/gpu_step.py --models gpt2 --batch 8 --seconds 5 --trace step.json
 
-ResNet-50 and a transformer of GPT-2 small's size, in bfloat16 by autocast, with SGD. Every repetition runs all variants
-one after the other; the time of a step is that of the slowest rank, including its GPU. DDP runs with its defaults, and
-with gradients that are views of its buckets, as ours are. "on the host" is the time until Python has enqueued a step,
-without waiting for the GPU; the difference to no communication is the cost of our hooks. --trace writes a few of our
-steps for chrome://tracing or ui.perfetto.dev, which show NCCL's kernels beside those of backward.
+ResNet-50, a transformer of GPT-2 small's size, and a perceptron of 1,000 small parameters, whose steps are mostly
+launches; in bfloat16 by autocast, with SGD. Every repetition runs all variants one after the other; the time of a step
+is that of the slowest rank, including its GPU. DDP runs with its defaults, and with gradients that are views of its
+buckets, as ours are. "on the host" is the time until Python has enqueued a step, without waiting for the GPU; the
+difference to no communication is the cost of our hooks. With one rank, our hooks and NCCL calls are forced, as DDP's
+always are. --trace writes a few of our steps for chrome://tracing or ui.perfetto.dev, which show NCCL's kernels beside
+those of backward; with several models, into one file for each.
 
 Prints "not measured here" if there is no GPU.
 """
@@ -19,6 +21,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -124,18 +127,39 @@ class GPT2(nn.Module):
         return x[:, :-1], x[:, 1:]
 
 
-MODELS = {"resnet50": (ResNet50, 64), "gpt2": (GPT2, 8)}
+class Perceptron(nn.Module):
+    """500 layers of width 64: 1,000 parameters, 2 million numbers."""
+
+    def __init__(self, width: int = 64, layers: int = 500) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + F.gelu(layer(x))
+        return x
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self(x), y)
+
+    @staticmethod
+    def batch(rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(rows, 64, device=device), torch.randint(0, 64, (rows,), device=device)
+
+
+MODELS: dict[str, tuple[type[nn.Module], int]] = {
+    "resnet50": (ResNet50, 64),
+    "gpt2": (GPT2, 8),
+    "perceptron": (Perceptron, 64),
+}
 
 
 def step(
-    model: nn.Module,
-    loss: Callable[..., torch.Tensor],
-    optimizer: torch.optim.Optimizer,
-    batch: tuple[torch.Tensor, torch.Tensor],
+    loss: Callable[..., torch.Tensor], optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]
 ) -> Callable[[], None]:
     def run() -> None:
         optimizer.zero_grad()
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast(batch[0].device.type, torch.bfloat16):
             value = loss(*batch)
         value.backward()
         optimizer.step()
@@ -146,9 +170,13 @@ def step(
 DDP, DDP_VIEWS = "DDP (NCCL)", "DDP, bucket views"
 
 
-def variants(name: str, rows: int, device: torch.device) -> dict[str, Callable[[], None]]:
+def variants(name: str, rows: int, device: torch.device) -> tuple[dict[str, Callable[[], None]], dict[str, int]]:
+    """The step of each variant, warmed up, and the peak of its memory in bytes."""
     made: dict[str, Callable[[], None]] = {}
+    peaks: dict[str, int] = {}
+    batch = MODELS[name][0].batch(rows, device)
     for variant in ("no communication", "ring_plugins", DDP, DDP_VIEWS):
+        before = allocated()
         torch.manual_seed(0)
         model = MODELS[name][0]().to(device)
         if name == "resnet50":
@@ -156,7 +184,7 @@ def variants(name: str, rows: int, device: torch.device) -> dict[str, Callable[[
         loss = model.loss
         if variant.startswith("DDP"):
             wrapped = nn.parallel.DistributedDataParallel(
-                model, [device.index], gradient_as_bucket_view=variant == DDP_VIEWS
+                model, None if device.index is None else [device.index], gradient_as_bucket_view=variant == DDP_VIEWS
             )
             whole = Loss(wrapped, name)
             loss = whole
@@ -164,12 +192,14 @@ def variants(name: str, rows: int, device: torch.device) -> dict[str, Callable[[
         if variant == "ring_plugins":
             broadcast_parameters(model)
             if ring.size() == 1:  # an optimizer would put no hooks on the parameters
-                communicator = current().new_device_communicator("gradients", device.index, streams(device.index))
-                GradientAverager(model, communicator=communicator)  # its hooks keep it alive
+                index = device.index or 0
+                communicator = current().new_device_communicator("gradients", index, streams(index))
+                model.averager = GradientAverager(model, communicator=communicator)  # kept with the model
             else:
                 optimizer = DistributedOptimizer(optimizer, model.named_parameters())
-        made[variant] = step(model, loss, optimizer, MODELS[name][0].batch(rows, device))
-    return made
+        made[variant] = step(loss, optimizer, batch)
+        peaks[variant] = warmed_up(made[variant], before)
+    return made, peaks
 
 
 class Loss:
@@ -183,12 +213,38 @@ class Loss:
         return F.cross_entropy(out.flatten(0, 1) if self.flat else out, y.flatten())
 
 
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def allocated(at_peak: bool = False) -> int:
+    """Bytes of the GPU that torch uses now, or used at the peak."""
+    if not torch.cuda.is_available():
+        return 0
+    return torch.cuda.max_memory_allocated() if at_peak else torch.cuda.memory_allocated()
+
+
+def warmed_up(run: Callable[[], None], before: int) -> int:
+    """Run some steps; return the bytes that the variant takes at the peak of one.
+
+    Args:
+        run: a step.
+        before: bytes in use before the variant was made. Those of other variants do not change meanwhile.
+    """
+    for _ in range(3):
+        run()
+    synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        run()
+    synchronize()
+    return allocated(at_peak=True) - before
+
+
 def measure(made: dict[str, Callable[[], None]], seconds: float) -> dict[str, dict[str, list[float]]]:
     """Seconds of each step on the slowest rank, by variant: until Python has enqueued it, and until the GPU is done."""
-    for run in made.values():
-        for _ in range(3):
-            run()
-    torch.cuda.synchronize()
     times: dict[str, dict[str, list[float]]] = {name: {"queued": [], "done": []} for name in made}
     started = time.perf_counter()
     while ring.broadcast_object(time.perf_counter() - started < seconds):
@@ -197,7 +253,7 @@ def measure(made: dict[str, Callable[[], None]], seconds: float) -> dict[str, di
             began = time.perf_counter()
             run()
             queued = time.perf_counter() - began
-            torch.cuda.synchronize()
+            synchronize()
             slowest = ring.all_gather_object((queued, time.perf_counter() - began))
             times[name]["queued"].append(max(q for q, _ in slowest))
             times[name]["done"].append(max(d for _, d in slowest))
@@ -208,14 +264,14 @@ def trace(run: Callable[[], None], path: str) -> None:
     with torch.profiler.profile() as profile:
         for _ in range(3):
             run()
-        torch.cuda.synchronize()
+        synchronize()
     profile.export_chrome_trace(path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--batch", type=int, help="rows per rank; 64 for resnet50 and 8 for gpt2 by default")
+    parser.add_argument("--batch", type=int, help="rows per rank; 8 for gpt2 and 64 for the others by default")
     parser.add_argument("--seconds", type=float, default=20.0, help="time to spend on each model")
     parser.add_argument("--trace", metavar="FILE", help="write some steps of ours on rank 0, for chrome://tracing")
     arguments = parser.parse_args()
@@ -231,14 +287,17 @@ def main() -> None:
     dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)
     record: dict[str, object] = {"card": torch.cuda.get_device_name(device), "ranks": size}
     for name in arguments.models:
-        made = variants(name, arguments.batch or MODELS[name][1], device)
+        made, peaks = variants(name, arguments.batch or MODELS[name][1], device)
         times = measure(made, arguments.seconds)
         if rank == 0:
             median = {v: {k: statistics.median(t) for k, t in both.items()} for v, both in times.items()}
-            record[name] = median
+            record[name] = {variant: {**both, "peak_bytes": peaks[variant]} for variant, both in median.items()}
             ours, none = median["ring_plugins"], median["no communication"]
             for variant, both in median.items():
-                print(f"{name}: {variant}: {both['done'] * 1e3:.2f} ms a step, {both['queued'] * 1e3:.2f} on the host")
+                print(
+                    f"{name}: {variant}: {both['done'] * 1e3:.2f} ms a step, {both['queued'] * 1e3:.2f} on the host, "
+                    f"{peaks[variant] / 2**20:.0f} MiB at the peak"
+                )
             print(
                 f"{name}: ring / none {ours['done'] / none['done']:.3f}, "
                 f"ring / DDP {ours['done'] / median[DDP]['done']:.3f} "
@@ -247,7 +306,10 @@ def main() -> None:
             )
         if arguments.trace:
             others = trace if rank == 0 else lambda run, _: [run() for _ in range(3)]
-            others(made["ring_plugins"], arguments.trace)
+            path = Path(arguments.trace)
+            if len(arguments.models) > 1:
+                path = path.with_stem(f"{path.stem}-{name}")
+            others(made["ring_plugins"], str(path))
     if rank == 0:
         save("gpu_step", record)
     dist.destroy_process_group()

@@ -35,7 +35,6 @@ seed = 1
 
 # A deprecation warning of torch for Lightning 2.6, which a script cannot avoid.
 warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-torch.set_num_threads(1)  # ranks share the cores; more threads per rank would only compete for them
 
 
 class Digits(L.LightningModule):

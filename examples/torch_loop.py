@@ -32,7 +32,6 @@ epochs = 20  # over which the learning rate falls to zero; more epochs do not im
 validation_digits = 360  # a fifth of the 1,797
 seed = 1
 
-torch.set_num_threads(1)  # ranks share the cores; more threads per rank would only compete for them
 
 started = time.perf_counter()
 ring.init(ranks=arguments.ranks)

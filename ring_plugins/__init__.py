@@ -7,6 +7,7 @@ script; the functions below then work on arrays of all ranks.
 import importlib
 import warnings
 
+from ring_plugins import framework_threads
 from ring_plugins.core.arrays.dtypes import AVERAGE, MAX, MIN, PRODUCT, SUM, Op
 from ring_plugins.core.base.errors import (
     ArgumentError,
@@ -22,6 +23,7 @@ from ring_plugins.core.base.errors import (
     RankFailed,
     RingError,
     SharedMemoryError,
+    StepSkipped,
     TimeoutExceeded,
 )
 from ring_plugins.core.functions import (
@@ -46,6 +48,7 @@ from ring_plugins.launcher.function import run
 
 # Under torchrun, whose agent may hold MASTER_PORT, ranks meet through torch's store, also in scripts without torch.
 register_store_loader(lambda: importlib.import_module("ring_plugins.torch.rendezvous"))
+framework_threads.register()
 #: Former spellings, which earlier releases documented.
 _RENAMED = {"is_initialised": "is_initialized", "NotInitialised": "NotInitialized"}
 
@@ -79,6 +82,7 @@ __all__ = [
     "RankFailed",
     "RingError",
     "SharedMemoryError",
+    "StepSkipped",
     "TimeoutExceeded",
     "all_gather",
     "all_gather_object",

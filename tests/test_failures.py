@@ -121,8 +121,12 @@ def test_signal_to_rank_1(launcher, body, number):
 def test_sigkill_of_rank_0(launcher):
     with start_ranks(script(ENDLESS), 2, launcher) as job:
         job.send_signal(0, signal.SIGKILL)
-        # A spawning rank 0 is the process that the user's shell started, and the shell says "Killed".
-        check_end(job, *([r"rank 0\b"] if launcher == "mpirun" else []))
+        if launcher == "mpirun":
+            check_end(job, r"rank 0\b")
+        else:  # which the user's shell started; it has spawned the other rank
+            check_end(
+                job, r"rank 1 ends because rank 0 \(process \d+\) died without reporting an error; it was killed by"
+            )
 
 
 def test_sigkill_of_a_rank_under_torchrun():
@@ -264,17 +268,24 @@ def test_one_rank_waits_in_another_operation(launcher):
     run_failing(body, launcher, *causes, steps=TORCH)
 
 
-@pytest.mark.parametrize("launcher", ["spawned", "mpirun", slow("torchrun")])
-def test_exit_with_a_status_on_one_rank(launcher):
-    body = """
+@pytest.mark.parametrize(
+    ("launcher", "leave"),
+    [("spawned", "sys.exit(3)"), ("spawned", "exit(3)"), ("mpirun", "sys.exit(3)"), slow("torchrun", "sys.exit(3)")],
+)
+def test_exit_with_a_status_on_one_rank(launcher, leave):
+    body = f"""
     step = make_step()
     for number in range(100000):
         if ring.rank() == 1 and number == 5:
             goes_wrong()
-            sys.exit(3)
+            {leave}
         step()
     """
-    run_failing(body, launcher, r"rank\W+1\b")
+    # mpirun and torchrun may end rank 0 before it can print anything.
+    cause = (
+        r"rank 0 ends because rank 1 ended with exit status 3 \(sys.exit\), while rank 0 waits for it in ring: all_red"
+    )
+    run_failing(body, launcher, r"rank\W+1\b", *([cause] if launcher == "spawned" else []))
 
 
 @pytest.mark.parametrize("launcher", ["spawned", "mpirun"])

@@ -136,14 +136,13 @@ def _print(
     )
     title = f"{network.name}, {_count(per_host, 'rank')} per host"
     caption = (
-        "straggler: ms of waiting for the slowest rank; exposed: ms of communication that backward does not hide; "
-        "efficiency: throughput relative to that without communication; "
-        f"{target:.0%} Gbit/s: rate per host that reaches {target:.0%}"
+        "waiting: for the slowest rank; not hidden: communication that backward does not hide; efficiency: throughput "
+        f"relative to that without communication; {target:.0%} needs: rate per host that reaches {target:.0%}"
     )
     table = Table(title=title, caption=caption, box=SIMPLE, pad_edge=False, padding=(0, 0, 0, 1))
-    titles = ("ranks", "hosts", "step ms", "straggler", "exposed", "efficiency", "samples/s", f"{target:.0%} Gbit/s")
-    for column in titles:
-        table.add_column(column, justify="right", no_wrap=True)
+    titles = ("ranks", "hosts", "step, ms", "waiting, ms", "not hidden, ms", "efficiency", "samples/s")
+    for column in (*titles, f"{target:.0%} needs, Gbit/s"):
+        table.add_column(column, justify="right")
     for one in predictions:
         rate = needed[one.ranks]
         table.add_row(
@@ -159,6 +158,10 @@ def _print(
     console.print(table)
     most = predictions[-1]
     if most.ranks <= per_host:
+        console.print(
+            f"All {most.ranks} ranks are assumed to be on one host (--per-host {per_host}), where they use no network: "
+            f"--per-host {max(1, most.ranks // 2)} predicts for more hosts."
+        )
         return
     rate = needed[most.ranks]
     if math.isinf(rate):

@@ -5,6 +5,8 @@ An uncaught exception ends this process while its peers wait for it in a collect
 prints one line instead of a traceback, and waits a moment: the rank that failed first should end the job, so that the
 launcher reports its status.
 
+A helper thread that dies ends the process at once: the script may be waiting for something that only this thread does.
+
 Interpreter exit calls `shutdown`, so that a script need not. A forked child (a data loader's worker) closes
 what it inherited silently.
 """
@@ -12,18 +14,22 @@ what it inherited silently.
 from __future__ import annotations
 
 import atexit
+import builtins
+import functools
 import io
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol
+from typing import Any, NoReturn, Protocol
 
 from ring_plugins.core.base.errors import PeerFailed
 from ring_plugins.core.base.log import flush_output, logger
-from ring_plugins.core.control.failure_detector import FailureDetector
+from ring_plugins.core.base.threads import HelperThread, set_on_death
+from ring_plugins.core.control.failure_detector import FailureDetector, ThreadDied, summary
 from ring_plugins.core.rendezvous import spawn
 from ring_plugins.core.rendezvous.topology import Topology
 
@@ -32,6 +38,15 @@ _AFTER_PEER = 0.2
 #: The same where a network was lost: mpirun, as `ring run` starts it, notices that later than the ranks do, and only
 #: while it is not waiting for an answer from the lost host.
 _AFTER_NETWORK = 4.0
+#: Seconds for the launcher to end the job; where MPI is broken too, the call may never return.
+_ABORT = 2.0
+#: The thread that asks it, as in control/monitor.py.
+_ABORTING = "ring:abort"
+
+#: How the failure detector describes a process that ended without a word.
+_DIED = " died without reporting an error"
+#: Seconds for which a failed rank waits for another rank to report the same error.
+_SAME_ERROR = 0.3
 
 
 class Job(Protocol):
@@ -42,7 +57,11 @@ class Job(Protocol):
 
     def is_mine(self) -> bool: ...
 
+    def operations(self) -> int: ...
+
     def fail(self, error: BaseException) -> None: ...
+
+    def leave(self, status: int) -> None: ...
 
     def abort(self) -> None: ...
 
@@ -51,6 +70,8 @@ class Job(Protocol):
 
 _failed = False
 _installed = False
+#: The status of the last call of `sys.exit` by the main thread, and how many operations had been finished by then.
+_exit: tuple[int, int] = (0, 0)
 
 
 def install(current: Callable[[], Job | None], shutdown: Callable[[], None]) -> None:
@@ -67,6 +88,9 @@ def install(current: Callable[[], Job | None], shutdown: Callable[[], None]) -> 
     atexit.register(_at_exit, current, shutdown)
     os.register_at_fork(after_in_child=lambda: _after_fork(current()))
     previous = sys.excepthook
+    sys.exit = _noting_exit(sys.exit, current)
+    _note_calls_of_exit_and_quit(current)
+    set_on_death(lambda thread, error: _end_with_thread(current(), thread, error))
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         global _failed
@@ -79,11 +103,18 @@ def install(current: Callable[[], Job | None], shutdown: Callable[[], None]) -> 
         if job is None or job.topology.size == 1 or not job.is_mine():
             previous(kind, error, trace)
             return
+        rank = job.topology.rank
         cause = consequence(job, error)
+        if cause is not None:
+            cause = _with_exit_status(cause)
         if cause is not None and logger.isEnabledFor(logging.ERROR):
-            logger.error(f"rank {job.topology.rank} ends because {cause}")
+            logger.error(f"rank {rank} ends because {cause}")
+        elif isinstance(error, KeyboardInterrupt) and rank > 0:
+            time.sleep(_SAME_ERROR)  # Ctrl-C reaches all ranks, and rank 0 shows it before the job ends
+        elif cause is None and (other := _peer_with_same_error(job, error)) is not None:
+            logger.error(f"rank {rank} failed at the same place as rank {other}: {summary(error)}")
         else:  # also if the user has silenced the logger: no process ends without a word
-            logger.error(f"rank {job.topology.rank} failed:")
+            logger.error(f"rank {rank} failed:")
             previous(kind, error, trace)
         flush_output()
         job.fail(cause or error)
@@ -93,6 +124,89 @@ def install(current: Callable[[], Job | None], shutdown: Callable[[], None]) -> 
         job.abort()
 
     sys.excepthook = uncaught
+
+
+def _with_exit_status(failure: PeerFailed) -> PeerFailed:
+    """The failure, with the exit status added if the rank died silently and this process is its parent."""
+    where, died, _ = str(failure).partition(_DIED)
+    end = spawn.end_of_child(failure.rank) if died else None
+    return failure if end is None else PeerFailed(f"{where}{_DIED}: it {end}.", failure.rank)
+
+
+def _peer_with_same_error(job: Job, error: BaseException) -> int | None:
+    """Another rank that failed by an exception of the same type in the same line, None if there is none.
+
+    A mistake in a script makes all ranks fail at about the same time. One traceback is enough, so every rank but 0
+    gives the others a moment to report theirs.
+    """
+    if job.failure_detector is None:
+        return None
+    deadline = time.monotonic() + (_SAME_ERROR if job.topology.rank else 0.0)
+    while (failure := job.failure_detector.failure()) is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    own = summary(error)
+    prefix, _, other = str(failure or "").partition(" failed: ")
+    if failure is None or prefix != f"rank {failure.rank}" or failure.rank == job.topology.rank:
+        return None
+    is_same = other.partition(":")[0] == own.partition(":")[0] and other.rpartition(" (")[2] == own.rpartition(" (")[2]
+    return failure.rank if is_same else None
+
+
+def _noting_exit(original: Callable[..., NoReturn], current: Callable[[], Job | None]) -> Callable[..., NoReturn]:
+    """Wrap `sys.exit` to remember the status, which Python tells neither `sys.excepthook` nor exit hooks."""
+
+    @functools.wraps(original)
+    def noted(*status: object) -> NoReturn:
+        if len(status) < 2:
+            _note_exit(status[0] if status else None, current)
+        original(*status)
+
+    return noted
+
+
+def _note_calls_of_exit_and_quit(current: Callable[[], Job | None]) -> None:
+    """The same for the functions `exit` and `quit`, which raise SystemExit by themselves.
+
+    A script's own `raise SystemExit(3)` passes through no code that could note it, and the interpreter has forgotten it
+    when it calls what is registered with atexit. Peers take it for an orderly end.
+    """
+    kind: Any = type(getattr(builtins, "exit", None))
+    if kind.__module__ != "_sitebuiltins":  # the interpreter runs without site, or a shell has its own
+        return
+    original = kind.__call__
+
+    @functools.wraps(original)
+    def noted(self: object, code: object = None) -> None:
+        _note_exit(code, current)
+        original(self, code)
+
+    kind.__call__ = noted
+
+
+def _note_exit(status: object, current: Callable[[], Job | None]) -> None:
+    global _exit
+    if threading.current_thread() is threading.main_thread():
+        job = current()
+        code = 0 if status is None else int(status) & 0xFF if isinstance(status, int) else 1
+        _exit = code, job.operations() if job is not None else 0
+
+
+def _end_with_thread(job: Job | None, thread: str, error: BaseException) -> bool:
+    """End this process, and the job with it, because a helper thread has died; returns False outside a job."""
+    if job is None or not job.is_mine():
+        return False
+    rank = job.topology.rank
+    try:
+        logger.error(f"rank {rank} failed: its thread {thread} died:")
+        sys.__excepthook__(type(error), error, error.__traceback__)
+        flush_output()
+        job.fail(ThreadDied(f"its thread {thread} died: {summary(error)}"))
+        if thread != _ABORTING:  # else the next one would die, too
+            aborting = HelperThread(job.abort, _ABORTING)
+            aborting.start()
+            aborting.join(_ABORT)
+    finally:  # whatever else is broken
+        os._exit(1)
 
 
 def consequence(job: Job, error: BaseException) -> PeerFailed | None:
@@ -117,6 +231,9 @@ def _at_exit(current: Callable[[], Job | None], shutdown: Callable[[], None]) ->
     job = current()
     if job is not None and not job.is_mine():
         return
+    status, operations = _exit
+    if job is not None and status and not _failed and job.operations() == operations:  # else it caught SystemExit
+        job.leave(status)
     shutdown()
     status = spawn.wait_for_children(_failed)
     if status and not _failed:

@@ -7,10 +7,11 @@ registered in `gpu_functions`. Checks that both share are in `core.collectives.v
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -22,6 +23,10 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import check_rank, check_splits, exchange_rows, rows_of, scatter_rows
 from ring_plugins.core.world import current
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+_was_size_asked = False
+
 
 def rank() -> int:
     """Rank of this process in the job, from 0."""
@@ -30,7 +35,14 @@ def rank() -> int:
 
 def size() -> int:
     """Number of processes in the job."""
+    global _was_size_asked
+    _was_size_asked = True
     return current().topology.size
+
+
+def was_size_asked() -> bool:
+    """Whether the script has called `size`, as scripts do that multiply the learning rate by it."""
+    return _was_size_asked
 
 
 def local_rank() -> int:
@@ -53,12 +65,28 @@ def num_nodes() -> int:
     return current().topology.num_nodes
 
 
+def _reports_refusals(collective: F) -> F:
+    """Let `collective` tell the other ranks if this one refuses its arguments, so that they do not wait for it."""
+
+    @wraps(collective)
+    def reporting(*args: Any, **options: Any) -> Any:
+        try:
+            return collective(*args, **options)
+        except ArgumentError as error:
+            current().communicator.refuse(collective.__name__, error)
+            raise
+
+    return cast("F", reporting)
+
+
+@_reports_refusals
 def all_reduce(x: Any, op: Op = Op.AVERAGE, *, out: Any = None, wait: bool = True) -> Any:
     """Combine `x` of all ranks; every rank gets the same bits.
 
     Args:
         x: numpy array, torch tensor on CPU or GPU, or number, of equal shape and dtype on all ranks. AVERAGE takes
-            floats and complex numbers, MIN and MAX take no complex numbers; 16-bit floats are summed in float32.
+            floats and complex numbers, MIN and MAX take no complex numbers; 16-bit floats are summed in float32. A
+            tensor that requires a gradient is refused by all collectives, unless gradients are disabled.
         op: AVERAGE, SUM, MIN, MAX or PRODUCT.
         out: where to put the result, `x` itself to reduce in place; a new array or tensor by default.
         wait: False immediately returns a `Work` whose `wait()` returns the result; do not touch `x` and `out` before.
@@ -71,6 +99,7 @@ def all_reduce(x: Any, op: Op = Op.AVERAGE, *, out: Any = None, wait: bool = Tru
         MismatchError: ranks gave different shapes, dtypes or ops.
         PeerFailed: another rank is gone.
     """
+    _refuse_gradient(x, "all_reduce")
     communicator = current().communicator
     try:
         reduce = partial(communicator.all_reduce, op=op)
@@ -79,6 +108,7 @@ def all_reduce(x: Any, op: Op = Op.AVERAGE, *, out: Any = None, wait: bool = Tru
         return _on_gpu(x, error).all_reduce(x, op, out, wait)
 
 
+@_reports_refusals
 def broadcast(x: Any, root: int = 0, *, out: Any = None, wait: bool = True) -> Any:
     """Return the root's `x` on every rank.
 
@@ -92,6 +122,7 @@ def broadcast(x: Any, root: int = 0, *, out: Any = None, wait: bool = True) -> A
         ArgumentError: `root` is not a rank; memory as in `all_reduce`.
         MismatchError: ranks gave different shapes, dtypes or roots.
     """
+    _refuse_gradient(x, "broadcast")
     communicator = current().communicator
     check_rank(root, communicator)
     try:
@@ -100,6 +131,7 @@ def broadcast(x: Any, root: int = 0, *, out: Any = None, wait: bool = True) -> A
         return _on_gpu(x, error).broadcast(x, root, out, wait)
 
 
+@_reports_refusals
 def all_gather(x: Any, *, wait: bool = True) -> Any:
     """Concatenate `x` of all ranks along the first dimension.
 
@@ -114,6 +146,7 @@ def all_gather(x: Any, *, wait: bool = True) -> Any:
     Raises:
         MismatchError: dtypes or trailing dimensions differ.
     """
+    _refuse_gradient(x, "all_gather")
     communicator = current().communicator
     try:
         array, dtype = host_array(x)
@@ -134,6 +167,7 @@ def all_gather(x: Any, *, wait: bool = True) -> Any:
     return _run(communicator, "all_gather", run, wait)
 
 
+@_reports_refusals
 def reduce_scatter(x: Any, op: Op = Op.AVERAGE, *, wait: bool = True) -> Any:
     """Combine `x` of all ranks and give each rank one part of the result.
 
@@ -150,6 +184,7 @@ def reduce_scatter(x: Any, op: Op = Op.AVERAGE, *, wait: bool = True) -> Any:
         ArgumentError: `x` is 0-d; dtype, op and memory as in `all_reduce`.
         MismatchError: ranks gave different shapes, dtypes or ops.
     """
+    _refuse_gradient(x, "reduce_scatter")
     communicator = current().communicator
     try:
         array, dtype = host_array(x)
@@ -170,6 +205,7 @@ def reduce_scatter(x: Any, op: Op = Op.AVERAGE, *, wait: bool = True) -> Any:
     return _run(communicator, "reduce_scatter", run, wait)
 
 
+@_reports_refusals
 def all_to_all(x: Any, splits: Sequence[int] | None = None, *, wait: bool = True) -> Any:
     """Send part i of `x` to rank i, and receive a part from every rank.
 
@@ -185,6 +221,7 @@ def all_to_all(x: Any, splits: Sequence[int] | None = None, *, wait: bool = True
         ArgumentError: `x` is 0-d, `splits` do not add up, or `x` cannot be cut equally.
         MismatchError: dtypes or trailing dimensions differ.
     """
+    _refuse_gradient(x, "all_to_all")
     communicator = current().communicator
     try:
         array, dtype = host_array(x)
@@ -215,6 +252,7 @@ def barrier() -> None:
     current().communicator.barrier()
 
 
+@_reports_refusals
 def broadcast_object(item: Any, root: int = 0) -> Any:
     """Return the root's object, which must be picklable, on every rank."""
     communicator = current().communicator
@@ -225,6 +263,24 @@ def broadcast_object(item: Any, root: int = 0) -> Any:
 def all_gather_object(item: Any) -> list[Any]:
     """Return the objects of all ranks, which must be picklable, in rank order."""
     return current().communicator.all_gather_object(item)
+
+
+def _refuse_gradient(x: Any, function: str) -> None:
+    """Refuse a tensor that needs a gradient: the result would have none, and the loss would lack a term.
+
+    Raises:
+        ArgumentError: `x` requires a gradient, and its framework records gradients now.
+    """
+    if getattr(x, "requires_grad", False) is not True:
+        return
+    for base in type(x).__mro__:  # a user's own tensor class comes before the framework's
+        framework = base.__module__.partition(".")[0]
+        records = getattr(sys.modules.get(framework), "is_grad_enabled", None)
+        if records is not None and records():
+            raise ArgumentError(
+                f"x requires a gradient, which ring_plugins.{function} does not pass on. Pass x.detach(), for example "
+                f"to log a value, or call ring_plugins.{framework}.{function}, which passes gradients between ranks."
+            )
 
 
 def _in_place(
@@ -273,7 +329,17 @@ def _in_place(
 
 def _run(communicator: Communicator, name: str, function: Callable[[], Any], wait: bool) -> Any:
     """The result of `function`, or its `Work` if `wait` is False."""
-    return function() if wait else communicator.start(name, function)
+    if wait:
+        return function()
+
+    def run() -> Any:
+        try:
+            return function()
+        except ArgumentError as error:
+            communicator.refuse(name, error)
+            raise
+
+    return communicator.start(name, run)
 
 
 def _empty_like(x: Any, source: Array) -> Any:

@@ -7,11 +7,13 @@ the failure detector, and the monitor thread with its services. The first commun
 
 from __future__ import annotations
 
+import errno
+import hmac
 import itertools
 import os
 import socket
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,27 +23,27 @@ from ring_plugins.core.base.errors import ArgumentError, LaunchError, NotInitial
 from ring_plugins.core.base.log import logger, set_rank
 from ring_plugins.core.collectives.api import Activity, Communicator
 from ring_plugins.core.collectives.host import Gather, HostCommunicator
+from ring_plugins.core.collectives.messages import Messenger
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.control import ControlClient, ControlServer
 from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.failure_detector import FailureDetector, Peer
 from ring_plugins.core.control.liveness import Liveness, LocalPeers
-from ring_plugins.core.control.monitor import MonitorThread, Service
+from ring_plugins.core.control.monitor import MonitorThread
 from ring_plugins.core.control.tcp_liveness import TcpLiveness
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.gpu import load_driver, load_nccl
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gpu.stream import Streams
 from ring_plugins.core.gpu.watchdog import GpuWatchdog
+from ring_plugins.core.linux import thread_count
 from ring_plugins.core.linux.interfaces import own_addresses
 from ring_plugins.core.linux.shared_memory import is_available, shared_memory_domain
-from ring_plugins.core.observe.stall import StallAggregator, StallWatch
-from ring_plugins.core.observe.step_breakdown import StepAggregator, StepReporter
-from ring_plugins.core.observe.timeline import TimelineAggregator, TimelineReporter
-from ring_plugins.core.rendezvous import Rendezvous, connect, detect
+from ring_plugins.core.net.tcp import TcpTransport
+from ring_plugins.core.observe.observers import Observers
+from ring_plugins.core.rendezvous import Rendezvous, connect, detect, leave
+from ring_plugins.core.rendezvous.claim import RankMarker, check_ancestors
 from ring_plugins.core.rendezvous.topology import find_topology, virtual_nodes
-from ring_plugins.core.trace.recorder import recorder
-from ring_plugins.core.trace.steps import steps
 
 
 class _Member(NamedTuple):
@@ -53,6 +55,8 @@ class _Member(NamedTuple):
         liveness: address of its liveness segment; None where memory cannot be shared.
         server: address of the control server, with its secret, from rank 0; None from the others.
         addresses: of its host; empty if all ranks are on one host.
+        records: whether rank 0 writes a timeline of the whole job.
+        kernel, container, cores, quota: as in `thread_count.Cores`.
     """
 
     domain: str
@@ -61,6 +65,11 @@ class _Member(NamedTuple):
     liveness: list[int] | None
     server: dict[str, Any] | None
     addresses: list[str]
+    records: bool
+    kernel: str
+    container: str
+    cores: str
+    quota: float | None
 
 
 class World:
@@ -78,11 +87,14 @@ class World:
         self._rendezvous = rendezvous
         self._pid = os.getpid()
         self.launcher = launcher
+        record = detect()
+        self._started_by = {"single": "this script", "spawned": "ring run"}.get(record.kind, record.by)
         self._closed = False
         rank, size = rendezvous.rank, rendezvous.size
         own = Liveness.create(rank) if size > 1 and is_available() else None
         server = ControlServer(size, rendezvous.addresses) if size > 1 and rank == 0 else None
         members = self._introduce(own, server)
+        self._secret = str(members[0].server["secret"]).encode() if members[0].server else b""
         domains = [member.domain for member in members]
         self._nodes = virtual_nodes(domains, config.VIRTUAL_NODES.get())
         if len(set(self._nodes)) > 1 and rendezvous.transport is None:
@@ -90,6 +102,7 @@ class World:
                 "RING_VIRTUAL_NODES needs a launcher that connects hosts: start the job with mpirun or torchrun."
             )
         self.topology = find_topology(rank, self._nodes, [member.host for member in members])
+        self._cores = [thread_count.Cores(one.kernel, one.container, one.cores, one.quota) for one in members]
         self._local_peers = self._watch_local_peers(own, members) if own is not None else None
         if any(member.liveness for member in members):
             rendezvous.gather(None)  # no rank leaves before all have mapped its segment
@@ -102,7 +115,10 @@ class World:
         self.channel: Channel | None = None
         self.observers: Observers | None = None
         self._monitor = self._make_monitor(server, members) if size > 1 else None
+        self._members = members
+        self._messenger: Messenger | None = None
         self.communicator = self.new_communicator("ring", gather=rendezvous.gather)
+        self._rank_marker = RankMarker(rank) if size > 1 else None
         if self._monitor is not None:
             self._monitor.start()
 
@@ -115,6 +131,8 @@ class World:
             list(own.address) if own else None,
             server.address if server else None,
             own_addresses() if self._rendezvous.transport is not None else [],
+            config.TIMELINE.is_set(),
+            *thread_count.own_cores(),
         )
         return [_Member(*item) for item in self._rendezvous.gather(member)]
 
@@ -140,11 +158,11 @@ class World:
         self.channel = server or ControlClient(rank, size, address, domains[0] == domains[rank])
         membership = [Peer(member.host, member.pid, member.domain) for member in members]
         self.failure_detector = FailureDetector(rank, membership, self._local_peers, self.channel)
-        self.observers = Observers(self.channel, self.failure_detector, self.activities)
+        self.observers = Observers(self.channel, self.failure_detector, self.activities, members[0].records)
         launched = self.launcher in ("mpi", "spawned") or "TORCHELASTIC_RUN_ID" in os.environ
         monitor = MonitorThread(self.failure_detector, self.channel, launched, self.abort)
-        monitor.add(GpuWatchdog(self.failure_detector, self.device_communicators))
-        monitor.add(TcpLiveness(self.failure_detector, [member.addresses for member in members]))
+        monitor.add(GpuWatchdog(self.failure_detector, self.device_communicators), vital=True)
+        monitor.add(TcpLiveness(self.failure_detector, [member.addresses for member in members]), vital=True)
         for service in self.observers.services:
             monitor.add(service)
         return monitor
@@ -216,6 +234,22 @@ class World:
         self._communicators[next(self._made)] = communicator
         return communicator
 
+    def addresses(self) -> list[str]:
+        """At which ranks of other hosts reach this one, the likeliest first; empty if all are on this host."""
+        transport = self._rendezvous.transport
+        if isinstance(transport, TcpTransport):  # on the network that was chosen for the job's data
+            return [transport.address]
+        return self._members[self.topology.rank].addresses
+
+    def messenger(self) -> Messenger:
+        """The messages between this process and any other rank; made by the first call."""
+        if self._messenger is None:
+            rank, members = self.topology.rank, self._members
+            near = [other for other, member in enumerate(members) if member.domain == members[rank].domain]
+            addresses = self.addresses() if len(near) < len(members) else []
+            self._messenger = Messenger(rank, self.derive_secret("messages"), near, addresses, self.failure_detector)
+        return self._messenger
+
     def device_communicator(self, device: int, streams: Streams) -> DeviceCommunicator:
         """A communicator of all ranks for the public functions; the first call, which all ranks make, creates it."""
         if device not in self._of_devices:
@@ -232,6 +266,38 @@ class World:
         activities = [communicator.activity() for communicator in self._communicators.copy().values()]
         return [activity for activity in activities if activity is not None]
 
+    def derive_secret(self, purpose: str) -> bytes:
+        """A secret that all ranks of the job can make, and nobody else; a different one for each purpose."""
+        return hmac.digest(self._secret, purpose.encode(), "sha256")
+
+    def share_cores(self) -> None:
+        """Have this rank compute with its share of its host's cores, unless the user has set a number of threads."""
+        rank = self.topology.rank
+        here = thread_count.ranks_beside(rank, self._cores)
+        if here == 1:
+            return
+        number = thread_count.share(rank, self._cores)
+        changed, too_late = thread_count.set_threads(number)
+        if changed and rank == 0:
+            each = "1 thread" if number == 1 else f"{number} threads"
+            logger.info(
+                f"each of the {here} ranks on this host computes with {each}, its share of the cores; "
+                f"{thread_count.OPENMP_VARIABLE} chooses another number."
+            )
+        for library in too_late if rank == 0 else ():
+            logger.warning(
+                f"{library.name} computed before init() and keeps a thread per core in each of the {here} ranks on "
+                f"this host, which slows all of them: call ring_plugins.init() first, or export "
+                f"{library.variables[0]}={number}."
+            )
+
+    @property
+    def summary(self) -> str:
+        """For messages: "2 ranks on 1 host, started by this script"."""
+        if self.topology.size == 1 and self.launcher == "single":
+            return self.topology.summary
+        return f"{self.topology.summary}, started by {self._started_by}"
+
     def is_mine(self) -> bool:
         """Whether this process joined the job, rather than being forked from one that did."""
         return os.getpid() == self._pid
@@ -242,6 +308,15 @@ class World:
             self.observers.flush()
             self.failure_detector.fail(error)
 
+    def operations(self) -> int:
+        """How many operations this rank has finished."""
+        return sum(communicator.statistics.operations for communicator in self._communicators.copy().values())
+
+    def leave(self, status: int) -> None:
+        """Tell the other ranks that this one is about to leave with an exit status."""
+        if self.failure_detector is not None and self.is_mine():
+            self.failure_detector.leave(status)
+
     def abort(self) -> None:
         """End the whole job, if the launcher can."""
         self._rendezvous.abort(1)
@@ -251,6 +326,8 @@ class World:
         if self._closed or not self.is_mine():
             return
         self._closed = True
+        if self._messenger is not None:
+            self._messenger.close()
         if self._local_peers is not None:
             self._local_peers.own.leave()
         if self._monitor is not None:
@@ -258,58 +335,18 @@ class World:
         for communicator in self._communicators.copy().values():
             communicator.close()
         self._rendezvous.close()
+        if self._rank_marker is not None:
+            self._rank_marker.release()
+            leave(self.launcher)
 
     def detach_after_fork(self) -> None:
         """In a forked child: disturb neither the parent nor its peers."""
         if self.channel is not None:
             self.channel.abandon()
+        if self._messenger is not None:
+            self._messenger.detach_after_fork()
         for communicator in self._communicators.copy().values():
             communicator.detach_after_fork()
-
-
-class Observers:
-    """The observing services of this rank, which the monitor thread calls.
-
-    Args:
-        channel: between the ranks.
-        failure_detector: knows which ranks have failed or left.
-        activities: returns the last operation of this rank in each communicator.
-
-    Attributes:
-        services: all of them, for the monitor thread.
-        membership: where the ranks are.
-        steps: sends this rank's steps to rank 0.
-        all_steps, timeline: on rank 0, the steps and the timeline of all ranks.
-
-    Raises:
-        ArgumentError: an environment variable has an invalid value.
-    """
-
-    def __init__(
-        self, channel: Channel, failure_detector: FailureDetector, activities: Callable[[], Iterable[Activity]]
-    ) -> None:
-        warning = config.STALL_WARNING.get()
-        abort = config.STALL_ABORT.get()
-        steps.restart()
-        self.membership = membership = failure_detector.membership
-        self.steps = StepReporter(channel, steps)
-        self.all_steps: StepAggregator | None = None
-        self.timeline: TimelineAggregator | None = None
-        self._spans = TimelineReporter(channel, membership[channel.rank].domain == membership[0].domain)
-        self.services: list[Service] = [StallWatch(channel, failure_detector, activities), self.steps, self._spans]
-        if channel.rank == 0:
-            self.all_steps = StepAggregator(channel, membership, logger.warning)
-            self.timeline = TimelineAggregator(channel, membership)
-            stalls = StallAggregator(channel, membership, warning, abort, logger.warning)
-            self.services += [stalls, self.all_steps, self.timeline]
-            directory = config.TIMELINE.get()
-            if directory:
-                self.timeline.start(Path(directory))
-
-    def flush(self) -> None:
-        """Send the spans that would be lost if this process ended; any thread may call it."""
-        if recorder.on:
-            self._spans.flush()
 
 
 _world: World | None = None
@@ -330,7 +367,7 @@ def init(ranks: int | None = None) -> World:
 
     Raises:
         ArgumentError: `ranks` is not a positive integer.
-        LaunchError: the processes cannot find each other, or this one was forked from a rank.
+        LaunchError: the processes cannot find each other, or this one is a child of a rank.
         MissingDependency: the launcher needs a package that is not installed.
     """
     global _world, _generation
@@ -343,6 +380,8 @@ def init(ranks: int | None = None) -> World:
             f"this process was forked from rank {_world.topology.rank} (a data loader's worker?); call "
             "ring_plugins.init() in the ranks themselves."
         )
+    check_ancestors()
+    _check_timeline_directory(ranks)
     exit_hooks.install(lambda: _world, shutdown)
     rendezvous = connect(ranks, _generation)
     _generation += 1
@@ -350,7 +389,28 @@ def init(ranks: int | None = None) -> World:
     launcher = "single" if rendezvous.size == 1 else "spawned" if kind == "single" else kind
     _world = World(rendezvous, launcher)
     set_rank(rendezvous.rank)
+    _world.share_cores()
     return _world
+
+
+def _check_timeline_directory(ranks: int | None) -> None:
+    """Refuse a RING_TIMELINE in which rank 0 cannot write, before the other ranks wait for it.
+
+    Raises:
+        ArgumentError: the directory cannot be made or written to.
+    """
+    name, record = config.TIMELINE.get(), detect()
+    if not name or record.rank or (record.kind == "single" and (ranks or 1) == 1):
+        return
+    try:
+        Path(name).mkdir(parents=True, exist_ok=True)
+        if not os.access(name, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ArgumentError(
+            f"{config.TIMELINE.name}={name!r}: rank 0 cannot write there ({error.strerror}); name a directory that it "
+            "can create, or unset the variable."
+        ) from error
 
 
 def shutdown() -> None:

@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import ring_plugins as ring
+from ring_plugins.core.linux import thread_count
 from ring_plugins.core.linux.process import boot_id
 from ring_plugins.core.world import current
+from ring_plugins.doctor.gpu_paths import DRIVER, driver_version
 from ring_plugins.doctor.host import find_nccl
 from ring_plugins.doctor.network import NetworkInterface, network_interfaces, resolve
 from ring_plugins.doctor.packages import versions
@@ -26,8 +28,8 @@ class Facts:
         host: name of that host.
         kernel: boot id, equal for ranks that share cores, even in different containers.
         cores: numbers of the cores that the process may run on.
-        threads: number of threads that the process would compute with.
-        versions: package -> version, also NCCL's; None if not installed.
+        threads: number of threads that the process computes with.
+        versions: package -> version, also of NCCL and of NVIDIA's driver; None if not installed.
         interfaces: network interfaces of the host.
         resolved: each host of the job -> the addresses that its name resolves to here.
         variables: the RING_* variables, which should agree on all ranks.
@@ -64,15 +66,14 @@ def gather_facts() -> list[Facts]:
 def own_facts(rank: int, node: int, hosts: tuple[str, ...]) -> Facts:
     """The facts of this process."""
     cores = tuple(sorted(os.sched_getaffinity(0)))
-    threads = os.environ.get("OMP_NUM_THREADS", "")
     return Facts(
         rank,
         node,
         socket.gethostname(),
         boot_id(),
         cores,
-        int(threads) if threads.isdigit() and int(threads) else len(cores),
-        {**versions(), "NCCL": find_nccl()[0]},
+        thread_count.threads_in_use(),
+        {**versions(), "NCCL": find_nccl()[0], DRIVER: driver_version()},
         tuple(network_interfaces()),
         {host: resolve(host) for host in dict.fromkeys(hosts)},
         shown(os.environ),

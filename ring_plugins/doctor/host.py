@@ -13,12 +13,14 @@ import psutil
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import RingError
+from ring_plugins.core.base.install import pip_command
 from ring_plugins.core.gpu import load_nccl
 from ring_plugins.core.gpu.library import NCCL_WHEELS
 from ring_plugins.core.gpu.nccl import version_text
 from ring_plugins.core.linux import process
 from ring_plugins.core.linux.shared_memory import Segment, is_available
 from ring_plugins.doctor.findings import Check, Finding, error, fine, run_check, warning
+from ring_plugins.doctor.gpu_paths import gpu_paths
 from ring_plugins.doctor.mpi import mpi
 from ring_plugins.doctor.network import host_name, networks
 from ring_plugins.doctor.packages import installed, packages
@@ -41,8 +43,10 @@ def nccl() -> Iterator[Finding]:
     if version is not None:
         yield fine("NCCL", f"{version} from {path}", version=version, path=path)
         return
-    severity = error if gpu_names() or config.NCCL_LIBRARY.is_set() else fine
-    yield severity("NCCL", path, 'pip install "ring_plugins[nccl]" adds it for CUDA 12, [nccl-cu13] for CUDA 13.')
+    if not gpu_names() and not config.NCCL_LIBRARY.is_set():
+        yield fine("NCCL", "not needed: this host has no GPU")
+        return
+    yield error("NCCL", path, f"{pip_command('nccl')} adds it for CUDA 12, [nccl-cu13] for CUDA 13.")
 
 
 def conflicting_nccl(wheels: Mapping[str, str]) -> Iterator[Finding]:
@@ -111,8 +115,7 @@ def cores() -> Iterator[Finding]:
     if not os.environ.get("OMP_NUM_THREADS"):
         yield fine(
             "cores",
-            f"OMP_NUM_THREADS is not set: every rank would start {visible} threads",
-            "export OMP_NUM_THREADS=1 with one rank per core; in general, cores divided by ranks.",
+            "OMP_NUM_THREADS is not set: ring_plugins.init() gives each rank its share of the cores",
         )
 
 
@@ -163,4 +166,4 @@ def limits() -> Iterator[Finding]:
     yield fine("limits", f"{files} open files, {text} of locked memory", advice, **evidence)
 
 
-CHECKS: tuple[Check, ...] = (packages, mpi, nccl, gpus, cores, memory, networks, host_name, limits, settings)
+CHECKS: tuple[Check, ...] = (packages, mpi, nccl, gpus, gpu_paths, cores, memory, networks, host_name, limits, settings)

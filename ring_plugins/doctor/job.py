@@ -15,6 +15,7 @@ from ring_plugins.core.base.errors import name_ranks
 from ring_plugins.core.world import current
 from ring_plugins.doctor.facts import Facts, gather_facts
 from ring_plugins.doctor.findings import Finding, error, fine, warning
+from ring_plugins.doctor.gpu_paths import DRIVER
 from ring_plugins.doctor.links import Link, measure_links
 
 _SIZES = tuple(1 << shift for shift in (6, 10, 14, 18, 20, 22, 24))
@@ -166,7 +167,9 @@ def check_agreement(facts: Sequence[Facts]) -> Iterator[Finding]:
         yield severity(
             "versions",
             f"{package} differs: {listed}",
-            "Use the same environment on every host, for example on a shared file system.",
+            "Install one release of the driver on all hosts."
+            if package == DRIVER
+            else "Use the same environment on every host, for example on a shared file system.",
             package=package,
             ranks=ranks_by_version,
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import secrets
 import socket
 import statistics
 import time
@@ -23,6 +24,7 @@ import psutil
 import ring_plugins as ring
 from ring_plugins.core.arrays.memory import host_memory
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.net.auth import Claim, Disconnected, Purpose, accept_one, connect
 from ring_plugins.core.world import current
 from ring_plugins.doctor.facts import Facts
 
@@ -198,13 +200,15 @@ def _common_networks(one: Facts, other: Facts) -> list[tuple[str, str]]:
 def _tcp_gigabits(pair: Communicator, address: str) -> float:
     """Gbit/s of one TCP connection to the second rank at `address`, 0 if it cannot be reached. Equal on both ranks."""
     if pair.rank == 1:
-        with socket.create_server((address, 0)) as server:
-            server.settimeout(3.0)
-            pair.all_gather_object(server.getsockname()[1])
-            received = _receive(server)
+        server, secret = socket.create_server((address, 0)), secrets.token_bytes(32)
+        pair.all_gather_object((server.getsockname()[1], secret))
+        received = _receive(server, secret)
         return float(pair.all_gather_object(received)[1])
-    port = pair.all_gather_object(0)[1]
-    with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=2.0) as connection:
+    port, secret = pair.all_gather_object(None)[1]
+    with (
+        contextlib.suppress(OSError, Disconnected),
+        connect(address, port, secret, Purpose.PROBE, Claim(0), 2.0) as connection,
+    ):
         connection.settimeout(3.0)
         piece, end = bytes(_TCP_PIECE), time.monotonic() + _TCP_SECONDS
         while time.monotonic() < end:
@@ -212,16 +216,17 @@ def _tcp_gigabits(pair: Communicator, address: str) -> float:
     return float(pair.all_gather_object(0.0)[1])
 
 
-def _receive(server: socket.socket) -> float:
-    """Gbit/s that one connection delivers, after its first bytes; 0 if no connection arrives."""
+def _receive(server: socket.socket, secret: bytes) -> float:
+    """Gbit/s that the first rank's connection delivers, after its first bytes; 0 if it does not arrive."""
     total, buffer = 0, bytearray(_TCP_PIECE)
-    with contextlib.suppress(OSError):
-        connection, _ = server.accept()
-        with connection:
-            connection.settimeout(3.0)
-            connection.recv_into(buffer)
-            started = last = time.monotonic()
-            while count := connection.recv_into(buffer):
-                total, last = total + count, time.monotonic()
-            return 8e-9 * total / (last - started) if last > started else 0.0
+    connection = accept_one(server, secret, Purpose.PROBE, 0, 3.0)
+    if connection is None:
+        return 0.0
+    with contextlib.suppress(OSError), connection:
+        connection.settimeout(3.0)
+        connection.recv_into(buffer)
+        started = last = time.monotonic()
+        while count := connection.recv_into(buffer):
+            total, last = total + count, time.monotonic()
+        return 8e-9 * total / (last - started) if last > started else 0.0
     return 0.0

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.base.install import pip_command
 from ring_plugins.doctor.findings import Finding, error, fine, warning
 from ring_plugins.doctor.packages import installed
 from ring_plugins.launcher import mpirun
 
-_ADD = 'pip install "ring_plugins[mpi]"'
+_ADD = pip_command("mpi")
 _SECONDS = 30
 
 # Runs in a separate process, where a libmpi that prints or cannot be loaded does no harm.

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from packaging.requirements import Requirement
 
+from ring_plugins.core.base.install import pip_command
 from ring_plugins.doctor.findings import Finding, fine, warning
 
 #: Package -> the extra of ring_plugins that installs it.
@@ -61,11 +62,10 @@ def packages() -> Iterator[Finding]:
         yield from unmet(present, importlib.metadata.requires("ring_plugins") or [])
     missing = [name for name, version in found.items() if version is None and EXTRAS.get(name)]
     if missing:
-        extras = ",".join(EXTRAS[name] for name in missing)
         yield fine(
             "packages",
             f"not installed, and needed only if you use them: {', '.join(missing)}",
-            f'pip install "ring_plugins[{extras}]" adds all of them; pick what you need.',
+            f"{pip_command(*(EXTRAS[name] for name in missing))} adds all of them; pick what you need.",
             missing=missing,
         )
 

@@ -1,5 +1,18 @@
 """Keras 3 on all ranks: `model.fit(callbacks=[BroadcastCallback()])`, on TensorFlow, torch and JAX."""
 
+import os
+
+from ring_plugins.core.base.install import missing
+
+try:
+    import keras as _keras  # noqa: F401 - everything below needs it, and it imports its backend
+except ImportError as error:
+    _backends = ("tensorflow", "torch", "jax")
+    _wanted = [name for name in (error.name, os.environ.get("KERAS_BACKEND")) if name in _backends]
+    raise missing(
+        "ring_plugins.keras", "Keras 3 and its backend", error, "keras", (*_wanted, _backends[0])[0]
+    ) from error
+
 from ring_plugins.keras.averaging import DistributedOptimizer, communication_of, undistribute
 from ring_plugins.keras.batch_norm import synchronize_batch_norm
 from ring_plugins.keras.broadcast import BroadcastCallback

@@ -10,6 +10,7 @@ import keras
 
 from ring_plugins.core.arrays.codec import Compression
 from ring_plugins.core.base.errors import ArgumentError, RingError
+from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.keras.averaging import (
     BUCKET_BYTES,
@@ -20,8 +21,9 @@ from ring_plugins.keras.averaging import (
 )
 from ring_plugins.keras.backends import backend
 from ring_plugins.keras.batch_norm import SynchronizedBatchNorm
-from ring_plugins.keras.callback_list import arrange, call_when_over, enclosing_list
+from ring_plugins.keras.callback_list import arrange, call_when_over, enclosing_list, saves_weights
 from ring_plugins.keras.job import connect
+from ring_plugins.keras.shard import continue_at
 from ring_plugins.keras.state import average_variables, broadcast_state, build_optimizer, weight_checksums
 from ring_plugins.keras.validation import (
     SynchronizedStop,
@@ -31,7 +33,8 @@ from ring_plugins.keras.validation import (
     check_other_parallelism,
     check_root,
 )
-from ring_plugins.observe.drift import DriftCheck, chosen_interval, drift_check
+from ring_plugins.observe.drift import DriftCheck, chosen_interval, differing_weights, drift_check
+from ring_plugins.observe.training import announce_training
 
 
 class BroadcastCallback(keras.callbacks.Callback):
@@ -105,7 +108,11 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._finalizer: weakref.finalize[..., Any] | None = None
         self._is_fitting, self._has_begun = False, False
         self._passes_before, self._steps_until_check = 0, 0
+        self._saves_weights = False
         self._is_synchronized = False
+
+    #: Tells `check_first_step` not to add another callback that compares weights.
+    compares_weights = True
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
@@ -113,6 +120,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         check_root(self.root_rank, world)
         callbacks = enclosing_list(self)
         if callbacks is not None and world.topology.size > 1:
+            self._saves_weights = saves_weights(callbacks)
             self._first.set_model(model)
             arrange(callbacks, self._first, self, world.topology.rank == self.root_rank, self.write_on_root_only)
 
@@ -121,6 +129,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._restore()
         if world.topology.size == 1:
             return
+        announce_training()
         self._is_fitting, self._has_begun = True, False
         self._finalizer = call_when_over(self, self._restore)
         self._communicator, stop = world.new_communicator("fit"), world.new_communicator("stop")
@@ -132,6 +141,9 @@ class BroadcastCallback(keras.callbacks.Callback):
         check_equal_steps(self.params, self._communicator)
         # If the root restored a backup, all ranks continue from there.
         model._initial_epoch = self._communicator.broadcast_object(model._initial_epoch, self.root_rank)
+        continue_at(model._initial_epoch or 0)
+        # A script may give the callback that saves to one rank only.
+        self._saves_weights = any(self._communicator.all_gather_object(self._saves_weights))
         if any(self._communicator.all_gather_object(backend().is_lazy(model))):
             backend().before_first_step(model, self._start)
         else:
@@ -172,6 +184,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._steps_until_check -= 1
         if self._steps_until_check == 0:
             self._check_averaged()
+            self._compare_weights("after the first step")
         if self._drift is not None:
             self._drift.after_step()
         self._stop.after_step(self._model, batch)
@@ -209,12 +222,26 @@ class BroadcastCallback(keras.callbacks.Callback):
                 "ring_plugins.keras.DistributedOptimizer."
             )
 
+    def _compare_weights(self, when: str) -> None:
+        """Warn on the root if the ranks' weights differ, although their gradients are averaged."""
+        if not self.average_gradients:
+            return
+        found = differing_weights(lambda: weight_checksums(self._model), when, self._communicator)
+        if found and self._communicator.rank == self.root_rank:
+            logger.warning(
+                f"{found} A rank made a different update: a train_step or an optimizer that draws random numbers, or "
+                "weights that no averaged optimizer updates. If they differ on purpose, RING_WEIGHT_CHECK=0 switches "
+                "this comparison off."
+            )
+
     def _synchronize_state(self) -> None:
         """Average moving statistics and accumulators, once per epoch, before validation and saving."""
         if not self._is_fitting or self._is_synchronized:
             return
         assert self._stop is not None
         self._is_synchronized = True
+        if self._saves_weights and self._steps_until_check <= 0:
+            self._compare_weights("at the end of this epoch, before checkpoints are saved,")
         self._stop.after_epoch(self._model)  # raises if another rank is still in its epoch
         variables = list(self.model.non_trainable_weights) if self.moving_statistics == "average" else []
         for averaging in self._active():

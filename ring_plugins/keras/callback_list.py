@@ -54,6 +54,32 @@ def arrange(callbacks: Any, first: Any, last: Any, is_writer_rank: bool, written
     callbacks.callbacks = [first, *kept, last]
 
 
+def check_first_step(callback: Any, check: Callable[[], Any]) -> None:
+    """Add a callback to the running `fit` that compares the weights of all ranks after the first step.
+
+    Does nothing if the list already has such a callback; `BroadcastCallback` is one.
+
+    Args:
+        callback: callback whose `on_train_begin` is running, on all ranks.
+        check: constructs the callback that compares.
+    """
+    callbacks = enclosing_list(callback)
+    if callbacks is None or any(getattr(other, "compares_weights", False) for other in callbacks.callbacks):
+        return
+    added = check()
+    added.set_model(callback.model)
+    added.set_params(callback.params)
+    callbacks.callbacks = [*callbacks.callbacks, added]  # Keras is iterating over the old list
+    # Keras 3.15.1, callbacks/callback_list.py:82: a list whose callbacks have no batch hooks calls them in a thread.
+    callbacks._async_train = False
+
+
+def saves_weights(callbacks: Any) -> bool:
+    """Whether a `CallbackList` has a callback that saves weights."""
+    kinds = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
+    return any(isinstance(callback, kinds) for callback in callbacks.callbacks)
+
+
 def call_when_over(callback: Any, undo: Callable[[], None]) -> weakref.finalize[..., Any] | None:
     """Call `undo` when the `fit` or `evaluate` that is calling `callback` ends, even by an exception.
 

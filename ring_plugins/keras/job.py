@@ -41,11 +41,13 @@ def capture_exceptions(function: Callable[..., T]) -> Callable[..., T]:
     @functools.wraps(function)
     def call(*args: Any) -> T:
         try:
-            return function(*args)
+            result = function(*args)
         except BaseException as error:
             if not _captured:
                 _captured.append(error)
             raise
+        _captured.clear()  # the script went on after an earlier exception, which cannot explain a later one
+        return result
 
     return call
 

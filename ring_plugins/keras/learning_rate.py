@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import abc
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -21,11 +22,17 @@ import keras
 import numpy as np
 
 from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.base.log import logger
+from ring_plugins.core.functions import was_size_asked
 from ring_plugins.keras.averaging import make_train_function
+from ring_plugins.keras.callback_list import call_when_over
+from ring_plugins.keras.first_step import expect_broadcast
 from ring_plugins.keras.job import connect
 
 Scaling = Literal["linear", "sqrt", "none"]
 _ATTRIBUTE = "_ring_rate"
+#: Attributes of an optimizer with a schedule: multipliers by owner, and the method that reads the rate.
+_TABLES, _METHOD = "_ring_multipliers", "_get_current_learning_rate"
 
 
 class _RateCallback(keras.callbacks.Callback):
@@ -43,6 +50,8 @@ class _RateCallback(keras.callbacks.Callback):
         self._rate: Rate | None = None
         self._epoch = 0
         self._started = False
+        self._over: weakref.finalize[..., Any] | None = None
+        self._multiplied: Any = None  # the optimizer whose schedule this callback multiplies
 
     @abc.abstractmethod
     def _multiplier(self, epoch: float) -> float | None:
@@ -53,7 +62,24 @@ class _RateCallback(keras.callbacks.Callback):
         return self._rate.scale if self._rate else 1.0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        connect()
+        expect_broadcast(self)
+        self._undo()  # an earlier fit may have been interrupted
         self._started = False
+        self._over = call_when_over(self, self._undo)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._undo()
+
+    def _undo(self) -> None:
+        """Leave a scheduled rate as the schedule computes it; a rate that is a number keeps its last value."""
+        if self._over is not None:
+            self._over.detach()
+            self._over = None
+        optimizer, self._multiplied = self._multiplied, None
+        if optimizer is not None:
+            stop_multiplying(optimizer, self)
+            self._model.train_function = None  # traced with the multipliers
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch = epoch
@@ -67,7 +93,8 @@ class _RateCallback(keras.callbacks.Callback):
         if has_schedule(optimizer):
             steps, epochs = self._steps(), int((self.params or {}).get("epochs") or 1)
             wanted = [self._multiplier(epoch + step / steps) for step in range((epochs - epoch) * steps + 1)]
-            multiply_schedule(optimizer, [1.0 if multiplier is None else multiplier for multiplier in wanted])
+            multiply_schedule(optimizer, self, [1.0 if multiplier is None else multiplier for multiplier in wanted])
+            self._multiplied = optimizer
             make_train_function(self.model)
             return
         resumed = epoch > 0 and int(keras.ops.convert_to_numpy(optimizer.iterations)) > 0
@@ -136,7 +163,7 @@ class LearningRateWarmupCallback(_RateCallback):
             raise ArgumentError(f"warmup_epochs={warmup_epochs!r} is negative.")
         scale_for(scaling, 1)
         self.warmup_epochs, self.verbose, self.scaling = warmup_epochs, verbose, scaling
-        self._is_over = False
+        self._is_over = self._has_said_rate = False
 
     def _multiplier(self, epoch: float) -> float | None:
         scale = scale_for(self.scaling, connect().topology.size)
@@ -146,9 +173,28 @@ class LearningRateWarmupCallback(_RateCallback):
 
     def _start(self, optimizer: Any, epoch: int) -> None:
         super()._start(optimizer, epoch)
+        self._say_rate()
         self._is_over = False
         if self._rate is not None:
             self._rate.scale = scale_for(self.scaling, connect().topology.size)
+
+    def _say_rate(self) -> None:
+        """Print the rate after warm-up on rank 0, once; warn if the script may have multiplied it too."""
+        topology = connect().topology
+        scale = scale_for(self.scaling, topology.size)
+        if self._has_said_rate or topology.rank != 0 or scale == 1.0:
+            return
+        self._has_said_rate = True
+        base = f"{self._rate.base:g}" if self._rate is not None else "the schedule's"
+        full = f"{self._rate.base * scale:g}" if self._rate is not None else f"{scale:g} times that"
+        text = f"learning rate: {base} for one process, {full} for {topology.size} ranks after warm-up"
+        if was_size_asked():
+            logger.warning(
+                f"{text}. This script also reads ring_plugins.size(): if it has multiplied the rate by that, the rate "
+                "is multiplied twice. Compile the model with the rate for one process."
+            )
+        else:
+            logger.info(text)
 
     def _sets_at(self, batch: int) -> bool:
         """True until the full rate has been set once; afterwards other callbacks may set the rate."""
@@ -296,25 +342,39 @@ def has_schedule(optimizer: Any) -> bool:
     return isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
 
 
-def multiply_schedule(optimizer: Any, multipliers: Sequence[float]) -> None:
+def multiply_schedule(optimizer: Any, owner: Any, multipliers: Sequence[float]) -> None:
     """Multiply a scheduled rate in each following update; the last multiplier remains in effect.
 
-    Only the instance's method that reads the rate is replaced, not the schedule, so files saved with it load without
-    this package (with the rate for one process).
+    The multipliers of several owners are multiplied. Only the instance's method that reads the rate is replaced, not
+    the schedule, so files saved with it load without this package (with the rate for one process).
 
     Args:
         optimizer: an optimizer with a `LearningRateSchedule`.
+        owner: the callback that multiplies; its earlier multipliers are replaced.
         multipliers: one for each following update.
     """
     first = int(keras.ops.convert_to_numpy(optimizer.iterations))
-    table = np.asarray(multipliers, np.float32)
+    tables: dict[int, tuple[int, np.ndarray[Any, Any]]] = optimizer.__dict__.setdefault(_TABLES, {})
+    tables[id(owner)] = first, np.asarray(multipliers, np.float32)
     scheduled: Callable[[], Any] = type(optimizer)._get_current_learning_rate.__get__(optimizer)
 
     def rate() -> Any:
-        update = keras.ops.clip(keras.ops.cast(optimizer._iterations, "int32") - first, 0, len(table) - 1)
-        return scheduled() * keras.ops.take(keras.ops.convert_to_tensor(table), update)
+        current = scheduled()
+        for begin, table in tables.values():
+            update = keras.ops.clip(keras.ops.cast(optimizer._iterations, "int32") - begin, 0, len(table) - 1)
+            current = current * keras.ops.take(keras.ops.convert_to_tensor(table), update)
+        return current
 
-    optimizer.__dict__["_get_current_learning_rate"] = rate
+    optimizer.__dict__[_METHOD] = rate
+
+
+def stop_multiplying(optimizer: Any, owner: Any) -> None:
+    """Undo this owner's `multiply_schedule`; without owners the optimizer has its class's method again."""
+    tables = optimizer.__dict__.get(_TABLES, {})
+    tables.pop(id(owner), None)
+    if not tables:
+        optimizer.__dict__.pop(_TABLES, None)
+        optimizer.__dict__.pop(_METHOD, None)
 
 
 def _read(optimizer: Any) -> float:

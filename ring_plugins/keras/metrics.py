@@ -21,6 +21,7 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.keras.callback_list import call_when_over
+from ring_plugins.keras.first_step import expect_broadcast
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.state import value_of
 
@@ -54,6 +55,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._over: weakref.finalize[..., Any] | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        connect()
+        expect_broadcast(self)
         self._restore()  # an earlier fit may have been interrupted
         self._enter()
 

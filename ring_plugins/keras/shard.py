@@ -8,6 +8,7 @@ TensorFlow and torch are not imported; new objects are created with the class of
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, Literal
 
@@ -19,6 +20,14 @@ from ring_plugins.keras.job import connect
 
 Remainder = Literal["drop", "pad", "keep"]
 Indices = np.ndarray[Any, np.dtype[np.int64]]
+
+#: Attribute of every tf.data.Dataset that `shard_dataset` has returned.
+_MARK = "_ring_is_divided"
+#: Highest epoch of data that has not been trained on: before the first epoch `fit` resets the iterator once, which
+#: counts.
+_NEW = 1
+#: Orders of all data that is in use.
+_orders: weakref.WeakSet[Order] = weakref.WeakSet()
 
 
 def shard(
@@ -57,8 +66,10 @@ def shard(
             `MetricAverageCallback`), and only for arrays, tf.data and DataLoaders.
 
     Raises:
-        ArgumentError: the kind of data is not supported, there is too little for every rank, or an argument is invalid.
+        ArgumentError: the kind of data is not supported, there is too little for every rank, it is divided already, or
+            an argument is invalid.
     """
+    _refuse_divided(data)
     if remainder not in ("drop", "pad", "keep"):
         raise ArgumentError(f'remainder={remainder!r} must be "drop", "pad" or "keep".')
     topology = connect().topology
@@ -68,7 +79,9 @@ def shard(
         return ShardedBatches(data, rank, size, shuffle is not False, seed, remainder == "pad")
     if _is_from(data, "tensorflow", "DatasetV2"):
         _refuse_if(remainder == "pad", remainder, "a tf.data.Dataset")
-        return shard_dataset(data, rank, size, shuffle, seed, remainder)
+        divided = shard_dataset(data, rank, size, shuffle, seed, remainder)
+        setattr(divided, _MARK, True)
+        return divided
     if _is_from(data, "torch", "DataLoader"):
         return shard_data_loader(data, rank, size, shuffle, seed, remainder)
     if _is_of_arrays(data):
@@ -80,6 +93,38 @@ def shard(
         f"data={type(data).__name__} cannot be divided; pass numpy arrays, a PyDataset, a tf.data.Dataset, a "
         "DataLoader or an iterable of batches."
     )
+
+
+def _refuse_divided(data: Any) -> None:
+    """Refuse what `shard` returned: each rank would get a part of its own part."""
+    is_generator = inspect.isgenerator(data) and data.gi_code is shard_iterable.__code__
+    is_loader = isinstance(getattr(data, "sampler", None), Order)
+    if is_generator or is_loader or isinstance(data, ShardedArrays | ShardedBatches) or _holds_mark(data):
+        raise ArgumentError(
+            f"data={type(data).__name__} was returned by shard(), so it is this rank's part already. A part of that "
+            "would leave samples out; call shard once."
+        )
+
+
+def _holds_mark(data: Any) -> bool:
+    """Whether this tf.data.Dataset was made from one that `shard_dataset` has divided."""
+    if not _is_from(data, "tensorflow", "DatasetV2"):
+        return False
+    return hasattr(data, _MARK) or any(map(_holds_mark, data._inputs()))
+
+
+def continue_at(epoch: int) -> None:
+    """Let data that has not been trained on yet begin with the order of this epoch.
+
+    After `BackupAndRestore` or with `initial_epoch`, `fit` begins with a later epoch, while new data would begin with
+    the order of epoch 0. Streams always begin as the script made them.
+
+    Args:
+        epoch: the first epoch of this fit, from 0.
+    """
+    for order in list(_orders) if epoch else ():
+        if order.epoch <= _NEW:
+            order.set_epoch(order.epoch + epoch)
 
 
 def _is_from(data: Any, package: str, name: str) -> bool:
@@ -127,6 +172,7 @@ class Order:
         self._count, self._per_rank, self._rank, self._size = count, per_rank, rank, size
         self._shuffle, self._seed, self._remainder = shuffle, seed, remainder
         self.set_epoch(0)
+        _orders.add(self)
 
     def set_epoch(self, epoch: int) -> None:
         """Compute the order of an epoch."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -64,13 +63,14 @@ def check_equal_steps(params: dict[str, Any] | None, communicator: Communicator)
         MismatchError: the numbers differ.
     """
     given = params or {}
-    all_numbers = communicator.all_gather_object((given.get("steps"), given.get("epochs")))
-    for what, numbers in zip(("steps per epoch", "epochs"), zip(*all_numbers, strict=True), strict=True):
-        if len(set(numbers)) > 1:
-            raise MismatchError(
-                f"ranks would take different numbers of {what} ({_by_rank(numbers, communicator)}). Give every rank "
-                "the same amount of data, as ring_plugins.keras.shard does, or pass steps_per_epoch to fit()."
-            )
+    for key, what in (("steps", "steps per epoch"), ("epochs", "epochs")):
+        _check_equal(
+            given.get(key),
+            communicator,
+            f"ranks would take different numbers of {what}",
+            "Give every rank the same amount of data, as ring_plugins.keras.shard does, or pass steps_per_epoch to "
+            "fit().",
+        )
 
 
 def check_equal_epochs(epoch: int, communicator: Communicator) -> None:
@@ -79,12 +79,12 @@ def check_equal_epochs(epoch: int, communicator: Communicator) -> None:
     Raises:
         MismatchError: the epochs differ.
     """
-    epochs = communicator.all_gather_object(epoch)
-    if len(set(epochs)) > 1:
-        raise MismatchError(
-            f"ranks begin with different epochs ({_by_rank(epochs, communicator)}). Pass the same initial_epoch on "
-            "all ranks; every rank must see the checkpoint that determines it."
-        )
+    _check_equal(
+        epoch,
+        communicator,
+        "ranks begin with different epochs",
+        "Pass the same initial_epoch on all ranks; every rank must see the checkpoint that determines it.",
+    )
 
 
 def check_equal_learning_rates(optimizer: Any, communicator: Communicator) -> None:
@@ -189,5 +189,9 @@ def _computes_on_gpus(backend_name: str) -> bool:
     return bool(tf.config.list_physical_devices("GPU"))  # logical devices would initialize TensorFlow here
 
 
-def _by_rank(values: Sequence[Any], communicator: Communicator) -> str:
-    return ", ".join(f"rank {rank}: {value}" for rank, value in zip(communicator.ranks, values, strict=True))
+def _check_equal(value: Any, communicator: Communicator, problem: str, remedy: str) -> None:
+    """Raise MismatchError with every rank's value if they differ. Collective."""
+    values = communicator.all_gather_object(value)
+    if len(set(values)) > 1:
+        by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in zip(communicator.ranks, values, strict=True))
+        raise MismatchError(f"{problem} ({by_rank}). {remedy}")

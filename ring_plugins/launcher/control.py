@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 
 from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.base.progress_line import ProgressLine, arrivals
 from ring_plugins.core.net.auth import (
     Acceptor,
     Authenticated,
@@ -85,13 +86,19 @@ class Driver:
         """
         self._ranks, self._call = ranks, packed
         self._acceptor.limit = ranks + _OTHER_CONNECTIONS
-        return collect(ranks, lambda seconds: self._poll(seconds, trouble), timeout)
+        with ProgressLine() as line:
+            return collect(ranks, lambda seconds: self._poll(seconds, trouble, line), timeout)
 
-    def _poll(self, seconds: float, trouble: Callable[[], str | None]) -> list[Outcome]:
+    def _poll(self, seconds: float, trouble: Callable[[], str | None], line: ProgressLine) -> list[Outcome]:
         why = trouble()  # before ranks that connected in time are accepted
         for new in self._acceptor.poll():
             self._join(new)
         missing = self._ranks - len(self._connections)
+        if missing:
+            came = {rank: connection.host for rank, connection in self._connections.items()}
+            line.show(lambda: arrivals(came, self._ranks, " to be started"))
+        else:
+            line.remove()
         if why is not None and missing and not any(rank.has_reported for rank in self._connections.values()):
             raise LaunchError(f"{missing} of {self._ranks} ranks were never started: {why}")
         found = []
@@ -129,12 +136,13 @@ class _RankConnection:
 
     Attributes:
         has_reported: whether its outcome is known.
+        host: its name, an address until the rank has said it.
     """
 
     def __init__(self, rank: int, host: str, frames: FrameSocket) -> None:
         self.rank, self.frames = rank, frames
         self.has_reported = False
-        self._host, self._has_introduced_itself = host, False
+        self.host, self._has_introduced_itself = host, False
 
     def move(self, events: int) -> Outcome | None:
         """Send and receive without waiting; returns the outcome once it is known."""
@@ -146,7 +154,7 @@ class _RankConnection:
         try:
             while events & selectors.EVENT_READ and (message := self.frames.receive(0)) is not None:
                 if not self._has_introduced_itself:
-                    self._host, self._has_introduced_itself = message.decode(errors="replace"), True
+                    self.host, self._has_introduced_itself = message.decode(errors="replace"), True
                     continue
                 self.has_reported = True
                 return self._outcome(message)
@@ -166,7 +174,7 @@ class _RankConnection:
 
     def _failure(self, summary: str) -> Outcome:
         self.has_reported = True
-        return Outcome(self.rank, failure=Failure(self._host, summary))
+        return Outcome(self.rank, failure=Failure(self.host, summary))
 
 
 class DriverConnection:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from ring_plugins.core.control.parent_notifier import ParentNotifier
 from ring_plugins.core.linux.shared_memory import Segment
-from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment, ending
+from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment, ending, silent_end
 from ring_plugins.launcher import mpirun
 from ring_plugins.launcher.launch_plan import LaunchPlan
 from ring_plugins.launcher.output import Relay
@@ -52,7 +52,9 @@ def _run_mpirun(plan: LaunchPlan, supervisor: Supervisor) -> tuple[int, str | No
         supervisor.start(mpirun.command_line(plan.mpirun, plan.job), environment, end_signal=signal.SIGTERM)
         status, why = supervisor.wait()
         # Open MPI 5 exits with 0 after it has lost a host.
-        return status or (1 if notifier.first_message() else 0), why
+        cause = notifier.first_message() if supervisor.signalled is None else None
+        # Repeated as the last line: what the ranks printed stands above mpirun's own banners.
+        return status or (1 if cause else 0), why or (cause and f"{cause.rstrip('.')}.")
 
 
 def _run_ranks(plan: LaunchPlan, supervisor: Supervisor) -> tuple[int, str | None]:
@@ -89,8 +91,12 @@ def _run_ranks(plan: LaunchPlan, supervisor: Supervisor) -> tuple[int, str | Non
 
 
 def _failed_rank(supervisor: Supervisor) -> str | None:
-    """The first rank with a bad exit status; a killed rank leaves no traceback that would say so."""
-    for rank, process in enumerate(supervisor.processes):
-        if process.returncode and supervisor.signalled is None:
-            return f"rank {rank} ended with {ending(process.returncode)}."
-    return None
+    """The rank that failed; a killed rank leaves no traceback that would say so.
+
+    Ranks that end because of another exit with status 1, so any other end is the likelier cause.
+    """
+    failed = [(rank, process.returncode) for rank, process in enumerate(supervisor.processes) if process.returncode]
+    if not failed or supervisor.signalled is not None:
+        return None
+    rank, code = min(failed, key=lambda one: (one[1] == 1, one[1] > 0))
+    return f"rank {rank} {silent_end(code)}." if code < 0 else f"rank {rank} ended with {ending(code)}."

@@ -11,6 +11,7 @@ from typing import Literal
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, LaunchError
+from ring_plugins.core.base.install import pip_command
 from ring_plugins.core.linux.process import cores
 from ring_plugins.launcher import mpirun
 from ring_plugins.launcher.environment import exported_variables, threads_per_rank
@@ -49,12 +50,14 @@ class LaunchPlan:
         notices: what the user should know, one line each.
         hosts: names of the hosts that mpirun starts ranks on by ssh or the agent; empty on one host, and where a
             scheduler starts the ranks.
+        provisional: those of the notices that hold only until the hosts' cores are known; `adapt` replaces them.
     """
 
     job: JobSpec
     mpirun: Mpirun | None
     notices: tuple[str, ...] = ()
     hosts: tuple[str, ...] = field(default=())
+    provisional: tuple[str, ...] = ()
 
 
 def make_plan(options: Options) -> LaunchPlan:
@@ -83,8 +86,8 @@ def make_plan(options: Options) -> LaunchPlan:
         notices.append(f"{missing}; starting the ranks as processes of this host, which share memory.")
     if hosts and any(host.slots for host in hosts) and ranks > slots(hosts):
         notices.append(f"{ranks} ranks are more than the {slots(hosts)} slots of the hosts: they share them.")
-    if oversubscribed:
-        notices.append(_oversubscription(most, available))
+    provisional = (_oversubscription(most, available),) if oversubscribed else ()
+    notices += provisional
     interface = options.interface or config.INTERFACE.get() or None
     environment = exported_variables(options.export, threads_per_rank(available, most), interface)
     if is_local:  # the ranks inherit what this process has
@@ -103,7 +106,7 @@ def make_plan(options: Options) -> LaunchPlan:
         output_directory=str(Path(options.output_directory).absolute()) if options.output_directory else None,
         options=options.mpirun_options,
     )
-    return LaunchPlan(job, launcher, tuple(notices), tuple(part.host for part in job.shares))
+    return LaunchPlan(job, launcher, tuple(notices), tuple(part.host for part in job.shares), provisional)
 
 
 def adapt(plan: LaunchPlan, cores_of: Mapping[str, int]) -> LaunchPlan:
@@ -121,8 +124,8 @@ def adapt(plan: LaunchPlan, cores_of: Mapping[str, int]) -> LaunchPlan:
         known = [threads_per_rank(cores_of[part.host], part.ranks) for part in job.shares if part.host in cores_of]
         environment["OMP_NUM_THREADS"] = str(min(known, default=1))
     job = replace(job, oversubscribed=bool(oversubscribed), environment=environment)
-    kept = [notice for notice in plan.notices if "take turns" not in notice]
-    return replace(plan, job=job, notices=(*kept, *notices))
+    kept = [notice for notice in plan.notices if notice not in plan.provisional]
+    return replace(plan, job=job, notices=(*kept, *notices), provisional=())
 
 
 def _oversubscription(ranks: int, available: int, host: str = "") -> str:
@@ -171,4 +174,4 @@ def _choose_mpirun(options: Options, is_local: bool) -> tuple[Mpirun | None, str
         return found, ""
     if is_local and options.starter == "auto" and options.mpirun is None:
         return None, missing
-    raise LaunchError(f'{missing}; add it on every host with: pip install "ring_plugins[mpi]"')
+    raise LaunchError(f"{missing}; add it on every host with: {pip_command('mpi')}")

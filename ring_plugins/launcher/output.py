@@ -1,14 +1,30 @@
-"""Where ranks print: straight to the terminal, line by line through this process, or to files."""
+"""Where ranks print: straight to the terminal, through this process, or to files.
+
+What passes through this process arrives as soon as a line is complete or rewound by a carriage return, as progress bars
+do. An unfinished line, such as the bar itself or a question, waits a moment for its rest and is then shown. If another
+rank prints meanwhile, it begins a new line.
+"""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
+import re
+import select
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
+
+from ring_plugins.core.base.threads import HelperThread
+
+#: Milliseconds for which an unfinished line waits for its rest: programs often write a line in pieces.
+_PATIENCE = 100
+_READ = 1 << 16
+#: A line, the part of one before a carriage return, or what is left.
+_PIECE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r)|[^\r\n]+")
 
 
 class Relay:
@@ -28,6 +44,8 @@ class Relay:
         self._threads: list[threading.Thread] = []
         self._open: list[int] = []
         self._lock = threading.Lock()
+        #: Whose line is unfinished, None if every line is finished.
+        self._unfinished: _Source | None = None
         if self._directory is not None:
             self._directory.mkdir(parents=True, exist_ok=True)
 
@@ -67,16 +85,53 @@ class Relay:
     def _pipe(self, rank: int, stream: Callable[[], TextIO]) -> int:
         reading, writing = os.pipe()
         self._open.append(writing)
-        prefix = f"[{rank}] " if self._tag else ""
-        self._threads.append(
-            threading.Thread(target=self._copy, args=(reading, stream, prefix), name=f"ring:output {rank}", daemon=True)
-        )
+        source = _Source(f"[{rank}] " if self._tag else "", stream)
+        # Its death closes the pipe, and the rank's next print fails.
+        self._threads.append(HelperThread(self._copy, f"ring:output {rank}", (reading, source)))
         return writing
 
-    def _copy(self, reading: int, stream: Callable[[], TextIO], prefix: str) -> None:
-        with os.fdopen(reading, "rb") as pipe:
-            for line in pipe:
-                text = line.decode(errors="replace")
-                with self._lock, contextlib.suppress(OSError, ValueError, AttributeError):  # closed: drain the pipe
-                    stream().write(prefix + text if text.endswith("\n") else f"{prefix}{text}\n")
-                    stream().flush()
+    def _copy(self, reading: int, source: _Source) -> None:
+        decoder, rest = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""
+        poll = select.poll()
+        poll.register(reading, select.POLLIN)
+        with os.fdopen(reading, "rb", buffering=0) as pipe:
+            while True:
+                if rest and not poll.poll(_PATIENCE):
+                    self._write(source, rest)
+                    rest = ""
+                data = pipe.read(_READ)
+                text = rest + decoder.decode(data or b"", final=not data)
+                end = len(text) if not data else max(text.rfind("\n"), text.rfind("\r")) + 1
+                if end:
+                    self._write(source, text[:end])
+                rest = text[end:]
+                if not data:
+                    break
+        self._write(source, "", is_last=True)
+
+    def _write(self, source: _Source, text: str, is_last: bool = False) -> None:
+        with self._lock, contextlib.suppress(OSError, ValueError, AttributeError):  # closed: drain the pipe
+            before, stream = self._unfinished, source.stream()
+            if before is not None and (before is not source or is_last) and (text or before is source):
+                self._unfinished = None
+                before.at_start = True
+                before.stream().write("\n")
+                before.stream().flush()
+            for piece in _PIECE.findall(text):
+                stream.write(source.prefix + piece if source.at_start else piece)
+                source.at_start = piece.endswith(("\n", "\r"))
+                self._unfinished = None if piece.endswith("\n") else source
+            stream.flush()
+
+
+class _Source:
+    """A rank's standard output or error.
+
+    Attributes:
+        prefix: of each of its lines.
+        stream: returns where it is written.
+        at_start: whether what it writes next begins a line.
+    """
+
+    def __init__(self, prefix: str, stream: Callable[[], TextIO]) -> None:
+        self.prefix, self.stream, self.at_start = prefix, stream, True

@@ -1,24 +1,30 @@
 """Asks every host, before a job starts: does it answer, and does it have the same Python, packages and files?
 
 Unequal hosts would fail late, with errors that do not name the cause. The question goes to each host by ssh or the
-agent, together with probe.py itself, so that the host needs nothing but a Python.
+agent, together with probe.py itself, so that the host needs nothing but a Python. It travels over standard input: it
+holds a secret, and every user of a host can read the command lines there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.linux.interfaces import address_towards
+from ring_plugins.core.net.auth import Acceptor, Purpose
 from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.mpirun import JobSpec, Mpirun
 
@@ -31,6 +37,9 @@ PACKAGES = (
 #: Seconds for a host to log in, start Python and answer.
 _ANSWER_SECONDS = 18.0
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=8")
+
+#: Unauthenticated connections that may wait beside one of each host.
+_OTHER_CONNECTIONS = 64
 
 Report = Mapping[str, Any]
 
@@ -49,12 +58,11 @@ def check_hosts(job: JobSpec, mpirun: Mpirun, hosts: Sequence[str]) -> dict[str,
     Raises:
         LaunchError: a host does not answer, or differs from this one; the text names each problem and its remedy.
     """
-    # Nobody accepts: each probe connects and stays in the queue.
-    queue = max(128, len(hosts))
-    with socket.create_server(("", 0), backlog=queue) as listener, ThreadPoolExecutor(min(32, len(hosts) + 1)) as pool:
-        port = listener.getsockname()[1]
-        asked_here = pool.submit(_ask, None, job, mpirun, None)
-        asked = {host: pool.submit(_ask, None if is_this_host(host) else host, job, mpirun, port) for host in hosts}
+    with _listening(len(hosts)) as (port, secret), ThreadPoolExecutor(min(32, len(hosts) + 1)) as pool:
+        asked_here = pool.submit(_ask, None, job, mpirun, None, "")
+        asked = {
+            host: pool.submit(_ask, None if is_this_host(host) else host, job, mpirun, port, secret) for host in hosts
+        }
         own, answers = asked_here.result(), {host: answer.result() for host, answer in asked.items()}
     if isinstance(own, str):
         raise LaunchError(f"this host itself cannot run ranks: {own}")
@@ -67,6 +75,30 @@ def check_hosts(job: JobSpec, mpirun: Mpirun, hosts: Sequence[str]) -> dict[str,
             + "\n  Nothing was started. --no-check skips this check."
         )
     return {host: answer["cores"] for host, answer in answers.items() if not isinstance(answer, str)}
+
+
+@contextlib.contextmanager
+def _listening(hosts: int) -> Iterator[tuple[int, str]]:
+    """Answer the probes of this many hosts; yields the port and the secret that a probe must know."""
+    listener, secret = socket.create_server(("", 0), backlog=max(128, hosts)), secrets.token_hex(32)
+    port: int = listener.getsockname()[1]
+    acceptor = Acceptor(secret.encode(), Purpose.PROBE, limit=hosts + _OTHER_CONNECTIONS)
+    acceptor.add(listener)
+    done = threading.Event()
+
+    def answer() -> None:
+        while not done.is_set():
+            for probe in acceptor.poll(0.1):
+                probe.socket.close()
+
+    thread = HelperThread(answer, "ring:preflight")
+    thread.start()
+    try:
+        yield port, secret
+    finally:
+        done.set()
+        thread.join()
+        acceptor.close()
 
 
 def differences(own: Report, other: Report | str) -> list[str]:
@@ -109,21 +141,22 @@ def _minor(version: str) -> list[str]:
     return version.split(".")[:2]
 
 
-def _ask(host: str | None, job: JobSpec, mpirun: Mpirun, port: int | None) -> Report | str:
+def _ask(host: str | None, job: JobSpec, mpirun: Mpirun, port: int | None, secret: str) -> Report | str:
     """The report of a host (None: this one), or why there is none."""
     program, *arguments = job.command
     python = program if Path(program).name.startswith("python") else sys.executable
     script = next((word for word in arguments if word.endswith(".py")), None)
     listener = None
     if host and port:
-        listener = [address_towards(host.rpartition("@")[2]) or socket.gethostname(), port]
+        listener = [address_towards(host.rpartition("@")[2]) or socket.gethostname(), port, secret]
     question = {
         "packages": PACKAGES,
         "paths": [os.getcwd(), program, mpirun.path, *([script] if script else [])],
         "program": script,
         "listener": listener,
     }
-    command = [python, "-", json.dumps(question)]
+    program_text = (Path(__file__).parent / "probe.py").read_text() + f"\n\nmain({json.dumps(question)!r})\n"
+    command = [python, "-"]
     if host is not None:
         paths = [name for name in ("PYTHONPATH", "LD_LIBRARY_PATH") if name in job.environment and name in os.environ]
         remote = shlex.join(["env", *(f"{name}={os.environ[name]}" for name in paths), *command])
@@ -132,7 +165,7 @@ def _ask(host: str | None, job: JobSpec, mpirun: Mpirun, port: int | None) -> Re
     try:
         answer = subprocess.run(
             command,
-            input=(Path(__file__).parent / "probe.py").read_text(),
+            input=program_text,
             capture_output=True,
             text=True,
             timeout=_ANSWER_SECONDS,
@@ -145,11 +178,30 @@ def _ask(host: str | None, job: JobSpec, mpirun: Mpirun, port: int | None) -> Re
         )
     except OSError as error:
         return f"{command[0]} does not run here: {error.strerror}."
-    for line in answer.stdout.splitlines():
+    report = read_report(answer.stdout)
+    return report if report is not None else explain(host or "localhost", python, answer.returncode, answer.stderr)
+
+
+#: Keys of a report, and the types of their values.
+_KEYS: Mapping[str, tuple[type, ...]] = {
+    "name": (str,), "python": (str,), "cores": (int,), "ring_plugins": (str, type(None)), "trouble": (str,),
+    "packages": (dict,), "missing": (list,), "program": (str, type(None)), "reaches": (bool,),
+}  # fmt: skip
+
+
+def read_report(printed: str) -> Report | None:
+    """The report among the lines that a host has printed, None if there is none."""
+    for line in printed.splitlines():
         if line.startswith("ring probe: "):
-            report: Report = json.loads(line.removeprefix("ring probe: "))
-            return report
-    return explain(host or "localhost", python, answer.returncode, answer.stderr)
+            with contextlib.suppress(ValueError, RecursionError):
+                report = json.loads(line.removeprefix("ring probe: "))
+                if isinstance(report, dict) and all(
+                    key in report and isinstance(report[key], of) for key, of in _KEYS.items()
+                ):
+                    texts = [*report["missing"], *report["packages"].values()]
+                    if all(isinstance(text, str) for text in texts):
+                        return report
+    return None
 
 
 def explain(host: str, python: str, status: int, stderr: str) -> str:

@@ -1,12 +1,12 @@
 """Reports on a host for `preflight`, which sends this file to the host's Python over standard input.
 
-It therefore imports the standard library only, and ring_plugins where that can be imported. `python - JSON` prints one
-line, `ring probe: ` and a JSON object. The argument's keys:
+It therefore imports the standard library only, and ring_plugins where that can be imported. `main(JSON)`, a line that
+`preflight` adds, prints one line, `ring probe: ` and a JSON object. The argument's keys:
 
     packages: names of packages whose versions to report
     paths: files and directories that ought to exist
     program: a file whose contents ought to be the same on all hosts, or null
-    listener: address and port that ought to accept a connection, or null
+    listener: address and port that ought to accept a connection, and the secret to prove there; or null
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import json
 import os
 import platform
 import socket
-import sys
 
 
 def versions(names: list[str]) -> dict[str, str]:
@@ -52,19 +51,25 @@ def digest(path: str | None) -> str | None:
 
 
 def reaches(listener: list[str] | None) -> bool:
-    """Whether the address and port accept a connection; True if there is none to try."""
+    """Whether the launcher answers at the address and port; True if there is none to try."""
     if listener is None:
         return True
+    address, port, secret = listener
     try:
-        with socket.create_connection((listener[0], int(listener[1])), timeout=4):
-            return True
-    except OSError:
+        try:
+            from ring_plugins.core.net.auth import Claim, Purpose, connect
+        except Exception:  # no ring_plugins here, or another release, which the report says
+            with socket.create_connection((address, int(port)), timeout=4):
+                return True
+        connect(address, int(port), secret.encode(), Purpose.PROBE, Claim(0), 4.0).close()
+    except Exception:
         return False
+    return True
 
 
-def main() -> None:
-    """Print the report that the first argument asks for."""
-    question = json.loads(sys.argv[1])
+def main(asked: str) -> None:
+    """Print the report that a question in JSON asks for."""
+    question = json.loads(asked)
     version, trouble, cores = own_package()
     report = {
         "name": socket.gethostname(),
@@ -78,6 +83,3 @@ def main() -> None:
         "reaches": reaches(question["listener"]),
     }
     print("ring probe:", json.dumps(report))
-
-
-main()

@@ -19,13 +19,15 @@ class RankAssignment:
     node_rank: int
     num_nodes: int
 
-    def environment(self, address: str, port: int) -> dict[str, str]:
+    def environment(self, address: str, port: int, secret: str) -> dict[str, str]:
         """The variables by which `ring_plugins.init()` finds the other ranks.
 
         Args:
             address, port: where rank 0 listens.
+            secret: a fresh one of the job, which must reach the ranks without becoming visible to others.
         """
         return {
+            config.SECRET.name: secret,
             # The scheduler itself may run under mpirun or srun, whose variables contradict these.
             config.LAUNCHER.name: "rendezvous",
             "RANK": str(self.rank),

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.base.log import flush_output
+from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.linux.interfaces import address_towards
 from ring_plugins.core.rendezvous import detect
 from ring_plugins.launcher.control import Driver, DriverConnection
@@ -48,28 +49,31 @@ class RemoteRanks:
         relay: Relay,
     ) -> None:
         self._ranks = ranks
-        self._driver = Driver()
-        remote = next((host.name for host in parse_hosts(hosts) if not is_this_host(host.name)), "localhost")
-        address = address_towards(remote.rpartition("@")[2]) or socket.gethostname()
-        # Every user of a host can read its command lines, so these hold names; the values are in the environment.
-        environment = {
-            config.DRIVER.name: f"{address} {self._driver.port} {self._driver.key.hex()}",
-            "PYTHONPATH": os.pathsep.join(search_path()),
-            **variables,
-        }
-        options = ["-n", str(ranks), "-H", hosts, *(word for name in environment for word in ("-x", name))]
-        options += ["--interface", interface] if interface else []
-        options += ["--tag-output"] if tag_output else []
-        out, err = relay.files(0)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _RING, "run", *options, sys.executable, "-c", _RANK],
-            env={**os.environ, **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-        )
-        relay.start()
+        with contextlib.ExitStack() as undo:  # if `ring run` cannot be started
+            self._driver = Driver()
+            undo.callback(self._driver.__exit__)
+            remote = next((host.name for host in parse_hosts(hosts) if not is_this_host(host.name)), "localhost")
+            address = address_towards(remote.rpartition("@")[2]) or socket.gethostname()
+            # Every user of a host can read its command lines, so these hold names; the values are in the environment.
+            environment = {
+                config.DRIVER.name: f"{address} {self._driver.port} {self._driver.key.hex()}",
+                "PYTHONPATH": os.pathsep.join(search_path()),
+                **variables,
+            }
+            options = ["-n", str(ranks), "-H", hosts, *(word for name in environment for word in ("-x", name))]
+            options += ["--interface", interface] if interface else []
+            options += ["--tag-output"] if tag_output else []
+            out, err = relay.files(0)
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _RING, "run", *options, sys.executable, "-c", _RANK],
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+            relay.start()
+            undo.pop_all()
 
     def __enter__(self) -> RemoteRanks:  # noqa: PYI034 - typing.Self needs Python 3.11
         return self
@@ -77,13 +81,18 @@ class RemoteRanks:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._driver.__exit__()  # ranks that are connected end now; `ring run` may still be starting others
         try:
-            self._process.wait(20.0 if kind is None else 2.0)
-        except subprocess.TimeoutExpired:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(20.0 if kind is None else 2.0)
+                return
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(20.0)
+                return
+        except BaseException:  # Ctrl-C, for example
             self._process.kill()
-            self._process.wait()
+            raise
+        self._process.kill()
+        self._process.wait()
 
     def outcomes(self, packed: bytes, timeout: float | None) -> list[Outcome]:
         """As `LocalRanks.outcomes`.
@@ -107,7 +116,7 @@ def run_rank() -> None:
     driver = DriverConnection(address, int(port), bytes.fromhex(key), rank)
     packed = driver.receive_call()
     done = threading.Event()
-    threading.Thread(target=_end_with_driver, args=(driver, done), name="ring:driver", daemon=True).start()
+    HelperThread(_end_with_driver, "ring:driver", (driver, done), outside_a_job=_end).start()
     outcome = call(packed, rank)
     done.set()
     flush_output()
@@ -120,4 +129,8 @@ def _end_with_driver(driver: DriverConnection, done: threading.Event) -> None:
     """End this process when the driver closes the connection, unless the call is `done`."""
     driver.wait_for_end()
     if not done.is_set():
-        os.kill(os.getpid(), signal.SIGTERM)
+        _end()
+
+
+def _end() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -2,7 +2,7 @@
 
 import multiprocessing.util
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 
@@ -80,14 +80,14 @@ class RingEnvironment:
         """The number of nodes."""
         return topology.num_nodes if (topology := self._topology()) else 1
 
-    def _topology(self) -> "Topology | _RecordedTopology | None":
+    def _topology(self) -> Topology | None:
         """This process's place in its job; None if it was started alone and has not started others yet."""
         if _is_connected():
             return world.current().topology
         if self._record.kind == "single":
             return None
         # Where a launcher's variables say too little, the ranks must connect to learn the rest.
-        return _RecordedTopology.from_record(self._record) or world.init().topology
+        return _recorded_topology(self._record) or world.init().topology
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Accept everything: `warn_about_launcher` handles settings that contradict the launcher."""
@@ -117,23 +117,13 @@ def _is_connected() -> bool:
     return world.is_initialized() and world.current().launcher != "single"
 
 
-class _RecordedTopology(NamedTuple):
-    """A `Topology` from the launcher's variables, before the ranks have connected."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    node_rank: int
-    num_nodes: int
-
-    @classmethod
-    def from_record(cls, record: LaunchRecord) -> "_RecordedTopology | None":
-        rank, size, local_rank, local_size = record.rank, record.size, record.local_rank, record.local_size
-        if rank is None or size is None or local_rank is None or not local_size:
-            return None
-        # The node numbers are right if all nodes have the same number of ranks; only a warning and a log line use them.
-        return cls(rank, size, local_rank, local_size, rank // local_size, -(-size // local_size))
+def _recorded_topology(record: LaunchRecord) -> Topology | None:
+    """The topology that the launcher's variables give before the ranks have connected, without the hosts' names."""
+    rank, size, local_rank, local_size = record.rank, record.size, record.local_rank, record.local_size
+    if rank is None or size is None or local_rank is None or not local_size:
+        return None
+    # The node numbers are right if all nodes have the same number of ranks; only a warning and a log line use them.
+    return Topology(rank, size, local_rank, local_size, rank // local_size, -(-size // local_size), hosts=())
 
 
 _warned: set[tuple[Any, ...]] = set()

@@ -45,7 +45,7 @@ class RingFabricLogic(RingParallelLogic):
         timeout: timedelta | None = None,
         start_method: StartMethod | None = None,
     ) -> None:
-        self.arguments = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
+        self._keep_arguments(locals())
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -53,15 +53,6 @@ class RingFabricLogic(RingParallelLogic):
             checkpoint_io=checkpoint_io,
             precision=precision,
         )
-        self._averager_arguments: dict[str, Any] = {
-            "bucket_bytes": bucket_bytes,
-            "sparse": sparse,
-            "autotune": autotune,
-            "compression": compression,
-            "error_feedback": error_feedback,
-        }
-        self._timeout = timeout
-        self._start_method = start_method
         self._backward_sync_control: BackwardSyncControl = BackwardSyncControl()
 
     @property

@@ -1,15 +1,12 @@
 """The launcher: it starts the missing ranks, or joins those that run already."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 import ring_plugins as ring
 from ring_plugins.core import world
-from ring_plugins.core.linux.process import cores
 from ring_plugins.lightning.environment import RingEnvironment, set_rank_zero
 from ring_plugins.lightning.failure import has_failed, report_failure
 from ring_plugins.lightning.process_group import destroy_process_group
@@ -70,17 +67,6 @@ def join_world(environment: RingEnvironment) -> world.World:
         ring.shutdown()
     if not world.is_initialized():
         ring.init(ranks=environment.world_size() if not environment.creates_processes_externally else None)
-        _share_cores(environment.local_world_size())
         set_rank_zero()
-        topology, launcher = world.current().topology, world.current().launcher
-        rank_zero_info(f"ring_plugins: {topology.summary}, launcher: {launcher}")
+        rank_zero_info(f"ring_plugins: {world.current().summary}")
     return world.current()
-
-
-def _share_cores(local_world_size: int) -> None:
-    """Give each rank of this host its share of the cores, unless OMP_NUM_THREADS is set."""
-    if "OMP_NUM_THREADS" in os.environ or local_world_size == 1:
-        return
-    threads = max(1, cores() // local_world_size)
-    torch.set_num_threads(threads)
-    os.environ["OMP_NUM_THREADS"] = str(threads)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +10,10 @@ from typing_extensions import override
 from ring_plugins.observe import balance_monitor as monitor
 from ring_plugins.observe import timeline
 
-if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
+if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
 else:
-    from pytorch_lightning.callbacks import Callback
+    from ring_plugins.lightning.packages import Callback
 
 
 class BalanceMonitor(Callback):

@@ -5,24 +5,30 @@ that one defines is an instance of the other's classes: each has its own ``Train
 registry of strategy names. So our logic (`parallel`, `strategy`, `fabric`) derives from neither, and this file derives
 from it one pair of classes for each installed package.
 
-``from ring_plugins.lightning import RingStrategy`` imports only one of them, for `lightning` if that is installed, yet
-a script may pass the object to either package's Trainer. A Trainer first checks that it was given a ``Strategy``, and
-then sets its ``accelerator``; until then a strategy has only stored its arguments. So each class is registered as a
+Importing one of the two redirects the other's messages to its own logger, so this file imports neither by itself. It
+derives the classes for a package that the script has already imported; a finder on `sys.meta_path` derives them for a
+package that the script imports later. A script that asks for ``RingStrategy`` before it imports either makes us import
+`lightning`, or `pytorch_lightning` where that is the only one installed.
+
+``from ring_plugins.lightning import RingStrategy`` gives the class for one of them, `lightning` if both are imported,
+yet a script may pass the object to either package's Trainer. A Trainer first checks that it was given a ``Strategy``,
+and then sets its ``accelerator``; until then a strategy has only stored its arguments. So each class is registered as a
 virtual subclass of the other package's ``Strategy``, and an object that is given an accelerator of the other package
 changes its class to the counterpart and is constructed again with the same arguments.
-
-Both packages are imported where both are installed: the second takes a tenth of a second after the first, and only then
-does ``Trainer(strategy="ring")`` work with either.
 """
 
 import importlib
+import importlib.abc
 import importlib.util
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.base.install import is_installed
 from ring_plugins.core.rendezvous import detect
 from ring_plugins.lightning.environment import RingEnvironment
 from ring_plugins.lightning.fabric import BackwardSyncControl, RingFabricLogic
@@ -43,25 +49,51 @@ class Strategies:
 
     RingStrategy: Any
     RingFabricStrategy: Any
+    Callback: Any
 
 
+#: The modules of each package that correspond to ``lightning.pytorch`` and ``lightning.fabric``.
+_MODULES = {
+    "lightning": ("lightning.pytorch", "lightning.fabric"),
+    "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
+}
+#: The strategies derived so far, by package.
+_derived: dict[str, Strategies] = {}
 #: By class, the class for the other package.
 _counterparts: dict[type, type] = {}
 
 
-def _strategies(name: str, trainer: str, fabric: str) -> Strategies | None:
+def strategies_for(name: str) -> Strategies:
+    """The strategies for one package, which is imported if it is not yet.
+
+    Args:
+        name: of the package.
+    """
+    for module in _MODULES[name]:
+        importlib.import_module(module)  # on a first import `_ImportWatch` derives the strategies
+    if name not in _derived:
+        _derived[name] = _strategies(name, *_MODULES[name])
+        if len(_derived) == len(_MODULES):
+            first, second = _derived.values()
+            _make_interchangeable(first.RingStrategy, second.RingStrategy)
+            _make_interchangeable(first.RingFabricStrategy, second.RingFabricStrategy)
+    return _derived[name]
+
+
+def preferred() -> Strategies:
+    """The strategies for the package that the script has imported, else for an installed one; `lightning` first."""
+    present = [name for name in _MODULES if name in sys.modules] or [name for name in _MODULES if is_installed(name)]
+    return strategies_for(present[0])
+
+
+def _strategies(name: str, trainer: str, fabric: str) -> Strategies:
     """Derive the strategies for one package, and make them known to it.
 
     Args:
-        name: of the package, and of this module's variable that holds the result.
+        name: of the package, and of this module's attribute that holds the result.
         trainer: the module that corresponds to ``lightning.pytorch``.
         fabric: the module that corresponds to ``lightning.fabric``.
-
-    Returns:
-        None where the package is not installed.
     """
-    if importlib.util.find_spec(name) is None:
-        return None
 
     def of(module: str, attribute: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
@@ -78,7 +110,7 @@ def _strategies(name: str, trainer: str, fabric: str) -> Strategies | None:
         members = {
             "__doc__": logic.__doc__,
             "__module__": __name__,
-            # Pickle finds the class by this name, as an attribute of the variable that holds it.
+            # Pickle finds the class by this name, as an attribute of this module's attribute.
             "__qualname__": f"{name}.{class_name}",
             "package": package,
             "accelerator_type": accelerator,
@@ -104,7 +136,7 @@ def _strategies(name: str, trainer: str, fabric: str) -> Strategies | None:
     _allow_compiled_modules(for_trainer, of(f"{trainer}.strategies", "SingleDeviceStrategy"))
     _register(for_trainer, of(f"{trainer}.strategies", "StrategyRegistry"))
     _register(for_fabric, of(f"{fabric}.strategies", "STRATEGY_REGISTRY"))
-    return Strategies(for_trainer, for_fabric)
+    return Strategies(for_trainer, for_fabric, of(f"{trainer}.callbacks", "Callback"))
 
 
 # One object for both packages --------------------------------------------------------------------
@@ -188,24 +220,98 @@ def _keep_lightning_from_starting_mpi(mpi_environment: Any) -> None:
     mpi_environment.detect = staticmethod(is_started_by_mpi)
 
 
+# Packages imported later --------------------------------------------------------------------------
+
+
+class _ImportWatch(importlib.abc.MetaPathFinder):
+    """Derives the strategies for a package right after the script has imported it.
+
+    ``lightning`` imports all of its parts; ``lightning_fabric`` may be imported without ``pytorch_lightning``.
+    """
+
+    PACKAGE_OF = {"lightning": "lightning", "pytorch_lightning": "pytorch_lightning"} | {
+        "lightning_fabric": "pytorch_lightning"
+    }
+
+    def __init__(self) -> None:
+        self._watched = {module for module in self.PACKAGE_OF if module not in sys.modules}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self._watched:
+            return None
+        self._watched.discard(fullname)  # the search comes here again
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._watched.add(fullname)  # the caller may only be asking whether the package is installed
+        if spec is not None and spec.loader is not None:
+            self._call_after(spec.loader, lambda: self._imported(fullname))
+        return spec
+
+    def _imported(self, module: str) -> None:
+        self._watched.discard(module)
+        package = self.PACKAGE_OF[module]
+        # `lightning_fabric` is a part of `pytorch_lightning`, which may itself be in the middle of its import, or
+        # absent.
+        is_part = module != package
+        if not is_part or (package not in sys.modules and is_installed(package)):
+            strategies_for(package)
+
+    @staticmethod
+    def _call_after(loader: Any, function: Callable[[], None]) -> None:
+        """Call `function` after `loader` has executed its module; every module has a loader of its own."""
+        execute = loader.exec_module
+
+        def execute_and_call(module: ModuleType) -> None:
+            execute(module)
+            function()
+
+        loader.exec_module = execute_and_call
+
+
+def _has_finished(name: str) -> bool:
+    """Whether a package is imported completely, not just being imported."""
+    module = sys.modules.get(name)
+    return module is not None and not getattr(module.__spec__, "_initializing", False)
+
+
+for _name, _package in _ImportWatch.PACKAGE_OF.items():
+    if _has_finished(_name) and is_installed(_package):
+        strategies_for(_package)
+sys.meta_path.insert(0, _ImportWatch())
+
+
 # The strategies ----------------------------------------------------------------------------------
 
-#: For `lightning` and for `pytorch_lightning`, None where the package is not installed.
-lightning = _strategies("lightning", "lightning.pytorch", "lightning.fabric")
-pytorch_lightning = _strategies("pytorch_lightning", "pytorch_lightning", "lightning_fabric")
 
-if lightning is not None and pytorch_lightning is not None:
-    _make_interchangeable(lightning.RingStrategy, pytorch_lightning.RingStrategy)
-    _make_interchangeable(lightning.RingFabricStrategy, pytorch_lightning.RingFabricStrategy)
+def __getattr__(name: str) -> Any:
+    """`lightning` and `pytorch_lightning`, None where not installed, and the preferred package's two strategies."""
+    if name in _MODULES:
+        return strategies_for(name) if is_installed(name) else None
+    if name in ("RingStrategy", "RingFabricStrategy", "Callback"):
+        globals()[name] = found = getattr(preferred(), name)
+        return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-# Error messages of 0.1 told users to derive from classes in these modules.
-for _name, _found in (("for_lightning", lightning), ("for_pytorch_lightning", pytorch_lightning)):
-    if _found is not None:
-        _module = sys.modules[f"{__package__}.{_name}"] = ModuleType(f"{__package__}.{_name}")
-        vars(_module).update(vars(_found))
+
+def _module_of_earlier_releases(name: str) -> ModuleType:
+    """A module that 0.1 had: its error messages told users to derive from the classes in it."""
+
+    def find(attribute: str) -> Any:
+        if attribute in ("RingStrategy", "RingFabricStrategy") and is_installed(name):
+            return getattr(strategies_for(name), attribute)
+        raise AttributeError(attribute)
+
+    module = ModuleType(f"{__package__}.for_{name}")
+    vars(module)["__getattr__"] = find
+    return module
+
+
+for _name in _MODULES:
+    sys.modules[f"{__package__}.for_{_name}"] = _module_of_earlier_releases(_name)
 
 if TYPE_CHECKING:  # a type checker sees the logic, whose base class is Any to it
     RingStrategy, RingFabricStrategy = RingTrainerLogic, RingFabricLogic
-else:
-    _preferred = lightning or pytorch_lightning
-    RingStrategy, RingFabricStrategy = _preferred.RingStrategy, _preferred.RingFabricStrategy
+    Callback: Any

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
@@ -20,6 +21,7 @@ from ring_plugins.lightning.process_group import all_gather, all_reduce, ensure_
 
 T = TypeVar("T")
 StartMethod = Literal["popen", "fork", "forkserver", "spawn"]
+_AVERAGER_ARGUMENTS = ("bucket_bytes", "sparse", "autotune", "compression", "error_feedback")
 
 #: Stands for Lightning's ``ParallelStrategy``, which `packages` puts after our logic in the order of base classes. To a
 #: type checker it is Any, since there are two such classes.
@@ -57,9 +59,16 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
     global_rank: int
     local_rank: int
     arguments: Mapping[str, Any]  # the user's, to construct the other package's strategy from (see `packages`)
+    _averager_arguments: dict[str, Any]
     _start_method: StartMethod | None
     _timeout: timedelta | None
     _num_nodes = 1
+
+    def _keep_arguments(self, arguments: Mapping[str, Any]) -> None:
+        """Keep the constructor's arguments: all of them, those of `GradientAverager`, and those of the processes."""
+        self.arguments = {key: value for key, value in arguments.items() if key not in ("self", "__class__")}
+        self._averager_arguments = {name: arguments[name] for name in _AVERAGER_ARGUMENTS}
+        self._timeout, self._start_method = arguments["timeout"], arguments["start_method"]
 
     @property
     def num_nodes(self) -> int:
@@ -109,7 +118,8 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
         return result
 
     def _reduce(self, tensor: Any, group: Any | None, reduce_op: Any) -> Any:
-        is_single = self.world_size == 1 or has_failed()
+        # As Lightning's own strategies do, before the processes are launched: a callback may log in ``setup``.
+        is_single = self.world_size == 1 or has_failed() or not dist.is_initialized()
         return tensor if is_single or not isinstance(tensor, Tensor) else all_reduce(tensor, group, reduce_op)
 
     def _set_ranks(self) -> None:

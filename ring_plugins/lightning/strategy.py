@@ -7,17 +7,23 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 from typing_extensions import override
 
 from ring_plugins.lightning.buffers import BufferBroadcast
 from ring_plugins.lightning.environment import RingEnvironment
-from ring_plugins.lightning.failure import keep_sigterm_handler_from_broadcasting, report_failure, set_exit_status
+from ring_plugins.lightning.failure import (
+    has_failed,
+    keep_sigterm_handler_from_broadcasting,
+    report_failure,
+    set_exit_status,
+)
 from ring_plugins.lightning.launcher import RingLauncher
 from ring_plugins.lightning.parallel import RingParallelLogic, StartMethod
 from ring_plugins.lightning.sync_batchnorm import for_device
-from ring_plugins.observe.drift import DriftCheck, chosen_interval, drift_check
+from ring_plugins.observe.drift import DriftCheck, chosen_interval, differing_weights, drift_check
 from ring_plugins.torch.broadcast import broadcast_parameters
 from ring_plugins.torch.drift import parameter_checksums
 from ring_plugins.torch.gradients import GradientAverager
@@ -84,7 +90,7 @@ class RingTrainerLogic(RingParallelLogic):
         timeout: timedelta | None = None,
         start_method: StartMethod | None = None,
     ) -> None:
-        self.arguments = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
+        self._keep_arguments(locals())
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -92,19 +98,11 @@ class RingTrainerLogic(RingParallelLogic):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._averager_arguments: dict[str, Any] = {
-            "bucket_bytes": bucket_bytes,
-            "sparse": sparse,
-            "autotune": autotune,
-            "compression": compression,
-            "error_feedback": error_feedback,
-        }
         self._broadcast_buffers = broadcast_buffers
-        self._timeout = timeout
-        self._start_method = start_method
         self._averager: GradientAverager | None = None
         self._drift_check_every = chosen_interval(drift_check_every)
         self._drift: DriftCheck | None = None
+        self._is_compared = False
         self._accumulates = False
         self._buffers: BufferBroadcast | None = None
         self._applied_layer_sync: Any | None = None
@@ -146,6 +144,7 @@ class RingTrainerLogic(RingParallelLogic):
         if is_fitting and self.is_distributed:
             assert self.lightning_module is not None
             self._buffers = BufferBroadcast(self.lightning_module) if self._broadcast_buffers else None
+            self._is_compared = False
             self._averager = GradientAverager(self.lightning_module, **self._averager_arguments)
             named = self.lightning_module.named_parameters
             self._drift = drift_check(self._drift_check_every, lambda: parameter_checksums(named()))
@@ -154,7 +153,8 @@ class RingTrainerLogic(RingParallelLogic):
     def _setup_model(self, model: Module) -> Module:
         if self.is_distributed:
             broadcast_parameters(model)
-        return model
+        result: Module = super()._setup_model(model)
+        return result
 
     @override
     def model_to_device(self) -> None:
@@ -169,6 +169,7 @@ class RingTrainerLogic(RingParallelLogic):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
         # `toggle_model` freezes and unfreezes within a training step, and Lightning calls the step, not the module's
         # forward, in which the averager would notice.
         if self._averager is not None and not self._accumulates:
@@ -179,7 +180,22 @@ class RingTrainerLogic(RingParallelLogic):
         result = super().optimizer_step(*args, **kwargs)
         if self._drift is not None:
             self._drift.after_step()
+        if self._averager is not None and not self._is_compared:
+            self._is_compared = True
+            self._compare_weights("after the first step")
         return result
+
+    def _compare_weights(self, when: str) -> None:
+        """Warn on rank 0 if the ranks' weights differ."""
+        assert self.lightning_module is not None
+        named = self.lightning_module.named_parameters
+        found = "" if has_failed() else differing_weights(lambda: parameter_checksums(named()), when)
+        if found:
+            rank_zero_warn(
+                f"{found} A rank made a different update: an optimizer or a hook that draws random numbers, or a "
+                "condition that is true on some ranks only. If they differ on purpose, RING_WEIGHT_CHECK=0 switches "
+                "this comparison off."
+            )
 
     @contextmanager
     @override
@@ -199,6 +215,8 @@ class RingTrainerLogic(RingParallelLogic):
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         if self._averager is not None:
             self._averager.check()
+            if self._is_compared:  # after a step
+                self._compare_weights("before this checkpoint is saved")
         super().save_checkpoint(*args, **kwargs)
 
     @override
@@ -208,22 +226,27 @@ class RingTrainerLogic(RingParallelLogic):
 
     @override
     def on_train_start(self) -> None:
+        super().on_train_start()
         keep_sigterm_handler_from_broadcasting(self._trainer)
 
     @override
     def on_train_end(self) -> None:
+        super().on_train_end()
         self._broadcast_all_buffers()
 
     @override
     def on_validation_start(self) -> None:
+        super().on_validation_start()
         self._on_evaluation_start()
 
     @override
     def on_test_start(self) -> None:
+        super().on_test_start()
         self._on_evaluation_start()
 
     @override
     def on_predict_start(self) -> None:
+        super().on_predict_start()
         self._on_evaluation_start()
 
     def _on_evaluation_start(self) -> None:
@@ -242,6 +265,7 @@ class RingTrainerLogic(RingParallelLogic):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
         set_exit_status(exception)
         report_failure(exception)
 

@@ -6,6 +6,10 @@ draws other random numbers in an update, or has a memory error. Nothing else not
 At each check every rank computes a checksum of each of its weights and hashes the checksums into one number. One
 all-reduce of two integers tells whether those numbers are equal. Only if they differ do the ranks exchange all
 checksums, to name the first weight that differs.
+
+`DriftCheck` does that every RING_DRIFT_CHECK steps, if the user asks for it. `differing_weights` does it once, after
+the first step, without being asked: a beginner's script may start the ranks with different weights, or average nothing,
+and nothing else would show it. Averaged metrics even make it look right.
 """
 
 from __future__ import annotations
@@ -90,18 +94,50 @@ class DriftCheck:
 
     def _compare(self) -> None:
         names, sums = self._checksums()
-        digest = hashlib.blake2b(repr(list(sums)).encode(), digest_size=7).digest()
-        mine = int.from_bytes(digest, "little")
-        # The maximum of -x is minus the minimum of x, so one reduction tells whether all are equal.
-        extremes = np.array([mine, -mine], np.int64)
-        self._communicator.all_reduce(HostMemory(extremes, "int64"), Op.MAX)
-        if extremes[0] != -extremes[1]:
-            by_rank = self._communicator.all_gather_object([int(value) for value in sums])
+        by_rank = _unequal(sums, self._communicator)
+        if by_rank is not None:
             raise DriftError(difference(names, by_rank, self._communicator.ranks, self._steps))
 
     def close(self) -> None:
         """Close the communicator."""
         self._communicator.close()
+
+
+def is_check_wanted() -> bool:
+    """Whether weights are compared after the first step and before checkpoints: unless RING_WEIGHT_CHECK=0."""
+    return is_initialized() and current().topology.size > 1 and config.WEIGHT_CHECK.get()
+
+
+def differing_weights(checksums: Checksums, when: str, communicator: Communicator | None = None) -> str:
+    """Compare the weights of all ranks once. Collective.
+
+    Args:
+        checksums: returns those of this rank's weights.
+        when: begins the text, such as "after the first step".
+        communicator: of all ranks; by default that of the public functions.
+
+    Returns:
+        A sentence that says which ranks and weights differ, "" if none does or if the check is switched off.
+    """
+    if not is_check_wanted():
+        return ""
+    communicator = communicator or current().communicator
+    names, sums = checksums()
+    by_rank = _unequal(sums, communicator)
+    return "" if by_rank is None else f"{when} {_what_differs(names, by_rank, communicator.ranks)}."
+
+
+def _unequal(sums: Sequence[int], communicator: Communicator) -> list[list[int]] | None:
+    """The checksums of all ranks, None if they are equal. Collective."""
+    digest = hashlib.blake2b(repr(list(sums)).encode(), digest_size=7).digest()
+    mine = int.from_bytes(digest, "little")
+    # The maximum of -x is minus the minimum of x, so one reduction tells whether all are equal.
+    extremes = np.array([mine, -mine], np.int64)
+    communicator.all_reduce(HostMemory(extremes, "int64"), Op.MAX)
+    if extremes[0] == -extremes[1]:
+        return None
+    by_rank: list[list[int]] = communicator.all_gather_object([int(value) for value in sums])
+    return by_rank
 
 
 def difference(names: Sequence[str], by_rank: Sequence[Sequence[int]], ranks: Sequence[int], step: int) -> str:
@@ -113,6 +149,14 @@ def difference(names: Sequence[str], by_rank: Sequence[Sequence[int]], ranks: Se
         ranks: world ranks, in the order of `by_rank`.
         step: number of steps done.
     """
+    return (
+        f"after {step} steps {_what_differs(names, by_rank, ranks)}. A rank made a different update (a condition that "
+        "is true on some ranks only, an optimizer that draws random numbers), or has a memory error. Continue from a "
+        "checkpoint, or broadcast the weights of a rank you trust."
+    )
+
+
+def _what_differs(names: Sequence[str], by_rank: Sequence[Sequence[int]], ranks: Sequence[int]) -> str:
     different = [i for i in range(len(names)) if len({sums[i] for sums in by_rank}) > 1]
     first = different[0]
     groups: dict[int, list[int]] = {}
@@ -121,8 +165,6 @@ def difference(names: Sequence[str], by_rank: Sequence[Sequence[int]], ranks: Se
     *minorities, majority = sorted(groups.values(), key=len)
     odd = " and ".join(name_ranks(group) for group in minorities)
     return (
-        f"after {step} steps the weights of {odd} differ from those of {name_ranks(majority)}: first in "
-        f"{names[first]}, in {len(different)} of {len(names)} parameters in total. A rank made a different update (a "
-        "condition that is true on some ranks only, an optimizer that draws random numbers), or has a memory error. "
-        "Continue from a checkpoint, or broadcast the weights of a rank you trust."
+        f"the weights of {odd} differ from those of {name_ranks(majority)}: first in {names[first]}, in "
+        f"{len(different)} of {len(names)} parameters in total"
     )

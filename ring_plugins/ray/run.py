@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, MissingDependency
-from ring_plugins.core.linux.interfaces import free_port
+from ring_plugins.core.base.install import pip_command
+from ring_plugins.core.linux.interfaces import reserve_port
 from ring_plugins.launcher.outcomes import Failure, Outcome, call, collect, pack_call, results
 from ring_plugins.launcher.rank_assignment import assign_ranks
 
@@ -57,7 +59,7 @@ def run(
     try:
         import ray
     except ImportError as error:
-        raise MissingDependency(f'ray is not installed ({error}): pip install "ring_plugins[ray]"') from error
+        raise MissingDependency(f"ray is not installed ({error}): {pip_command('ray')}") from error
     needs = {"CPU": 1.0, **(resources or {})}
     if not any(amount > 0 for amount in needs.values()):
         raise ArgumentError(f"resources={dict(resources or {})!r} asks for nothing; a rank needs a CPU or a GPU.")
@@ -95,10 +97,11 @@ class _RankActor:
     """One rank; `ray.remote` makes an actor of this class. The actor's process ends with the job."""
 
     def location(self) -> tuple[str, str, int]:
-        """The host's name, its address in the cluster, and a free port there."""
+        """The host's name, its address in the cluster, and a port there that stays free for rank 0."""
         import ray
 
-        return socket.gethostname(), ray.util.get_node_ip_address(), free_port()
+        self._reserved = reserve_port()
+        return socket.gethostname(), ray.util.get_node_ip_address(), self._reserved.getsockname()[1]
 
     def call(self, packed: bytes, rank: int, environment: Mapping[str, str]) -> Outcome:
         """Run the packed call as a rank.
@@ -157,7 +160,8 @@ class _RankActors:
         self._hosts = [host for host, _, _ in locations]
         self._assignments = assign_ranks(self._hosts)
         first = next(process for process, assignment in enumerate(self._assignments) if assignment.rank == 0)
-        self._rendezvous = locations[first][1:]
+        # It travels as an argument of a call; Ray shows runtime environments, such as `env`, to everyone.
+        self._rendezvous = (*locations[first][1:], secrets.token_hex(32))
 
     def __enter__(self) -> _RankActors:  # noqa: PYI034 - typing.Self needs Python 3.11
         return self

@@ -7,6 +7,7 @@ driver: when the driver ends, the connection closes and the task kills the rank.
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import socket
@@ -19,7 +20,9 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, MissingDependency
-from ring_plugins.core.linux.interfaces import address_towards, free_port
+from ring_plugins.core.base.install import pip_command
+from ring_plugins.core.base.progress_line import ProgressLine
+from ring_plugins.core.linux.interfaces import address_towards, reserve_port
 from ring_plugins.launcher.control import Driver, DriverConnection
 from ring_plugins.launcher.local_ranks import RankProcess
 from ring_plugins.launcher.outcomes import pack_call, results
@@ -83,7 +86,7 @@ def _context() -> SparkContext:
     try:
         from pyspark.sql import SparkSession
     except ImportError as error:
-        raise MissingDependency(f'pyspark is not installed ({error}): pip install "ring_plugins[spark]"') from error
+        raise MissingDependency(f"pyspark is not installed ({error}): {pip_command('spark')}") from error
     session = SparkSession.getActiveSession()
     if session is None:
         raise LaunchError(
@@ -97,11 +100,14 @@ def _wait_for_slots(context: SparkContext, wanted: int | None, start_timeout: fl
     """The number of ranks to start. Spark itself would wait for slots for ten minutes without a message."""
     scala: Any = context._jsc.sc()  # pyspark 3.5 to 4.3 have no public way to ask
     profile = scala.resourceProfileManager().defaultResourceProfile()
-    deadline = time.monotonic() + start_timeout
+    deadline, line = time.monotonic() + start_timeout, ProgressLine()
     while True:
         slots = int(scala.maxNumConcurrentTasks(profile))
         if slots >= (wanted or 1):
+            line.remove()
             return wanted or slots
+        text = f"Spark can run {slots} tasks at the same time, waiting for slots for {wanted or 1} ranks"
+        line.show(lambda text=text: text)  # type: ignore[misc]
         if time.monotonic() > deadline:
             raise LaunchError(
                 f"num_proc={wanted}, but after {start_timeout:g} s Spark can run {slots} tasks at the same time, and a "
@@ -168,21 +174,25 @@ class _RankTask:
 
         context = BarrierTaskContext.get()
         own_address = address_towards(self.driver) or socket.gethostname()
-        own = json.dumps([socket.gethostname(), own_address, free_port()])
-        tasks = [json.loads(text) for text in context.allGather(own)]
-        assignments = assign_ranks([host for host, _, _ in tasks])
-        mine = assignments[context.partitionId()]
-        _, address, port = next(task for task, other in zip(tasks, assignments, strict=True) if other.rank == 0)
-        driver = DriverConnection(self.driver, self.port, self.key, mine.rank)
-        process = RankProcess(mine.rank, {**os.environ, **mine.environment(address, port), **self.variables})
-        try:
-            process.send_call(driver.receive_call())
-            ready = wait([process.connection, driver.fileno()])
-            if process.connection in ready:
-                driver.report(process.outcome())
-                # The process may still be exiting; the driver closes the connection once it has heard from all ranks.
-                while not process.has_ended() and not wait([driver.fileno()], 0.05):
-                    pass
-        finally:
-            process.kill()
+        with reserve_port() as reserved:  # until rank 0 has it, or the task ends
+            own = json.dumps([socket.gethostname(), own_address, reserved.getsockname()[1]])
+            tasks = [json.loads(text) for text in context.allGather(own)]
+            assignments = assign_ranks([host for host, _, _ in tasks])
+            mine = assignments[context.partitionId()]
+            _, address, port = next(task for task, other in zip(tasks, assignments, strict=True) if other.rank == 0)
+            driver = DriverConnection(self.driver, self.port, self.key, mine.rank)
+            secret = hmac.new(self.key, b"RING_SECRET", "sha256").hexdigest()
+            process = RankProcess(
+                mine.rank, {**os.environ, **mine.environment(address, port, secret), **self.variables}
+            )
+            try:
+                process.send_call(driver.receive_call())
+                ready = wait([process.connection, driver.fileno()])
+                if process.connection in ready:
+                    driver.report(process.outcome())
+                    # The process may still be exiting; the driver closes the connection once it has heard from all.
+                    while not process.has_ended() and not wait([driver.fileno()], 0.05):
+                        pass
+            finally:
+                process.kill()
         return iter(())

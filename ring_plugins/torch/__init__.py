@@ -1,11 +1,19 @@
 """PyTorch: averaged gradients for plain loops, and the "ring" backend of torch.distributed."""
 
+from ring_plugins.core.base.install import missing
+
+try:
+    import torch as _torch  # noqa: F401 - everything below needs it
+except ImportError as error:
+    raise missing("ring_plugins.torch", "PyTorch", error, "torch") from error
+
 from ring_plugins.core.functions import gpu_functions
 from ring_plugins.observe.balance_monitor import BalanceMonitor
 from ring_plugins.observe.timeline import Timeline
 from ring_plugins.torch import functions
 from ring_plugins.torch.backend import register
 from ring_plugins.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
+from ring_plugins.torch.differentiable import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from ring_plugins.torch.gradients import GradientAverager
 from ring_plugins.torch.optimizer import DistributedOptimizer
 
@@ -17,6 +25,11 @@ __all__ = [
     "DistributedOptimizer",
     "GradientAverager",
     "Timeline",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "reduce_scatter",
 ]

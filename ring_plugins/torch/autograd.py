@@ -34,43 +34,164 @@ def when_accumulated(parameter: nn.Parameter, call: Callable[[torch.Tensor], Non
 
 
 class Backward:
-    """The running backward, if any.
+    """The backward, if any, in which an averager has seen gradients.
 
     Autograd drops its callbacks when backward raises. It holds the only reference to ours, so once the callback is gone
     the backward has failed.
 
+    A backward may run several others inside, as reentrant checkpoints do. Autograd calls back at the end of the
+    innermost one, and we ask again at the next node of the one around it, until the outermost ends.
+
+    Averagers whose gradients come from the same backward are ended together, in an order that is the same on all ranks.
+    Each launches what is left before any of them waits, so no two ranks wait for each other in different averagers.
+
     Args:
-        ended: called at the end of each backward.
+        order: place among all averagers of this process.
+        launch: launches what is left at the end of a backward, without waiting; held weakly.
+        finish: called after that; held weakly.
+        over: called when a backward has ended or raised, at any moment and perhaps twice; held weakly.
+
+    Attributes:
+        callback: weak reference to the callback that autograd holds; returns None outside of a backward.
+        task: the backward, as autograd numbers them, in which the first gradient was seen.
+        is_nested: whether the last backward contained others; True before the first, which might.
     """
 
-    def __init__(self, ended: Callable[[], None]) -> None:
-        self._ended = ended
-        self._callback: Callable[[], _EndOfBackward | None] = lambda: None
+    def __init__(
+        self, order: int, launch: Callable[[], None], finish: Callable[[], None], over: Callable[[], None]
+    ) -> None:
+        self.order = order
+        self._launch, self._finish, self._over = map(weakref.WeakMethod, (launch, finish, over))
+        self.callback: Callable[[], _EndOfBackward | None] = _no_callback
+        self.task = -1
+        self.is_nested = True
 
     @property
     def is_running(self) -> bool:
-        """Whether autograd still holds the callback."""
-        return self._callback() is not None
+        """Whether autograd still holds the callback, and the calling thread is inside a backward."""
+        return self.callback() is not None and current_task() != -1
+
+    @property
+    def has_raised(self) -> bool:
+        """Whether a backward began and did not come to its end."""
+        return self.callback is not _no_callback and not self.is_running
 
     def begin(self) -> None:
         """Ask autograd for a callback at the end; called inside a backward, at its first gradient."""
-        callback = _EndOfBackward(self._ended)
-        self._callback = weakref.ref(callback)
-        Variable._execution_engine.queue_callback(callback)
+        self.is_nested = False
+        self.task = current_task()
+        backward = weakref.ref(self)
+
+        def gone(reference: Any) -> None:
+            if (one := backward()) is not None and one.callback is reference:
+                one._end_as(_raised)
+
+        callback = _EndOfBackward(self)
+        self.callback = weakref.ref(callback, gone)
+        try:
+            _pending.add(callback)
+            callback.request()
+        except BaseException:
+            self.note_raised(callback)
+            raise
 
     def end(self) -> None:
         """Note that the end has been handled."""
-        self._callback = lambda: None
+        self._end_as(_no_callback)
+
+    def note_raised(self, callback: _EndOfBackward) -> None:
+        """Note that the backward of this callback raised; the error's traceback may keep the callback alive."""
+        if self.callback() is callback:
+            self._end_as(_raised)
+
+    def _end_as(self, callback: Callable[[], None]) -> None:
+        self.callback = callback
+        if (over := self._over()) is not None:
+            over()
+
+    def launch(self) -> None:
+        """Call `launch`, if its object still exists."""
+        if (launch := self._launch()) is not None:
+            launch()
+
+    def finish(self) -> None:
+        """Call `finish`, if its object still exists."""
+        if (finish := self._finish()) is not None:
+            finish()
+
+
+def _no_callback() -> None:
+    """In place of a callback before the first backward, and after one that ended."""
+    return
+
+
+def _raised() -> None:
+    """In place of the callback of a backward that raised."""
+    return
+
+
+#: Number of the calling thread's innermost backward, -1 outside of one.
+current_task: Callable[[], int] = torch._C._current_graph_task_id
+#: The node of the graph that the calling thread works on: none in a callback, unless the backward runs inside another.
+_current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
 class _EndOfBackward:
-    """A callable that can be referenced weakly, which a bound method cannot."""
+    """The callback for the end of a backward. It is an object because bound methods cannot be referenced weakly."""
 
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
+    def __init__(self, backward: Backward) -> None:
+        self.backward = backward
+        self.task = -1
+        self._prehooks: list[Any] = []
+
+    def request(self) -> None:
+        """Ask autograd to call this object at the end of the innermost backward."""
+        for hook in self._prehooks:
+            hook.remove()
+        self._prehooks.clear()
+        self.task = current_task()
+        Variable._execution_engine.queue_callback(self)
 
     def __call__(self) -> None:
-        self._call()
+        if self.backward.callback() is not self:
+            return  # another averager's callback has already ended this one
+        try:
+            self._end_or_go_on()
+        except BaseException:
+            self.backward.note_raised(self)
+            raise
+
+    def _end_or_go_on(self) -> None:
+        node = _current_node()
+        if node is None:
+            _end_together(self.task)
+            return
+        # This was an inner backward. The one around it goes on with one of these nodes, or has nothing left to do.
+        self.backward.is_nested = True
+        following = [function for function, _ in node.next_functions if function is not None]
+        if not following:
+            _end_together(self.task)
+        self._prehooks += [function.register_prehook(lambda *_: self.request()) for function in following]
+
+
+_pending: weakref.WeakSet[_EndOfBackward] = weakref.WeakSet()
+
+
+def _end_together(task: int) -> None:
+    """End all averagers' parts in one backward; raises the first error after having ended all of them."""
+    ending = [c for c in list(_pending) if c.task == task and c.backward.callback() is c]
+    ending.sort(key=lambda callback: callback.backward.order)
+    errors: list[BaseException] = []
+    for step in (Backward.launch, Backward.finish):
+        for callback in list(ending):
+            try:
+                step(callback.backward)
+            except BaseException as error:
+                errors.append(error)
+                ending.remove(callback)
+                callback.backward.note_raised(callback)
+    if errors:
+        raise errors[0]
 
 
 # Walking through a model of thousands of parameters at every step would take milliseconds. Instead, torch calls these

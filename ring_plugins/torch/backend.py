@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,9 @@ from ring_plugins.core import rendezvous as launch
 from ring_plugins.core import world
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.messages import MessageGroup
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
+from ring_plugins.core.net.message_stream import Address
 from ring_plugins.core.rendezvous.tcp import register_store_provider
 from ring_plugins.torch import rendezvous
 from ring_plugins.torch.device import streams
@@ -49,7 +52,8 @@ def create_process_group(options: Any, _backend_options: Any = None) -> RingProc
     rank, size, group_id = options.group_rank, options.group_size, options.group_id
     # A separate connection, where torch can clone one (2.5), so that our threads never wait while the script uses it.
     base = options.store.clone() if hasattr(options.store, "clone") else options.store
-    store = PrefixStore(f"ring/{next(_created[group_id])}", base)
+    prefix = f"ring/{next(_created[group_id])}"
+    store = PrefixStore(prefix, base)
     if size > 1 and not world.is_initialized() and launch.detect().kind == "single":
         # The script started its processes itself and gave torch their ranks.
         adopt(PrefixStore("world", store), rank, size)
@@ -60,9 +64,10 @@ def create_process_group(options: Any, _backend_options: Any = None) -> RingProc
             f"(launch: {own.launcher}). Start the script with mpirun or torchrun, or call ring_plugins.init(ranks=...) "
             "first with that number."
         )
-    ranks = tuple(exchange_through_store(store, "ranks", rank, size, own.topology.rank))
-    connections = _Connections(own, store, group_id, rank, ranks)
-    point_to_point = PointToPoint(rank, size, connections.for_channel)
+    secret = own.derive_secret(f"process group {group_id}, {prefix}")
+    ranks = tuple(exchange_through_store(store, "ranks", rank, size, own.topology.rank, secret))
+    connections = _Connections(own, store, group_id, rank, ranks, secret)
+    point_to_point = PointToPoint(rank, size, connections.for_messages(), connections.for_channel)
     return RingProcessGroup(store, connections.for_host(), point_to_point, connections.for_gpu)
 
 
@@ -75,10 +80,13 @@ class _Connections:
         group_id: torch's name of the group.
         rank: of this process in the group.
         ranks: of all members in the world.
+        secret: of the group, with which its members sign what they exchange through the store.
     """
 
-    def __init__(self, own: world.World, store: Store, group_id: str, rank: int, ranks: tuple[int, ...]) -> None:
-        self._world, self._store, self._group_id = own, store, group_id
+    def __init__(
+        self, own: world.World, store: Store, group_id: str, rank: int, ranks: tuple[int, ...], secret: bytes
+    ) -> None:
+        self._world, self._store, self._group_id, self._secret = own, store, group_id, secret
         self._rank, self._ranks = rank, ranks
 
     def for_host(self) -> Communicator:
@@ -90,13 +98,21 @@ class _Connections:
         gather = self._gather(name, self._rank, len(self._ranks))
         return self._world.new_device_communicator(f"process group {name}", index, streams(index), self._ranks, gather)
 
-    def for_channel(self, channel: Channel, index: int | None, cancelled: Callable[[], bool]) -> Communicator[Any]:
-        sender, receiver, tag, _ = channel
-        name = f"{self._group_id}, {sender} to {receiver}, tag {tag}" + (", between GPUs" if index is not None else "")
+    def for_messages(self) -> MessageGroup | None:
+        if len(self._ranks) == 1:
+            return None
+        messenger = self._world.messenger()
+        mine = [secrets.randbits(62), *messenger.address]
+        gather = self._gather(f"{self._group_id}, messages", self._rank, len(self._ranks))
+        found = gather(mine)
+        addresses = {rank: Address(*item[1:]) for rank, item in zip(self._ranks, found, strict=True)}
+        return MessageGroup(messenger, found[0][0], f"process group {self._group_id}", self._ranks, addresses)
+
+    def for_channel(self, channel: Channel, index: int, cancelled: Callable[[], bool]) -> DeviceCommunicator:
+        sender, receiver, tag = channel
+        name = f"{self._group_id}, {sender} to {receiver}, tag {tag}, between GPUs"
         ends = (self._ranks[sender], self._ranks[receiver])
         gather = self._gather(name, 0 if sender == self._rank else 1, 2, cancelled)
-        if index is None:
-            return self._world.new_communicator(f"process group {name}", ends, gather)
         return self._world.new_device_communicator(
             f"process group {name}", index, streams(index), ends, gather, own_stream=True
         )
@@ -104,10 +120,12 @@ class _Connections:
     def _gather(
         self, name: str, rank: int, size: int, cancelled: Callable[[], bool] = lambda: False
     ) -> Callable[[Any], list[Any]]:
-        """A function that exchanges objects among `size` members, any number of times."""
+        """A function that exchanges items among `size` members, any number of times."""
         rounds = itertools.count()
 
         def gather(item: Any) -> list[Any]:
-            return exchange_through_store(self._store, f"{name}/{next(rounds)}", rank, size, item, cancelled)
+            return exchange_through_store(
+                self._store, f"{name}/{next(rounds)}", rank, size, item, self._secret, cancelled
+            )
 
         return gather

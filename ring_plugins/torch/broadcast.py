@@ -14,6 +14,7 @@ from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.core.functions import all_gather_object, broadcast, broadcast_object, rank
 from ring_plugins.core.world import current
 from ring_plugins.torch import device
+from ring_plugins.torch.averaging_check import expect_averaging
 from ring_plugins.torch.device import index_of, is_on_gpu, streams
 from ring_plugins.torch.tensors import Target
 
@@ -28,15 +29,16 @@ def broadcast_parameters(
         root: the rank whose values are broadcast.
 
     Raises:
-        MismatchError: names, shapes or dtypes differ among ranks; the text names the first that does.
+        MismatchError: names, shapes, dtypes or kinds of device differ among ranks; the text names the first that does.
     """
     if isinstance(parameters, nn.Module):
         named = [*parameters.named_parameters(), *parameters.named_buffers()]
     else:
         named = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
-    _check_equal([(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in named])
+    _check_equal([(name, str(tensor.dtype), tuple(tensor.shape), tensor.device.type) for name, tensor in named])
     with torch.no_grad():
         _broadcast([tensor.detach() for _, tensor in named], root)
+    expect_averaging()
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -> None:
@@ -93,8 +95,12 @@ def _broadcast(tensors: list[torch.Tensor], root: int) -> None:
             target.store()
 
 
-def _check_equal(described: list[tuple[str, str, tuple[int, ...]]]) -> None:
-    """Compare name, dtype and shape of every tensor among the ranks."""
+def _check_equal(described: list[tuple[str, str, tuple[int, ...], str]]) -> None:
+    """Compare name, dtype, shape and kind of device of every tensor among the ranks.
+
+    A tensor that is on the CPU of one rank and on the GPU of another would be broadcast by two communicators, in each
+    of which a rank waits for the other.
+    """
     by_rank = all_gather_object(described)
     for other, theirs in enumerate(by_rank):
         if theirs == by_rank[0]:
@@ -104,5 +110,5 @@ def _check_equal(described: list[tuple[str, str, tuple[int, ...]]]) -> None:
             if first != second:
                 raise MismatchError(
                     f"tensors to broadcast differ at number {i}: rank 0 has {first}, rank {other} has {second}. "
-                    "Build the same model on all ranks."
+                    "Build the same model on all ranks, on the same kind of device."
                 )

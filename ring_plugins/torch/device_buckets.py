@@ -89,5 +89,10 @@ class HalfBuckets:
         for half, exact in packed:
             exact.copy_(half)
 
+    def forget_errors(self) -> None:
+        """Drop the pass that is packed, and the rounding errors that would be added to the next."""
+        self._packed.clear()
+        self._errors.clear()
+
     def release(self) -> None:
         """Nothing to do: torch frees the memory with its last view."""

@@ -7,8 +7,10 @@ out like its parameter, so gradients have that layout unless it has gaps.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,6 +28,23 @@ from ring_plugins.torch.device_buckets import DeviceBuckets, HalfBuckets
 from ring_plugins.torch.sparse import average_sparse
 
 Named = tuple[str, nn.Parameter]
+
+#: Read attributes of many tensors without a step of Python for each.
+_gradient_of, _is_sparse = operator.attrgetter("grad"), operator.attrgetter("is_sparse")
+#: Control numbers of a pass: the shares of ranks whose backward raised, and of those that found sparse gradients.
+_FAILED, _SPARSE = 0, 1
+
+
+class Outcome(NamedTuple):
+    """How a pass ended, the same on all ranks.
+
+    Attributes:
+        failed: share of the ranks whose backward raised: 0.0 if gradients are averages. Any other leaves useless ones.
+        found_sparse: parameters found to have sparse gradients. Pass them as `known_sparse` from now on.
+    """
+
+    failed: float
+    found_sparse: list[nn.Parameter]
 
 
 class GradientBuckets:
@@ -70,7 +89,8 @@ class GradientBuckets:
             self.entries[position] = entry
         self.names = [named[position][0] for position in positions]
         self.parameters = [named[position][1] for position in positions]
-        self.plan = FusionPlan([_entry(*named[position], gpu, compression) for position in positions], sizes)
+        entries = [_entry(*named[position], gpu, compression) for position in positions]
+        self.plan = FusionPlan(entries, sizes, control=2)
         self.plan.check_equal(communicator)
         self._half: HalfBuckets | None = None  # between GPUs; elsewhere the communicator rounds
         self._buffer, tensors = self._allocate(compression)
@@ -89,11 +109,18 @@ class GradientBuckets:
         self._any_rank_has_it = 0.5 / communicator.size
         #: By entry the memory that receives the average of a gradient that this rank does not have in this pass.
         self._absent: dict[int, torch.Tensor] = {}
-        #: Entries found to have sparse gradients in the first pass.
+        self._small = [_Small(bucket, self.parameters, self.views) for bucket in self.plan.buckets]
+        #: Entries found to have sparse gradients in this pass.
         self._found_sparse: set[int] = set()
-        self._collects_sparse = gathers_sparse
+        self._gathers_sparse = gathers_sparse
+        last = self.plan.buckets[-1]
+        self._control = tensors[-1][last.flags + len(last.entries) :][: self.plan.control]
+        #: Control numbers of the last pass, for which the host did not wait; None if it reads them in every pass.
+        self._late_control = None if gpu is None else torch.zeros(2, pin_memory=torch.cuda.is_available())
+        self._is_failing = False
+        self._is_first = True
         op = Op.AVERAGE if gpu is None else Op.SUM
-        self.reducer = GradientReducer(self._buffer, communicator, self._fill, op, compression)
+        self.reducer = GradientReducer(self._buffer, communicator, self._fill, op, compression, holds_last=True)
 
     def _allocate(self, compression: Compression | None) -> tuple[BucketMemory, list[torch.Tensor]]:
         """The buckets' memory, and each bucket as a 1-d tensor."""
@@ -109,6 +136,11 @@ class GradientBuckets:
             return on_gpu, on_gpu.tensors
         self._half = HalfBuckets(self.plan, on_gpu.tensors, compression)
         return self._half, on_gpu.tensors
+
+    def bucket_at(self, position: int) -> int:
+        """The bucket of the parameter at this place in `named`; -1 for those that the reducer does not know."""
+        entry = self.entries[position]
+        return -1 if entry < 0 else self.reducer.bucket_of(entry)
 
     # A pass, from the first gradient to the averages ----------------------------------------------------
 
@@ -127,7 +159,9 @@ class GradientBuckets:
         moved: list[int] = []
         zero_flags: list[int] = []
         direct: list[torch.Tensor] = []
-        for place, i in enumerate(bucket.entries):
+        small = self._small[bucket.index]
+        gradients = small.gradients()
+        for place, i in small.others if gradients is not None else enumerate(bucket.entries):
             parameter, view = self.parameters[i], self.views[i]
             gradient = parameter.grad
             if gradient is view and view is not None:
@@ -147,6 +181,7 @@ class GradientBuckets:
             else:
                 direct.append(_laid_out(parameter, gradient))
         with torch.no_grad():
+            small.take(gradients)
             if to:
                 torch._foreach_copy_(to, source)
             self._scale_down(bucket, direct)
@@ -154,6 +189,7 @@ class GradientBuckets:
             flags.fill_(1)
             for place in zero_flags:
                 flags[place] = 0
+            self._write_control(bucket)
         for i in moved:
             self.parameters[i].grad = self.views[i]
         if self._half is not None:
@@ -168,9 +204,17 @@ class GradientBuckets:
             for gradient in direct:
                 gradient.mul_(self._scale)  # torch 2.13's `_foreach_mul_` on the CPU rounds the factor to bfloat16
 
+    def _write_control(self, bucket: Bucket) -> None:
+        if bucket.index == len(self.plan.buckets) - 1:
+            self._control.zero_()
+            if self._is_failing:
+                self._control[_FAILED] = 1
+            if self._found_sparse:
+                self._control[_SPARSE] = 1
+
     def _densified(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        """The gradient as a dense one; None in the first pass, where sparse gradients are only noted."""
-        if self._collects_sparse:
+        """The gradient as a dense one; None if it is to stay sparse, which is only noted."""
+        if self._gathers_sparse:
             self._found_sparse.add(i)
             return None
         parameter = self.parameters[i]
@@ -178,24 +222,96 @@ class GradientBuckets:
             parameter.grad = _memory_like(parameter).copy_(gradient.to_dense())
         return parameter.grad
 
-    def finish(self) -> list[nn.Parameter]:
-        """Finish a pass: every gradient is the average when this returns.
+    def finish(self, at_once: bool = False) -> Outcome:
+        """Finish a pass: every gradient is the average when this returns, unless another rank's backward raised.
 
-        Returns:
-            Parameters found to have sparse gradients, the same on all ranks. Pass them as `known_sparse` from now on.
+        Args:
+            at_once: whether the host waits for a GPU to learn the outcome, equal on all ranks. If not, `check_late`
+                tells later.
         """
         self.reducer.finish()
-        self._assign_absent()
-        found = self._agree_on_sparse() if self._collects_sparse else []
-        for parameter in (*self._sparse, *found):
-            average_sparse(parameter, self._communicator)
-        return found
-
-    def _assign_absent(self) -> None:
-        """Assign the averages of gradients that this rank does not have and another rank has; the rest stay None."""
         if self._half is not None:
             self._half.unpack()
+        failed, any_sparse = self._read_control(at_once)
+        if failed:
+            self._forget_pass()
+            return Outcome(failed, [])
+        found = self._agree_on_sparse() if any_sparse else []
+        self._assign_absent(found)
+        for parameter in self._sparse:
+            average_sparse(parameter, self._communicator)
+        return Outcome(0.0, [self.parameters[i] for i in found])
+
+    def fail(self) -> Outcome:
+        """Finish a pass that this rank cannot, and tell the others so; gradients are useless then."""
+        self._is_failing = True
+        try:
+            self.reducer.abandon(self._scratch)
+        finally:
+            self._is_failing = False
+        if self._half is not None:
+            self._half.unpack()
+        failed, _ = self._read_control(at_once=True)
+        self._forget_pass()
+        return Outcome(failed, [])
+
+    def _forget_pass(self) -> None:
+        self._absent, self._found_sparse = {}, set()
+        self.reducer.forget_errors()
+        if self._half is not None:
+            self._half.forget_errors()
+
+    def _read_control(self, at_once: bool) -> tuple[float, float]:
+        """The control numbers of the pass that was just reduced, as shares of the ranks; 0 if not known yet."""
+        if self._late_control is not None:
+            if is_capturing():
+                return 0.0, 0.0
+            if not at_once and not self._is_first:
+                self._late_control.copy_(self._control.real, non_blocking=True)
+                if self._found_sparse:
+                    self._refuse_late_sparse()
+                return 0.0, 0.0
+        self._is_first = False
+        return self._shares(self._control)
+
+    def _shares(self, control: torch.Tensor) -> tuple[float, float]:
+        size = self._communicator.size
+        failed, sparse = (
+            (share if self._scale == 1.0 else share / size) if share > self._any_rank_has_it else 0.0
+            for share in (float(share) for share in control.real)
+        )
+        return failed, sparse
+
+    def check_late(self) -> float:
+        """The share of ranks whose backward raised in an earlier pass, as far as a GPU has told by now.
+
+        Raises:
+            RingError: a rank found a sparse gradient that was dense, or missing on all ranks, in the first pass.
+        """
+        if self._late_control is None:
+            return 0.0
+        failed, sparse = self._shares(self._late_control)
+        if sparse:
+            self._refuse_late_sparse()
+        return failed
+
+    def _refuse_late_sparse(self) -> None:
+        names = ", ".join(self.names[i] for i in sorted(self._found_sparse)) or "a parameter on another rank"
+        raise RingError(
+            f"the gradient of {names} is sparse, and was not in the first backward. On GPUs that must be known before: "
+            "give the averager the module with its sparse embeddings, or use sparse='densify'."
+        )
+
+    def _assign_absent(self, found_sparse: Sequence[int]) -> None:
+        """Assign the averages of gradients that this rank does not have and another rank has; the rest stay None.
+
+        Args:
+            found_sparse: entries for which some rank has a sparse gradient. The bucket holds the average of the dense
+                ones, to which that of the sparse ones is added.
+        """
         absent, self._absent = self._absent, {}
+        for i in found_sparse:
+            self._add_sparse(i, absent.pop(i, None))
         if not absent:
             return
         buckets = [bucket for bucket in self.plan.buckets if not absent.keys().isdisjoint(bucket.entries)]
@@ -210,26 +326,83 @@ class GradientBuckets:
         entries = [i for bucket in buckets for i in bucket.entries]
         values = torch.cat([of_bucket.real.float() for of_bucket in flags]).tolist()  # the host waits for a GPU once
         for i, flag in zip(entries, values, strict=True):
-            if i in absent and flag > self._any_rank_has_it and i not in self._found_sparse:
+            if i in absent and flag > self._any_rank_has_it:
                 self.parameters[i].grad = absent[i]
 
-    def _agree_on_sparse(self) -> list[nn.Parameter]:
-        self._collects_sparse = False
-        by_rank = self._communicator.all_gather_object(sorted(self._found_sparse))
-        return [self.parameters[i] for i in sorted({i for found in by_rank for i in found})]
+    def _add_sparse(self, i: int, absent: torch.Tensor | None) -> None:
+        """Average a gradient that is sparse on some ranks, and perhaps dense on others; it is sparse then.
 
-    def abandon(self) -> None:
-        """Finish a pass whose backward failed, so that other ranks do not wait for it; gradients are meaningless."""
-        self.reducer.abandon(self._scratch)
+        Args:
+            i: the entry.
+            absent: the average of the dense gradients, on a rank that has none itself.
+        """
+        parameter = self.parameters[i]
+        dense = parameter.grad if absent is None else absent
+        if absent is None:
+            parameter.grad = None  # it has no rows to add
+        average_sparse(parameter, self._communicator)
+        bucket = next(bucket for bucket in self.plan.buckets if i in bucket.entries)
+        is_dense_somewhere = float(self._flags[bucket.index][bucket.entries.index(i)].real) > self._any_rank_has_it
+        if is_dense_somewhere and dense is not None and parameter.grad is not None:
+            rows = dense.detach().to_sparse(parameter.grad.sparse_dim())
+            parameter.grad = (parameter.grad + rows).coalesce()
+
+    def _agree_on_sparse(self) -> list[int]:
+        """The entries for which some rank has a sparse gradient."""
+        by_rank = self._communicator.all_gather_object(sorted(self._found_sparse))
+        self._found_sparse = set()
+        return sorted({i for found in by_rank for i in found})
 
     def _scratch(self, bucket: Bucket) -> list[Memory]:
-        """Memory of the direct gradients' sizes, in place of gradients that may not exist."""
-        zeros = [_memory_like(self.parameters[i]).zero_() for i in bucket.direct]
+        """Memory of the direct gradients' sizes, in place of gradients that may not exist; all share it."""
+        counts = [self.plan.entries[i].count for i in bucket.direct]
+        tensor = self._gradients[bucket.index]
+        whole = torch.zeros(max(counts, default=0), dtype=tensor.dtype, device=tensor.device)
+        zeros = [whole[:count] for count in counts]
+        with torch.no_grad():
+            self._write_control(bucket)
         return [_dense_memory(zero) for zero in zeros] if self._half is None else self._half.pack(bucket, zeros)
 
     def release(self) -> None:
         """Give the memory back; gradients in it stay valid."""
         self._buffer.release()
+
+
+class _Small:
+    """The gradients of a bucket that live in it, handled without a step of Python for each, as there may be thousands.
+
+    Args:
+        bucket: where.
+        parameters, views: by entry, see `GradientBuckets`.
+
+    Attributes:
+        others: the bucket's other gradients, as pairs of place and entry.
+    """
+
+    def __init__(
+        self, bucket: Bucket, parameters: Sequence[nn.Parameter], views: Sequence[torch.Tensor | None]
+    ) -> None:
+        pairs = [(parameters[i], view) for i in bucket.entries if (view := views[i]) is not None]
+        self._parameters, self._views = [parameter for parameter, _ in pairs], [view for _, view in pairs]
+        self.others = [(place, i) for place, i in enumerate(bucket.entries) if views[i] is None]
+
+    def gradients(self) -> list[torch.Tensor] | None:
+        """All gradients if they are new and dense; nothing if all are in the bucket already; None for any mixture."""
+        gradients = list(map(_gradient_of, self._parameters))
+        in_place = sum(map(operator.is_, gradients, self._views))
+        if in_place == len(gradients):
+            return []
+        if in_place or any(map(operator.is_, gradients, itertools.repeat(None))) or any(map(_is_sparse, gradients)):
+            return None
+        return gradients
+
+    def take(self, gradients: list[torch.Tensor] | None) -> None:
+        """Move what `gradients` returned into the bucket, if there is anything."""
+        if not gradients:
+            return
+        torch._foreach_copy_(self._views, gradients)
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.grad = view
 
 
 def _entry(name: str, parameter: nn.Parameter, gpu: int | None, compression: Compression | None) -> Entry:

@@ -9,7 +9,10 @@ and launches one all-reduce. The end of backward launches what is left and waits
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -17,20 +20,42 @@ import torch
 from torch import nn
 
 from ring_plugins.core.arrays.codec import Compression
-from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError, StepSkipped, fresh, name_ranks
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketSizes
 from ring_plugins.core.gradients.tuning import BucketTuner, is_wanted
 from ring_plugins.core.world import current
-from ring_plugins.torch.autograd import Backward, registrations, when_accumulated
-from ring_plugins.torch.device import TorchStreams, index_of, is_on_gpu, is_supported, streams
+from ring_plugins.torch.autograd import Backward, current_task, registrations, when_accumulated
+from ring_plugins.torch.device import TorchStreams, index_of, is_on_gpu, is_supported, memory_of, streams
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
+from ring_plugins.torch.ownership import Claim, refusal, still_there
 from ring_plugins.torch.sparse import sparse_parameters
 
 #: Sets of buckets kept for models that take turns in freezing their parts, as adversarial training does twice a step.
 _KEPT = 4
+#: The count of a group whose gradients nobody counts.
+_UNCOUNTED = 1 << 62
+#: Reads `requires_grad`, without a call in Python.
+_requires_grad = operator.attrgetter("requires_grad")
+#: Places of averagers in the order in which they are finished: all ranks construct them in the same order.
+_order = itertools.count()
+#: How many averagers the job has had.
+_made = 0
+
+
+class SkippableStep:
+    """What became of a step in `skip_step_on`.
+
+    Attributes:
+        skipped: whether all ranks skipped it; known at the end of the block.
+        reason: which ranks could not compute their gradients, and why.
+    """
+
+    skipped = False
+    reason = ""
 
 
 class GradientAverager:
@@ -42,6 +67,9 @@ class GradientAverager:
 
     Frozen parameters take no part. Every backward first looks at the parameters again, so freezing,
     unfreezing and adding parameters work, if all ranks do it in the same step.
+
+    Keep a reference: an averager that nobody refers to stops averaging and is released. A parameter has one averager. A
+    newer one takes over from one that was closed or dropped; while the older is in use, using the newer is an error.
 
     Args:
         parameters: a module, or (name, parameter) pairs, equal on all ranks and in the same order.
@@ -64,6 +92,8 @@ class GradientAverager:
         MismatchError: the models differ among ranks; the text names the first parameter that does.
         ArgumentError: `sparse`, `passes_per_step` or `compression` is invalid, or the parameters are on several
             devices.
+        RingError: at its first use, another averager that is in use has some of the parameters. Also, on all ranks, at
+            the next use after a backward that raised on some of them and was caught; see `skip_step_on`.
     """
 
     def __init__(
@@ -94,8 +124,12 @@ class GradientAverager:
         if isinstance(self._communicator, DeviceCommunicator):
             self._streams = streams(self._communicator.device)
         self._named: list[Named] = []
+        self._parameters: list[nn.Parameter] = []
         #: One for each set of parameters that are not frozen; all have `_sizes`.
         self._kept: dict[tuple[bool, ...], GradientBuckets] = {}
+        kind = f"{len(self._listed)} parameters" if self._module is None else type(self._module).__name__
+        self._claim = Claim(f"{self._communicator.name} (of {kind})")
+        self._is_contested = False  # whether, on some rank, an older averager had one of the parameters
         self._buckets: GradientBuckets | None = None  # of the current pass; None if there is only one rank
         self._waited_before, self._bytes_before = 0.0, 0  # of buckets that were dropped
         self._tuner: BucketTuner | None = None
@@ -103,13 +137,22 @@ class GradientAverager:
         self._accumulates = False
         self._synchronizes = True
         self._hooks: list[Any] = []
-        self._backward = Backward(self._backward_ended)
+        self._groups: list[_Group] = []
+        self._finalizer = weakref.finalize(self, _discard, self._hooks, self._kept, self._communicator, self._claim)
+        self._finalizer.atexit = False  # type: ignore[misc, unused-ignore]
+        self._step: SkippableStep | None = None  # of the `skip_step_on` block that is running
+        self._broken: RingError | None = None
+        self._backward = Backward(next(_order), self._launch_rest, self._backward_ended, self._stop_counting)
         self._seen_registrations = 0
-        #: Reductions of all gradients so far.
-        self.steps = 0
+        #: Reductions of all gradients so far, and steps that all ranks skipped.
+        self.steps = self.skipped_steps = 0
         if self._communicator.size > 1 or communicator is not None:
-            self._take_parameters()
-            self._buckets = self._current_buckets()
+            try:
+                self._take_parameters()
+                self._buckets = self._current_buckets()
+            except BaseException:
+                self.close()  # the error's traceback refers to this object
+                raise
             if self._communicator.broadcast_object(is_wanted(autotune)):
                 self._tuner = BucketTuner(self._sizes, self._buckets.plan.buckets_with)
 
@@ -141,9 +184,18 @@ class GradientAverager:
 
         Returns:
             Whether the buckets changed.
+
+        Raises:
+            RingError: another averager that is in use has some of the parameters.
         """
         if self._buckets is None:
             return False
+        if (newer := self._claim.newer()) and (newer := still_there(newer)):
+            raise refusal([newer[0].conflict([self._claim])], [self._communicator.ranks[self._communicator.rank]])
+        return self._prepare()
+
+    def _prepare(self) -> bool:
+        self._check_usable()
         self.abandon()
         if self._module is not None and registrations() != self._seen_registrations:
             self._seen_registrations = registrations()
@@ -151,7 +203,21 @@ class GradientAverager:
                 self._take_parameters()
         buckets = self._current_buckets()
         changed, self._buckets = buckets is not self._buckets, buckets
+        if self._is_contested:
+            self._settle_ownership()
         return changed
+
+    def _settle_ownership(self) -> None:
+        """Take over from older averagers of these parameters if they are gone on all ranks; collective.
+
+        Raises:
+            RingError: on all ranks, if one of them is still in use on any.
+        """
+        conflict = self._claim.conflict(still_there(self._claim.older()))
+        conflicts = self._communicator.all_gather_object(conflict)
+        if any(conflicts):
+            raise refusal(conflicts, self._communicator.ranks)
+        self._is_contested = False
 
     def _listed_now(self) -> Iterable[Named]:
         return self._module.named_parameters() if self._module is not None else self._listed
@@ -165,25 +231,49 @@ class GradientAverager:
         for name, parameter in self._listed_now():
             names.setdefault(parameter, name)  # a shared parameter may be listed by each of its names
         self._named = [(name, parameter) for parameter, name in names.items()]
-        for position, parameter in enumerate(names):
-            self._hooks += when_accumulated(parameter, self._hook(position))
+        self._parameters = list(names)
+        self._put_hooks()
+
+    def _put_hooks(self) -> None:
+        """Put one hook on all parameters that are in one bucket in each of the sets of buckets."""
+        self._remove_hooks()
+        averager = weakref.ref(self)
+        together: dict[tuple[int, ...], list[int]] = {}
+        for position in range(len(self._named)):
+            key = tuple(buckets.bucket_at(position) for buckets in self._kept.values())
+            together.setdefault(key, []).append(position)
+        for positions in together.values():
+            if self._streams is None:
+                group = _Group(averager, positions)
+            else:
+                group = _GroupOnGpu(averager, positions, self._streams.note)
+            self._groups.append(group)
+            for position in positions:
+                self._hooks += when_accumulated(self._named[position][1], group)
         if self._module is not None:
-            self._hooks.append(self._module.register_forward_pre_hook(self._before_forward))
+            self._hooks.append(self._module.register_forward_pre_hook(_BeforeForward(averager)))
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks.clear()
+        self._hooks.clear()  # the finalizer has this list
+        self._groups.clear()
 
     def _current_buckets(self) -> GradientBuckets:
         """The buckets for the parameters that are not frozen now; collective if there are none yet."""
-        key = tuple([p.requires_grad for _, p in self._named])
+        key = tuple(map(_requires_grad, self._parameters))
         if key not in self._kept:
             if len(self._kept) >= _KEPT:
                 self._drop(next(iter(self._kept)))
             self._kept[key] = GradientBuckets(
                 self._named, self._communicator, self._sizes, self._compression, self._sparse, self._gathers_sparse
             )
+            self._claim.take((name, p) for name, p in self._named if p.requires_grad)
+            conflict = self._claim.conflict(self._claim.older())
+            self._is_contested = any(self._communicator.all_gather_object(conflict))
+            made = self._kept[key]
+            if any(len({made.bucket_at(i) for i in g.positions}) > 1 for g in self._groups):
+                self._put_hooks()
         return self._kept[key]
 
     def _drop_buckets(self) -> None:
@@ -199,43 +289,77 @@ class GradientAverager:
 
     # A backward -------------------------------------------------------------------------------------
 
-    def _before_forward(self, _module: nn.Module, _inputs: Any) -> None:
-        if torch.is_grad_enabled() and self._synchronizes and not self._backward.is_running:
-            self.prepare()
+    def _before_forward(self) -> None:
+        if (
+            torch.is_grad_enabled()
+            and self._synchronizes
+            and self._buckets is not None
+            and not self._backward.is_running
+            and not self._claim.newer()
+        ):
+            self._prepare()
 
-    def _hook(self, position: int) -> Callable[[torch.Tensor], None]:
-        """The function that autograd calls when the gradient of a parameter has been accumulated."""
+    def _computed_twice(self, parameter: torch.Tensor) -> RingError:
+        name = next((name for name, p in self._named if p is parameter), "a parameter")
+        return RingError(
+            f"the gradient of {name} was computed twice in one backward, after it had been sent. "
+            "Use torch.utils.checkpoint with use_reentrant=False, or wrap all but the last use in no_sync()."
+        )
 
-        def ready(_: torch.Tensor) -> None:
-            if not self._synchronizes:
-                return
-            if not self._backward.is_running:
-                self._begin()
-            if self._accumulates:
-                return
-            buckets = self._buckets
-            assert buckets is not None
-            reducer, entry = buckets.reducer, buckets.entries[position]
-            if entry < 0:
-                return
-            if self._streams is not None:
-                self._streams.note()
-            if reducer.is_launched(entry) and reducer.is_ready(entry):
-                raise RingError(
-                    f"the gradient of {self._named[position][0]} was computed twice in one backward, after it had "
-                    "been sent. Use torch.utils.checkpoint with use_reentrant=False, or wrap all but the last use in "
-                    "no_sync()."
-                )
-            reducer.mark_ready(entry)
+    def _begin(self) -> bool:
+        """Handle the first gradient of a backward: see what changed, and ask autograd to call at the end.
 
-        return ready
-
-    def _begin(self) -> None:
-        """Handle the first gradient of a backward: see what changed, and ask autograd to call at the end."""
-        self.prepare()
+        Returns:
+            Whether this averager takes part; not if a newer one has its parameters.
+        """
+        if self._buckets is None or self._claim.newer():
+            return False
+        self._prepare()
         self._passes += 1
         self._accumulates = self._passes < self._passes_per_step
+        # A backward inside another may add to a gradient again, so all are sent at the end, unless the last had none.
+        self._buckets.reducer.holds = self._backward.is_nested
         self._backward.begin()
+        if not self._accumulates:
+            self._buckets.reducer.begin()
+        for group in self._groups:
+            group.bucket = self._buckets.bucket_at(group.positions[0])
+            group.left = _UNCOUNTED if self._accumulates or group.bucket < 0 else len(group.positions)
+        return True
+
+    def _count_ended(self, group: _Group, parameter: torch.Tensor) -> None:
+        """Handle the first gradient of a backward, the last one of a group, and any that came after it."""
+        if not self._synchronizes:
+            return
+        if self._backward.callback() is None:
+            if not self._begin():
+                return
+            if group not in self._groups:  # the first gradient found that the model had changed
+                position = next(i for i, (_, p) in enumerate(self._named) if p is parameter)
+                group = next(one for one in self._groups if position in one.positions)
+            group.left -= 1
+            if group.left > 0:
+                return
+        buckets = self._buckets
+        if self._accumulates or buckets is None or group.bucket < 0:
+            return
+        if group.left < 0:
+            if buckets.reducer.has_left(group.bucket):
+                raise self._computed_twice(parameter)
+            return
+        if current_task() != self._backward.task:
+            # Some of these gradients came from another backward, inside or around this one. They may come again.
+            self._backward.is_nested = buckets.reducer.holds = True
+        buckets.reducer.mark_some_ready(group.bucket, len(group.positions))
+
+    def _stop_counting(self) -> None:
+        """Look at the next gradient, which is the first one of a backward."""
+        for group in self._groups:
+            group.left = 0
+
+    def _launch_rest(self) -> None:
+        if self._buckets is not None and not self._accumulates:
+            self._buckets.reducer.launch_rest()
 
     def _backward_ended(self) -> None:
         if self._accumulates:
@@ -251,26 +375,211 @@ class GradientAverager:
         """
         if self._buckets is None:
             return
-        if not self._backward.is_running and not self._buckets.reducer.is_under_way:
+        self._check_usable()
+        if not self._backward.is_running:
             self.prepare()
+        self._end_pass(None)
+
+    def _end_pass(self, failure: tuple[str, bool] | None) -> None:
+        """End a pass on all ranks.
+
+        Args:
+            failure: on a rank that could not compute its gradients the reason, and whether the script wants to skip the
+                step.
+        """
+        buckets = self._buckets
+        assert buckets is not None
         self._backward.end()
         self._passes, self._accumulates = 0, False
-        if found := self._buckets.finish():
-            self._sparse.update(found)
+        try:
+            outcome = buckets.finish(at_once=self._step is not None) if failure is None else buckets.fail()
+        except BaseException as error:
+            if not isinstance(error, RingError) and not self._has_failed():
+                # The others have the averages by now and step, so this pass cannot be made up for.
+                self._communicator.interrupt("the end of a backward", error)
+            raise
+        if outcome.failed:
+            self._fail(outcome.failed, failure)
+            return
+        if outcome.found_sparse:
+            self._sparse.update(outcome.found_sparse)
             self._drop_buckets()  # the next backward makes buckets without them
         self.steps += 1
         if self._tuner is not None:
             self._tune(self._tuner)
 
-    def abandon(self) -> None:
-        """Get this rank back in step after a backward that raised; do nothing after one that did not.
+    # A backward that raised ---------------------------------------------------------------------------
 
-        A pass that is under way outside of a backward belongs to one that failed. Other ranks may wait for its
-        remaining buckets.
+    def _check_usable(self) -> None:
+        if self._broken is not None:
+            raise fresh(self._broken)
+        if self._step is not None and self._step.skipped:
+            raise StepSkipped(self._step.reason)
+        if self._buckets is not None and self._buckets.check_late():
+            self._break("on another rank")
+
+    def _has_failed(self) -> bool:
+        """Whether a pass began and neither ended nor goes on."""
+        if self._buckets is None or self._backward.is_running:
+            return False
+        return self._backward.has_raised or self._buckets.reducer.is_under_way
+
+    def abandon(self) -> None:
+        """Get the ranks back in step after a backward that raised here; do nothing after one that did not.
+
+        Other ranks may wait for the gradients. They learn that they will not come.
+
+        Raises:
+            RingError: on all ranks, unless it raised on all of them.
         """
-        buckets = self._buckets
-        if buckets is not None and buckets.reducer.is_under_way and not self._backward.is_running:
-            buckets.abandon()
+        if self._has_failed():
+            self._end_pass(("a backward raised, and the script caught it", False))
+
+    def _fail(self, share: float, failure: tuple[str, bool] | None) -> None:
+        """Handle a pass that some ranks could not complete; all ranks call this.
+
+        Args:
+            share: of the ranks that could not.
+            failure: why this rank could not, and whether the script wants to skip such a step.
+
+        Raises:
+            StepSkipped: all ranks skip the step.
+            RingError: ranks would go different ways. Not if no rank has averages: then all went the same way.
+        """
+        if self._step is None and share > 1 - 0.5 / self._communicator.size:
+            return
+        if self._step is None and self._streams is not None:
+            # The others' hosts have gone on, and may wait for their GPUs, which wait for this rank.
+            try:
+                self._break(f"on rank {self._communicator.ranks[self._communicator.rank]}")
+            except RingError as error:
+                current().fail(error)
+                raise
+        failures = zip(self._communicator.ranks, self._communicator.all_gather_object(failure), strict=True)
+        failed = {rank: found for rank, found in failures if found is not None}
+        reasons = "; ".join(f"rank {rank}: {reason}" for rank, (reason, _) in failed.items())
+        if not all(wants_to_skip for _, wants_to_skip in failed.values()):
+            self._break(f"on {name_ranks(list(failed))}")
+        for _, parameter in self._named:
+            parameter.grad = None
+        self.skipped_steps += 1
+        if self._step is not None:
+            self._step.skipped, self._step.reason = True, reasons
+        if failure is not None or self._communicator.rank == 0:
+            logger.warning(f"{self._communicator.name}: all ranks skip a step. {reasons}")
+        raise StepSkipped(
+            f"all ranks skip this step, which some could not compute ({reasons}). Wrap the step in skip_step_on() on "
+            "all ranks."
+        )
+
+    def _break(self, where: str) -> None:
+        self._broken = RingError(
+            f"{self._communicator.name}: a backward raised an exception {where}, which the script caught. The other "
+            "ranks have no averages for that step, and ranks that go on would drift apart. Let the exception end the "
+            "job, or wrap each step in `with optimizer.skip_step_on(...)` on all ranks, so that all skip it. To go on, "
+            "close() this averager and build a new one on all ranks."
+        )
+        raise self._broken
+
+    @contextlib.contextmanager
+    def skip_step_on(self, *exceptions: type[BaseException]) -> Iterator[SkippableStep]:
+        """Let all ranks skip a step in which some rank raises one of these exceptions, such as running out of memory.
+
+            for batch in loader:
+                with optimizer.skip_step_on(torch.cuda.OutOfMemoryError) as step:
+                    optimizer.zero_grad()
+                    loss(model, batch).backward()
+                    optimizer.step()
+                if step.skipped:
+                    print(step.reason)
+
+        The block holds one whole step, with all its passes if gradients accumulate, and what depends on it, such as
+        clipping, `GradScaler.step` and `update`, and the scheduler. A rank that raises in it, before its gradients are
+        averaged, tells the others at once. They leave the block when their backward ends. All ranks go on after it,
+        with gradients of None. An exception that comes later, or is not among `exceptions`, is raised.
+
+        The rank that raised takes part in the step's communication, for which it needs as much memory as its largest
+        gradient. On GPUs, all ranks wait for each step's communication.
+
+        Args:
+            exceptions: what to skip; the errors of ring_plugins are never skipped.
+
+        Raises:
+            ArgumentError: `exceptions` are not exceptions, or the block is inside another, or inside `no_sync()`.
+            RingError: the block ended without averaging anything, so it was not a whole step.
+        """
+        if not exceptions or not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in exceptions):
+            raise ArgumentError(f"skip_step_on{exceptions!r} needs exceptions, such as torch.cuda.OutOfMemoryError.")
+        if self._step is not None or not self._synchronizes:
+            where = "no_sync()" if self._step is None else "another skip_step_on()"
+            raise ArgumentError(f"skip_step_on() inside {where}: let its block hold one whole step.")
+        self._check_usable()
+        step, steps_before = SkippableStep(), self.steps
+        self._step = step
+        try:
+            yield step
+            if self._buckets is not None and self.steps == steps_before and not step.skipped:
+                raise RingError(
+                    "a skip_step_on() block ended without averaging gradients; let it hold one whole step, with all "
+                    "passes if gradients accumulate."
+                )
+        except StepSkipped:
+            if not step.skipped:
+                raise  # another averager's
+        except RingError:
+            raise
+        except exceptions as error:
+            if self.steps > steps_before and not self._has_failed():
+                raise
+            self._skip(f"{type(error).__name__}: {error}".splitlines()[0][:200])
+        finally:
+            self._step = None
+
+    def _skip(self, reason: str) -> None:
+        """Skip the step on all ranks, because this one cannot compute its gradients."""
+        if self._buckets is None:
+            assert self._step is not None
+            self._step.skipped, self._step.reason = True, reason
+            self.skipped_steps += 1
+            for _, parameter in self._listed_now():
+                parameter.grad = None
+            logger.warning(f"{self._communicator.name}: skips a step. {reason}")
+            return
+        with contextlib.suppress(StepSkipped):
+            if not self._has_failed():
+                self._prepare()
+            self._end_pass((reason, True))
+
+    def average_loss(self, loss: Any) -> Any:
+        """The average of all ranks' losses, with the same bits on all of them; collective.
+
+        Args:
+            loss: a number or a tensor with one element, or None on all ranks.
+
+        Raises:
+            ArgumentError: the loss has several elements.
+            MismatchError: it is None on some ranks only.
+        """
+        if self._buckets is None:
+            return loss
+        is_tensor = isinstance(loss, torch.Tensor)
+        if is_tensor and loss.numel() != 1:
+            raise ArgumentError(
+                f"the closure returned a loss of shape {tuple(loss.shape)}; return one number, such as loss.mean()."
+            )
+        values = torch.zeros(2, dtype=torch.float64, device=self._named[0][1].device if self._named else None)
+        if loss is not None:
+            values[0], values[1] = loss.detach().reshape(()) if is_tensor else float(loss), 1
+        self._communicator.all_reduce(memory_of(values), Op.AVERAGE)
+        average, share_of_ranks = values.tolist()
+        if 0 < share_of_ranks < 1 - 0.5 / self._communicator.size:
+            raise MismatchError(
+                f"the closure returned {'no' if loss is None else 'a'} loss on rank {self._communicator.rank}, unlike "
+                "on other ranks; return the loss on all ranks."
+            )
+        if loss is None:
+            return None
+        return loss.detach().new_full(loss.shape, average) if is_tensor else average
 
     def _tune(self, tuner: BucketTuner) -> None:
         """Choose the bucket sizes of the next step while other sizes are being tried."""
@@ -292,6 +601,8 @@ class GradientAverager:
     def no_sync(self) -> Iterator[None]:
         """Let backward only accumulate this rank's gradients; the next backward outside averages the sum."""
         before, self._synchronizes = self._synchronizes, False
+        if self._buckets is not None and self._backward.is_running:
+            self._buckets.reducer.holds = True  # a backward inside another counts gradients that come again
         try:
             yield
         finally:
@@ -307,14 +618,91 @@ class GradientAverager:
 
     def close(self) -> None:
         """Remove the hooks; gradients stay as they are. The object cannot be used afterwards."""
+        self._finalizer.detach()
         self._remove_hooks()
+        self._claim.drop()
         self._drop_buckets()
         self._buckets = None
         self._communicator.close()
 
 
+class _BeforeForward:
+    """Calls `_before_forward` before the module's forward; a copy of the module has no averager."""
+
+    def __init__(self, averager: Callable[[], GradientAverager | None] = lambda: None) -> None:
+        self._averager = averager
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        if (averager := self._averager()) is not None:
+            averager._before_forward()
+
+    def __reduce__(self) -> tuple[type[_BeforeForward], tuple[()]]:
+        return _BeforeForward, ()
+
+
+class _Group:
+    """Parameters of one bucket, whichever set of parameters is trained, and the hook that counts their gradients.
+
+    Autograd calls this once a parameter and step, thousands of times, so it only counts. The averager looks when all
+    have come, and at the first gradient of a backward: outside of one, `left` is 0.
+
+    A gradient that comes twice, as in a backward with others inside, makes the count end early. `GradientAverager`
+    then holds the buckets back, or raises at the gradient that comes after its bucket has left.
+
+    Args:
+        averager: returns it, or None.
+        positions: of the parameters.
+
+    Attributes:
+        left: gradients that have not come in this pass.
+        bucket: theirs in this pass, -1 for parameters that the reducer does not know.
+    """
+
+    __slots__ = ("_averager", "bucket", "left", "positions")
+
+    def __init__(self, averager: Callable[[], GradientAverager | None], positions: Sequence[int]) -> None:
+        self._averager, self.positions = averager, tuple(positions)
+        self.left, self.bucket = 0, -1
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self.left = left = self.left - 1
+        if left <= 0 and (averager := self._averager()) is not None:
+            averager._count_ended(self, parameter)
+
+
+class _GroupOnGpu(_Group):
+    """As `_Group`; also notes the stream of every gradient."""
+
+    __slots__ = ("_note",)
+
+    def __init__(
+        self, averager: Callable[[], GradientAverager | None], positions: Sequence[int], note: Callable[[], None]
+    ) -> None:
+        super().__init__(averager, positions)
+        self._note = note
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self._note()
+        super().__call__(parameter)
+
+
+def _discard(
+    hooks: list[Any], kept: dict[tuple[bool, ...], GradientBuckets], communicator: Communicator[Any], claim: Claim
+) -> None:
+    """Release what an averager had that nobody refers to any more; called at any moment, in any thread."""
+    for hook in hooks:
+        hook.remove()
+    claim.drop()
+    if kept and not any(buckets.reducer.passes for buckets in kept.values()):
+        logger.warning(
+            f"{communicator.name}: the averager was dropped before it averaged anything; keep a reference to it."
+        )
+    kept.clear()
+    communicator.discard()
+
+
 def _communicator_for(named: Iterable[Named]) -> Communicator[Any]:
-    """A new communicator of all ranks for the device that the parameters are on; collective.
+    """A new communicator of all ranks, with a name of its own, for the device that the parameters are on; collective.
 
     Raises:
         ArgumentError: they are on several devices, or on one that is neither CPU nor CUDA.
@@ -336,11 +724,14 @@ def _communicator_for(named: Iterable[Named]) -> Communicator[Any]:
     world = current()
     if world.topology.size == 1:
         return world.new_communicator("gradients")
-    kinds = world.communicator.all_gather_object(example.device.type)
+    global _made
+    kinds, made = zip(*world.communicator.all_gather_object((example.device.type, _made)), strict=True)
+    _made = max(made) + 1
+    name = "gradients" if _made == 1 else f"gradients {_made}"
     if len(set(kinds)) > 1:
         raise MismatchError(
-            f"gradients: the tensors of the ranks lie on {kinds}, in rank order; use one kind of device everywhere."
+            f"{name}: the tensors of the ranks lie on {list(kinds)}, in rank order; use one kind of device everywhere."
         )
     if not is_on_gpu(example):
-        return world.new_communicator("gradients")
-    return world.new_device_communicator("gradients", index_of(example), streams(index_of(example)))
+        return world.new_communicator(name)
+    return world.new_device_communicator(name, index_of(example), streams(index_of(example)))

@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError, RingError
+from ring_plugins.core.base.log import logger
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES
-from ring_plugins.observe.drift import drift_check
+from ring_plugins.core.world import current
+from ring_plugins.observe.drift import differing_weights, drift_check
+from ring_plugins.observe.training import announce_training
 from ring_plugins.torch.drift import parameter_checksums
-from ring_plugins.torch.gradients import GradientAverager
+from ring_plugins.torch.gradients import GradientAverager, SkippableStep
+
+
+class _NoAverager:
+    """Takes the place of the averager in a copy, and refuses steps: without averages the ranks would drift apart."""
+
+    def check(self) -> None:
+        """Do nothing."""
+
+    close = check
+
+    def __getattr__(self, name: str) -> Any:
+        raise RingError(
+            "this DistributedOptimizer is a copy, made by pickle, torch.load or deepcopy, and averages no gradients. "
+            "Wrap its inner optimizer again: DistributedOptimizer(copy.optimizer, model.named_parameters())."
+        )
 
 
 class DistributedOptimizer(Optimizer):
@@ -75,6 +94,8 @@ class DistributedOptimizer(Optimizer):
             error_feedback=error_feedback,
         )
         self._reductions_so_far = 0
+        self._is_compared = False
+        announce_training()
         self._drift = drift_check(drift_check_every, lambda: parameter_checksums(self._named()))
 
     def _optimized(self) -> list[nn.Parameter]:
@@ -126,22 +147,73 @@ class DistributedOptimizer(Optimizer):
         """Update the parameters.
 
         A rank that ran no backward since the last step or `zero_grad` contributes zeros to the others' averages.
+
+        Args:
+            closure: computes the loss and its gradients, as torch's optimizers want it; called by all ranks or by none.
+                At each call the optimizer gets the averages of both. An optimizer that branches on the loss, such as
+                LBFGS, takes the same branches on all ranks, those of one process on the concatenated batch.
+
+        Returns:
+            What the wrapped optimizer returns: for most the average loss, None without a closure.
+
+        Raises:
+            MismatchError: the closure returned a loss on some ranks only.
         """
-        if closure is None and self.averager.steps == self._reductions_so_far:
-            self.averager.finish()
-        result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        if closure is None:
+            self._average_what_is_left()
+            result = self.optimizer.step()
+        else:
+            result = self.optimizer.step(self._averaged(closure))
         self._reductions_so_far = self.averager.steps
+        if not self._is_compared:
+            self._is_compared = True
+            self._compare_weights()
         if self._drift is not None:
             self._drift.after_step()
         return result
+
+    def _compare_weights(self) -> None:
+        """Warn on rank 0 if the ranks' weights differ after the first step."""
+        found = differing_weights(lambda: parameter_checksums(self._named()), "after the first step")
+        if found and current().topology.rank == 0:
+            logger.warning(
+                f"{found} Call ring_plugins.torch.broadcast_parameters(model) before the first step: ranks that begin "
+                "with different weights train different models, although their gradients are averaged. If they differ "
+                "on purpose, RING_WEIGHT_CHECK=0 switches this comparison off."
+            )
+
+    def _average_what_is_left(self) -> None:
+        """Take part in the reductions of ranks that ran a backward, if this one did not or only accumulated."""
+        if self.averager.steps == self._reductions_so_far:
+            self.averager.finish()
+
+    def _averaged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure as all ranks together see it."""
+
+        def evaluate() -> Any:
+            self._reductions_so_far = self.averager.steps
+            with torch.enable_grad():
+                loss = closure()
+            self._average_what_is_left()
+            self._reductions_so_far = self.averager.steps
+            return self.averager.average_loss(loss)
+
+        return evaluate
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    def __getstate__(self) -> Any:
-        raise TypeError("a DistributedOptimizer cannot be pickled; save its state_dict().")
+    # A copy (pickle, torch.save, deepcopy) has the wrapped optimizer, but no connection to the other ranks.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.optimizer = state["optimizer"]
+        self.averager = cast(GradientAverager, _NoAverager())
+        self._names, self._drift, self._reductions_so_far, self._is_compared = {}, None, 0, True
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"
@@ -154,6 +226,10 @@ class DistributedOptimizer(Optimizer):
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Let backward only accumulate this rank's gradients inside the context."""
         return self.averager.no_sync()
+
+    def skip_step_on(self, *exceptions: type[BaseException]) -> contextlib.AbstractContextManager[SkippableStep]:
+        """Let all ranks skip a step in which some rank raises one of these; see `GradientAverager.skip_step_on`."""
+        return self.averager.skip_step_on(*exceptions)
 
     @property
     def waited_seconds(self) -> float:

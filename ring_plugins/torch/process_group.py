@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch re-exports them unmarked
 
-from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.torch import exchanges
@@ -309,11 +308,8 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
         return self._point_to_point.receive(single(tensors, "tensors"), src_rank, tag)
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> RingWork:
-        """Raise `ArgumentError`: the backend has no such receive."""
-        raise ArgumentError(
-            f"src=None on rank {self.rank()}: the 'ring' backend cannot receive from any source; "
-            "name the source rank, or use a gloo group: torch.distributed.new_group(backend='gloo')."
-        )
+        """Receive a tensor from whichever rank sends one with this tag first."""
+        return self._point_to_point.receive(single(tensors, "tensors"), None, tag)
 
     # Start and shutdown -------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ world share (`replace_env_rendezvous`).
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import sys
@@ -33,6 +32,11 @@ def owns_port() -> bool:
     return bool(_adopted) or torch.distributed.is_initialized()
 
 
+def has_own_store() -> bool:
+    """Whether the script gave torch.distributed a store without a port, such as a file."""
+    return bool(_adopted) and not _has_port(_adopted[0])
+
+
 def open_store(generation: int = 0, timeout: timedelta = _TIMEOUT) -> Store:
     """Open a store that the ranks share, with keys that nothing else uses.
 
@@ -44,9 +48,10 @@ def open_store(generation: int = 0, timeout: timedelta = _TIMEOUT) -> Store:
         LaunchError: the store cannot be reached.
     """
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    rank, size, host = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
     if _adopted:
-        return PrefixStore(f"ring_plugins/{restart}/{generation}", _adopted.pop())
+        store = _adopted[0] if has_own_store() else _adopted.pop()
+        return PrefixStore(f"ring_plugins/{restart}/{generation}", store)
+    rank, size, host = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
     try:
         # torch's own rendezvous knows whether torchrun's agent hosts the store (TORCHELASTIC_USE_AGENT_STORE) or
         # rank 0 does, and in the latter case lets several users share the port.
@@ -60,7 +65,8 @@ def open_store(generation: int = 0, timeout: timedelta = _TIMEOUT) -> Store:
     return PrefixStore(f"ring_plugins/{restart}/{generation}", store)
 
 
-#: At most one store, which the next `open_store` uses instead of the launcher's.
+#: At most one store, which the next `open_store` uses instead of the launcher's. A store without a port also serves
+#: later calls, since environment variables cannot describe it.
 _adopted: list[Store] = []
 
 
@@ -70,11 +76,15 @@ def adopt(store: Store, rank: int, size: int) -> None:
     For scripts that start their processes themselves, as with torch.multiprocessing.spawn. The environment is set to
     the script's arguments of `init_process_group`.
     """
-    base: Any = innermost(store)
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(size)
-    os.environ["MASTER_ADDR"] = getattr(base, "host", "127.0.0.1")
-    os.environ["MASTER_PORT"] = str(getattr(base, "port", 0))
+    if _has_port(store):
+        base: Any = innermost(store)
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = base.host, str(base.port)
     _adopted[:] = [store]
+
+
+def _has_port(store: Store) -> bool:
+    return getattr(innermost(store), "port", None) is not None
 
 
 def innermost(store: Store) -> Store:
@@ -137,9 +147,8 @@ def store_from_world(timeout: timedelta = _TIMEOUT) -> tuple[Store, int, int]:
     if topology.size == 1:
         return HashStore(), 0, 1
     if topology.rank == 0:
-        one_host = topology.num_nodes == 1
-        addresses = ["127.0.0.1"] if one_host else _own_addresses()
-        store = _listen(addresses[0] if one_host else "0.0.0.0", topology.size, timeout)
+        addresses = (own.addresses() if topology.num_nodes > 1 else []) or ["127.0.0.1"]
+        store = _listen(addresses[0] if len(addresses) == 1 else "", topology.size, timeout)
         own.communicator.broadcast_object((addresses, store.port), root=0)
     else:
         addresses, port = own.communicator.broadcast_object(None, root=0)
@@ -152,8 +161,12 @@ def _handlers() -> Any:
     return sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
 
 
-def _listen(host: str, size: int, timeout: timedelta) -> TCPStore:
-    return TCPStore(host, 0, size, True, timeout, wait_for_workers=False)
+def _listen(address: str, size: int, timeout: timedelta) -> TCPStore:
+    """A store that listens at one address only, "" for all. A TCPStore left to itself listens at all addresses."""
+    with socket.create_server((address, 0), backlog=max(size, 128)) as listener:
+        port = listener.getsockname()[1]
+        own = address or "127.0.0.1"
+        return TCPStore(own, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _connect(addresses: list[str], port: int, size: int, timeout: timedelta) -> TCPStore:
@@ -166,13 +179,5 @@ def _connect(addresses: list[str], port: int, size: int, timeout: timedelta) -> 
         return TCPStore(address, port, size, False, timeout, wait_for_workers=False)
     raise LaunchError(
         f"{socket.gethostname()} cannot reach rank 0 on port {port} at any of {', '.join(addresses)}. "
-        "Do the hosts' names resolve, and does a firewall block ports between them?"
+        "Does a firewall block ports between the hosts? All TCP ports above 1023 must be open."
     )
-
-
-def _own_addresses() -> list[str]:
-    name = socket.gethostname()
-    found = [name]
-    with contextlib.suppress(OSError):
-        found += [str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
-    return list(dict.fromkeys(address for address in found if not address.startswith("127.")))

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ring_plugins.core.arrays.memory import Memory
+from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.torch.device import memory_of
 
@@ -34,6 +35,11 @@ def average_sparse(parameter: nn.Parameter, communicator: Communicator[Any]) -> 
     dimensions = {sparse_dim for _, sparse_dim in by_rank if sparse_dim is not None}
     if not dimensions:
         return
+    if len(dimensions) > 1:
+        raise MismatchError(
+            f"the gradient of a parameter of shape {tuple(parameter.shape)} has {sorted(dimensions)} sparse dimensions "
+            "on different ranks. Compute it in the same way on all ranks, or use sparse='densify'."
+        )
     sparse_dim = dimensions.pop()
     trailing = parameter.shape[sparse_dim:]
     if gradient is None:

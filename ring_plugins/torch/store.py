@@ -1,17 +1,23 @@
-"""Exchange of objects and a monitored barrier, through a torch store.
+"""Exchange of items and a monitored barrier, through a torch store.
 
 A store needs no communicator, so this works before one exists and while one hangs.
+
+torch's stores ask for no secret: everyone who can connect to one can read and change it. So what ranks exchange through
+it is JSON, never a pickle, and is signed with a secret of the job (HMAC-SHA256 over the key and the value). A stranger
+who deletes or overwrites a value causes an error on the ranks, and nothing else. The outcome of a monitored barrier is
+a text for the user, and is not signed.
 """
 
 from __future__ import annotations
 
-import pickle
+import hashlib
+import hmac
+import json
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
 
-import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it unmarked
 
 from ring_plugins.core.base.errors import RingError, TimeoutExceeded, name_ranks
@@ -19,45 +25,93 @@ from ring_plugins.core.base.errors import RingError, TimeoutExceeded, name_ranks
 #: torch.distributed's own default for `monitored_barrier`.
 _BARRIER_TIMEOUT = timedelta(minutes=30)
 _PASSED = b"passed"
+#: Characters of a signature, which stands before the value.
+_SIGNATURE = 2 * hashlib.sha256().digest_size
 
 
 def exchange_through_store(
-    store: Store, name: str, rank: int, size: int, item: Any, cancelled: Callable[[], bool] = lambda: False
+    store: Store,
+    name: str,
+    rank: int,
+    size: int,
+    item: Any,
+    secret: bytes,
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> list[Any]:
-    """Exchange one picklable item per rank; return all in rank order.
+    """Exchange one item per rank; return all in rank order.
 
     Args:
         store: shared by the ranks.
         name: never used before in this store.
         rank: of the caller among the ranks that exchange.
         size: how many ranks exchange.
-        item: this rank's.
+        item: this rank's, a value that JSON can hold. A tuple arrives as a list.
+        secret: that only the ranks know, and that no other exchange of this name in any store uses.
         cancelled: returns True once the result is no longer wanted.
 
     Raises:
         TimeoutExceeded: a rank did not call within the store's timeout.
-        RingError: the exchange was cancelled.
+        RingError: the exchange was cancelled, or something that is no rank of the job has written to the store.
     """
-    cast(Any, store).set(f"{name}/{rank}", pickle.dumps(item))  # torch's stub does not know that bytes are allowed
+    limit = cast("timedelta", cast(Any, store).timeout).total_seconds()
+    own = f"{name}/{rank}"
+    store.set(own, sign(own, json.dumps(item), secret))
     found = []
     for other in range(size):
         waiting = f"rank {rank} of {size} waited for rank {other} in {name}"
-        found.append(pickle.loads(_get(store, f"{name}/{other}", waiting, cancelled)))
+        key = f"{name}/{other}"
+        value = _wait_for(
+            store,
+            key,
+            limit,
+            f"{waiting} for {limit:g} s. All ranks of a group must create it, and a message needs both ends; look for "
+            "the error that the missing rank printed.",
+            cancelled,
+            f"{waiting}, but the process group was closed meanwhile.",
+        )
+        found.append(verify(key, value, secret))
     return found
 
 
-def _get(store: Store, key: str, waiting: str, cancelled: Callable[[], bool]) -> bytes:
-    """Poll for the value of a key: a blocking `get` would lock all other threads out of the store."""
-    limit = cast("timedelta", cast(Any, store).timeout).total_seconds()
+def sign(key: str, value: str, secret: bytes) -> str:
+    """A value as it stands in the store."""
+    return hmac.new(secret, f"{key}={value}".encode(), hashlib.sha256).hexdigest() + value
+
+
+def verify(key: str, data: bytes, secret: bytes) -> Any:
+    """The item that a value in the store holds.
+
+    Raises:
+        RingError: no rank of the job has signed it.
+    """
+    signature, value = data[:_SIGNATURE], data[_SIGNATURE:]
+    expected = hmac.new(secret, key.encode() + b"=" + value, hashlib.sha256).hexdigest().encode()
+    if not hmac.compare_digest(signature, expected):
+        raise RingError(
+            f"the store of torch.distributed holds a value under {key} that no rank of this job has written: another "
+            "job uses the same store, or somebody who can connect to it has changed it."
+        )
+    return json.loads(value)
+
+
+def _wait_for(
+    store: Store, key: str, limit: float, late: str, cancelled: Callable[[], bool] = lambda: False, ended: str = ""
+) -> bytes:
+    """Poll for the value of a key: a blocking `get` or `wait` would lock all other threads out of the store.
+
+    Args:
+        store, key: where to look.
+        limit: seconds.
+        late: text of the error after that time.
+        cancelled: returns True once the value is no longer wanted.
+        ended: text of the error then.
+    """
     started, pause = time.monotonic(), 0.001
     while not store.check([key]):
         if cancelled():
-            raise RingError(f"{waiting}, but the process group was closed meanwhile.")
+            raise RingError(ended)
         if time.monotonic() - started > limit:
-            raise TimeoutExceeded(
-                f"{waiting} for {limit:g} s. All ranks of a group must create it, and a message needs both ends; "
-                "look for the error that the missing rank printed."
-            )
+            raise TimeoutExceeded(late)
         time.sleep(pause)
         pause = min(1.5 * pause, 0.02)
     return store.get(key)
@@ -83,16 +137,14 @@ def monitored_barrier(
         _monitor(store, size, limit, wait_all_ranks)
         return
     store.set(f"arrived/{rank}", "")
-    try:
-        # Rank 0 may itself be late by as much as its own limit.
-        store.wait(["outcome"], 2 * limit)
-    except dist.DistError as error:
-        raise TimeoutExceeded(
-            f"rank 0 did not call monitored_barrier within {2 * limit} of rank {rank}; find out what it does instead."
-        ) from error
-    outcome = store.get("outcome")
+    outcome = _wait_for(
+        store,
+        "outcome",
+        2 * limit.total_seconds(),  # rank 0 may itself be late by as much as its own limit
+        f"rank 0 did not call monitored_barrier within {2 * limit} of rank {rank}; find out what it does instead.",
+    )
     if outcome != _PASSED:
-        raise TimeoutExceeded(outcome.decode())
+        raise TimeoutExceeded(outcome.decode(errors="replace"))
 
 
 def _monitor(store: Store, size: int, limit: timedelta, wait_all_ranks: bool) -> None:

@@ -16,16 +16,23 @@ import torch
 import torch.distributed as dist
 
 from ring_plugins.core.base.errors import TimeoutExceeded
+from ring_plugins.core.base.threads import wait_for_event
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.api import Work as CoreWork
+from ring_plugins.core.collectives.executor import BackgroundWork
+from ring_plugins.core.trace.recorder import recorder
+from ring_plugins.core.trace.steps import steps
 from ring_plugins.torch import device
 
 if TYPE_CHECKING:
+    from ring_plugins.core.collectives.messages import Message, MessageGroup
     from ring_plugins.core.gpu.communicator import DeviceCommunicator
 
 _NO_TIMEOUT = timedelta(0)
 #: Seconds between polls in `GpuWork.wait(timeout)`: a GPU cannot wake the host.
 _POLL_SECONDS = 0.0005
+#: Seconds for which an interrupted wait lets another thread store a message that has just arrived.
+_STORE_SECONDS = 1.0
 
 
 class RingWork(dist.Work):
@@ -89,16 +96,27 @@ class RingWork(dist.Work):
         Raises:
             TimeoutExceeded: the operation did not complete within `timeout` (zero: no extra limit).
         """
-        if timeout > _NO_TIMEOUT:
-            if not self._finished.wait(timeout.total_seconds()):
-                raise self._timeout_error(timeout)
-        elif self._core is not None:
-            self._core.wait()  # so that the core can detect deadlocks
-        else:
-            self._finished.wait()
+        try:
+            if timeout > _NO_TIMEOUT:
+                self._finished.wait(timeout.total_seconds())
+            elif self._core is not None:
+                self._core.wait()  # so that the core can detect deadlocks
+            else:
+                wait_for_event(self._finished)
+        except BaseException as error:
+            if not self._finished.is_set():
+                self.interrupt(error)
+            raise
+        if not self._finished.is_set():
+            raise self._timeout_error(timeout)
         if self._error is not None:
             raise self._error
         return True
+
+    def interrupt(self, cause: BaseException) -> None:
+        """Break the communicator, on all ranks: an exception ended a wait for this work while it was under way."""
+        if isinstance(self._core, BackgroundWork):
+            self._core.interrupt(cause)
 
     def _timeout_error(self, timeout: timedelta) -> TimeoutExceeded:
         return TimeoutExceeded(
@@ -128,7 +146,7 @@ class RingWork(dist.Work):
         self.wait()
 
     def source_rank(self) -> int:
-        """Return -1: only a receive from any source has a source rank, and the backend has no such receive."""
+        """Return -1: only a receive has a source rank (`MessageWork`)."""
         return -1
 
     _source_rank = source_rank
@@ -160,6 +178,61 @@ class RingWork(dist.Work):
         if self._error is not None:
             raise self._error
         return self._outputs
+
+
+class MessageWork(RingWork):
+    """A message between CPUs.
+
+    Args:
+        description, outputs: as `RingWork`.
+        messages: of the process group.
+
+    Attributes:
+        message: the core's message, set once it is started.
+    """
+
+    def __init__(self, description: str, outputs: list[torch.Tensor], messages: MessageGroup) -> None:
+        super().__init__(description, outputs)
+        self._messages = messages
+        self.message: Message | None = None
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Return True when the message is sent or received; raise its error if it failed.
+
+        Raises:
+            TimeoutExceeded: it did not complete within `timeout` (zero: no extra limit).
+        """
+        message = self.message
+        if message is not None and not self._finished.is_set():
+            message.blocked_since = began = time.monotonic()
+            try:
+                try:
+                    self._messages.wait(message, timeout.total_seconds() or None)
+                except BaseException as error:
+                    self.interrupt(error)
+                    raise
+                return super().wait(timeout)
+            finally:
+                message.blocked_since = 0.0
+                ended = time.monotonic()
+                steps.add_blocked_time(ended - began, 0.0)
+                if recorder.on:
+                    recorder.record("call", message.name(), int(began * 1e9), int(ended * 1e9))
+        return super().wait(timeout)
+
+    def interrupt(self, cause: BaseException) -> None:
+        """Let go of the tensor: an exception ended a wait for this message, and the script may use the tensor again."""
+        message = self.message
+        if message is not None and not self._finished.is_set():
+            self._messages.interrupt(message, cause)
+            if message.done:
+                self._finished.wait(_STORE_SECONDS)
+
+    def source_rank(self) -> int:
+        """Return the sender's rank in the group; for a receive from any rank, known once it is complete."""
+        return self.message.source if self.message is not None else -1
+
+    _source_rank = source_rank
 
 
 class GpuWork(RingWork):

@@ -37,6 +37,8 @@ def uncaught(monkeypatch):
     monkeypatch.setattr(exit_hooks, "_AFTER_PEER", 0.0)
     monkeypatch.setattr(exit_hooks.atexit, "register", lambda *_: None)
     monkeypatch.setattr(exit_hooks.os, "register_at_fork", lambda **_: None)
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    monkeypatch.setattr(exit_hooks, "set_on_death", lambda handler: None)
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(error))
 
     def uncaught(job, error):
@@ -79,6 +81,24 @@ def test_buffered_log_records_are_written_before_the_process_ends_with_a_childs_
     monkeypatch.setattr(exit_hooks.os, "_exit", calls.append)
     exit_hooks._at_exit(lambda: None, lambda: None)
     assert calls == ["logs written", 3]
+
+
+@pytest.mark.parametrize(
+    ("given", "operations", "told"),
+    [((3,), 7, [3]), (("no data",), 7, [1]), ((), 7, []), ((0,), 7, []), ((3,), 8, [])],
+)
+def test_the_status_of_sys_exit_is_told_unless_the_script_caught_it(monkeypatch, given, operations, told):
+    statuses, job = [], Job()
+    job.operations, job.leave = lambda: 7, statuses.append
+    monkeypatch.setattr(exit_hooks, "_exit", (0, 0))
+    monkeypatch.setattr(exit_hooks, "_failed", False)
+    monkeypatch.setattr(exit_hooks.spawn, "wait_for_children", lambda failed: 0)
+    with pytest.raises(SystemExit) as ended:
+        exit_hooks._noting_exit(sys.exit, lambda: job)(*given)
+    assert ended.value.args == given
+    job.operations = lambda: operations  # more of them than at the time of the call: the script has gone on
+    exit_hooks._at_exit(lambda: job, lambda: None)
+    assert statuses == told
 
 
 def test_without_other_ranks_the_hook_only_shows_the_error(uncaught):

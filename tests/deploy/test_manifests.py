@@ -55,6 +55,17 @@ def test_the_jobs_pods_find_the_first_by_the_services_name():
     assert int(variables["WORLD_SIZE"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
 
 
+def test_the_manifests_without_mpi_take_their_secret_from_kubernetes():
+    command = "kubectl create secret generic ring --from-file=secret=/dev/stdin"
+    assert command in (REPOSITORY / "docs" / "launching" / "kubernetes.md").read_text()
+    for name in ("indexed_job.yaml", "pytorchjob.yaml"):
+        text = (DEPLOY / name).read_text()
+        assert command in text
+        for container in containers([*yaml.safe_load_all(text)][-1]["spec"]):
+            (secret,) = (variable for variable in container["env"] if variable["name"] == "RING_SECRET")
+            assert secret["valueFrom"] == {"secretKeyRef": {"name": "ring", "key": "secret"}}
+
+
 def test_the_image_installs_what_the_repository_has():
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML by itself")
     text = (DEPLOY / "Dockerfile").read_text()

@@ -106,6 +106,16 @@ def test_ranks_that_differ():
     }
 
 
+def test_different_drivers():
+    changed = [
+        replace(fact, versions={"NVIDIA driver": release})
+        for fact, release in zip(facts(3), ("570.86.15", "570.86.15", "535.104.05"), strict=True)
+    ]
+    (finding,) = check_agreement(changed)
+    assert finding.summary == "NVIDIA driver differs: 570.86.15 on ranks 0, 1; 535.104.05 on rank 2"
+    assert (finding.severity.name, finding.remedy) == ("WARNING", "Install one release of the driver on all hosts.")
+
+
 def test_names_that_do_not_resolve_or_resolve_to_loopback():
     changed = facts(3)
     changed[0] = replace(changed[0], resolved={"host0": ["127.0.1.1"], "host1": [], "host2": ["10.9.9.9"]})

@@ -88,7 +88,7 @@ def test_pytorchjob(cluster):
     env = [
         "MASTER_ADDR=host1", "MASTER_PORT=23456", "WORLD_SIZE=4", "RANK={node}", "PYTHONUNBUFFERED=1",
         "PET_MASTER_ADDR=host1", "PET_MASTER_PORT=23456", "PET_NNODES=2", "PET_NODE_RANK={node}",
-        f"PET_NPROC_PER_NODE={each}", *(f"{variable['name']}={variable['value']}" for variable in container["env"]),
+        f"PET_NPROC_PER_NODE={each}", *(f"{one['name']}={one.get('value', 'hush')}" for one in container["env"]),
     ]  # fmt: skip
     job = everywhere(cluster, [sys.executable, "-m", "torch.distributed.run"], 1, env, 4)
     check(job, ["host1", "host1", "host2", "host2"])
@@ -98,9 +98,10 @@ def test_variables_alone_and_indexed_job(cluster):
     _, job = yaml.safe_load_all((DEPLOY / "indexed_job.yaml").read_text())
     (container,) = job["spec"]["template"]["spec"]["containers"]
     variables = {variable["name"]: variable.get("value", "{rank}") for variable in container["env"]}
+    variables["RING_SECRET"] = "hush"
     *words, program = documented("RANK=")
     typed = dict(word.split("=") for word in words)
-    assert set(typed) == set(variables) - {"RING_INTERFACE"}
+    assert set(typed) == set(variables) - {"RING_INTERFACE", "RING_SECRET"}
     assert container["command"][0] == "python"
     env = [f"{name}={value}" for name, value in {**variables, **typed, "JOB_COMPLETION_INDEX": "{rank}"}.items()]
     check(everywhere(cluster, [program], 1, env), ["host1", "host2"])

@@ -66,3 +66,27 @@ def test_a_fit_that_raises_is_undone_at_once(seen):
         assert found["left"] == []
     assert first["apart"] != second["apart"]
     assert first["together"] == second["together"]
+
+
+@on_ranks("forgotten_broadcast", *BACKENDS)
+def test_a_forgotten_broadcast_callback_is_named_after_the_first_step(seen):
+    for rank, found in enumerate(seen):
+        error, _ = found["different"]
+        assert error.startswith("DriftError: after the first step the weights of rank 0 differ from those of rank 1: ")
+        assert "Add ring_plugins.keras.BroadcastCallback() to fit(callbacks=...) on all ranks" in error
+        error, lines = found["equal"]
+        assert error == "none"
+        assert len(lines) == (rank == 0) and all(
+            "each rank trains by itself. Add ring_plugins" in line for line in lines
+        )
+        assert found["averaged"] == found["not forgotten"] == ["none", []]
+
+
+@on_ranks("weights_that_drift_before_a_checkpoint", "torch", slow=("tensorflow", "jax"))
+def test_weights_that_differ_are_reported_before_they_are_saved(seen):
+    for rank, (without, saving) in enumerate(seen):
+        assert without == []
+        assert len(saving) == (rank == 0)
+        assert all(
+            line.startswith("at the end of this epoch, before checkpoints are saved, the weights") for line in saving
+        )

@@ -42,3 +42,20 @@ def test_multiples_in_a_range_of_epochs(seen):
 def test_momentum_correction(seen):
     for found in seen:
         assert found["found"] == pytest.approx(found["expected"], abs=1e-6)
+
+
+@on_ranks("two_callbacks_on_a_schedule", "torch", "jax", slow=("tensorflow",))
+def test_two_callbacks_multiply_a_schedule_and_fit_leaves_it_as_it_was(seen):
+    for found in seen:
+        multipliers = [2.0] * 3 + [0.2] * 5  # read after the update, of the next one
+        multiplied = [a * b for a, b in zip(found["expected"], multipliers, strict=False)]
+        assert found["rates"] == pytest.approx(multiplied)
+        assert found["after"] == pytest.approx(found["expected"][8:])
+
+
+@on_ranks("effective_rate", "torch")
+def test_the_rate_is_said_once_with_a_warning_where_it_may_be_multiplied_twice(seen):
+    (first, second), others = seen
+    assert first == ["learning rate: 0.1 for one process, 0.2 for 2 ranks after warm-up"]
+    assert len(second) == 1 and second[0].startswith(first[0] + ". This script also reads ring_plugins.size()")
+    assert others == [[], []]

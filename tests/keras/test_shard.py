@@ -50,3 +50,18 @@ def test_tf_data_is_divided(seen):
     assert first["seeded"] == "none"
     assert "without a seed" in first["unseeded"]
     assert first["other seed"].startswith("MismatchError") and first["global seed"].startswith("MismatchError")
+
+
+@on_ranks("divided_twice", "torch")
+def test_a_part_is_not_divided_again(seen):
+    for errors in seen:
+        kinds = ("ShardedArrays", "DataLoader", "generator")
+        for kind, error in zip(kinds, errors, strict=True):
+            assert error.startswith(f"ArgumentError: data={kind} was returned by shard(), so it is this rank's part")
+
+
+@on_ranks("orders_after_a_restart", "torch", slow=("tensorflow", "jax"))
+def test_after_a_restart_data_continue_with_the_order_of_that_epoch(seen):
+    for found in seen:
+        assert found["whole"] == found["parts"]
+        assert len({tuple(order) for order in found["whole"]}) == 3

@@ -4,7 +4,7 @@ from typing import Any
 
 _SCRIPT = """
 from tests.worker import report
-import os, signal
+import contextlib, os, signal
 import ring_plugins as ring
 
 report("weights", weights, rank=0)
@@ -35,6 +35,12 @@ except ring.LaunchError as error:
 def endless(text):
     ring.init()
     report("where", [ring.rank(), ring.local_rank(), text])
+    secret = os.environ["RING_SECRET"].encode()
+    lines = []
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{process}/cmdline", "rb") as file:
+            lines.append(file.read())
+    report("secret", [len(secret), len(lines) > 1, any(secret in line for line in lines)])
     report("pid", os.getpid())
     while True:
         ring.barrier()
@@ -65,6 +71,7 @@ def check(found: dict[str, Any], killed: str, *too_many: str) -> None:
     rank, host, text, cause = found["fails"]
     assert (rank, cause) == (1, "ValueError('on purpose')")
     assert text.startswith(f"rank 1 on {host} failed: ValueError: on purpose\n\nOn rank 1:\nTraceback")
+    assert found["secret"] == [64, True, False]  # of 64 characters, on no command line
     assert found["is_killed"][0] == 1
     assert killed in found["is_killed"][2]
     assert all(words in found["too many"] for words in too_many), found["too many"]

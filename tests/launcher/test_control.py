@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from ring_plugins.core.base import progress_line
 from ring_plugins.core.base.errors import LaunchError, TimeoutExceeded
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Purpose, authenticate
 from ring_plugins.core.net.frames import FrameSocket
@@ -54,6 +55,26 @@ def test_every_rank_gets_the_call_and_reports(pool):
         outcomes = driver.outcomes(call, 8, no_trouble, 20)
     assert {outcome.rank: outcome.result[-1] for outcome in outcomes} == {rank: rank for rank in range(8)}
     assert all(outcome.result[:-1] == call for outcome in outcomes)
+    for rank in ranks:
+        rank.result(5)
+
+
+def test_the_driver_says_which_ranks_have_not_been_started_yet(pool, monkeypatch, capsys):
+    monkeypatch.setattr(progress_line, "FIRST_SECONDS", 0.2)
+    with Driver() as driver:
+        ranks = [pool.submit(rank_of, driver, 0)]
+
+        def trouble():
+            said.append(capsys.readouterr().err)
+            if len(ranks) == 1 and "waiting for rank 1" in said[-1]:
+                ranks.append(pool.submit(rank_of, driver, 1))
+
+        said = []
+        driver.outcomes(b"call", 2, trouble, 20)
+    assert (
+        f"ring_plugins: 1 of 2 ranks have come (1 from {socket.gethostname()}), waiting for rank 1 to be started, after"
+        in "".join(said)
+    )
     for rank in ranks:
         rank.result(5)
 

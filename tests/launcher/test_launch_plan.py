@@ -1,6 +1,7 @@
 """The plan that `ring run` makes from its options; nothing is started here."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -96,10 +97,11 @@ def test_a_script_that_is_no_program_is_run_by_this_python(tmp_path):
 def test_threads_and_oversubscription_follow_the_smallest_host():
     shares = (Share("a", 2), Share("b", 2))
     job = JobSpec(("/bin/true",), 4, shares, environment={"OMP_NUM_THREADS": "9"})
-    planned = LaunchPlan(job, None, ("they take turns",))
+    planned = LaunchPlan(job, None, ("they take turns",), provisional=("they take turns",))
     adapted = adapt(planned, {"a": 16, "b": 4})
     assert (adapted.job.environment, adapted.job.oversubscribed) == ({"OMP_NUM_THREADS": "2"}, False)
     assert adapted.notices == ()
+    assert adapt(replace(planned, provisional=()), {"a": 16, "b": 4}).notices == planned.notices
     oversubscribed = adapt(planned, {"a": 16, "b": 1})
     assert oversubscribed.job.oversubscribed
     assert "2 ranks share 1 cores of b" in oversubscribed.notices[0]

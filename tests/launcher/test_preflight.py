@@ -1,8 +1,15 @@
-"""What the pre-flight check says about hosts that do not answer or differ; no host is asked here."""
+"""What the pre-flight check says about hosts that do not answer or differ; the hosts are this one."""
+
+import contextlib
+import socket
+import sys
 
 import pytest
 
+from ring_plugins.launcher import preflight
+from ring_plugins.launcher.mpirun import JobSpec, Mpirun
 from ring_plugins.launcher.preflight import differences, explain
+from tests.launch import REPOSITORY
 
 OWN = {
     "name": "host1", "python": "3.11.7", "cores": 8, "ring_plugins": "0.1.0", "trouble": "",
@@ -60,3 +67,20 @@ def test_a_host_without_an_answer_differs_by_its_reason():
 )
 def test_errors_of_ssh_are_explained(status, stderr, part):
     assert part in explain("b", "/venv/bin/python", status, stderr)
+
+
+def test_hosts_reach_a_crowded_launcher_and_the_secret_is_on_no_command_line(tmp_path, monkeypatch):
+    agent = tmp_path / "agent"
+    agent.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/said\nexec sh -c "$2"\n')
+    agent.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.setattr(preflight, "address_towards", lambda name: "127.0.0.1")
+    job = JobSpec((sys.executable, "train.py"), 2, agent=str(agent), environment={"PYTHONPATH": None})
+    mpirun = Mpirun(sys.executable, "Open MPI", "5.0")
+    with preflight._listening(1) as (port, secret), contextlib.ExitStack() as strangers:
+        for _ in range(300):
+            strangers.enter_context(socket.create_connection(("127.0.0.1", port)))
+        report = preflight._ask("there", job, mpirun, port, secret)
+        assert report["reaches"] and report["ring_plugins"]
+        assert secret not in (tmp_path / "said").read_text()
+        assert not preflight._ask("there", job, mpirun, port, "another")["reaches"]

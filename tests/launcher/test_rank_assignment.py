@@ -13,6 +13,7 @@ def test_ranks_of_one_host_follow_each_other_whatever_the_schedulers_order():
 
 def test_an_assignment_overrides_the_launcher_under_which_the_scheduler_runs():
     (alone,) = assign_ranks(["a"])
-    variables = alone.environment("10.0.0.1", 4000)
+    variables = alone.environment("10.0.0.1", 4000, "hush")
+    assert variables["RING_SECRET"] == "hush"
     assert (variables["RING_LAUNCHER"], variables["RANK"], variables["WORLD_SIZE"]) == ("rendezvous", "0", "1")
     assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("10.0.0.1", "4000")

@@ -56,10 +56,14 @@ def test_tasks_become_ranks_and_report_to_the_driver(monkeypatch):
         threads = [threading.Thread(target=run_task, args=(task, partition)) for partition in (0, 1)]
         for thread in threads:
             thread.start()
-        outcomes = driver.outcomes(pack_call(os.getenv, ("RANK",), None), 2, lambda: None, 30)
+        asked = "[os.environ['RANK'], os.environ['RING_SECRET'], open('/proc/self/cmdline').read()]"
+        outcomes = driver.outcomes(pack_call(eval, (asked, {"os": os}), None), 2, lambda: None, 30)
     for thread in threads:
         thread.join()
-    assert results(outcomes) == ["0", "1"]
+    (rank_0, secret, said_0), (rank_1, same, said_1) = results(outcomes)
+    assert (rank_0, rank_1, secret) == ("0", "1", same)
+    assert len(secret) == 64 and secret != driver.key.hex()
+    assert secret not in said_0 + said_1
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pyspark") is None, reason="pyspark is not installed")

@@ -2,8 +2,11 @@
 
 # ruff: noqa: E402  # ranks that start before torch is imported import it in parallel
 
+import contextlib
 import gc
 import os
+import threading
+import weakref
 from collections.abc import Callable
 
 import ring_plugins as ring
@@ -326,6 +329,41 @@ def sparse_gradients_gathered_or_densified() -> None:
 
 
 @check
+def embeddings_that_become_sparse_later_or_on_some_ranks_only() -> None:
+    """Unused in the first backward; then sparse, dense or nothing by rank and step, in and outside of buckets."""
+    on_gpu = bool(os.environ.get("TEST_GPU_STAND_IN"))
+    for rows in (6, 300_000):  # in its bucket, and where autograd put it
+        table = nn.Parameter(torch.zeros(rows, 2))
+        head = nn.Parameter(torch.zeros(3))
+        averager = GradientAverager([("table", table), ("head", head)])
+        indices = torch.tensor([[RANK, 4]])
+        plans = (
+            ["sdn", "nsd", "ssd", "ddd", "nns", "nnn"] if on_gpu else ["nnn", "sdn", "nsd", "ssd", "ddd", "nns", "nnn"]
+        )
+        for plan in plans:
+            table.grad = head.grad = None
+            kind, value = plan[RANK], RANK + 1.0
+            loss = head.sum() * value
+            if kind == "s":
+                loss = loss + nn.functional.embedding(indices, table, sparse=True).sum() * value
+            elif kind == "d":
+                loss = loss + (table[indices] * value).sum()
+            loss.backward()
+            assert torch.allclose(head.grad, torch.tensor((SIZE + 1) / 2)), plan
+            expected = torch.zeros(rows, 2)
+            for rank in range(SIZE):
+                if plan[rank] != "n":
+                    expected[[rank, 4]] += (rank + 1) / SIZE
+            if not expected.any():
+                assert table.grad is None, plan
+            else:
+                assert torch.allclose(table.grad.to_dense(), expected), plan
+                assert same_everywhere([table.grad])
+                assert table.grad.is_sparse or SIZE == 1
+        averager.close()
+
+
+@check
 def sparse_gradient_on_one_rank_only() -> None:
     model = Words(True)
     averager = GradientAverager(model)
@@ -348,6 +386,136 @@ class Boom(torch.autograd.Function):
     @staticmethod
     def backward(context, gradient):
         raise ValueError("boom")
+
+
+class Fails(torch.autograd.Function):
+    """Raises in backward on the last rank."""
+
+    @staticmethod
+    def forward(context, x, error):
+        context.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        if context.error is not None and RANK == SIZE - 1:
+            raise context.error
+        return gradient, None
+
+
+@check_among_several
+def a_backward_that_raised_on_one_rank_and_was_caught_is_an_error_on_all() -> None:
+    if os.environ.get("TEST_GPU_STAND_IN"):
+        return  # on GPUs it ends the job
+    for early in (False, True):  # whether a bucket has left before
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        broadcast_parameters(model)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), bucket_bytes=64 if early else 1 << 20
+        )
+        before = [p.detach().clone() for p in model.parameters()]
+        said: list[str] = []
+        for step in range(3):
+            try:
+                optimizer.zero_grad()
+                hidden = Fails.apply(
+                    model[0](torch.full((1, 4), RANK + 1.0)), ValueError("boom") if step == 0 else None
+                )
+                model[1](hidden).sum().backward()
+                optimizer.step()
+            except (RuntimeError, ValueError) as error:
+                said.append(str(error))
+        if RANK == SIZE - 1:
+            assert said.pop(0) == "boom"
+        assert len(said) >= 2 and all(f"raised an exception on rank {SIZE - 1}" in text for text in said), said
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        optimizer.close()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+        assert averages_are_right(model)
+        optimizer.close()
+
+
+@check
+def a_step_that_one_rank_cannot_compute_is_skipped_by_all() -> None:
+    """In forward, in backward, before and after buckets have left, in the first of two passes, large gradients."""
+    for where in ("forward", "first layer", "last layer", "accumulating", "no_sync"):
+        model, reference = [nn.Sequential(*[nn.Linear(600, 600) for _ in range(3)]) for _ in range(2)]
+        broadcast_parameters(model)
+        reference.load_state_dict(model.state_dict())
+        passes = 2 if where == "accumulating" else 1
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1),
+            model.named_parameters(),
+            bucket_bytes=1 << 20,
+            backward_passes_per_step=passes,
+        )
+        plain = torch.optim.SGD(reference.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        skipped, after = [], 0
+        for step in range(5):
+            fails = MemoryError("no room") if step in (1, 2) else None
+            x = torch.full((1, 600), (RANK + 1.0) / 600)
+            with optimizer.skip_step_on(MemoryError, ValueError) as outcome:
+                optimizer.zero_grad()
+                if fails and where == "forward" and RANK == SIZE - 1:
+                    raise fails
+                for _ in range(passes):
+                    with optimizer.no_sync() if where == "no_sync" else contextlib.nullcontext():
+                        hidden = Fails.apply(model[0](x), fails if where != "last layer" else None)
+                        hidden = Fails.apply(model[1](hidden), fails if where == "last layer" else None)
+                        scaler.scale(model[2](hidden).mean()).backward()
+                if where == "no_sync":
+                    scaler.scale(model(x).mean()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                after += 1
+            skipped.append(outcome.skipped)
+            if outcome.skipped:
+                assert f"rank {SIZE - 1}: MemoryError: no room" in outcome.reason or SIZE == 1
+                assert all(p.grad is None for p in model.parameters())
+            else:
+                plain.zero_grad()
+                times = 2 if where in ("accumulating", "no_sync") else 1
+                for rank in range(SIZE):
+                    (reference(torch.full((1, 600), (rank + 1.0) / 600)).mean() * times / SIZE).backward()
+                plain.step()
+        assert skipped == [False, True, True, False, False], (where, skipped)
+        assert after == 3
+        assert optimizer.averager.skipped_steps == 2
+        assert close(model, reference, 2e-5), where
+        assert same_everywhere(model.parameters())
+        optimizer.close()
+
+
+@check_among_several
+def what_a_skippable_step_does_not_catch() -> None:
+    model = nn.Linear(2, 1)
+    averager = GradientAverager(model)
+    with averager.no_sync():
+        try:
+            averager.skip_step_on(ValueError).__enter__()
+        except ring.ArgumentError as error:
+            assert "inside no_sync()" in str(error)
+        else:
+            raise AssertionError("skip_step_on() was accepted inside no_sync()")
+    for late in (True, False):  # after the averages, and of another kind
+        try:
+            with averager.skip_step_on(ValueError):
+                if late:
+                    model(torch.ones(1, 2)).sum().backward()
+                raise ValueError("later") if late else KeyError("other")
+        except (ValueError, KeyError):
+            continue
+        raise AssertionError("an exception that must not be skipped was")
+    try:
+        with averager.skip_step_on(ValueError):
+            pass
+    except ring.RingError as error:
+        assert "without averaging" in str(error)
+    else:
+        raise AssertionError("a block without a step was accepted")
+    assert averages_are_right(model)
+    averager.close()
 
 
 @check
@@ -377,6 +545,124 @@ def a_clean_step_after_an_exception_in_backward() -> None:
         assert close(model, reference, 2e-5), in_place
         assert same_everywhere(model.parameters())
         optimizer.close()
+
+
+def averages_are_right(model: nn.Module, factor: float = 1.0) -> bool:
+    """Whether a backward with gradients of 1 on rank 0, 2 on rank 1 and so on leaves their averages."""
+    model.zero_grad()
+    (sum(p.sum() for p in model.parameters()) * ((RANK + 1) * factor)).backward()
+    return all(torch.allclose(p.grad, torch.tensor((SIZE + 1) / 2 * factor)) for p in model.parameters())
+
+
+@check
+def a_newer_averager_takes_over_from_one_that_is_gone() -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    gone = weakref.ref(optimizer.averager)
+    gc.disable()  # what is in no cycle goes with its last reference
+    try:
+        for phase in range(3):
+            # The older one is still referenced while the newer one is made.
+            optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+            assert gone() is None
+            gone = weakref.ref(optimizer.averager)
+            for step in range(5):
+                assert averages_are_right(model, phase + step + 1), (phase, step)
+    finally:
+        gc.enable()
+    optimizer.close()
+
+
+@check_among_several
+def an_older_averager_may_wait_for_the_garbage_collector_on_some_ranks() -> None:
+    model = nn.Linear(8, 8)
+    for make in (lambda: GradientAverager(model), lambda: GradientAverager(model.named_parameters())):
+        older = make()
+        assert averages_are_right(model)
+        gc.disable()
+        try:
+            if RANK == SIZE - 1:
+                cycle = [older]
+                cycle.append(cycle)
+                del cycle
+            del older
+            newer = make()
+            assert all(averages_are_right(model, step) for step in (1, 2, 3))
+        finally:
+            gc.enable()
+        newer.close()
+
+
+@check_among_several
+def two_averagers_in_use_on_one_parameter_are_refused_and_named() -> None:
+    trunk, heads = nn.Linear(4, 4), [nn.Linear(4, 2) for _ in range(2)]
+    makers = [lambda head=head: GradientAverager(nn.Sequential(trunk, head)) for head in heads]
+    older, newer = [make() for make in makers]
+    names = [older._communicator.name, newer._communicator.name]
+    assert names[0] != names[1] and len({str(n) for n in ring.all_gather_object(names)}) == 1
+    for use in (newer.prepare, older.prepare, lambda: heads[1](trunk(torch.ones(1, 4))).sum().backward()):
+        try:
+            use()
+        except ring.RingError as error:
+            assert all(name in str(error) for name in names), error
+            assert "both average 0.weight and 1 more parameters" in str(error), error
+        else:
+            raise AssertionError("two averagers of one parameter were not refused")
+    older.close()
+    trunk.zero_grad()
+    heads[1](trunk(torch.full((1, 4), RANK + 1.0))).sum().backward()
+    assert same_everywhere([p.grad for p in (*trunk.parameters(), *heads[1].parameters())])
+    newer.close()
+
+
+def held_by_this_process() -> list[int]:
+    """Threads, open files, and mappings of shared memory."""
+    with open("/proc/self/maps") as maps:
+        return [threading.active_count(), len(os.listdir("/proc/self/fd")), sum("memfd:" in line for line in maps)]
+
+
+@check_among_several
+def averagers_that_were_dropped_leave_nothing_behind() -> None:
+    before: list[int] = []
+    trials = 40 if os.environ.get("TEST_ONLY") else 200
+    for trial in range(trials):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+        if trial % 4 == RANK % 4:  # a learning rate schedule puts the optimizer into a cycle
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        model(torch.full((1, 4), RANK + 1.0)).sum().backward()
+        optimizer.step()
+        assert same_everywhere([p.grad for p in model.parameters()])
+        if trial in (9, trials - 1):
+            alive = weakref.ref(optimizer.averager)
+            del optimizer, model
+            gc.collect()
+            assert alive() is None
+            ring.barrier()
+            before = before or held_by_this_process()
+    for _ in range(50):  # a thread ends a moment after its averager
+        if all(now <= then for now, then in zip(held_by_this_process(), before, strict=True)):
+            return
+        threading.Event().wait(0.1)
+    raise AssertionError(f"{held_by_this_process()} threads, files and mappings, {before} before")
+
+
+@check_among_several
+def averagers_used_in_another_order_on_each_rank_end_together() -> None:
+    models = [Branches(), Branches()]
+    averagers = [GradientAverager(model) for model in models]
+    order = models if RANK == 0 else models[::-1]
+    for _ in range(3):
+        x = torch.full((2, 4), RANK + 1.0)
+        for model in order:
+            model.zero_grad()
+            x = model.always(x)
+        x.sum().backward()
+    for model, averager in zip(models, averagers, strict=True):
+        assert same_everywhere([model.always.weight.grad])
+        assert averager.steps == 3
+        averager.close()
 
 
 @check
@@ -418,7 +704,37 @@ def checkpointed_layers() -> None:
             reference.append(torch.autograd.grad(z.square().sum(), list(model.parameters())))
         for parameter, *gradients in zip(model.parameters(), *reference, strict=True):
             assert torch.allclose(parameter.grad, sum(gradients) / SIZE, rtol=1e-4, atol=1e-5), reentrant
+        assert averager.steps == (1 if SIZE > 1 else 0), reentrant
         averager.close()
+
+
+@check
+def a_layer_that_several_reentrant_segments_share() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    model, outer = nn.Linear(4, 4), nn.Linear(4, 4)
+    broadcast_parameters(model)
+    broadcast_parameters(outer)
+    averager = GradientAverager(nn.ModuleList([model, outer]), bucket_bytes=64, first_bucket_bytes=64)
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(model, checkpoint(model, x, use_reentrant=True), use_reentrant=True)
+
+    for step in range(3):
+        averager.prepare()
+        for parameter in (*model.parameters(), *outer.parameters()):
+            parameter.grad = None
+        x = torch.full((2, 4), RANK + 1.0, requires_grad=True)
+        checkpoint(twice, model(outer(x)), use_reentrant=True).square().sum().backward()
+        z = [model(model(model(outer(torch.full((2, 4), rank + 1.0))))).square().sum() / SIZE for rank in range(SIZE)]
+        for parameter, gradient in zip(
+            [*model.parameters(), *outer.parameters()],
+            torch.autograd.grad(sum(z), [*model.parameters(), *outer.parameters()]),
+            strict=True,
+        ):
+            assert torch.allclose(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
+        assert averager.steps == (step + 1 if SIZE > 1 else 0)
+    averager.close()
 
 
 @check
@@ -501,6 +817,59 @@ def optimizer_looks_like_the_one_it_wraps() -> None:
 
 
 @check
+def lbfgs_decides_by_the_loss_of_all_ranks() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 5, dtype=torch.float64), torch.randn(12, 1, dtype=torch.float64)
+
+    def network() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+    def train(model: nn.Module, optimizer, part, loss_type=lambda value: value) -> list[float]:
+        losses = []
+
+        def closure():
+            optimizer.zero_grad()
+            value = nn.functional.mse_loss(model(part(x)), part(y))
+            value.backward()
+            losses.append(0.0)
+            return loss_type(value)
+
+        losses += [float(optimizer.step(closure)) for _ in range(3)]
+        return losses
+
+    for loss_type in (lambda value: value, float):
+        reference, model = network(), network()
+        inner = [
+            torch.optim.LBFGS(m.parameters(), max_iter=6, line_search_fn="strong_wolfe") for m in (reference, model)
+        ]
+        optimizer = DistributedOptimizer(inner[1], model.named_parameters())
+        expected = train(reference, inner[0], lambda t: t)
+        losses = train(model, optimizer, shard, loss_type)
+        assert len(losses) == len(expected)  # as many evaluations
+        assert torch.allclose(torch.tensor(losses), torch.tensor(expected)), (losses, expected)
+        assert close(model, reference)
+        assert same_everywhere(model.parameters())
+        optimizer.close()
+
+
+@check_among_several
+def a_loss_that_only_some_ranks_return_is_refused() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    for returns, text in (("one" if RANK else None, "loss on rank"), ("two", "a loss of shape (2,)")):
+        try:
+            optimizer.step(lambda returns=returns: {None: None, "one": torch.ones(()), "two": torch.ones(2)}[returns])
+        except ring.RingError as error:
+            assert text in str(error)
+        else:
+            raise AssertionError("not refused")
+    assert optimizer.step(lambda: None) is None
+    assert optimizer.step(lambda: torch.full((1,), float(RANK))) == (SIZE - 1) / 2
+    optimizer.close()
+
+
+@check
 def broadcast_of_parameters_and_optimizer_state() -> None:
     model = Net(seed=RANK)
     optimizer = torch.optim.Adam(model.parameters(), 0.1 * (RANK + 1))
@@ -522,6 +891,14 @@ def broadcast_of_parameters_and_optimizer_state() -> None:
             assert "number 0" in str(error)
         else:
             raise AssertionError("different models were not refused")
+        try:  # "meta" stands for a GPU
+            broadcast_parameters({"moved": torch.ones(2, device="meta" if RANK else "cpu")})
+        except ring.MismatchError as error:
+            assert "('moved', 'torch.float32', (2,), 'cpu'), rank 1 has ('moved'" in str(error) and "'meta'" in str(
+                error
+            )
+        else:
+            raise AssertionError("models on different kinds of devices were not refused")
 
 
 @check_among_several
@@ -625,6 +1002,128 @@ def a_parameter_listed_twice_counts_once() -> None:
         assert torch.equal(model.weight.grad, torch.full((10, 10), (SIZE + 1) / 2))
         assert torch.equal(other.weight.grad, torch.ones(10, 10))
     averager.close()
+
+
+def in_one_process(name: str, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What each rank gets from a collective, computed from all ranks' tensors."""
+    if name in ("all_reduce SUM", "all_reduce AVERAGE"):
+        total = torch.stack(xs).sum(0) / (SIZE if "AVERAGE" in name else 1)
+        return [total] * SIZE
+    if name == "all_gather":
+        return [torch.cat(xs)] * SIZE
+    if name in ("reduce_scatter SUM", "reduce_scatter AVERAGE"):
+        return list(in_one_process(name.replace("reduce_scatter", "all_reduce"), xs)[0].tensor_split(SIZE))
+    if name == "broadcast":
+        return [xs[SIZE - 1] + sum(x * 0 for x in xs)] * SIZE
+    splits = [[sender + 1] * (SIZE - 1) + [len(x) - (SIZE - 1) * (sender + 1)] for sender, x in enumerate(xs)]
+    return [
+        torch.cat([x.split(parts)[receiver] for x, parts in zip(xs, splits, strict=True)]) for receiver in range(SIZE)
+    ]
+
+
+@check
+def differentiable_collectives_against_one_process() -> None:
+    """First and second derivatives of the sum of all ranks' losses."""
+    from ring_plugins import torch as ours
+
+    collectives = {
+        "all_reduce SUM": lambda x: ours.all_reduce(x, ring.SUM),
+        "all_reduce AVERAGE": ours.all_reduce,
+        "all_gather": ours.all_gather,
+        "reduce_scatter SUM": lambda x: ours.reduce_scatter(x, ring.SUM),
+        "reduce_scatter AVERAGE": ours.reduce_scatter,
+        "broadcast": lambda x: ours.broadcast(x, SIZE - 1),
+        "all_to_all": lambda x: ours.all_to_all(x, [RANK + 1] * (SIZE - 1) + [len(x) - (SIZE - 1) * (RANK + 1)]),
+    }
+    for dtype in (torch.float64, torch.complex128):
+        for name, collective in collectives.items():
+            torch.manual_seed(3)
+            rows = [13 + 2 * rank if name in ("all_gather", "all_to_all") else 13 for rank in range(SIZE)]
+            xs = [torch.randn(count, 2, dtype=dtype).requires_grad_() for count in rows]
+            directions = [torch.randn_like(x) for x in xs]
+            weights = [torch.randn_like(y) for y in in_one_process(name, xs)]
+
+            def loss_of(y: torch.Tensor, rank: int, weights=weights) -> torch.Tensor:
+                return ((y * y * y) * weights[rank]).sum().abs() * (rank + 1)
+
+            expected_results = in_one_process(name, xs)
+            total = sum(loss_of(y, rank) for rank, y in enumerate(expected_results))
+            firsts = torch.autograd.grad(total, xs, create_graph=True)
+            sloped = sum((g * d).sum().abs() for g, d in zip(firsts, directions, strict=True))
+            seconds = torch.autograd.grad(sloped, xs)
+
+            x = xs[RANK].detach().clone().requires_grad_()
+            result = collective(x)
+            assert torch.allclose(result, expected_results[RANK]), name
+            (first,) = torch.autograd.grad(loss_of(result, RANK), x, create_graph=True)
+            assert torch.allclose(first, firsts[RANK]), (name, dtype)
+            (second,) = torch.autograd.grad((first * directions[RANK]).sum().abs(), x)
+            assert torch.allclose(second, seconds[RANK]), (name, dtype)
+
+
+@check
+def differentiable_collectives_keep_their_order_among_independent_nodes() -> None:
+    """Ranks use the results in different orders and through graphs of different depths."""
+    from ring_plugins import torch as ours
+
+    x = torch.ones(3, requires_grad=True)
+    for _ in range(3):
+        results = [ours.all_reduce(x * (i + 1), ring.SUM) for i in range(6)]
+        terms = [(i + 1) * y.sum() for i, y in enumerate(results)]
+        order = range(6) if RANK % 2 else reversed(range(6))
+        total = torch.zeros(())
+        for i in order:
+            term = terms[i]
+            for _ in range((i * (RANK + 1)) % 4):
+                term = term * 1.0
+            total = total + term
+        x.grad = None
+        total.backward()
+        assert torch.equal(x.grad, torch.full((3,), SIZE * sum((i + 1.0) ** 2 for i in range(6))))
+
+
+@check_among_several
+def different_results_used_by_the_ranks_are_refused() -> None:
+    from ring_plugins import torch as ours
+
+    x = torch.ones(3, requires_grad=True)
+    results = [ours.all_reduce(x), ours.all_reduce(x)]
+    try:
+        results[1 if RANK else 0].sum().backward()
+    except ring.MismatchError as error:
+        assert "in the backward of different collectives" in str(error) and "multiplied by zero" in str(error), error
+    else:
+        raise AssertionError("a gradient of another result")
+    constant = ours.all_reduce(torch.ones(2) if RANK else torch.ones(2, requires_grad=True), ring.SUM)
+    constant.sum().backward()  # on all ranks, though x requires a gradient on one only
+
+
+@check
+def tensors_that_require_a_gradient_are_refused_where_it_would_be_lost() -> None:
+    class Mine(torch.Tensor):
+        pass
+
+    from ring_plugins import torch as ours
+
+    x = torch.ones(2 * SIZE, requires_grad=True)
+    calls = [ring.all_reduce, ring.broadcast, ring.all_gather, ring.reduce_scatter, ring.all_to_all]
+    for call in calls:
+        for tensor in (x, torch.nn.Parameter(torch.ones(2 * SIZE)), x.as_subclass(Mine), x * 2):
+            try:
+                call(tensor)
+            except ring.ArgumentError as error:
+                assert f"or call ring_plugins.torch.{call.__name__}, which passes gradients" in str(error), error
+            else:
+                raise AssertionError(f"{call.__name__} lost a gradient")
+        with torch.no_grad():
+            assert not call(x).requires_grad
+        assert not call(x.detach()).requires_grad
+    for wrong in (lambda: ours.all_reduce(x, ring.MAX), lambda: ours.all_reduce(torch.ones(2, dtype=torch.int64))):
+        try:
+            wrong()
+        except ring.ArgumentError:
+            continue
+        raise AssertionError("not refused")
 
 
 @check_on_gpus

@@ -5,6 +5,7 @@ The default group is "ring"; where gloo has an operation too, a gloo group of th
 
 import functools
 import os
+import threading
 import traceback
 
 import ring_plugins as ring
@@ -270,8 +271,30 @@ def point_to_point():
         items = [None, None]
         dist.recv_object_list(items, 0)
         assert items == [{"from": 0}, "text"]
-    raises(ring.ArgumentError, "cannot receive from any source", dist.irecv, torch.empty(1))
+    if not ON_GPU:
+        a_thousand_tags_and_any_source(left, right)
     raises(ring.ArgumentError, f"rank {RANK} cannot send to itself", dist.isend, torch.empty(1), RANK)
+
+
+def a_thousand_tags_and_any_source(left, right):
+    def counts():
+        with open("/proc/self/maps") as maps:
+            return threading.active_count(), len(os.listdir("/proc/self/fd")), sum(1 for _ in maps)
+
+    def exchange(tag):
+        sending = dist.isend(torch.full((4,), float(tag)), right, tag=tag)
+        source = dist.recv(found, left if tag % 2 else None, tag=tag)
+        sending.wait()
+        assert (source, found.tolist()) == (left, [float(tag)] * 4)
+
+    found = torch.zeros(4)
+    exchange(100)
+    dist.barrier()
+    threads, files, mappings = counts()
+    for tag in range(101, 1101):
+        exchange(tag)
+    assert counts()[:2] == (threads, files)
+    assert counts()[2] <= mappings + 8  # the allocator's own
 
 
 def objects():

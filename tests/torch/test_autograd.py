@@ -5,7 +5,9 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from ring_plugins.torch import autograd
 from ring_plugins.torch.autograd import Backward, registrations, when_accumulated
 
 
@@ -35,24 +37,113 @@ def test_integers_have_no_gradients():
     assert when_accumulated(nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False), print) == []
 
 
+class Averager:
+    """Writes down when its backward launches and finishes."""
+
+    def __init__(self, log, order=0):
+        self.log, self.name, self.ended = log, f"averager {order}", 0
+        self.backward = Backward(order, self.launch, self.finish, self.over)
+
+    def launch(self):
+        self.log.append(("launch", self.name))
+
+    def finish(self):
+        assert self.backward.is_running
+        self.backward.end()
+        self.log.append(("finish", self.name))
+
+    def over(self):
+        self.ended += 1
+
+    def begin(self, _=None):
+        if not self.backward.is_running:
+            self.backward.begin()
+
+
 def test_the_end_of_a_backward_is_reported_once():
-    ends = []
-    backward = Backward(lambda: (ends.append(backward.is_running), backward.end()))
+    averager = Averager([])
     weight = nn.Parameter(torch.ones(2))
-    weight.register_post_accumulate_grad_hook(lambda _: backward.begin())
+    weight.register_post_accumulate_grad_hook(averager.begin)
     weight.sum().backward()
-    assert ends == [True]
-    assert not backward.is_running
+    assert averager.log == [("launch", "averager 0"), ("finish", "averager 0")]
+    assert not averager.backward.is_running
+
+
+def test_averagers_of_one_backward_launch_all_before_any_is_finished_in_their_order():
+    log = []
+    averagers = [Averager(log, order) for order in range(3)]
+    weights = [nn.Parameter(torch.ones(2)) for _ in averagers]
+    for weight, averager in zip(weights, averagers[::-1], strict=True):
+        weight.register_post_accumulate_grad_hook(averager.begin)
+    sum(weight.sum() for weight in weights).backward()
+    assert log == [(what, f"averager {order}") for what in ("launch", "finish") for order in range(3)]
+
+
+def test_an_averager_that_cannot_launch_does_not_finish_and_the_others_do():
+    log = []
+    averagers = [Averager(log, order) for order in range(2)]
+    weights = [nn.Parameter(torch.ones(2)) for _ in averagers]
+    for weight, averager in zip(weights, averagers, strict=True):
+        weight.register_post_accumulate_grad_hook(averager.begin)
+    averagers[0].log = None  # so that its `launch` raises
+    with pytest.raises(AttributeError):
+        sum(weight.sum() for weight in weights).backward()
+    assert log == [("launch", "averager 1"), ("finish", "averager 1")]
+
+
+def test_backwards_inside_a_backward_end_with_it():
+    averager = Averager([])
+    layers = [nn.Linear(2, 2) for _ in range(3)]
+    for layer in layers:
+        layer.weight.register_post_accumulate_grad_hook(averager.begin)
+
+    def inner(x):
+        return checkpoint(layers[1], checkpoint(layers[0], x, use_reentrant=True), use_reentrant=True)
+
+    for _ in range(2):
+        averager.log.clear()
+        x = torch.ones(1, 2, requires_grad=True)
+        checkpoint(layers[2], checkpoint(inner, x, use_reentrant=True), use_reentrant=True).sum().backward()
+        assert averager.log == [("launch", "averager 0"), ("finish", "averager 0")]
+        assert averager.backward.is_nested
+    averager.log.clear()
+    layers[0](torch.ones(1, 2)).sum().backward()
+    assert len(averager.log) == 2
+    assert not averager.backward.is_nested
 
 
 def test_a_backward_that_raised_is_not_running():
-    backward = Backward(lambda: pytest.fail("it did not end"))
+    averager = Averager([])
+    backward = averager.backward
     first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     second.register_post_accumulate_grad_hook(lambda _: backward.begin())
     with pytest.raises(ValueError, match="boom"):
         (Boom.apply(first * 1.0) + second).sum().backward()
     gc.collect()
     assert not backward.is_running
+    assert backward.callback() is None
+    assert averager.log == []
+    assert averager.ended == 1
+
+
+@pytest.mark.parametrize("method", ["begin", "launch", "finish"])
+def test_a_backward_that_raised_is_over_even_if_the_error_is_kept(method, monkeypatch):
+    # The error's traceback refers to what autograd held, as sys.last_traceback does in a notebook.
+    averager = Averager([])
+    weight = nn.Parameter(torch.ones(1))
+    weight.register_post_accumulate_grad_hook(averager.begin)
+    with monkeypatch.context() as patches:
+        where = (autograd._EndOfBackward, "request") if method == "begin" else (Averager, method)
+        patches.setattr(*where, lambda self: 1 / 0)
+        averager.backward = Backward(0, averager.launch, averager.finish, averager.over)
+        with pytest.raises(ZeroDivisionError) as kept:
+            weight.sum().backward()
+    assert averager.backward.has_raised
+    assert averager.ended == 1
+    averager.backward = Backward(0, averager.launch, averager.finish, averager.over)
+    weight.sum().backward()
+    assert averager.log[-2:] == [("launch", "averager 0"), ("finish", "averager 0")]
+    assert kept.traceback
 
 
 def test_new_parameters_and_modules_are_counted():

@@ -77,7 +77,7 @@ def test_sparse_gradients_are_found_in_the_first_pass_or_made_dense(gathers):
     table = nn.Embedding(5, 2, sparse=True)
     buckets = buckets_for(table.weight, gathers_sparse=gathers)
     table(torch.tensor([1, 1, 3])).sum().backward()
-    assert reduce_all(buckets) == ([table.weight] if gathers else [])
+    assert reduce_all(buckets).found_sparse == ([table.weight] if gathers else [])
     assert table.weight.grad.is_sparse == gathers
     assert table.weight.grad.to_dense()[:, 0].tolist() == [0, 2, 0, 1, 0]
 
@@ -87,7 +87,7 @@ def test_an_abandoned_pass_leaves_the_next_one_clean():
     buckets = buckets_for(weight, nn.Parameter(torch.ones(2)))
     weight.grad = torch.ones(2)
     buckets.reducer.mark_ready(0)
-    buckets.abandon()
+    assert buckets.fail().failed == 1
     assert not buckets.reducer.is_under_way
     weight.grad = torch.full((2,), 3.0)
     reduce_all(buckets)

@@ -41,6 +41,10 @@ BETWEEN_HOSTS = (
     "sparse_gradients_gathered_or_densified",
     "large_gradients_stay_where_autograd_put_them",
     "gradients_in_sixteen_bits",
+    "averagers_that_were_dropped_leave_nothing_behind",
+    "differentiable_collectives_against_one_process",
+    "differentiable_collectives_keep_their_order_among_independent_nodes",
+    "different_results_used_by_the_ranks_are_refused",
 )
 LAUNCHES = [
     Launch("spawned", 1),

@@ -1,12 +1,13 @@
 """The optimizer's interface, with one rank."""
 
-import pickle
+import copy
+import io
 
 import pytest
 import torch
 from torch import nn
 
-from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.torch import DistributedOptimizer, gradients
 
@@ -37,5 +38,29 @@ def test_it_refuses_what_it_cannot_do():
         DistributedOptimizer(inner, [("only", model.weight)])
     with pytest.raises(ArgumentError, match="passes_per_step=0 is not a positive number"):
         DistributedOptimizer(inner, backward_passes_per_step=0)
-    with pytest.raises(TypeError, match="save its state_dict"):
-        pickle.dumps(DistributedOptimizer(inner))
+
+
+def test_a_copy_has_the_state_but_steps_only_when_it_is_wrapped_anew():
+    model = nn.Linear(2, 1)
+    optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters(), 0.1), model.named_parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    saved = io.BytesIO()
+    torch.save({"model": model, "optimizer": optimizer}, saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=False)
+    both = copy.deepcopy({"model": model, "optimizer": optimizer})
+    for copied in (loaded, both):
+        twin, its_model = copied["optimizer"], copied["model"]
+        assert isinstance(twin, DistributedOptimizer) and isinstance(twin.optimizer, torch.optim.Adam)
+        assert twin.param_groups[0]["params"][0] is its_model.weight is not model.weight
+        assert torch.equal(twin.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+        for use in (twin.step, twin.zero_grad, twin.no_sync):
+            with pytest.raises(RingError, match=r"is a copy.* averages no gradients. Wrap its inner optimizer again"):
+                use()
+        twin.close()
+        anew = DistributedOptimizer(twin.optimizer, its_model.named_parameters())
+        its_model(torch.ones(1, 2)).sum().backward()
+        anew.step()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()

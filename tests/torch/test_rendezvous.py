@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -12,10 +13,11 @@ import ring_plugins.torch  # noqa: F401 - registers the rendezvous
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.rendezvous import tcp as rendezvous
 from ring_plugins.core.rendezvous.record import LaunchRecord
-from ring_plugins.torch.rendezvous import VARIABLES
+from ring_plugins.torch.rendezvous import VARIABLES, _listen
 from tests.launch import REPOSITORY, run_ranks
 
 BOTH = """
+import os
 import torch, torch.distributed as dist
 import ring_plugins as ring, ring_plugins.torch
 
@@ -35,6 +37,7 @@ for backend in ("gloo", "ring", "gloo", "ring"):
 dist.destroy_process_group()
 for _ in range(2):
     ring.shutdown()
+    assert "RING_MEMBER" not in os.environ  # a child may be the rank now
     ring.init()  # ours first
     assert ring.all_reduce(torch.ones(1), op=ring.SUM).item() == 2
 dist.init_process_group("gloo")
@@ -69,7 +72,7 @@ def test_the_scripts_groups_and_ours_meet_in_any_order_without_an_agent():
 
 
 SPAWN = """
-import sys
+import os, sys
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 import ring_plugins as ring, ring_plugins.torch
 
@@ -78,7 +81,11 @@ def main(rank, directory):
     value = torch.ones(1)
     dist.all_reduce(value)
     assert (value.item(), ring.rank(), ring.size()) == (2, rank, 2)
+    assert "MASTER_PORT" not in os.environ  # a file has no port
     dist.destroy_process_group()
+    ring.shutdown()
+    ring.init()  # through the same file
+    assert ring.all_reduce(torch.ones(1), op=ring.SUM).item() == 2
 
 if __name__ == "__main__":
     mp.start_processes(main, (sys.argv[1],), nprocs=2, start_method="fork")
@@ -93,6 +100,15 @@ if __name__ == "__main__":
 def test_a_script_that_forks_its_own_ranks_needs_no_launcher(tmp_path):
     result = run_ranks(SPAWN, 1, "spawned", args=[str(tmp_path)])
     assert "torch.distributed was asked for 2 ranks, but ring_plugins runs 1" in result.stdout
+
+
+def test_a_store_for_other_hosts_listens_at_one_address():
+    store = _listen("127.0.0.2", 1, timedelta(seconds=5))
+    store.set("key", "value")
+    assert store.host == "127.0.0.2"
+    socket.create_connection(("127.0.0.2", store.port), timeout=5).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", store.port), timeout=5)
 
 
 def test_missing_environment_variables_are_named(monkeypatch):

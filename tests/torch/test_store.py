@@ -1,13 +1,17 @@
 """Objects and barriers through a store; ranks are threads."""
 
 import concurrent.futures
+import os
+import pickle
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from ring_plugins.core.base.errors import RingError, TimeoutExceeded
-from ring_plugins.torch.store import exchange_through_store, monitored_barrier
+from ring_plugins.torch.store import exchange_through_store, monitored_barrier, sign
+
+SECRET = b"of the job"
 
 
 def arrive(ranks, size, **options):
@@ -35,6 +39,20 @@ def test_it_names_the_ranks_that_did_not_arrive(wait_all_ranks, named):
     assert all(f"{named} did not call" in error for error in errors)
 
 
+def test_a_rank_that_waits_in_a_barrier_leaves_the_store_to_other_threads():
+    server = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+    store = dist.PrefixStore("barrier", server)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(monitored_barrier, store, 1, 2, timedelta(seconds=60))
+        while not store.check(["arrived/1"]):
+            pass
+        for number in range(100):  # each of these would last until the barrier's time-out
+            server.set("mine", str(number))
+        assert not waiting.done()
+        monitored_barrier(store, 0, 2)
+        waiting.result(10)
+
+
 def test_it_says_when_rank_0_itself_does_not_arrive():
     (error,) = arrive([1], size=2, timeout=timedelta(seconds=0.2))
     assert "rank 0 did not call" in error
@@ -43,7 +61,9 @@ def test_it_says_when_rank_0_itself_does_not_arrive():
 def test_every_rank_gets_every_ranks_object_in_rank_order():
     store = dist.HashStore()
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        found = pool.map(lambda rank: exchange_through_store(store, "names", rank, 3, {"rank": rank}), [2, 0, 1])
+        found = pool.map(
+            lambda rank: exchange_through_store(store, "names", rank, 3, {"rank": rank}, SECRET), [2, 0, 1]
+        )
     assert list(found) == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * 3
 
 
@@ -51,6 +71,33 @@ def test_an_exchange_names_the_missing_rank():
     store = dist.PrefixStore("p", dist.HashStore())
     store.set_timeout(timedelta(seconds=0.1))
     with pytest.raises(TimeoutExceeded, match="rank 0 of 2 waited for rank 1 in ranks for 0.1 s"):
-        exchange_through_store(store, "ranks", 0, 2, "here")
+        exchange_through_store(store, "ranks", 0, 2, "here", SECRET)
     with pytest.raises(RingError, match="closed meanwhile"):
-        exchange_through_store(store, "ranks", 0, 2, "here", cancelled=lambda: True)
+        exchange_through_store(store, "ranks", 0, 2, "here", SECRET, cancelled=lambda: True)
+
+
+class Evil:
+    """Runs code where it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, (os.environ["EVIL"],)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        lambda key: pickle.dumps(Evil()),
+        lambda key: b"",
+        lambda key: b"[" * 100_000,
+        lambda key: b"0" * 64 + b"7",
+        lambda key: sign(key, "7", b"another job's").encode(),
+        lambda key: sign(key.replace("1", "0"), '"here"', SECRET).encode(),  # another rank's value, copied
+    ],
+)
+def test_what_a_stranger_writes_to_the_store_is_refused_unread(forged, tmp_path, monkeypatch):
+    monkeypatch.setenv("EVIL", str(tmp_path / "ran"))
+    store = dist.HashStore()
+    store.set("ranks/1", forged("ranks/1"))
+    with pytest.raises(RingError, match="holds a value under ranks/1 that no rank of this job has written"):
+        exchange_through_store(store, "ranks", 0, 2, "here", SECRET)
+    assert not list(tmp_path.iterdir())

@@ -1,5 +1,6 @@
 """Works and futures, without other ranks."""
 
+import signal
 import threading
 from datetime import timedelta
 
@@ -7,10 +8,14 @@ import pytest
 import torch
 
 from ring_plugins.core.arrays.dtypes import Op
-from ring_plugins.core.base.errors import MismatchError, TimeoutExceeded
+from ring_plugins.core.base.errors import MismatchError, RingError, TimeoutExceeded
+from ring_plugins.core.collectives.executor import SerialExecutor
 from ring_plugins.core.collectives.single import SingleCommunicator
+from ring_plugins.core.control.wait import Wait
 from ring_plugins.torch import device
+from ring_plugins.torch.point_to_point import PointToPoint
 from ring_plugins.torch.work import GpuWork, RingWork
+from tests.core.collectives.test_messages import ranks
 
 
 @pytest.mark.parametrize("future_first", [True, False])
@@ -82,3 +87,47 @@ def test_a_gpu_makes_no_future_unless_asked_for_one(gpu, monkeypatch):
     assert work.get_future().wait()[0] is output
     assert work.get_future() is work.get_future()
     assert made == [0]
+
+
+@pytest.mark.parametrize("timeout", [timedelta(0), timedelta(seconds=5)])
+def test_an_interrupted_wait_breaks_the_communicator(timeout):
+    executor, gate = SerialExecutor("test", Wait("test", None)), threading.Event()
+    work = RingWork.start(executor, "all_reduce", [], lambda: gate.wait(0.5))
+
+    def stop(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            work.wait(timeout)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(RingError, match="test was interrupted in all_reduce by KeyboardInterrupt"):
+        executor.failure.check()
+    assert work.is_completed()  # the exception came out only after the thread had let go of the memory
+    executor.close()
+
+
+def test_an_interrupted_receive_leaves_the_tensor_alone():
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with ranks(2) as ends:
+            one, other = (PointToPoint(rank, 2, end.group, lambda *_: None) for rank, end in enumerate(ends))
+            tensor = torch.zeros(3)
+            work = one.receive(tensor, 1, 0)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(KeyboardInterrupt):
+                work.wait()
+            other.send(torch.ones(3), 0, 0).wait()
+            again = torch.zeros(3)
+            assert one.receive(again, 1, 0).wait() and again.sum() == 3 and tensor.sum() == 0
+            with pytest.raises(RingError, match="by KeyboardInterrupt before its message came; receive it again"):
+                work.wait()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

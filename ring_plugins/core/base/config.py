@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from ring_plugins.core.base.errors import ArgumentError
 
 T = TypeVar("T")
 
 
-class Kind(NamedTuple, Generic[T]):
+@dataclass(frozen=True)
+class Kind(Generic[T]):  # Python 3.10 has no generic NamedTuple
     """A type of value.
 
     Attributes:
@@ -159,6 +161,13 @@ DRIFT_CHECK = Variable(
     0,
     "steps between two comparisons of all ranks' weights, 0 for never ([observing](observing.md))",
 )
+WEIGHT_CHECK = Variable(
+    "RING_WEIGHT_CHECK",
+    SWITCH,
+    True,
+    "0 switches off the comparison of all ranks' weights after the first step and before checkpoints "
+    "([observing](observing.md))",
+)
 START_TIMEOUT = Variable(
     "RING_START_TIMEOUT",
     SECONDS,
@@ -192,7 +201,8 @@ SECRET = Variable(
     "RING_SECRET",
     TEXT,
     "",
-    "secret that all ranks of a job that starts without MPI must share: see [networks](networks.md)",
+    "secret that all ranks of a job on several hosts under torchrun or srun should share; other launchers need none: "
+    "see [security](security.md#set-a-secret)",
     shown_default="none",
 )
 LAUNCHER = Variable(
@@ -235,10 +245,17 @@ TENSORFLOW_NCCL = Variable(
     False,
     "1 averages gradients of Keras on TensorFlow in GPU memory; not yet tested on a GPU: see [gpu](gpu.md#use)",
 )
+NCCL_REPORT = Variable(
+    "RING_NCCL_REPORT",
+    SWITCH,
+    False,
+    "1 logs in one line what NCCL has chosen: see [gpu](gpu.md#between-hosts)",
+)
 SHARE_GPU = Variable("RING_SHARE_GPU", SWITCH, False, "1 lets several ranks share one GPU, for tests; slow")
 
 # Set by our launchers for the processes that they start.
 SPAWNED = Variable("RING_SPAWNED", TEXT, "", "")
+MEMBER = Variable("RING_MEMBER", TEXT, "", "")
 PARENT_NOTIFIER = Variable("RING_PARENT_NOTIFIER", TEXT, "", "")
 DRIVER = Variable("RING_DRIVER", TEXT, "", "")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 
@@ -79,12 +80,33 @@ class DeadlockError(RingError):
     """Two ranks wait for each other in different operations."""
 
 
+class StepSkipped(RingError):
+    """All ranks skip this step, because one of them could not compute its gradients.
+
+    `skip_step_on` of torch's averager and optimizer raises it on the ranks that could, and catches it.
+    """
+
+
 class DriftError(RingError):
     """The ranks' weights are no longer equal."""
 
 
 class TimeoutExceeded(RingError, TimeoutError):
     """An operation waited longer than RING_TIMEOUT."""
+
+
+def fresh(error: BaseException) -> BaseException:
+    """A copy of an error that is to be raised again and again: type, text, fields and cause, but no traceback.
+
+    Each raise of one object adds to its traceback, which keeps the frames of all callers and their tensors alive.
+    """
+    try:
+        again = copy.copy(error)
+    except Exception:  # its class cannot be copied
+        return error.with_traceback(None)
+    vars(again).update(vars(error))
+    again.__cause__, again.__suppress_context__ = error.__cause__, error.__suppress_context__
+    return again
 
 
 def name_ranks(ranks: Sequence[int], most: int = 20) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 
 class _Logger(logging.Logger):
@@ -50,7 +50,13 @@ def flush_output() -> None:
             stream.flush()
 
 
-class _StandardError(logging.StreamHandler[TextIO]):
+if TYPE_CHECKING:
+    _TextHandler = logging.StreamHandler[TextIO]  # Python 3.10 cannot evaluate it
+else:
+    _TextHandler = logging.StreamHandler
+
+
+class _StandardError(_TextHandler):
     """Writes to the current `sys.stderr`, and ignores errors after the launcher has closed its end of the pipe."""
 
     def __init__(self) -> None:
@@ -63,6 +69,11 @@ class _StandardError(logging.StreamHandler[TextIO]):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
         if not isinstance(sys.exc_info()[1], OSError | ValueError | AttributeError):
             super().handleError(record)
+
+
+def writes_to_standard_error() -> bool:
+    """Whether messages go where `ring_plugins` sends them by default, rather than where the user redirected them."""
+    return logger.isEnabledFor(logging.INFO) and any(isinstance(one, _StandardError) for one in logger.handlers)
 
 
 def _install() -> None:

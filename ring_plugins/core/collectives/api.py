@@ -2,7 +2,8 @@
 
 `host.HostCommunicator`, `single.SingleCommunicator` and, for GPUs, `core.gpu.communicator.DeviceCommunicator` implement
 `Communicator`. They share `Work` for operations under way, `Statistics` and `Activity` for reports, and `FailureState`
-for communicators that can no longer be used. `ByteCollectives` is the interface of the groups that move bytes.
+for communicators that can no longer be used. `ByteCollectives` and `Reducer` are the interfaces of groups that
+move bytes and combine numbers.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from ring_plugins.core.arrays.codec import HalfCodec
+from ring_plugins.core.arrays.codec import Codec, HalfCodec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
-from ring_plugins.core.base.errors import RingError
-from ring_plugins.core.base.types import Bytes
+from ring_plugins.core.base.errors import ArgumentError, RingError, fresh
+from ring_plugins.core.base.types import Array, Bytes
 from ring_plugins.core.collectives.fingerprint import Fingerprint
 from ring_plugins.core.linux.shared_memory import SharedBuffer
 
@@ -101,8 +102,23 @@ class Communicator(Protocol[M_contra]):
     def activity(self) -> Activity | None:
         """Return this rank's current or last operation; any thread may call it."""
 
+    def refuse(self, operation: str, error: ArgumentError) -> None:
+        """Tell the other members that this one refused the arguments of an operation, and does not take part in it."""
+
+    def check(self) -> None:
+        """Raise the error after which this communicator can no longer be used, if there is one."""
+
+    def interrupt(self, operation: str, cause: BaseException) -> None:
+        """Make every further call raise on all members, because an exception keeps this one from finishing `operation`.
+
+        Returns once the communicator no longer writes to memory of this process, after 5 s at the latest.
+        """
+
     def close(self) -> None:
         """End the communication thread and release the memory; further calls raise."""
+
+    def discard(self) -> None:
+        """Release what it can without waiting; further calls raise. Finalizers call it at any moment, in any thread."""
 
     def detach_after_fork(self) -> None:
         """Make every call raise; for a forked child, whose calls would disturb the parent and its peers."""
@@ -161,6 +177,13 @@ class Activity(NamedTuple):
     number: int
 
 
+#: How to go on once a communicator is broken.
+REMEDY = (
+    "to continue, all ranks must recreate what uses it (optimizer, strategy, process group); for ring_plugins' own "
+    "functions they must call ring_plugins.shutdown() and init(), which works if a launcher started them"
+)
+
+
 class FailureState:
     """Remembers why a communicator can no longer be used.
 
@@ -181,18 +204,18 @@ class FailureState:
     def check(self) -> None:
         """Raise the error, if there is one."""
         if self.error is not None:
-            raise self.error
+            raise fresh(self.error)
 
     def fail(self, error: BaseException) -> None:
-        """Make every further call raise `error`, unless an earlier error is already recorded."""
-        self.error = self.error or error
+        """Make every further call raise a copy of `error`, unless an earlier error is already recorded."""
+        self.error = self.error or fresh(error)
 
     def interrupt(self, operation: str, cause: BaseException) -> None:
         """Record that an exception that is not a `RingError`, such as KeyboardInterrupt, ended an operation halfway."""
         self.fail(
             RingError(
                 f"{self._name} was interrupted in {operation} by {type(cause).__name__} and is out of step with the "
-                "other ranks; call ring_plugins.shutdown() and init() on all ranks to continue."
+                f"other ranks; {REMEDY}."
             )
         )
 
@@ -226,3 +249,23 @@ class ByteCollectives(Protocol):
 
     def barrier(self, fingerprint: Fingerprint) -> None:
         """Return when all members have called."""
+
+
+class Reducer(Protocol):
+    """Combines the numbers of a group's members."""
+
+    def all_reduce(
+        self, array: Array, source: Array, op: Op, dtype: str, codec: Codec | None, fingerprint: Fingerprint
+    ) -> None:
+        """Combine the `source` of all members into `array`; all get the same bits.
+
+        Args:
+            array: 1-d storage array for the result, the same length everywhere.
+            source: this member's numbers; may be `array` itself.
+            op, dtype: as in `reduce_into`.
+            codec: encodes numbers between hosts; None sends them as they are.
+            fingerprint: of the operation.
+
+        Raises:
+            MismatchError: members are in different operations; all raise it.
+        """

@@ -20,6 +20,12 @@ operation, when it began, and how long it waited for other ranks.
 **Failure.** After an error, `run` refuses everything that follows (see `FailureState`). An `ArgumentError` is the
 exception, since it is raised before anything has been sent.
 
+**Interruption.** A signal handler may raise at any time: KeyboardInterrupt, a time limit, a notebook's stop button. So
+may code that lacks memory. A script that catches this goes on, and overwrites memory that a reduction still reads or
+writes. So an exception that ends an operation, or the wait for one, breaks the communicator on all members, unless no
+member can know yet that the operation has begun. `interrupt` does that in an order that leaves no gap: no further call
+here, then tell the members, then wait until the executor's thread has let go of the memory, then raise.
+
 Considered and rejected: `concurrent.futures.ThreadPoolExecutor(max_workers=1)`. It cannot run a call in the caller's
 thread, and its futures and worker keep references that delay the release of shared memory.
 """
@@ -31,12 +37,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from ring_plugins.core.base.errors import ArgumentError, RingError
+from ring_plugins.core.base.errors import ArgumentError, DeadlockError, MismatchError, PeerFailed, RingError
+from ring_plugins.core.base.threads import HelperThread, wait_for_event
 from ring_plugins.core.collectives.api import Activity, FailureState, Statistics
 from ring_plugins.core.collectives.fingerprint import Fingerprint
-from ring_plugins.core.control.wait import Wait, nap_precisely
+from ring_plugins.core.control.wait import PeerRefused, Wait, nap_precisely
 from ring_plugins.core.trace.recorder import recorder
 from ring_plugins.core.trace.steps import steps
 
@@ -47,6 +54,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: Seconds for which an interrupted caller waits for the executor's thread, which notices within 20 ms unless it copies.
+_LET_GO = 5.0
+
 
 class SerialExecutor:
     """The executor of one communicator.
@@ -54,17 +64,21 @@ class SerialExecutor:
     Args:
         name: of the communicator, for error texts.
         wait: waits for other ranks on behalf of the operations.
+        members: told when this member is interrupted.
 
     Attributes:
         statistics: what was executed so far.
         failure: the error, if any, after which nothing is executed any more.
+        goes_on_after_mismatch: whether members are in step after a `MismatchError` of a blocking call.
     """
 
-    def __init__(self, name: str, wait: Wait) -> None:
+    def __init__(self, name: str, wait: Wait, members: Members | None = None) -> None:
         self.statistics = Statistics()
-        self.failure = FailureState(name)
-        self._name, self._wait = name, wait
+        self.failure = wait.failure = FailureState(name)
+        self._name, self._wait, self._members = name, wait, members
         self._lock = threading.RLock()
+        self._is_running = False
+        self.goes_on_after_mismatch = False
         self._thread: _Thread | None = None
         # The current or last operation.
         self._fingerprint: Fingerprint | None = None
@@ -80,30 +94,41 @@ class SerialExecutor:
         thread = self._thread
         inside = thread is not None and thread.is_current()
         if thread is not None and not inside and not thread.is_idle():
-            return self.start(fingerprint.text, lambda: self.run(fingerprint, operation, *args)).wait()
+            return self._run_behind(fingerprint, operation, *args)
         with self._lock:
-            if self.failure.error is not None:
-                raise self.failure.error
+            self.failure.check()
+            self._refuse_nesting(fingerprint.text)
             wait, statistics = self._wait, self.statistics
             work = thread.current if thread is not None and inside else None
             part_of = work.description if work is not None else ""
             wait.part_of = "" if fingerprint.text.startswith(part_of) else part_of
-            wait.number = statistics.operations
+            wait.number = number = statistics.operations
+            wait.entered = number + 1
             waited_before = wait.waited_for_arrival
             self._fingerprint = fingerprint
             self._began = began = time.monotonic()
+            wait.begun = False
             try:
+                self._is_running = True
                 result = operation(*args, fingerprint)
             except ArgumentError:
                 raise
-            except RingError as error:
+            except MismatchError as error:
+                self._fail_by_mismatch(fingerprint.text, error, inside)
+                raise
+            except (PeerFailed, DeadlockError) as error:  # which the other members raise too
                 self.failure.fail(error)
                 raise
             except BaseException as error:
-                self.failure.interrupt(fingerprint.text, error)
+                if wait.begun or isinstance(error, RingError):
+                    self.interrupt(fingerprint.text, error)
                 raise
+            finally:
+                self._is_running = False
+            self.failure.check()  # a member may have overwritten the memory before it was read
             self._ended = ended = time.monotonic()
             statistics.operations += 1
+            wait.refused = 0
             statistics.working += ended - began
             waited = wait.waited_for_arrival - waited_before
             if not inside:
@@ -120,11 +145,53 @@ class SerialExecutor:
                 )
             return result
 
+    def _fail_by_mismatch(self, text: str, error: MismatchError, inside: bool) -> None:
+        """Break the communicator, unless all members have seen the error in a blocking call and are in step."""
+        if isinstance(error, PeerRefused):
+            self.interrupt(text, error)  # the others may not know
+        elif inside or not self.goes_on_after_mismatch:
+            self.failure.fail(error)  # as the other members do; what is queued behind it might be matched wrongly
+
+    def refuse(self, operation: str, error: ArgumentError) -> None:
+        """Tell the other members that this one refused the arguments of its next operation, so that none waits for it.
+
+        A member that waits for this one there raises, and thereby breaks the communicator. Where all members refuse the
+        call, none waits, and all may go on.
+        """
+        thread = self._thread
+        if thread is not None and not thread.is_current() and not thread.is_idle():
+            self.start("refusal", lambda: self.refuse(operation, error))
+            return
+        with self._lock:
+            before, self._wait.refused = self._wait.refused, self._wait.refused + 1
+            if self._members is not None and self.failure.error is None:
+                self._members.refuse(self.statistics.operations, before, operation, error)
+
+    def _refuse_nesting(self, text: str) -> None:
+        if self._is_running:
+            assert self._fingerprint is not None
+            raise RingError(
+                f"{self._name}: {text} was called inside {self._fingerprint.text}, by a signal handler? Only set a "
+                "variable there, and call collectives from the training loop, where all ranks come to the same place."
+            )
+
+    def _run_behind(
+        self, fingerprint: Fingerprint, operation: Callable[[Unpack[Ts], Fingerprint], T], *args: Unpack[Ts]
+    ) -> T:
+        """As `run`, while the thread is busy. An exception before the thread comes to the operation takes it back."""
+        work = self.start(fingerprint.text, lambda: self.run(fingerprint, operation, *args))
+        try:
+            return work.wait(breaking=False)
+        except BaseException as error:
+            if not work.done() and not work.cancel():
+                self.interrupt(fingerprint.text, error)
+            raise
+
     def start(self, description: str, function: Callable[[], T]) -> BackgroundWork[T]:
         """Queue `function` behind everything that was started before, and return at once."""
         if self._thread is None:
-            self._thread = _Thread(self._name)
-        work = BackgroundWork(description, function, self._block_caller)
+            self._thread = self._wait.background = _Thread(self._name)
+        work = BackgroundWork(description, function, self._block_caller, self.interrupt)
         self._thread.give(work)
         return work
 
@@ -133,13 +200,32 @@ class SerialExecutor:
         began, waited_before = time.monotonic(), self._wait.waited_so_far()
         self._wait.caller_blocked_since = began
         try:
-            work.finished.wait()
+            wait_for_event(work.finished)
         finally:
             self._wait.caller_blocked_since = 0.0
             ended = time.monotonic()
             steps.add_blocked_time(ended - began, self._wait.waited_so_far() - waited_before)
             if recorder.on:
                 recorder.record("wait", work.description, int(began * 1e9), int(ended * 1e9))
+
+    def interrupt(self, operation: str, cause: BaseException) -> None:
+        """Break the communicator on all members, because of an exception of this one; see `Communicator.interrupt`."""
+        failure = self.failure
+        if failure.error is not None:
+            return
+        if isinstance(cause, RingError):  # such as TimeoutExceeded, which the others need not run into
+            failure.fail(cause)
+        else:
+            failure.interrupt(operation, cause)
+        try:
+            if self._members is not None:
+                self._members.tell(operation, cause)
+            thread = self._thread
+            if thread is not None and not thread.is_current():
+                thread.wait_until_idle(_LET_GO)  # every wait notices the failure, see `Wait.failure`
+        finally:
+            if self._members is not None:
+                self._members.withdraw(operation, cause)
 
     def activity(self) -> Activity | None:
         """Return the current or last operation; any thread may call it."""
@@ -155,6 +241,13 @@ class SerialExecutor:
             self._thread.close()
             self._thread = None
         self.failure.close()
+        self._members = None
+
+    def discard(self) -> None:
+        """End the thread and what it works on, without waiting: safe in a finalizer, at any moment in any thread."""
+        self.failure.fail(RingError(f"{self._name} is no longer in use."))  # which ends its waits, too
+        if self._thread is not None:
+            self._thread.end()
 
     def __del__(self) -> None:
         if self._thread is not None:
@@ -166,6 +259,26 @@ class SerialExecutor:
         self.failure.detach_after_fork()
 
 
+class Members(Protocol):
+    """How an executor reaches the other members of its communicator."""
+
+    def tell(self, operation: str, cause: BaseException) -> None:
+        """Make them raise in their waits and calls: `cause` ended `operation` here."""
+
+    def refuse(self, number: int, before: int, operation: str, error: ArgumentError) -> None:
+        """Make those raise `MismatchError` that wait for this one in the operation after the first `number`.
+
+        Args:
+            number: operations finished.
+            before: refusals since then.
+            operation: that this member refuses.
+            error: why.
+        """
+
+    def withdraw(self, operation: str, cause: BaseException) -> None:
+        """Take part in nothing any more, so that no operation completes with this member's memory."""
+
+
 class BackgroundWork(Generic[T]):
     """A `Work` that another thread runs.
 
@@ -173,33 +286,59 @@ class BackgroundWork(Generic[T]):
         description: for error texts and reports.
         function: performs the work.
         block: waits for `finished` on behalf of a caller.
+        interrupt: called with the description and an exception that ends a wait while the work is under way.
     """
 
     def __init__(
-        self, description: str, function: Callable[[], T], block: Callable[[BackgroundWork[Any]], None]
+        self,
+        description: str,
+        function: Callable[[], T],
+        block: Callable[[BackgroundWork[Any]], None],
+        interrupt: Callable[[str, BaseException], None],
     ) -> None:
         self.description = description
         self.finished = threading.Event()
-        self._function: Callable[[], T] | None = function
-        self._block = block
+        #: Whoever pops the function runs or cancels it.
+        self._function: list[Callable[[], T]] = [function]
+        self._block, self._interrupt = block, interrupt
         self._result: Any = None
         self._error: BaseException | None = None
 
     def done(self) -> bool:
         return self.finished.is_set()
 
-    def wait(self) -> T:
-        if not self.finished.is_set():
-            self._block(self)
+    def wait(self, breaking: bool = True) -> T:
+        try:
+            if not self.finished.is_set():
+                self._block(self)
+        except BaseException as error:
+            if breaking:
+                self.interrupt(error)
+            raise
         if self._error is not None:
             raise self._error
         result: T = self._result
         return result
 
+    def interrupt(self, cause: BaseException) -> None:
+        """Break the communicator unless the work is done: its owner no longer waits for it."""
+        if not self.done():
+            self._interrupt(self.description, cause)
+
+    def cancel(self) -> bool:
+        """Take the work back; returns whether that was possible, that is, it had not begun."""
+        try:
+            self._function.pop()
+        except IndexError:
+            return False
+        return True
+
     def run(self) -> None:
-        """Call the function; called once."""
-        function, self._function = self._function, None  # it may hold memory that the caller wants back
-        assert function is not None
+        """Call the function, unless it was taken back; called once."""
+        try:
+            function = self._function.pop()  # it may hold memory that the caller wants back
+        except IndexError:
+            return
         try:
             self._result = function()
         except BaseException as error:  # raised in the caller's thread by `wait`
@@ -222,7 +361,7 @@ class _Thread:
         self._queue: queue.SimpleQueue[BackgroundWork[Any] | None] = queue.SimpleQueue()
         self._unfinished = 0
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._serve, name=f"ring:{name}", daemon=True)
+        self._thread = HelperThread(self._serve, f"ring:{name}")
         self._thread.start()
 
     def give(self, work: BackgroundWork[Any]) -> None:
@@ -232,6 +371,12 @@ class _Thread:
 
     def is_idle(self) -> bool:
         return self._unfinished == 0
+
+    def wait_until_idle(self, seconds: float) -> None:
+        """Return when no work is left, after `seconds` at the latest."""
+        end = time.monotonic() + seconds
+        while self._unfinished and self._thread.is_alive() and time.monotonic() < end:
+            time.sleep(0.001)
 
     def is_current(self) -> bool:
         return threading.get_ident() == self._thread.ident

@@ -57,7 +57,7 @@ _ONE_ROUND_BYTES = 256 * 1024
 
 
 class HierarchicalAllReduce:
-    """One member's side of the all-reduces of a communicator that spans hosts.
+    """One member's side of the all-reduces of a communicator that spans hosts; implements `Reducer`.
 
     Args:
         node: the members of this host, None where this is the only one.
@@ -83,19 +83,8 @@ class HierarchicalAllReduce:
     def all_reduce(
         self, array: Array, source: Array, op: Op, dtype: str, codec: Codec | None, fingerprint: Fingerprint
     ) -> None:
-        """Combine the `source` of all members into `array`; all get the same bits.
-
-        Args:
-            array: 1-d storage array for the result, the same length everywhere.
-            source: this member's numbers; may be `array` itself.
-            op, dtype: as in `reduce_into`.
-            codec: encodes numbers between hosts; None sends them as they are.
-            fingerprint: of the operation.
-
-        Raises:
-            MismatchError: members are in different operations; ranks of this host that wait for this one raise it too.
-        """
-        before, after = _divisors(self._size, dtype, codec is not None) if op is Op.AVERAGE else (1.0, 1.0)
+        """As in `Reducer`."""
+        before, after = average_divisors(self._size, dtype, codec is not None) if op is Op.AVERAGE else (1.0, 1.0)
         codec = codec or IdentityCodec()
         try:
             if array.nbytes <= max(SMALL_BYTES, _ONE_ROUND_BYTES // (self._num_nodes - 1)):
@@ -104,8 +93,7 @@ class HierarchicalAllReduce:
                 local = LocalReduction(op, dtype, before, self._rails, fingerprint)
                 self._reduce_chunks(array, source, local, after, codec)
         except MismatchError as error:
-            if self._node is not None:
-                self._node.barriers.report_mismatch(error)
+            report_mismatch(error, self._node, self._rail, self._local_rank)
             raise
 
     def _reduce_small(self, array: Array, source: Array, local: LocalReduction, divisor: float, codec: Codec) -> None:
@@ -125,12 +113,12 @@ class HierarchicalAllReduce:
         stage = intra_node_stage(self._node, array, source, local, rail.progress if rail is not None else None)
         algorithm, rounds = choose_algorithm(self._num_nodes, array.nbytes)
         pipeline = None
-        if rail is not None:
-            pipeline = Pipeline(Reduction(rail, op, dtype, divisor, codec, array.nbytes, fingerprint), algorithm)
         delay = rounds + 1
         for step in range(len(chunks) + delay):
             new = chunks[step] if step < len(chunks) else None
             stage.step(new, chunks[step - delay] if step >= delay else None)
+            if step == 0 and rail is not None:  # not before this host's ranks agree: others take it for the host's word
+                pipeline = Pipeline(Reduction(rail, op, dtype, divisor, codec, array.nbytes, fingerprint), algorithm)
             if pipeline is not None:
                 pipeline.step(self._rail_slice(array[new]) if new is not None else None)
         if pipeline is not None:
@@ -149,7 +137,20 @@ class HierarchicalAllReduce:
         return max(wanted // (CACHE_LINE * parts), 1) * CACHE_LINE * parts
 
 
-def _divisors(size: int, dtype: str, is_rounded: bool) -> tuple[float, float]:
+def report_mismatch(
+    error: MismatchError, node: SharedMemoryGroup | None, rail: NetworkGroup | None, local_rank: int
+) -> None:
+    """Tell the ranks that wait for this one, on its host and on others, of a mismatch that it found.
+
+    Between hosts the first rail is enough: its members take part in every operation, and tell their hosts.
+    """
+    if node is not None:
+        node.barriers.report_mismatch(error)
+    if rail is not None and local_rank == 0:
+        rail.report_mismatch(error)
+
+
+def average_divisors(size: int, dtype: str, is_rounded: bool) -> tuple[float, float]:
     """The divisors of an average: inside a host, and after the sum between hosts.
 
     Numbers that travel in 16 bits are divided twice. Dividing by a power of two before they leave the host keeps a sum

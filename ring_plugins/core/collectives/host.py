@@ -2,8 +2,8 @@
 
 An all-reduce takes three steps: `HostCommunicator.all_reduce` fingerprints the operation, `SerialExecutor.run` executes
 it in order, and a group does the work. On one host that is the `SharedMemoryGroup`; on several, `HierarchicalAllReduce`
-combines it with a `NetworkGroup`. Collectives that only move bytes use the shared-memory group or, on several hosts, a
-second `NetworkGroup` of all ranks.
+combines it with a `NetworkGroup`. For the other collectives `HierarchicalCollectives` does; where no two ranks share a
+host, the `NetworkGroup` alone.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from ring_plugins.core.arrays.arithmetic import reduce_into
 from ring_plugins.core.arrays.codec import HalfCodec
 from ring_plugins.core.arrays.dtypes import Op, check_reducible
 from ring_plugins.core.arrays.memory import HostMemory
-from ring_plugins.core.base.errors import MismatchError, RingError
+from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
 from ring_plugins.core.base.types import Array, Bytes
-from ring_plugins.core.collectives.api import Activity, ByteCollectives, Work
+from ring_plugins.core.collectives.api import REMEDY, Activity, ByteCollectives, Reducer, Work
 from ring_plugins.core.collectives.executor import SerialExecutor
 from ring_plugins.core.collectives.fingerprint import Fingerprint, fingerprint
 from ring_plugins.core.collectives.hierarchical import HierarchicalAllReduce
+from ring_plugins.core.collectives.hierarchical_collectives import HierarchicalCollectives
 from ring_plugins.core.collectives.net_group import NetworkGroup
 from ring_plugins.core.collectives.shm_group import SharedMemoryGroup, create_segment
-from ring_plugins.core.collectives.validation import check_counts, check_rank
+from ring_plugins.core.collectives.validation import check_counts, check_own_count, check_rank
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.linux.shared_memory import Address, SharedBuffer, is_available
@@ -46,7 +47,7 @@ class Member(NamedTuple):
         rank: world rank.
         node: key of the (possibly virtual) host; equal for ranks that share memory.
         address: of its shared-memory segment, or None where memory cannot be shared.
-        tag: the first of two message tags that no other communicator uses.
+        tag: for messages, used by no other communicator.
     """
 
     rank: int
@@ -62,7 +63,7 @@ class HostCommunicator:
         name: for error texts, equal on all members.
         rank: world rank of this process.
         node: key of its host.
-        tag: the first of two message tags that this process offers; the first member's are used.
+        tag: for messages, which this process offers; the first member's is used.
         gather: exchanges items among the members, before the communicator can.
         failure_detector: watches the other ranks.
         transport: between hosts; None if all members are on one.
@@ -93,8 +94,12 @@ class HostCommunicator:
         self.name = name
         self.ranks = tuple(member.rank for member in members)
         self.rank, self.size = self.ranks.index(rank), len(members)
-        wait = Wait(name, failure_detector)
-        self._executor = SerialExecutor(name, wait)
+        wait = Wait(name, failure_detector, members[0].tag)
+        wait.number = wait.entered = -1  # until all members have made it
+        others = _Members(rank, self.ranks, name, members[0].tag, failure_detector)
+        self._executor = SerialExecutor(name, wait, others)
+        if failure_detector is not None:
+            failure_detector.watch(members[0].tag, self._executor.failure)
         self.statistics = self._executor.statistics
 
         self._node: SharedMemoryGroup | None = None
@@ -102,11 +107,14 @@ class HostCommunicator:
             assert segment is not None
             addresses = [member.address for member in local if member.address is not None]
             self._node = SharedMemoryGroup(segment, addresses, [m.rank for m in local], local_rank, wait, name)
+            others.node = self._node
         self._bytes: ByteCollectives
-        self._reducer: SharedMemoryGroup | HierarchicalAllReduce
+        self._reducer: Reducer
         if len(nodes) == 1:
             assert self._node is not None
             self._bytes = self._reducer = self._node
+            self._executor.goes_on_after_mismatch = True
+            wait.number = wait.entered = 0
             return
         if transport is None:
             raise RingError(
@@ -116,10 +124,19 @@ class HostCommunicator:
         rails, rail = min(map(len, nodes.values())), None
         if local_rank < rails:
             ranks = [node_members[local_rank].rank for node_members in nodes.values()]
-            rail = NetworkGroup(transport, ranks, ranks.index(rank), members[0].tag, wait, name)
+            behind = [[member.rank for member in node_members] for node_members in nodes.values()]
+            interrupt = self._node.barriers.raise_reported if self._node is not None else None
+            tag = members[0].tag
+            rail = NetworkGroup(transport, ranks, ranks.index(rank), tag, wait, name, behind, interrupt)
             rail.connect()
         self._reducer = HierarchicalAllReduce(self._node, rail, local_rank, rails, len(nodes), self.size)
-        self._bytes = NetworkGroup(transport, self.ranks, self.rank, members[0].tag + 1, wait, name)
+        if rail is not None and len(nodes) == self.size:
+            self._bytes = rail
+            wait.number = wait.entered = 0
+            return
+        hosts = [[self.ranks.index(member.rank) for member in node_members] for node_members in nodes.values()]
+        self._bytes = HierarchicalCollectives(self._node, rail, hosts, self.rank, self.ranks, name)
+        wait.number = wait.entered = 0
 
     # Collectives ----------------------------------------------------------------------------------
 
@@ -144,16 +161,26 @@ class HostCommunicator:
 
     def all_gather(self, mine: HostMemory, out: HostMemory, counts: Sequence[int]) -> None:
         parts = _split(out.array, counts, "counts")
-        operation = fingerprint("all_gather", mine.dtype, sum(counts))
+        check_own_count(counts, mine.array.size, self, "input")
+        operation = fingerprint("all_gather", mine.dtype, sum(counts), _counts_text(counts))
         self._executor.run(operation, self._bytes.all_gather, mine.array.view(np.uint8), parts)
 
     def reduce_scatter(self, full: HostMemory, out: HostMemory, counts: Sequence[int], op: Op) -> None:
         check_reducible(full.dtype, op)
         parts = _split(full.array, counts, "counts")
-        operation = fingerprint("reduce_scatter", full.dtype, full.array.size, op._value_)
+        check_own_count(counts, out.array.size, self, "output")
+        detail = ", ".join(filter(None, (op._value_, _counts_text(counts))))
+        operation = fingerprint("reduce_scatter", full.dtype, full.array.size, detail)
         self._executor.run(operation, self._reduce_scatter, parts, out.array, op, full.dtype)
 
     def _reduce_scatter(self, parts: list[Bytes], out: Array, op: Op, dtype: str, operation: Fingerprint) -> None:
+        if isinstance(self._bytes, HierarchicalCollectives):
+            typed = [part.view(out.dtype) for part in parts]
+            target = np.empty_like(out) if any(np.may_share_memory(part, out) for part in parts) else out
+            self._bytes.reduce_scatter(typed, target, op, dtype, operation)
+            if target is not out:
+                np.copyto(out, target)
+            return
         terms = np.empty((self.size, out.size), out.dtype)
         self._bytes.all_to_all(parts, [term.view(np.uint8) for term in terms], operation)
         reduce_into(out, list(terms), op, dtype, self.size if op is Op.AVERAGE else 1)
@@ -205,6 +232,9 @@ class HostCommunicator:
         """Do nothing: every operation starts as soon as it is called."""
         return contextlib.nullcontext()
 
+    def refuse(self, operation: str, error: ArgumentError) -> None:
+        self._executor.refuse(operation, error)
+
     def activity(self) -> Activity | None:
         return self._executor.activity()
 
@@ -219,13 +249,23 @@ class HostCommunicator:
         sizes = self.all_gather_object(nbytes)
         if len(set(sizes)) > 1:
             raise MismatchError(f"allocate(nbytes) must be equal on all ranks; got {sizes} in rank order.")
+        return self._executor.run(fingerprint("allocate", "bytes", nbytes), self._allocate, nbytes)
+
+    def _allocate(self, nbytes: int, operation: Fingerprint) -> SharedBuffer:
+        """An operation even where a rank is alone on its host: members in step have run equally many."""
         if self._node is None:
             return SharedBuffer([np.zeros(nbytes, np.uint8)], 0)
-        return self._executor.run(fingerprint("allocate", "bytes", nbytes), self._node.allocate, nbytes)
+        return self._node.allocate(nbytes, operation)
 
     def release(self, buffer: SharedBuffer) -> None:
         if self._node is not None:
             self._node.release(buffer)
+
+    def check(self) -> None:
+        self._executor.failure.check()
+
+    def interrupt(self, operation: str, cause: BaseException) -> None:
+        self._executor.interrupt(operation, cause)
 
     def close(self) -> None:
         self._executor.close()
@@ -233,8 +273,42 @@ class HostCommunicator:
         self._node = None
         self._bytes = self._reducer = _CLOSED
 
+    def discard(self) -> None:
+        self._executor.discard()  # memory and connections go with the last reference to this
+
     def detach_after_fork(self) -> None:
         self._executor.detach_after_fork()
+
+
+class _Members:
+    """Reaches the other members for an executor that was interrupted: by the control channel, and in shared memory."""
+
+    def __init__(
+        self, rank: int, ranks: Sequence[int], name: str, key: int, failure_detector: FailureDetector | None
+    ) -> None:
+        self._rank, self._ranks, self._name, self._key = rank, ranks, name, key
+        self._failure_detector = failure_detector
+        self.node: SharedMemoryGroup | None = None
+
+    def tell(self, operation: str, cause: BaseException) -> None:
+        if self._failure_detector is not None:
+            self._failure_detector.break_communicator(self._key, self._text(operation, cause), self._ranks)
+
+    def refuse(self, number: int, before: int, operation: str, error: ArgumentError) -> None:
+        if self._failure_detector is not None:
+            text = f"rank {self._rank} refused the arguments of {operation}: {error}"
+            self._failure_detector.refuse(self._key, number, before, text)
+
+    def withdraw(self, operation: str, cause: BaseException) -> None:
+        if self.node is not None:
+            self.node.barriers.withdraw(self._text(operation, cause))
+
+    def _text(self, operation: str, cause: BaseException) -> str:
+        if isinstance(cause, RingError):
+            what = f"rank {self._rank} gave up {operation} ({cause})"
+        else:
+            what = f"rank {self._rank} was interrupted in {operation} by {type(cause).__name__}"
+        return f"{self._name}: {what} and is out of step with the other ranks; {REMEDY}."
 
 
 class _Closed:
@@ -249,6 +323,11 @@ _CLOSED: Any = _Closed()
 
 def _pickled(item: Any) -> Bytes:
     return np.frombuffer(pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
+
+
+def _counts_text(counts: Sequence[int]) -> str:
+    """Counts that differ, as a part of a fingerprint; equal ones follow from their sum."""
+    return f"counts {list(counts)}" if len(set(counts)) > 1 else ""
 
 
 def _split(array: Array, counts: Sequence[int], name: str) -> list[Bytes]:

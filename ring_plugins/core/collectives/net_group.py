@@ -1,9 +1,10 @@
 """Collectives among ranks on different hosts, over a transport that moves bytes between pairs of ranks.
 
-Every operation begins with a header from each member to every other: the operation's fingerprint and the number of
-bytes that follow. Headers and data leave together, without a round trip between them, and nobody uses received data
-before the headers have been compared. So ranks that are in different operations get a `MismatchError` instead of wrong
-numbers or a hang, at the cost of 192 bytes per pair.
+Every operation begins with a header from each member to every other: the operation's fingerprint and the numbers of
+bytes that each of the two sends to the other. Headers and data leave together, without a round trip between them, and
+nobody uses received data before the headers have been compared. So ranks that are in different operations get a
+`MismatchError` instead of wrong numbers or a hang, at the cost of 512 bytes per pair. A member that finds a mismatch
+which others cannot see sends them its error instead of its next header.
 
 Data goes directly between members, in one round. Only a large broadcast takes two (scatter, then all-gather: van de
 Geijn, "On global combine operations", 1994), so that the root sends the data about once instead of n-1 times.
@@ -23,15 +24,17 @@ from ring_plugins.core.arrays.arithmetic import reduce_into
 from ring_plugins.core.arrays.codec import Codec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import slices
-from ring_plugins.core.base.errors import PeerFailed, RingError
+from ring_plugins.core.base.errors import MismatchError, PeerFailed, RingError
 from ring_plugins.core.base.types import Array, Bytes
 from ring_plugins.core.collectives.fingerprint import Fingerprint, fingerprint, mismatch, size_mismatch
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.net.transport import Request, Transport
 
-#: Bytes of a header: the fingerprint's code, the number of bytes that follow, the fingerprint's text.
-_HEADER_BYTES = 192
-_HEADER_TEXT = 16
+#: Bytes of a header: the fingerprint's code, the bytes sent and expected, the fingerprint's text.
+_HEADER_BYTES = 512
+_HEADER_TEXT = 24
+#: Instead of a fingerprint's code, in a header whose text is an error.
+_REPORT = -1
 #: Up to this size everyone sends everything to everyone: one round instead of two.
 SMALL_BYTES = 16 * 1024
 
@@ -41,6 +44,7 @@ class PendingHeaders(NamedTuple):
 
     request: Request
     received: Array
+    sizes: Sequence[int]
     expected: Sequence[int]
     fingerprint: Fingerprint
 
@@ -55,6 +59,8 @@ class NetworkGroup:
         tag: not used by any other group of these ranks.
         wait: long waits go through it.
         name: of the communicator.
+        behind: by member, the world ranks that make the same calls, for error texts; by default only the member.
+        interrupt: called while this member waits; raises if the operation cannot succeed any more.
 
     Attributes:
         size, position: of the group, and of this process in it.
@@ -62,11 +68,22 @@ class NetworkGroup:
     """
 
     def __init__(
-        self, transport: Transport, ranks: Sequence[int], position: int, tag: int, wait: Wait, name: str
+        self,
+        transport: Transport,
+        ranks: Sequence[int],
+        position: int,
+        tag: int,
+        wait: Wait,
+        name: str,
+        behind: Sequence[Sequence[int]] | None = None,
+        interrupt: Callable[[], None] | None = None,
     ) -> None:
         self.position, self.size = position, len(ranks)
         self.others = [i for i in range(len(ranks)) if i != position]
         self._transport, self._ranks, self._tag, self._wait, self._name = transport, tuple(ranks), tag, wait, name
+        self._behind = behind or [[rank] for rank in ranks]
+        self._interrupt = interrupt
+        self._all_know_of_mismatch = False
         self._spare_buffers: list[Bytes] = []
 
     def connect(self) -> None:
@@ -80,14 +97,33 @@ class NetworkGroup:
     # Transfers ------------------------------------------------------------------------------------
 
     def send(self, member: int, data: Bytes) -> Request:
+        self._wait.begun = True
         return self._transport.exchange([(self._ranks[member], data)], [], self._tag)
 
     def receive(self, member: int, data: Bytes) -> Request:
+        self._wait.begun = True
         return self._transport.exchange([], [(self._ranks[member], data)], self._tag)
 
     def exchange(self, member: int, outgoing: Bytes, incoming: Bytes) -> Request:
         rank = self._ranks[member]
+        self._wait.begun = True
         return self._transport.exchange([(rank, outgoing)], [(rank, incoming)], self._tag)
+
+    def exchange_parts(
+        self, outgoing: Sequence[Bytes | Sequence[Bytes] | None], incoming: Sequence[Bytes | Sequence[Bytes] | None]
+    ) -> list[tuple[int, Request]]:
+        """Start to send `outgoing[i]`, one or several arrays, to member i and to fill `incoming[i]` from it.
+
+        The next member comes first, so that not all send to the same member at once. This member's own are ignored.
+        """
+        self._wait.begun = True
+        requests = []
+        for step in range(1, self.size):
+            i = (self.position + step) % self.size
+            sent, expected = _message(self._ranks[i], outgoing[i]), _message(self._ranks[i], incoming[i])
+            if sent or expected:
+                requests.append((i, self._transport.exchange(sent, expected, self._tag)))
+        return requests
 
     def progress(self) -> None:
         """Advance pending transfers while this member waits for something else; their own wait raises errors."""
@@ -120,13 +156,19 @@ class NetworkGroup:
         arrival: bool = False,
         spin: bool = True,
     ) -> None:
+        def ready() -> bool:
+            if self._interrupt is not None:
+                self._interrupt()
+            return request.done()
+
         self._wait.until(
-            request.done,
+            ready,
             missing,
             lambda: f"{self._name}: {fingerprint.text} between hosts",
             arrival,
             request.nap,
             spin=spin,
+            receiving=lambda rank: self._transport.is_receiving(rank, self._tag),
         )
 
     def take_buffer(self, nbytes: int) -> Bytes:
@@ -156,54 +198,85 @@ class NetworkGroup:
         """
         ranks, others = self._ranks, self.others
         received = np.zeros((self.size, _HEADER_BYTES), np.uint8)
+        self._wait.begun = True
         request = self._transport.exchange(
-            [(ranks[i], _header(fingerprint, sizes[i])) for i in others],
+            [(ranks[i], _header(fingerprint, sizes[i], expected[i])) for i in others],
             [(ranks[i], received[i]) for i in others],
             self._tag,
         )
-        return PendingHeaders(request, received, expected, fingerprint)
+        return PendingHeaders(request, received, sizes, expected, fingerprint)
 
     def check_headers(self, pending: PendingHeaders) -> None:
         """Wait for the headers of all members, and compare.
 
         Raises:
-            MismatchError: members are in different operations, or disagree about sizes.
+            MismatchError: members are in different operations, or disagree about sizes, or one has sent an error.
         """
-        request, received, expected, fingerprint = pending
+        request, received, sizes, expected, fingerprint = pending
         ranks = self._ranks
         self._wait_for(
             request, lambda: [ranks[i] for i in self.others if not received[i].any()], fingerprint, arrival=True
         )
         words, step = memoryview(received.reshape(-1)).cast("q"), _HEADER_BYTES // 8
         if any(words[i * step] != fingerprint.code for i in self.others):
-            received[self.position] = _header(fingerprint, 0)
+            self._all_know_of_mismatch = True
+            received[self.position] = _header(fingerprint, 0, 0)
             texts = [bytes(header[_HEADER_TEXT:]).rstrip(b"\0").decode(errors="replace") for header in received]
-            raise mismatch(self._name, dict(zip(ranks, texts, strict=True)))
+            for i in self.others:
+                if words[i * step] == _REPORT:
+                    raise MismatchError(texts[i])
+            calls = zip(self._behind, texts, strict=True)
+            raise mismatch(self._name, {rank: text for behind, text in calls for rank in behind})
+        own = ranks[self.position]
         for i in self.others:
-            if (size := words[i * step + 1]) != expected[i]:
-                raise size_mismatch(self._name, fingerprint, ranks[i], size, ranks[self.position], expected[i])
+            theirs, awaited = words[i * step + 1], words[i * step + 2]
+            if theirs != expected[i]:
+                raise size_mismatch(self._name, fingerprint, ranks[i], theirs, own, expected[i])
+            if awaited != sizes[i]:
+                raise size_mismatch(self._name, fingerprint, own, sizes[i], ranks[i], awaited)
+
+    def report_mismatch(self, error: MismatchError) -> None:
+        """Send `error` to the other members, unless they know: those that wait for this member's header raise it."""
+        if self._all_know_of_mismatch:
+            return
+        self._all_know_of_mismatch = True
+        self._wait.begun = True
+        header = _header(Fingerprint(_REPORT, str(error)), 0, 0)
+        with contextlib.suppress(RingError):
+            self._transport.exchange([(self._ranks[i], header) for i in self.others], [], self._tag).done()
 
     # Collectives ----------------------------------------------------------------------------------
 
     def _exchange_all(
-        self, outgoing: Sequence[Bytes | None], incoming: Sequence[Bytes | None], fingerprint: Fingerprint
+        self,
+        outgoing: Sequence[Bytes | None],
+        incoming: Sequence[Bytes | None],
+        fingerprint: Fingerprint,
+        confirm: bool = False,
     ) -> None:
-        """Send `outgoing[i]` to member i and fill `incoming[i]` from it, None for nothing."""
+        """Send `outgoing[i]` to member i and fill `incoming[i]` from it, None for nothing.
+
+        With `confirm`, a second header says that the first were right, so that all learn of a mismatch between two.
+        """
         headers = self.send_headers(_sizes(outgoing), _sizes(incoming), fingerprint)
-        requests = [
-            (
-                i,
-                self._transport.exchange(
-                    _message(self._ranks[i], outgoing[i]), _message(self._ranks[i], incoming[i]), self._tag
-                ),
-            )
-            for i in self.others
-        ]
+        requests = self.exchange_parts(outgoing, incoming)
         self.check_headers(headers)
+        if confirm:
+            self._check_own_size(outgoing, incoming, fingerprint)
+            nothing = [0] * self.size
+            self.check_headers(self.send_headers(nothing, nothing, fingerprint))
         self.wait_each(requests, fingerprint)
         own_outgoing, own_incoming = outgoing[self.position], incoming[self.position]
         if own_outgoing is not None and own_incoming is not None and own_outgoing is not own_incoming:
             own_incoming[:] = own_outgoing
+
+    def _check_own_size(
+        self, outgoing: Sequence[Bytes | None], incoming: Sequence[Bytes | None], fingerprint: Fingerprint
+    ) -> None:
+        own = self._ranks[self.position]
+        sent, expected = _sizes(outgoing)[self.position], _sizes(incoming)[self.position]
+        if sent != expected:
+            raise size_mismatch(self._name, fingerprint, own, sent, own, expected)
 
     def barrier(self, fingerprint: Fingerprint) -> None:
         nothing: list[Bytes | None] = [None] * self.size
@@ -213,7 +286,14 @@ class NetworkGroup:
         self._exchange_all([mine] * self.size, parts, fingerprint)
 
     def all_to_all(self, outgoing: Sequence[Bytes], incoming: Sequence[Bytes], fingerprint: Fingerprint) -> None:
-        self._exchange_all(outgoing, incoming, fingerprint)
+        """As in `ByteCollectives`; where two members disagree about a size, all raise, and not only those two."""
+        try:
+            if self.size == 2:
+                self._check_own_size(outgoing, incoming, fingerprint)
+            self._exchange_all(outgoing, incoming, fingerprint, confirm=self.size > 2)
+        except MismatchError as error:
+            self.report_mismatch(error)
+            raise
 
     def broadcast(self, data: Bytes, root: int, fingerprint: Fingerprint) -> None:
         at_root, is_root = self.position == root, [i == root for i in range(self.size)]
@@ -258,17 +338,19 @@ class NetworkGroup:
 
 
 @lru_cache(maxsize=256)
-def _header(fingerprint: Fingerprint, nbytes: int) -> Bytes:
-    """The header of `nbytes` of data. Equal headers share one array, which nobody writes to."""
+def _header(fingerprint: Fingerprint, sent: int, expected: int) -> Bytes:
+    """A header, with the bytes that this member sends and expects. Nobody writes to it, so equal ones share memory."""
     header = np.zeros(_HEADER_BYTES, np.uint8)
-    header[:_HEADER_TEXT].view(np.int64)[:] = fingerprint.code, nbytes
+    header[:_HEADER_TEXT].view(np.int64)[:] = fingerprint.code, sent, expected
     text = fingerprint.text.encode()[: _HEADER_BYTES - _HEADER_TEXT]
     header[_HEADER_TEXT : _HEADER_TEXT + len(text)] = np.frombuffer(text, np.uint8)
     return header
 
 
-def _message(rank: int, part: Bytes | None) -> list[tuple[int, Bytes]]:
-    return [] if part is None or not part.size else [(rank, part)]
+def _message(rank: int, part: Bytes | Sequence[Bytes] | None) -> list[tuple[int, Bytes]]:
+    if part is None or isinstance(part, np.ndarray):
+        return [] if part is None or not part.size else [(rank, part)]
+    return [(rank, piece) for piece in part if piece.size]
 
 
 def _sizes(parts: Sequence[Bytes | None]) -> list[int]:

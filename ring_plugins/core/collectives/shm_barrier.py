@@ -27,9 +27,16 @@ the sleeping member stores its flag and then loads the epoch (in the kernel). Ev
 earlier store (as in Dekker's algorithm), so each may miss the other's store. The remedy is not a fence in every barrier
 but a limit: no member sleeps longer than 1 ms without looking again.
 
-**Mismatches.** The first barrier of an operation also compares fingerprints. They alternate between two slots, since a
-member may begin the next operation before another has read this one's slot, but not the operation after that. Only if
-codes differ do the members write the texts to the rest of their pages, and all raise the same error.
+**Mismatches.** The first barrier of an operation also compares fingerprints. They alternate between two slots, by the
+parity of the epoch, since a member may begin the next operation before another has read this one's slot, but not the
+operation after that. Only if codes differ do the members write the texts to the rest of their pages, and all raise the
+same error after one more barrier. They may then go on: nothing but the epoch is left of the operation.
+
+**Interruptions.** An exception of a signal handler may end a wait after this member has announced itself, and its
+script may go on to overwrite memory that the others still read. Before the script gets there, the member sets its epoch
+to -1, for good. The others then never see it arrive: whoever has not seen it yet raises, and whoever has seen it has
+read its memory before. This costs the barrier nothing. The published epoch is the only state of the barrier, so one
+that was interrupted before publishing is as if it had never been called.
 
 Considered and rejected: semaphores and pthread barriers in shared memory (a system call or two for every barrier, and a
 dead rank leaves them locked), and `multiprocessing.Barrier`, which needs a common parent.
@@ -42,7 +49,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ring_plugins.core.base.errors import MismatchError
+from ring_plugins.core.base.errors import MismatchError, PeerFailed, RingError
 from ring_plugins.core.base.types import Bytes
 from ring_plugins.core.collectives.fingerprint import Fingerprint, mismatch
 from ring_plugins.core.control.wait import Wait
@@ -56,7 +63,9 @@ _EPOCH, _SLEEPING = 0, 1
 _FINGERPRINTS = 8
 #: Offset in bytes of the text, whose first byte is its kind.
 _TEXT = 1024
-_OPERATION, _MISMATCH_BETWEEN_HOSTS = 1, 2
+_OPERATION, _MISMATCH_BETWEEN_HOSTS, _INTERRUPTED = 1, 2, 3
+#: The epoch of a member that takes part no more.
+_NEVER = -1
 #: Reads of the epochs before `Wait.until`: members in step arrive within these few microseconds.
 _LOOKS = 50
 _LONGEST_SLEEP = 1e-3
@@ -82,9 +91,12 @@ class SharedMemoryBarrier:
         self._others = [page for i, page in enumerate(self._pages) if i != position]
         self._addresses = [int(page.ctypes.data) for page in pages]
         self._texts = [page[_TEXT:] for page in pages]
-        self._epoch = 0
-        self._operations = 0
         self._fingerprint = Fingerprint(0, "start")
+
+    @property
+    def parity(self) -> int:
+        """0 or 1, alternating from barrier to barrier; equal on all members that are before the same one."""
+        return self._own[_EPOCH] & 1
 
     def arrive(self, fingerprint: Fingerprint, meanwhile: Callable[[], None] | None = None) -> None:
         """The first barrier of an operation, which checks that all members are in the same one.
@@ -97,8 +109,7 @@ class SharedMemoryBarrier:
             MismatchError: the members are in different operations.
         """
         self._fingerprint = fingerprint
-        self._operations += 1
-        slot = _FINGERPRINTS + (self._operations & 1)
+        slot = _FINGERPRINTS + (self._own[_EPOCH] & 1)
         self._own[slot] = fingerprint.code
         self.synchronize(arrival=True, meanwhile=meanwhile)
         for page in self._others:
@@ -112,7 +123,10 @@ class SharedMemoryBarrier:
             arrival: whether this is the first barrier of an operation, which members reach at different times.
             meanwhile: called repeatedly while this member waits.
         """
-        self._epoch = epoch = self._epoch + 1
+        epoch = self._own[_EPOCH] + 1
+        if epoch <= 0:
+            raise RingError(f"{self._name}: this rank takes part no more.")
+        self._wait.begun = True
         publish()
         self._own[_EPOCH] = epoch
         others = self._others
@@ -140,11 +154,10 @@ class SharedMemoryBarrier:
         )
 
     def _have_arrived(self, epoch: int) -> bool:
-        for rank, page, text in zip(self._ranks, self._pages, self._texts, strict=True):
-            if page[_EPOCH] < epoch and text[0] == _MISMATCH_BETWEEN_HOSTS:
-                publish()
-                raise MismatchError(_read(text) or f"rank {rank} found a mismatch with another host.")
-        return all(page[_EPOCH] >= epoch for page in self._others)
+        if all(page[_EPOCH] >= epoch for page in self._pages):  # this rank's own thread may have been interrupted
+            return True
+        self.raise_reported()
+        return False
 
     def _sleep(self, epoch: int, meanwhile: Callable[[], None] | None) -> None:
         """Sleep until the first missing member raises its epoch, for `_LONGEST_SLEEP` at most."""
@@ -159,8 +172,29 @@ class SharedMemoryBarrier:
                 return
 
     def report_mismatch(self, error: MismatchError) -> None:
-        """Make members that wait for this one raise `error` too, which it found between hosts."""
-        self._write(str(error), _MISMATCH_BETWEEN_HOSTS)
+        """Make members that wait for this one raise `error` too, which it found between hosts.
+
+        Nothing is written after a mismatch on this host: all members know of it, and some may still read the text.
+        """
+        if self._texts[self._position][0] != _OPERATION:
+            self._write(str(error), _MISMATCH_BETWEEN_HOSTS)
+
+    def raise_reported(self) -> None:
+        """Raise what keeps the operation from finishing, if a member reported it: an interruption, or a mismatch."""
+        for rank, page, text in zip(self._ranks, self._pages, self._texts, strict=True):
+            if page[_EPOCH] == _NEVER:
+                publish()
+                raise PeerFailed(_read(text) or f"rank {rank} was interrupted.", rank)
+            if text[0] == _MISMATCH_BETWEEN_HOSTS and rank != self._ranks[self._position]:
+                publish()
+                raise MismatchError(_read(text) or f"rank {rank} found a mismatch with another host.")
+
+    def withdraw(self, text: str) -> None:
+        """Take part no more, and make members that wait for this one raise `PeerFailed` with this text."""
+        self._write(text, _INTERRUPTED)
+        publish()
+        self._own[_EPOCH] = _NEVER
+        futex.wake(self._addresses[self._position])
 
     def _write(self, text: str, kind: int) -> None:
         data = np.frombuffer(text.encode()[: PAGE - _TEXT - 1], np.uint8)
@@ -178,6 +212,8 @@ class SharedMemoryBarrier:
             time.sleep(0.001)
         publish()  # read the texts only after their kinds
         calls = {rank: _read(text) or "another operation" for rank, text in zip(self._ranks, self._texts, strict=True)}
+        self.synchronize()  # all have read the texts, and are in step again
+        self._texts[self._position][0] = 0
         raise mismatch(self._name, calls)
 
 

@@ -5,9 +5,9 @@ Each member owns one segment, which all others map:
     control page | staging buffer 0 | staging buffer 1 | staging of chunks between hosts (see `hierarchical`)
 
 **Staging.** A member copies the data that others need into its staging buffer, all pass a barrier, and the others read
-it there. Operations, and the chunks of a large one, alternate between the two staging buffers. A buffer is written
-again only two uses later, and the barrier of the use in between comes after everyone's reads. So one barrier per use is
-enough: no second one has to protect the buffer from being overwritten.
+it there. The two staging buffers alternate from barrier to barrier. A buffer is written again at the earliest two
+barriers later, and the barrier in between comes after everyone's reads. So one barrier per use is enough: no second one
+has to protect the buffer from being overwritten.
 
 **All-reduce.** There are three algorithms, chosen by size and by where the memory lies:
 
@@ -52,7 +52,7 @@ def create_segment() -> Segment:
 
 
 class SharedMemoryGroup:
-    """The members of a communicator that live on this host; implements `ByteCollectives` and all-reduce among them.
+    """The members of a communicator that live on this host; implements `ByteCollectives` and `Reducer`.
 
     Args:
         own: this member's segment from `create_segment`.
@@ -81,7 +81,6 @@ class SharedMemoryGroup:
         #: By staging buffer, then by member.
         self._staging = [array[PAGE:first] for array in arrays], [array[first:second] for array in arrays]
         self._typed_staging: dict[np.dtype[Any], tuple[list[Array], list[Array]]] = {}
-        self._turn = 0
         self.chunk_staging = [array[second:] for array in arrays]
         self._buffers: list[SharedBuffer] = []
         self._close_files(segments)
@@ -103,8 +102,7 @@ class SharedMemoryGroup:
 
     def _next_staging(self) -> list[Bytes]:
         """Everyone's staging buffers for the next use."""
-        self._turn ^= 1
-        return self._staging[self._turn]
+        return self._staging[self.barriers.parity]
 
     def barrier(self, fingerprint: Fingerprint) -> None:
         self._arrive(fingerprint)
@@ -169,6 +167,8 @@ class SharedMemoryGroup:
         self.all_gather(address.view(np.uint8), [row.view(np.uint8) for row in rows], fingerprint)
         segments = self._open(own, [(int(pid), int(fd), int(size)) for pid, fd, size in rows])
         self._close_files(segments)
+        for i, segment in enumerate(segments):
+            segment.own_copy_in_children() if i == self.position else segment.hide_from_children()
         buffer = SharedBuffer([segment.array for segment in segments], self.position)
         self._buffers.append(buffer)
         return buffer
@@ -190,15 +190,7 @@ class SharedMemoryGroup:
     def all_reduce(
         self, array: Array, source: Array, op: Op, dtype: str, codec: Codec | None, fingerprint: Fingerprint
     ) -> None:
-        """Combine the `source` of all members into `array`; all get the same bits.
-
-        Args:
-            array: 1-d storage array for the result, the same length everywhere.
-            source: this member's numbers; may be `array` itself.
-            op, dtype: as in `reduce_into`.
-            codec: ignored, since nothing is sent to another host.
-            fingerprint: of the operation.
-        """
+        """As in `Reducer`; the codec is ignored, since nothing is sent to another host."""
         divisor = self.size if op is Op.AVERAGE else 1
         if array.nbytes <= SMALL_BYTES:
             size = array.size
@@ -222,8 +214,7 @@ class SharedMemoryGroup:
             first, second = self._staging
             typed = [whole.view(storage) for whole in first], [whole.view(storage) for whole in second]
             self._typed_staging[storage] = typed
-        self._turn ^= 1
-        return typed[self._turn]
+        return typed[self.barriers.parity]
 
     def _reduce_mapped(self, parts: list[Array], op: Op, dtype: str, divisor: int, fingerprint: Fingerprint) -> None:
         """Reduce this member's slice of everyone's memory, and write the result to all of them."""

@@ -12,8 +12,11 @@ import numpy as np
 from ring_plugins.core.arrays.codec import HalfCodec
 from ring_plugins.core.arrays.dtypes import Op, check_reducible
 from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.api import Statistics, Work
 from ring_plugins.core.collectives.executor import BackgroundWork
+from ring_plugins.core.collectives.fingerprint import fingerprint, size_mismatch
+from ring_plugins.core.collectives.validation import check_counts, check_own_count, check_rank
 from ring_plugins.core.linux.shared_memory import SharedBuffer
 
 T = TypeVar("T")
@@ -38,31 +41,41 @@ class SingleCommunicator:
             np.copyto(memory.array, memory.source)
 
     def broadcast(self, memory: HostMemory, root: int) -> None:
-        pass
+        check_rank(root, self)
 
     def all_gather(self, mine: HostMemory, out: HostMemory, counts: Sequence[int]) -> None:
+        check_own_count(counts, mine.array.size, self, "input")
+        check_counts(counts, out.array.size)
         np.copyto(out.array, mine.array)
 
     def reduce_scatter(self, full: HostMemory, out: HostMemory, counts: Sequence[int], op: Op) -> None:
         check_reducible(full.dtype, op)
+        check_own_count(counts, out.array.size, self, "output")
+        check_counts(counts, full.array.size)
         np.copyto(out.array, full.array)
 
     def all_to_all(
         self, send: HostMemory, send_counts: Sequence[int], out: HostMemory, out_counts: Sequence[int]
     ) -> None:
+        check_counts(send_counts, send.array.size, "send_counts")
+        check_counts(out_counts, out.array.size, "out_counts")
+        if [*send_counts] != [*out_counts]:
+            own = self.ranks[0]
+            raise size_mismatch(self.name, fingerprint("all_to_all", send.dtype), own, send.nbytes, own, out.nbytes)
         np.copyto(out.array, send.array)
 
     def barrier(self) -> None:
         pass
 
     def broadcast_object(self, item: Any, root: int = 0) -> Any:
+        check_rank(root, self)
         return item
 
     def all_gather_object(self, item: Any) -> list[Any]:
         return [copy.deepcopy(item)]
 
     def start(self, description: str, function: Callable[[], T]) -> Work[T]:
-        work = BackgroundWork(description, function, lambda _: None)
+        work = BackgroundWork(description, function, lambda _: None, self.interrupt)
         work.run()
         return work
 
@@ -78,7 +91,19 @@ class SingleCommunicator:
     def activity(self) -> None:
         return None
 
+    def refuse(self, operation: str, error: ArgumentError) -> None:
+        pass
+
+    def check(self) -> None:
+        pass
+
+    def interrupt(self, operation: str, cause: BaseException) -> None:
+        pass
+
     def close(self) -> None:
+        pass
+
+    def discard(self) -> None:
         pass
 
     def detach_after_fork(self) -> None:

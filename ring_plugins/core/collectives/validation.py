@@ -35,6 +35,26 @@ def check_counts(counts: Sequence[int], elements: int, name: str = "counts") -> 
         raise ArgumentError(f"{name}={list(counts)} do not add up to the {elements} elements given.")
 
 
+def check_own_count(counts: Sequence[int], elements: int, communicator: Communicator[Any], name: str) -> None:
+    """Check that there is a count for every rank, and that this rank's fits its memory.
+
+    Args:
+        counts: elements of each rank.
+        elements: how many this rank's memory has.
+        communicator: of the ranks.
+        name: what to call the memory in an error.
+
+    Raises:
+        ArgumentError: it does not.
+    """
+    rank, size = communicator.rank, communicator.size
+    if len(counts) != size or elements != counts[rank]:
+        raise ArgumentError(
+            f"counts={list(counts)} on rank {communicator.ranks[rank]}: there must be one for each of {size} ranks, "
+            f"and this rank's {name} has {elements} elements."
+        )
+
+
 def rows_of(shape: Sequence[int], collective: str) -> int:
     """Return the first dimension of `x`.
 

@@ -79,7 +79,7 @@ class Channel(abc.ABC):
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.on_lost: Callable[[int, str], None] = lambda rank, how: None
+        self.on_lost: Callable[[int, Disconnected], None] = lambda rank, how: None
         self.on_left: Callable[[int], None] = lambda rank: None
         self.on_joined: Callable[[int], None] = lambda rank: None
         self._handlers: dict[str, Handler] = {}
@@ -91,6 +91,7 @@ class Channel(abc.ABC):
         self._waker.setblocking(False)
         self._selector.register(self._wake_end, selectors.EVENT_READ, None)
         self._idle = threading.Event()
+        self._poller = 0  # the thread that polls
         self._closed = False
 
     def on(self, kind: str, handler: Handler) -> None:
@@ -105,7 +106,12 @@ class Channel(abc.ABC):
             kind: selects the handler.
             body: values that JSON can hold.
             droppable: whether it may be dropped when the network is too slow.
+
+        Raises:
+            TypeError: a handler took `rank` from a message that no release of ours sends.
         """
+        if not isinstance(rank, int):
+            raise TypeError(f"{rank!r} is not a rank")
         self._idle.clear()
         self._outbox.append((rank, kind, body or {}, droppable))
         self._wake()
@@ -115,6 +121,7 @@ class Channel(abc.ABC):
         if self._closed:
             time.sleep(seconds)
             return
+        self._poller = threading.get_ident()
         self._deliver()
         self._write_all()
         for key, events in self._selector.select(seconds):
@@ -138,14 +145,41 @@ class Channel(abc.ABC):
         return [connection.rank for connection in self._connections()]
 
     def flush(self, seconds: float) -> bool:
-        """Wait until everything is sent; returns whether it is. Not for the thread that polls."""
+        """Wait until everything is sent; returns whether it is.
+
+        The thread that polls calls this only when it dies, and sends by itself.
+        """
+        if threading.get_ident() == self._poller:
+            return self._send_everything(seconds)
         self._wake()
         return self._idle.wait(seconds)
+
+    def drain(self, seconds: float) -> None:
+        """Move messages until everything is sent; called by the thread that polls."""
+        end = time.monotonic() + seconds
+        while not self._closed and self._has_more_to_send() and time.monotonic() < end:
+            self.poll(0.02)
+
+    def _send_everything(self, seconds: float) -> bool:
+        """Send what is queued, by nothing but the connections: anything else may be what has failed."""
+        end = time.monotonic() + seconds
+        while not self._closed:
+            self._deliver()
+            for connection in self._connections():
+                with contextlib.suppress(Disconnected):
+                    connection.frames.write()
+            if not self._has_more_to_send():
+                return True
+            if time.monotonic() > end:
+                break
+            time.sleep(0.005)
+        return False
 
     def close(self) -> None:
         """Send goodbye and close; called by the thread that polls."""
         if self._closed:
             return
+        self._deliver()  # what was told before goes out before the goodbye, after which nobody reads
         self._say_goodbye()
         end = time.monotonic() + CLOSE_SECONDS
         while self._has_more_to_send() and time.monotonic() < end:
@@ -196,33 +230,33 @@ class Channel(abc.ABC):
                 self._failed_handlers.add(kind)
                 logger.exception(f'rank {self.rank}: handling the message "{kind}" of rank {sender} failed')
 
-    def _read(self, connection: ControlConnection, lost: str = "") -> None:
+    def _read(self, connection: ControlConnection, lost: Disconnected | None = None) -> None:
         """Handle what has arrived on a connection, and its end.
 
         Args:
             connection: to read.
-            lost: why it has ended, "" if that is not known yet.
+            lost: why it has ended, None if that is not known yet.
         """
         messages = []
         try:
             messages = connection.frames.read()
         except Disconnected as error:
-            lost = lost or str(error)
+            lost = lost or error
         try:
             for data in messages:
                 self._take(connection, data)
                 if not connection.is_open:  # by a goodbye, or by a handler
                     return
         except Disconnected as error:
-            lost = str(error)
-        if lost:
+            lost = error
+        if lost is not None:
             self._forget(connection)
             self.on_lost(connection.rank, lost)
 
     def _take(self, connection: ControlConnection, data: bytes) -> None:
         message = from_json(data)
         if not isinstance(message, list) or len(message) != 2:
-            raise Disconnected("it sent an invalid message")
+            raise Disconnected("it sent an invalid message", is_invalid=True)
         if message == GOODBYE:
             self._forget(connection)
             self.on_left(connection.rank)
@@ -233,7 +267,7 @@ class Channel(abc.ABC):
         try:
             connection.frames.write()
         except Disconnected as error:
-            self._read(connection, str(error))  # the rank may have said why it ends
+            self._read(connection, error)  # the rank may have said why it ends
 
     def _deliver(self) -> None:
         while self._outbox:

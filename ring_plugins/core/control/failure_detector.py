@@ -12,7 +12,10 @@ one:
   control connection close without a goodbye, and tells the others.
 - A host or network that is gone: the kernel's acknowledgments stop (tcp_liveness.py), or the control connection times
   out. Both ends report it, since neither can reach the other.
-- A normal end: `left`. It is an error only for ranks that still wait for the rank that left (`PeerLeft`).
+- A normal end: `left`. It is an error only for ranks that still wait for the rank that left: `PeerLeft`, or
+  `PeerFailed` if that rank called `sys.exit` with a status.
+- Alive, but interrupted in an operation by an exception that its script caught: only that communicator is broken, on
+  all its members (`break_communicator`); the job goes on.
 - Alive but waiting in a different operation: stall detection on rank 0 finds the cycle (observe/stall.py) and puts it
   into `deadlocks`.
 
@@ -27,21 +30,32 @@ is needed to go on without them; to end, or to restart all ranks, the first fail
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 import traceback
+import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ring_plugins.core.base.errors import DeadlockError, PeerFailed, PeerLeft
 from ring_plugins.core.control.channel import EVERYONE, Channel
 from ring_plugins.core.control.liveness import LocalPeers
 from ring_plugins.core.control.parent_notifier import notify_parent
+from ring_plugins.core.net.auth import Disconnected
 
 #: Seconds for which data that a rank sent before it left may still be on its way.
 _IN_FLIGHT = 2.0
+#: Seconds for which a rank that breaks a communicator waits until the members know.
+_NOTICE = 2.0
+#: Operations of which refusals are remembered.
+_REFUSALS = 100
 #: Seconds that a process takes to end after it left, including the teardown of GPU communicators.
 _EXIT = 15.0
+#: Errors by which the kernel reports that another host does not react, rather than that a process has closed its end.
+_NETWORK_LOST = frozenset(
+    (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.ENONET)
+)
 
 
 class Peer(NamedTuple):
@@ -56,6 +70,13 @@ class Peer(NamedTuple):
     host: str
     pid: int
     domain: str
+
+
+class Breakable(Protocol):
+    """What a communicator remembers of its failure; see `core.collectives.api.FailureState`."""
+
+    def fail(self, error: BaseException) -> None:
+        """Make every further call raise `error`, unless an earlier error is already recorded."""
 
 
 class FailureDetector:
@@ -83,9 +104,19 @@ class FailureDetector:
         self._local_peers, self._channel = local_peers, channel
         self._remote_failure: PeerFailed | None = None
         self._has_lost_a_process = False
+        self._communicators: weakref.WeakValueDictionary[int, Breakable] = weakref.WeakValueDictionary()
+        self._broken: dict[int, PeerFailed] = {}
+        self._knowing: dict[int, set[int]] = {}  # by communicator that this rank has broken
+        #: By communicator, operations finished and calls refused since: who refused the next call, and why.
+        self._refusals: dict[tuple[int, int, int], dict[int, str]] = {}
         self._left: dict[int, float] = {}
         self._departures: list[int] = []  # which rank 0 has not yet forwarded
+        self._exit_status: dict[int, int] = {}  # of ranks that leave with another one than 0
         channel.on("failed", lambda sender, body: self._note_failed(body))
+        channel.on("exits", lambda sender, body: self._note_exit(body))
+        channel.on("broken", lambda sender, body: self._note_broken(body))
+        channel.on("refused", lambda sender, body: self._note_refused(body))
+        channel.on("knows of broken", self._note_knowing)
         channel.on("left", lambda sender, body: self._note_left(body["ranks"]))
         channel.on_lost, channel.on_left = self._note_lost, lambda rank: self._note_left([rank])
 
@@ -110,7 +141,7 @@ class FailureDetector:
             what: the operation that waits, for the error's text.
 
         Raises:
-            PeerFailed: any rank failed or died.
+            PeerFailed: any rank failed or died, or one of `missing` ended with an exit status other than 0.
             PeerLeft: one of `missing` ended normally.
             DeadlockError: ranks wait for each other.
         """
@@ -119,8 +150,15 @@ class FailureDetector:
             self.aborted = True
             raise failure
         for rank in missing:
-            if self._has_left(rank):
+            if self.has_left(rank):
                 self.aborted = True
+                status = self._exit_status.get(rank) or (self._local_peers and self._local_peers.exit_status(rank))
+                if status:
+                    raise PeerFailed(
+                        f"rank {rank} ended with exit status {status} (sys.exit), while rank {self.rank} waits for it "
+                        f"in {what}.",
+                        rank,
+                    )
                 raise PeerLeft(
                     f"rank {rank} has left the job, but rank {self.rank} waits for it in {what}. "
                     "Usually the ranks took different numbers of steps: give every rank the same number of batches.",
@@ -136,7 +174,8 @@ class FailureDetector:
             return self._local_peers.has_ended(rank)
         return rank in self._left and time.monotonic() - self._left[rank] > _EXIT
 
-    def _has_left(self, rank: int) -> bool:
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has ended normally and what it sent before must have arrived."""
         if self._local_peers is not None and self._local_peers.has_left(rank):
             return True
         return rank in self._left and time.monotonic() - self._left[rank] > _IN_FLIGHT
@@ -151,12 +190,94 @@ class FailureDetector:
         if isinstance(error, PeerFailed):
             root, text = error.rank, str(error)
         else:
-            root, text = self.rank, f"rank {self.rank} failed: {summary(error)}"
+            reason = str(error) if isinstance(error, ThreadDied) else summary(error)
+            root, text = self.rank, f"rank {self.rank} failed: {reason}"
         if self._local_peers is not None:
             self._local_peers.own.fail(root, text)
         notify_parent(text)
         self._channel.tell(0, "failed", {"rank": root, "text": text, "of": self.rank})
         self._channel.flush(0.5)
+
+    def leave(self, status: int) -> None:
+        """Tell the other ranks that this one leaves by `sys.exit(status)`; those that wait for it raise an error."""
+        if os.getpid() == self._pid and status:
+            if self._local_peers is not None:
+                self._local_peers.own.note_exit(status)
+            self._channel.tell(0, "exits", {"rank": self.rank, "status": status})
+
+    # Communicators --------------------------------------------------------------------------------
+
+    def watch(self, key: int, state: Breakable) -> None:
+        """Let `state` fail when a member breaks the communicator.
+
+        Args:
+            key: of the communicator, the same on all its members and different from all others'.
+            state: of this member; not kept alive.
+        """
+        self._communicators[key] = state
+        if key in self._broken:
+            state.fail(self._broken[key])
+
+    def break_communicator(self, key: int, text: str, members: Sequence[int]) -> None:
+        """Make all other members of a communicator raise `PeerFailed`, now and in every further call.
+
+        Returns once all of them know, so that none can finish an operation with memory that this rank overwrites
+        afterwards without noticing; after 2 s at the latest, for one of them may be stopped or dead.
+
+        Args:
+            key: as in `watch`.
+            text: says what happened on this rank and what to do.
+            members: world ranks.
+        """
+        if os.getpid() != self._pid:
+            return
+        self._knowing[key] = knowing = {self.rank}
+        self._channel.tell(0, "broken", {"key": key, "rank": self.rank, "text": text})
+        end = time.monotonic() + _NOTICE
+        while not knowing.issuperset(members) and self.failure() is None and time.monotonic() < end:
+            time.sleep(0.001)
+
+    def _note_knowing(self, sender: int, body: dict[str, Any]) -> None:
+        key, rank, member = int(body["key"]), int(body["rank"]), int(body["member"])
+        if rank == self.rank and key in self._knowing:
+            self._knowing[key].add(member)
+        elif self.rank == 0 and 0 < rank < len(self.membership):
+            self._channel.tell(rank, "knows of broken", body)
+
+    def _note_broken(self, body: dict[str, Any]) -> None:
+        key, error = int(body["key"]), PeerFailed(str(body["text"]), int(body["rank"]))
+        self._broken.setdefault(key, error)
+        state = self._communicators.get(key)
+        if error.rank != self.rank:
+            if state is not None:
+                state.fail(error)
+            self._channel.tell(0, "knows of broken", {"key": key, "rank": error.rank, "member": self.rank})
+        if self.rank == 0:
+            self._channel.tell(EVERYONE, "broken", body)
+
+    def refuse(self, key: int, number: int, before: int, text: str) -> None:
+        """Tell all ranks that this one refused the arguments of an operation.
+
+        Args:
+            key: of the communicator, as in `watch`.
+            number, before: which operation it is: operations finished, and calls refused since.
+            text: says what was refused and why.
+        """
+        if os.getpid() == self._pid:
+            self._channel.tell(0, "refused", {"operation": [key, number, before], "rank": self.rank, "text": text})
+
+    def refusal(self, key: int, number: int, before: int, missing: Sequence[int]) -> str:
+        """Why one of `missing` refused an operation, "" if none did."""
+        refusals = self._refusals.get((key, number, before)) if key >= 0 else None
+        return next((refusals[rank] for rank in missing if rank in refusals), "") if refusals else ""
+
+    def _note_refused(self, body: dict[str, Any]) -> None:
+        key, number, before = body["operation"]
+        self._refusals.setdefault((key, number, before), {})[body["rank"]] = str(body["text"])
+        while len(self._refusals) > _REFUSALS:
+            del self._refusals[next(iter(self._refusals))]
+        if self.rank == 0:
+            self._channel.tell(EVERYONE, "refused", body)
 
     # On the monitor thread, which moves the channel -----------------------------------------------
 
@@ -182,12 +303,19 @@ class FailureDetector:
             network=True,
         )
 
-    def _note_lost(self, rank: int, how: str) -> None:
+    def _note_lost(self, rank: int, how: Disconnected) -> None:
         """The control connection of a rank ended without a goodbye."""
-        if not any(word in how.lower() for word in ("closed", "reset", "broken pipe")):
-            self.lose_network(rank, how)
-            return
         peer = self.membership[rank]
+        if how.code in _NETWORK_LOST:
+            self.lose_network(rank, str(how))
+            return
+        if how.is_invalid:
+            self._report_lost(
+                rank,
+                f"rank {self.rank} has closed its control connection to rank {rank} (process {peer.pid} on "
+                f"{peer.host}): {how}. Memory or network are faulty, or this is a bug of ring_plugins.",
+            )
+            return
         self._report_lost(
             rank,
             f"rank {rank} (process {peer.pid} on {peer.host}) died without reporting an error; it was "
@@ -210,11 +338,20 @@ class FailureDetector:
         if self.rank == 0:
             self._channel.tell(EVERYONE, "failed", body)
 
+    def _note_exit(self, body: dict[str, Any]) -> None:
+        self._exit_status[int(body["rank"])] = int(body["status"])
+        if self.rank == 0:
+            self._channel.tell(EVERYONE, "exits", body)
+
     def _note_left(self, ranks: Sequence[int]) -> None:
         now = time.monotonic()
         for rank in ranks:
             self._left.setdefault(rank, now)
         self._departures += ranks
+
+
+class ThreadDied(Exception):
+    """A helper thread of this rank has ended; the text completes "rank 3 failed: ..."."""
 
 
 def summary(error: BaseException) -> str:

@@ -28,7 +28,7 @@ from ring_plugins.core.linux.shared_memory import Address, Segment, publish
 RUNNING, LEFT, FAILED = 1, 2, 3
 
 #: Words (int64) at the start of a segment; the text of a cause begins at byte _CAUSE.
-_STATE, _PID, _ROOT_CAUSE_RANK, _CAUSE_LENGTH = range(4)
+_STATE, _PID, _ROOT_CAUSE_RANK, _CAUSE_LENGTH, _EXIT_STATUS = range(5)
 _CAUSE, _NBYTES = 1024, 8192
 
 
@@ -81,6 +81,17 @@ class Liveness:
             return False
         fcntl.lockf(self._segment.fd, fcntl.LOCK_UN)
         return True
+
+    @property
+    def exit_status(self) -> int:
+        """What this process passed to `sys.exit`; to be read after `state`."""
+        publish()
+        return self._words[_EXIT_STATUS]
+
+    def note_exit(self, status: int) -> None:
+        """Tell peers the exit status; before `leave`."""
+        self._words[_EXIT_STATUS] = status
+        publish()
 
     def leave(self) -> None:
         """Tell peers that this process leaves the job normally."""
@@ -139,6 +150,11 @@ class LocalPeers:
         """Whether a local peer left normally."""
         other = self.others.get(rank)
         return other is not None and other.state == LEFT
+
+    def exit_status(self, rank: int) -> int:
+        """The exit status with which a local peer left; 0 for ranks of other hosts."""
+        other = self.others.get(rank)
+        return other.exit_status if other is not None else 0
 
     def has_ended(self, rank: int) -> bool:
         """Whether a local peer left normally and its process is gone too."""

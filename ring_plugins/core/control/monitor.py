@@ -5,9 +5,12 @@ library does not, and would go on for hours in a job that is over, or hang. So t
 runs the services (stall reports, timelines, failure detection that polls), and when a peer has failed gives the script
 some seconds to notice in its next collective. Then it ends the process.
 
-It also ends the process when the launcher is gone: an mpirun killed by SIGKILL does not end its ranks.
+It also ends the process when the launcher is gone: an mpirun killed by SIGKILL does not end its ranks. Where rank 0 has
+spawned the others, the kernel ends them with rank 0, and nobody would say why the job is over. So rank 1 lives for a
+moment longer, and its monitor thread tells.
 
-A service that raises is dropped with a message: an observer must not harm the job.
+A service that only observes is dropped with a message if it raises: it must not harm the job. Any other exception ends
+the job (core/base/threads.py), since without this thread nobody would notice a failure.
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ring_plugins.core.base.log import logger
+from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.failure_detector import FailureDetector
+from ring_plugins.core.linux.process import end_with_parent, outlive_parent
 
 #: Seconds between ticks.
 _EVERY = 0.5
@@ -55,16 +60,27 @@ class MonitorThread:
     ) -> None:
         self._failure_detector, self._channel, self._abort = failure_detector, channel, abort
         self._parent = os.getppid() if launched else 0
+        self._tells_of_parent = launched and failure_detector.rank == 1 and self._parent == self._pid_of_rank_0()
         self._services: list[Service] = []
+        self._vital: list[Service] = []
         self._end_at = 0.0
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ring:monitor", daemon=True)
+        self._thread = HelperThread(self._run, "ring:monitor")
 
     def start(self) -> None:
+        """Start the thread; called by the thread that called `end_with_parent`, if any."""
+        if self._tells_of_parent:
+            outlive_parent()
         self._thread.start()
 
-    def add(self, service: Service) -> None:
-        """Add a service."""
+    def add(self, service: Service, vital: bool = False) -> None:
+        """Add a service.
+
+        Args:
+            service: to call.
+            vital: whether the job ends if it raises; others are dropped.
+        """
+        self._vital += [service] if vital else []
         self._services = [*self._services, service]
 
     def close(self, patience: float = 5.0) -> None:
@@ -75,6 +91,8 @@ class MonitorThread:
         """
         self._closed.set()
         self._channel.flush(0)
+        if self._tells_of_parent:
+            end_with_parent()
         if threading.current_thread() is not self._thread:
             self._thread.join(patience)
 
@@ -93,18 +111,30 @@ class MonitorThread:
             try:
                 function(service)
             except Exception as error:
+                if service in self._vital:
+                    raise
                 self._services = [other for other in self._services if other is not service]
                 logger.error(
                     f"rank {self._failure_detector.rank}: {type(service).__name__} stopped: "
                     f"{type(error).__name__}: {error}"
                 )
 
+    def _pid_of_rank_0(self) -> int:
+        return self._failure_detector.membership[0].pid
+
     def _end_without_launcher(self) -> None:
-        if self._parent > 1 and os.getppid() != self._parent:
-            logger.error(
-                f"rank {self._failure_detector.rank} ends because the launcher (process {self._parent}) is gone"
-            )
-            os._exit(1)
+        if self._parent <= 1 or os.getppid() == self._parent:
+            return
+        detector = self._failure_detector
+        if not self._tells_of_parent:
+            logger.error(f"rank {detector.rank} ends because the launcher (process {self._parent}) is gone")
+        elif not detector.aborted:
+            logger.error(f"rank {detector.rank} ends because {detector.failure() or 'rank 0 has ended'}")
+        else:  # its script tells
+            self._end_at = self._end_at or time.monotonic() + _GRACE
+            if time.monotonic() < self._end_at:
+                return
+        os._exit(1)
 
     def _end_after_failure(self) -> None:
         detector = self._failure_detector
@@ -120,7 +150,7 @@ class MonitorThread:
         detector.fail(failure)
         self._call(lambda service: service.close())
         logger.error(f"rank {detector.rank} ends because {failure}")
-        aborting = threading.Thread(target=self._abort, daemon=True)
+        aborting = HelperThread(self._abort, "ring:abort")
         aborting.start()
         aborting.join(_ABORT)
         os._exit(1)

@@ -23,11 +23,12 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import PeerFailed, TimeoutExceeded, name_ranks
+from ring_plugins.core.base.errors import MismatchError, PeerFailed, TimeoutExceeded, fresh, name_ranks
 
 if TYPE_CHECKING:
     from ring_plugins.core.control.failure_detector import FailureDetector
@@ -60,7 +61,7 @@ class LongWait(NamedTuple):
     """A wait of more than `_LONG` seconds.
 
     Attributes:
-        communicator: its name.
+        communicator: its identity, see `Wait`.
         what: the operation.
         number: how many operations of the communicator have finished.
         part_of: what the operation is a part of, such as a bucket, or "".
@@ -80,33 +81,68 @@ class LongWait(NamedTuple):
     on_gpu: bool = False
 
 
+class PeerRefused(MismatchError):
+    """A member refused the arguments of the operation in which this one waits for it."""
+
+
+class Background(Protocol):
+    """The operations of a communicator that another thread runs."""
+
+    def is_idle(self) -> bool:
+        """Whether none is queued or under way."""
+
+
 #: Long waits of this process, by thread, and by ("stream", handle) for those of GPUs. Other threads read it.
 long_waits: dict[Hashable, LongWait] = {}
+
+
+class Failure(Protocol):
+    """What `core.collectives.api.FailureState` knows."""
+
+    error: BaseException | None
 
 
 class Wait:
     """Waits on behalf of one communicator.
 
     Args:
-        communicator: its name, for messages and to tell its waits from those of others.
+        communicator: its name, for messages.
         failure_detector: knows which ranks have failed or left; None in a job of one rank.
+        key: equal on all members, and different for any two communicators of the job; -1 for none.
 
     Attributes:
+        identity: tells its waits from those of other communicators, of which some may have the same name.
         part_of: what the operation under way is a part of, such as a bucket, for messages.
         number: how many operations of the communicator have finished; equal on members in step.
+        begun: whether other members can tell that the operation under way has begun. The executor clears it before each
+            operation; the groups set it before they send or announce anything.
+        failure: why the communicator can no longer be used, if it cannot; every wait under way then raises that.
+        entered: how many have begun.
+        refused: how many calls this member has refused since.
+        background: its operations on another thread, None if there were none.
         caller_blocked_since: since when a caller has been blocked until this communicator finishes something, or 0.
         waited_for_arrival: seconds spent waiting for members to arrive at an operation, in waits that are over.
     """
 
-    def __init__(self, communicator: str, failure_detector: FailureDetector | None) -> None:
-        self._communicator = communicator
+    def __init__(self, communicator: str, failure_detector: FailureDetector | None, key: int = -1) -> None:
+        self.identity = communicator if key < 0 else f"{communicator} #{key}"
         self._failure_detector = failure_detector
         self._timeout = config.TIMEOUT.get()
         self.part_of = ""
-        self.number = 0
+        self.begun = False
+        self.failure: Failure | None = None
+        if key >= 0:
+            waits_of_communicators[self.identity] = self
+        self.number = self.entered = self.refused = 0
+        self._key = key
+        self.background: Background | None = None
         self.caller_blocked_since = 0.0
         self.waited_for_arrival = 0.0
         self._arrival_awaited_since = 0.0
+
+    def will_enter(self, number: int) -> bool:
+        """Whether this rank has begun the operation of this number, or may without its script."""
+        return self.entered > number or (self.background is not None and not self.background.is_idle())
 
     def waited_so_far(self) -> float:
         """`waited_for_arrival` including the wait under way, if there is one."""
@@ -121,6 +157,7 @@ class Wait:
         arrival: bool = False,
         nap: Callable[[float], None] = time.sleep,
         spin: bool = True,
+        receiving: Callable[[int], bool] | None = None,
     ) -> None:
         """Return when `ready()`; raise when it cannot become true any more.
 
@@ -131,6 +168,7 @@ class Wait:
             arrival: whether this waits for members to arrive at the operation rather than for bytes to move.
             nap: sleeps between two checks: `time.sleep`, or a function that returns early when something arrives.
             spin: whether to spin for a moment before the first sleep.
+            receiving: whether bytes of a rank still arrive, which are not lost if it has left meanwhile.
 
         Raises:
             PeerFailed, PeerLeft: a rank is gone.
@@ -153,7 +191,7 @@ class Wait:
                 now = time.monotonic()
                 if now >= next_check:
                     next_check = now + _CHECK_EVERY
-                    self._check(now, started, on_main, ready, missing, what)
+                    self._check(now, started, on_main, ready, missing, what, receiving)
                 nap(_NAP if now - started < 1.0 else _LONG_NAP)
         except PeerFailed as error:
             self._raise_reason(error, what)
@@ -174,25 +212,43 @@ class Wait:
         ready: Callable[[], bool],
         missing: Callable[[], Sequence[int]],
         what: Callable[[], str],
+        receiving: Callable[[int], bool] | None,
     ) -> None:
+        self._check_failure(ready)
         absent = missing()
         if self._failure_detector is not None:
             try:
-                self._failure_detector.check(self._communicator, absent, what())
+                lost = [rank for rank in absent if receiving is None or not receiving(rank)]
+                self._failure_detector.check(self.identity, lost, what())
             except Exception:
                 if ready():  # the peer did arrive before it ended
                     return
                 raise
+            self._check_refusals(self._failure_detector, absent, ready, what)
         if now - started > _LONG:
             blocked_since = started if on_main else max(started, self.caller_blocked_since or now)
             long_waits[threading.get_ident()] = LongWait(
-                self._communicator, what(), self.number, self.part_of, tuple(absent), started, blocked_since
+                self.identity, what(), self.number, self.part_of, tuple(absent), started, blocked_since
             )
         if now - started > self._timeout:
             raise TimeoutExceeded(
                 f"{what()} timed out after waiting {self._timeout:g} s for {name_ranks(absent)}; set RING_TIMEOUT to "
                 "wait longer."
             )
+
+    def _check_failure(self, ready: Callable[[], bool] = lambda: False) -> None:
+        error = self.failure.error if self.failure is not None else None
+        if error is not None and not ready():
+            raise fresh(error)
+
+    def _check_refusals(
+        self, detector: FailureDetector, absent: Sequence[int], ready: Callable[[], bool], what: Callable[[], str]
+    ) -> None:
+        if self._key < 0:
+            return
+        refusal = detector.refusal(self._key, self.number, self.refused, absent)
+        if refusal and not ready():
+            raise PeerRefused(f"{refusal} Rank {detector.rank} waits for it in {what()}.")
 
     def _raise_reason(self, error: PeerFailed, what: Callable[[], str]) -> None:
         """Give the reason why a peer is gone some time to arrive, and raise that instead."""
@@ -201,6 +257,11 @@ class Wait:
             return
         end = time.monotonic() + _REASON
         while time.monotonic() < end:
-            detector.check(self._communicator, [error.rank], what())
+            self._check_failure()
+            detector.check(self.identity, [error.rank], what())
             time.sleep(0.01)
         detector.aborted = True
+
+
+#: The waits of this process's communicators, by identity.
+waits_of_communicators: weakref.WeakValueDictionary[str, Wait] = weakref.WeakValueDictionary()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -27,6 +28,7 @@ from ring_plugins.core.control.wait import LongWait, Wait
 from ring_plugins.core.gpu.connection import NcclConnection
 from ring_plugins.core.gpu.cuda import Driver
 from ring_plugins.core.gpu.nccl import BYTES, Nccl
+from ring_plugins.core.gpu.nccl_log import nccl_log
 from ring_plugins.core.gpu.stream import QueuedOperation, StreamQueue, Streams
 from ring_plugins.core.linux.shared_memory import SharedBuffer
 
@@ -86,6 +88,8 @@ class DeviceCommunicator:
         driver: Driver,
         own_stream: bool = False,
     ) -> None:
+        while _discarded:
+            _discarded.popleft().release_discarded()
         self.name, self.device = name, device
         self.rank, self.size, self.ranks = host.rank, host.size, host.ranks
         self.statistics = Statistics()
@@ -303,9 +307,14 @@ class DeviceCommunicator:
         except Exception:
             raise  # the framework's, from a function given to `start`
         except BaseException as error:
-            self._failure.interrupt(what, error)
-            self._connection.abort()
+            self.interrupt(what, error)
             raise
+
+    def interrupt(self, operation: str, cause: BaseException) -> None:
+        with self._lock:
+            self._failure.interrupt(operation, cause)
+            self._connection.abort()
+        self._host.interrupt(f"{self.name}: {operation}", cause)  # whose failure the other members look for (`poll`)
 
     def _break(self, error: BaseException) -> None:
         """Let every further call raise `error`, and end kernels that wait for peers; returns at once."""
@@ -333,13 +342,20 @@ class DeviceCommunicator:
             if not self._connection.is_open:
                 return
             with self._breaking_on_error("its watchdog"), self._driver.device(self.device):
+                self._host.check()  # broken by a member that was interrupted
                 self._queue.poll()
                 self._connection.check()
                 self._queue.check_progress(departed)
+            self._report_choices()
         except RingError:
             pass  # the next call raises it
         finally:
             self._lock.release()
+
+    def _report_choices(self) -> None:
+        log = nccl_log()
+        if log is not None and self._peers and self._queue.has_completed:
+            log.report(self.ranks[self.rank], self.rank == 0)
 
     def abort(self, error: BaseException) -> None:
         """A member is gone: end kernels that wait for it, and let every further call raise `error`; waits for a second.
@@ -362,11 +378,23 @@ class DeviceCommunicator:
         """The operation in which this rank's GPU waits, None if it has not come to any."""
         return self._queue.long_wait(self._peers)
 
+    def refuse(self, operation: str, error: ArgumentError) -> None:
+        """Do nothing: a GPU that waits for this rank is found by the stall report."""
+
     def activity(self) -> Activity | None:
         """The operation that this rank's GPU is working on, or worked on last."""
         return self._queue.activity()
 
     # Life -----------------------------------------------------------------------------------------
+
+    def release_discarded(self) -> None:
+        """Close it without the peers, which may not have discarded theirs yet."""
+        with self._lock:
+            if self._queue.captured:
+                self._connection.drop()
+            else:
+                self._connection.abort()
+        self.close()
 
     def close(self) -> None:
         """Release the communicator once peers no longer need this rank, after 12 seconds at the latest.
@@ -387,11 +415,19 @@ class DeviceCommunicator:
         self._connection.wait_for_abort()
         self._host.close()
 
+    def discard(self) -> None:
+        """Leave it to the next communicator to close this one: neither NCCL nor a lock may be waited for here."""
+        _discarded.append(self)
+
     def detach_after_fork(self) -> None:
         """In a forked child: let every call raise, since CUDA does not survive a fork."""
         self._lock = threading.RLock()
         self._connection.drop()
         self._failure.detach_after_fork()
+
+
+#: Communicators whose last user has gone.
+_discarded: deque[DeviceCommunicator] = deque()
 
 
 def _sum_and_factor(dtype: str, size: int) -> tuple[Op, float]:

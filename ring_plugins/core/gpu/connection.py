@@ -32,11 +32,14 @@ from typing import Any, NamedTuple
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import DeviceError, MismatchError, RingError, TimeoutExceeded, name_ranks
+from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.gpu.cuda import Driver
 from ring_plugins.core.gpu.nccl import SUCCESS, Config, Nccl, UniqueId, version_text
+from ring_plugins.core.gpu.nccl_log import nccl_log
 from ring_plugins.core.linux.process import boot_id
+from ring_plugins.core.net.network_choice import wanted_interfaces
 
 #: From this release on NCCL has a setting for several ranks on one GPU. Older ones must take the ranks for hosts.
 _SHARING_SINCE = 23000
@@ -91,6 +94,8 @@ class NcclConnection:
         check_gpus(infos, host.ranks)
         if share:
             allow_shared_gpu(nccl.version, host.ranks[host.rank])
+        choose_interface()
+        log = nccl_log()
         unique_id = host.broadcast_object(nccl.unique_id() if host.rank == 0 else None, root=0)
         communicator = ctypes.c_void_p()
         with self._driver.device(self._device):
@@ -98,7 +103,7 @@ class NcclConnection:
                 "ncclCommInitRankConfig",
                 ctypes.byref(communicator),
                 host.size,
-                UniqueId.from_buffer_copy(unique_id),
+                UniqueId.received(unique_id),
                 host.rank,
                 ctypes.byref(Config.nonblocking()),
             )
@@ -108,6 +113,9 @@ class NcclConnection:
             self._start_abort(communicator)
             self.wait_for_abort()
             raise
+        finally:
+            if log is not None:
+                log.restore_environment()
         return communicator
 
     def _wait_until_connected(self, communicator: ctypes.c_void_p, host: Communicator) -> None:
@@ -187,7 +195,7 @@ class NcclConnection:
             with contextlib.suppress(DeviceError), self._driver.device(self._device):
                 self._nccl.call("ncclCommAbort", communicator)
 
-        thread = threading.Thread(target=run, name=f"ring:abort {self._name}", daemon=True)
+        thread = HelperThread(run, f"ring:abort {self._name}")
         # From Python 3.12 on no thread starts once the interpreter exits; the end of the process ends kernels, too.
         with contextlib.suppress(RuntimeError):
             thread.start()
@@ -279,6 +287,13 @@ def check_gpus(infos: Sequence[RankInfo], ranks: Sequence[int]) -> None:
                 "and a different GPU per rank where CUDA_VISIBLE_DEVICES is set by rank. To share it on purpose, which "
                 "is slow and useful for tests only, set RING_SHARE_GPU=1 on all ranks."
             )
+
+
+def choose_interface() -> None:
+    """Let NCCL connect over the interfaces that RING_INTERFACE names. It reads its variable once in a process."""
+    names = wanted_interfaces()
+    if names:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "=" + ",".join(names))  # "=": not every name that begins so
 
 
 def allow_shared_gpu(version: int, rank: int) -> None:

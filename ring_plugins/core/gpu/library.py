@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import DeviceError, MissingDependency
+from ring_plugins.core.base.install import pip_command
 
 NCCL_SONAME, CUDA_SONAME = "libnccl.so.2", "libcuda.so.1"
 NCCL_WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
@@ -108,7 +109,7 @@ def open_nccl() -> tuple[ctypes.CDLL, str]:
     raise MissingDependency(
         "NCCL is needed to reduce GPU memory and was not found: "
         + ("; ".join(failed) or "nowhere")
-        + '. Add it with: pip install "ring_plugins[nccl]" (CUDA 12) or "ring_plugins[nccl-cu13]" (CUDA 13); '
+        + f". Add it with: {pip_command('nccl')} (CUDA 12) or {pip_command('nccl-cu13')} (CUDA 13); "
         "RING_NCCL_LIBRARY may name a file."
     )
 

@@ -22,6 +22,17 @@ class UniqueId(ctypes.Structure):
 
     _fields_ = [("internal", ctypes.c_byte * 128)]
 
+    @classmethod
+    def received(cls, item: Any) -> UniqueId:
+        """The identifier that another rank has made.
+
+        Raises:
+            DeviceError: it is none.
+        """
+        if not isinstance(item, bytes) or len(item) != ctypes.sizeof(cls):
+            raise DeviceError(f"rank 0 of a communicator sent {item!r:.40} in place of NCCL's identifier.")
+        return cls.from_buffer_copy(item)
+
 
 class Config(ctypes.Structure):
     """The part of ncclConfig_t that release 2.14 had; NCCL goes by `version` and fills in newer fields itself."""

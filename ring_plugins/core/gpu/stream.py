@@ -101,6 +101,7 @@ class StreamQueue:
         stream: as above.
         unfinished: operations not known to be done, oldest first.
         captured: operations that belong to CUDA graphs, whose replays use their memory.
+        has_completed: whether the GPU has completed an operation.
     """
 
     def __init__(self, name: str, rank: int, stream: int, streams: Streams, driver: Driver) -> None:
@@ -113,7 +114,7 @@ class StreamQueue:
         self._free_events: list[int] = []
         self._owners: list[Any] = []
         self._start_event = 0
-        self._has_run = False
+        self._has_run = self.has_completed = False
         self._timeout = config.TIMEOUT.get()
         self._departed_since = 0.0
 
@@ -210,6 +211,7 @@ class StreamQueue:
         if queued.end_event and not queued.is_captured and self._driver.query_event(queued.end_event):
             self._free_events.append(queued.end_event)
             self._mark_reached(queued)
+            self.has_completed = True
             queued.end_event, queued.owners, queued.done_at = 0, [], time.monotonic()
         return not queued.end_event
 

@@ -14,6 +14,9 @@ ever has to ask the others what comes next; Horovod's coordinator does that in e
 **Missing gradients.** A rank may lack a gradient that another rank has. So each bucket ends with one flag per tensor,
 1 if this rank has the gradient. The flags are averaged along with the rest: one above 0 tells every rank that some rank
 has the gradient.
+
+**Control numbers** follow the flags of the last bucket, if asked for. They tell every rank what has happened on some
+rank in this pass, such as a backward that raised, at no cost of their own.
 """
 
 from __future__ import annotations
@@ -88,8 +91,8 @@ class Bucket:
         entries: its tensors, as indices into the plan's entries.
         offsets: element at which each of them starts, on a cache line; -1 for the direct ones.
         direct: the entries that are reduced where they are, outside of the bucket's memory.
-        flags: element at which the flags begin, one for each tensor.
-        count: number of elements, flags included.
+        flags: element at which the flags begin, one for each tensor; the control numbers of the last bucket follow.
+        count: number of elements, all of these included.
     """
 
     index: int
@@ -113,17 +116,18 @@ class FusionPlan:
         entries: tensors in the order of the model. The last ones get their gradients first, so buckets are filled from
             the end.
         sizes: of the buckets.
+        control: how many control numbers the last bucket has. With any, there is a bucket even without tensors.
 
     Raises:
         ArgumentError: sizes are not positive.
     """
 
-    def __init__(self, entries: Sequence[Entry], sizes: BucketSizes = DEFAULT_SIZES) -> None:
+    def __init__(self, entries: Sequence[Entry], sizes: BucketSizes = DEFAULT_SIZES, control: int = 0) -> None:
         if sizes.bucket_bytes < 1 or sizes.first_bucket_bytes < 1:
             raise ArgumentError(
                 f"bucket_bytes={sizes.bucket_bytes} and first_bucket_bytes={sizes.first_bucket_bytes} must be positive."
             )
-        self.entries, self.sizes = tuple(entries), sizes
+        self.entries, self.sizes, self.control = tuple(entries), sizes, control
         self.buckets = tuple(self._fill())
 
     def _fill(self) -> list[Bucket]:
@@ -140,9 +144,12 @@ class FusionPlan:
                 groups.append((entry.dtype, open_.pop(entry.dtype)))
                 filled[entry.dtype], limit[entry.dtype] = 0, self.sizes.bucket_bytes
         groups.extend(open_.items())
-        return [self._lay_out(index, dtype, group) for index, (dtype, group) in enumerate(groups)]
+        if not groups and self.control:
+            groups.append(("float32", []))
+        control = [0] * (len(groups) - 1) + [self.control]
+        return [self._lay_out(index, *group, control[index]) for index, group in enumerate(groups)]
 
-    def _lay_out(self, index: int, dtype: str, group: list[int]) -> Bucket:
+    def _lay_out(self, index: int, dtype: str, group: list[int], control: int) -> Bucket:
         line = CACHE_LINE // STORAGE[dtype].itemsize
         limit = self.sizes.direct_bytes
         direct = tuple(i for i in group if limit is not None and _nbytes(self.entries[i]) >= limit)
@@ -153,7 +160,7 @@ class FusionPlan:
             else:
                 offsets.append(end)
                 end += -(-self.entries[i].count // line) * line
-        count = end + -(-len(group) // line) * line
+        count = end + -(-(len(group) + control) // line) * line
         return Bucket(index, dtype, tuple(group), tuple(offsets), direct, end, count)
 
     @property
@@ -163,7 +170,7 @@ class FusionPlan:
 
     def buckets_with(self, sizes: BucketSizes) -> tuple[Bucket, ...]:
         """The buckets that the same tensors would have with other sizes."""
-        return FusionPlan(self.entries, sizes).buckets
+        return FusionPlan(self.entries, sizes, self.control).buckets
 
     @cached_property
     def fingerprint(self) -> str:

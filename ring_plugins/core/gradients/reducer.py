@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from time import monotonic_ns
+from types import MethodType
 from typing import Any
 
 from ring_plugins.core.arrays.codec import Compression, HalfCodec
@@ -30,9 +32,18 @@ class GradientReducer:
         buffer: the buckets' memory.
         communicator: reduces it. Nobody else may use it, so that operations keep the order of the buckets.
         fill: called once a pass for every bucket, before its launch, to copy its gradients into the memory; returns the
-            memory of the bucket's direct tensors, or nothing if it has none.
+            memory of the bucket's direct tensors, or nothing if it has none. A method is held weakly, since its object
+            holds this one, and a cycle would keep the memory until the next garbage collection.
         op: the reduction.
         compression: how host memory is compressed between hosts; None sends it as it is.
+        holds_last: whether the last bucket always waits for `launch_rest`, which tells that backward has not raised.
+
+    Attributes:
+        holds: whether buckets wait for `launch_rest` even if they are complete.
+        waited: seconds that `finish` waited.
+        reduced_bytes: bytes reduced.
+        passes: passes finished.
+        is_under_way: whether a pass has begun and not been finished.
     """
 
     def __init__(
@@ -42,9 +53,12 @@ class GradientReducer:
         fill: Fill,
         op: Op = Op.AVERAGE,
         compression: Compression | None = None,
+        holds_last: bool = False,
     ) -> None:
-        self._buffer, self._communicator, self._fill, self._op = buffer, communicator, fill, op
+        self._buffer, self._communicator, self._op = buffer, communicator, op
+        self._fill = weakref.WeakMethod(fill) if isinstance(fill, MethodType) else lambda: fill
         self._buckets = buffer.plan.buckets
+        self._early = len(self._buckets) - holds_last
         self._compression = compression
         self._codecs: dict[tuple[int, int], HalfCodec] = {}
         self._descriptions = [_describe(bucket, buffer.plan) for bucket in self._buckets]
@@ -52,13 +66,14 @@ class GradientReducer:
         for bucket in self._buckets:
             for entry in bucket.entries:
                 self._bucket_of[entry] = bucket.index
-        #: Seconds that `finish` waited, bytes reduced, passes finished.
+        self.holds = False
         self.waited = 0.0
         self.reduced_bytes = 0
         self.passes = 0
         self._start_pass()
 
     def _start_pass(self) -> None:
+        self.is_under_way = False
         self._ready = bytearray(len(self._bucket_of))
         self._missing = [len(bucket.entries) for bucket in self._buckets]
         self._next = 0
@@ -67,41 +82,58 @@ class GradientReducer:
         self._ready_at: dict[int, int] = {}  # by bucket, while the recorder is on
         self._first_ready_at = 0
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a pass has begun and not been finished."""
-        return self._next > 0 or any(self._ready)
-
     def is_launched(self, entry: int) -> bool:
         """Whether the bucket of this gradient is already being reduced."""
         return self._bucket_of[entry] < self._next
 
-    def is_ready(self, entry: int) -> bool:
-        """Whether this gradient has been marked in this pass."""
-        return bool(self._ready[entry])
+    def has_left(self, bucket: int) -> bool:
+        """Whether this bucket is already being reduced."""
+        return bucket < self._next
 
-    def mark_ready(self, entry: int) -> None:
-        """Note that a gradient is complete; marking it twice changes nothing."""
+    def mark_ready(self, entry: int) -> bool:
+        """Note that a gradient is complete; marking it twice changes nothing.
+
+        Returns:
+            Whether it will be, or is being, reduced as it is now: not if it was marked before and its bucket has left.
+        """
         if self._ready[entry]:
-            return
+            return not self.is_launched(entry)
         self._ready[entry] = 1
+        self.begin()
+        self.mark_some_ready(self._bucket_of[entry], 1)
+        return True
+
+    def bucket_of(self, entry: int) -> int:
+        """The index of the bucket that this gradient belongs to."""
+        return self._bucket_of[entry]
+
+    def begin(self) -> None:
+        """Note that the first gradient of a pass is complete; `mark_ready` does so itself."""
+        self.is_under_way = True
         if recorder.on and not self._first_ready_at:
             self._first_ready_at = monotonic_ns()
-        bucket = self._bucket_of[entry]
-        self._missing[bucket] -= 1
+
+    def mark_some_ready(self, bucket: int, count: int) -> None:
+        """Note that so many more gradients of a bucket are complete, for callers that count them themselves."""
+        self._missing[bucket] -= count
         if self._missing[bucket] == 0:
             if recorder.on:
                 self._ready_at[bucket] = monotonic_ns()
-            if bucket != self._next:
-                return
-            while self._next < len(self._buckets) and self._missing[self._next] == 0:
-                self._launch(self._fill)
+            if bucket == self._next and not self.holds:
+                while self._next < self._early and self._missing[self._next] == 0:
+                    self._launch(self._fill())
+
+    def launch_rest(self) -> None:
+        """Launch what is left, without waiting."""
+        while self._next < len(self._buckets):
+            self._launch(self._fill())
 
     def finish(self) -> None:
         """Launch what is left and wait until every bucket is reduced."""
         if self._first_ready_at:
             recorder.record("backward", "backward, from its first gradient", self._first_ready_at, monotonic_ns())
-        self._complete(self._fill)
+        self.launch_rest()
+        self._wait()
 
     def abandon(self, fill: Fill = lambda bucket: None) -> None:
         """End a pass that failed on this rank: the peers' reductions complete, with whatever the memory holds.
@@ -109,9 +141,17 @@ class GradientReducer:
         Args:
             fill: returns memory for direct tensors, of the right sizes; its values do not matter.
         """
-        self._complete(fill)
+        while self._next < len(self._buckets):
+            self._launch(fill)
+        self._wait()
 
-    def _launch(self, fill: Fill) -> None:
+    def forget_errors(self) -> None:
+        """Drop the rounding errors that would be added to the next pass."""
+        self._codecs.clear()
+
+    def _launch(self, fill: Fill | None) -> None:
+        assert fill is not None  # whose object calls this
+        self.is_under_way = True
         bucket = self._buckets[self._next]
         memories = [self._buffer.memories[bucket.index], *(fill(bucket) or ())]
         communicator, op = self._communicator, self._op
@@ -149,16 +189,21 @@ class GradientReducer:
         codec.begin(memory.array)
         return codec
 
-    def _complete(self, fill: Fill) -> None:
+    def _wait(self) -> None:
+        """Wait for every bucket, and begin anew; if `fill` raised before, the pass is still under way."""
         try:
-            while self._next < len(self._buckets):
-                self._launch(fill)
             started = time.perf_counter()
             for work in self._works:
                 work.wait()
             self.waited += time.perf_counter() - started
             self.passes += 1
             steps.end_step(self.reduced_bytes - self._bytes_before)
+        except BaseException as error:
+            # Nobody will wait for the buckets under way, whose memory the next pass writes to.
+            under_way = [bucket for bucket, work in zip(self._buckets, self._works, strict=True) if not work.done()]
+            if under_way:
+                self._communicator.interrupt(self._descriptions[under_way[0].index], error)
+            raise
         finally:
             self._start_pass()
 
@@ -166,5 +211,7 @@ class GradientReducer:
 def _describe(bucket: Bucket, plan: FusionPlan) -> str:
     """The description for reports: the bucket's number, the number of buckets, and its contents."""
     names = [plan.entries[i].name for i in bucket.entries]
+    if not names:
+        return f"bucket {bucket.index} of {len(plan.buckets)}"
     contents = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}, {len(names)} gradients"
     return f"bucket {bucket.index} of {len(plan.buckets)} ({contents})"

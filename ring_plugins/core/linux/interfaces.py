@@ -118,3 +118,20 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+def reserve_port() -> socket.socket:
+    """A socket that reserves a TCP port of this host for a later `socket.create_server`, in any process.
+
+    The kernel does not hand out a bound port to sockets that ask for any free one. A second socket can still bind it,
+    as long as both set SO_REUSEADDR (`create_server` does) and the first does not listen. Closing it ends the
+    reservation.
+    """
+    reserved = socket.socket()
+    try:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("", 0))
+    except BaseException:
+        reserved.close()
+        raise
+    return reserved

@@ -19,6 +19,11 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
+def outlive_parent() -> None:
+    """Undo `end_with_parent`; in the same thread, for the kernel keeps the signal with the thread that asked for it."""
+    _prctl(_PR_SET_PDEATHSIG, 0)
+
+
 def adopt_orphans(adopt: bool) -> None:
     """Let descendants whose parent ends become children of this process, which can then still find and end them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
@@ -64,16 +69,35 @@ def cores(group: Path = _CGROUP) -> int:
 
 
 def cpu_quota(group: Path = _CGROUP) -> float | None:
-    """Cores that a container may keep busy, None without a limit.
+    """Cores that a container, a SLURM step or a systemd unit may keep busy, None without a limit.
 
     Args:
         group: as for `cores`.
     """
+    limits = [limit for directory in _own_groups(group) if (limit := _quota_of(directory)) is not None]
+    return min(limits, default=None)
+
+
+def _own_groups(group: Path) -> list[Path]:
+    """The directories that may hold a quota of this process: of its control group and of those around it."""
+    found = [group, group / "cpu"]
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            own = (group / "cpu" if controllers else group) / path.strip("/")
+            found += [own, *(parent for parent in own.parents if group in parent.parents)]
+    return list(dict.fromkeys(found))
+
+
+def _quota_of(directory: Path) -> float | None:
+    """The quota in a control group's own files, of version 2 or 1."""
     try:
-        if (group / "cpu.max").exists():
-            quota, period = (group / "cpu.max").read_text().split()
+        if (directory / "cpu.max").exists():
+            quota, period = (directory / "cpu.max").read_text().split()
         else:
-            quota, period = ((group / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            quota, period = ((directory / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
         limit = float(quota) / float(period)  # ValueError for "max", which means no limit, as -1 does in version 1
     except (OSError, ValueError):
         return None

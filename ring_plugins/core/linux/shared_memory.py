@@ -10,18 +10,26 @@ SIGKILL. It counts as memory of the process and not as part of /dev/shm.
 Opening /proc/PID/fd/FD needs the permission to trace that process (ptrace(2), "access mode checking"), which processes
 of one user in one process-id namespace have. Processes that lack it get a `SharedMemoryError` that says so. Passing
 file descriptors over Unix sockets would need no such permission, but a connection for each pair of ranks.
+
+**Forked children.** A forked child would share this memory with its parent: whatever it wrote to its gradients would
+reach the parent and the other ranks. So a segment that users get views of is copied before a fork, and the copy
+replaces the child's mapping (`own_copy_in_children`): the child sees what it would have seen with ordinary memory. It
+loses access to the other ranks' segments (`hide_from_children`). madvise(2) offers neither: MADV_WIPEONFORK is for
+private memory, and after MADV_DONTFORK the child's allocator may use the gap.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
 import platform
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,6 +57,60 @@ def shared_memory_domain() -> str:
     return f"{os.uname().nodename}/{boot_id()}/{os.readlink('/proc/self/ns/pid')}/{os.getuid()}"
 
 
+class _Range(NamedTuple):
+    """What a forked child finds at an address."""
+
+    address: int
+    nbytes: int
+    is_copied: bool
+
+
+#: The mappings that forked children do not share; a mapping lives as long as the last view of it.
+_in_children: weakref.WeakKeyDictionary[mmap.mmap, _Range] = weakref.WeakKeyDictionary()
+#: Copies during a fork, and the lock of the thread that forks.
+_copies: list[tuple[_Range, Bytes | None]] = []
+_forking = threading.RLock()
+_libc = ctypes.CDLL(None, use_errno=True)
+_MAP_FIXED, _PROT_NONE = 0x10, 0  # which the mmap module does not offer
+
+
+def _before_fork() -> None:
+    _forking.acquire()
+    _copies[:] = [
+        (where, np.ctypeslib.as_array((ctypes.c_uint8 * where.nbytes).from_address(where.address)).copy())
+        if where.is_copied
+        else (where, None)
+        for where in list(_in_children.values())
+        if where.nbytes
+    ]
+
+
+def _after_fork_in_parent() -> None:
+    _copies.clear()
+    _forking.release()
+
+
+def _after_fork_in_child() -> None:
+    for where, copy in _copies:
+        protection = _PROT_NONE if copy is None else mmap.PROT_READ | mmap.PROT_WRITE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        if _map(where.address, where.nbytes, protection, flags, -1, 0) != where.address:
+            os.write(2, b"ring_plugins: no memory for a forked child's copy of the gradients; the child ends.\n")
+            os._exit(1)
+        if copy is not None:
+            ctypes.memmove(where.address, copy.ctypes.data, where.nbytes)
+    _copies.clear()
+    _in_children.clear()  # now ordinary memory
+    _forking.release()
+
+
+if sys.platform == "linux":
+    _map = _libc.mmap
+    _map.restype = ctypes.c_void_p
+    _map.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+
+
 def _above_standard_streams(fd: int) -> int:
     """The same file, numbered above 2: in a child, a lower number may become the standard stream that was closed."""
     if fd > 2:
@@ -68,9 +130,10 @@ class Segment:
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        self.fd = fd
+        self.fd = -1  # a file that cannot be mapped is not this object's to close
         self.nbytes = nbytes
         self._mapping = mmap.mmap(fd, max(nbytes, 1))
+        self.fd = fd
         self.array: Bytes = np.frombuffer(self._mapping, dtype=np.uint8, count=nbytes)
 
     @classmethod
@@ -113,6 +176,14 @@ class Segment:
     @property
     def address(self) -> Address:
         return os.getpid(), self.fd, self.nbytes
+
+    def own_copy_in_children(self) -> None:
+        """Let a child that is forked while this memory is in use have a copy of it, at the same address."""
+        _in_children[self._mapping] = _Range(address_of(self.array), self.nbytes, is_copied=True)
+
+    def hide_from_children(self) -> None:
+        """Let a child that is forked while this memory is in use have no access to it."""
+        _in_children[self._mapping] = _Range(address_of(self.array), self.nbytes, is_copied=False)
 
     def close_file(self) -> None:
         """Close the file once everyone has mapped it; the mapping stays."""

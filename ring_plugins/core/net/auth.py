@@ -1,8 +1,9 @@
 """Authenticated connections between the processes of a job, and the messages on them.
 
-The problem. A job listens in four places: every rank for data, rank 0 for the control channel and, while the ranks
-meet, for the bootstrap, and a launcher for the ranks that it started. Everyone who can reach the host can connect to
-these ports, and every local user can connect to an abstract unix socket.
+The problem. A job listens in several places: every rank for data, rank 0 for the control channel and, while the ranks
+meet, for the bootstrap and to measure networks, and a launcher for the ranks that it started. Everyone who can reach
+the host can connect to these ports, and every local user can connect to an abstract unix socket. docs/security.md lists
+them.
 
 Threat model. A process that can connect but does not know the job's secret (another user, a port scanner, a health
 check, a rank of another job) must not take part in the job, run code in it, read from it, end it, delay it, or use up
@@ -17,7 +18,7 @@ The handshake. Three messages of fixed size, 1.5 round trips:
               RESPONSE   header | rank, target, tag | client's nonce | proof ->
            <- RESULT     header | status | proof
 
-    header  magic, version, purpose (data, control, bootstrap, launcher), kind of message
+    header  magic, version, purpose (data, control, bootstrap, launcher, probe), kind of message
     proof   HMAC-SHA256(secret, role | all bytes of the handshake before the proof)
 
 Both nonces, the role, the purpose and the claim (rank, target, tag) are covered by both proofs. So a proof cannot be
@@ -27,7 +28,9 @@ weak RING_SECRET offline. Before both proofs nothing is parsed but integers at f
 so do the launcher's pickles, which can run any code.
 
 Unauthenticated connections are bounded in number and time (`Acceptor`). An error on a connection closes only that
-connection. On unix sockets the kernel also reports the user (SO_PEERCRED), and other users are rejected.
+connection. On unix sockets the kernel also reports the user (SO_PEERCRED), and other users are rejected. The bootstrap,
+whose secret may be empty, also rejects other users on TCP connections inside a host, where the kernel's table of
+sockets names the user of both ends.
 
 The handshake is a state machine without input and output, since two of its users block (launcher, bootstrap) and two
 must not: the listener serves all peers in one thread, and the control channel shares the monitor thread.
@@ -52,6 +55,7 @@ import select
 import selectors
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -74,6 +78,8 @@ HANDSHAKE_SECONDS = 5.0
 _ACCEPT_AT_ONCE = 64
 #: Seconds without accepting after the process ran out of files; the kernel keeps connections waiting meanwhile.
 _PAUSE = 0.2
+#: Seconds before a connection that was dropped is made again.
+_RETRY = 0.05
 
 
 class Purpose(enum.IntEnum):
@@ -83,6 +89,8 @@ class Purpose(enum.IntEnum):
     CONTROL = 2
     BOOTSTRAP = 3
     LAUNCHER = 4
+    PROBE = 5
+    MESSAGES = 6
 
 
 class Claim(NamedTuple):
@@ -100,7 +108,21 @@ class Claim(NamedTuple):
 
 
 class Disconnected(Exception):
-    """The connection has ended or carries another protocol; the text completes "rank 3: ..."."""
+    """The connection has ended or carries another protocol; the text completes "rank 3: ...".
+
+    Attributes:
+        code: the kernel's error (errno), 0 if the other side closed the connection or sent something invalid.
+        is_invalid: whether it sent something invalid.
+    """
+
+    def __init__(self, text: str, code: int = 0, is_invalid: bool = False) -> None:
+        super().__init__(text)
+        self.code, self.is_invalid = code, is_invalid
+
+    @classmethod
+    def by(cls, error: OSError) -> Disconnected:
+        """The end that an error of the kernel stands for."""
+        return cls(error.strerror or str(error), error.errno or 0)
 
 
 class Refused(Disconnected):
@@ -279,7 +301,7 @@ def advance(connected: socket.socket, handshake: Handshake) -> bool:
     except (BlockingIOError, InterruptedError):
         return False
     except OSError as error:
-        raise Disconnected(error.strerror or str(error)) from error
+        raise Disconnected.by(error) from error
 
 
 def _send_whole(connected: socket.socket, handshake: Handshake) -> None:
@@ -308,6 +330,36 @@ def authenticate(connected: socket.socket, handshake: Handshake, seconds: float 
     while not advance(connected, handshake):
         if not wait_for(connected, select.POLLIN, end - time.monotonic()):
             raise TimeoutError("no answer")
+
+
+def connect(
+    address: str, port: int, secret: bytes, purpose: Purpose, claim: Claim, seconds: float, source: str = ""
+) -> socket.socket:
+    """An authenticated connection, which does not block; made again if the other side drops it before it answers.
+
+    Args:
+        address, port: to connect to.
+        secret, purpose, claim: as for `ClientHandshake`.
+        seconds: that all of it may take.
+        source: address to connect from, "" for any.
+
+    Raises:
+        OSError: nothing answers there in time.
+        Refused, Disconnected: see `advance`.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        left = max(end - time.monotonic(), 0.01)
+        connected = socket.create_connection((address, port), left, (source, 0) if source else None)
+        try:
+            authenticate(connected, ClientHandshake(secret, purpose, claim), end - time.monotonic())
+            return connected
+        except BaseException as error:
+            connected.close()
+            # An acceptor with too many unauthenticated connections drops the oldest.
+            if not isinstance(error, Disconnected) or isinstance(error, Refused) or time.monotonic() > end:
+                raise
+        time.sleep(_RETRY)
 
 
 def wait_for(connected: socket.socket, events: int, seconds: float) -> bool:
@@ -346,6 +398,8 @@ class Acceptor:
         limit: unauthenticated connections kept; beyond it the oldest is dropped. Choose it larger than the number
             of clients that may connect at once.
         on_wrong_secret: called with the address of a client that does not know the secret.
+        same_user: whether to reject other users of this host on TCP sockets too, which reads one of the kernel's tables
+            for every connection; for jobs that may have no secret.
 
     Attributes:
         limit: as above; may be changed.
@@ -358,8 +412,10 @@ class Acceptor:
         expects: Callable[[Claim], bool] = lambda claim: True,
         limit: int = 256,
         on_wrong_secret: Callable[[str], None] = lambda address: None,
+        same_user: bool = False,
     ) -> None:
         self._secret, self._purpose, self._expects = secret, purpose, expects
+        self._is_accepted = is_same_user if same_user else _is_same_unix_user
         self.limit, self._on_wrong_secret = limit, on_wrong_secret
         self._selector = selectors.EpollSelector()
         self._listeners: list[socket.socket] = []
@@ -446,7 +502,7 @@ class Acceptor:
 
     def _begin(self, connected: socket.socket, address: Any) -> None:
         connected.setblocking(False)
-        if not is_same_user(connected):
+        if not self._is_accepted(connected):
             connected.close()
             return
         if len(self._waiting) >= self.limit:
@@ -499,8 +555,62 @@ class Acceptor:
                     self._selector.register(listener, selectors.EVENT_READ)
 
 
+def accept_one(
+    listener: socket.socket, secret: bytes, purpose: Purpose, rank: int, seconds: float
+) -> socket.socket | None:
+    """The connection of the one client that is expected, None if it does not come. Closes the listening socket.
+
+    Args:
+        listener: a listening socket.
+        secret, purpose: as for `ClientHandshake`.
+        rank: that the client proves to be.
+        seconds: to wait.
+
+    Returns:
+        The connection, which does not block.
+    """
+    acceptor = Acceptor(secret, purpose, lambda claim: claim.rank == rank)
+    try:
+        acceptor.add(listener)
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            found = acceptor.poll(min(left, 1.0))
+            for other in found[1:]:  # the same rank, which has connected again
+                other.socket.close()
+            if found:
+                return found[0].socket
+        return None
+    finally:
+        acceptor.close()
+
+
 def is_same_user(connected: socket.socket) -> bool:
-    """Whether the other end of a unix socket was opened by this process's user; true for other sockets."""
+    """Whether this process's user opened the other end of a connection inside this host; true for other connections.
+
+    Of a TCP connection, ask only after the other side has sent something: until it accepts, the kernel knows no user.
+    """
+    if connected.family == socket.AF_UNIX:
+        return _is_same_unix_user(connected)
+    try:
+        own, peer = connected.getsockname(), connected.getpeername()
+    except OSError:
+        return False  # it has closed already
+    if connected.family != socket.AF_INET or not (peer[0].startswith("127.") or peer[0] == own[0]):
+        return True
+    try:
+        with open("/proc/net/tcp") as table:
+            wanted = [_as_in_table(peer), _as_in_table(own)]
+            return any(words[1:3] == wanted and int(words[7]) == os.geteuid() for words in map(str.split, table))
+    except OSError:
+        return True  # not Linux
+
+
+def _as_in_table(address: tuple[str, int]) -> str:
+    """An IPv4 address and port as /proc/net/tcp shows them."""
+    return f"{int.from_bytes(socket.inet_aton(address[0]), sys.byteorder):08X}:{address[1]:04X}"
+
+
+def _is_same_unix_user(connected: socket.socket) -> bool:
     if connected.family != socket.AF_UNIX:
         return True
     credentials = struct.Struct("=iII")

@@ -77,7 +77,7 @@ class FrameSocket:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
-                raise Disconnected(error.strerror or str(error)) from error
+                raise Disconnected.by(error) from error
             self.unsent -= sent
             while parts and sent >= len(parts[0]):
                 sent -= len(parts.popleft())
@@ -90,18 +90,18 @@ class FrameSocket:
         Raises:
             Disconnected: the other side closed, or sent an invalid message; earlier messages have been returned.
         """
-        end = ""
+        end: Disconnected | None = None
         try:
             while data := self.socket.recv(_READ):
                 self._incoming += data
-            end = "it closed the connection"
+            end = Disconnected("it closed the connection")
         except (BlockingIOError, InterruptedError):
             pass
         except OSError as error:
-            end = error.strerror or str(error)
+            end = Disconnected.by(error)
         messages = self._whole_messages()
-        if end and not messages:
-            raise Disconnected(end)
+        if end is not None and not messages:
+            raise end
         return messages  # the next call raises
 
     def _whole_messages(self) -> list[bytes]:
@@ -111,7 +111,8 @@ class FrameSocket:
             if length > self._longest:
                 if messages:
                     break  # the next call raises
-                raise Disconnected(f"it sent a message of {length} bytes, and {self._longest} are allowed")
+                text = f"it sent a message of {length} bytes, and {self._longest} are allowed"
+                raise Disconnected(text, is_invalid=True)
             end = _LENGTH.size + length
             if len(self._incoming) < end:
                 break
@@ -167,4 +168,4 @@ def from_json(data: bytes) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise Disconnected("it sent an invalid message") from error
+        raise Disconnected("it sent an invalid message", is_invalid=True) from error

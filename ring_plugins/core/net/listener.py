@@ -20,8 +20,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ring_plugins.core.base.errors import LaunchError, PeerFailed
+from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.linux.process import raise_open_file_limit
 from ring_plugins.core.net.auth import (
+    HANDSHAKE_SECONDS,
     Acceptor,
     Claim,
     ClientHandshake,
@@ -33,6 +35,10 @@ from ring_plugins.core.net.auth import (
 
 #: Seconds before the next attempt to connect, after a peer dropped one before it answered.
 _RETRY_SECONDS = 0.05
+#: Seconds that a connection lasts which is dropped because one of its ends was held up, by a debugger or native code
+#: that holds the GIL: a rank drops what does not authenticate itself within `HANDSHAKE_SECONDS`. Others are dropped at
+#: once.
+_HELD_UP = HANDSHAKE_SECONDS / 2
 #: Linux's IP_BIND_ADDRESS_NO_PORT, which Python names from 3.12. Without it, binding a socket to an address reserves a
 #: port on the whole host, and the 28,000 ephemeral ports do not suffice for 64 ranks a host that connect to hundreds of
 #: others. With it, `connect` picks a port that need only be unused towards that peer.
@@ -92,7 +98,7 @@ class Listener:
             limit=len(peers) + 64,
         )
         acceptor.add(self._listener)
-        self._thread = threading.Thread(target=self._accept, args=(acceptor,), name="ring:listener", daemon=True)
+        self._thread = HelperThread(self._accept, "ring:listener", (acceptor,))
         self._thread.start()
 
     def connection(self, peer: int, tag: int) -> socket.socket | None:
@@ -215,13 +221,14 @@ class _Attempt:
     """A connection that is being made: first TCP's handshake, then ours.
 
     If the peer drops it in between, it is tried again: a peer with too many unauthenticated connections drops the
-    oldest.
+    oldest, and one that was stopped drops those that have become too old. How long that may go on is the caller's
+    business, unless connections are dropped at once, again and again: then something else listens there.
 
     Args:
         source: numeric address to connect from, "" for any.
         peer: to connect to.
         secret, claim: for the handshake.
-        patience: seconds that the peer's host may take to react, and that a peer may drop connections.
+        patience: seconds that the peer's host may take to react, and that connections may be dropped at once.
 
     Attributes:
         has_reached_host: whether TCP's handshake is over.
@@ -253,8 +260,8 @@ class _Attempt:
         except Disconnected as error:
             self.close()
             now = time.monotonic()
-            self._dropped_at = self._dropped_at or now
-            if isinstance(error, Refused) or now - self._dropped_at > self._patience:
+            self._dropped_at = (self._dropped_at or now) if now - self._began < _HELD_UP else 0.0
+            if isinstance(error, Refused) or (self._dropped_at and now - self._dropped_at > self._patience):
                 raise
             self._pause_until = now + _RETRY_SECONDS
             return None

@@ -5,24 +5,26 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import MissingDependency, PeerFailed, RingError, name_ranks
+from ring_plugins.core.base.install import pip_command
 from ring_plugins.core.base.types import Bytes
 
 #: Most bytes of a message: counts are 32-bit before MPI 4.
 _LARGEST = 1 << 30
 #: Seconds that MPI may take to finalize after an error left transfers unfinished.
 _FINALIZE = 10
-_INSTALL = 'pip install "ring_plugins[mpi]"'
 
 
 def load() -> Any:
@@ -33,20 +35,27 @@ def load() -> Any:
     """
     os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # we use no windows, and its UCX variant prints a harmless error
     try:
-        from mpi4py import MPI
+        module = mpi_init_waits_for_every_rank()
     except ImportError as error:
         raise MissingDependency(
-            f"the job was started by an MPI launcher, but mpi4py is not installed ({error}): {_INSTALL}"
+            f"the job was started by an MPI launcher, but mpi4py is not installed ({error}): {pip_command('mpi')}"
         ) from error
     except RuntimeError as error:  # what mpi4py raises when it finds no libmpi
         raise MissingDependency(
             f"mpi4py is installed, but finds no MPI library ({str(error).splitlines()[0]}). Load your site's MPI, "
-            f"or add one by pip: {_INSTALL}"
+            f"or add one by pip: {pip_command('mpi')}"
         ) from error
-    if not MPI.Is_initialized():
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    if not module.Is_initialized():
+        module.Init_thread(module.THREAD_MULTIPLE)
     atexit.unregister(_limit_finalize)
     atexit.register(_limit_finalize)
+    return module
+
+
+def mpi_init_waits_for_every_rank() -> Any:
+    """mpi4py's MPI; importing it calls MPI_Init. The name explains a stack that is printed after a time-out."""
+    from mpi4py import MPI
+
     return MPI
 
 
@@ -55,6 +64,24 @@ def _limit_finalize() -> None:
     if MpiRequest.some_were_dropped or any(request.is_unfinished() for request in MpiRequest.under_way):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_FINALIZE)
+
+
+@contextlib.contextmanager
+def every_rank_must_come_in_time() -> Iterator[None]:
+    """End this process with its stack if the block takes longer than RING_START_TIMEOUT.
+
+    MPI waits without a bound for ranks that have not called MPI_Init, and mpi4py holds the interpreter's lock.
+    Only faulthandler's thread, which is written in C, can act then.
+    """
+    with contextlib.ExitStack() as stack:
+        file = sys.stderr if sys.stderr is not None else stack.enter_context(open(os.devnull, "w"))
+        try:
+            faulthandler.dump_traceback_later(config.START_TIMEOUT.get(), exit=True, file=file)
+        except (OSError, ValueError):  # a notebook's stderr has no descriptor
+            file = stack.enter_context(open(os.devnull, "w"))
+            faulthandler.dump_traceback_later(config.START_TIMEOUT.get(), exit=True, file=file)
+        stack.callback(faulthandler.cancel_dump_traceback_later)
+        yield
 
 
 def world_size_if_initialized() -> int:
@@ -173,6 +200,10 @@ class MpiTransport:
             for piece in _pieces(data)
         )
         return request
+
+    def is_receiving(self, rank: int, tag: int) -> bool:
+        """False: MPI does not tell."""
+        return False
 
     def progress(self, tag: int) -> None:
         """Probe for a message: MPI makes progress in any call."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.linux.interfaces import Interface, interfaces
 from ring_plugins.core.linux.process import boot_id
+from ring_plugins.core.net.auth import Claim, Disconnected, Purpose, accept_one, connect
 
 #: Bytes and seconds of a measurement at most. The first part is not timed: TCP starts slowly.
 _BYTES, _UNTIMED, _SECONDS = 8 << 20, 1 << 19, 0.1
@@ -88,6 +90,12 @@ def own_interfaces(rank: int, preferred: str = "") -> HostInterfaces:
     return HostInterfaces(rank, host, tuple(found), preferred, wanted, _network_stack())
 
 
+def wanted_interfaces() -> list[str]:
+    """Names of this host's interfaces that RING_INTERFACE chooses, in its order; none if it is not set."""
+    wanted = config.INTERFACE.get()
+    return list(dict.fromkeys(i.name for i in _matching(interfaces(), wanted))) if wanted else []
+
+
 def read_interfaces(item: Sequence[Any]) -> HostInterfaces:
     """A `HostInterfaces` that has traveled as JSON, which knows lists only."""
     rank, host, found, preferred, wanted, kernel = item
@@ -118,12 +126,13 @@ def measure(
     for network in networks:
         address = on_network(hosts[rank], network).address
         listener = socket.create_server((address, 0)) if rank == 0 else None
-        port = gather(listener.getsockname()[1] if listener is not None else 0)[0]
+        own = [listener.getsockname()[1], secrets.token_hex(32)] if listener is not None else None
+        port, secret = gather(own)[0]
         found = 0
         if listener is not None:
-            found = _receive_timed(listener)
+            found = _receive_timed(listener, secret.encode(), sender)
         elif rank == sender:
-            _send((on_network(hosts[0], network).address, int(port)), address)
+            _send((on_network(hosts[0], network).address, int(port)), address, secret.encode(), sender)
         speeds[network] = int(gather(found)[0])
     return speeds
 
@@ -213,25 +222,28 @@ def _leads_to_rank_0(host: HostInterfaces) -> bool:
     return any(i.address == host.preferred for i in _usable(host))
 
 
-def _receive_timed(listener: socket.socket) -> int:
-    """Mbit/s at which one connection delivers, 1 if too little came to tell, 0 if nothing came."""
-    with listener, contextlib.suppress(OSError):
-        listener.settimeout(_TIMEOUT)
-        connected, _ = listener.accept()
-        with connected:
-            connected.settimeout(_TIMEOUT)
-            memory, received, timed_from, began = bytearray(1 << 20), 0, 0, 0.0
-            while part := connected.recv_into(memory):
-                received += part
-                if not began and received >= _UNTIMED:
-                    timed_from, began = received, time.monotonic()
-            seconds = time.monotonic() - began
-            return int((received - timed_from) * 8 / max(seconds, 1e-6) / 1e6) if began else 1
+def _receive_timed(listener: socket.socket, secret: bytes, sender: int) -> int:
+    """Mbit/s at which the sender's connection delivers, 1 if too little came to tell, 0 if nothing came."""
+    connected = accept_one(listener, secret, Purpose.PROBE, sender, _TIMEOUT)
+    if connected is None:
+        return 0
+    with contextlib.suppress(OSError), connected:
+        connected.settimeout(_TIMEOUT)
+        memory, received, timed_from, began = bytearray(1 << 20), 0, 0, 0.0
+        while part := connected.recv_into(memory):
+            received += part
+            if not began and received >= _UNTIMED:
+                timed_from, began = received, time.monotonic()
+        seconds = time.monotonic() - began
+        return int((received - timed_from) * 8 / max(seconds, 1e-6) / 1e6) if began else 1
     return 0
 
 
-def _send(target: tuple[str, int], source: str) -> None:
-    with contextlib.suppress(OSError), socket.create_connection(target, _TIMEOUT, (source, 0)) as connected:
+def _send(target: tuple[str, int], source: str, secret: bytes, rank: int) -> None:
+    with (
+        contextlib.suppress(OSError, Disconnected),
+        connect(*target, secret, Purpose.PROBE, Claim(rank), _TIMEOUT, source) as connected,
+    ):
         connected.settimeout(_TIMEOUT)
         data, sent, end = bytes(1 << 16), 0, time.monotonic() + _SECONDS
         while sent < _BYTES and time.monotonic() < end:

@@ -44,6 +44,9 @@ _WORTH_WAKING = 512 * 1024
 _LONGEST_SLEEP = 10
 #: Seconds for which a connection that is closed in the middle of an operation is read to its end.
 _LINGER = 2.0
+#: Seconds without a byte after which a peer that has left the job is not expected to send any more. Its kernel sends
+#: what the peer left behind, and a lost packet is sent again after a second or two.
+_SILENCE = 5.0
 
 
 class PeerConnection:
@@ -52,12 +55,14 @@ class PeerConnection:
     Attributes:
         to_send, to_receive: bytes handed over so far, in all.
         sent, received: bytes moved so far.
+        received_at: when bytes last arrived, by `time.monotonic`.
     """
 
     def __init__(self, listener: Listener, peer: int, tag: int) -> None:
         self.peer, self._tag, self._listener = peer, tag, listener
         self.socket: socket.socket | None = None
         self.to_send = self.to_receive = self.sent = self.received = 0
+        self.received_at = 0.0
         self._low_water = 1
         self._outgoing: deque[memoryview] = deque()
         self._incoming: deque[memoryview] = deque()
@@ -144,6 +149,7 @@ class PeerConnection:
             if count == 0:
                 raise EOFError("it closed the connection")
             self.received += count
+            self.received_at = time.monotonic()
             complete = _advance(arrays, count)
 
 
@@ -232,6 +238,9 @@ class TcpTransport:
         rank: of this process.
         peers: where every rank listens, in rank order, this rank included.
         listener: makes and accepts the connections.
+
+    Attributes:
+        address: of this rank, in the network that the job uses.
     """
 
     name = "tcp"
@@ -239,6 +248,7 @@ class TcpTransport:
     def __init__(self, rank: int, peers: Sequence[Peer], listener: Listener) -> None:
         self.rank, self.size = rank, len(peers)
         self._peers = tuple(peers)
+        self.address = self._peers[rank].address
         self._listener = listener
         self._groups: dict[int, ConnectionGroup] = {}
         self._closed = False
@@ -282,6 +292,11 @@ class TcpTransport:
             finished = finished or not connection.is_busy()
         if finished:
             group.busy = [connection for connection in group.busy if connection.is_busy()]
+
+    def is_receiving(self, rank: int, tag: int) -> bool:
+        group = self._groups.get(tag)
+        connection = group.connections.get(rank) if group is not None else None
+        return connection is not None and time.monotonic() - connection.received_at < _SILENCE
 
     def progress(self, tag: int) -> None:
         group = self._groups.get(tag)

@@ -54,6 +54,9 @@ class Transport(Protocol):
             tag: messages of equal rank and tag arrive in order.
         """
 
+    def is_receiving(self, rank: int, tag: int) -> bool:
+        """Whether more bytes from a rank may be on their way, since some arrived a moment ago."""
+
     def progress(self, tag: int) -> None:
         """Make progress on transfers with this tag; never blocks.
 

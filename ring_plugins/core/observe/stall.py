@@ -4,10 +4,12 @@ A collective hangs on every rank when one rank does not call it, and the ranks t
 reports a wait that lasts (`report_wait`, later `end_wait`), and rank 0 keeps all of them in one table, in which it
 looks for two things:
 
-- *Deadlocks.* Two ranks whose scripts wait for each other in different operations can never continue. Only rank 0 sees
-  both, but its table may be out of date: a rank that holds the GIL may not have reported yet that its wait is over. So
-  rank 0 asks the second rank whether it still waits (`confirm_wait`, `answer_wait`) and only then tells the first one
-  (`declare_deadlock`), whose wait raises.
+- *Deadlocks.* Two ranks whose scripts wait for each other can never continue if neither has begun the operation in
+  which the other one waits, and nothing but its script will begin it. If it has begun, only bytes are on their way,
+  however slowly. Rank 0 sees who waits for whom, but its table may be out of date, and only the ranks know what they
+  have begun or queued. So rank 0 asks the second rank (`confirm_wait`, `answer_wait`) and only then tells the first one
+  (`declare_deadlock`), which looks at its own side and raises in the wait. A rank that is stopped or holds the GIL does
+  not answer, and there is no verdict.
 - *Stalls.* From RING_STALL_WARNING seconds on, rank 0 asks the missing ranks for their stack and last operation
   (`request_snapshot`, `report_snapshot`). Native code that holds the GIL and a stopped process cannot answer, so other
   ranks of the same host look up the process in /proc (`request_process_state`, `report_process_state`). Rank 0 prints
@@ -21,13 +23,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from math import inf
 from typing import NamedTuple
 
 from ring_plugins.core.base.errors import name_ranks
 from ring_plugins.core.collectives.api import Activity
 from ring_plugins.core.control.channel import Body, Channel
 from ring_plugins.core.control.failure_detector import FailureDetector, Peer
-from ring_plugins.core.control.wait import LongWait, long_waits
+from ring_plugins.core.control.wait import LongWait, long_waits, waits_of_communicators
 from ring_plugins.core.observe.stall_report import (
     Absent,
     Waiting,
@@ -42,11 +45,11 @@ from ring_plugins.core.trace.steps import steps
 _REPORT_AFTER = 1.5
 #: Seconds from which the script itself counts as blocked by a wait, rather than just about to begin one.
 _BLOCKED_AFTER = 1.0
-#: Seconds that two ranks must wait for each other in different communicators to count as deadlocked.
+#: Seconds that two ranks must wait for each other in different communicators before they are asked. Two ranks whose
+#: n-th operations of one communicator differ are asked at once.
 _DEADLOCK = 2.0
-#: The same within one communicator, where data of an earlier operation may still be on its way. Two ranks whose n-th
-#: operations differ count at once.
-_DEADLOCK_IN_ONE = 10.0
+#: Seconds until they are asked again, if there was no deadlock.
+_ASK_AGAIN = 2.0
 #: Seconds that rank 0 waits for an answer of a missing rank; ranks of its host get twice as long to look at it.
 _ANSWER = 2.0
 #: Limits: missing ranks that are asked for a snapshot, and ranks of its host that look at each of them.
@@ -117,11 +120,12 @@ class StallWatch:
         self._channel.tell(sender, "report_process_state", {"inquiry": body["inquiry"], "rank": body["rank"], **state})
 
     def _confirm(self, sender: int, body: Body) -> None:
-        answer = {"waits": self._still_waits(body["number"]), "deadlock": body["deadlock"]}
+        waits = self._still_waits(body["number"]) and not self._may_begin(body["deadlock"], "needs")
+        answer = {"waits": waits, "deadlock": body["deadlock"]}
         self._channel.tell(sender, "answer_wait", answer)
 
     def _end_deadlock(self, sender: int, body: Body) -> None:
-        if self._still_waits(body["number"]):
+        if self._still_waits(body["number"]) and not self._may_begin(body, "awaited"):
             self._failure_detector.deadlocks[body["communicator"]] = body["text"]
 
     def _still_waits(self, number: int) -> bool:
@@ -130,6 +134,26 @@ class StallWatch:
         return any(
             reported.number == number and key in waits and waits[key].since == reported.since
             for key, reported in self._reported.items()
+        )
+
+    def _may_begin(self, deadlock: Body, whose: str) -> bool:
+        """Whether this rank has begun the operation in which the other one waits, or may without its script.
+
+        Args:
+            deadlock: as rank 0 describes it.
+            whose: "needs" for the operation of the rank that is to be told, "awaited" for that of the other one.
+        """
+        if whose not in deadlock:
+            return False
+        identity, number, rank = deadlock[whose]
+        wait = waits_of_communicators.get(identity)
+        if wait is not None:
+            return wait.will_enter(number)
+        # A message between two ranks. Its other end may be under way here too, also beside the script.
+        now = time.monotonic()
+        return any(
+            other.communicator == identity or (rank in other.missing and now - other.blocked_since < _BLOCKED_AFTER)
+            for other in list(long_waits.values())
         )
 
 
@@ -141,6 +165,7 @@ def _wait_body(wait: LongWait, now: float, is_blocked: bool) -> Body:
         "part_of": wait.part_of,
         "missing": wait.missing,
         "on_gpu": wait.on_gpu,
+        "step": steps.count,
         "seconds": now - wait.since,
         "blocked_seconds": now - wait.blocked_since if is_blocked else 0.0,
         "clock": time.strftime("%H:%M:%S", time.localtime(time.time() - (now - wait.since))),
@@ -185,7 +210,7 @@ class StallAggregator:
         self._channel, self._membership, self._warn = channel, membership, warn
         self._warning, self._abort = min(warning, abort or warning), abort
         self._waits: dict[tuple[int, int], Waiting] = {}  # by rank and its number of the wait
-        self._suspected: set[tuple[int, int]] = set()
+        self._suspected: dict[tuple[int, int], float] = {}  # and when they may be asked again
         self._pause, self._next_report, self._has_reported, self._has_aborted = self._warning, 0.0, False, False
         self._inquiry: _Inquiry | None = None
         self._inquiries = itertools.count(1)
@@ -208,6 +233,7 @@ class StallAggregator:
             now - body["blocked_seconds"] if body["blocked_seconds"] else 0.0,
             body["clock"],
             body["on_gpu"],
+            body["step"],
         )
 
     def _note_end(self, sender: int, body: Body) -> None:
@@ -237,25 +263,32 @@ class StallAggregator:
 
     def _find_deadlocks(self, now: float) -> None:
         """Find ranks whose scripts wait for each other in different operations, on whatever hosts."""
-        blocked = {key: wait for key, wait in self._waits.items() if wait.blocked_since and key not in self._suspected}
+        self._suspected = {key: until for key, until in self._suspected.items() if key in self._waits}
+        blocked = {key: wait for key, wait in self._waits.items() if wait.blocked_since}
         by_rank: dict[int, list[tuple[int, Waiting]]] = {}
         for (rank, number), wait in blocked.items():
             by_rank.setdefault(rank, []).append((number, wait))
         for key, mine in blocked.items():
+            if self._suspected.get(key, 0.0) > now:
+                continue
             for number, theirs in (found for rank in mine.missing for found in by_rank.get(rank, ())):
-                if mine.rank not in theirs.missing or mine.operation == theirs.operation:
+                if mine.rank not in theirs.missing:
                     continue
-                patience = _DEADLOCK
-                if mine.communicator == theirs.communicator:
-                    patience = 0.0 if mine.number == theirs.number else _DEADLOCK_IN_ONE
+                is_one = mine.communicator == theirs.communicator
+                if is_one and (mine.number != theirs.number or mine.operation == theirs.operation):
+                    continue  # one of the two has sent its part, or both are in the same operation
+                patience = 0.0 if is_one else _DEADLOCK
                 if now - max(mine.blocked_since, theirs.blocked_since) >= patience:
-                    self._suspected.add(key)
+                    self._suspected[key] = inf
                     text = (
-                        f"rank {mine.rank} waits for rank {theirs.rank} in {mine.what}, while rank {theirs.rank} waits "
-                        f"for rank {mine.rank} in {theirs.what}. The ranks took different paths through the program: "
-                        "different numbers of steps, or a condition that is true on some ranks only."
+                        f"{_described(mine, theirs)}, while {_described(theirs, mine)}. The ranks took different paths "
+                        "through the program: different numbers of steps, or a condition that is true on some ranks "
+                        "only."
                     )
                     deadlock = {"rank": mine.rank, "number": key[1], "communicator": mine.communicator, "text": text}
+                    if not is_one:  # else each has begun an operation of this number, but not the other's
+                        deadlock["needs"] = mine.communicator, mine.number, mine.rank
+                        deadlock["awaited"] = theirs.communicator, theirs.number, theirs.rank
                     self._channel.tell(theirs.rank, "confirm_wait", {"number": number, "deadlock": deadlock})
                     break
 
@@ -264,7 +297,7 @@ class StallAggregator:
         if body["waits"]:
             self._channel.tell(deadlock["rank"], "declare_deadlock", deadlock)
         else:
-            self._suspected.discard((deadlock["rank"], deadlock["number"]))
+            self._suspected[deadlock["rank"], deadlock["number"]] = time.monotonic() + _ASK_AGAIN
 
     # Stalls
 
@@ -300,7 +333,8 @@ class StallAggregator:
             return
         self._inquiry = None
         absent = {rank: Absent(inquiry.snapshots.get(rank), inquiry.states.get(rank)) for rank in inquiry.asked}
-        self._warn(stall_report(stalled, absent, self._membership, steps.count, now, self._pause))
+        step = max(wait.step for wait in stalled)
+        self._warn(stall_report(stalled, absent, self._membership, step, now, self._pause))
         self._has_reported, self._next_report = True, now + self._pause
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         if self._must_abort(stalled, now):
@@ -319,3 +353,10 @@ class StallAggregator:
             f"RING_STALL_ABORT={self._abort:g} seconds; the report on rank 0 shows what happened there."
         )
         self._channel.tell(0, "failed", {"rank": culprits[0], "text": text, "of": -1, "lost": True})
+
+
+def _described(waiting: Waiting, other: Waiting) -> str:
+    part = f" (part of {waiting.part_of})" if waiting.part_of else ""
+    if waiting.operation == other.operation:  # of two communicators with one name
+        part += f" in {waiting.communicator}"
+    return f"rank {waiting.rank} waits for rank {other.rank} in {waiting.what}{part}"

@@ -204,6 +204,7 @@ class Waiting(NamedTuple):
         blocked_since: the same for its script, 0 while that computes.
         clock: local time on its host at which the wait began.
         on_gpu: whether its GPU waits. NCCL does not say for which ranks, so `missing` then has all other members.
+        step: number of steps that it has finished.
     """
 
     rank: int
@@ -216,6 +217,7 @@ class Waiting(NamedTuple):
     blocked_since: float
     clock: str
     on_gpu: bool = False
+    step: int = 0
 
     @property
     def operation(self) -> str:
@@ -269,11 +271,40 @@ def stall_report(
             + (f", part of {part_of}" if part_of else "")
             + _for_ranks(sorted({rank for wait in group for rank in wait.missing}))
         )
+    if cycle := _cycle(waits):
+        pairs = [
+            f"rank {rank} waits for rank {other}" for rank, other in zip(cycle, cycle[1:] + cycle[:1], strict=True)
+        ]
+        lines.append(f"  likely a deadlock: {', '.join(pairs)}")
     for rank, found in sorted(absent.items()):
         own = [wait for wait in waits if wait.rank == rank]
         lines += _absent_lines(rank, membership[rank], found, step, own[0].operation if own else "")
     lines.append(f"  Next report in {next_report:.0f} s. RING_STALL_ABORT=seconds would end a stalled job.")
     return "\n".join(lines)
+
+
+def _cycle(waits: Sequence[Waiting]) -> list[int]:
+    """Ranks whose scripts wait, each for the next and the last for the first; empty if there are none.
+
+    A rank does not wait in vain for one that is in the same operation or a later one: bytes are on their way.
+    """
+    reached: dict[tuple[int, str], int] = {}
+    for wait in waits:
+        place = wait.rank, wait.communicator
+        reached[place] = max(wait.number, reached.get(place, -1))
+    missing: dict[int, set[int]] = {}
+    for wait in waits:
+        if wait.blocked_since:
+            late = {rank for rank in wait.missing if reached.get((rank, wait.communicator), -1) < wait.number}
+            missing.setdefault(wait.rank, set()).update(late)
+    ranks, before = set(missing), -1
+    while len(ranks) != before:  # leave out those that wait for none of the rest, which may arrive
+        before = len(ranks)
+        ranks = {rank for rank in ranks if missing[rank] & ranks}
+    path: list[int] = []
+    while ranks and (rank := min(missing[path[-1]] & ranks if path else ranks)) not in path:
+        path.append(rank)
+    return path[path.index(rank) :] if path else []
 
 
 def _for_ranks(missing: Sequence[int]) -> str:

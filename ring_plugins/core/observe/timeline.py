@@ -9,15 +9,20 @@ Clocks of other hosts differ from rank 0's, so each rank adds the offset between
 offset as in Cristian, "Probabilistic clock synchronization" (1989): it asks for the time repeatedly and keeps the
 answer with the shortest round trip. Rank 0 is assumed to have read its clock in the middle of the round trip, which is
 wrong by at most half of it.
+
+With RING_TIMELINE every rank records from its first operation until it leaves the job. Ranks leave one after the other,
+and rank 0 may be the first. So rank 0 waits before it closes the file: first for the other ranks to leave by
+themselves, then it asks those that are still busy for their last spans.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from time import monotonic_ns
 from typing import IO, Any
@@ -36,8 +41,11 @@ _FIRST, _KEPT = 8, 16
 _SOON, _LATER = 0.05, 5.0
 #: Seconds between messages with spans, spans in one message, and seconds that a rank waits to learn its offset.
 _PERIOD, _SPANS, _PATIENCE = 1.0, 2000, 5.0
-#: Seconds that rank 0 waits at shutdown for the last spans of the others.
-_LAST_SPANS = 2.0
+#: Seconds that rank 0 waits at shutdown for the others to leave, then for their last spans; another rank may take as
+#: long as the latter to send its own. The sum stays below the patience of `MonitorThread.close`.
+_LEAVING, _LAST_SPANS = 1.0, 2.0
+#: Seconds that a rank may take, when it leaves, to learn the offset of its clock.
+_LAST_ANSWERS = 0.3
 #: Bytes from which the file is renamed and a new one begins.
 _LARGEST = 64 << 20
 
@@ -58,14 +66,19 @@ class TimelineReporter:
         self._began = self._next = 0.0
         channel.on("switch_recording", lambda sender, body: self._switch(body["on"]))
 
+    def start(self) -> None:
+        """Record from now on."""
+        recorder.take()
+        recorder.lost = 0
+        self._began = time.monotonic()
+        recorder.on = True
+
     def _switch(self, on: bool) -> None:
-        if on:
-            recorder.take()
-            self._began = time.monotonic()
-            recorder.on = True
-        elif recorder.on:
+        if on and not recorder.on:  # with RING_TIMELINE it is on from the first operation
+            self.start()
+        elif recorder.on and not on:
             recorder.on = False
-            self.flush()
+            self.flush(droppable=False)
             self._channel.tell(0, "end_recording", {"uncertainty": self._clock.uncertainty, "lost": recorder.lost})
 
     def tick(self, now: float) -> None:
@@ -76,15 +89,26 @@ class TimelineReporter:
             self._next = now + _PERIOD
             self.flush()
 
-    def flush(self) -> None:
-        """Send the spans so far; any thread may call it."""
+    def flush(self, droppable: bool = True) -> None:
+        """Send the spans so far; any thread may call it.
+
+        Args:
+            droppable: whether they may be dropped when the network is too slow.
+        """
         spans, offset = recorder.take(), self._clock.offset
         for start in range(0, len(spans), _SPANS):
             rows = [_on_rank_0s_clock(span, offset) for span in spans[start : start + _SPANS]]
-            self._channel.tell(0, "report_spans", {"rows": rows}, droppable=True)
+            self._channel.tell(0, "report_spans", {"rows": rows}, droppable=droppable)
 
     def close(self) -> None:
+        if not recorder.on:
+            return
+        end = time.monotonic() + _LAST_ANSWERS
+        while not self._clock.is_known and time.monotonic() < end:
+            self._clock.ask(time.monotonic())
+            self._channel.poll(0.02)
         self._switch(False)
+        self._channel.drain(_LAST_SPANS)
 
 
 def _on_rank_0s_clock(span: Span, offset: int) -> list[Any]:
@@ -156,7 +180,9 @@ class TimelineAggregator:
         self._directory: Path | None = None
         self._file: IO[str] | None = None
         self._origin = 0
+        self._lock = threading.Lock()  # `Timeline.stop` closes the file that the monitor thread writes
         self._recording: set[int] = set()
+        self._joined = {0}
         channel.on("report_spans", self._write)
         channel.on("end_recording", self._note_end)
         channel.on_joined = self._note_joined
@@ -168,8 +194,9 @@ class TimelineAggregator:
             OSError: the directory cannot be created or written to.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        self._directory, self._origin = directory, monotonic_ns()
-        self._open()
+        with self._lock:
+            self._directory, self._origin = directory, monotonic_ns()
+            self._open()
         self._switch(True)
 
     def stop(self) -> None:
@@ -189,33 +216,46 @@ class TimelineAggregator:
 
     def finish(self) -> Path | None:
         """Close the file and return its path, None if there is none."""
-        file, self._file = self._file, None
-        if file is None or self._directory is None:
-            return None
-        file.write("\n]\n")
-        file.close()
-        return self._directory / "timeline.json"
+        with self._lock:
+            file, self._file = self._file, None
+            if file is None or self._directory is None:
+                return None
+            file.write("\n]\n")
+            file.close()
+            return self._directory / "timeline.json"
 
     def tick(self, now: float) -> None:
-        if self._file is not None:
-            self._file.flush()
+        with self._lock:
+            if self._file is not None:
+                self._file.flush()
 
     def close(self) -> None:
         if self._file is None:
             return
-        self.stop()
-        end = time.monotonic() + _LAST_SPANS
-        while not self.is_complete and time.monotonic() < end:
-            self._channel.poll(0.02)
+        self._recording = set(range(self._channel.size))
+        self._wait_until(self._have_all_left, _LEAVING)
+        self._switch(False)
+        self._wait_until(lambda: self.is_complete, _LAST_SPANS)
         self.finish()
 
+    def _have_all_left(self) -> bool:
+        """Whether every rank has sent the end of its recording or is gone; one that is still connecting is not."""
+        return all(rank in self._joined and rank not in self._channel.connected for rank in self._recording - {0})
+
+    def _wait_until(self, reached: Callable[[], bool], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not reached() and time.monotonic() < end:
+            self._channel.poll(0.02)
+
     def _note_joined(self, rank: int) -> None:
+        self._joined.add(rank)
         if self._file is not None:
             self._channel.tell(rank, "switch_recording", {"on": True})
 
     def _note_end(self, sender: int, body: Body) -> None:
-        if self._file is not None:
-            self._file.write(",\n" + json.dumps(label_event(sender, body["uncertainty"], body["lost"])))
+        with self._lock:
+            if self._file is not None:
+                self._file.write(",\n" + json.dumps(label_event(sender, body["uncertainty"], body["lost"])))
         self._recording.discard(sender)  # last: a thread that waits for `is_complete` then closes the file
 
     def _open(self) -> None:
@@ -227,17 +267,18 @@ class TimelineAggregator:
         self._file.write("[\n" + ",\n".join(lines))
 
     def _write(self, sender: int, body: Body) -> None:
-        if self._file is None or self._directory is None:
-            return
-        for row in body["rows"]:
-            for event in span_events(sender, row, self._origin):
-                self._file.write(",\n" + json.dumps(event))
-        self._file.flush()
-        if self._file.tell() > _LARGEST:
-            self._file.write("\n]\n")
-            self._file.close()
-            (self._directory / "timeline.json").replace(self._directory / "timeline.previous.json")
-            self._open()
+        with self._lock:
+            if self._file is None or self._directory is None:
+                return
+            for row in body["rows"]:
+                for event in span_events(sender, row, self._origin):
+                    self._file.write(",\n" + json.dumps(event))
+            self._file.flush()
+            if self._file.tell() > _LARGEST:
+                self._file.write("\n]\n")
+                self._file.close()
+                (self._directory / "timeline.json").replace(self._directory / "timeline.previous.json")
+                self._open()
 
 
 # Trace events -------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 Rank 0 listens (`serve`), the other ranks connect until it answers (`join`), and both get a `Bootstrap`, whose `gather`
 exchanges small records while the job starts. Connections authenticate themselves with RING_SECRET (core/net/auth.py).
-Then each message is JSON:
+Then each message is JSON, compressed if it is long:
 
     rank -> rank 0   ["join", {size, host, versions}]   once; rank 0 checks that it fits the job
                      ["gather", payload]                its contribution to a gather
@@ -20,12 +20,15 @@ import contextlib
 import selectors
 import socket
 import time
+import zlib
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, name_ranks
 from ring_plugins.core.base.log import logger
+from ring_plugins.core.base.progress_line import ProgressLine, arrivals, hosts_of
+from ring_plugins.core.linux.process import raise_open_file_limit
 from ring_plugins.core.net.auth import (
     Acceptor,
     Authenticated,
@@ -35,6 +38,7 @@ from ring_plugins.core.net.auth import (
     Purpose,
     WrongSecret,
     authenticate,
+    is_same_user,
 )
 from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
 from ring_plugins.core.rendezvous.record import differences, own_versions
@@ -45,6 +49,14 @@ SECONDS = 5.0
 _FIRST_NOTICE = 10.0
 #: Connections that rank 0 keeps in addition to those of its ranks, and refused addresses that it reports.
 _OTHER_CONNECTIONS, _REPORTED = 64, 20
+#: Open files that rank 0 needs beside a connection to every rank.
+_OTHER_FILES = 512
+#: Bytes from which rank 0 compresses a message, which it sends to every rank: hundreds of ranks have similar payloads,
+#: of which a tenth remains. With that, rank 0 sends a gather of 1,024 ranks in less time than it takes to make it, and
+#: a tree of ranks would gain nothing.
+_COMPRESSED, _ZLIB = 4096, b"z"
+#: Bytes of the longest message once decompressed.
+_LONGEST_UNPACKED = 1 << 28
 #: Bytes of the first message. Without RING_SECRET everyone can send one.
 _LONGEST_JOIN = 1 << 16
 _LONGER = "Set RING_START_TIMEOUT to wait longer."
@@ -110,7 +122,8 @@ class Bootstrap:
     def _gather_all(self, payload: Any) -> list[Any]:
         items: dict[int, Any] = {0: payload}
         waiting = _Waiting(f"rank 0 on {socket.gethostname()}")
-        with selectors.DefaultSelector() as selector:
+        hosts = {0: self._host, **{member.rank: member.host for member in self._members}}
+        with selectors.DefaultSelector() as selector, ProgressLine() as line:
             for member in self._members:
                 selector.register(member.frames, selectors.EVENT_READ, member)
             while len(items) < self.size:
@@ -128,8 +141,11 @@ class Bootstrap:
                         ) from error
                     selector.unregister(member.frames)
                 if waiting.is_over():
-                    late = [member.rank for member in self._members if member.rank not in items]
-                    raise self._failed(f"{name_ranks(late)} did not finish starting up in time; {_LONGER}")
+                    late = {one.rank: one.host for one in self._members if one.rank not in items}
+                    raise self._failed(
+                        f"{name_ranks(sorted(late))} did not finish starting up in time{hosts_of(late)}; {_LONGER}"
+                    )
+                line.show(lambda: arrivals({r: hosts[r] for r in items}, self.size, " to go on with init()"))
         everything = [items[rank] for rank in range(self.size)]
         _send_all(self._members, ["gathered", everything])  # the next gather notices a rank that is lost here
         return everything
@@ -141,7 +157,7 @@ class Bootstrap:
 
 def _send_all(members: Collection[_Member], message: Any) -> None:
     """Send a message to all ranks in parallel, for `SECONDS` at most."""
-    data, end = to_json(message), time.monotonic() + SECONDS
+    data, end = _pack(message), time.monotonic() + SECONDS
     with selectors.DefaultSelector() as selector:
         for member in members:
             member.frames.send(data)
@@ -157,11 +173,47 @@ def _send_all(members: Collection[_Member], message: Any) -> None:
                 selector.unregister(frames)
 
 
+def _pack(message: Any) -> bytes:
+    """A message of rank 0 as bytes."""
+    data = to_json(message)
+    return data if len(data) < _COMPRESSED else _ZLIB + zlib.compress(data, 1)
+
+
+def _unpack(data: bytes) -> Any:
+    """The message that bytes of rank 0 hold.
+
+    Raises:
+        Disconnected: they hold none.
+    """
+    if data[:1] == _ZLIB:
+        try:
+            data = zlib.decompressobj().decompress(data[1:], _LONGEST_UNPACKED)
+        except zlib.error as error:
+            raise Disconnected("it sent an invalid message") from error
+    return from_json(data)
+
+
 def _body(data: bytes, kind: str) -> Any:
-    message = from_json(data)
+    return _content(from_json(data), kind)
+
+
+def _content(message: Any, kind: str) -> Any:
     if not isinstance(message, list) or len(message) != 2 or message[0] != kind:
         raise Disconnected(f'it did not send "{kind}"')
     return message[1]
+
+
+def _read_join(data: bytes) -> tuple[int, str, dict[str, str]]:
+    """The job's size, the host and the versions of a rank that joins.
+
+    Raises:
+        Disconnected: it is another message.
+    """
+    body = _body(data, "join")
+    size, host, versions = map(body.get, ("size", "host", "versions")) if isinstance(body, dict) else (None,) * 3
+    if not (isinstance(size, int) and isinstance(host, str) and isinstance(versions, dict)):
+        raise Disconnected("it sent an invalid message")
+    return size, host, {name: str(version) for name, version in versions.items()}
 
 
 # Rank 0 -----------------------------------------------------------------------------------------------
@@ -178,6 +230,7 @@ def serve(listener: socket.socket, size: int, secret: str) -> Bootstrap:
     Raises:
         LaunchError: ranks are missing after RING_START_TIMEOUT seconds, two claim the same number, or versions differ.
     """
+    raise_open_file_limit(size + _OTHER_FILES)
     server = _Server(listener, size, secret)
     try:
         problem = server.run()
@@ -215,7 +268,11 @@ class _Server:
         self._joining: dict[FrameSocket, _Joining] = {}
         self._refused: dict[str, int] = {}
         self._acceptor = Acceptor(
-            _key(secret), Purpose.BOOTSTRAP, limit=self._limit, on_wrong_secret=self._note_wrong_secret
+            _key(secret),
+            Purpose.BOOTSTRAP,
+            limit=self._limit,
+            on_wrong_secret=self._note_wrong_secret,
+            same_user=True,
         )
         self._acceptor.add(listener)
         self._selector = selectors.DefaultSelector()
@@ -224,23 +281,25 @@ class _Server:
     def run(self) -> str:
         """Wait for all ranks; "" if all are there, else what is wrong."""
         waiting = _Waiting(f"rank 0 on {self._name}")
-        while missing := [rank for rank in range(1, self._size) if rank not in self.members]:
-            for key, _ in self._selector.select(0.2):
-                if key.data is not None and (problem := self._serve(key.data)):
-                    return problem
-            for new in self._acceptor.poll():
-                self._begin(new)
-            now = time.monotonic()
-            for joining in [joining for joining in self._joining.values() if joining.deadline < now]:
-                self._drop(joining)
-            joined = f"{len(self.members) + 1} of {self._size} ranks have joined"
-            waiting.say(f"{name_ranks(missing)} to connect to port {self._port}; {joined}{self._refusals()}")
-            if waiting.is_over():
-                return (
-                    f"{name_ranks(missing)} of {self._size} did not connect to rank 0 on {self._name}, port "
-                    f"{self._port}, in time. Were they started, and does their output say why they ended? A firewall "
-                    f"between the hosts has the same effect{self._refusals()}. {_LONGER}"
-                )
+        with ProgressLine() as line:
+            while len(self.members) < self._size - 1:
+                for key, _ in self._selector.select(0.2):
+                    if key.data is not None and (problem := self._serve(key.data)):
+                        return problem
+                for new in self._acceptor.poll():
+                    self._begin(new)
+                now = time.monotonic()
+                for joining in [joining for joining in self._joining.values() if joining.deadline < now]:
+                    self._drop(joining)
+                line.show(lambda: self._arrivals() + self._refusals())
+                if waiting.is_over():
+                    missing = [rank for rank in range(1, self._size) if rank not in self.members]
+                    return (
+                        f"{name_ranks(missing)} of {self._size} did not connect to rank 0 on {self._name}, port "
+                        f"{self._port}, in time; {len(self.members) + 1} ranks have come{hosts_of(self._came())}. Were "
+                        "the others started, and does their output say why they ended? A firewall between the hosts "
+                        f"has the same effect{self._refusals()}. {_LONGER}"
+                    )
         return ""
 
     def close(self) -> None:
@@ -249,6 +308,12 @@ class _Server:
         for joining in self._joining.values():
             joining.frames.close()
         self._selector.close()
+
+    def _came(self) -> dict[int, str]:
+        return {0: self._name, **{rank: member.host for rank, member in self.members.items()}}
+
+    def _arrivals(self) -> str:
+        return arrivals(self._came(), self._size, f" to connect to port {self._port} on {self._name}")
 
     def _begin(self, new: Authenticated) -> None:
         if len(self._joining) >= self._limit:
@@ -266,9 +331,8 @@ class _Server:
             data = joining.frames.receive(0)
             if data is None:
                 return ""
-            body = _body(data, "join")
-            size, host, versions = int(body["size"]), str(body["host"]), dict(body["versions"])
-        except (OSError, Disconnected, ValueError, KeyError, TypeError, AttributeError):
+            size, host, versions = _read_join(data)
+        except (OSError, Disconnected):
             self._drop(joining)  # a rank that will connect again or, without RING_SECRET, anyone
             return ""
         self._forget(joining)
@@ -353,7 +417,7 @@ def join(rank: int, size: int, address: str, port: int, secret: str) -> Bootstra
     try:
         server.send(to_json(["join", {"size": size, "host": name, "versions": own_versions()}]))
         server.flush(SECONDS)
-        _answer(server, f"the other ranks, with rank 0 at {address}:{port}", waiting)
+        _answer(server, f"the other ranks, with rank 0 at {address}:{port}", waiting.name)
     except (OSError, Disconnected) as error:
         server.close()
         raise LaunchError(
@@ -367,6 +431,8 @@ def _connect(rank: int, address: str, port: int, secret: str) -> FrameSocket:
     connected = socket.create_connection((address, port), SECONDS)
     try:
         authenticate(connected, ClientHandshake(_key(secret), Purpose.BOOTSTRAP, Claim(rank)), SECONDS)
+        if not is_same_user(connected):
+            raise Disconnected("another user's process listens there")
         return FrameSocket(connected, Purpose.BOOTSTRAP)
     except BaseException:
         connected.close()
@@ -399,18 +465,19 @@ def unreachable(address: str, port: int, error: Exception) -> str:
     return f"{at} cannot be reached ({getattr(error, 'strerror', None) or error})"
 
 
-def _answer(server: FrameSocket, what: str, waiting: _Waiting | None = None) -> list[Any]:
+def _answer(server: FrameSocket, what: str, name: str = "") -> list[Any]:
     """The next message of rank 0: every rank's payload."""
-    # Rank 0 times out first: its error says more.
-    waiting = _Waiting(waiting.name if waiting else f"a rank on {socket.gethostname()}", extra=5.0)
+    # Rank 0 times out first, and shows meanwhile whom it waits for.
+    waiting = _Waiting(name or f"a rank on {socket.gethostname()}", extra=5.0)
     while (data := server.receive(0.2)) is None:
         if waiting.is_over():
             raise LaunchError(f"{waiting.name} timed out waiting for {what}. {_LONGER}")
-        waiting.say(what)
-    message = from_json(data)
-    if isinstance(message, list) and message[:1] == ["abort"]:
+    message = _unpack(data)
+    if isinstance(message, list) and message[:1] == ["abort"] and len(message) == 2:
         raise LaunchError(str(message[1]))
-    found: list[Any] = _body(data, "gathered")
+    found: list[Any] = _content(message, "gathered")
+    if not isinstance(found, list):
+        raise Disconnected("it sent an invalid message")
     return found
 
 

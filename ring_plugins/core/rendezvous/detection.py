@@ -3,17 +3,23 @@
 Every launcher leaves variables in the environment. Several may have left theirs, since launchers start each other:
 mpirun inside a SLURM allocation, torchrun agents started by mpirun. The innermost one counts, so the detectors run
 in that order, and each returns None if another launcher's variables show that it is not the innermost.
+
+A process that finds itself alone although its environment speaks of other ranks is refused: each such process would
+train a model of its own, and all would seem to succeed. So is a child of a rank, whose inherited variables claim that
+it is the rank itself.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import warnings
 from collections.abc import Callable
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.rendezvous import mpi, slurm, spawn, tcp
-from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous
+from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous, integer
 
 _DETECTORS: dict[str, Callable[[], LaunchRecord | None]] = {
     "spawned": spawn.detect,
@@ -37,7 +43,9 @@ def detect() -> LaunchRecord:
     if forced:
         record = _DETECTORS[forced]()
         if record is None:
-            raise LaunchError(f"RING_LAUNCHER={forced}, but the variables that {forced} sets are missing.")
+            missing = _missing(tcp.VARIABLES) if forced == "rendezvous" else []
+            named = f": {', '.join(missing)}" if missing else ""
+            raise LaunchError(f"RING_LAUNCHER={forced}, but the variables that {forced} sets are missing{named}.")
         return record
     return next(record for detector in _DETECTORS.values() if (record := detector()) is not None)
 
@@ -50,6 +58,9 @@ def connect(ranks: int | None, generation: int) -> Rendezvous:
         generation: how often this process has connected before.
     """
     record = detect()
+    if not config.LAUNCHER.is_set():
+        _check_that_nobody_is_missing(record, ranks)
+    _check_that_this_is_the_rank(record)
     if record.kind == "spawned" or (record.kind == "single" and max(ranks or 1, spawn.spawned_size()) > 1):
         found = spawn.connect(record, ranks or spawn.spawned_size())
     elif record.kind == "mpi":
@@ -63,4 +74,74 @@ def connect(ranks: int | None, generation: int) -> Rendezvous:
             f"init(ranks={ranks}) was requested, but {record.by} started {found.size} ranks: using those.",
             stacklevel=4,
         )
+    if found.size > 1:
+        os.environ[config.MEMBER.name] = f"{os.getpid()} {found.rank} {_identity()}"
     return found
+
+
+def leave(kind: str) -> None:
+    """Let a child of this process join in its place; called when this rank has left the job.
+
+    Args:
+        kind: of launcher. MPI does not let a process join again, and would wait for ever.
+    """
+    if kind != "mpi":
+        os.environ.pop(config.MEMBER.name, None)
+
+
+def _check_that_nobody_is_missing(record: LaunchRecord, ranks: int | None) -> None:
+    """Refuse a process that no launcher seems to have started, but whose environment speaks of others.
+
+    Raises:
+        LaunchError: the text says what is missing.
+    """
+    if record.kind != "single":
+        return
+    alone = "; RING_LAUNCHER=single makes it a job of its own"
+    present = [f"{name}={os.environ[name]}" for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)]
+    if (integer("WORLD_SIZE") or 1) > 1 or (present and integer("WORLD_SIZE") is None):
+        missing = _missing(tcp.VARIABLES)
+        raise LaunchError(
+            f"{' and '.join(present)} {'are' if len(present) > 1 else 'is'} set, but {' and '.join(missing)} "
+            f"{'are' if len(missing) > 1 else 'is'} not, so this process cannot find the other ranks. Set "
+            f"{', '.join(tcp.VARIABLES)} on every rank (MASTER_ADDR is the host of rank 0, MASTER_PORT a free port "
+            "there, both equal on all ranks), or start with torchrun, `ring run` or mpirun. If it was not meant to be "
+            f"one of several, unset {' and '.join(text.partition('=')[0] for text in present)}{alone}."
+        )
+    tasks = integer("SLURM_NTASKS") or 1
+    if ranks is None and tasks > 1 and os.environ.get("SLURM_JOB_ID") and (integer("SLURM_STEP_NUM_TASKS") or 1) == 1:
+        raise LaunchError(
+            f"SLURM allocated {tasks} tasks (SLURM_NTASKS), but this process is none of them, since srun did not start "
+            "it: it would be a job of one rank. Start it with `srun python ...`, with `ring run` or with mpirun; "
+            f"init(ranks=...) starts ranks on this host alone{alone}."
+        )
+
+
+def _missing(names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if not os.environ.get(name)]
+
+
+def _check_that_this_is_the_rank(record: LaunchRecord) -> None:
+    """Refuse a child of a rank: the launcher's variables that it inherited are those of its parent.
+
+    Raises:
+        LaunchError: a process with these variables has joined a job, and this process descends from it.
+    """
+    if record.kind not in ("mpi", "rendezvous"):
+        return
+    pid, _, rest = config.MEMBER.get().partition(" ")
+    rank, _, identity = rest.partition(" ")
+    if pid and pid != str(os.getpid()) and identity == _identity():
+        raise LaunchError(
+            f"this process inherited the variables of {record.by} from rank {rank} (process {pid}), but is not that "
+            "rank: it is a child of it (a data loader's worker, or a script that the rank started). Call "
+            "ring_plugins.init() in the ranks themselves, and put what a script does after `if __name__ == "
+            '"__main__":`. A child that is to be a job of its own needs RING_LAUNCHER=single.'
+        )
+
+
+def _identity() -> str:
+    """Of the place that a launcher gave to this process: another launch, or another rank, has another one."""
+    names = [*tcp.VARIABLES, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", *mpi.IDENTITY, *slurm.IDENTITY]
+    text = "\n".join(f"{name}={os.environ.get(name, '')}" for name in names)
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]

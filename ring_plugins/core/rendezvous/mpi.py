@@ -24,6 +24,9 @@ _VARIABLES = [
     (("PMIX_RANK", "SLURM_NTASKS", "SLURM_LOCALID", ""), "PMIx"),
 ]  # fmt: skip
 
+#: What tells a rank from all others of all launches on a host.
+IDENTITY = (*(names[0] for names, _ in _VARIABLES), "PMIX_NAMESPACE", "PMI_FD", "PMI_PORT", "PMI_ID", "HYDI_CONTROL_FD")
+
 
 def detect() -> LaunchRecord | None:
     """The record of a process that an MPI launcher started, or whose script has initialized MPI itself; else None."""
@@ -46,6 +49,11 @@ def connect(record: LaunchRecord) -> Rendezvous:
         MissingDependency: mpi4py or libmpi is missing.
         LaunchError: MPI sees another number of ranks than the launcher started, or the ranks' installations differ.
     """
+    with mpi.every_rank_must_come_in_time():
+        return _connect(record)
+
+
+def _connect(record: LaunchRecord) -> Rendezvous:
     mpi_transport = mpi.MpiTransport()
     rank, size, gather = mpi_transport.rank, mpi_transport.size, mpi_transport.all_gather_object
     if record.size is not None and record.size != size:

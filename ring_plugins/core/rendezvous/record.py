@@ -5,6 +5,7 @@ Also the versions that must agree on all ranks: ranks with different releases wo
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 from collections.abc import Callable, Mapping
@@ -63,12 +64,16 @@ class Rendezvous:
 
 def own_versions() -> dict[str, str]:
     """Versions in this process: of ring_plugins in full, of Python and numpy the part that pickles depend on."""
-    try:
-        package = metadata.version("ring_plugins")
-    except metadata.PackageNotFoundError:  # run from a checkout
-        package = "unknown"
     python = ".".join(platform.python_version_tuple()[:2])
-    return {"ring_plugins": package, "Python": python, "numpy": np.__version__.partition(".")[0]}
+    return {"ring_plugins": _own_version(), "Python": python, "numpy": np.__version__.partition(".")[0]}
+
+
+@functools.cache  # rank 0 compares it with every rank's, and finding it takes a millisecond
+def _own_version() -> str:
+    try:
+        return metadata.version("ring_plugins")
+    except metadata.PackageNotFoundError:  # run from a checkout
+        return "unknown"
 
 
 def differences(ranks: Mapping[int, tuple[str, Mapping[str, str]]]) -> str:

@@ -7,6 +7,9 @@ import re
 
 from ring_plugins.core.rendezvous.record import LaunchRecord, integer
 
+#: What tells a task from all others.
+IDENTITY = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID")
+
 
 def detect() -> LaunchRecord | None:
     """The record of a task of a step that srun started; else None."""
@@ -17,7 +20,7 @@ def detect() -> LaunchRecord | None:
         return None
     rank, size = integer("SLURM_PROCID"), integer("SLURM_STEP_NUM_TASKS") or integer("SLURM_NTASKS") or 1
     if size == 1:
-        return None
+        return LaunchRecord("single", "srun", 0, 1, 0, 1)
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "")
     local_size = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     variables = {

@@ -29,14 +29,21 @@ import numpy as np
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, name_ranks
 from ring_plugins.core.base.log import flush_output, logger
+from ring_plugins.core.base.progress_line import ProgressLine, arrivals
+from ring_plugins.core.linux import thread_count
 from ring_plugins.core.linux.process import end_with_parent
 from ring_plugins.core.linux.shared_memory import Segment, publish
+from ring_plugins.core.rendezvous.claim import check_is_original_script
 from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous
 
 #: Bytes of a slot: two int64 words (round, length) and a payload.
 _SLOT = 8192
 #: Seconds that children have to end once a rank has failed: they may still be reporting the failure.
 _GRACE = 8.0
+#: Seconds that the kernel may take to end a process whose connections it has closed.
+_EXIT = 1.0
+#: More ranks than this for each usable processor are more likely a slip of the hand than a test.
+_CROWDED = 4
 _START_DIRECTORY = os.getcwd()
 
 
@@ -89,14 +96,18 @@ class SharedMemoryRendezvous:
         publish()
         words[0] = self._round
         end = time.monotonic() + config.START_TIMEOUT.get()
-        while missing := [r for r in range(self.size) if self._slot(r)[0][0] < self._round]:
-            self._check_children(missing)
-            if time.monotonic() > end:
-                raise LaunchError(
-                    f"rank {self.rank} timed out waiting for {name_ranks(missing)} to reach init(). "
-                    "Set RING_START_TIMEOUT to wait longer."
-                )
-            time.sleep(0.001)
+        with ProgressLine() as line:
+            while missing := [r for r in range(self.size) if self._slot(r)[0][0] < self._round]:
+                self._check_children(missing)
+                if time.monotonic() > end:
+                    raise LaunchError(
+                        f"rank {self.rank} timed out waiting for {name_ranks(missing)} to reach init(). "
+                        "Set RING_START_TIMEOUT to wait longer."
+                    )
+                if self.rank == 0:
+                    came = dict.fromkeys(set(range(self.size)) - set(missing), "")
+                    line.show(lambda came=came: arrivals(came, self.size, " to reach init()"))  # type: ignore[misc]
+                time.sleep(0.001)
         publish()  # read the payloads only after their rounds
         return [json.loads(bytes(text[: words[1]])) for words, text in map(self._slot, range(self.size))]
 
@@ -153,7 +164,13 @@ def _join(record: LaunchRecord) -> SharedMemoryRendezvous:
     assert record.rank is not None
     assert record.size is not None
     end_with_parent()
-    segment = Segment(fd, SharedMemoryRendezvous.nbytes(record.size))
+    try:
+        segment = Segment(fd, SharedMemoryRendezvous.nbytes(record.size))
+    except (OSError, ValueError) as error:
+        raise LaunchError(
+            f"{config.SPAWNED.name} is set, but this process did not inherit the file that it names ({error}): the "
+            f"variable was copied from rank {record.rank} of a job into another environment; unset it."
+        ) from error
     found = SharedMemoryRendezvous(segment, record.rank, record.size, [])
     # `ring run` may start Python through a shell. The rank is then the first process that arrives.
     if (os.getppid() != parent) if parent else found.has_arrived(record.rank):
@@ -172,25 +189,37 @@ def command() -> list[str]:
         LaunchError: it cannot be repeated.
     """
     arguments = sys.orig_argv[1:]
-    if hasattr(sys, "ps1") or not arguments or arguments[-1] == "-":
+    if hasattr(sys, "ps1"):
         raise LaunchError(
-            "only a script can spawn ranks, not an interactive session; save the code as a file and run it, or start "
-            "it with mpirun or torchrun."
+            "only a script can spawn ranks, not a notebook or an interactive session: put the training into a function "
+            "and call ring_plugins.run(function, ranks=2) without init()."
+        )
+    if not arguments or getattr(sys.modules["__main__"], "__file__", "") == "<stdin>" or sys.argv[:1] == ["-"]:
+        raise LaunchError(
+            "only a script can spawn ranks, and this one came from standard input, which the other ranks cannot read "
+            "again: save it as a file and run that, or start it with mpirun or torchrun."
         )
     return [sys.executable, *arguments]
 
 
 def _spawn(ranks: int) -> SharedMemoryRendezvous:
+    check_is_original_script()
     again = command()
     if threading.current_thread() is not threading.main_thread():
         raise LaunchError(
             "only the main thread of a script can spawn ranks: the kernel ends them with the thread that started them."
         )
+    if ranks > _CROWDED * (processors := len(os.sched_getaffinity(0))):
+        logger.warning(
+            f"starting {ranks} processes on this host, where {processors} processor{'s' * (processors > 1)} can run "
+            "them: each loads the script's libraries and a model of its own. One rank for each core trains fastest."
+        )
     segment = Segment.create(SharedMemoryRendezvous.nbytes(ranks))
     children: list[subprocess.Popen[bytes]] = []
     flush_output()
+    shared = os.environ | thread_count.variables(thread_count.threads_per_rank(ranks))
     for rank in range(1, ranks):
-        environment = os.environ | child_environment(segment, rank, ranks, os.getpid())
+        environment = shared | child_environment(segment, rank, ranks, os.getpid())
         children.append(
             subprocess.Popen(
                 again, env=environment, cwd=_START_DIRECTORY, pass_fds=[segment.fd], stdin=subprocess.DEVNULL
@@ -224,6 +253,28 @@ def wait_for_children(failed: bool) -> int:
     if not failed:
         logger.error(f"rank {rank} ended with {ending(code)}.")
     return code if code > 0 else 128 - code
+
+
+def end_of_child(rank: int) -> str | None:
+    """How a rank that this process has spawned ended, None if it did not start it or the rank still runs."""
+    children = _rendezvous.children if _rendezvous is not None else []
+    if not 0 < rank <= len(children):
+        return None
+    deadline = time.monotonic() + _EXIT
+    while (code := children[rank - 1].poll()) is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return None if code is None else silent_end(code)
+
+
+def silent_end(code: int) -> str:
+    """How a process ended that reported no error, in words, from the `returncode` of its Popen."""
+    if code == -signal.SIGKILL:
+        return "was killed by SIGKILL (out of memory? `kill -9`?)"
+    if -code in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):
+        return f"crashed in native code ({signal.Signals(-code).name})"
+    if code < 0:
+        return f"was ended by {ending(code)}"
+    return f"ended with {ending(code)} without an exception (os._exit, or a library that ends the process)"
 
 
 def ending(code: int) -> str:

@@ -45,6 +45,9 @@ class StoreProvider(Protocol):
     def owns_port(self) -> bool:
         """Whether this process has a store at MASTER_PORT already, or was given one."""
 
+    def has_own_store(self) -> bool:
+        """Whether the script gave the framework a store that is not at MASTER_PORT, such as a file."""
+
     def open_store(self, generation: int) -> Store:
         """The store, with keys of its own for the `generation`-th connection of the job."""
 
@@ -67,12 +70,18 @@ def register_store_loader(load: Callable[[], StoreProvider]) -> None:
 
 def detect() -> LaunchRecord | None:
     """The record that torchrun's variables give; None if one of them is missing."""
-    if not all(os.environ.get(name) for name in VARIABLES):
+    if _missing_variables():
         return None
     by = "torchrun" if os.environ.get("TORCHELASTIC_RUN_ID") else "the variables RANK and MASTER_ADDR"
     return LaunchRecord(
         "rendezvous", by, integer("RANK"), integer("WORLD_SIZE"), integer("LOCAL_RANK"), integer("LOCAL_WORLD_SIZE")
     )
+
+
+def _missing_variables() -> list[str]:
+    """Those of torchrun's variables that are needed here and not set."""
+    has_own_store = _provider is not None and _provider.has_own_store()
+    return [name for name in (VARIABLES[:2] if has_own_store else VARIABLES) if not os.environ.get(name)]
 
 
 def connect(record: LaunchRecord, generation: int) -> Rendezvous:
@@ -86,8 +95,7 @@ def connect(record: LaunchRecord, generation: int) -> Rendezvous:
         LaunchError: ranks do not find each other, are incompatible, or share no network; the text names them.
     """
     os.environ.update(record.variables)
-    missing = [name for name in VARIABLES if not os.environ.get(name)]
-    if missing:
+    if missing := _missing_variables():
         raise LaunchError(
             f"{', '.join(missing)} not set in the environment; start with torchrun, with mpirun, "
             f"or set all of {', '.join(VARIABLES)}."
@@ -97,7 +105,10 @@ def connect(record: LaunchRecord, generation: int) -> Rendezvous:
     assert size is not None
     if not 0 <= rank < size:
         raise LaunchError(f"RANK={rank} does not fit WORLD_SIZE={size}.")
-    connections = _meet(rank, size, os.environ["MASTER_ADDR"], generation)
+    # torchrun and srun count the ranks of a host; other launchers' LOCAL_WORLD_SIZE may be anything.
+    one_host = record.local_size == size and ("TORCHELASTIC_RUN_ID" in os.environ or record.by == "srun")
+    address = "127.0.0.1" if one_host else os.environ.get("MASTER_ADDR", "")
+    connections = _meet(rank, size, address, generation, "127.0.0.1" if one_host else "")
     try:
         transport, address = _open_transport(connections, rank)
     except BaseException:
@@ -117,24 +128,41 @@ def _end_process(code: int) -> None:
     os._exit(code)
 
 
-def _meet(rank: int, size: int, address: str, generation: int) -> bootstrap.Bootstrap:
+def _meet(rank: int, size: int, address: str, generation: int, listen_at: str = "") -> bootstrap.Bootstrap:
     store = _open_store(generation)
     secret = bootstrap.job_secret()
     if store is None:
         port = integer("MASTER_PORT") or 0
         if rank == 0:
-            return bootstrap.serve(_listen(port, size), size, secret)
+            return bootstrap.serve(_listen(port, size, listen_at), size, secret)
         return bootstrap.join(rank, size, address, port, secret)
     # The store is closed before any rank goes on: the next of torch's stores may use its port again.
     if rank == 0:
-        listener = socket.create_server(("", 0), backlog=size)
+        listener = socket.create_server((listen_at, 0), backlog=size)
         token = secrets.token_hex(16)
-        store.set("bootstrap", f"{listener.getsockname()[1]} {token}")
+        store.set("bootstrap", f"{listener.getsockname()[1]} {token} {socket.gethostname()}")
         del store
         return bootstrap.serve(listener, size, secret + token)
-    port_text, token = store.get("bootstrap").decode().split()
+    port, token, host = _read_bootstrap(store.get("bootstrap"))
     del store
-    return bootstrap.join(rank, size, address, int(port_text), secret + token)
+    if not address:  # the script's own store, which says where the ranks are no more than the environment does
+        address = "127.0.0.1" if host == socket.gethostname() else host
+    return bootstrap.join(rank, size, address, port, secret + token)
+
+
+def _read_bootstrap(value: bytes) -> tuple[int, str, str]:
+    """Port, token and host that rank 0 has published.
+
+    Raises:
+        LaunchError: the store holds something else.
+    """
+    words = value.split()
+    if len(words) != 3 or not words[0].isdigit() or not 0 < int(words[0][:6]) < 1 << 16 or not value.isascii():
+        raise LaunchError(
+            "the store of torch.distributed holds something other than rank 0's address: another release of "
+            "ring_plugins wrote it, or somebody who can connect to the store."
+        )
+    return int(words[0]), words[1].decode(), words[2].decode()
 
 
 def _open_store(generation: int) -> Store | None:
@@ -155,11 +183,11 @@ def _open_store(generation: int) -> Store | None:
     return provider.open_store(generation)
 
 
-def _listen(port: int, size: int) -> socket.socket:
+def _listen(port: int, size: int, address: str = "") -> socket.socket:
     end = time.monotonic() + _PORT_RELEASE
     while True:
         try:
-            return socket.create_server(("", port), backlog=size)
+            return socket.create_server((address, port), backlog=size)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise LaunchError(f"rank 0 cannot listen at MASTER_PORT={port}: {error.strerror}.") from error
@@ -173,11 +201,17 @@ def _listen(port: int, size: int) -> socket.socket:
 
 def _open_transport(connections: bootstrap.Bootstrap, rank: int) -> tuple[TcpTransport, str]:
     """Agree on a network and open sockets on it; returns rank 0's address as well."""
-    gathered = connections.gather(own_interfaces(rank, address_towards(os.environ["MASTER_ADDR"])))
+    master = os.environ.get("MASTER_ADDR", "")
+    gathered = connections.gather(own_interfaces(rank, address_towards(master) if master else ""))
     hosts = [read_interfaces(item) for item in gathered]
     networks = unmeasured(hosts)
     choice = choose(hosts, measure(networks, hosts, rank, connections.gather) if networks else None)
     if rank == 0 and choice.text:
         logger.info(f"{choice.text}.")
+    if rank == 0 and not bootstrap.job_secret() and len({host.kernel for host in hosts}) > 1:
+        logger.info(
+            "RING_SECRET is not set: anyone who could reach rank 0 while the job started could have joined it. Set it "
+            "to the same random text on all hosts (docs/security.md)."
+        )
     transport = open_transport(rank, [host.host for host in hosts], choice.addresses, connections.gather)
     return transport, choice.addresses[0]

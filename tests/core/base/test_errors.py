@@ -2,13 +2,25 @@
 
 import pickle
 
-from ring_plugins.core.base.errors import PeerFailed, PeerLeft, RankFailed, name_ranks
+from ring_plugins.core.base.errors import PeerFailed, PeerLeft, RankFailed, RingError, fresh, name_ranks
 
 
 def test_errors_keep_their_attributes_when_pickled():
     for error in (PeerFailed("gone", 3), PeerLeft("left", 4), RankFailed("failed", 1, "host1", "Traceback")):
         copy = pickle.loads(pickle.dumps(error))
         assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
+
+
+def test_a_fresh_copy_of_an_error_has_all_but_its_traceback():
+    class Strange(Exception):
+        def __init__(self, first, second):
+            super().__init__(f"{first} {second}")
+
+    for error in (RingError("broken"), PeerLeft("left", 4), RankFailed("failed", 1, "host1"), Strange(1, 2)):
+        error.note, error.__cause__ = "seen", OSError()
+        copy = fresh(error)
+        assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
+        assert copy.__cause__ is error.__cause__ and copy.__traceback__ is None
 
 
 def test_ranks_are_named_one_by_one_up_to_a_limit():

@@ -1,4 +1,5 @@
 import gc
+import signal
 import threading
 import time
 import weakref
@@ -72,12 +73,66 @@ def test_an_error_reaches_the_caller_and_every_later_call(executor):
 
 def test_an_interrupted_operation_leaves_the_rank_out_of_step(executor):
     def interrupt(operation):
+        executor._wait.begun = True
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         executor.run(OPERATION, interrupt)
     with pytest.raises(RingError, match=r"interrupted in all_reduce.* by KeyboardInterrupt"):
         executor.run(OPERATION, thread_name)
+
+
+def test_a_signal_that_another_thread_receives_ends_the_wait_for_a_work(executor):
+    """It does not wake the main thread, as one does not that arrives just before the thread blocks."""
+
+    def signal_this_thread():
+        time.sleep(0.05)
+        signal.pthread_kill(threading.get_ident(), signal.SIGALRM)
+
+    before = signal.signal(signal.SIGALRM, lambda number, frame: (_ for _ in ()).throw(KeyboardInterrupt))
+    ended = threading.Event()
+    work = executor.start("work", lambda: ended.wait(5))
+    sender = threading.Thread(target=signal_this_thread)
+    sender.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            executor._block_caller(work)
+        assert not work.done()
+    finally:
+        ended.set()
+        sender.join()
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_an_operation_interrupted_before_it_sent_anything_does_no_harm(executor):
+    def interrupt(operation):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        executor.run(OPERATION, interrupt)
+    assert executor.run(OPERATION, lambda operation: "fine") == "fine"
+
+
+def test_members_are_told_before_this_one_withdraws():
+    told = []
+
+    class Members:
+        def tell(self, operation, cause):
+            told.append((operation, type(cause)))
+
+        def withdraw(self, operation, cause):
+            told.append("withdrawn")
+
+    executor = SerialExecutor("test", Wait("test", None), Members())
+    executor.interrupt("bucket 0", KeyboardInterrupt())
+    executor.interrupt("bucket 0", KeyboardInterrupt())
+    assert told == [("bucket 0", KeyboardInterrupt), "withdrawn"]
+    executor.close()
+
+
+def test_a_signal_handler_cannot_run_an_operation_inside_another(executor):
+    with pytest.raises(RingError, match=r"test: barrier\(\) was called inside all_reduce.*, by a signal handler"):
+        executor.run(OPERATION, lambda operation: executor.run(fingerprint("barrier"), thread_name))
 
 
 def test_refused_arguments_do_no_harm(executor):

@@ -1,5 +1,7 @@
 """Collectives among simulated hosts, over real sockets."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,10 +9,12 @@ import pytest
 
 from ring_plugins.core.arrays.codec import IdentityCodec
 from ring_plugins.core.arrays.dtypes import Op
-from ring_plugins.core.base.errors import MismatchError, PeerFailed
+from ring_plugins.core.base.errors import MismatchError, PeerFailed, PeerLeft
 from ring_plugins.core.collectives.fingerprint import fingerprint
 from ring_plugins.core.collectives.net_group import SMALL_BYTES, NetworkGroup
 from ring_plugins.core.control.wait import Wait
+from ring_plugins.core.net.listener import Listener, Peer
+from ring_plugins.core.net.tcp import TcpTransport
 from tests.core.collectives.simulated_hosts import simulated_hosts
 from tests.launch import run_ranks
 
@@ -131,3 +135,42 @@ def test_a_connection_found_closed_before_the_wait_still_gives_the_peers_reason(
     group = NetworkGroup(transport, (0, 1), 0, 1, Wait("ring", Detector()), "ring")
     with pytest.raises(PeerFailed, match="died without reporting an error"):
         group.wait_each([(1, Broken())], fingerprint("barrier"))
+
+
+def test_what_a_rank_sent_before_it_left_arrives_however_slowly():
+    class Detector:  # for which rank 0 has left long ago
+        aborted = False
+
+        def check(self, communicator, missing, what):
+            if 0 in missing:
+                raise PeerLeft("rank 0 has left the job", 0)
+
+    sent = (np.arange(200_000) % 251).astype(np.uint8)
+    listeners = [Listener("127.0.0.1") for _ in range(2)]
+    peers = [Peer("host", "127.0.0.1", listener.port) for listener in listeners]
+    for rank, listener in enumerate(listeners):
+        listener.open(rank, peers, "a secret")
+    sender, receiver = [TcpTransport(rank, peers, listener) for rank, listener in enumerate(listeners)]
+    groups = [
+        NetworkGroup(transport, (0, 1), rank, 1, Wait("ring", detector), "ring")
+        for rank, transport, detector in [(0, sender, None), (1, receiver, Detector())]
+    ]
+    received = np.zeros_like(sent)
+    with ThreadPoolExecutor(1) as threads:
+        try:
+
+            def send_slowly():
+                for start in range(0, sent.size, 10_000):
+                    groups[0].wait_each([(1, groups[0].send(1, sent[start : start + 10_000]))], fingerprint("send"))
+                    time.sleep(0.01)
+
+            sending = threads.submit(send_slowly)
+            first = groups[1].receive(0, received[:10_000])
+            while not first.done():
+                first.nap(0.001)
+            groups[1].wait_each([(0, groups[1].receive(0, received[10_000:]))], fingerprint("receive"))
+            sending.result(10)
+        finally:
+            for transport in (sender, receiver):
+                transport.close()
+    assert np.array_equal(received, sent)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from ring_plugins.core.base.errors import MismatchError
+from ring_plugins.core.base.errors import MismatchError, PeerFailed, RingError
 from ring_plugins.core.collectives.fingerprint import fingerprint
 from ring_plugins.core.collectives.shm_barrier import PAGE, SharedMemoryBarrier
 from ring_plugins.core.control.wait import Wait
@@ -63,6 +63,22 @@ def test_many_barriers_keep_everyone_in_step(members, on_all):
         return ahead
 
     assert max(on_all(count)) <= 1
+
+
+def test_a_member_that_withdraws_ends_the_others_waits(members, on_all):
+    def arrive(member):
+        if members.index(member) == 1:
+            time.sleep(0.05)
+            member.withdraw("rank 1 was interrupted")
+            member.synchronize()
+        else:
+            member.arrive(STEP)
+
+    first, own, last = on_all(arrive)
+    for error in (first, last):
+        assert isinstance(error, PeerFailed)
+        assert (str(error), error.rank) == ("rank 1 was interrupted", 1)
+    assert isinstance(own, RingError) and "takes part no more" in str(own)
 
 
 def test_a_waiting_member_calls_meanwhile(members, on_all):

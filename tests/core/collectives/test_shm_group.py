@@ -125,3 +125,19 @@ def test_parts_of_another_size_than_expected_are_a_mismatch_on_all_ranks(on_all)
             group.all_to_all(outgoing, incoming, fingerprint("all_to_all", "uint8"))
 
     on_all(exchange)
+
+
+def test_members_go_on_after_a_mismatch_that_all_of_them_saw(on_all):
+    def different(group, count):
+        if group.position == 0:
+            group.barrier(fingerprint("barrier"))
+        else:
+            reduce(group, numbers(count, group.position))
+
+    def call(group):
+        for count in COUNTS[1:]:
+            with pytest.raises(MismatchError, match=r"rank 0 calls barrier\(\), but ranks 1, 2 call all_reduce"):
+                different(group, count)
+            assert np.array_equal(reduce(group, numbers(count, group.position)), total(count))
+
+    on_all(call)

@@ -32,7 +32,7 @@ def client_of(server, same_host=False, **changes):
 def test_rank_0s_end_is_noticed(server):
     client = client_of(server)
     lost = []
-    client.on_lost = lambda rank, how: lost.append((rank, how))
+    client.on_lost = lambda rank, how: lost.append((rank, str(how)))
     assert run([server, client], lambda: client.connected == [0] and server.connected == [1])
     server.abandon()
     assert run([client], lambda: bool(lost))

@@ -1,11 +1,14 @@
 """Reports of failures between ranks, over a fake channel."""
 
+import errno
+
 import pytest
 
 from ring_plugins.core.base.errors import DeadlockError, PeerFailed, PeerLeft
 from ring_plugins.core.control import failure_detector as module
 from ring_plugins.core.control.channel import EVERYONE
 from ring_plugins.core.control.failure_detector import FailureDetector, Peer
+from ring_plugins.core.net.auth import Disconnected
 
 MEMBERS = [Peer(f"host{rank}", 100 + rank, f"domain{rank}") for rank in range(3)]
 
@@ -61,6 +64,36 @@ def test_rank_0_passes_on_the_first_failure_and_every_wait_then_raises_it():
     assert zero.aborted
 
 
+def test_a_broken_communicator_fails_on_its_members_now_or_when_they_make_it():
+    class State:
+        error = None
+
+        def fail(self, error):
+            self.error = error
+
+    (zero, channel), (one, own), state = detector(0), detector(1), State()
+    one.break_communicator(7, "rank 1 was interrupted", [])
+    ((to, kind, body),) = own.sent
+    assert (to, kind, body) == (0, "broken", {"key": 7, "rank": 1, "text": "rank 1 was interrupted"})
+    zero.watch(7, state)
+    channel.handlers["broken"](1, body)
+    known = {"key": 7, "rank": 1, "member": 0}
+    assert channel.sent == [(0, "knows of broken", known), (EVERYONE, "broken", body)]
+    channel.handlers["knows of broken"](0, known)
+    assert channel.sent[-1] == (1, "knows of broken", known)
+    own.handlers["knows of broken"](0, known)
+    assert one._knowing[7] == {0, 1}
+    assert (str(state.error), state.error.rank) == ("rank 1 was interrupted", 1)
+    late = State()
+    zero.watch(7, late)
+    assert late.error is state.error
+    assert zero.failure() is None  # the job goes on
+    own.handlers["broken"](0, body)
+    mine = State()
+    one.watch(8, mine)
+    assert mine.error is None
+
+
 def test_a_rank_ignores_reports_of_its_own_failure():
     one, channel = detector(1)
     channel.handlers["failed"](0, {"rank": 1, "text": "rank 1 failed", "of": 1})
@@ -70,10 +103,31 @@ def test_a_rank_ignores_reports_of_its_own_failure():
 @pytest.mark.parametrize(
     ("how", "text", "network"),
     [
-        ("it closed the connection", r"rank 2 \(process 102 on host2\) died without reporting an error", False),
-        ("Connection reset by peer", r"rank 2 \(process 102 on host2\) died without reporting an error", False),
-        ("Broken pipe", r"rank 2 \(process 102 on host2\) died without reporting an error", False),
-        ("timed out", r"rank 0 on host0 cannot reach rank 2 .*: the network between host0 and host2 is lost", True),
+        (
+            Disconnected("it closed the connection"),
+            r"rank 2 \(process 102 on host2\) died without reporting an error",
+            False,
+        ),
+        (
+            Disconnected.by(OSError(errno.ECONNRESET, "Connection reset by peer")),
+            r"rank 2 \(process 102 on host2\) died without reporting an error",
+            False,
+        ),
+        (
+            Disconnected.by(OSError(errno.EPIPE, "Verbindung beendet")),
+            r"rank 2 \(process 102 on host2\) died without reporting an error",
+            False,
+        ),
+        (
+            Disconnected("it sent an invalid message", is_invalid=True),
+            r"rank 0 has closed its control connection to rank 2 \(process 102 on host2\): it sent an invalid message",
+            False,
+        ),
+        (
+            Disconnected.by(OSError(errno.ETIMEDOUT, "closed for the night")),
+            r"rank 0 on host0 cannot reach rank 2 .*: the network between host0 and host2 is lost",
+            True,
+        ),
     ],
 )
 def test_a_closed_connection_is_a_death_and_a_silent_one_a_lost_network(how, text, network):
@@ -95,6 +149,17 @@ def test_a_rank_that_left_fails_only_those_that_wait_for_it(monkeypatch):
     zero.forward_departures()
     zero.forward_departures()
     assert channel.sent == [(EVERYONE, "left", {"ranks": [2]})]
+
+
+def test_a_rank_that_left_with_an_exit_status_has_failed(monkeypatch):
+    monkeypatch.setattr(module, "_IN_FLIGHT", 0.0)
+    zero, channel = detector(0)
+    channel.handlers["exits"](2, {"rank": 2, "status": 3})
+    assert channel.sent == [(EVERYONE, "exits", {"rank": 2, "status": 3})]
+    channel.on_left(2)
+    zero.check("ring", [1], "barrier()")
+    with pytest.raises(PeerFailed, match=r"rank 2 ended with exit status 3 \(sys.exit\), while rank 0 waits"):
+        zero.check("ring", [1, 2], "barrier()")
 
 
 def test_a_deadlock_ends_waits_of_its_communicator_only():

@@ -72,9 +72,10 @@ def test_a_rank_that_fails_reports_the_root_cause_once():
 
 
 def test_a_rank_that_leaves_has_ended_only_when_its_process_is_gone():
-    with peer(lambda own: own.leave()) as (peers, proceed):
+    with peer(lambda own: (own.note_exit(3), own.leave())) as (peers, proceed):
         proceed()
         assert peers.has_left(1) and not peers.has_ended(1)
+        assert peers.exit_status(1) == 3 and peers.exit_status(2) == 0
         assert peers.failure() is None
         pid = peers.others[1].pid
         os.kill(pid, signal.SIGKILL)

@@ -6,6 +6,7 @@ import pytest
 
 from ring_plugins.core.base.errors import PeerFailed
 from ring_plugins.core.control import monitor as module
+from ring_plugins.core.control.failure_detector import Peer
 from ring_plugins.core.control.monitor import MonitorThread
 
 
@@ -24,6 +25,7 @@ class FakeChannel:
 
 
 class FakeDetector:
+    membership = (Peer("a", 0, "a"), Peer("a", 0, "a"))
     rank, aborted, failed = 1, False, False
 
     def __init__(self, error=None):

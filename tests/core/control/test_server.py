@@ -178,7 +178,7 @@ def test_invalid_messages_disconnect_only_their_sender(channels):
     for said in (b"[" * 100_000, b"\xff", b'{"a": 1}', b"[1]", b"null"):
         server, _ = connected(channels, 4, same_host=False)
         lost = []
-        server.on_lost = lambda rank, how, lost=lost: lost.append((rank, how))
+        server.on_lost = lambda rank, how, lost=lost: lost.append((rank, str(how)))
         good, bad = (FrameSocket(join_by_hand(server, rank), Purpose.CONTROL) for rank in (1, 2))
         bad.send(said)
         bad.flush(1)

@@ -52,6 +52,9 @@ for dtype in ("float32", "float64", "float16", "int32", "int64", "uint8", "int8"
         x = np.full(5, rank + 1, dtype)
         communicator.all_reduce(on_device(x), op)
         check(f"{op} {dtype}", x, np.full(5, expected, dtype))
+communicator.synchronize()
+communicator.poll([])  # as its watchdog does
+report("variables of NCCL", [os.environ.get(name) for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_SOCKET_IFNAME")])
 x = np.full(7, rank, np.float32)
 communicator.all_reduce(on_device(x), ring.AVERAGE)
 check("average", x, np.full(7, (size - 1) / 2, np.float32))

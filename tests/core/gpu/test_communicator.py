@@ -20,8 +20,11 @@ from tests.launch import run_ranks, start_ranks
 
 @pytest.mark.ranks(2, 3)
 def test_every_collective_and_every_invalid_call(ranks):
-    result = run_ranks(Path(__file__).with_name("checks_communicator.py"), ranks)
+    environment = {"RING_NCCL_REPORT": "1", "RING_INTERFACE": "lo"}
+    result = run_ranks(Path(__file__).with_name("checks_communicator.py"), ranks, env=environment)
     assert result.values("failed") == [[]] * ranks
+    assert result.output.count("rank 0: NCCL; network Socket; between GPUs of a host SHM.") == 1
+    assert result.values("variables of NCCL") == [[None, None, "=lo"]] * ranks
     every = list(range(ranks))
     said = f"ranks {', '.join(map(str, every))}"
     for errors in result.values("errors"):

@@ -61,6 +61,46 @@ def test_marking_twice_changes_nothing():
     assert not made.is_launched(2)
 
 
+def test_a_gradient_that_comes_again_after_its_bucket_has_left_is_told():
+    made, _ = reducer()
+    assert made.mark_ready(2)
+    assert made.mark_ready(2)  # bucket 1 waits for bucket 0
+    assert made.mark_ready(3)
+    assert not made.mark_ready(2)
+
+
+def test_the_last_bucket_waits_if_told_to_and_so_do_all():
+    plan = FusionPlan([Entry(str(i), "float32", 16) for i in range(3)], BucketSizes(64, 64))
+    recorder = Recorder()
+    made = GradientReducer(FusionBuffer(plan, recorder), recorder, lambda bucket: None, holds_last=True)
+    for entry in (2, 1, 0):
+        made.mark_ready(entry)
+    assert recorder.log == ["bucket 0", "bucket 1"]
+    made.launch_rest()
+    made.finish()
+    made.holds = True
+    for entry in (2, 1, 0):
+        made.mark_ready(entry)
+    assert len(recorder.log) == 3
+    made.finish()
+    assert len(recorder.log) == 6
+
+
+def test_a_pass_that_could_not_be_filled_is_still_under_way():
+    plan = FusionPlan([Entry("w", "float32", 16)], BucketSizes(64, 64))
+
+    def fill(bucket):
+        raise MemoryError("no room")
+
+    made = GradientReducer(FusionBuffer(plan, recorder := Recorder()), recorder, fill)
+    with pytest.raises(MemoryError):
+        made.finish()
+    assert made.is_under_way
+    made.abandon()
+    assert not made.is_under_way
+    assert recorder.log == ["bucket 0"]
+
+
 def test_a_pass_starts_anew_after_the_last_and_counts():
     made, log = reducer(2)
     for _ in range(3):
@@ -78,3 +118,24 @@ def test_an_abandoned_pass_sends_the_rest_without_filling():
     made.abandon()
     assert log == ["fill 0", "bucket 0", "bucket 1", "bucket 2", "bucket 3"]
     assert not made.is_under_way
+
+
+def test_an_exception_while_buckets_are_under_way_breaks_the_communicator():
+    made, log = reducer(3)
+
+    class UnderWay:
+        def __init__(self, is_done):
+            self.done = lambda: is_done
+
+        def wait(self):
+            if not self.done():
+                raise KeyboardInterrupt
+
+    made._communicator.start = lambda description, function: UnderWay(description.startswith("bucket 0"))
+    made._communicator.interrupt = lambda operation, cause: log.append((operation, type(cause)))
+    with pytest.raises(KeyboardInterrupt):
+        made.finish()
+    assert log[-1] == ("bucket 1 of 3 (1)", KeyboardInterrupt)
+    made._communicator.start = lambda description, function: UnderWay(True)
+    made.finish()
+    assert log[-1] == "fill 2"  # nothing is under way any more

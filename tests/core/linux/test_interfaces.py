@@ -1,13 +1,15 @@
 """Addresses of this host."""
 
 import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from ring_plugins.core.linux import interfaces as module
-from ring_plugins.core.linux.interfaces import address_towards, free_port, interfaces, own_addresses
+from ring_plugins.core.linux.interfaces import address_towards, free_port, interfaces, own_addresses, reserve_port
 
 
 def test_loopback_is_internal():
@@ -50,3 +52,14 @@ def test_the_address_towards_a_host_is_one_of_ours_or_none():
 
 def test_a_free_port_can_be_listened_on():
     socket.create_server(("", free_port())).close()
+
+
+def test_a_reserved_port_goes_to_nobody_but_a_server_that_asks_for_it():
+    with reserve_port() as reserved:
+        port = reserved.getsockname()[1]
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("", port))  # as any program that does not know of it
+        child = f"import socket; server = socket.create_server(('', {port})); print(server.getsockname()[1])"
+        assert subprocess.run([sys.executable, "-c", child], capture_output=True, check=True).stdout == b"%d\n" % port
+        with socket.create_server(("", port)) as server:
+            socket.create_connection(server.getsockname()).close()

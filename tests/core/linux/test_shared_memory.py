@@ -38,3 +38,39 @@ def test_a_segments_file_never_takes_the_number_of_a_closed_standard_stream():
         os.dup2(standard_input, 0)
         os.close(standard_input)
     assert segment.fd > 2
+
+
+def test_a_forked_child_has_a_copy_of_its_own_and_no_access_to_the_others():
+    own, others = Segment.create(100_000), Segment.create(100)
+    shared, others_shared = own.array, others.array
+    shared[:], others_shared[:] = 7, 7
+    own.own_copy_in_children()
+    others.hide_from_children()
+    del own, others  # views keep the memory
+    parent_is_done, done = os.pipe()
+    said, say = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.read(parent_is_done, 1)
+            seen = sorted(set(shared.tolist()))
+            shared[:] = 9
+            os.write(say, f"{seen} {set(shared.tolist())}".encode())
+            if os.fork() == 0:  # a grandchild has ordinary memory
+                os.write(say, f" {set(shared.tolist())}".encode())
+                os._exit(0)
+            os.wait()
+            try:
+                os.write(say, others_shared)
+            except OSError as error:  # Python's own access would end the child
+                os.write(say, f" {error.strerror}".encode())
+        finally:
+            os._exit(3)
+    shared[:] = 8
+    os.write(done, b"x")
+    status = os.waitpid(child, 0)[1]
+    assert os.waitstatus_to_exitcode(status) == 3
+    assert os.read(said, 1000) == b"[7] {9} {9} Bad address"
+    assert set(shared.tolist()) == {8} and set(others_shared.tolist()) == {7}
+    for fd in (parent_is_done, done, said, say):
+        os.close(fd)

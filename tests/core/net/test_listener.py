@@ -1,6 +1,7 @@
 """Connections between ranks, with several listeners in one process as ranks of several hosts."""
 
 import contextlib
+import select
 import socket
 import threading
 import time
@@ -139,6 +140,24 @@ def test_a_proxy_that_never_lets_anyone_through_is_an_error():
 
         with pytest.raises(LaunchError, match="rank 1 on b accepted a connection from rank 0 on a but did not"):
             try_for_long()
+        low.close()
+
+
+def test_a_rank_that_is_held_up_again_and_again_is_no_error(monkeypatch):
+    """Each time it resumes, it drops the connections that waited too long."""
+    monkeypatch.setattr(listener_module, "_HELD_UP", 0.02)
+    with socket.create_server(("127.0.0.1", 0)) as far:
+        far.settimeout(5)
+        low = Listener("127.0.0.1", patience=0.05)
+        low.open(0, [Peer("a", "127.0.0.1", low.port), Peer("b", "127.0.0.1", far.getsockname()[1])], "a secret")
+        for _ in range(3):
+            end = time.monotonic() + 5
+            while not select.select([far], [], [], 0)[0] and time.monotonic() < end:
+                assert low.connection(1, 0) is None
+            time.sleep(0.03)
+            far.accept()[0].close()
+            time.sleep(0.01)
+            assert low.connection(1, 0) is None
         low.close()
 
 

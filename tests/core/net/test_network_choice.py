@@ -1,10 +1,15 @@
 """The choice among the hosts' networks."""
 
+import concurrent.futures
+import contextlib
+import socket
+import threading
+
 import pytest
 
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.linux.interfaces import Interface
-from ring_plugins.core.net.network_choice import HostInterfaces, choose, own_interfaces, unmeasured
+from ring_plugins.core.net.network_choice import HostInterfaces, choose, measure, own_interfaces, unmeasured
 
 
 def interface(name, address, speed=0, internal=False):
@@ -63,3 +68,26 @@ def test_ranks_of_one_host_talk_over_loopback(monkeypatch):
     monkeypatch.setenv("RING_INTERFACE", "ib7,10.250.0.0/24")
     with pytest.raises(LaunchError, match=r"RING_INTERFACE='ib7,10.250.0.0/24' is not an interface of .* \(rank 3\)"):
         own_interfaces(3)
+
+
+@pytest.mark.parametrize("said", [b"", b"\0" * 4096])
+def test_a_measurement_ignores_strangers_that_connect_first(said):
+    hosts = [host(r, interface("a", "127.0.0.1")) for r in (0, 1)]
+    everything, barrier = [None, None], threading.Barrier(2)
+
+    def gather(rank, item):
+        everything[rank] = item
+        barrier.wait()
+        found = list(everything)
+        if rank == 1 and item is None and isinstance(found[0], list):  # between learning the port and connecting
+            for _ in range(20):
+                stranger = strangers.enter_context(socket.create_connection(("127.0.0.1", found[0][0])))
+                stranger.sendall(said)
+        barrier.wait()
+        return found
+
+    with contextlib.ExitStack() as strangers, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        found = pool.map(lambda rank: measure(["127.0.0.0/16"], hosts, rank, lambda item: gather(rank, item)), (0, 1))
+        speeds = list(found)
+    assert speeds[0] == speeds[1]
+    assert speeds[0]["127.0.0.0/16"] > 1  # 1 would be too little to tell, 0 nothing

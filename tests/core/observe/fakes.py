@@ -1,5 +1,7 @@
 """A control channel that delivers only what the test passes to it."""
 
+import time
+
 
 class FakeChannel:
     """Keeps the messages that a service sends, and passes it messages from others.
@@ -26,6 +28,12 @@ class FakeChannel:
 
     def flush(self, seconds):
         return True
+
+    def poll(self, seconds):
+        time.sleep(seconds)
+
+    def drain(self, seconds):
+        pass
 
     def take(self):
         """The messages since the last call."""

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from ring_plugins.core.control.failure_detector import Peer
-from ring_plugins.core.control.wait import LongWait, long_waits
+from ring_plugins.core.control.wait import LongWait, Wait, long_waits
 from ring_plugins.core.observe.stall import StallAggregator, StallWatch
 from tests.core.observe.fakes import FakeChannel
 from tests.launch import run_ranks, start_ranks
@@ -95,9 +95,37 @@ def test_different_operations_on_different_hosts_are_named():
     body = COMMON + "ring.barrier() if ring.rank() else ring.all_reduce(np.ones(10))\n"
     result = run_ranks(body, 2, "mpirun", env={"RING_SHARED_MEMORY": "0"}, timeout=60, check=False)
     assert result.returncode != 0
-    # These words are not in the script, whose lines a traceback would show.
-    reduces, meets = r"all_reduce\(10 x float64, average\)", r"ring: barrier\(\)"
-    assert re.search(f"{reduces}.* {meets}|{meets}.* ring: {reduces}", result.output), result
+    calls = "rank 0 calls all_reduce(10 x float64, average), but rank 1 calls barrier(). "
+    assert f"MismatchError: ranks disagree in ring: {calls}" in result.output, result
+
+
+# Rank 0 first begins its part of "weights" after four seconds, in the background. Then both wait in vain.
+CROSSED = """
+from ring_plugins.core.world import current
+one, other = (current().new_communicator("weights") for _ in range(2))
+rank = ring.rank()
+work = one.start("weights", lambda: (time.sleep(0 if rank else 4), one.barrier()))
+if rank == 0:
+    ring.barrier(); work.wait()
+else:
+    work.wait(); ring.barrier()
+report("slow", "done")
+started = time.monotonic()
+try:
+    one.barrier() if rank == 0 else other.barrier()
+except ring.DeadlockError as error:
+    report("deadlock", str(error))
+    time.sleep(3)  # or the other rank may hear that this one has left, first
+"""
+
+
+def test_a_slow_operation_is_no_deadlock_and_two_communicators_of_one_name_can_have_one():
+    result = run_ranks(COMMON + CROSSED, 2, timeout=60)
+    assert result.values("slow") == ["done"] * 2
+    for rank, text in enumerate(result.values("deadlock")):
+        waits = r"rank {} waits for rank {} in weights: barrier\(\) in weights #\d+"
+        assert re.match(f"{waits.format(rank, 1 - rank)}, while {waits.format(1 - rank, rank)}. The ranks took", text)
+    assert len(result.values("deadlock")) == 2
 
 
 # In process -------------------------------------------------------------------------------------------
@@ -110,18 +138,19 @@ def aggregator(warning=30.0, abort=0.0):
     return channel, StallAggregator(channel, PEERS, warning, abort, said.append), said
 
 
-def report_wait(channel, rank, missing, what, communicator="ring", seconds=5.0, number=0):
+def report_wait(channel, rank, missing, what, communicator="ring", seconds=5.0, number=0, operation_number=3):
     body = {
         "number": number,
         "communicator": communicator,
         "what": what,
-        "operation_number": 3,
+        "operation_number": operation_number,
         "part_of": "",
         "missing": missing,
         "seconds": seconds,
         "blocked_seconds": seconds,
         "clock": "12:00:00",
         "on_gpu": False,
+        "step": 12,
     }
     channel.receive(rank, "report_wait", body)
 
@@ -161,6 +190,35 @@ def test_one_operation_with_two_stages_is_no_deadlock():
     assert channel.take() == []
 
 
+def test_different_operations_of_one_number_are_asked_about_at_once():
+    channel, stalls, _ = aggregator()
+    report_wait(channel, 1, [2], "ring: barrier()", seconds=0.1)
+    report_wait(channel, 2, [1], "ring: all_reduce(3 x int8, sum)", seconds=0.1)
+    stalls.tick(time.monotonic())
+    assert [message[:2] for message in channel.take()] == [(2, "confirm_wait"), (1, "confirm_wait")]
+
+
+def test_a_rank_that_has_finished_what_the_other_waits_in_is_not_waited_for_in_vain():
+    channel, stalls, _ = aggregator()
+    report_wait(channel, 1, [2], "ring: barrier()", seconds=20, operation_number=4)
+    report_wait(channel, 2, [1], "ring: all_reduce(3 x int8, sum)", seconds=20)  # its bytes are on their way
+    stalls.tick(time.monotonic())
+    assert channel.take() == []
+
+
+def test_ranks_are_asked_again_after_a_while():
+    channel, stalls, _ = aggregator()
+    crossed_waits(channel)
+    now = time.monotonic()
+    stalls.tick(now)
+    for rank, _, question in channel.take():
+        channel.receive(rank, "answer_wait", {"waits": False, "deadlock": question["deadlock"]})
+    stalls.tick(now + 1.0)
+    assert channel.take() == []
+    stalls.tick(now + 10.0)
+    assert [message[:2] for message in channel.take()] == [(2, "confirm_wait"), (1, "confirm_wait")]
+
+
 def test_a_missing_rank_is_asked_and_looked_at_by_its_neighbors():
     channel, stalls, said = aggregator(warning=1.0)
     report_wait(channel, 0, [1], "ring: barrier()")
@@ -179,6 +237,30 @@ def test_a_missing_rank_is_asked_and_looked_at_by_its_neighbors():
     channel.receive(0, "end_wait", {"number": 0})
     stalls.tick(now + 3.0)
     assert "the stall is over" in said[1]
+
+
+def test_a_missing_ranks_steps_are_compared_with_those_of_the_ranks_that_wait():
+    channel, stalls, said = aggregator(warning=1.0)
+    report_wait(channel, 1, [0], "ring: barrier()")  # after 12 steps; rank 0, which reports, has taken more
+    stalls.tick(time.monotonic())
+    snapshot = {"activities": [], "stack": [["script.py", 7, "main", "work()"]], "step": 15}
+    channel.receive(0, "report_snapshot", {"inquiry": 1, **snapshot})
+    stalls.tick(time.monotonic())
+    assert "it has finished 3 more steps than the waiting ranks" in said[0]
+
+
+def test_ranks_that_wait_for_each_other_in_a_circle_are_named():
+    channel, stalls, said = aggregator(warning=1.0)
+    for rank, other in ((0, 1), (1, 2), (2, 0)):
+        report_wait(channel, rank, [other], f"{rank}: barrier()", str(rank))
+    now = time.monotonic()
+    stalls.tick(now)
+    stalls.tick(now + 10.0)  # nobody answers
+    assert "likely a deadlock: rank 0 waits for rank 1, rank 1 waits for rank 2, rank 2 waits for rank 0\n" in said[0]
+    report_wait(channel, 0, [1], "2: barrier()", "2", number=1)  # rank 0 has begun what rank 2 waits in
+    stalls.tick(now + 20.0)
+    stalls.tick(now + 30.0)
+    assert len(said) == 2 and "likely a deadlock" not in said[1]
 
 
 def test_a_stalled_job_is_ended_with_the_missing_ranks_named():
@@ -227,6 +309,37 @@ def test_a_deadlock_ends_only_the_wait_it_is_about(watch):
     assert channel.take() == [(0, "answer_wait", {"waits": True, "deadlock": {}})]
     channel.receive(0, "declare_deadlock", {"number": number, "communicator": "ring", "text": "rank 1 waits"})
     assert detector.deadlocks == {"ring": "rank 1 waits"}
+
+
+@pytest.mark.parametrize(
+    ("entered", "is_idle", "waits"),
+    [(7, True, True), (8, True, False), (9, True, False), (7, False, False), (8, False, False)],
+)
+def test_a_rank_that_has_begun_or_queued_what_the_other_waits_in_is_in_no_deadlock(watch, entered, is_idle, waits):
+    watch, channel, detector = watch
+    watch.tick(time.monotonic())
+    number = channel.take()[0][2]["number"]
+    wait = Wait("weights", None, 2)
+    wait.entered, wait.background = entered, SimpleNamespace(is_idle=lambda: is_idle)
+    deadlock = {"needs": ["weights #2", 7, 0]}
+    channel.receive(0, "confirm_wait", {"number": number, "deadlock": deadlock})
+    assert channel.take() == [(0, "answer_wait", {"waits": waits, "deadlock": deadlock})]
+    told = {"number": number, "communicator": "ring", "text": "rank 1 waits", "awaited": ["weights #2", 7, 0]}
+    channel.receive(0, "declare_deadlock", told)
+    assert detector.deadlocks == ({"ring": "rank 1 waits"} if waits else {})
+
+
+def test_a_message_that_is_under_way_beside_the_script_may_be_what_the_other_waits_for(watch):
+    watch, channel, _ = watch
+    watch.tick(time.monotonic())
+    number = channel.take()[0][2]["number"]
+    deadlock = {"needs": ["group, 1 to 0, tag 3", 0, 0]}
+    for waits in (True, False):
+        channel.receive(0, "confirm_wait", {"number": number, "deadlock": deadlock})
+        assert channel.take() == [(0, "answer_wait", {"waits": waits, "deadlock": deadlock})]
+        now = time.monotonic()
+        long_waits["message"] = LongWait("group, 1 to 0, tag 3", "send and recv", 0, "", (0,), now - 60, now)
+    del long_waits["message"]
 
 
 def test_a_rank_answers_with_its_stack(watch):

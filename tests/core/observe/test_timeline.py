@@ -3,8 +3,11 @@
 import json
 import os
 import signal
+import threading
 import time
 from collections import defaultdict
+
+import pytest
 
 from ring_plugins.core.control import ControlClient, ControlServer
 from ring_plugins.core.control.failure_detector import Peer
@@ -69,6 +72,35 @@ def test_steps_buckets_and_waits_of_all_ranks_on_one_clock(tmp_path):
         assert other["ts"] < one["ts"] + one["dur"] + allowed
 
 
+#: Two jobs in one script: the first ends with `shutdown`, the second with the script. Ranks leave one by one.
+TWO_JOBS = """
+import os, sys, time
+import numpy as np
+import ring_plugins as ring
+
+for name in ("first", "second"):
+    os.environ["RING_TIMELINE"] = f"{sys.argv[1]}/{name}"
+    ring.init(ranks=int(os.environ["TEST_RANKS"]))
+    for _ in range(100):
+        ring.all_reduce(np.ones(10))
+    time.sleep(0.1 * ((ring.rank() - int(sys.argv[2])) % 3))
+    if name == "first":
+        ring.shutdown()
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "first_to_leave"), [("spawned", 0), ("mpirun", 1), pytest.param("torchrun", 0, marks=pytest.mark.slow)]
+)
+def test_no_launcher_loses_the_beginning_or_the_end_of_a_rank(launcher, first_to_leave, tmp_path):
+    run_ranks(TWO_JOBS, 3, launcher, [str(tmp_path), str(first_to_leave)])
+    for name in ("first", "second"):
+        events = json.loads((tmp_path / name / "timeline.json").read_text())
+        counts = {rank: len(found) for rank, found in by_rank(events, "call").items()}
+        assert counts == {0: 100, 1: 100, 2: 100}, name
+        assert sorted(e["pid"] for e in events if e["name"] == "process_labels") == [0, 1, 2]
+
+
 def test_a_timeline_holds_what_a_rank_did_before_it_died(tmp_path):
     body = TRAIN + "for _ in range(5):\n    step()\ntime.sleep(2)\nreport_pid()\nwhile True:\n    step()\n"
     with start_ranks(body, 2, env={"RING_TIMELINE": str(tmp_path)}) as job:
@@ -106,6 +138,64 @@ def test_the_end_waits_for_ranks_that_are_still_connected(tmp_path):
     assert not aggregator.is_complete
     channel.connected = [1]  # rank 2 is gone
     assert aggregator.is_complete
+
+
+def test_rank_0_waits_at_the_end_for_ranks_that_have_not_even_connected(tmp_path):
+    """A short script is over before the monitor threads of the others have connected to rank 0's."""
+    channel = FakeChannel(size=3)
+    channel.connected = [1]
+    aggregator = TimelineAggregator(channel, [Peer("here", rank, "") for rank in range(3)])
+    aggregator.start(tmp_path)
+    aggregator._note_joined(1)
+    arriving = [
+        lambda: channel.receive(0, "end_recording", {"uncertainty": 0, "lost": 0}),
+        lambda: (channel.connected.append(2), aggregator._note_joined(2)),
+        lambda: (channel.receive(1, "end_recording", {"uncertainty": 0, "lost": 0}), channel.connected.remove(1)),
+        lambda: channel.receive(2, "report_spans", {"rows": [["step", "the last", 1, 2, {}]]}),
+        lambda: channel.receive(2, "end_recording", {"uncertainty": 0, "lost": 7}),
+        lambda: channel.connected.remove(2),
+    ]
+    channel.poll = lambda seconds: arriving.pop(0)()
+    aggregator.close()
+    events = json.loads((tmp_path / "timeline.json").read_text())
+    assert [e["name"] for e in events if e["ph"] == "X"] == ["the last"]
+    assert "7 spans lost" in events[-1]["args"]["labels"]
+
+
+def test_a_timeline_is_closed_while_spans_still_arrive(tmp_path):
+    """`Timeline.stop` gives up on a rank that is stopped; its spans then arrive on the monitor thread."""
+    channel = FakeChannel(size=2)
+    aggregator = TimelineAggregator(channel, [Peer("here", rank, "") for rank in range(2)])
+    is_over, failed = threading.Event(), []
+
+    def send():
+        while not (is_over.is_set() or failed):
+            try:
+                channel.receive(1, "report_spans", {"rows": [["step", "step", i, i + 1, {}] for i in range(50)]})
+                aggregator.tick(0.0)
+            except Exception as error:
+                failed.append(error)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        for _ in range(20):
+            aggregator.start(tmp_path)
+            time.sleep(0.003)
+            json.loads(aggregator.finish().read_text())
+    finally:
+        is_over.set()
+        sender.join()
+    assert not failed
+
+
+def test_a_new_recording_has_lost_nothing_yet():
+    channel = FakeChannel(rank=1)
+    reporter = TimelineReporter(channel, same_clock=True)
+    recorder.lost = 5
+    channel.receive(0, "switch_recording", {"on": True})
+    assert recorder.lost == 0
+    reporter.close()
 
 
 def test_a_rank_records_and_sends_while_rank_0_asks_for_it():

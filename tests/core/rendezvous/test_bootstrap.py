@@ -2,14 +2,17 @@
 
 import concurrent.futures
 import contextlib
+import os
+import signal
 import socket
 import time
 
 import pytest
 
+from ring_plugins.core.base import progress_line
 from ring_plugins.core.base.errors import LaunchError
-from ring_plugins.core.net.auth import Claim, ClientHandshake, Purpose, authenticate
-from ring_plugins.core.net.frames import FrameSocket
+from ring_plugins.core.net.auth import Acceptor, Claim, ClientHandshake, Disconnected, Purpose, authenticate
+from ring_plugins.core.net.frames import FrameSocket, to_json
 from ring_plugins.core.rendezvous import bootstrap, record
 
 
@@ -120,12 +123,13 @@ def test_a_wrong_secret_ends_the_rank_that_has_it_and_not_the_start(capsys):
 
 @pytest.mark.usefixtures("patience")
 def test_rank_0_mentions_refused_connections_while_it_waits(capsys, monkeypatch):
-    monkeypatch.setattr(bootstrap, "_FIRST_NOTICE", 0.3)
+    monkeypatch.setattr(progress_line, "FIRST_SECONDS", 0.3)
     at_0, _, _ = meet(2, rank(1, 2, "wrong"), rank(1, 2, ""), secret="right")
     expected = "refused 2 connections with another secret, the last from 127.0.0.1 (is RING_SECRET the same on all"
     assert expected in at_0
     said = capsys.readouterr().err
     assert "rank 1 to connect to port" in said and expected in said
+    assert f"1 of 2 ranks have come (1 from {socket.gethostname()}), waiting for rank 1 to connect" in said
 
 
 @pytest.mark.usefixtures("no_garbage_collection")
@@ -209,3 +213,74 @@ def test_many_ranks_join_at_once_and_gather():
         assert list(pool.map(lambda one: one.gather(one.rank), ranks)) == [list(range(size))] * size
     for one in ranks:
         one.close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
+def test_another_user_of_the_host_neither_joins_nor_serves_a_job_without_a_secret():
+    def as_another_user(function):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setgid(65534)
+                os.setuid(65534)
+                function()
+            finally:
+                os._exit(0)
+        return pid
+
+    joins = to_json(["join", {"size": 2, "host": "x", "versions": record.own_versions()}])
+    "".encode("idna")  # imported here: another user may not read this Python's files
+
+    def other_joins(port):
+        pid = as_another_user(lambda: member_that_sends(joins)(port))
+        time.sleep(0.3)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+    at_0, _, at_1 = meet(2, other_joins, later(rank(1, 2), 0.6))
+    assert at_1.rank == 1
+    for one in (at_0, at_1):
+        one.close()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer_everyone():
+            acceptor = Acceptor(b"", Purpose.BOOTSTRAP)
+            acceptor.add(listener)
+            while True:
+                acceptor.poll(1.0)
+
+        pid = as_another_user(answer_everyone)
+        port = listener.getsockname()[1]
+        listener.close()
+        try:
+            with pytest.raises(Disconnected, match="another user's process listens there"):
+                bootstrap._connect(1, "127.0.0.1", port, "")
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def test_rank_0_sends_many_similar_payloads_in_a_tenth_of_their_bytes():
+    payloads = [[f"host{rank}.cluster.example.org", rank, ["eth0", "10.0.0.1", 25000]] for rank in range(1024)]
+    packed = bootstrap._pack(["gathered", payloads])
+    assert len(packed) < len(to_json(payloads)) / 6
+    assert bootstrap._unpack(packed) == ["gathered", payloads]
+    assert bootstrap._pack(["gathered", []]) == b'["gathered",[]]'
+
+
+@pytest.mark.parametrize(
+    "data", [b"z", b"zz", b"z" + bytes(50), bootstrap._ZLIB + b"\x78\x01 not deflate", b"", b"\xff"]
+)
+def test_what_is_not_a_message_of_rank_0_is_refused(data):
+    with pytest.raises(Disconnected):
+        bootstrap._unpack(data)
+
+
+def test_large_payloads_reach_every_rank():
+    def talk(one):
+        with contextlib.closing(one):
+            return one.gather([one.rank, "x" * 30_000])
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(talk, meet(3, rank(1, 3), rank(2, 3))))
+    assert found == [[[rank, "x" * 30_000] for rank in range(3)]] * 3

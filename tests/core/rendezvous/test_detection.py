@@ -3,7 +3,9 @@ import os
 import pytest
 
 from ring_plugins.core import rendezvous as launch
-from ring_plugins.core.base.errors import RingError
+from ring_plugins.core.base.errors import LaunchError, RingError
+from ring_plugins.core.rendezvous import detection
+from ring_plugins.core.rendezvous.record import Rendezvous
 from tests.launchers import FOREIGN_NAMES, FOREIGN_PREFIXES
 
 RENDEZVOUS = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}
@@ -12,6 +14,9 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "77",
          "SLURM_STEP_NODELIST": "rack[03-07,12]-gpu", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}  # fmt: skip
+
+ONE_TASK = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
+IN_SALLOC = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "8"}
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +41,9 @@ def _single(monkeypatch):
         ({**OPEN_MPI, **RENDEZVOUS, "TORCHELASTIC_RUN_ID": "x"}, ("rendezvous", 3, 8, 1)),
         # a shell inside an allocation is not a task
         ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_ID"}, ("single", 0, 1, 0)),
+        # a single task is a job of one, whether asked for or found
+        ({**SLURM, **ONE_TASK}, ("single", 0, 1, 0)),
+        ({**SLURM, **ONE_TASK, "RING_LAUNCHER": "slurm"}, ("single", 0, 1, 0)),
         ({**OPEN_MPI, "RING_LAUNCHER": "single"}, ("single", 0, 1, 0)),
         ({**OPEN_MPI, "RING_LAUNCHER": "alone"}, ("single", 0, 1, 0)),  # its name in earlier releases
     ],
@@ -51,6 +59,7 @@ def test_the_launcher_is_detected(environment, expected, monkeypatch):
     ("environment", "said"),
     [
         ({"RING_LAUNCHER": "pvm"}, "RING_LAUNCHER='pvm'"),
+        ({"RING_LAUNCHER": "rendezvous", "RANK": "0", "MASTER_ADDR": "a"}, "are missing: WORLD_SIZE, MASTER_PORT"),
         ({"RING_LAUNCHER": "mpi"}, "the variables that mpi sets are missing"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "one"}, "OMPI_COMM_WORLD_RANK='one'"),
         ({"RING_SPAWNED": "nonsense"}, "RING_SPAWNED='nonsense'"),
@@ -61,6 +70,88 @@ def test_a_contradictory_environment_is_named(environment, said, monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(RingError, match=said):
         launch.detect()
+
+
+HALF_SET = [
+    ({"RANK": "0"}, "RANK=0 is set, but WORLD_SIZE and MASTER_ADDR and MASTER_PORT are not"),
+    ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 and WORLD_SIZE=2 are set, but MASTER_ADDR and MASTER_PORT are not"),
+    ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set, but RANK and"),
+    ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "but MASTER_PORT is not"),
+    ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": ""}, "but MASTER_PORT is not"),
+    ({"RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}, "RANK=1 is set, but WORLD_SIZE is not"),
+]
+
+
+@pytest.mark.parametrize("wanted", [None, 2])
+@pytest.mark.parametrize(("environment", "said"), HALF_SET)
+def test_a_half_set_rendezvous_is_refused(environment, said, wanted, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match=said) as caught:
+        launch.connect(wanted, 0)
+    assert all(
+        f"unset {names}" in str(caught.value)
+        for names in [" and ".join(n for n in ("RANK", "WORLD_SIZE") if n in environment)]
+    )
+    monkeypatch.setenv("RING_LAUNCHER", "single")
+    assert launch.connect(None, 0).size == 1
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [IN_SALLOC, {**IN_SALLOC, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}],
+)
+def test_an_allocation_without_srun_is_refused(environment, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match=r"SLURM allocated 8 tasks .* srun did not start it"):
+        launch.connect(None, 0)
+    assert launch.connect(1, 0).size == 1  # the script says how many it wants
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"MASTER_ADDR": "a", "MASTER_PORT": "1234"},  # set for good on some clusters
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "1"},
+        {"LOCAL_RANK": "0"},
+        {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "1"},
+        {"SLURM_JOB_ID": "77"},
+    ],
+)
+def test_a_process_that_is_alone_anyway_is_not_refused(environment, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert launch.connect(None, 0).size == 1
+
+
+@pytest.mark.parametrize("environment", [OPEN_MPI, MPICH, RENDEZVOUS, SLURM])
+def test_a_child_of_a_rank_is_not_the_rank(environment, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    joined = Rendezvous(3, 8, lambda payload: [payload] * 8, None)
+    monkeypatch.setattr(detection.mpi, "connect", lambda record: joined)
+    monkeypatch.setattr(detection.tcp, "connect", lambda record, generation: joined)
+    monkeypatch.setenv("RING_MEMBER", "")  # so that it is removed at the end
+    launch.connect(None, 0)
+    launch.connect(None, 1)  # after `shutdown`, or after exec
+    monkeypatch.setattr(detection.os, "getpid", lambda: -1)
+    with pytest.raises(
+        LaunchError,
+        match=rf"inherited the variables of .* from rank 3 \(process {os.environ['RING_MEMBER'].split()[0]}\)",
+    ):
+        launch.connect(None, 0)
+    with monkeypatch.context() as without:
+        without.setenv("RING_MEMBER", os.environ["RING_MEMBER"])  # so that it comes back
+        detection.leave(launch.detect().kind)  # the next stage of a script may be a child, except under MPI
+        if launch.detect().kind == "mpi":
+            assert os.environ["RING_MEMBER"]
+        else:
+            assert launch.connect(None, 0) is joined
+    monkeypatch.setenv("MASTER_PORT", "4321")  # a job that the rank starts is another one
+    monkeypatch.setenv("PMIX_NAMESPACE", "another")
+    assert launch.connect(None, 0) is joined
 
 
 def test_slurm_tasks_agree_on_a_port_without_talking(monkeypatch):

@@ -72,3 +72,18 @@ def test_missing_mpi_is_named_with_the_pip_command_that_adds_it(hidden, said):
     assert result.returncode != 0
     assert said in result.output
     assert 'pip install "ring_plugins[mpi]"' in result.output
+
+
+@pytest.mark.mpi
+def test_a_rank_that_never_calls_init_is_waited_for_no_longer_than_the_start_timeout():
+    """MPI_Init itself waits for ever, and mpi4py holds the interpreter's lock meanwhile."""
+    script = """
+        import os, time
+        import ring_plugins as ring
+        if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+            time.sleep(100)
+        ring.init()
+    """
+    result = run_ranks(script, 2, "mpirun", env={"RING_START_TIMEOUT": "2"}, timeout=20, check=False)
+    assert result.returncode != 0
+    assert "in mpi_init_waits_for_every_rank" in result.stderr

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from ring_plugins.core.base import progress_line
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.rendezvous import spawn
@@ -36,6 +37,19 @@ def test_a_missing_rank_is_named(monkeypatch):
     monkeypatch.setenv("RING_START_TIMEOUT", "0.05")
     with pytest.raises(LaunchError, match=r"rank 0 timed out waiting for ranks 1, 2 to reach init\(\)"):
         rendezvous(3)[0].gather("here")
+
+
+def test_rank_0_says_who_has_not_come_yet(monkeypatch, capsys):
+    monkeypatch.setenv("RING_START_TIMEOUT", "0.3")
+    monkeypatch.setattr(progress_line, "FIRST_SECONDS", 0.05)
+    ranks = rendezvous(3)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(ranks[rank].gather, "here") for rank in (0, 2)]
+        for one in waiting:
+            with pytest.raises(LaunchError, match="waiting for rank 1"):
+                one.result()
+    said = capsys.readouterr().err
+    assert said.count("2 of 3 ranks have come, waiting for rank 1 to reach init()") == 1  # nothing has changed since
 
 
 def test_a_child_that_ends_early_is_named_with_its_end():
@@ -135,3 +149,12 @@ def test_spawned_ranks_get_the_same_arguments_and_code(tmp_path):
         assert done.stdout.count("[['a b', '--flag'], ['a b', '--flag']]") == 2, done
     """
     run_ranks(script, 1, "spawned")
+
+
+def test_the_variable_of_a_spawned_rank_without_its_file_is_refused(monkeypatch):
+    closed = os.open("/dev/null", os.O_RDONLY)
+    os.close(closed)
+    for fd in (closed, 0):
+        monkeypatch.setenv("RING_SPAWNED", f"{fd}:1:2:{os.getppid()}")
+        with pytest.raises(LaunchError, match="did not inherit the file"):
+            spawn._join(spawn.detect())

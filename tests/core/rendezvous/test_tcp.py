@@ -19,6 +19,9 @@ class Provider:
     def owns_port(self):
         return self.owns
 
+    def has_own_store(self):
+        return self.owns
+
     def open_store(self, generation):
         self.opened.append(generation)
         return self
@@ -32,12 +35,12 @@ class Provider:
         return self.values[key]
 
 
-def meet(size, port):
+def meet(size, port, address="127.0.0.1"):
     with ThreadPoolExecutor(size) as pool:
         monkey = pytest.MonkeyPatch()
         monkey.setenv("MASTER_PORT", str(port))
         try:
-            found = list(pool.map(lambda rank: tcp._meet(rank, size, "127.0.0.1", 5), range(size)))
+            found = list(pool.map(lambda rank: tcp._meet(rank, size, address, 5), range(size)))
             gathered = list(pool.map(lambda one: one.gather(one.rank), found))
         finally:
             monkey.undo()
@@ -58,6 +61,23 @@ def test_ranks_meet_through_a_frameworks_store_where_that_holds_the_port(monkeyp
     with socket.create_server(("", 0)) as taken:
         assert meet(2, taken.getsockname()[1]) == [[0, 1]] * 2
     assert provider.opened == [5, 5]
+
+
+def test_a_store_of_the_scripts_own_needs_no_address(monkeypatch):
+    for name in tcp.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(tcp, "_provider", Provider(owns_port=True))
+    assert tcp.detect() is None
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert (tcp.detect().rank, tcp.detect().size) == (1, 2)
+    assert meet(2, "", address="") == [[0, 1]] * 2
+
+
+@pytest.mark.parametrize("value", [b"", b"29500", b"x y z", b"0 y z", b"99999999999 y z", b"1 \xff z", b"1 2 3 4"])
+def test_a_forged_address_in_the_store_is_refused(value):
+    with pytest.raises(LaunchError, match="something other than rank 0's address"):
+        tcp._read_bootstrap(value)
 
 
 def test_a_store_is_loaded_when_the_agent_holds_the_port(monkeypatch):

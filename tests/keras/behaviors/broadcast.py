@@ -12,8 +12,14 @@ import numpy as np
 from keras import layers
 
 import ring_plugins as ring
-from ring_plugins.keras import BestModelCheckpoint, BroadcastCallback, MetricAverageCallback
-from tests.keras.behaviors import behavior, error_of, fit
+from ring_plugins.keras import (
+    BestModelCheckpoint,
+    BroadcastCallback,
+    DistributedOptimizer,
+    LearningRateWarmupCallback,
+    MetricAverageCallback,
+)
+from tests.keras.behaviors import behavior, error_of, fit, logged
 from tests.keras.scenarios import BACKEND, dense, features, momentum
 
 
@@ -39,6 +45,43 @@ def state_of_another_root() -> Any:
     calls = [begins, keras.callbacks.CSVLogger(log), BroadcastCallback(root_rank=1, average_gradients=False)]
     model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=calls)
     return {"before": before, "begins": begins.seen, "after": state(model)[-2:], "written": log.exists()}
+
+
+@behavior
+def forgotten_broadcast() -> Any:
+    """Only metrics are averaged: from different weights, from equal ones, and with an optimizer that averages."""
+
+    def train(seed: int, optimizer: Any, calls: Any) -> Any:
+        keras.utils.set_random_seed(seed)
+        model = keras.Sequential([keras.Input((5,)), layers.Dense(1)])
+        model.compile(optimizer=optimizer, loss="mse")
+        with logged() as lines:
+            return error_of(lambda: fit(model, calls, steps=2)), [line for line in lines if "average" in line]
+
+    metrics = MetricAverageCallback
+    return {
+        "different": train(ring.rank(), keras.optimizers.SGD(0.1), [metrics(), LearningRateWarmupCallback()]),
+        "equal": train(1, keras.optimizers.SGD(0.0), [metrics()]),
+        "averaged": train(1, DistributedOptimizer(keras.optimizers.SGD(0.1)), [metrics()]),
+        "not forgotten": train(ring.rank(), keras.optimizers.SGD(0.1), [metrics(), BroadcastCallback()]),
+    }
+
+
+@behavior
+def weights_that_drift_before_a_checkpoint() -> Any:
+    class Drift(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 1 and ring.rank() == 1:
+                weight = self.model.trainable_variables[0]
+                weight.assign(weight + 1.0)
+
+    texts = []
+    path = Path(mkdtemp()) / "last.keras"
+    for calls in ([Drift()], [Drift(), *([keras.callbacks.ModelCheckpoint(path)] if ring.rank() == 0 else [])]):
+        with logged() as lines:
+            fit(dense(keras.optimizers.SGD(0.1)), [*calls, BroadcastCallback()], steps=3)
+        texts.append([line for line in lines if "differ" in line])
+    return texts
 
 
 @behavior

@@ -10,13 +10,15 @@ import keras
 import numpy as np
 from keras import layers
 
+import ring_plugins as ring
+from ring_plugins.core import functions
 from ring_plugins.keras import (
     BroadcastCallback,
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
     MetricAverageCallback,
 )
-from tests.keras.behaviors import behavior, fit
+from tests.keras.behaviors import behavior, fit, logged
 from tests.keras.scenarios import dense, momentum
 
 
@@ -51,6 +53,33 @@ def warm_up_of_a_schedule() -> Any:
     multipliers = [min(1 + step / 4, 2.0) for step in range(1, 9)]
     expected = [0.1 * 0.5 ** (step / 4) * m for step, m in zip(range(1, 9), multipliers, strict=True)]
     return {"rates": rates.seen, "expected": expected}
+
+
+@behavior
+def two_callbacks_on_a_schedule() -> Any:
+    """Both multiply, and neither does after fit."""
+    decay = keras.optimizers.schedules.ExponentialDecay(0.1, 4, 0.5)
+    model, rates = dense(keras.optimizers.SGD(decay)), Rates()
+    calls = [LearningRateWarmupCallback(warmup_epochs=0), LearningRateScheduleCallback(0.1, start_epoch=1), rates]
+    fit(model, [*calls, BroadcastCallback()], epochs=2)
+    after = Rates()
+    fit(model, [after, BroadcastCallback()])
+    expected = [0.1 * 0.5 ** (step / 4) for step in range(1, 13)]
+    return {"rates": rates.seen, "after": after.seen, "expected": expected}
+
+
+@behavior
+def effective_rate() -> Any:
+    """What rank 0 says about the rate, before and after the script has read `size()`."""
+    texts = []
+    functions._was_size_asked = False  # the harness asks
+    for _ in range(2):
+        with logged() as lines:
+            calls = [LearningRateWarmupCallback(warmup_epochs=1), BroadcastCallback()]
+            fit(dense(keras.optimizers.SGD(0.1)), calls, epochs=2)
+        texts.append([line for line in lines if "rate" in line])
+        ring.size()
+    return texts
 
 
 @behavior

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from tempfile import mkdtemp
 from typing import Any
 
 import keras
@@ -54,6 +56,42 @@ def sharded_streams() -> Any:
         "few": error_of(lambda: shard(np.zeros((3, 1)), batch_size=4)),
         "lengths": error_of(lambda: shard((np.zeros(8), np.zeros(9)), batch_size=1)),
     }
+
+
+@behavior
+def divided_twice() -> Any:
+    import torch
+
+    loader = torch.utils.data.DataLoader(torch.arange(8), batch_size=2)
+    arrays = np.zeros((8, 1))
+    once = [shard(arrays, batch_size=1), shard(loader), shard(i for i in range(8))]
+    return [error_of(functools.partial(shard, part)) for part in once]
+
+
+@behavior
+def orders_after_a_restart() -> Any:
+    """Epochs 0 to 2 in one go, and with a break after epoch 0; new data continues where the backup does."""
+    x = np.arange(16, dtype="float32").reshape(16, 1)
+
+    class Seen(keras.callbacks.Callback):
+        def __init__(self, data: Any) -> None:
+            super().__init__()
+            self.data, self.orders = data, []
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.orders.append([float(v) for i in range(len(self.data)) for v in self.data[i][0].ravel()])
+
+    def train(epochs: int, backup: Any, loader: bool = False) -> Any:
+        model = keras.Sequential([keras.Input((1,)), layers.Dense(1)])
+        model.compile(optimizer=keras.optimizers.SGD(0.0), loss="mse")
+        data = shard((x, x), batch_size=2, seed=5)
+        seen = Seen(data)
+        saving = [keras.callbacks.BackupAndRestore(backup, delete_checkpoint=False)] if backup else []
+        model.fit(data, epochs=epochs, verbose=0, shuffle=False, callbacks=[*saving, seen, BroadcastCallback()])
+        return seen.orders
+
+    backup = mkdtemp()  # of each rank; only the root writes
+    return {"whole": train(3, None), "parts": [*train(1, backup), *train(3, backup)]}
 
 
 @behavior

@@ -1,0 +1,566 @@
+"""Barrier, broadcast, all-gather, reduce-scatter and all-to-all on several hosts: every byte enters a host once.
+
+**Problem.** If all ranks exchange with all others, a byte that all ranks of a host need crosses the host's network card
+once for each of them, and a job of n ranks keeps n(n-1)/2 connections.
+
+**Idea.** As in `hierarchical`, ranks of equal local rank on all hosts form a *rail*, and only the members of a rail
+exchange data between hosts. The ranks of a host give it to their rails, and take it from there, in shared memory:
+
+- barrier: one message from each host to each other;
+- broadcast: the rails of the root's host share the data. For more than two hosts each other host receives one part and
+  passes it on, so that the root's host too sends the data about once (van de Geijn, see `net_group`);
+- all-gather: a host's ranks send what all of them have as one block;
+- reduce-scatter: a host sends to each other host the sums of its ranks' numbers;
+- all-to-all: what the ranks of one host send to those of another travels as one block. Of a large block, a rail sends
+  its own rank's part from that rank's memory, and receives the part for its rank there.
+
+Small operations use the first rail only, so that a host sends each other host one message.
+
+**Pipeline.** Large data is cut into pieces. In each step the ranks of a host
+
+1. put a piece for other ranks into the input buffers of the rails,
+2. finish the transfer of the piece before, if they belong to a rail,
+3. pass a barrier, after which rails start to transfer the new piece,
+4. take what ranks of their own host gave in this step, and what other hosts sent in the step before.
+
+Input buffers and result buffers alternate, as in `hierarchical`: a buffer is written again two steps later, and the
+barrier of the step in between comes after everyone's reads. The last step reads only result buffers, and the next
+operation writes those after its first barrier.
+
+**Mismatches.** The ranks of a host compare fingerprints at the first barrier, and the first rail compares them between
+hosts. Whoever finds a mismatch tells the ranks that wait for it, on its host and on others, so all ranks raise.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+
+from ring_plugins.core.arrays.arithmetic import reduce_into
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.arrays.memory import CACHE_LINE, slices
+from ring_plugins.core.base.errors import MismatchError
+from ring_plugins.core.base.types import Array, Bytes
+from ring_plugins.core.collectives.fingerprint import Fingerprint, size_mismatch
+from ring_plugins.core.collectives.hierarchical import average_divisors, report_mismatch
+from ring_plugins.core.collectives.net_group import SMALL_BYTES, NetworkGroup
+from ring_plugins.core.collectives.shm_group import CHUNK_STAGING_BYTES, SharedMemoryGroup
+from ring_plugins.core.net.transport import Request
+
+#: Up to this size an operation uses the first rail only. Above it, several processes send at once.
+_ONE_RAIL_BYTES = 64 * 1024
+#: Most bytes of one rank's data, or of one rail's, in a step: large enough that Python's overhead is small.
+_PIECE_BYTES = 512 * 1024
+
+#: Does one part of a step.
+_Part = Callable[[int], None]
+#: Starts the transfers of a step, yields, and finishes them.
+_Transfer = Callable[[NetworkGroup, int], Iterator[None]]
+
+
+class HierarchicalCollectives:
+    """One member's side of the collectives of a communicator that spans hosts; implements `ByteCollectives`.
+
+    Args:
+        node: the members of this host, None where this is the only one.
+        rail: the members of equal local rank on all hosts, in the order of `hosts`; None where a host has no such one.
+        hosts: by host, the positions of its members in the communicator.
+        position: of this process.
+        ranks: world ranks of all members.
+        name: of the communicator.
+    """
+
+    def __init__(
+        self,
+        node: SharedMemoryGroup | None,
+        rail: NetworkGroup | None,
+        hosts: Sequence[Sequence[int]],
+        position: int,
+        ranks: Sequence[int],
+        name: str,
+    ) -> None:
+        self._node, self._rail = node, rail
+        self._hosts = tuple(map(tuple, hosts))
+        self._position, self._ranks, self._name = position, tuple(ranks), name
+        self._host = next(host for host, members in enumerate(self._hosts) if position in members)
+        self._members = self._hosts[self._host]
+        self._local_rank = self._members.index(position)
+        self._remote = [host for host in range(len(self._hosts)) if host != self._host]
+        self._rails = min(map(len, self._hosts))
+        staging = [np.empty(4 * CHUNK_STAGING_BYTES, np.uint8)] if node is None else node.chunk_staging
+        quarters = [slice(i * CHUNK_STAGING_BYTES, (i + 1) * CHUNK_STAGING_BYTES) for i in range(4)]
+        buffers = [[whole[quarter] for whole in staging] for quarter in quarters]
+        #: By the parity of the step, then by local rank.
+        self._inputs, self._results = buffers[:2], buffers[2:]
+
+    # The pipeline ---------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        fingerprint: Fingerprint,
+        steps: int,
+        rails: int,
+        give: _Part,
+        transfer: _Transfer,
+        take_local: _Part,
+        take_remote: _Part,
+        begin: Callable[[NetworkGroup], Callable[[], None]] | None = None,
+    ) -> None:
+        """Run an operation.
+
+        Args:
+            fingerprint: of the operation.
+            steps: number of pieces, at least one.
+            rails: how many rails it uses.
+            give: puts this rank's part of a piece into input buffers.
+            transfer: moves a piece between hosts; called where this rank belongs to a rail in use.
+            take_local: takes what ranks of this host gave from the input buffers.
+            take_remote: takes what other hosts sent from the result buffers.
+            begin: on the first rail, sends headers and returns a function that compares those of the other hosts.
+        """
+        rail = self._rail if self._local_rank < rails else None
+        check: Callable[[], None] | None = None
+        under_way: Iterator[None] = iter(())
+        try:
+            for step in range(steps + 1):
+                if step < steps:
+                    give(step)
+                if check is not None:
+                    check()
+                    check = None
+                for _ in under_way:
+                    pass
+                self._barrier(fingerprint if step == 0 else None)
+                if step < steps:
+                    if rail is not None:
+                        if step == 0 and self._local_rank == 0:
+                            check = (begin or self._begin(fingerprint))(rail)
+                        under_way = transfer(rail, step)
+                        next(under_way, None)
+                        rail.progress()
+                    take_local(step)
+                if step:
+                    take_remote(step - 1)
+        except MismatchError as error:
+            report_mismatch(error, self._node, self._rail, self._local_rank)
+            raise
+
+    def _barrier(self, fingerprint: Fingerprint | None) -> None:
+        """The barrier of a step; the first one of an operation compares fingerprints."""
+        if self._node is not None:
+            barriers = self._node.barriers
+            barriers.synchronize() if fingerprint is None else barriers.arrive(fingerprint)
+
+    def _begin(self, fingerprint: Fingerprint) -> Callable[[NetworkGroup], Callable[[], None]]:
+        nothing = [0] * len(self._hosts)
+
+        def begin(rail: NetworkGroup) -> Callable[[], None]:
+            headers = rail.send_headers(nothing, nothing, fingerprint)
+            return lambda: rail.check_headers(headers)
+
+        return begin
+
+    def _rails_for(self, nbytes: int) -> int:
+        return 1 if nbytes <= _ONE_RAIL_BYTES else self._rails
+
+    # Collectives ----------------------------------------------------------------------------------
+
+    def barrier(self, fingerprint: Fingerprint) -> None:
+        def nothing(step: int) -> None:
+            pass
+
+        self._run(fingerprint, 1, 1, nothing, lambda rail, step: iter(()), nothing, nothing)
+
+    def broadcast(self, data: Bytes, root: int, fingerprint: Fingerprint) -> None:
+        hosts, rails, is_root = self._hosts, self._rails_for(data.size), self._position == root
+        root_host = next(host for host, members in enumerate(hosts) if root in members)
+        receivers = [host for host in range(len(hosts)) if host != root_host]
+        length = rails * _PIECE_BYTES
+
+        def pieces(step: int) -> list[Bytes]:
+            """The rails' pieces of the data."""
+            chunk = data[step * length : (step + 1) * length]
+            return [chunk[cut] for cut in slices(chunk.size, rails, 1)]
+
+        def give(step: int) -> None:
+            if is_root:
+                for staged, piece in zip(self._inputs[step & 1], pieces(step), strict=False):
+                    staged[: piece.size] = piece
+
+        def take(buffers: Sequence[Bytes], step: int) -> None:
+            for staged, piece in zip(buffers, pieces(step), strict=False):
+                piece[:] = staged[: piece.size]
+
+        def take_local(step: int) -> None:
+            if self._host == root_host and not is_root:
+                take(self._inputs[step & 1], step)
+
+        def take_remote(step: int) -> None:
+            if self._host != root_host:
+                take(self._results[step & 1], step)
+
+        def transfer(rail: NetworkGroup, step: int) -> Iterator[None]:
+            nbytes, nothing = pieces(step)[self._local_rank].size, [None] * len(hosts)
+            buffers = self._inputs if self._host == root_host else self._results
+            whole = buffers[step & 1][self._local_rank][:nbytes]
+            scattered = nbytes > SMALL_BYTES and len(receivers) > 1
+            cuts = slices(nbytes, len(receivers), 1) if scattered else [slice(None)] * len(receivers)
+            parts = {host: whole[cut] for host, cut in zip(receivers, cuts, strict=True)}
+            if self._host == root_host:
+                pending = rail.exchange_parts([parts.get(host) for host in range(len(hosts))], nothing)
+                yield
+                rail.wait_each(pending, fingerprint, spin=False)
+                return
+            mine = parts.pop(self._host)
+            pending = rail.exchange_parts(nothing, [mine if host == root_host else None for host in range(len(hosts))])
+            yield
+            rail.wait_each(pending, fingerprint, spin=False)
+            if scattered:
+                outgoing = [mine if host in parts else None for host in range(len(hosts))]
+                incoming = [parts.get(host) for host in range(len(hosts))]
+                rail.wait_each(rail.exchange_parts(outgoing, incoming), fingerprint, spin=False)
+
+        steps = max(1, -(-data.size // length))
+        self._run(fingerprint, steps, rails, give, transfer, take_local, take_remote)
+
+    def all_gather(self, mine: Bytes, parts: Sequence[Bytes], fingerprint: Fingerprint) -> None:
+        hosts, rails, own = self._hosts, self._rails_for(sum(part.size for part in parts)), self._host
+        share = _share(sum(-(-len(members) // rails) for members in hosts))
+
+        def pieces(step: int, host: int, rail: int) -> list[Bytes]:
+            """The pieces that a rail of a host sends, in the order in which they stand in its buffer."""
+            return [parts[member][step * share : (step + 1) * share] for member in hosts[host][rail::rails]]
+
+        def give(step: int) -> None:
+            rail, place = self._local_rank % rails, self._local_rank // rails
+            start = _total(pieces(step, own, rail)[:place])
+            piece = mine[step * share : (step + 1) * share]
+            self._inputs[step & 1][rail][start : start + piece.size] = piece
+
+        def take_local(step: int) -> None:
+            for rail in range(rails):
+                _copy(self._inputs[step & 1][rail], 0, pieces(step, own, rail))
+
+        def take_remote(step: int) -> None:
+            for rail in range(rails):
+                start = 0
+                for host in self._remote:
+                    start = _copy(self._results[step & 1][rail], start, pieces(step, host, rail))
+
+        def transfer(rail: NetworkGroup, step: int) -> Iterator[None]:
+            number = self._local_rank
+            block = self._inputs[step & 1][number][: _total(pieces(step, own, number))]
+            cuts = _cuts([0 if host == own else _total(pieces(step, host, number)) for host in range(len(hosts))])
+            incoming = [self._results[step & 1][number][cut] for cut in cuts]
+            pending = rail.exchange_parts([block] * len(hosts), incoming)
+            yield
+            rail.wait_each(pending, fingerprint, spin=False)
+
+        steps = max(1, *(-(-part.size // share) for part in parts))
+        self._run(fingerprint, steps, rails, give, transfer, take_local, take_remote)
+
+    def reduce_scatter(self, parts: Sequence[Array], out: Array, op: Op, dtype: str, fingerprint: Fingerprint) -> None:
+        """Combine the `parts` of all members; member i gets the combination of everyone's `parts[i]`.
+
+        Args:
+            parts: 1-d storage arrays by receiver, of the same lengths on all members.
+            out: for the result.
+            op, dtype: as in `reduce_into`.
+            fingerprint: of the operation.
+        """
+        hosts, own, size = self._hosts, self._host, len(parts)
+        before, after = average_divisors(size, dtype, False) if op is Op.AVERAGE else (1.0, 1.0)
+        rails = self._rails_for(sum(part.nbytes for part in parts))
+        members_of_rail = -(-max(map(len, hosts)) // rails)
+        units = sum(-(-len(members) // rails) for members in hosts) + (len(hosts) + 1) * members_of_rail
+        share = _share(max(size, units)) // out.itemsize
+        storage = out.dtype
+
+        def pieces(step: int, host: int, rail: int) -> list[Array]:
+            """This rank's numbers for the members of a host whose results a rail computes."""
+            return [parts[member][step * share : (step + 1) * share] for member in hosts[host][rail::rails]]
+
+        def blocks(step: int, rail: int) -> list[slice]:
+            """By host, where the numbers that a rail combines stand in every member's input buffer."""
+            cuts = _cuts([_total(pieces(step, host, i)) for i in range(rails) for host in range(len(hosts))])
+            return cuts[rail * len(hosts) : (rail + 1) * len(hosts)]
+
+        def give(step: int) -> None:
+            given = [piece for i in range(rails) for host in range(len(hosts)) for piece in pieces(step, host, i)]
+            np.concatenate(given, out=self._inputs[step & 1][self._local_rank].view(storage)[: _total(given)])
+
+        def transfer(rail: NetworkGroup, step: int) -> Iterator[None]:
+            staged = [buffer.view(storage) for buffer in self._inputs[step & 1]]
+            cuts = blocks(step, self._local_rank)
+            counts = [cut.stop - cut.start for cut in cuts]
+            # The buffer holds the result, which members of this host read, each host's term of it, and what is sent.
+            buffer = self._results[step & 1][self._local_rank].view(storage)
+            result, *rest = [buffer[cut] for cut in _cuts([counts[own]] * (1 + len(hosts)) + counts)]
+            terms, sums = rest[: len(hosts)], rest[len(hosts) :]
+            sums[own] = terms[own]
+            pending: list[tuple[int, Request]] = []
+            for host in (*self._remote, own):
+                if counts[host]:
+                    reduce_into(sums[host], [numbers[cuts[host]] for numbers in staged], op, dtype, before)
+                if host != own:
+                    pending.append((host, rail.exchange(host, sums[host].view(np.uint8), terms[host].view(np.uint8))))
+                    rail.progress()
+            yield
+            rail.wait_each(pending, fingerprint, spin=False)
+            if result.size:
+                reduce_into(result, terms, op, dtype, after)
+
+        def take_local(step: int) -> None:
+            pass
+
+        def take_remote(step: int) -> None:
+            rail, place = self._local_rank % rails, self._local_rank // rails
+            start = _total(pieces(step, own, rail)[:place])
+            piece = out[step * share : (step + 1) * share]
+            piece[:] = self._results[step & 1][rail].view(storage)[start : start + piece.size]
+
+        steps = max(1, *(-(-part.size // share) for part in parts))
+        self._run(fingerprint, steps, rails, give, transfer, take_local, take_remote)
+
+    # All-to-all -----------------------------------------------------------------------------------
+
+    def all_to_all(self, outgoing: Sequence[Bytes], incoming: Sequence[Bytes], fingerprint: Fingerprint) -> None:
+        hosts, own, me = self._hosts, self._host, self._local_rank
+        sent, expected = self._sizes(outgoing, incoming, fingerprint)
+        out_rails = [self._rails_of_pair(sent[:, list(members)]) for members in hosts]
+        in_rails = [self._rails_of_pair(expected[:, list(members)]) for members in hosts]
+        share = self._all_to_all_share()
+
+        def is_direct(rails: int, sender: int) -> bool:
+            """Whether this rank's own memory takes part in the transfer of a large block, instead of a buffer."""
+            return rails > 1 and sender % rails == me
+
+        @lru_cache(maxsize=2)
+        def out_sizes(step: int) -> list[Array]:
+            """By receiving host, the bytes from each member of this host to each member of that."""
+            return [_travelling(sent[:, list(members)], step, share) for members in hosts]
+
+        @lru_cache(maxsize=2)
+        def in_sizes(step: int) -> list[Array]:
+            """By sending host, the bytes from each of its members to each member of this host; none of this host."""
+            return [
+                _travelling(expected[:, list(members)].T, step, share) * (members != self._members) for members in hosts
+            ]
+
+        def give(step: int) -> None:
+            sizes = out_sizes(step)
+            for host, members in enumerate(hosts):
+                rail = me % out_rails[host]
+                if host != own and is_direct(out_rails[host], me):
+                    continue
+                start = _start(_blocks(sizes, out_rails, self._rails)[host][rail], sizes[host], out_rails[host], me, 0)
+                for member, nbytes in zip(members, sizes[host][me].tolist(), strict=True):
+                    if member != self._position:
+                        staged = self._inputs[step & 1][rail][start : start + nbytes]
+                        staged[:] = outgoing[member][step * share : step * share + nbytes]
+                    start += nbytes
+
+        def take(buffers: Sequence[Bytes], sizes: Sequence[Array], rails: Sequence[int], host: int, step: int) -> None:
+            blocks = _blocks(sizes, rails, self._rails)[host]
+            for sender, member in enumerate(hosts[host]):
+                rail, nbytes = sender % rails[host], int(sizes[host][sender, me])
+                target = incoming[member][step * share : step * share + nbytes]
+                if host != own and is_direct(rails[host], sender):
+                    continue
+                if member == self._position:
+                    target[:] = outgoing[member][step * share : step * share + nbytes]
+                else:
+                    start = _start(blocks[rail], sizes[host], rails[host], sender, me)
+                    target[:] = buffers[rail][start : start + nbytes]
+
+        def take_local(step: int) -> None:
+            take(self._inputs[step & 1], out_sizes(step), out_rails, own, step)
+
+        def take_remote(step: int) -> None:
+            sizes = in_sizes(step)
+            for host in self._remote:
+                take(self._results[step & 1], sizes, in_rails, host, step)
+
+        def transfer(rail: NetworkGroup, step: int) -> Iterator[None]:
+            out_blocks = _blocks(out_sizes(step), out_rails, self._rails)
+            in_blocks = _blocks(in_sizes(step), in_rails, self._rails)
+            start, buffers = step * share, (self._inputs[step & 1][me], self._results[step & 1][me])
+
+            def mine(host: int, sender: int, receiver: int) -> Bytes | None:
+                return outgoing[hosts[host][receiver]][start:] if sender == me else None
+
+            def for_me(host: int, sender: int, receiver: int) -> Bytes | None:
+                return incoming[hosts[host][sender]][start:] if receiver == me else None
+
+            sent_parts, received_parts = (
+                [_parts(buffer, blocks[i][me], sizes[i], rails[i], me, partial(memory, i)) for i in range(len(hosts))]
+                for buffer, blocks, sizes, rails, memory in (
+                    (buffers[0], out_blocks, out_sizes(step), out_rails, mine),
+                    (buffers[1], in_blocks, in_sizes(step), in_rails, for_me),
+                )
+            )
+            pending = rail.exchange_parts(sent_parts, received_parts)
+            yield
+            rail.wait_each(pending, fingerprint, spin=False)
+
+        steps = max(1, -(-int(max(sent.max(), expected.max())) // share))
+        begin = partial(self._exchange_sizes, sent, expected, fingerprint)
+        self._run(fingerprint, steps, self._rails, give, transfer, take_local, take_remote, begin)
+
+    def _sizes(
+        self, outgoing: Sequence[Bytes], incoming: Sequence[Bytes], fingerprint: Fingerprint
+    ) -> tuple[Array, Array]:
+        """For each member of this host, the bytes that it sends to every member and expects from every member.
+
+        Raises:
+            MismatchError: on all members, if a member of this host sends another number of bytes than its peer on this
+                host expects.
+        """
+        own = np.array([[part.size for part in parts] for parts in (outgoing, incoming)], np.int64)
+        sizes = np.array([own] * len(self._members))
+        rows = [row.view(np.uint8).reshape(-1) for row in sizes]
+        try:
+            if self._node is not None:
+                self._node.all_gather(own.view(np.uint8).reshape(-1), rows, fingerprint)
+            sent, expected = sizes[:, 0], sizes[:, 1]
+            columns = list(self._members)
+            self._compare(self._members, self._members, sent[:, columns], expected[:, columns].T, fingerprint)
+        except MismatchError as error:
+            report_mismatch(error, self._node, self._rail, self._local_rank)
+            raise
+        return sent, expected
+
+    def _exchange_sizes(
+        self, sent: Array, expected: Array, fingerprint: Fingerprint, rail: NetworkGroup
+    ) -> Callable[[], None]:
+        """Send headers, and tell every other host what this one sends to it and expects from it.
+
+        Returns:
+            A function that compares all of it. Where there are more than two hosts, it also waits until all have found
+            the sizes right, so that a mismatch between two hosts is raised by all.
+        """
+        hosts, nothing = self._hosts, [0] * len(self._hosts)
+        headers = rail.send_headers(nothing, nothing, fingerprint)
+        tables: list[Array | None] = [None] * len(hosts)
+        for host in self._remote:
+            columns = list(hosts[host])
+            tables[host] = np.stack([sent[:, columns], expected[:, columns]])
+        theirs = [None if table is None else np.empty((2, *table.shape[:0:-1]), np.int64) for table in tables]
+        pending = rail.exchange_parts([_bytes(table) for table in tables], [_bytes(table) for table in theirs])
+
+        def check() -> None:
+            rail.check_headers(headers)
+            rail.wait_each(pending, fingerprint)
+            for host, mine, other in zip(range(len(hosts)), tables, theirs, strict=True):
+                if mine is not None and other is not None:
+                    self._compare(self._members, hosts[host], mine[0], other[1].T, fingerprint)
+                    self._compare(hosts[host], self._members, other[0], mine[1].T, fingerprint)
+            if len(hosts) > 2:
+                rail.check_headers(rail.send_headers(nothing, nothing, fingerprint))
+
+        return check
+
+    def _compare(
+        self, senders: Sequence[int], receivers: Sequence[int], sent: Array, expected: Array, fingerprint: Fingerprint
+    ) -> None:
+        """Compare two tables of bytes by sender and receiver."""
+        if not np.array_equal(sent, expected):
+            i, j = np.argwhere(sent != expected)[0].tolist()
+            sender, receiver = self._ranks[senders[i]], self._ranks[receivers[j]]
+            raise size_mismatch(self._name, fingerprint, sender, int(sent[i, j]), receiver, int(expected[i, j]))
+
+    def _rails_of_pair(self, sizes: Array) -> int:
+        """How many rails carry the data of a pair of hosts; both know its sizes."""
+        return 1 if sizes.sum() <= min(SMALL_BYTES, CHUNK_STAGING_BYTES // 2 // len(self._hosts)) else self._rails
+
+    def _all_to_all_share(self) -> int:
+        """Most bytes from one member to another in a step; the small pairs of hosts may fill the other half."""
+        rails, hosts = self._rails, self._hosts
+        of_rail = [-(-len(members) // rails) for members in hosts]
+        size = sum(map(len, hosts))
+        units = max(max(own * size, sum(of_rail) * len(members)) for own, members in zip(of_rail, hosts, strict=True))
+        return _share(2 * units)
+
+
+def _share(units: int) -> int:
+    """Most bytes of a piece, if a buffer holds so many of them."""
+    return max(1, min(CHUNK_STAGING_BYTES // units, _PIECE_BYTES) // CACHE_LINE) * CACHE_LINE
+
+
+def _total(pieces: Sequence[Array]) -> int:
+    return sum(piece.size for piece in pieces)
+
+
+def _cuts(lengths: Sequence[int]) -> list[slice]:
+    """Consecutive parts of a buffer."""
+    ends = [*itertools.accumulate(lengths)]
+    return [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+
+
+def _copy(buffer: Bytes, start: int, pieces: Sequence[Bytes]) -> int:
+    """Fill pieces from consecutive parts of a buffer; returns where they end."""
+    for piece in pieces:
+        piece[:] = buffer[start : start + piece.size]
+        start += piece.size
+    return start
+
+
+def _bytes(table: Array | None) -> Bytes | None:
+    return None if table is None else table.reshape(-1).view(np.uint8)
+
+
+def _travelling(sizes: Array, step: int, share: int) -> Array:
+    """How many of `sizes` bytes travel in a step."""
+    part: Array = np.clip(sizes - step * share, 0, share)
+    return part
+
+
+def _blocks(sizes: Sequence[Array], rails: Sequence[int], number: int) -> list[list[slice]]:
+    """By host and rail, where the blocks of an all-to-all stand in the rail's buffer.
+
+    Args:
+        sizes: by host, the bytes by sender and receiver.
+        rails: by host, how many rails its block uses. Rail i carries the data of senders i, i + rails and so on.
+        number: of all rails.
+    """
+    ends, blocks = [0] * number, []
+    for table, used in zip(sizes, rails, strict=True):
+        row = []
+        for rail in range(number):
+            start = ends[rail]
+            ends[rail] += int(table[rail::used].sum()) if rail < used else 0
+            row.append(slice(start, ends[rail]))
+        blocks.append(row)
+    return blocks
+
+
+def _parts(
+    buffer: Bytes, block: slice, sizes: Array, rails: int, rail: int, own: Callable[[int, int], Bytes | None]
+) -> list[Bytes]:
+    """What a rail sends or receives for a block: a small one from the buffer, a large one in parts.
+
+    Args:
+        buffer, block: where the block stands.
+        sizes, rails: as in `_blocks`, of this block.
+        rail: number of the rail.
+        own: by sender and receiver, the memory of this rank that takes the place of the buffer, None for the buffer.
+    """
+    if rails == 1:
+        return [buffer[block]]
+    parts, start = [], block.start
+    for sender in range(rail, len(sizes), rails):
+        for receiver, nbytes in enumerate(sizes[sender].tolist()):
+            memory = own(sender, receiver)
+            parts.append(buffer[start : start + nbytes] if memory is None else memory[:nbytes])
+            start += nbytes
+    return parts
+
+
+def _start(block: slice, sizes: Array, rails: int, sender: int, receiver: int) -> int:
+    """Where the data of a sender for a receiver begins, in the block that holds it."""
+    before: Any = sizes[sender % rails : sender : rails].sum() + sizes[sender, :receiver].sum()
+    return int(block.start) + int(before)

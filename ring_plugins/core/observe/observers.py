@@ -1,0 +1,80 @@
+"""Puts together what observes a job: reports of stalls, the step breakdown, the timeline, the watch for unused jobs.
+
+Every rank has the parts that report; rank 0 also has those that collect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from ring_plugins.core.base import config
+from ring_plugins.core.base.log import logger
+from ring_plugins.core.collectives.api import Activity
+from ring_plugins.core.control.channel import Channel
+from ring_plugins.core.control.failure_detector import FailureDetector
+from ring_plugins.core.control.monitor import Service
+from ring_plugins.core.observe.stall import StallAggregator, StallWatch
+from ring_plugins.core.observe.step_breakdown import StepAggregator, StepReporter
+from ring_plugins.core.observe.timeline import TimelineAggregator, TimelineReporter
+from ring_plugins.core.observe.unused import UnusedWatch
+from ring_plugins.core.trace.recorder import recorder
+from ring_plugins.core.trace.steps import steps
+
+
+class Observers:
+    """The observing services of this rank, which the monitor thread calls.
+
+    Args:
+        channel: between the ranks.
+        failure_detector: knows which ranks have failed or left.
+        activities: returns the last operation of this rank in each communicator.
+        records: whether rank 0 writes a timeline of the whole job.
+
+    Attributes:
+        services: all of them, for the monitor thread.
+        membership: where the ranks are.
+        steps: sends this rank's steps to rank 0.
+        all_steps, timeline: on rank 0, the steps and the timeline of all ranks.
+
+    Raises:
+        ArgumentError: an environment variable has an invalid value.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        failure_detector: FailureDetector,
+        activities: Callable[[], Iterable[Activity]],
+        records: bool = False,
+    ) -> None:
+        warning = config.STALL_WARNING.get()
+        abort = config.STALL_ABORT.get()
+        steps.restart()
+        self.membership = membership = failure_detector.membership
+        self.steps = StepReporter(channel, steps)
+        self.all_steps: StepAggregator | None = None
+        self.timeline: TimelineAggregator | None = None
+        self._spans = TimelineReporter(channel, membership[channel.rank].domain == membership[0].domain)
+        self.services: list[Service] = [StallWatch(channel, failure_detector, activities), self.steps, self._spans]
+        if channel.rank == 0:
+            self.all_steps = StepAggregator(channel, membership, logger.warning)
+            self.timeline = TimelineAggregator(channel, membership)
+            stalls = StallAggregator(channel, membership, warning, abort, logger.warning)
+            unused = UnusedWatch(
+                len(membership),
+                lambda: any(True for _ in activities()),
+                lambda: failure_detector.failed or failure_detector.failure() is not None,
+                logger.warning,
+            )
+            self.services += [stalls, self.all_steps, self.timeline, unused]
+            directory = config.TIMELINE.get()
+            if directory:
+                self.timeline.start(Path(directory))
+        if records:
+            self._spans.start()  # not only when rank 0's message arrives, which may be after the first steps
+
+    def flush(self) -> None:
+        """Send the spans that would be lost if this process ended; any thread may call it."""
+        if recorder.on:
+            self._spans.flush()

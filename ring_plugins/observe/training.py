@@ -1,0 +1,19 @@
+"""The line that rank 0 prints once when training begins: how many ranks take part."""
+
+from __future__ import annotations
+
+import weakref
+
+from ring_plugins.core.base.log import logger
+from ring_plugins.core.world import World, current, is_initialized
+
+_announced: weakref.WeakSet[World] = weakref.WeakSet()
+
+
+def announce_training() -> None:
+    """Say on rank 0, once per job, how many ranks train together, as Lightning does; nothing for one rank."""
+    if not is_initialized() or current().topology.size == 1 or current() in _announced:
+        return
+    _announced.add(current())
+    if current().topology.rank == 0:
+        logger.info(f"training on {current().summary}")

@@ -1,0 +1,90 @@
+"""Helper threads: each that dies ends the job, with its traceback on that rank and the cause on the others."""
+
+import ast
+import logging
+from pathlib import Path
+
+import pytest
+
+from ring_plugins.core.base import threads
+from ring_plugins.core.base.threads import HelperThread
+from tests.launch import run_ranks
+
+PACKAGE = Path(threads.__file__).parents[2]
+
+# Two processes that no launcher ends, and which behave as on two hosts.
+JOB = """
+import os, socket, subprocess, sys, time
+if "RANK" not in os.environ:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    os.environ.update(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RING_SHARED_MEMORY="0")
+    other = subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, "RANK": "1"})
+    os.environ["RANK"] = "0"
+import ring_plugins as ring
+from ring_plugins.core.collectives import executor
+from ring_plugins.core.control import monitor
+from ring_plugins.core.net import auth
+from ring_plugins.core.world import current
+from tests.worker import transport
+ring.init()
+while not current().channel.connected:
+    time.sleep(0.01)
+ring.barrier()
+failing = int(os.environ["TEST_FAILING"])
+
+def broken(*_, **__):
+    raise ZeroDivisionError("a bug here")
+"""
+#: How to make each thread raise.
+THREADS = {
+    "ring:monitor": "monitor.MonitorThread._end_without_launcher = broken",
+    "ring:listener": "auth.Acceptor.poll = broken; socket.create_connection(('127.0.0.1', transport()._listener.port))",
+    "ring:ring": "executor.BackgroundWork.run = broken; ring.all_reduce(1.0, wait=False)",
+}
+
+
+@pytest.mark.parametrize(
+    ("thread", "failing"), [("ring:monitor", 0), ("ring:monitor", 1), ("ring:listener", 1), ("ring:ring", 0)]
+)
+def test_a_thread_that_dies_ends_the_job_on_all_ranks(thread, failing):
+    body = f"""
+if ring.rank() == failing:
+    {THREADS[thread]}
+    time.sleep(60)
+ring.barrier()
+"""
+    result = run_ranks(JOB + body, 2, env={"TEST_FAILING": str(failing)}, timeout=30, check=False)
+    assert result.returncode != 0
+    assert f"rank {failing} failed: its thread {thread} died:\nTraceback" in result.output, result
+    cause = f"rank {failing} failed: its thread {thread} died: ZeroDivisionError: a bug here"
+    assert f"rank {1 - failing} ends because {cause}" in result.output, result
+
+
+def test_outside_a_job_the_traceback_is_printed_and_the_owner_told(caplog, monkeypatch):
+    monkeypatch.setattr(threads.logger, "propagate", True)
+    monkeypatch.setattr(threads, "_on_death", lambda name, error: False)
+    told = []
+
+    def fail():
+        raise ValueError("no data")
+
+    with caplog.at_level(logging.ERROR):
+        thread = HelperThread(fail, "ring:test", outside_a_job=lambda: told.append(True))
+        thread.start()
+        thread.join()
+    assert told == [True]
+    assert "the thread ring:test died:" in caplog.text and "ValueError: no data" in caplog.text
+
+
+def test_all_threads_of_the_package_are_helper_threads():
+    found = {
+        (file.relative_to(PACKAGE).as_posix(), node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id)
+        for file in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name)
+    }
+    others = {
+        (file, name) for file, name in found if name in ("Thread", "Timer", "start_new_thread", "InheritableThread")
+    }
+    assert others == {("spark/run.py", "InheritableThread")}  # which hands its error to the thread that waits for it

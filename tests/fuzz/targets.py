@@ -1,0 +1,545 @@
+"""What is fuzzed. Each target is a parser of bytes from other processes, and what must hold for every input."""
+
+import contextlib
+import json
+import os
+import pickle
+import random
+import selectors
+import socket
+import struct
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ring_plugins.core.base.errors import RingError
+from ring_plugins.core.control import server as control_server
+from ring_plugins.core.control.channel import ControlConnection
+from ring_plugins.core.control.failure_detector import FailureDetector
+from ring_plugins.core.control.failure_detector import Peer as Member
+from ring_plugins.core.control.parent_notifier import ParentNotifier, notify_parent
+from ring_plugins.core.gpu import nccl
+from ring_plugins.core.net import auth, network_choice
+from ring_plugins.core.net.auth import Acceptor, Claim, ClientHandshake, Disconnected, Purpose, ServerHandshake
+from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
+from ring_plugins.core.net.message_stream import HEADER_BYTES, Header, Incoming, Kind
+from ring_plugins.core.observe.stall import StallAggregator, StallWatch
+from ring_plugins.core.observe.step_breakdown import StepAggregator
+from ring_plugins.core.rendezvous import bootstrap, record
+from ring_plugins.core.rendezvous import tcp as rendezvous
+from ring_plugins.launcher import control, preflight
+from ring_plugins.launcher.outcomes import Outcome
+from tests.fuzz.mutations import mutated, mutated_json
+
+_SECRET = b"of the job"
+_SEEDS = Path(__file__).parent / "seeds"
+#: Everything that a parser may raise.
+OURS = (RingError, Disconnected)
+
+
+class Target:
+    """A parser under test.
+
+    Attributes:
+        seeds: valid inputs, and those that found something once.
+        raises: the errors of ours that `run` may let out.
+    """
+
+    raises: tuple[type[BaseException], ...] = ()
+
+    def __init__(self) -> None:
+        self.name = type(self).__name__
+        self.seeds = [*self.valid(), *(file.read_bytes() for file in sorted((_SEEDS / self.name).glob("*")))]
+
+    def valid(self) -> list[bytes]:
+        """Valid inputs."""
+        raise NotImplementedError
+
+    def input(self, rng: random.Random) -> bytes:
+        """A mutated seed."""
+        return mutated(rng, self.seeds)
+
+    def run(self, data: bytes, rng: random.Random) -> None:
+        """Hand an input to the parser; AssertionError or anything but `raises` is a finding."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free what the target holds."""
+
+
+class JsonTarget(Target):
+    """A parser of JSON."""
+
+    def input(self, rng: random.Random) -> bytes:
+        return mutated_json(rng, self.seeds)
+
+
+def _pieces(data: bytes, rng: random.Random) -> list[bytes]:
+    """The bytes as a network may deliver them."""
+    if rng.randrange(2) or len(data) < 2:
+        return [data]
+    cuts = sorted(rng.randrange(len(data)) for _ in range(3))
+    return [data[start:end] for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True)]
+
+
+class Handshakes(Target):
+    """Either side of the handshake, without sockets. Nobody gets in who does not know the secret."""
+
+    raises = OURS
+
+    def valid(self) -> list[bytes]:
+        client = ClientHandshake(_SECRET, Purpose.DATA, Claim(3, 0, 7))
+        server = ServerHandshake(_SECRET, Purpose.DATA, lambda claim: True)
+        challenge = server.outgoing
+        client.feed(challenge)
+        server.feed(client.outgoing)
+        return [client.outgoing, challenge + server.outgoing, b"GET / HTTP/1.1\r\n\r\n", b""]
+
+    def run(self, data: bytes, rng: random.Random) -> None:
+        server = ServerHandshake(_SECRET, Purpose.DATA, lambda claim: True)
+        honest = ClientHandshake(_SECRET, Purpose.DATA, Claim(3, 0, 7))
+        honest.feed(server.outgoing)
+        if rng.randrange(2):
+            sides: tuple[Any, bytes] = server, honest.outgoing
+        else:
+            challenge = server.outgoing
+            server.feed(honest.outgoing)
+            sides = honest, server.outgoing
+            honest.outgoing = b""
+            if rng.randrange(2):
+                sides = ClientHandshake(_SECRET, Purpose.DATA, Claim(3)), challenge
+        side, right = sides
+        # Most inputs are changes of the right answer, since a fresh nonce makes every stored one wrong.
+        if rng.randrange(3):
+            data = mutated(rng, [right])
+        fed = b""
+        for piece in _pieces(data, rng):
+            left = piece
+            while left and side.missing:
+                part, left = left[: side.missing], left[side.missing :]
+                fed += part
+                side.feed(part)
+                assert side.missing >= 0
+                assert len(side.outgoing) <= 128
+                if side.refusal is not None:
+                    return
+        is_over = not side.missing and side.refusal is None
+        assert not is_over or fed == right, "a forged handshake was accepted"
+
+
+class Acceptors(Target):
+    """Connections of strangers, each with its own error, on an `Acceptor` that lives on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._acceptor = Acceptor(_SECRET, Purpose.DATA, limit=4)
+        self._open: deque[socket.socket] = deque()
+
+    def valid(self) -> list[bytes]:
+        return [*Handshakes().valid(), os.urandom(75)]
+
+    def run(self, data: bytes, rng: random.Random) -> None:
+        ours, theirs = socket.socketpair()
+        self._open.append(theirs)
+        theirs.setblocking(False)
+        self._acceptor._begin(ours, "")
+        for piece in _pieces(data, rng):
+            with contextlib.suppress(OSError):
+                theirs.send(piece)
+            assert self._acceptor.poll() == []
+        assert self._acceptor.waiting() <= 4
+        while len(self._open) > rng.choice((0, 5, 20)):  # some stay, and say nothing more
+            self._open.popleft().close()
+
+    def close(self) -> None:
+        self._acceptor.close()
+        for stranger in self._open:
+            stranger.close()
+
+
+class Frames(Target):
+    """Messages on a connection: exactly those that were sent, and no more memory than they need."""
+
+    _ALLOWED = 1 << 16
+
+    def valid(self) -> list[bytes]:
+        one = struct.pack("!Q", 5) + b"hello"
+        return [
+            one,
+            one * 3,
+            struct.pack("!Q", 0),
+            struct.pack("!Q", 1 << 63),
+            struct.pack("!Q", 60_000) + b"x" * 60_000,
+        ]
+
+    def run(self, data: bytes, rng: random.Random) -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            reader = FrameSocket(ours, Purpose.CONTROL, longest=self._ALLOWED)
+            theirs.setblocking(False)
+            got: list[bytes] = []
+            error = None
+            for piece in _pieces(data, rng):
+                if piece:
+                    assert theirs.send(piece) == len(piece)
+                try:
+                    got += reader.read()
+                except Disconnected as refused:
+                    error = refused
+                    break
+                assert len(reader._incoming) <= self._ALLOWED + 8 + (1 << 18)
+            wanted, is_bad = self._reference(data)
+            if error is None and is_bad:  # what came before the bad message was returned first
+                with pytest.raises(Disconnected):
+                    reader.read()
+            assert got == wanted
+            assert error is None or is_bad
+
+    def _reference(self, data: bytes) -> tuple[list[bytes], bool]:
+        found = []
+        while len(data) >= 8:
+            length = int.from_bytes(data[:8], "big")
+            if length > self._ALLOWED:
+                return found, True
+            if len(data) < 8 + length:
+                break
+            found.append(data[8 : 8 + length])
+            data = data[8 + length :]
+        return found, False
+
+
+class TaggedMessages(Target):
+    """Tagged messages of an authenticated rank: the headers and data that were sent, or an error."""
+
+    def valid(self) -> list[bytes]:
+        eager = Header(Kind.EAGER, 0, 1, 7, 5, "float32").pack() + b"hello"
+        return [
+            eager,
+            eager * 2,
+            Header(Kind.OFFER, 3, 1, -1, 1 << 40, "int8").pack() + eager,
+            Header(Kind.CREDIT).pack(),
+        ]
+
+    def run(self, data: bytes, rng: random.Random) -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.setblocking(False)
+            theirs.setblocking(False)
+            incoming: Incoming[Header] = Incoming(1, ours)
+            got: list[tuple[Header, bytes]] = []
+            error = False
+            target = bytearray()
+            for piece in [*_pieces(data, rng), b""]:
+                if piece:
+                    assert theirs.send(piece) == len(piece)
+                else:
+                    theirs.close()
+                incoming.waits = False
+                try:
+                    while True:
+                        if incoming.item is None:
+                            header = incoming.next_header()
+                            if header is None:
+                                break
+                            target = bytearray(header.nbytes if 0 <= header.nbytes < 1 << 16 else 0)
+                            incoming.fill(memoryview(target), header)
+                        if incoming.filled() is None:
+                            break
+                        got.append((header, bytes(target)))
+                except Disconnected:
+                    error = True
+                    break
+            assert error  # at the end at the latest
+            for header, body in got:
+                size = header.nbytes if 0 <= header.nbytes < 1 << 16 else 0
+                assert Header.unpack(data[:HEADER_BYTES]) == header
+                assert data[HEADER_BYTES : HEADER_BYTES + size] == body
+                data = data[HEADER_BYTES + size :]
+
+
+class Json(JsonTarget):
+    """Any message in JSON."""
+
+    def valid(self) -> list[bytes]:
+        return [b'["kind",{"rank":1,"text":"x"}]', b"1", b'"\\u00e9"', b"[[[[]]]]"]
+
+    def run(self, data: bytes, rng: random.Random) -> None:
+        try:
+            found = from_json(data)
+        except Disconnected:
+            return
+        json.dumps(found)
+
+
+class Joins(JsonTarget):
+    """The first message of a rank that joins: anyone can send one if the job has no secret."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._server = bootstrap._Server(socket.create_server(("127.0.0.1", 0)), 8, "")
+
+    def valid(self) -> list[bytes]:
+        return [to_json(["join", {"size": 8, "host": "host1", "versions": record.own_versions()}]), b'["gather",1]']
+
+    def run(self, data: bytes, rng: random.Random) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            theirs.setblocking(False)
+            server, rank = self._server, rng.choice((0, 1, 7, 8, -1, -(1 << 31)))
+            server._begin(auth.Authenticated(ours, Claim(rank), "127.0.0.1"))
+            (joining,) = server._joining.values()
+            if rng.randrange(8):
+                data = struct.pack("!Q", len(data)) + data
+            for piece in _pieces(data, rng):
+                with contextlib.suppress(OSError):
+                    theirs.send(piece)
+                problem = server._serve(joining)
+                assert isinstance(problem, str)
+            if server._joining:
+                server._drop(joining)
+            for rank, member in server.members.items():
+                assert 0 < rank < 8
+                member.frames.close()
+            server.members.clear()
+            joining.frames.close()
+            assert len(server._selector.get_map()) == 1  # the acceptor
+
+    def close(self) -> None:
+        self._server.close()
+
+
+class Answers(JsonTarget):
+    """What rank 0 sends to a rank that joins, and what the ranks say about their hosts."""
+
+    def valid(self) -> list[bytes]:
+        own = network_choice.own_interfaces(0)
+        whole = bootstrap._pack(["gathered", [own] * 100])
+        return [to_json(["gathered", [own, own]]), to_json(["abort", "why"]), to_json(["gathered", []]), whole]
+
+    def run(self, data: bytes, rng: random.Random) -> None:
+        if rng.randrange(4) == 0:
+            data = b"z" + zlib.compress(data, 1)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.setblocking(False)
+            theirs.send(struct.pack("!Q", len(data)) + data)
+            theirs.close()
+            try:
+                found = bootstrap._answer(FrameSocket(ours, Purpose.BOOTSTRAP), "rank 0")
+            except OURS:
+                return
+            assert isinstance(found, list)
+
+
+class ControlMessages(JsonTarget):
+    """Messages on the control channel, which reach the services of rank 0's monitor thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        members = [Member(f"host{rank}", 100_000_000 + rank, f"domain{rank}") for rank in range(4)]
+        self._server = control_server.ControlServer(4)
+        detector = FailureDetector(0, members, None, self._server)
+        self._services: list[Any] = [
+            StallWatch(self._server, detector, list),
+            StallAggregator(self._server, members, 0.001, 0.0, lambda text: None),
+            StepAggregator(self._server, members, lambda text: None),
+        ]
+        self._detector = detector
+        self._left = 0
+
+    def valid(self) -> list[bytes]:
+        wait = {
+            "number": 1, "communicator": "ring", "what": "all_reduce", "operation_number": 3, "part_of": "",
+            "missing": [2], "on_gpu": False, "seconds": 5.0, "blocked_seconds": 4.0, "clock": "10:00:00",
+        }  # fmt: skip
+        deadlock = {"rank": 1, "number": 2, "communicator": "ring", "text": "x"}
+        messages = [
+            ["report_wait", wait],
+            ["end_wait", {"number": 1}],
+            ["request_snapshot", {"inquiry": 1}],
+            ["report_snapshot", {"inquiry": 1, "stack": ["x"], "operation": "y"}],
+            ["request_process_state", {"inquiry": 1, "rank": 2, "pid": 1}],
+            ["report_process_state", {"inquiry": 1, "rank": 2, "state": "R"}],
+            ["confirm_wait", {"number": 1, "deadlock": deadlock}],
+            ["answer_wait", {"waits": False, "deadlock": deadlock}],
+            ["answer_wait", {"waits": True, "deadlock": deadlock}],
+            ["failed", {"rank": 1, "text": "x", "of": 1}],
+            ["left", {"ranks": [2]}],
+            ["declare_deadlock", deadlock],
+            ["report_steps", {"steps": [[1, 0.1, 0.2, 0.3]]}],
+            ["unknown", {}],
+        ]
+        return [to_json(message) for message in messages]
+
+    def run(self, data: bytes, rng: random.Random) -> None:
+        server = self._server
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            connection = ControlConnection(rng.randrange(1, 4), FrameSocket(ours, Purpose.CONTROL))
+            with contextlib.suppress(Disconnected):
+                server._take(connection, data)
+            server._deliver()
+        for service in self._services:
+            with contextlib.suppress(Exception):  # the monitor thread drops a service that raises, and goes on
+                service.tick(time.monotonic())
+        failure = self._detector.failure()
+        assert failure is None or b"failed" in data
+        self._detector._remote_failure = None
+        server._outbox.clear()
+
+    def close(self) -> None:
+        self._server.abandon()
+
+
+class LauncherMessages(Target):
+    """What a rank says to the driver of `run(hosts=...)` and of Spark, except what pickles hold."""
+
+    def valid(self) -> list[bytes]:
+        packed = pickle.dumps(Outcome(1, result=pickle.dumps(7)))
+        hello = struct.pack("!Q", 5) + b"host1"
+        return [hello + struct.pack("!Q", len(packed)) + packed, hello, hello * 2]
+
+    def run(self, data: bytes, rng: random.Random) -> None:
+        ours, theirs = socket.socketpair()
+        unpickled = []
+
+        def loads(packed: bytes) -> Any:
+            unpickled.append(packed)
+            raise EOFError  # a pickle may run anything: only the authenticated get here
+
+        with ours, theirs, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(control, "pickle", SimpleNamespace(loads=loads))
+            connection = control._RankConnection(1, "host1", FrameSocket(ours, Purpose.LAUNCHER))
+            theirs.setblocking(False)
+            for piece in _pieces(data, rng):
+                theirs.send(piece)
+                if (outcome := connection.move(selectors.EVENT_READ)) is not None:
+                    break
+            else:
+                theirs.close()
+                outcome = connection.move(selectors.EVENT_READ)
+                if outcome is None and connection.frames._received:  # a whole message more
+                    outcome = connection.move(selectors.EVENT_READ)
+            assert outcome is None or outcome.failure is not None
+            assert len(unpickled) <= 1
+
+
+class Claims(Target):
+    """Who may connect to a driver: the ranks that it has started, once each."""
+
+    def valid(self) -> list[bytes]:
+        return [struct.pack("!iiq", 0, 0, 0), struct.pack("!iiq", 3, 1, 5)]
+
+    def run(self, data: bytes, rng: random.Random) -> None:
+        claim = Claim(*struct.unpack("!iiq", data[:16].ljust(16, b"\0")))
+        client = ClientHandshake(_SECRET, Purpose.LAUNCHER, claim)
+        server = ServerHandshake(_SECRET, Purpose.LAUNCHER, lambda claim: 0 <= claim.rank < 3)
+        client.feed(server.outgoing)
+        server.feed(client.outgoing)
+        assert server.claim == claim
+        assert (server.refusal is None) == (0 <= claim.rank < 3)
+        client.feed(server.outgoing)
+        assert (client.refusal is None) == (server.refusal is None)
+
+
+class ParentNotes(Target):
+    """The launcher's file that ranks of this host write to, and the variable that names it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._notifier = ParentNotifier()
+
+    def valid(self) -> list[bytes]:
+        return [b"rank 1 failed: x\0rank 2 failed\0", b"\0", b"1:2:ring_plugins/0", b"x" * 5000]
+
+    def run(self, data: bytes, rng: random.Random) -> None:
+        os.ftruncate(self._notifier._file, 0)
+        os.pwrite(self._notifier._file, data, 0)
+        text = self._notifier.first_message()
+        assert text is None or len(text) <= 4096
+        named = data[:200].decode("utf-8", "surrogateescape").replace("\0", "")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RING_PARENT_NOTIFIER", named)
+            notify_parent("x")
+        assert os.pread(self._notifier._file, len(data) + 1, 0) == data
+
+    def close(self) -> None:
+        self._notifier.__exit__(None, None, None)
+
+
+class StoreValues(JsonTarget):
+    """Values in torch's store, which everyone can write who reaches its port."""
+
+    def __init__(self) -> None:
+        store = pytest.importorskip("ring_plugins.torch.store", reason="torch is not installed")
+        self._sign, self._verify = store.sign, store.verify
+        super().__init__()
+
+    def valid(self) -> list[bytes]:
+        return [json.dumps([0, "host/boot/pid/0", [4711, 9, 4096], 6]).encode(), b"3", b'"29500 token host1"']
+
+    def run(self, data: bytes, rng: random.Random) -> None:
+        text = data.decode("utf-8", "replace")
+        signed = self._sign("ranks/1", text, _SECRET).encode()
+        forged = mutated(rng, [signed, data, self._sign("ranks/0", text, _SECRET).encode()])
+        try:
+            self._verify("ranks/1", forged, _SECRET)
+        except RingError:
+            pass
+        except ValueError:  # a rank of the job signs JSON only
+            assert forged == signed
+        else:
+            assert forged == signed, "a forged value was accepted"
+        with contextlib.suppress(RingError):
+            port, token, host = rendezvous._read_bootstrap(data)
+            assert 0 < port < 1 << 16
+            assert token.isascii() and host.isascii()
+
+
+class NcclIds(Target):
+    """The identifier by which NCCL connects ranks, as rank 0 hands it over."""
+
+    def valid(self) -> list[bytes]:
+        return [bytes(128), os.urandom(128)]
+
+    def run(self, data: bytes, rng: random.Random) -> None:
+        handed: Any = rng.choice((data, data.decode("latin-1"), len(data), None, list(data)))
+        try:
+            unique_id = nccl.UniqueId.received(handed)
+        except RingError:
+            assert not isinstance(handed, bytes) or len(handed) != 128
+        else:
+            assert bytes(unique_id) == handed
+
+
+class ProbeReports(JsonTarget):
+    """What a host prints when `ring run` asks it, a message of the day included."""
+
+    def valid(self) -> list[bytes]:
+        return [
+            json.dumps(
+                {
+                    "name": "host1", "python": "3.11.7", "cores": 8, "ring_plugins": "0.1.0", "trouble": "",
+                    "packages": {"torch": "2.13.0"}, "missing": [], "program": "abc", "reaches": True,
+                }
+            ).encode()
+        ]  # fmt: skip
+
+    def run(self, data: bytes, rng: random.Random) -> None:
+        text = data.decode("utf-8", "replace")
+        report = preflight.read_report(f"welcome\nring probe: {text}\n")
+        if report is not None:
+            own = json.loads(self.seeds[0])
+            assert all(isinstance(line, str) for line in preflight.differences(own, report))
+
+
+TARGETS: list[Callable[[], Target]] = [
+    Handshakes, Acceptors, Frames, TaggedMessages, Json, Joins, Answers, ControlMessages, LauncherMessages, Claims,
+    ParentNotes, StoreValues, NcclIds, ProbeReports,
+]  # fmt: skip

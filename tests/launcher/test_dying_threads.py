@@ -1,0 +1,100 @@
+"""Threads of launchers and messages, and abort threads: each tells of its death, in one process."""
+
+import contextlib
+import os
+import sys
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ring_plugins.core import exit_hooks
+from ring_plugins.core.base import threads
+from ring_plugins.launcher import preflight, remote_ranks
+from ring_plugins.launcher.output import Relay
+from tests.core.collectives.test_messages import ranks
+
+
+def broken(*_, **__):
+    raise ZeroDivisionError("a bug here")
+
+
+@pytest.fixture
+def died(monkeypatch):
+    """The threads that died, by name; `seen` is set at the first. Nothing is a job's, so owners are told."""
+    names, seen = [], threading.Event()
+
+    def on_death(name, error):
+        assert isinstance(error, ZeroDivisionError)
+        names.append(name)
+        seen.set()
+        return False
+
+    monkeypatch.setattr(threads, "_on_death", on_death)
+    return SimpleNamespace(names=names, seen=seen)
+
+
+def test_a_dead_output_thread_closes_its_ranks_pipe(died, monkeypatch):
+    with Relay(tag=True) as relay:
+        out = os.dup(relay.files(0)[0])
+        monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=broken, flush=broken))
+        relay.start()
+        os.write(out, b"text\n")
+        assert died.seen.wait(10)
+        relay._threads[0].join(10)
+        with pytest.raises(BrokenPipeError):
+            os.write(out, b"more\n")
+        os.close(out)
+    assert died.names == ["ring:output 0"]
+
+
+def test_a_rank_whose_driver_thread_dies_ends(died, monkeypatch):
+    ended = threading.Event()
+    driver = SimpleNamespace(receive_call=bytes, wait_for_end=broken, report=lambda outcome: None)
+    monkeypatch.setenv(remote_ranks.config.DRIVER.name, "here 1 00")
+    monkeypatch.setattr(remote_ranks, "detect", lambda: SimpleNamespace(rank=0))
+    monkeypatch.setattr(remote_ranks, "DriverConnection", lambda *_: driver)
+    monkeypatch.setattr(remote_ranks, "call", lambda *_: SimpleNamespace(failure=ended.wait(10) or None))
+    monkeypatch.setattr(remote_ranks, "_end", ended.set)
+    with pytest.raises(SystemExit):
+        remote_ranks.run_rank()
+    assert ended.is_set() and died.names == ["ring:driver"]
+
+
+def test_messages_end_with_the_thread_that_moves_them(died, monkeypatch):
+    with ranks(2) as ends:
+        waiting = ends[0].receive(np.zeros(1), 1)
+        monkeypatch.setattr(ends[0].messenger, "_handle", broken)
+        os.eventfd_write(ends[0].messenger._kick, 1)
+        assert waiting.finished.wait(10)
+        assert "ended by ZeroDivisionError" in str(waiting.error)
+        ends[0].messenger._thread.join(10)
+    assert died.names == ["ring:messages"]
+
+
+def test_a_dead_preflight_thread_is_told(died, monkeypatch):
+    monkeypatch.setattr(preflight.Acceptor, "poll", broken)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(preflight._listening(1))
+        assert died.seen.wait(10)
+    assert died.names == ["ring:preflight"]
+
+
+def test_an_abort_that_raises_is_tried_once_and_the_process_ends(monkeypatch):
+    aborts, ends, told = [], [], []
+
+    def abort():
+        aborts.append(True)
+        if len(aborts) < 10:
+            broken()
+
+    job = SimpleNamespace(
+        topology=SimpleNamespace(rank=0), is_mine=lambda: True, fail=lambda error: told.append(str(error)), abort=abort
+    )
+    monkeypatch.setattr(os, "_exit", ends.append)
+    monkeypatch.setattr(exit_hooks, "_ABORT", 10.0)
+    monkeypatch.setattr(threads, "_on_death", lambda name, error: exit_hooks._end_with_thread(job, name, error))
+    threads.HelperThread(broken, "ring:monitor").run()
+    assert (len(aborts), set(ends)) == (1, {1})
+    assert told[0].startswith("its thread ring:monitor died: ZeroDivisionError: a bug here")
