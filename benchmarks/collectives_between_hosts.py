@@ -109,7 +109,8 @@ def worker(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=int, default=2, help="number of test hosts, two ranks each")
+    parser.add_argument("--hosts", type=int, default=2, help="number of test hosts")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks on each test host")
     parser.add_argument("--rate", default="10gbit", help="rate of each link; none for no limit")
     parser.add_argument("--seconds", type=float, default=3.0, help="approximate time to spend on each row")
     parser.add_argument("--here", action="store_true", help="measure among the ranks that mpirun started")
@@ -127,7 +128,7 @@ def main() -> None:
         own = ["--here", "--out", str(out), "--address", "host1", "--seconds", str(options.seconds)]
         path = f"{Path(__file__).parent}:{cluster.environment_variables()['PYTHONPATH']}"
         environment = {"OMPI_MCA_mpi_yield_when_idle": "1", "PYTHONPATH": path}
-        with cluster.mpirun(Path(__file__).resolve(), 2, own, environment) as job:
+        with cluster.mpirun(Path(__file__).resolve(), options.ranks, own, environment) as job:
             result = job.wait(900)
         print(out.read_text() if out.exists() else result)
 

@@ -122,11 +122,11 @@ class HostCommunicator:
                 "start the job with mpirun or torchrun."
             )
         rails, rail = min(map(len, nodes.values())), None
+        interrupt = self._node.barriers.raise_reported if self._node is not None else None
+        tag = members[0].tag
         if local_rank < rails:
             ranks = [node_members[local_rank].rank for node_members in nodes.values()]
             behind = [[member.rank for member in node_members] for node_members in nodes.values()]
-            interrupt = self._node.barriers.raise_reported if self._node is not None else None
-            tag = members[0].tag
             rail = NetworkGroup(transport, ranks, ranks.index(rank), tag, wait, name, behind, interrupt)
             rail.connect()
         self._reducer = HierarchicalAllReduce(self._node, rail, local_rank, rails, len(nodes), self.size)
@@ -135,7 +135,8 @@ class HostCommunicator:
             wait.number = wait.entered = 0
             return
         hosts = [[self.ranks.index(member.rank) for member in node_members] for node_members in nodes.values()]
-        self._bytes = HierarchicalCollectives(self._node, rail, hosts, self.rank, self.ranks, name)
+        everyone = NetworkGroup(transport, self.ranks, self.rank, tag, wait, name, interrupt=interrupt)
+        self._bytes = HierarchicalCollectives(self._node, rail, everyone, hosts, self.rank, self.ranks, name)
         wait.number = wait.entered = 0
 
     # Collectives ----------------------------------------------------------------------------------

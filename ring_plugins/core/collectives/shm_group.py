@@ -128,8 +128,17 @@ class SharedMemoryGroup:
                 piece[:] = staged[: piece.size]
 
     def all_to_all(self, outgoing: Sequence[Bytes], incoming: Sequence[Bytes], fingerprint: Fingerprint) -> None:
+        self.exchange(outgoing, incoming, self._largest_part(outgoing, incoming, fingerprint))
+
+    def exchange(self, outgoing: Sequence[Bytes], incoming: Sequence[Bytes], largest: int) -> None:
+        """Send `outgoing[i]` to member i and fill `incoming[i]` from it, where all know that the sizes fit.
+
+        Args:
+            outgoing, incoming: one array per member, in rank order.
+            largest: bytes of the largest part of any member, equal on all members.
+        """
         share = STAGING_BYTES // self.size // CACHE_LINE * CACHE_LINE  # of a staging buffer, for one receiver
-        for start in range(0, self._largest_part(outgoing, incoming, fingerprint), share):
+        for start in range(0, largest, share):
             staging = self._next_staging()
             for i, part in enumerate(outgoing):
                 piece = part[start : start + share]

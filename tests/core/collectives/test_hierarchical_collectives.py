@@ -109,7 +109,7 @@ def test_a_reduce_scatter_sends_each_host_one_sum(hosts, count):
 
 
 @pytest.mark.parametrize("count", [SMALL, LARGE // 4])
-def test_an_all_to_all_sends_one_block_between_two_hosts(hosts, count):
+def test_an_all_to_all_sends_one_block_of_small_parts_between_two_hosts(hosts, count):
     size = len(hosts)
 
     def number(sender, receiver):
@@ -137,7 +137,29 @@ def test_ranks_of_different_local_rank_are_not_connected():
     with simulated_communicators((0, 1, 0, 1, 0, 1)) as job:
         job.on_all(lambda rank, communicator: communicator.barrier())
         for rank, transport in enumerate(job.transports):
-            assert {peer for group in transport._groups.values() for peer in group.connections} == {rank ^ 1}
+            assert connected(transport) == {rank ^ 1}
+
+
+def connected(transport):
+    return {peer for group in transport._groups.values() for peer in group.connections}
+
+
+@pytest.mark.parametrize(("count", "direct"), [(4 << 10, False), ((4 << 10) + 1, True)])
+def test_large_parts_of_an_all_to_all_go_directly_from_rank_to_rank(count, direct):
+    """16 KiB still travel in a block; one number more does not."""
+    hosts = (0, 1, 0, 1)
+
+    def exchange(rank, communicator):
+        data, out = memory(4 * count, rank), memory(4 * count)
+        communicator.all_to_all(data, [count] * 4, out, [count] * 4)
+        parts = [memory(4 * count, other).array[rank * count : (rank + 1) * count] for other in range(4)]
+        assert np.array_equal(out.array, np.concatenate(parts))
+
+    with simulated_communicators(hosts) as job:
+        assert job.on_all(exchange) == [None] * 4
+        for rank, transport in enumerate(job.transports):
+            others = {other for other in range(4) if hosts[other] != hosts[rank]}
+            assert connected(transport) == (others if direct else {rank ^ 1})
 
 
 # One rank makes another call than the others: the last rank, which shares its host, or is its host's only one.
