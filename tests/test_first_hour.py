@@ -263,5 +263,5 @@ def test_an_impossible_timeline_directory_is_named(start, launcher, tmp_path):
         ring.init(ranks=2)
     """
     status, _, err = finish(start(script, launcher))
-    assert status != 0
-    assert err.count("RING_TIMELINE='file/timeline': rank 0 cannot write there (Not a directory)") == 1
+    assert status != 0, err
+    assert err.count("RING_TIMELINE='file/timeline': rank 0 cannot write there (Not a directory)") == 1, err

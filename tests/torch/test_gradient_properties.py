@@ -1,6 +1,7 @@
 """Random models and steps, averaged by ranks that are threads, against one process that sees all their batches."""
 
 import contextlib
+import threading
 from typing import NamedTuple
 
 import pytest
@@ -186,17 +187,22 @@ def _one_thread():
 
 
 def test_an_interrupt_after_the_averages_are_there_leaves_no_rank_a_step_behind():
+    has_averages = threading.Event()
+
     def rank_of(rank, communicator):
         parameter = nn.Parameter(torch.ones(3))
         averager = GradientAverager([("p", parameter)], communicator=communicator, autotune=False)
         if rank == 0:
 
             def interrupted(found):
-                raise KeyboardInterrupt  # the other rank has its averages, and steps
+                assert has_averages.wait(60)  # the other rank steps; a slower one would be interrupted as well
+                raise KeyboardInterrupt
 
             averager._buckets._assign_absent = interrupted
         with pytest.raises(KeyboardInterrupt) if rank == 0 else contextlib.nullcontext():
             parameter.sum().backward()
+        if rank == 1:
+            has_averages.set()
         if rank == 0:
             del averager._buckets._assign_absent
         with pytest.raises(RingError, match="interrupted"):
