@@ -30,6 +30,7 @@ from ring_plugins.core.base.errors import PeerFailed
 from ring_plugins.core.base.log import flush_output, logger
 from ring_plugins.core.base.threads import HelperThread, set_on_death
 from ring_plugins.core.control.failure_detector import FailureDetector, ThreadDied, summary
+from ring_plugins.core.control.wait import PeerRefused
 from ring_plugins.core.rendezvous import spawn
 from ring_plugins.core.rendezvous.topology import Topology
 
@@ -216,6 +217,11 @@ def consequence(job: Job, error: BaseException) -> PeerFailed | None:
     """
     if isinstance(error, PeerFailed):
         return error
+    if isinstance(error, PeerRefused) and job.failure_detector is not None:
+        end = time.monotonic() + _SAME_ERROR  # the rank that refused probably ends by that
+        while (failure := job.failure_detector.failure()) is None and time.monotonic() < end:
+            time.sleep(0.005)
+        return failure
     if job.failure_detector is None or not job.failure_detector.aborted or PeerFailed.__name__ not in str(error):
         return None
     return job.failure_detector.failure()

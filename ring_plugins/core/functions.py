@@ -65,21 +65,27 @@ def num_nodes() -> int:
     return current().topology.num_nodes
 
 
-def _reports_refusals(collective: F) -> F:
-    """Let `collective` tell the other ranks if this one refuses its arguments, so that they do not wait for it."""
+def _all_or_none(collective: F) -> F:
+    """Let `collective` tell the other ranks if this one does not take part, or only in its first half."""
 
     @wraps(collective)
-    def reporting(*args: Any, **options: Any) -> Any:
+    def telling(*args: Any, **options: Any) -> Any:
+        communicator = current().communicator
+        before = communicator.statistics.operations
         try:
             return collective(*args, **options)
-        except ArgumentError as error:
-            current().communicator.refuse(collective.__name__, error)
+        except Exception as error:
+            communicator.refuse(collective.__name__, error)
+            raise
+        except BaseException as error:
+            if communicator.statistics.operations != before:  # some collectives exchange counts first
+                communicator.interrupt(collective.__name__, error)
             raise
 
-    return cast("F", reporting)
+    return cast("F", telling)
 
 
-@_reports_refusals
+@_all_or_none
 def all_reduce(x: Any, op: Op = Op.AVERAGE, *, out: Any = None, wait: bool = True) -> Any:
     """Combine `x` of all ranks; every rank gets the same bits.
 
@@ -108,7 +114,7 @@ def all_reduce(x: Any, op: Op = Op.AVERAGE, *, out: Any = None, wait: bool = Tru
         return _on_gpu(x, error).all_reduce(x, op, out, wait)
 
 
-@_reports_refusals
+@_all_or_none
 def broadcast(x: Any, root: int = 0, *, out: Any = None, wait: bool = True) -> Any:
     """Return the root's `x` on every rank.
 
@@ -131,7 +137,7 @@ def broadcast(x: Any, root: int = 0, *, out: Any = None, wait: bool = True) -> A
         return _on_gpu(x, error).broadcast(x, root, out, wait)
 
 
-@_reports_refusals
+@_all_or_none
 def all_gather(x: Any, *, wait: bool = True) -> Any:
     """Concatenate `x` of all ranks along the first dimension.
 
@@ -167,7 +173,7 @@ def all_gather(x: Any, *, wait: bool = True) -> Any:
     return _run(communicator, "all_gather", run, wait)
 
 
-@_reports_refusals
+@_all_or_none
 def reduce_scatter(x: Any, op: Op = Op.AVERAGE, *, wait: bool = True) -> Any:
     """Combine `x` of all ranks and give each rank one part of the result.
 
@@ -205,7 +211,7 @@ def reduce_scatter(x: Any, op: Op = Op.AVERAGE, *, wait: bool = True) -> Any:
     return _run(communicator, "reduce_scatter", run, wait)
 
 
-@_reports_refusals
+@_all_or_none
 def all_to_all(x: Any, splits: Sequence[int] | None = None, *, wait: bool = True) -> Any:
     """Send part i of `x` to rank i, and receive a part from every rank.
 
@@ -252,7 +258,7 @@ def barrier() -> None:
     current().communicator.barrier()
 
 
-@_reports_refusals
+@_all_or_none
 def broadcast_object(item: Any, root: int = 0) -> Any:
     """Return the root's object, which must be picklable, on every rank."""
     communicator = current().communicator
@@ -329,17 +335,7 @@ def _in_place(
 
 def _run(communicator: Communicator, name: str, function: Callable[[], Any], wait: bool) -> Any:
     """The result of `function`, or its `Work` if `wait` is False."""
-    if wait:
-        return function()
-
-    def run() -> Any:
-        try:
-            return function()
-        except ArgumentError as error:
-            communicator.refuse(name, error)
-            raise
-
-    return communicator.start(name, run)
+    return function() if wait else communicator.start(name, function)
 
 
 def _empty_like(x: Any, source: Array) -> Any:

@@ -7,13 +7,14 @@ the failure detector, and the monitor thread with its services. The first commun
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import itertools
 import os
 import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from ring_plugins.core.collectives.api import Activity, Communicator
 from ring_plugins.core.collectives.host import Gather, HostCommunicator
 from ring_plugins.core.collectives.messages import Messenger
 from ring_plugins.core.collectives.single import SingleCommunicator
+from ring_plugins.core.collectives.validation import refusals_told
 from ring_plugins.core.control import ControlClient, ControlServer
 from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.failure_detector import FailureDetector, Peer
@@ -436,3 +438,10 @@ def current() -> World:
     if _world is None:
         raise NotInitialized("call ring_plugins.init() before this.")
     return _world
+
+
+@contextlib.contextmanager
+def refusals_told_to_all(operation: str) -> Iterator[None]:
+    """Tell all ranks if this one takes no part in an operation of all; see `Communicator.refuse`."""
+    with contextlib.nullcontext() if _world is None else refusals_told(_world.communicator, operation):
+        yield

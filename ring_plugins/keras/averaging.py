@@ -30,7 +30,9 @@ import keras
 
 from ring_plugins.core.arrays.dtypes import STORAGE
 from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.collectives.validation import refusals_told
 from ring_plugins.core.gradients.fusion import FIRST_BUCKET_BYTES, MIB, BucketSizes, Entry
+from ring_plugins.core.world import refusals_told_to_all
 from ring_plugins.keras.backends import Exchange, Settings, backend
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.validation import warn_of_gpu_copies
@@ -72,10 +74,11 @@ def DistributedOptimizer(  # noqa: N802 - known by this name
         ArgumentError: `optimizer` is not a Keras optimizer, or `compression` is unknown.
         MismatchError: the variables differ among ranks; raised at the first use.
     """
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise ArgumentError(f"optimizer={type(optimizer).__name__} is not a keras.optimizers.Optimizer.")
-    if connect().topology.size > 1 and averaging_of(optimizer) is None:
-        GradientAveraging(optimizer, bucket_bytes, compression, error_feedback).install()
+    with refusals_told_to_all("the construction of a DistributedOptimizer"):
+        if not isinstance(optimizer, keras.optimizers.Optimizer):
+            raise ArgumentError(f"optimizer={type(optimizer).__name__} is not a keras.optimizers.Optimizer.")
+        if connect().topology.size > 1 and averaging_of(optimizer) is None:
+            GradientAveraging(optimizer, bucket_bytes, compression, error_feedback).install()
     return optimizer
 
 
@@ -171,7 +174,9 @@ class GradientAveraging:
             return
         self._variables = list(variables)
         self._indices = {id(variable): i for i, variable in enumerate(variables)}
-        self.exchange = backend().Exchange(variables, [_entry(i, v) for i, v in enumerate(variables)], self.settings)
+        with refusals_told_to_all(f"preparing {self.settings.name}"):
+            entries = [_entry(i, variable) for i, variable in enumerate(variables)]
+            self.exchange = backend().Exchange(variables, entries, self.settings)
 
     # A step -----------------------------------------------------------------------------------------
 
@@ -210,12 +215,13 @@ class GradientAveraging:
         """Average the gradients of these variables; None stays None."""
         self.prepare(self.variables if self.optimizer.built else variables)
         assert self.exchange is not None
-        try:
-            indices = [self._indices[id(variable)] for variable in variables]
-        except KeyError:
-            raise self._unknown_variable(variables) from None
-        present = {i: gradient for i, gradient in zip(indices, gradients, strict=True) if gradient is not None}
-        averages = self._average_sums(present) if self.accumulation_steps > 1 else self.exchange.average(present)
+        with refusals_told(self.exchange.communicator, "averaging gradients"):
+            try:
+                indices = [self._indices[id(variable)] for variable in variables]
+            except KeyError:
+                raise self._unknown_variable(variables) from None
+            present = {i: gradient for i, gradient in zip(indices, gradients, strict=True) if gradient is not None}
+            averages = self._average_sums(present) if self.accumulation_steps > 1 else self.exchange.average(present)
         return [None if g is None else averages[i] for i, g in zip(indices, gradients, strict=True)]
 
     # Accumulation -----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.validation import refusals_told
 from ring_plugins.core.gradients.fusion import Bucket, BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer
 
@@ -73,7 +74,7 @@ class HostBuckets:
         self.plan.check_equal(communicator)
         self._buffer = FusionBuffer(self.plan, communicator)
         self.reducer = GradientReducer(self._buffer, communicator, self._fill, compression=compression)
-        self._in_place = in_place
+        self._communicator, self._in_place = communicator, in_place
         self._given: dict[int, Array] = {}
         self._forms: dict[int, tuple[np.dtype[Any], tuple[int, ...]]] = {}  # of all gradients of this pass
         #: The average of each entry; for a large gradient reduced in place, set in each pass.
@@ -94,10 +95,11 @@ class HostBuckets:
         Each is released as soon as it has been read, at the latest when `finish` returns. If that was the last
         reference, the framework reuses its memory for the next gradient instead of allocating more.
         """
-        for i, gradient in zip(indices, gradients, strict=True):
-            self._given[i], self._forms[i] = gradient, (gradient.dtype, gradient.shape)
-        for i in indices:
-            self.reducer.mark_ready(i)
+        with refusals_told(self._communicator, "filling buckets"):
+            for i, gradient in zip(indices, gradients, strict=True):
+                self._given[i], self._forms[i] = gradient, (gradient.dtype, gradient.shape)
+            for i in indices:
+                self.reducer.mark_ready(i)
 
     def finish(self) -> dict[int, Array]:
         """Wait for every bucket.
@@ -112,7 +114,8 @@ class HostBuckets:
         """
         forms = self._forms
         try:
-            self.reducer.finish()
+            with refusals_told(self._communicator, "filling buckets"):
+                self.reducer.finish()
         finally:
             self._given, self._forms = {}, {}
         self._check_flags(forms)

@@ -24,10 +24,11 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError, StepSkipped, fresh, name_ranks
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.validation import refusals_told
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketSizes
 from ring_plugins.core.gradients.tuning import BucketTuner, is_wanted
-from ring_plugins.core.world import current
+from ring_plugins.core.world import current, refusals_told_to_all
 from ring_plugins.torch.autograd import Backward, current_task, registrations, when_accumulated
 from ring_plugins.torch.device import TorchStreams, index_of, is_on_gpu, is_supported, memory_of, streams
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
@@ -109,17 +110,21 @@ class GradientAverager:
         error_feedback: bool = False,
         communicator: Communicator[Any] | None = None,
     ) -> None:
-        if sparse not in ("gather", "densify"):
-            raise ArgumentError(f'sparse={sparse!r} must be "gather" or "densify".')
-        if isinstance(passes_per_step, bool) or not isinstance(passes_per_step, int) or passes_per_step < 1:
-            raise ArgumentError(f"passes_per_step={passes_per_step!r} is not a positive number.")
-        self._module = parameters if isinstance(parameters, nn.Module) else None
-        self._listed = [] if isinstance(parameters, nn.Module) else list(parameters)
-        self._sizes = BucketSizes(bucket_bytes, first_bucket_bytes)
-        self._compression = Compression.named(compression, error_feedback)
-        self._gathers_sparse = sparse == "gather"
-        self._sparse = sparse_parameters(self._module) if self._module is not None and self._gathers_sparse else set()
-        self._communicator = communicator or _communicator_for(self._listed_now())
+        constructing = "the construction of a gradient averager"
+        with refusals_told(communicator, constructing) if communicator else refusals_told_to_all(constructing):
+            if sparse not in ("gather", "densify"):
+                raise ArgumentError(f'sparse={sparse!r} must be "gather" or "densify".')
+            if isinstance(passes_per_step, bool) or not isinstance(passes_per_step, int) or passes_per_step < 1:
+                raise ArgumentError(f"passes_per_step={passes_per_step!r} is not a positive number.")
+            self._module = parameters if isinstance(parameters, nn.Module) else None
+            self._listed = [] if isinstance(parameters, nn.Module) else list(parameters)
+            self._sizes = BucketSizes(bucket_bytes, first_bucket_bytes).checked()
+            self._compression = Compression.named(compression, error_feedback)
+            self._gathers_sparse = sparse == "gather"
+            self._sparse = set[nn.Parameter]()
+            if self._module is not None and self._gathers_sparse:
+                self._sparse = sparse_parameters(self._module)
+            self._communicator = communicator or _communicator_for(self._listed_now())
         self._streams: TorchStreams | None = None
         if isinstance(self._communicator, DeviceCommunicator):
             self._streams = streams(self._communicator.device)
@@ -169,6 +174,11 @@ class GradientAverager:
         return self._bytes_before + sum(buckets.reducer.reduced_bytes for buckets in self._kept.values())
 
     # Which parameters, in which buckets -------------------------------------------------------------
+
+    @property
+    def communicator(self) -> Communicator[Any]:
+        """What reduces the gradients."""
+        return self._communicator
 
     def set_parameters(self, parameters: Sequence[Named]) -> None:
         """Replace the list given at construction."""
@@ -265,9 +275,10 @@ class GradientAverager:
         if key not in self._kept:
             if len(self._kept) >= _KEPT:
                 self._drop(next(iter(self._kept)))
-            self._kept[key] = GradientBuckets(
-                self._named, self._communicator, self._sizes, self._compression, self._sparse, self._gathers_sparse
-            )
+            with refusals_told(self._communicator, "making buckets"):
+                self._kept[key] = GradientBuckets(
+                    self._named, self._communicator, self._sizes, self._compression, self._sparse, self._gathers_sparse
+                )
             self._claim.take((name, p) for name, p in self._named if p.requires_grad)
             conflict = self._claim.conflict(self._claim.older())
             self._is_contested = any(self._communicator.all_gather_object(conflict))
@@ -564,9 +575,11 @@ class GradientAverager:
             return loss
         is_tensor = isinstance(loss, torch.Tensor)
         if is_tensor and loss.numel() != 1:
-            raise ArgumentError(
+            error = ArgumentError(
                 f"the closure returned a loss of shape {tuple(loss.shape)}; return one number, such as loss.mean()."
             )
+            self._communicator.refuse("averaging a loss", error)
+            raise error
         values = torch.zeros(2, dtype=torch.float64, device=self._named[0][1].device if self._named else None)
         if loss is not None:
             values[0], values[1] = loss.detach().reshape(()) if is_tensor else float(loss), 1

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES
-from ring_plugins.core.world import current
+from ring_plugins.core.world import current, refusals_told_to_all
 from ring_plugins.observe.drift import differing_weights, drift_check
 from ring_plugins.observe.training import announce_training
 from ring_plugins.torch.drift import parameter_checksums
@@ -75,15 +75,16 @@ class DistributedOptimizer(Optimizer):
         compression: Literal["fp16", "bf16"] | None = None,
         error_feedback: bool = False,
     ) -> None:
-        if not isinstance(optimizer, Optimizer):
-            raise ArgumentError(f"optimizer={type(optimizer).__name__} is not a torch.optim.Optimizer.")
-        self.optimizer = optimizer
-        self._names = {parameter: name for name, parameter in named_parameters or ()}
-        if self._names and (lacking := [p for p in self._optimized() if p not in self._names]):
-            raise ArgumentError(
-                f"named_parameters lacks {len(lacking)} of the optimizer's parameters, the first of shape "
-                f"{tuple(lacking[0].shape)}; pass model.named_parameters() of the whole model."
-            )
+        with refusals_told_to_all("the construction of a DistributedOptimizer"):
+            if not isinstance(optimizer, Optimizer):
+                raise ArgumentError(f"optimizer={type(optimizer).__name__} is not a torch.optim.Optimizer.")
+            self.optimizer = optimizer
+            self._names = {parameter: name for name, parameter in named_parameters or ()}
+            if self._names and (lacking := [p for p in self._optimized() if p not in self._names]):
+                raise ArgumentError(
+                    f"named_parameters lacks {len(lacking)} of the optimizer's parameters, the first of shape "
+                    f"{tuple(lacking[0].shape)}; pass model.named_parameters() of the whole model."
+                )
         self.averager = GradientAverager(
             self._named(),
             bucket_bytes=bucket_bytes,

@@ -14,7 +14,8 @@ it is queued on the communicator's stream.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,22 @@ from ring_plugins.torch.work import GpuWork, RingWork
 
 # torch's stub describes the overloads of the C++ class; a subclass written in Python has one method for each name.
 _Base: Any = dist.ProcessGroup
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _tells_refusals(collective: F) -> F:
+    """Let a method tell the other members if this one refuses its arguments, so that they do not wait for it."""
+
+    @wraps(collective)
+    def telling(self: RingProcessGroup, *args: Any, **options: Any) -> Any:
+        try:
+            return collective(self, *args, **options)
+        except Exception as error:
+            self._communicator.refuse(self._described(collective.__name__), error)
+            raise
+
+    return cast("F", telling)
 
 
 class RingProcessGroup(_Base):  # type: ignore[misc]
@@ -121,10 +138,12 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
 
     # All ranks combine or collect everything ----------------------------------------------------------
 
+    @_tells_refusals
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> RingWork:
         """Reduce the ranks' tensors, in place."""
         return self.allreduce_coalesced([single(tensors, "tensors")], opts)
 
+    @_tells_refusals
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> RingWork:
         """Reduce several tensors in place, those of one type by one collective."""
         opts = opts or dist.AllreduceOptions()
@@ -144,6 +163,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
 
         return self._start("all_reduce", list(tensors), run, opts)
 
+    @_tells_refusals
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> RingWork:
         """Overwrite every rank's tensor with the root's."""
         opts = opts or dist.BroadcastOptions()
@@ -158,6 +178,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
 
         return self._start("broadcast", [tensor], run, opts)
 
+    @_tells_refusals
     def allgather(
         self, output_tensors: Sequence[Sequence[torch.Tensor]], input_tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> RingWork:
@@ -167,10 +188,12 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
         targets = Targets(outputs, "output_tensors")
         return self._start("all_gather", outputs, exchanges.all_gather([(source, targets)], self), opts)
 
+    @_tells_refusals
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> RingWork:  # noqa: A002
         """Fill one tensor with every rank's, one behind the other."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
+    @_tells_refusals
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> RingWork:
@@ -180,6 +203,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
             pairs.append((flat_source(mine, "input_tensor"), EqualParts(output, self.size(), "output_tensor")))
         return self._start("all_gather", list(outputs), exchanges.all_gather(pairs, self), opts)
 
+    @_tells_refusals
     def allgather_coalesced(
         self, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> RingWork:
@@ -193,6 +217,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
 
     # One rank sends to or receives from all -----------------------------------------------------------
 
+    @_tells_refusals
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> RingWork:
         """Reduce the ranks' tensors into the root's; the others keep theirs."""
         opts = opts or dist.ReduceOptions()
@@ -209,6 +234,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
 
         return self._start("reduce", [tensor], run, opts)
 
+    @_tells_refusals
     def gather(
         self, output_tensors: Sequence[Sequence[torch.Tensor]], input_tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> RingWork:
@@ -221,6 +247,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
         run = exchanges.all_to_all("gather", outputs, [mine], self, send_counts=all_at(root, mine.numel(), self))
         return self._start("gather", outputs, run, opts, [mine])
 
+    @_tells_refusals
     def scatter(
         self, output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[Sequence[torch.Tensor]], opts: Any = None
     ) -> RingWork:
@@ -235,6 +262,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
 
     # Each rank receives a part ------------------------------------------------------------------------
 
+    @_tells_refusals
     def reduce_scatter(
         self, output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[Sequence[torch.Tensor]], opts: Any = None
     ) -> RingWork:
@@ -246,10 +274,12 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
         run = exchanges.reduce_scatter([(output, flat_sources(inputs, "input_list"), counts)], opts.reduceOp, self)
         return self._start("reduce_scatter", [output], run, opts)
 
+    @_tells_refusals
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> RingWork:  # noqa: A002
         """Reduce the ranks' tensors and leave each rank its equal part."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
+    @_tells_refusals
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> RingWork:
@@ -261,6 +291,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
         run = exchanges.reduce_scatter(triples, opts.reduceOp, self)
         return self._start("reduce_scatter", list(outputs), run, opts)
 
+    @_tells_refusals
     def alltoall(
         self, output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> RingWork:
@@ -271,6 +302,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
             "all_to_all", outputs, exchanges.all_to_all("all_to_all", outputs, inputs, self), opts, inputs
         )
 
+    @_tells_refusals
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -285,6 +317,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
         run = exchanges.all_to_all("all_to_all", [output], [input], self, send_counts, receive_counts)
         return self._start("all_to_all", [output], run, opts, [input])
 
+    @_tells_refusals
     def barrier(self, opts: Any = None) -> RingWork:
         """Return when all ranks have called and their GPUs have done what this group gave them."""
         for gpu in self._on_gpus.values():
@@ -322,7 +355,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
         inputs: Sequence[torch.Tensor] = (),
     ) -> RingWork:
         """Run a collective in the calling thread, on the communicator's thread, or on a GPU; see the module's text."""
-        described = f"{description} in process group {self._name or 'default'!r}"
+        described = self._described(description)
         waits = opts is not None and not getattr(opts, "asyncOp", True)
         on_gpu = next((tensor for tensor in (*outputs, *inputs) if is_on_gpu(tensor)), None)
         if on_gpu is not None:
@@ -335,6 +368,9 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
             function(self._communicator)
             return RingWork.done(described, outputs)
         return RingWork.start(self._communicator, described, outputs, lambda: function(self._communicator))
+
+    def _described(self, operation: str) -> str:
+        return f"{operation} in process group {self._name or 'default'!r}"
 
     def _on_gpu(self, index: int) -> DeviceCommunicator:
         if index not in self._on_gpus:

@@ -77,7 +77,7 @@ class DeviceError(RingError):
 
 
 class DeadlockError(RingError):
-    """Two ranks wait for each other in different operations."""
+    """Ranks wait for each other, in a circle, in different operations."""
 
 
 class StepSkipped(RingError):

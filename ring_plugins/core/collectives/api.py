@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from ring_plugins.core.arrays.codec import Codec, HalfCodec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
-from ring_plugins.core.base.errors import ArgumentError, RingError, fresh
+from ring_plugins.core.base.errors import RingError, fresh
 from ring_plugins.core.base.types import Array, Bytes
 from ring_plugins.core.collectives.fingerprint import Fingerprint
 from ring_plugins.core.linux.shared_memory import SharedBuffer
@@ -102,8 +102,11 @@ class Communicator(Protocol[M_contra]):
     def activity(self) -> Activity | None:
         """Return this rank's current or last operation; any thread may call it."""
 
-    def refuse(self, operation: str, error: ArgumentError) -> None:
-        """Tell the other members that this one refused the arguments of an operation, and does not take part in it."""
+    def refuse(self, operation: str, error: BaseException) -> None:
+        """Tell the other members that this one takes no part in an operation, because of its arguments or of memory.
+
+        Does nothing for an error that they raise too, and for one that they have been told.
+        """
 
     def check(self) -> None:
         """Raise the error after which this communicator can no longer be used, if there is one."""

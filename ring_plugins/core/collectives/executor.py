@@ -37,6 +37,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from pickle import PicklingError
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from ring_plugins.core.base.errors import ArgumentError, DeadlockError, MismatchError, PeerFailed, RingError
@@ -56,6 +57,20 @@ T = TypeVar("T")
 
 #: Seconds for which an interrupted caller waits for the executor's thread, which notices within 20 ms unless it copies.
 _LET_GO = 5.0
+
+#: Set on an exception, the communicator whose members know of it.
+_TOLD = "_ring_refusal_told_in"
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether an exception that came before anything was sent is about this call: its arguments, or lack of memory.
+
+    Others may be a signal handler's. A script that catches one of these may call again, and nothing is broken.
+    """
+    if isinstance(error, RingError):
+        return isinstance(error, ArgumentError)
+    kinds = TypeError, ValueError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, PicklingError
+    return isinstance(error, kinds) and not isinstance(error, (TimeoutError, InterruptedError))
 
 
 class SerialExecutor:
@@ -122,6 +137,8 @@ class SerialExecutor:
             except BaseException as error:
                 if wait.begun or isinstance(error, RingError):
                     self.interrupt(fingerprint.text, error)
+                else:
+                    self.refuse(fingerprint.text, error)
                 raise
             finally:
                 self._is_running = False
@@ -152,15 +169,22 @@ class SerialExecutor:
         elif inside or not self.goes_on_after_mismatch:
             self.failure.fail(error)  # as the other members do; what is queued behind it might be matched wrongly
 
-    def refuse(self, operation: str, error: ArgumentError) -> None:
-        """Tell the other members that this one refused the arguments of its next operation, so that none waits for it.
+    def refuse(self, operation: str, error: BaseException) -> None:
+        """Tell the other members that this one does not take part in its next operation, so that none waits for it.
 
         A member that waits for this one there raises, and thereby breaks the communicator. Where all members refuse the
-        call, none waits, and all may go on.
+        call, none waits, and all may go on. They count refusals, so one that passes through several layers, each of
+        which reports it, counts once.
         """
+        if not _is_refusal(error) or vars(error).get(_TOLD) == self._name:
+            return
+        vars(error)[_TOLD] = self._name
+        self._tell_refusal(operation, error)
+
+    def _tell_refusal(self, operation: str, error: BaseException) -> None:
         thread = self._thread
         if thread is not None and not thread.is_current() and not thread.is_idle():
-            self.start("refusal", lambda: self.refuse(operation, error))
+            self._queue("refusal", lambda: self._tell_refusal(operation, error))
             return
         with self._lock:
             before, self._wait.refused = self._wait.refused, self._wait.refused + 1
@@ -179,7 +203,7 @@ class SerialExecutor:
         self, fingerprint: Fingerprint, operation: Callable[[Unpack[Ts], Fingerprint], T], *args: Unpack[Ts]
     ) -> T:
         """As `run`, while the thread is busy. An exception before the thread comes to the operation takes it back."""
-        work = self.start(fingerprint.text, lambda: self.run(fingerprint, operation, *args))
+        work = self._queue(fingerprint.text, lambda: self.run(fingerprint, operation, *args))
         try:
             return work.wait(breaking=False)
         except BaseException as error:
@@ -189,6 +213,17 @@ class SerialExecutor:
 
     def start(self, description: str, function: Callable[[], T]) -> BackgroundWork[T]:
         """Queue `function` behind everything that was started before, and return at once."""
+
+        def run() -> T:
+            try:
+                return function()
+            except Exception as error:
+                self.refuse(description, error)
+                raise
+
+        return self._queue(description, run)
+
+    def _queue(self, description: str, function: Callable[[], T]) -> BackgroundWork[T]:
         if self._thread is None:
             self._thread = self._wait.background = _Thread(self._name)
         work = BackgroundWork(description, function, self._block_caller, self.interrupt)
@@ -265,7 +300,7 @@ class Members(Protocol):
     def tell(self, operation: str, cause: BaseException) -> None:
         """Make them raise in their waits and calls: `cause` ended `operation` here."""
 
-    def refuse(self, number: int, before: int, operation: str, error: ArgumentError) -> None:
+    def refuse(self, number: int, before: int, operation: str, error: BaseException) -> None:
         """Make those raise `MismatchError` that wait for this one in the operation after the first `number`.
 
         Args:

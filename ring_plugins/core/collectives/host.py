@@ -233,7 +233,7 @@ class HostCommunicator:
         """Do nothing: every operation starts as soon as it is called."""
         return contextlib.nullcontext()
 
-    def refuse(self, operation: str, error: ArgumentError) -> None:
+    def refuse(self, operation: str, error: BaseException) -> None:
         self._executor.refuse(operation, error)
 
     def activity(self) -> Activity | None:
@@ -295,9 +295,13 @@ class _Members:
         if self._failure_detector is not None:
             self._failure_detector.break_communicator(self._key, self._text(operation, cause), self._ranks)
 
-    def refuse(self, number: int, before: int, operation: str, error: ArgumentError) -> None:
+    def refuse(self, number: int, before: int, operation: str, error: BaseException) -> None:
         if self._failure_detector is not None:
-            text = f"rank {self._rank} refused the arguments of {operation}: {error}"
+            if isinstance(error, ArgumentError):
+                text = f"rank {self._rank} refused the arguments of {operation}: {error}"
+            else:
+                reason = f"{type(error).__name__}: {error}".rstrip(": ")
+                text = f"rank {self._rank} could not take part in {operation}: {reason}."
             self._failure_detector.refuse(self._key, number, before, text)
 
     def withdraw(self, operation: str, cause: BaseException) -> None:

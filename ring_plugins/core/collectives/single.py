@@ -12,7 +12,6 @@ import numpy as np
 from ring_plugins.core.arrays.codec import HalfCodec
 from ring_plugins.core.arrays.dtypes import Op, check_reducible
 from ring_plugins.core.arrays.memory import HostMemory
-from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.api import Statistics, Work
 from ring_plugins.core.collectives.executor import BackgroundWork
 from ring_plugins.core.collectives.fingerprint import fingerprint, size_mismatch
@@ -91,7 +90,7 @@ class SingleCommunicator:
     def activity(self) -> None:
         return None
 
-    def refuse(self, operation: str, error: ArgumentError) -> None:
+    def refuse(self, operation: str, error: BaseException) -> None:
         pass
 
     def check(self) -> None:

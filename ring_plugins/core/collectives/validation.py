@@ -7,11 +7,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.collectives.api import Communicator
+
+
+@contextlib.contextmanager
+def refusals_told(communicator: Communicator[Any], operation: str) -> Iterator[None]:
+    """Tell the other members if this one takes no part in an operation; see `Communicator.refuse`."""
+    try:
+        yield
+    except Exception as error:
+        communicator.refuse(operation, error)
+        raise
 
 
 def check_rank(rank: int, communicator: Communicator[Any], name: str = "root") -> int:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import MismatchError, PeerFailed, TimeoutExceeded, fresh, name_ranks
+from ring_plugins.core.base.errors import MismatchError, PeerFailed, PeerLeft, TimeoutExceeded, fresh, name_ranks
 
 if TYPE_CHECKING:
     from ring_plugins.core.control.failure_detector import FailureDetector
@@ -45,6 +45,9 @@ _LONG = 1.0
 #: Seconds for which a broken connection waits for the peer's reason. Above the two seconds after which the failure
 #: detector reports that a rank left normally.
 _REASON = 3.0
+
+#: Seconds for which the last refusal of a rank that has left may be in flight on the control channel.
+_LAST_REFUSAL = 0.5
 
 _PR_SET_TIMERSLACK = 29
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -219,12 +222,12 @@ class Wait:
         if self._failure_detector is not None:
             try:
                 lost = [rank for rank in absent if receiving is None or not receiving(rank)]
-                self._failure_detector.check(self.identity, lost, what())
+                self._check_members(self._failure_detector, lost, what)
             except Exception:
                 if ready():  # the peer did arrive before it ended
                     return
                 raise
-            self._check_refusals(self._failure_detector, absent, ready, what)
+            self._check_refusals(self._failure_detector, absent, what, ready)
         if now - started > _LONG:
             blocked_since = started if on_main else max(started, self.caller_blocked_since or now)
             long_waits[threading.get_ident()] = LongWait(
@@ -241,8 +244,22 @@ class Wait:
         if error is not None and not ready():
             raise fresh(error)
 
+    def _check_members(self, detector: FailureDetector, missing: Sequence[int], what: Callable[[], str]) -> None:
+        try:
+            detector.check(self.identity, missing, what())
+        except PeerLeft:  # perhaps after it refused this operation and its script caught the error
+            end = time.monotonic() + _LAST_REFUSAL
+            while time.monotonic() < end:
+                self._check_refusals(detector, missing, what)
+                time.sleep(0.01)
+            raise
+
     def _check_refusals(
-        self, detector: FailureDetector, absent: Sequence[int], ready: Callable[[], bool], what: Callable[[], str]
+        self,
+        detector: FailureDetector,
+        absent: Sequence[int],
+        what: Callable[[], str],
+        ready: Callable[[], bool] = lambda: False,
     ) -> None:
         if self._key < 0:
             return
@@ -258,7 +275,7 @@ class Wait:
         end = time.monotonic() + _REASON
         while time.monotonic() < end:
             self._check_failure()
-            detector.check(self.identity, [error.rank], what())
+            self._check_members(detector, [error.rank], what)
             time.sleep(0.01)
         detector.aborted = True
 

@@ -378,8 +378,9 @@ class DeviceCommunicator:
         """The operation in which this rank's GPU waits, None if it has not come to any."""
         return self._queue.long_wait(self._peers)
 
-    def refuse(self, operation: str, error: ArgumentError) -> None:
-        """Do nothing: a GPU that waits for this rank is found by the stall report."""
+    def refuse(self, operation: str, error: BaseException) -> None:
+        """Tell the members whose hosts wait for this one; a GPU that does is found by the stall report."""
+        self._host.refuse(operation, error)
 
     def activity(self) -> Activity | None:
         """The operation that this rank's GPU is working on, or worked on last."""

@@ -56,6 +56,18 @@ class BucketSizes(NamedTuple):
     first_bucket_bytes: int = FIRST_BUCKET_BYTES
     direct_bytes: int | None = DIRECT_BYTES
 
+    def checked(self) -> BucketSizes:
+        """These sizes.
+
+        Raises:
+            ArgumentError: they are not positive.
+        """
+        if self.bucket_bytes < 1 or self.first_bucket_bytes < 1:
+            raise ArgumentError(
+                f"bucket_bytes={self.bucket_bytes} and first_bucket_bytes={self.first_bucket_bytes} must be positive."
+            )
+        return self
+
     def __str__(self) -> str:
         direct = "none" if self.direct_bytes is None else f"those of {self.direct_bytes / MIB:g} MiB and more"
         return f"buckets of {self.bucket_bytes / MIB:g} MiB, tensors reduced alone: {direct}"
@@ -123,11 +135,7 @@ class FusionPlan:
     """
 
     def __init__(self, entries: Sequence[Entry], sizes: BucketSizes = DEFAULT_SIZES, control: int = 0) -> None:
-        if sizes.bucket_bytes < 1 or sizes.first_bucket_bytes < 1:
-            raise ArgumentError(
-                f"bucket_bytes={sizes.bucket_bytes} and first_bucket_bytes={sizes.first_bucket_bytes} must be positive."
-            )
-        self.entries, self.sizes, self.control = tuple(entries), sizes, control
+        self.entries, self.sizes, self.control = tuple(entries), sizes.checked(), control
         self.buckets = tuple(self._fill())
 
     def _fill(self) -> list[Bucket]:

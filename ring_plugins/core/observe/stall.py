@@ -4,12 +4,12 @@ A collective hangs on every rank when one rank does not call it, and the ranks t
 reports a wait that lasts (`report_wait`, later `end_wait`), and rank 0 keeps all of them in one table, in which it
 looks for two things:
 
-- *Deadlocks.* Two ranks whose scripts wait for each other can never continue if neither has begun the operation in
-  which the other one waits, and nothing but its script will begin it. If it has begun, only bytes are on their way,
+- *Deadlocks.* Ranks whose scripts wait for each other in a circle can never continue if none has begun the operation in
+  which the one before it waits, and nothing but its script will begin it. If it has begun, only bytes are on their way,
   however slowly. Rank 0 sees who waits for whom, but its table may be out of date, and only the ranks know what they
-  have begun or queued. So rank 0 asks the second rank (`confirm_wait`, `answer_wait`) and only then tells the first one
-  (`declare_deadlock`), which looks at its own side and raises in the wait. A rank that is stopped or holds the GIL does
-  not answer, and there is no verdict.
+  have begun or queued. So rank 0 asks them (`confirm_wait`, `answer_wait`) and only then tells them
+  (`declare_deadlock`); each looks at its own side once more, and raises in the wait (observe/deadlock.py). A rank that
+  is stopped or holds the GIL does not answer, and there is no verdict.
 - *Stalls.* From RING_STALL_WARNING seconds on, rank 0 asks the missing ranks for their stack and last operation
   (`request_snapshot`, `report_snapshot`). Native code that holds the GIL and a stopped process cannot answer, so other
   ranks of the same host look up the process in /proc (`request_process_state`, `report_process_state`). Rank 0 prints
@@ -23,7 +23,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from math import inf
 from typing import NamedTuple
 
 from ring_plugins.core.base.errors import name_ranks
@@ -31,6 +30,7 @@ from ring_plugins.core.collectives.api import Activity
 from ring_plugins.core.control.channel import Body, Channel
 from ring_plugins.core.control.failure_detector import FailureDetector, Peer
 from ring_plugins.core.control.wait import LongWait, long_waits, waits_of_communicators
+from ring_plugins.core.observe.deadlock import DeadlockFinder
 from ring_plugins.core.observe.stall_report import (
     Absent,
     Waiting,
@@ -45,11 +45,6 @@ from ring_plugins.core.trace.steps import steps
 _REPORT_AFTER = 1.5
 #: Seconds from which the script itself counts as blocked by a wait, rather than just about to begin one.
 _BLOCKED_AFTER = 1.0
-#: Seconds that two ranks must wait for each other in different communicators before they are asked. Two ranks whose
-#: n-th operations of one communicator differ are asked at once.
-_DEADLOCK = 2.0
-#: Seconds until they are asked again, if there was no deadlock.
-_ASK_AGAIN = 2.0
 #: Seconds that rank 0 waits for an answer of a missing rank; ranks of its host get twice as long to look at it.
 _ANSWER = 2.0
 #: Limits: missing ranks that are asked for a snapshot, and ranks of its host that look at each of them.
@@ -210,7 +205,7 @@ class StallAggregator:
         self._channel, self._membership, self._warn = channel, membership, warn
         self._warning, self._abort = min(warning, abort or warning), abort
         self._waits: dict[tuple[int, int], Waiting] = {}  # by rank and its number of the wait
-        self._suspected: dict[tuple[int, int], float] = {}  # and when they may be asked again
+        self._deadlocks = DeadlockFinder(channel, self._waits)
         self._pause, self._next_report, self._has_reported, self._has_aborted = self._warning, 0.0, False, False
         self._inquiry: _Inquiry | None = None
         self._inquiries = itertools.count(1)
@@ -218,7 +213,6 @@ class StallAggregator:
         channel.on("end_wait", self._note_end)
         channel.on("report_snapshot", self._note_snapshot)
         channel.on("report_process_state", self._note_process_state)
-        channel.on("answer_wait", self._note_answer)
 
     def _note_wait(self, sender: int, body: Body) -> None:
         now = time.monotonic()
@@ -242,7 +236,7 @@ class StallAggregator:
     def tick(self, now: float) -> None:
         if not self._waits and not self._has_reported:
             return
-        self._find_deadlocks(now)
+        self._deadlocks.tick(now)
         stalled = [
             wait for wait in without_arrived_gpus(list(self._waits.values())) if now - wait.since >= self._warning
         ]
@@ -258,46 +252,6 @@ class StallAggregator:
 
     def close(self) -> None:
         pass
-
-    # Deadlocks
-
-    def _find_deadlocks(self, now: float) -> None:
-        """Find ranks whose scripts wait for each other in different operations, on whatever hosts."""
-        self._suspected = {key: until for key, until in self._suspected.items() if key in self._waits}
-        blocked = {key: wait for key, wait in self._waits.items() if wait.blocked_since}
-        by_rank: dict[int, list[tuple[int, Waiting]]] = {}
-        for (rank, number), wait in blocked.items():
-            by_rank.setdefault(rank, []).append((number, wait))
-        for key, mine in blocked.items():
-            if self._suspected.get(key, 0.0) > now:
-                continue
-            for number, theirs in (found for rank in mine.missing for found in by_rank.get(rank, ())):
-                if mine.rank not in theirs.missing:
-                    continue
-                is_one = mine.communicator == theirs.communicator
-                if is_one and (mine.number != theirs.number or mine.operation == theirs.operation):
-                    continue  # one of the two has sent its part, or both are in the same operation
-                patience = 0.0 if is_one else _DEADLOCK
-                if now - max(mine.blocked_since, theirs.blocked_since) >= patience:
-                    self._suspected[key] = inf
-                    text = (
-                        f"{_described(mine, theirs)}, while {_described(theirs, mine)}. The ranks took different paths "
-                        "through the program: different numbers of steps, or a condition that is true on some ranks "
-                        "only."
-                    )
-                    deadlock = {"rank": mine.rank, "number": key[1], "communicator": mine.communicator, "text": text}
-                    if not is_one:  # else each has begun an operation of this number, but not the other's
-                        deadlock["needs"] = mine.communicator, mine.number, mine.rank
-                        deadlock["awaited"] = theirs.communicator, theirs.number, theirs.rank
-                    self._channel.tell(theirs.rank, "confirm_wait", {"number": number, "deadlock": deadlock})
-                    break
-
-    def _note_answer(self, sender: int, body: Body) -> None:
-        deadlock = body["deadlock"]
-        if body["waits"]:
-            self._channel.tell(deadlock["rank"], "declare_deadlock", deadlock)
-        else:
-            self._suspected[deadlock["rank"], deadlock["number"]] = time.monotonic() + _ASK_AGAIN
 
     # Stalls
 
@@ -353,10 +307,3 @@ class StallAggregator:
             f"RING_STALL_ABORT={self._abort:g} seconds; the report on rank 0 shows what happened there."
         )
         self._channel.tell(0, "failed", {"rank": culprits[0], "text": text, "of": -1, "lost": True})
-
-
-def _described(waiting: Waiting, other: Waiting) -> str:
-    part = f" (part of {waiting.part_of})" if waiting.part_of else ""
-    if waiting.operation == other.operation:  # of two communicators with one name
-        part += f" in {waiting.communicator}"
-    return f"rank {waiting.rank} waits for rank {other.rank} in {waiting.what}{part}"

@@ -57,10 +57,14 @@ class Exchange(Protocol):
     Construction is collective.
 
     Attributes:
+        communicator: between the ranks; nothing else uses it.
         passes: steps whose gradients were averaged.
         waited_seconds: seconds that updates waited for communication.
         reduced_bytes: bytes of gradients reduced by the collectives.
     """
+
+    @property
+    def communicator(self) -> Communicator[Any]: ...
 
     @property
     def passes(self) -> int: ...

@@ -43,6 +43,10 @@ class Exchange:
             self._without_hooks.enter_context(self._averager.no_sync())
 
     @property
+    def communicator(self) -> Communicator[Any]:
+        return self._averager.communicator
+
+    @property
     def passes(self) -> int:
         return self._averager.steps
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.collectives.executor import SerialExecutor
 from ring_plugins.core.collectives.fingerprint import fingerprint
 from ring_plugins.core.control.wait import Wait
@@ -70,3 +70,105 @@ def test_refusals_are_counted_from_the_last_operation():
     executor.run(fingerprint("barrier"), lambda fingerprint: None)
     executor.refuse("c", ArgumentError("no"))
     assert told == [(0, 0, "a"), (0, 1, "b"), (1, 0, "c")]
+
+
+LACKS_MEMORY = """
+import resource
+import numpy as np
+import ring_plugins as ring
+from tests.worker import report
+ring.init(ranks=2)
+rank, outcome = ring.rank(), []
+
+def limit_memory():
+    pages = int(open("/proc/self/statm").read().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 20), resource.RLIM_INFINITY))
+
+x = np.ones(1 << 25, np.uint8)
+ring.all_gather(x)  # threads and staging buffers
+ring.all_gather(x, wait=False).wait()
+ring.barrier()
+if rank == 1:
+    limit_memory()
+try:
+    CALL
+except Exception as error:
+    outcome = [type(error).__name__, str(error)]
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+report("outcome", outcome)
+"""
+
+
+@pytest.mark.parametrize(("launcher", "nodes"), [("spawned", ""), ("torchrun", "1,1")])
+@pytest.mark.parametrize("call", ["all_gather(x)", "reduce_scatter(x, ring.SUM)", "all_gather(x, wait=False).wait()"])
+def test_a_rank_without_memory_for_the_result_tells_the_others(launcher, nodes, call):
+    env = {"RING_VIRTUAL_NODES": nodes} if nodes else {}
+    result = run_ranks(LACKS_MEMORY.replace("CALL", f"ring.{call}"), 2, launcher, env=env, timeout=60)
+    waited, lacked = result.values("outcome")
+    assert lacked[0].endswith("MemoryError"), lacked
+    assert waited[0] in ("PeerRefused", "PeerFailed") and re.match(".*rank 1.*Memory", waited[1]), (
+        waited,
+        lacked,
+    )
+
+
+HALFWAY = """
+import ring_plugins as ring, ring_plugins.core.functions as functions, numpy as np
+from tests.worker import report
+ring.init(ranks=2)
+
+def interrupt(*shape):
+    raise KeyboardInterrupt
+
+outcomes = []
+if ring.rank() == 1:
+    functions._empty = interrupt
+for call in (lambda: ring.all_gather(np.ones(3)), ring.barrier):
+    try:
+        call()
+    except (KeyboardInterrupt, ring.RingError) as error:
+        outcomes.append([type(error).__name__, str(error)])
+report("outcomes", outcomes)
+"""
+
+
+def test_an_interruption_between_the_halves_of_a_collective_breaks_it_on_all_ranks():
+    (waited, again), (interrupted, broken) = run_ranks(HALFWAY, 2, timeout=60).values("outcomes")
+    assert waited[0] == again[0] == "PeerFailed"
+    assert "rank 1 was interrupted in all_gather by KeyboardInterrupt" in waited[1]
+    assert interrupted[0] == "KeyboardInterrupt" and broken[0] == "RingError"
+
+
+def test_a_refusal_that_passes_through_several_layers_counts_once():
+    told = []
+
+    class Members:
+        def refuse(self, *what):
+            told.append(what[:3])
+
+    executor, error = SerialExecutor("test", Wait("test", None), Members()), ValueError("no")
+
+    def raise_error(fingerprint):
+        raise error
+
+    with pytest.raises(ValueError, match="no"):
+        executor.run(fingerprint("barrier"), raise_error)
+    executor.refuse("the caller", error)
+    work = executor.start("in the background", lambda: executor.run(fingerprint("all_reduce"), raise_error))
+    with pytest.raises(ValueError, match="no"):
+        work.wait()
+    executor.close()
+    assert told == [(0, 0, "barrier()")]
+
+
+def test_only_errors_of_the_call_itself_are_refusals():
+    told = []
+
+    class Members:
+        def refuse(self, *what):
+            told.append(type(what[-1]))
+
+    executor = SerialExecutor("test", Wait("test", None), Members())
+    for error in (MismatchError("all raise it"), TimeoutError(), KeyboardInterrupt(), MemoryError(), TypeError()):
+        executor.refuse("x", error)
+    assert told == [MemoryError, TypeError]

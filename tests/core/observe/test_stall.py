@@ -219,6 +219,66 @@ def test_ranks_are_asked_again_after_a_while():
     assert [message[:2] for message in channel.take()] == [(2, "confirm_wait"), (1, "confirm_wait")]
 
 
+def circle_of_waits(channel, seconds=10):
+    for rank, other in ((0, 1), (1, 2), (2, 0)):
+        report_wait(channel, rank, [other], f"{rank}: barrier()", str(rank), number=rank + 4, seconds=seconds)
+
+
+def test_a_circle_of_waits_is_a_deadlock_once_all_of_its_ranks_confirm():
+    channel, stalls, _ = aggregator()
+    circle_of_waits(channel)
+    stalls.tick(time.monotonic())
+    questions = channel.take()
+    assert [(rank, kind, body["number"]) for rank, kind, body in questions] == [
+        (1, "confirm_wait", 5),
+        (2, "confirm_wait", 6),
+        (0, "confirm_wait", 4),
+    ]
+    for rank, _, question in questions:
+        before = (rank - 1) % 3  # what that rank waits in must not have begun on this one
+        assert tuple(question["deadlock"]["needs"]) == (str(before), 3, before)
+        assert channel.take() == []
+        channel.receive(rank, "answer_wait", {"waits": True, "deadlock": question["deadlock"]})
+    told = channel.take()
+    assert [(rank, kind, body["number"]) for rank, kind, body in told] == [
+        (rank, "declare_deadlock", rank + 4) for rank in range(3)
+    ]
+    assert told[1][2]["text"].startswith(
+        "rank 1 waits for rank 2 in 1: barrier(), rank 2 waits for rank 0 in 2: barrier(), while rank 0 waits for rank "
+        "1 in 0: barrier(). The ranks took"
+    )
+    assert tuple(told[1][2]["awaited"]) == ("0", 3, 0)
+
+
+def test_a_circle_is_no_deadlock_if_one_rank_has_begun_what_the_one_before_it_waits_in():
+    channel, stalls, _ = aggregator()
+    circle_of_waits(channel)
+    now = time.monotonic()
+    stalls.tick(now)
+    for rank, _, question in channel.take():
+        channel.receive(rank, "answer_wait", {"waits": rank != 1, "deadlock": question["deadlock"]})
+    assert channel.take() == []
+    stalls.tick(now + 1.0)
+    assert channel.take() == []
+    stalls.tick(now + 10.0)
+    assert [message[:2] for message in channel.take()] == [(rank, "confirm_wait") for rank in (1, 2, 0)]
+
+
+def test_a_rank_that_waits_in_two_threads_is_in_no_circle():
+    channel, stalls, _ = aggregator()
+    circle_of_waits(channel)
+    report_wait(channel, 1, [7], "other: barrier()", "other", number=9)
+    stalls.tick(time.monotonic())
+    assert channel.take() == []
+
+
+def test_a_circle_that_has_just_closed_is_not_asked_about():
+    channel, stalls, _ = aggregator()
+    circle_of_waits(channel, seconds=1)
+    stalls.tick(time.monotonic())
+    assert channel.take() == []
+
+
 def test_a_missing_rank_is_asked_and_looked_at_by_its_neighbors():
     channel, stalls, said = aggregator(warning=1.0)
     report_wait(channel, 0, [1], "ring: barrier()")

@@ -1,0 +1,104 @@
+"""Three and four ranks that wait for each other in a circle raise, and a circle that bytes still leave does not."""
+
+import re
+
+import pytest
+
+from ring_plugins.core.observe.deadlock import _circles
+from tests.launch import Launcher, run_ranks
+
+COMMON = """
+import os, time
+import torch, torch.distributed as dist
+import ring_plugins as ring, ring_plugins.torch as rt
+from tests.worker import report
+size = int(os.environ["TEST_RANKS"])
+ring.init(ranks=size)
+dist.init_process_group("ring")
+rank, before, after = ring.rank(), (ring.rank() - 1) % size, (ring.rank() + 1) % size
+groups = [dist.new_group(sorted((i, (i + 1) % size))) for i in range(size)]  # each rank and the next one
+
+def attempt(call):
+    try:
+        call()
+        return "done"
+    except ring.RingError as error:
+        return [type(error).__name__, str(error)]
+"""
+
+# Every rank waits for the next one: in a collective, for a message, and in the last bucket of an averager.
+CIRCLE = """
+def collective():
+    dist.all_reduce(torch.ones(3), group=groups[rank])
+
+def message():
+    dist.recv(torch.ones(3), after)
+
+report("outcome", attempt(locals()[os.environ["CASE"]]))
+"""
+
+
+@pytest.mark.parametrize("case", ["collective", "message"])
+@pytest.mark.parametrize(
+    ("launcher", "size", "nodes"),
+    [
+        ("spawned", 3, ""),
+        ("torchrun", 3, "1,1,1"),
+        pytest.param("spawned", 4, "", marks=pytest.mark.slow),
+        pytest.param("torchrun", 4, "2,2", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_wait_in_a_circle_raise(launcher: Launcher, size: int, nodes: str, case: str) -> None:
+    env = {"CASE": case} | ({"RING_VIRTUAL_NODES": nodes} if nodes else {})
+    result = run_ranks(COMMON + CIRCLE + LINGER, size, launcher, env=env, timeout=90, check=False)
+    outcomes = result.values("outcome")
+    assert len(outcomes) == size, result
+    for rank, (kind, text) in enumerate(outcomes):
+        assert kind == "DeadlockError", (rank, kind, text)
+        for waiting in range(size):
+            assert re.search(f"rank {waiting} waits for rank {(waiting + 1) % size} in ", text), text
+
+
+# The others must have raised before a rank leaves.
+LINGER = """
+import pathlib
+done = pathlib.Path(os.environ["TEST_REPORTS"])
+while sum("outcome" in file.read_text() for file in done.iterdir()) < size:
+    time.sleep(0.05)
+"""
+
+# Rank 0 begins what the last rank waits in, in the background, after everybody has waited for some seconds.
+SLOW = """
+work = None
+if rank == 0:
+    # Behind something that takes its time; Python's object is the group itself.
+    groups[-1]._communicator.start("slow", lambda: time.sleep(6))
+    work = dist.all_reduce(torch.ones(3), group=groups[-1], async_op=True)
+if rank:
+    dist.all_reduce(torch.ones(3), group=groups[rank])
+    dist.all_reduce(torch.ones(3), group=groups[before])
+else:
+    dist.all_reduce(torch.ones(3), group=groups[0])
+    work.wait()
+report("outcome", "done")
+"""
+
+
+def test_a_circle_in_which_one_rank_has_queued_its_part_is_no_deadlock() -> None:
+    assert run_ranks(COMMON + SLOW, 3, timeout=90).values("outcome") == ["done"] * 3
+
+
+@pytest.mark.parametrize(
+    ("missing", "found"),
+    [
+        ({0: [1], 1: [2], 2: [0]}, [[0, 1, 2]]),
+        ({0: [1], 1: [0]}, []),
+        ({0: [1], 1: [0, 2], 2: [0]}, [[0, 1, 2]]),
+        ({5: [0], 0: [1], 1: [2], 2: [3], 3: [0]}, [[0, 1, 2, 3]]),
+        ({0: [9], 1: [0], 2: [1]}, []),
+        ({0: [1], 1: [2], 2: [0], 3: [4], 4: [5], 5: [3]}, [[0, 1, 2], [3, 4, 5]]),
+        ({}, []),
+    ],
+)
+def test_circles_of_three_and_more(missing: dict[int, list[int]], found: list[list[int]]) -> None:
+    assert _circles(missing) == found

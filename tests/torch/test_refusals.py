@@ -1,0 +1,96 @@
+"""What one rank refuses reaches the ranks that wait for it, in process groups and averagers too."""
+
+import re
+
+import pytest
+
+from tests.launch import run_ranks
+
+SCRIPT = """
+import os, sys, time
+import torch, torch.distributed as dist
+import ring_plugins as ring, ring_plugins.torch as rt
+from tests.worker import report
+ring.init(ranks=2)
+rank = ring.rank()
+refuses = rank == 1
+
+def group():
+    dist.init_process_group("ring")
+    return torch.ones(4)
+
+def sparse_or(x):
+    return x.to_sparse() if refuses else x
+
+def reduce_sparse():
+    x = group()
+    dist.all_reduce(sparse_or(x))
+
+def reduce_in_background():
+    x = group()
+    works = [dist.all_reduce(x, async_op=True) for _ in range(3)]
+    dist.all_reduce(x.bool() if refuses else x, dist.ReduceOp.AVG, async_op=True).wait()
+
+def gather_shapes():
+    x = group()
+    parts = [torch.ones(4 + refuses), torch.ones(4 + refuses)]
+    dist.all_gather(parts, x)
+
+def scatter_counts():
+    x = group()
+    dist.reduce_scatter_tensor(torch.ones(3 if refuses else 2), x)
+
+def averager_argument():
+    rt.DistributedOptimizer(torch.optim.SGD(model().parameters(), 0.1), sparse="no" if refuses else "gather")
+
+def optimizer_argument():
+    rt.DistributedOptimizer(None if refuses else torch.optim.SGD(model().parameters(), 0.1))
+
+def model():
+    return torch.nn.Linear(2, 1)
+
+def averager_model():
+    built = model()
+    if refuses:
+        built.to("meta")
+    rt.GradientAverager(built)
+
+def loss_shape():
+    averager = rt.GradientAverager(model())
+    averager.average_loss(torch.ones(2 if refuses else 1))
+
+try:
+    globals()[sys.argv[1]]()
+    outcome = None
+except Exception as error:
+    outcome = [type(error).__name__, str(error)]
+report("outcome", outcome)
+if refuses:
+    time.sleep(60)  # alive until rank 0 has raised, and ended the job
+else:
+    os._exit(0)
+"""
+
+CASES = {
+    "reduce_sparse": "allreduce.* in process group '.*'",
+    "reduce_in_background": "all_reduce in process group '.*'",
+    "gather_shapes": "allgather in process group '.*'",
+    "scatter_counts": "reduce_scatter_.* in process group '.*'",
+    "averager_argument": "the construction of a gradient averager",
+    "optimizer_argument": "the construction of a DistributedOptimizer",
+    "averager_model": "the construction of a gradient averager",
+    "loss_shape": "averaging a loss",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("launcher", "nodes"), [("spawned", ""), pytest.param("torchrun", "1,1", marks=pytest.mark.slow)]
+)
+def test_what_one_rank_refuses_reaches_the_other(case: str, launcher: str, nodes: str) -> None:
+    env = {"RING_VIRTUAL_NODES": nodes} if nodes else {}
+    result = run_ranks(SCRIPT, 2, launcher, args=[case], env=env, timeout=90, check=False)  # type: ignore[arg-type]
+    waited, refused = result.values("outcome")
+    assert refused is not None and refused[0] not in ("PeerRefused", "PeerFailed"), refused
+    assert waited is not None and waited[0] == "PeerRefused", (waited, refused)
+    assert re.match(f"rank 1 refused the arguments of ({CASES[case]}): ", waited[1]), waited
