@@ -222,13 +222,14 @@ class Job:
                     found.setdefault(rank, {})[key] = value
         return found
 
-    def wait(self, timeout: float = 60, ignore_files: Sequence[str] = ()) -> Result:
+    def wait(self, timeout: float = 60, ignore_files: Sequence[str] = (), grace: float | None = None) -> Result:
         """Wait until the launched process and everything it started have ended.
 
         Args:
             timeout: Seconds for all of that.
             ignore_files: Patterns of files of others that may stay in shared memory, such as Open MPI's segments after
                 mpirun was killed. They are removed.
+            grace: Seconds that other processes may take to end after the launched one; GRACE_SECONDS by default.
         """
         deadline = time.monotonic() + timeout
         while self.process.poll() is None:
@@ -238,7 +239,8 @@ class Job:
                 raise LaunchFailed(f"still running after {timeout:.0f} s\n{self._result()}{stacks}")
             self._look_at_files()
             time.sleep(0.02)
-        grace = max(deadline - time.monotonic(), 0) if timeout < GRACE_SECONDS else GRACE_SECONDS
+        grace = GRACE_SECONDS if grace is None else grace
+        grace = max(deadline - time.monotonic(), 0) if timeout < grace else grace
         if left := self._wait_for_stragglers(min(deadline, time.monotonic() + grace)):
             names = "\n".join(f"  pid {process.pid}: {_command_line(process)}" for process in left)
             stacks = self._dump_stacks()

@@ -1,4 +1,4 @@
-"""A rank of the fault campaign: `fault_worker.py MODEL STEPS DIRECTORY`.
+"""A rank of the fault campaign: `fault_worker.py MODEL STEPS DIRECTORY`, or `main` under Ray and Spark.
 
 It trains for so many steps and reports a digest of its weights. On SIGUSR2 it does to itself what the file "fault" in
 DIRECTORY names; the campaign does to it from outside what a process cannot do to itself.
@@ -24,6 +24,7 @@ import numpy as np
 import ring_plugins as ring
 from tests.worker import report, report_pid
 
+HELD: list[bytes] = []
 LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)
 #: Between steps, so that a run lasts a few seconds and faults fall between and into collectives.
 PAUSE_SECONDS = 0.005
@@ -41,6 +42,11 @@ def use_up_memory() -> None:
     """From now on no more than 64 KiB of new memory, as if others had taken the rest."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 65_536, resource.RLIM_INFINITY))
+
+
+def need_memory() -> None:
+    """Use more than the control group, into which the campaign has put this process, allows."""
+    HELD.extend(b"x" * (8 << 20) for _ in range(64))
 
 
 def use_up_files() -> None:
@@ -76,6 +82,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "sys.exit(3)": lambda: sys.exit(3),
     "os._exit(3)": lambda: os._exit(3),
     "memory": use_up_memory,
+    "memory of a cgroup": need_memory,
     "files": use_up_files,
     "disk": fill_the_disk,
     "clock": step_the_clock,
@@ -183,22 +190,19 @@ def keras_steps(steps: int) -> Callable[[], bytes]:
 MODELS = {"numpy": numpy_steps, "torch": torch_steps, "lightning": lightning_steps, "keras": keras_steps}
 
 
-def main() -> None:
-    name, steps, directory = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-
+def main(name: str, steps: str, directory: str) -> None:
     def inject(number: int, frame: FrameType | None) -> None:
         report("faulted", time.time())
-        FAULTS[(directory / "fault").read_text()]()
+        FAULTS[(Path(directory) / "fault").read_text()]()
 
     signal.signal(signal.SIGUSR2, inject)
-    report("process", [os.getpid(), os.getppid()], rank=os.getpid())
     ring.init(ranks=int(os.environ["TEST_RANKS"]))
     ring.barrier()
     report_pid()
-    weights = MODELS[name](steps)
+    weights = MODELS[name](int(steps))
     lift_limits()
     report("digest", hashlib.sha256(weights()).hexdigest())
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

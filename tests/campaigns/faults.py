@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -37,6 +39,7 @@ from typing import Any
 # Other jobs run beside: a file that no process of a launch maps is not laid at its door.
 os.environ.setdefault("PYTEST_XDIST_WORKER", "campaign")
 
+from tests.campaigns import memory_cgroup
 from tests.hosts import Cluster, hosts, why_not
 from tests.launch import Job, LaunchFailed, Result, start_ranks
 
@@ -49,6 +52,28 @@ TORCHRUN_SECONDS = 30
 
 LOCAL = ("spawned", "mpirun", "torchrun")
 BETWEEN = ("hosts: environment", "hosts: mpirun", "hosts: ring run")
+#: Drawn seldom, since their own processes take 5 to 20 s to start and to end.
+CLUSTERS = ("ray", "spark")
+CLUSTER_WEIGHT, CLUSTER_SECONDS = 0.25, 30
+DRIVERS = {
+    "ray": """
+        import logging, sys
+        import ray
+        import ring_plugins.ray
+        from tests.campaigns.fault_worker import main
+        ray.init(num_cpus=RANKS, include_dashboard=False, logging_level=logging.ERROR)
+        ring_plugins.ray.run(main, sys.argv[1:], num_workers=RANKS)
+    """,
+    "spark": """
+        import os, sys
+        from pyspark.sql import SparkSession
+        import ring_plugins.spark
+        from tests.campaigns.fault_worker import main
+        builder = SparkSession.builder.master("local[RANKS]").config("spark.ui.enabled", "false")
+        builder.config("spark.local.dir", os.environ["TMPDIR"]).getOrCreate().sparkContext.setLogLevel("FATAL")
+        ring_plugins.spark.run(main, sys.argv[1:], num_proc=RANKS)
+    """,
+}
 
 
 @dataclass(frozen=True)
@@ -61,6 +86,7 @@ class Kind:
         weight: how often it is drawn.
         starting: it may also come while ranks start.
         between: only between hosts.
+        cgroup: only where a control group with a limit of memory can be made.
     """
 
     seconds: float
@@ -68,6 +94,7 @@ class Kind:
     weight: float = 1.0
     starting: bool = False
     between: bool = False
+    cgroup: bool = False
 
 
 KINDS = {
@@ -81,6 +108,7 @@ KINDS = {
     "sys.exit(3)": Kind(10, "fails"),
     "os._exit(3)": Kind(10, "fails"),
     "memory": Kind(40, "either", 2),
+    "memory of a cgroup": Kind(15, "fails", 2, cgroup=True),
     "files": Kind(40, "either"),
     "disk": Kind(40, "either"),
     "clock": Kind(40, "finishes"),
@@ -90,7 +118,10 @@ KINDS = {
     "closed ports": Kind(20, "fails", 2, between=True),
     "link at 1 Mbit/s for 2 s": Kind(40, "finishes", 1, between=True),
 }
-ITSELF = {"exception", "sys.exit(3)", "os._exit(3)", "memory", "files", "disk", "clock", "connection"}
+ITSELF = {
+    *("exception", "sys.exit(3)", "os._exit(3)", "memory", "memory of a cgroup"),
+    *("files", "disk", "clock", "connection"),
+}
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSEGV": signal.SIGSEGV, "SIGTERM": signal.SIGTERM, "SIGSTOP": signal.SIGSTOP}
 
 
@@ -116,19 +147,51 @@ class Plan:
         )
 
 
-def draw(seed: int, number: int, between_hosts: bool) -> Plan:
+@dataclass(frozen=True)
+class Machine:
+    """What can be drawn here.
+
+    Attributes:
+        hosts: whether there are test hosts.
+        cgroups: whether a control group with a limit of memory can be made.
+        clusters: of CLUSTERS, those that are installed.
+    """
+
+    hosts: bool = True
+    cgroups: bool = True
+    clusters: tuple[str, ...] = CLUSTERS
+
+    @classmethod
+    def this(cls) -> Machine:
+        found = {
+            "ray": importlib.util.find_spec("ray") is not None,
+            "spark": importlib.util.find_spec("pyspark") is not None
+            and bool(os.environ.get("JAVA_HOME") or shutil.which("java")),
+        }
+        return cls(not why_not(), memory_cgroup.can_be_made(), tuple(name for name in CLUSTERS if found[name]))
+
+
+def draw(seed: int, number: int, machine: Machine) -> Plan:
     chance = random.Random(f"{seed}:{number}")
-    launcher = chance.choice([*LOCAL, *BETWEEN] if between_hosts else LOCAL)
-    kinds = {name: kind for name, kind in KINDS.items() if launcher in BETWEEN or not kind.between}
+    equal = [*LOCAL, *BETWEEN] if machine.hosts else LOCAL
+    weights = [1.0] * len(equal) + [CLUSTER_WEIGHT] * len(machine.clusters)
+    launcher = chance.choices([*equal, *machine.clusters], weights)[0]
+    kinds = {
+        name: kind
+        for name, kind in KINDS.items()
+        if (launcher in BETWEEN or not kind.between) and (machine.cgroups or not kind.cgroup)
+    }
     fault = chance.choices(list(kinds), [kind.weight for kind in kinds.values()])[0]
-    ranks = chance.choice([2, 4]) if launcher in BETWEEN else chance.choice([2, 3, 4])
-    starting = KINDS[fault].starting and chance.random() < 0.3
+    ranks = 2 if launcher in CLUSTERS else chance.choice([2, 4] if launcher in BETWEEN else [2, 3, 4])
+    starting = KINDS[fault].starting and chance.random() < 0.3 and launcher not in CLUSTERS
     return Plan(
         seed,
         number,
         launcher,
         ranks,
-        chance.choices(["numpy", "torch", "lightning", "keras"], [4, 4, 1, 1])[0],
+        chance.choices(["numpy", "torch", "lightning", "keras"], [4, 4, 1, 1])[0]
+        if launcher not in CLUSTERS
+        else "torch",
         fault,
         chance.randrange(ranks),
         starting,
@@ -160,8 +223,13 @@ class Campaign:
             with contextlib.ExitStack() as stack:
                 cluster = stack.enter_context(hosts(2)) if plan.launcher in BETWEEN else None
                 reference = "" if plan.starting else self._reference(plan, cluster)
+                group = (
+                    stack.enter_context(memory_cgroup.memory_cgroup(f"{plan.seed}-{plan.number}"))
+                    if KINDS[plan.fault].cgroup
+                    else None
+                )
                 job = stack.enter_context(self._start(plan, cluster))
-                line.update(self._judge(plan, job, cluster, reference))
+                line.update(self._judge(plan, job, cluster, group, reference))
         except Verdict as verdict:
             line.update(verdict=verdict.word, text=str(verdict))
         except Exception:
@@ -177,6 +245,14 @@ class Campaign:
         if plan.fault.startswith("link at"):
             # What the slow queue held is dropped when the link is fast again, and TCP repeats it later and later.
             del times["RING_NETWORK_TIMEOUT"]
+        if plan.launcher in CLUSTERS:
+            script = DRIVERS[plan.launcher].replace("RANKS", str(plan.ranks))
+            quiet = {
+                "RAY_USAGE_STATS_ENABLED": "0",
+                "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+                "SPARK_LOCAL_IP": "127.0.0.1",
+            }
+            return start_ranks(script, plan.ranks, "spawned", words, {**times, **quiet})
         if cluster is None:
             return start_ranks(WORKER, plan.ranks, plan.launcher, words, times)  # type: ignore[arg-type]
         each = plan.ranks // 2
@@ -204,23 +280,27 @@ class Campaign:
                 self._digests[key] = known
         return known
 
-    def _judge(self, plan: Plan, job: Job, cluster: Cluster | None, reference: str) -> dict[str, Any]:
+    def _judge(
+        self, plan: Plan, job: Job, cluster: Cluster | None, group: Path | None, reference: str
+    ) -> dict[str, Any]:
         kind = KINDS[plan.fault]
         if plan.starting:
             time.sleep(plan.delay)
         else:
-            job.wait_for("step", 60 * self._slack)
+            job.wait_for("step", (120 if plan.launcher in CLUSTERS else 60) * self._slack)
             time.sleep(plan.delay)
         finished = len(job.reports()) == plan.ranks and all("digest" in said for said in job.reports().values())
         began = time.monotonic()
-        with inject(plan, job, cluster):
+        with inject(plan, job, cluster, group):
             bound = (25 if plan.starting else kind.seconds) * self._slack
             if plan.launcher == "torchrun" and plan.fault == "SIGSTOP":
                 bound += TORCHRUN_SECONDS
+            if plan.launcher in CLUSTERS:
+                bound += CLUSTER_SECONDS * self._slack
             if plan.fault in ("cut link", "closed ports"):
                 wait_for_ranks_to_end(job, bound)
         try:
-            result = job.wait(bound)
+            result = job.wait(bound, grace=CLUSTER_SECONDS if plan.launcher in CLUSTERS else None)
         except LaunchFailed as failed:
             raise Verdict("hang" if "still running" in str(failed) else "left", str(failed)) from None
         seconds = time.monotonic() - began
@@ -234,7 +314,7 @@ class Campaign:
 
 
 @contextlib.contextmanager
-def inject(plan: Plan, job: Job, cluster: Cluster | None) -> Iterator[None]:
+def inject(plan: Plan, job: Job, cluster: Cluster | None, group: Path | None) -> Iterator[None]:
     """Do what the plan says; lasting faults of the network end with the block."""
     host = "host2" if plan.victim >= plan.ranks // 2 else "host1"
     if plan.fault == "cut link":
@@ -258,6 +338,8 @@ def inject(plan: Plan, job: Job, cluster: Cluster | None) -> Iterator[None]:
             time.sleep(2)
             cluster.shape(host, None)
         else:
+            if group is not None:
+                (group / "cgroup.procs").write_text(str(job.pids()[plan.victim]))
             inject_into_process(plan, job)
             if plan.fault == "SIGSTOP" and plan.launcher == "hosts: environment":
                 end_of_a_stopped_rank(plan, job)
@@ -398,7 +480,10 @@ def run_campaign(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     if arguments.only:
         seed, number = map(int, arguments.only.split(":"))
         numbers = range(number, number + 1)
-    plans = [draw(seed, number, not missing) for number in numbers]
+    machine = Machine.this()
+    if not machine.cgroups:
+        print("no memory control groups: only limits of address space", file=sys.stderr)
+    plans = [draw(seed, number, machine) for number in numbers]
     campaign = Campaign(arguments.slack)
     lines = []
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(arguments.jobs) as pool:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.campaigns.faults import BETWEEN, KINDS, Campaign, draw, table
-from tests.hosts import why_not
+from tests.campaigns.faults import BETWEEN, CLUSTERS, KINDS, LOCAL, Campaign, Machine, draw, table
 
 
 @pytest.fixture(scope="module")
@@ -15,16 +14,24 @@ def campaign():
 @pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, 12))])
 def test_a_random_fault(number, campaign, tmp_path, monkeypatch):
     monkeypatch.setenv("CAMPAIGN_DIRECTORY", str(tmp_path))
-    plan = draw(2, number, not why_not())
+    plan = draw(2, number, Machine.this())
     line = campaign.run(plan)
     assert line["verdict"] == "ok", f"{plan}\n{line['text']}"
 
 
 def test_a_run_is_drawn_from_its_seed_and_number_alone():
-    plans = [draw(1, number, True) for number in range(300)]
-    assert plans == [draw(1, number, True) for number in range(300)]
+    plans = [draw(1, number, Machine()) for number in range(300)]
+    assert plans == [draw(1, number, Machine()) for number in range(300)]
     assert {plan.fault for plan in plans} == set(KINDS)
+    assert {plan.launcher for plan in plans} == {*LOCAL, *BETWEEN, *CLUSTERS}
+    assert sum(plan.launcher in CLUSTERS for plan in plans) < 45  # their start takes long
     assert all(plan.launcher in BETWEEN for plan in plans if KINDS[plan.fault].between)
+    bare = Machine(hosts=False, cgroups=False, clusters=())
+    plans = [draw(1, number, bare) for number in range(300)]
+    assert {plan.launcher for plan in plans} == set(LOCAL)
+    assert {plan.fault for plan in plans} == {
+        name for name, kind in KINDS.items() if not kind.between and not kind.cgroup
+    }
 
 
 def test_the_table_counts_verdicts():
