@@ -12,6 +12,10 @@ when the receiver asks for it, straight into the receiver's tensor. What a recei
 `CREDIT_BYTES` of messages under way that have not been fetched, and offers what is beyond that. Nothing waits in line
 behind a message that nobody fetches.
 
+A receiver that waits for long asks its sender to tell when it closes the group; the answer travels behind the sender's
+messages. A rank that can no longer take part in a group, because an exception took a message apart, breaks it on all
+members, through the failure detector.
+
 A process has one `Messenger` for all groups, with one thread that moves bytes. A caller that waits moves them itself
 while it is alone, since waking up another thread takes longer than a small message.
 
@@ -25,12 +29,14 @@ slower, 430 us instead of 290.
 from __future__ import annotations
 
 import contextlib
+import heapq
 import os
 import secrets
 import select
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -174,7 +180,11 @@ class MessageGroup:
         self.context, self.name, self.ranks = context, name, tuple(ranks)
         self.rank = self.ranks.index(messenger.rank)
         self._messenger = messenger
-        messenger.learn(addresses)
+        messenger.join(self, addresses)
+
+    def fail(self, error: BaseException) -> None:
+        """End all messages under way and refuse further ones; the failure detector calls this for another member."""
+        self._messenger.break_group(self, error)
 
     def send(
         self, data: Bytes, dtype: str, receiver: int, tag: int, finished: Callable[[BaseException | None], None]
@@ -204,7 +214,7 @@ class MessageGroup:
         """Let go of a message's memory: `cause` ended the wait for it, and the script may use the memory again.
 
         A send goes on from a copy. A receive ends with an error; if its message was already on the way, that is lost
-        and the group refuses further messages.
+        and all members refuse further messages of the group.
         """
         self._messenger.interrupt(message, cause)
 
@@ -254,7 +264,13 @@ class Messenger:
         self._done: list[Message] = []
         self._closed_contexts: set[int] = set()
         #: Why groups refuse further messages, by context.
-        self._broken: dict[int, RingError] = {}
+        self._broken: dict[int, BaseException] = {}
+        self._groups: weakref.WeakValueDictionary[int, MessageGroup] = weakref.WeakValueDictionary()
+        #: By context, ranks that want to know when this one closes the group.
+        self._askers: dict[int, set[int]] = {}
+        #: Groups and ranks that were asked the same, and those that have answered.
+        self._asked: set[tuple[int, int]] = set()
+        self._closed_by: set[tuple[int, int]] = set()
         self._closed = False
         #: The message that a caller waits for while it moves the bytes, and its thread.
         self._driver: tuple[Message, int] | None = None
@@ -285,10 +301,13 @@ class Messenger:
         self._acceptor.add(remote)
         return Address(local, list(addresses), remote.getsockname()[1])
 
-    def learn(self, addresses: Mapping[int, Address]) -> None:
-        """Learn where other ranks listen."""
+    def join(self, group: MessageGroup, addresses: Mapping[int, Address]) -> None:
+        """Learn of a group, and where its members listen."""
         with self._lock:
             self._addresses.update(addresses)
+            self._groups[group.context] = group
+        if self._failure_detector is not None:
+            self._failure_detector.watch(group.context, group)
 
     def _expects(self, claim: Claim) -> bool:
         return claim.target == self.rank and claim.rank != self.rank
@@ -348,15 +367,43 @@ class Messenger:
         if self._drop(message):
             self._finish(message, RingError(f"{text} before its message came; receive it again."))
             return
-        message.data = memoryview(bytearray(len(message.data)))  # for what has been asked for
-        for link in self._incoming.values():
-            if link.item is not None and link.item.message is message:
-                link.divert()
+        self._divert(message)
         error = RingError(
             f"{text}, and the message that was arriving is lost; to continue, all ranks must recreate {group.name}."
         )
         self._broken.setdefault(group.context, error)
         self._finish(message, error)
+        self._tell_broken(group.context, error)
+
+    def _withdraw(self, message: Message) -> None:
+        """Take an offer back; send what is left of a message that has begun from a copy."""
+        peer = self._outgoing[message.missing()[0]]
+        for number in [number for number, offered in peer.offered.items() if offered is message]:
+            del peer.offered[number]
+        peer.link.copy_unsent(message.data)
+
+    def _divert(self, message: Message) -> None:
+        """Let what is on its way to a receive arrive in memory that nobody uses."""
+        message.data = memoryview(bytearray(len(message.data)))
+        for link in self._incoming.values():
+            if link.item is not None and link.item.message is message:
+                link.divert()
+
+    def _tell_broken(self, context: int, error: BaseException) -> None:
+        if self._failure_detector is not None:
+            self._failure_detector.break_communicator(context, str(error), ())
+
+    def break_group(self, group: MessageGroup, error: BaseException) -> None:
+        """See `MessageGroup.fail`."""
+        with self._lock:
+            self._broken.setdefault(group.context, error)
+            for message in [one for one in self._pending if one.group.context == group.context]:
+                if message.verb == "send":
+                    self._withdraw(message)
+                elif not self._drop(message):
+                    self._divert(message)
+                self._finish(message, fresh(error))
+        self._announce()
 
     def _announce(self) -> None:
         """Tell the owners of messages that are done; without the lock, since they may start further ones."""
@@ -379,13 +426,7 @@ class Messenger:
     # Sending --------------------------------------------------------------------------------------
 
     def _send(self, message: Message) -> None:
-        receiver = message.missing()[0]
-        peer = self._outgoing.get(receiver)
-        if peer is None:
-            link: Outgoing[Message] = Outgoing(
-                receiver, self._addresses[receiver], receiver in self._near, self._secret, self.rank
-            )
-            peer = self._outgoing[receiver] = _Peer(link)
+        peer = self._outgoing_to(message.missing()[0])
         nbytes, cost = len(message.data), len(message.data) + HEADER_BYTES
         header = Header(Kind.EAGER, 0, message.group.context, message.tag, nbytes, message.dtype)
         if nbytes <= EAGER_BYTES and cost <= peer.credit:
@@ -395,6 +436,20 @@ class Messenger:
             peer.number = (peer.number + 1) & 0xFFFFFFFF
             peer.offered[peer.number] = message
             peer.link.put(header._replace(kind=Kind.OFFER, number=peer.number))
+        self._write(peer)
+
+    def _outgoing_to(self, receiver: int) -> _Peer:
+        peer = self._outgoing.get(receiver)
+        if peer is None:
+            link: Outgoing[Message] = Outgoing(
+                receiver, self._addresses[receiver], receiver in self._near, self._secret, self.rank
+            )
+            peer = self._outgoing[receiver] = _Peer(link)
+        return peer
+
+    def _tell(self, rank: int, kind: Kind, context: int) -> None:
+        peer = self._outgoing_to(rank)
+        peer.link.put(Header(kind, context=context))
         self._write(peer)
 
     def _write(self, peer: _Peer) -> None:
@@ -467,7 +522,13 @@ class Messenger:
                 self._remove(self._arrived, key, arrival)
                 self._match(message, arrival)
                 return
+        if self._is_closed_by_senders(message):
+            self._finish(message, _closed_by(message, message.missing()[0]))
+            return
         self._posted.setdefault(key, []).append(message)
+
+    def _is_closed_by_senders(self, message: Message) -> bool:
+        return all((message.group.context, rank) in self._closed_by for rank in message.missing())
 
     def _remove(self, where: dict[tuple[int, int], list[T]], key: tuple[int, int], item: T) -> None:
         where[key].remove(item)
@@ -547,6 +608,15 @@ class Messenger:
         if header.kind in (Kind.EAGER, Kind.OFFER):
             self._begin_message(link, header)
             return
+        if header.kind == Kind.ASK:
+            if header.context in self._closed_contexts:
+                self._tell(link.peer, Kind.CLOSED, header.context)
+            else:
+                self._askers.setdefault(header.context, set()).add(link.peer)
+            return
+        if header.kind == Kind.CLOSED:
+            self._end_receives(header.context, link.peer)
+            return
         taken = self._taken.pop((link.peer, header.number), None)
         if header.kind == Kind.DATA and taken is not None and len(taken.data) == header.nbytes:
             link.fill(taken.data, _Target(taken, None, 0))
@@ -554,6 +624,14 @@ class Messenger:
             self._finish(taken, _closed_by(taken, link.peer))
         else:
             raise Disconnected("it sent data that nobody asked for")
+
+    def _end_receives(self, context: int, sender: int) -> None:
+        """End the receives that no sender can complete any more: this one, the last of theirs, has closed the group."""
+        self._closed_by.add((context, sender))
+        for key in [key for key in self._posted if key[0] == context]:
+            for message in [one for one in self._posted[key] if self._is_closed_by_senders(one)]:
+                self._remove(self._posted, key, message)
+                self._finish(message, _closed_by(message, sender))
 
     def _begin_message(self, link: Incoming[_Target], header: Header) -> None:
         eager, key = header.kind == Kind.EAGER, (header.context, header.tag)
@@ -638,7 +716,10 @@ class Messenger:
                     self._next_tick = now + _TICK
                     self._tick(now)
         except BaseException as error:  # a signal handler's, in a caller's thread: bytes may be lost
-            self._fail_all(f"rank {self.rank}: moving messages was ended by {type(error).__name__}: {error}")
+            cause = f"rank {self.rank}: moving messages was ended by {type(error).__name__}: {error}"
+            self._fail_all(cause)
+            for context in list(self._groups):
+                self._tell_broken(context, RingError(cause))
             raise
         self._announce()
 
@@ -678,14 +759,40 @@ class Messenger:
         for peer in self._outgoing.values():
             if peer.link.has_unsent():
                 self._write(peer)
-        for message in list(self._pending):
-            if now - message.since > _YOUNG:
-                try:
-                    self._check(message, now)
-                except Exception as error:
-                    self._drop(message)
-                    self._finish(message, error)
+        for message in self._doubtful(now):
+            try:
+                self._check(message, now)
+            except Exception as error:
+                self._drop(message)
+                self._finish(message, error)
+        self._ask_senders(now)
         self._publish(now)
+
+    def _doubtful(self, now: float) -> list[Message]:
+        """Pending messages that may never arrive. There may be ten thousand, so a look at one must cost little."""
+        detector = self._failure_detector
+        old = [message for message in self._pending if now - message.since > _YOUNG]
+        if detector is not None and (detector.failure() is not None or detector.deadlocks):
+            return old
+        gone: dict[int, bool] = {}
+        found = []
+        for message in old:
+            rank = -1 if message.peer is None else message.group.ranks[message.peer]
+            if rank not in gone:
+                has_left = detector is not None and rank >= 0 and detector.has_left(rank)
+                gone[rank] = rank < 0 or rank in self._lost or has_left
+            if gone[rank] or now - message.since > self._timeout:
+                found.append(message)
+        return found
+
+    def _ask_senders(self, now: float) -> None:
+        """Ask those for whom a receive has waited for long to tell when they close its group."""
+        for message in self._pending:
+            if message.verb == "receive" and message.peer is not None and now - message.since > _LONG:
+                question = message.group.context, message.group.ranks[message.peer]
+                if question not in self._asked:
+                    self._asked.add(question)
+                    self._tell(question[1], Kind.ASK, question[0])
 
     def _check(self, message: Message, now: float) -> None:
         missing, detector = message.missing(), self._failure_detector
@@ -720,8 +827,8 @@ class Messenger:
 
     def _publish(self, now: float) -> None:
         """Put the longest waits into `long_waits`, from which stall reports and deadlock detection are made."""
-        long = sorted((m for m in self._pending if now - m.since > _LONG), key=lambda m: m.since)[:_PUBLISHED]
-        for message in long:
+        long = (message for message in self._pending if now - message.since > _LONG)
+        for message in heapq.nsmallest(_PUBLISHED, long, key=lambda message: message.since):
             missing = tuple(message.missing())
             # Of a receive from any rank nobody knows whom it waits for: it is part of no deadlock.
             blocked = message.blocked_since if message.blocked_since and len(missing) == 1 else now
@@ -736,6 +843,8 @@ class Messenger:
             self._flush(lambda message: message.group.context == context)
         with self._lock:
             self._closed_contexts.add(context)
+            for rank in self._askers.pop(context, ()) if not self._closed else ():
+                self._tell(rank, Kind.CLOSED, context)
             for message in [one for one in self._pending if one.group.context == context]:
                 self._abandon(message)
             for where in (self._posted, self._arrived):
@@ -750,9 +859,8 @@ class Messenger:
         self._announce()
 
     def _abandon(self, message: Message) -> None:
-        for peer in self._outgoing.values():
-            for number in [number for number, offered in peer.offered.items() if offered is message]:
-                del peer.offered[number]
+        if message.verb == "send":
+            self._withdraw(message)
         self._finish(message, RingError(f"{message.group.name} was closed before {message.name()} was complete."))
 
     def _flush(self, concerns: Callable[[Message], bool]) -> None:

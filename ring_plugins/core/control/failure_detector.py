@@ -222,12 +222,12 @@ class FailureDetector:
         """Make all other members of a communicator raise `PeerFailed`, now and in every further call.
 
         Returns once all of them know, so that none can finish an operation with memory that this rank overwrites
-        afterwards without noticing; after 2 s at the latest, for one of them may be stopped or dead.
+        afterwards without noticing; after some seconds at the latest, for one of them may be stopped or dead.
 
         Args:
             key: as in `watch`.
             text: says what happened on this rank and what to do.
-            members: world ranks.
+            members: world ranks to wait for.
         """
         if os.getpid() != self._pid:
             return

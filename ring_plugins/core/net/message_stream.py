@@ -7,6 +7,8 @@ item is a header of fixed size, and EAGER and DATA are followed by a message's d
                          OFFER   a message whose data waits at the sender
                          DATA    the data of an offer that was taken
                          GONE    the offer that was taken exists no more
+                         ASK     tell if you have closed this group, now or later
+                         CLOSED  the sender has closed the group, and nothing of it follows
     receiver -> sender   TAKE    send the data of this offer
                          REFUSE  the receiver expects another size or type, given in the header
                          GONE    the receiver has closed the message's group
@@ -54,6 +56,8 @@ class Kind(enum.IntEnum):
     TAKE = 5
     REFUSE = 6
     CREDIT = 7
+    ASK = 8
+    CLOSED = 9
 
 
 class Header(NamedTuple):

@@ -5,6 +5,7 @@ import gc
 import os
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -19,6 +20,18 @@ class Detector:
 
     def __init__(self):
         self.error, self.left, self.failed, self.aborted, self.asked = None, set(), False, False, []
+        self.deadlocks, self.states, self.others = {}, weakref.WeakValueDictionary(), []
+
+    def failure(self):
+        return self.error
+
+    def watch(self, key, state):
+        self.states[key] = state
+
+    def break_communicator(self, key, text, members):
+        for other in self.others:
+            if other is not self and key in other.states:
+                other.states[key].fail(PeerFailed(text, 0))
 
     def check(self, name, missing, what):
         self.asked.append((name, tuple(missing)))
@@ -78,6 +91,8 @@ def over(request):
 def ranks(size, over="unix"):
     ends = [End(rank, size, over) for rank in range(size)]
     try:
+        for end in ends:
+            end.detector.others = [other.detector for other in ends]
         yield [end.join(ends) for end in ends]
     finally:
         closing = [threading.Thread(target=end.messenger.close) for end in ends]
@@ -91,6 +106,13 @@ def ranks(size, over="unix"):
 def pair(over):
     with ranks(2, over) as ends:
         yield ends
+
+
+def wait_until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 def numbers(count, start=0):
@@ -242,6 +264,23 @@ def test_a_large_send_ends_if_its_receiver_has_closed_the_group(pair, first):
         offered.wait()
 
 
+@pytest.mark.parametrize("first", ["ask", "close"])
+def test_a_receive_ends_if_its_sender_closes_the_group_but_gets_what_was_sent_before(pair, first, monkeypatch):
+    monkeypatch.setattr(messages, "_LONG", 0.05)
+    pair[0].send(numbers(3), 1, tag=1).wait()
+    if first == "close":
+        pair[0].group.close()
+    waiting = pair[1].receive(np.zeros(3), 0, tag=2)
+    if first == "ask":
+        wait_until(lambda: pair[0].messenger._askers)
+        pair[0].group.close()
+    with pytest.raises(PeerFailed, match=r"rank 0 closed group before group, 0 to 1, tag 2 was complete: rank 1 waits"):
+        waiting.wait()
+    with pytest.raises(PeerFailed, match="rank 0 closed group"):  # at once from now on
+        pair[1].receive(np.zeros(3), 0, tag=3).wait()
+    np.testing.assert_array_equal(pair[1].receive(np.zeros(3), 0, tag=1).wait(), numbers(3))
+
+
 def test_a_group_can_be_closed_after_its_connections(pair):
     for tag in range(3):  # enough to return credit for
         pair[0].send(np.zeros(EAGER_BYTES, np.uint8), 1, tag).wait()
@@ -271,12 +310,27 @@ def test_a_receive_interrupted_while_data_comes_writes_no_more_and_breaks_its_gr
             pair[1].messenger._step(0.01)
         pair[1].group.interrupt(waiting.message, ZeroDivisionError())
     target[:] = -1
-    offered.wait()
+    with pytest.raises(PeerFailed, match="rank 1 was interrupted in group"):
+        offered.wait()
     with pytest.raises(RingError, match="by ZeroDivisionError, and the message that was arriving is lost"):
         waiting.wait()
     with pytest.raises(RingError, match="all ranks must recreate group"):
         pair[1].receive(np.zeros(1), 0, tag=1)
     assert (target == -1).all()
+    with pytest.raises(PeerFailed, match="rank 1 was interrupted in group, 0 to 1, tag 0 by ZeroDivisionError"):
+        pair[0].send(np.zeros(1), 1)
+
+
+def test_a_member_that_breaks_the_group_ends_the_messages_of_the_others(pair):
+    target = np.zeros(3)
+    receiving, offered = pair[0].receive(target, 1), pair[0].send(numbers(EAGER_BYTES), 1, tag=1)
+    other = MessageGroup(pair[0].messenger, 2, "other", [0, 1], {})
+    pair[0].group.fail(PeerFailed("rank 1 was interrupted", 1))
+    for call in (receiving.wait, offered.wait, lambda: pair[0].send(np.zeros(1), 1)):
+        with pytest.raises(PeerFailed, match="rank 1 was interrupted"):
+            call()
+    assert not pair[0].messenger._posted and not pair[0].messenger._outgoing[1].offered
+    Pending(other, other.send, np.zeros(1), 1, 0).wait()
 
 
 @pytest.mark.parametrize("count", [4, 8 * EAGER_BYTES])
@@ -300,6 +354,18 @@ def test_an_exception_while_bytes_move_ends_all_messages(pair, monkeypatch):
     for work in (waiting.wait, lambda: pair[0].receive(np.zeros(1), 1)):
         with pytest.raises(RingError, match="rank 0: moving messages was ended by ZeroDivisionError"):
             work()
+    with pytest.raises(PeerFailed, match="rank 0: moving messages was ended by ZeroDivisionError"):
+        pair[1].receive(np.zeros(1), 0)  # no answer will come
+
+
+def test_many_pending_messages_cost_no_look_each(pair):
+    waiting = [pair[0].receive(np.zeros(1), 1, tag) for tag in range(10_000)]
+    with pair[0].messenger._lock:
+        pair[0].messenger._tick(time.monotonic() + 30)
+        assert pair[0].detector.asked == []
+        pair[0].detector.left.add(1)
+        pair[0].messenger._tick(time.monotonic() + 30)
+        assert len(pair[0].detector.asked) == len(waiting)
 
 
 def test_a_failure_elsewhere_ends_pending_messages(pair):
