@@ -178,6 +178,29 @@ def test_a_rank_that_dies_silently_is_named_with_its_end(start, death, words):
     assert "rank 0 ends because rank 1 (process" in err and words in err
 
 
+@pytest.mark.parametrize("number", [9, 15])
+def test_a_signal_that_ends_rank_0_as_soon_as_it_has_joined_is_reported(start, number):
+    script = f"""
+        import os, time
+        import ring_plugins as ring
+        from ring_plugins.core.control.monitor import MonitorThread
+
+        def start_late(self, start=MonitorThread.start):
+            if self._failure_detector.rank:
+                time.sleep(0.5)  # as on a busy machine
+            start(self)
+
+        MonitorThread.start = start_late
+        ring.init(ranks=2)
+        if ring.rank() == 0:
+            os.kill(os.getpid(), {number})
+        ring.barrier()
+    """
+    status, _, err = finish(start(script))
+    assert status == -number
+    assert "rank 1 ends because rank 0 (process" in err
+
+
 MISTAKE = """
     import ring_plugins as ring
     ring.init(ranks=2)

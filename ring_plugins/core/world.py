@@ -119,10 +119,16 @@ class World:
         self._monitor = self._make_monitor(server, members) if size > 1 else None
         self._members = members
         self._messenger: Messenger | None = None
-        self.communicator = self.new_communicator("ring", gather=rendezvous.gather)
-        self._rank_marker = RankMarker(rank) if size > 1 else None
         if self._monitor is not None:
+            # Before the last exchange, so that no rank's script goes on while another rank is not yet watched.
             self._monitor.start()
+        try:
+            self.communicator = self.new_communicator("ring", gather=rendezvous.gather)
+        except BaseException:
+            if self._monitor is not None:
+                self._monitor.close()
+            raise
+        self._rank_marker = RankMarker(rank) if size > 1 else None
 
     def _introduce(self, own: Liveness | None, server: ControlServer | None) -> list[_Member]:
         """Exchange all ranks' entries; returns them in rank order."""

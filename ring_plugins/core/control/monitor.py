@@ -130,10 +130,12 @@ class MonitorThread:
             logger.error(f"rank {detector.rank} ends because the launcher (process {self._parent}) is gone")
         elif not detector.aborted:
             logger.error(f"rank {detector.rank} ends because {detector.failure() or 'rank 0 has ended'}")
-        else:  # its script tells
+        else:  # its script tells, unless it takes too long
             self._end_at = self._end_at or time.monotonic() + _GRACE
             if time.monotonic() < self._end_at:
                 return
+            if not detector.failed:
+                logger.error(f"rank {detector.rank} ends because {detector.failure() or 'rank 0 has ended'}")
         os._exit(1)
 
     def _end_after_failure(self) -> None:

@@ -114,3 +114,17 @@ def test_a_process_whose_launcher_is_gone_ends(run, monkeypatch):
     monitor = MonitorThread(FakeDetector(), FakeChannel(), True, lambda: None)
     monkeypatch.setattr(module.os, "getppid", lambda: 1)
     assert run(monitor) == 1
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_script_that_takes_too_long_to_say_that_rank_0_is_gone_is_ended_with_the_reason(
+    told, run, monkeypatch, caplog
+):
+    monkeypatch.setattr(module.logger, "propagate", True)
+    monkeypatch.setattr(module.os, "getppid", lambda: FakeDetector.membership[0].pid)
+    detector = FakeDetector(PeerFailed("rank 0 died", 0))
+    detector.aborted, detector.failed = True, told
+    monitor = MonitorThread(detector, FakeChannel(), True, lambda: None)
+    monitor._parent = 4711
+    assert run(monitor) == 1
+    assert ("rank 1 ends because rank 0 died" in caplog.text) is not told
