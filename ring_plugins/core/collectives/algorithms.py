@@ -8,16 +8,16 @@ reduces others. All members take the same steps in the same order, so their mess
 "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). They differ in rounds and connections:
 
 - `PairExchange`: two members send each other everything, and both reduce it. One round.
-- `Direct`: a chunk is cut into one part per member. Each member sends every other member that member's part, reduces
-  its own part and sends the result to all others: a reduce-scatter and an all-gather of one round each, over
-  connections among all members.
+- `Butterfly`: a chunk is cut into one part per member of a small group. Each member reduces its part with the others of
+  its group, then a part of that part with a second group, and so on (`butterfly`): a reduce-scatter. Then the results
+  return the same way: an all-gather. Up to 14 members form a single group, which takes two rounds in all.
 - `Ring`: members talk only to their two neighbors. Parts are passed around and added to for n-1 rounds, and the results
   are passed around for n-1 more. This is the ring of NCCL and Horovod (Baidu, 2017).
 
-Direct needs only two rounds, and on a switch that gives every host its full rate it is never slower than the ring while
-hosts are few. With many hosts the parts get small, and a switch drops packets when many hosts send to one at the same
-time (incast). So the ring takes over at `RING_FROM` hosts. Trees (NCCL's double binary tree) and recursive halving were
-rejected: they save rounds for small messages, which take only one round anyway (`hierarchical`).
+The butterfly takes a few rounds where the ring takes hundreds, at the same number of bytes. It would need large groups
+if the number of members had a large prime factor, and a switch drops packets when many hosts send to one at the same
+time (incast). There the ring is used. NCCL's double binary trees were rejected: they take as many rounds as the
+butterfly, for messages too large for one round, and need more code.
 
 Where a codec rounds numbers to 16 bits, the member that computed a result rounds its own copy too, so that all members
 end up with the same bits.
@@ -38,12 +38,13 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import slices
 from ring_plugins.core.base.errors import PeerFailed
 from ring_plugins.core.base.types import Array
+from ring_plugins.core.collectives.butterfly import radices, rounds
 from ring_plugins.core.collectives.fingerprint import Fingerprint
 from ring_plugins.core.collectives.net_group import NetworkGroup, PendingHeaders
 from ring_plugins.core.net.transport import Request
 
-#: Number of hosts from which the ring is used.
-RING_FROM = 16
+#: Largest group of a butterfly; where it would need a larger one, the ring is used.
+LARGEST_GROUP = 16
 #: Up to this size two hosts exchange everything in one round, which takes less processor time. Larger messages gain
 #: more from two rounds: their pieces are shorter and stay in the caches, and one round's data moves while the other
 #: waits.
@@ -58,7 +59,7 @@ class Reduction:
         op, dtype: as in `reduce_into`.
         divisor: the result is divided by this.
         codec: encodes what is sent.
-        nbytes: size of the whole array; the headers are sent at once.
+        nbytes: size of the whole array.
         fingerprint: of the operation.
     """
 
@@ -74,9 +75,15 @@ class Reduction:
     ) -> None:
         self.group, self.codec = group, codec
         self._op, self._dtype, self._divisor, self._fingerprint = op, dtype, divisor, fingerprint
-        sizes = [nbytes] * group.size
-        self._headers: PendingHeaders | None = group.send_headers(sizes, sizes, fingerprint)
+        self._sizes = [nbytes] * group.size
+        #: By round, until they are checked.
+        self._headers: list[PendingHeaders | None] = []
         self._unsent: list[tuple[int, Request]] = []
+
+    def introduce(self, number: int, members: Sequence[int]) -> None:
+        """Send headers to the `members` with whom chunks are exchanged in a round, before the first chunk is."""
+        if number == len(self._headers):
+            self._headers.append(self.group.send_headers(self._sizes, self._sizes, self._fingerprint, members))
 
     def send(self, members: Sequence[int], piece: Array) -> None:
         """Start sending a piece to some members; the piece must not change before `finish_sending`."""
@@ -98,15 +105,16 @@ class Reduction:
     def receive(self, member: int, buffer: Array) -> Request:
         return self.group.receive(member, buffer.view(np.uint8))
 
-    def wait(self, pending: Sequence[tuple[int, Request]]) -> None:
-        """Wait for a round's transfers, and the first time for the other members' headers too.
+    def wait(self, number: int, pending: Sequence[tuple[int, Request]]) -> None:
+        """Wait for the transfers of a chunk in a round, and the first time for the headers of that round too.
 
         Raises:
             MismatchError: a member is in another operation.
         """
-        if self._headers is not None:
-            self.group.check_headers(self._headers)
-            self._headers = None
+        headers = self._headers[number] if number < len(self._headers) else None
+        if headers is not None:
+            self.group.check_headers(headers)
+            self._headers[number] = None
         self.group.wait_each(pending, self._fingerprint, spin=False)
 
     def take_term(self, piece: Array) -> Array:
@@ -154,12 +162,13 @@ class PairExchange:
         self._reduction, self._chunk = reduction, chunk
         self._packed, self._term = reduction.codec.pack(chunk), reduction.take_term(chunk)
         (self._peer,) = reduction.group.others
+        reduction.introduce(0, [self._peer])
         outgoing, incoming = self._packed.view(np.uint8), self._term.view(np.uint8)
         self._pending = [(self._peer, reduction.group.exchange(self._peer, outgoing, incoming))] if chunk.size else []
 
     def advance(self) -> bool:
         reduction, chunk = self._reduction, self._chunk
-        reduction.wait(self._pending)  # for the send too, since the sum overwrites what is sent
+        reduction.wait(0, self._pending)  # for the send too, since the sum overwrites what is sent
         if chunk.size:
             mine = chunk if reduction.codec.exact else reduction.unpacked(self._packed, chunk)
             theirs = reduction.unpacked(self._term, chunk)
@@ -169,36 +178,70 @@ class PairExchange:
         return True
 
 
-class Direct:
-    """A chunk of which every member reduces one part: a reduce-scatter round, then an all-gather round."""
+class Butterfly:
+    """A chunk that groups of members reduce and scatter, round by round, and then gather in the opposite order."""
 
     def __init__(self, reduction: Reduction, chunk: Array) -> None:
-        self._reduction, group = reduction, reduction.group
-        self._parts = [chunk[cut] for cut in slices(chunk.size, group.size, chunk.itemsize)]
-        self._mine = mine = self._parts[group.position]
-        #: The other members, beginning with the next one, so that not all send to the same member first.
-        self._peers = [(group.position + step) % group.size for step in range(1, group.size)]
-        self._results: dict[int, Array] | None = None
-        self._terms = {i: reduction.take_term(mine) for i in group.others}
-        self._pending = [(i, reduction.receive(i, term)) for i, term in self._terms.items() if mine.size]
-        for i in self._peers:
-            reduction.send([i], self._parts[i])
+        self._reduction, self._position = reduction, reduction.group.position
+        self._groups = rounds(reduction.group.size, self._position)
+        #: By group, the parts of what this member reduced with the group before.
+        self._parts: list[list[Array]] = []
+        #: Rounds of the reduce-scatter, then rounds of the all-gather.
+        self._round = 0
+        self._scatter(chunk)
+
+    def _scatter(self, piece: Array) -> None:
+        """Begin a round of the reduce-scatter: everyone sends the others of its group their parts of a piece."""
+        reduction, group = self._reduction, self._groups[self._round]
+        parts = [piece[cut] for cut in slices(piece.size, len(group), piece.itemsize)]
+        self._parts.append(parts)
+        me, others = self._me_and_others(group)
+        reduction.introduce(self._round, [group[i] for i in others])
+        self._receive(group, {i: reduction.take_term(parts[me]) for i in others})
+        for i in others:
+            reduction.send([group[i]], parts[i])
+
+    def _gather(self) -> None:
+        """Begin a round of the all-gather: everyone sends the others of its group its part."""
+        reduction, group, parts = self._reduction, self._groups[self._level], self._parts[self._level]
+        me, others = self._me_and_others(group)
+        self._receive(group, {i: reduction.codec.receive_buffer(parts[i]) for i in others})
+        reduction.send([group[i] for i in others], parts[me])
+
+    @property
+    def _level(self) -> int:
+        """Which group exchanges in this round."""
+        return min(self._round, 2 * len(self._groups) - 1 - self._round)
+
+    def _me_and_others(self, group: Sequence[int]) -> tuple[int, list[int]]:
+        """This member's place in a group, and the others' from the next one on, so that not all send to one first."""
+        me = group.index(self._position)
+        return me, [(me + step) % len(group) for step in range(1, len(group))]
+
+    def _receive(self, group: Sequence[int], buffers: dict[int, Array]) -> None:
+        self._received, receive = buffers, self._reduction.receive
+        self._pending = [(group[i], receive(group[i], buffer)) for i, buffer in buffers.items() if buffer.size]
 
     def advance(self) -> bool:
-        reduction, mine = self._reduction, self._mine
-        reduction.wait(self._pending)
-        if self._results is not None:
-            for i, received in self._results.items():
-                reduction.codec.unpack(received, self._parts[i])
-            return True
+        reduction, last = self._reduction, len(self._groups) - 1
+        reduction.wait(self._round, self._pending)
+        parts, received = self._parts[self._level], self._received
+        if self._round > last:
+            for i, data in received.items():
+                reduction.codec.unpack(data, parts[i])
+            self._round += 1
+            if self._round > 2 * last + 1:
+                return True
+            self._gather()
+            return False
+        mine = parts[self._groups[self._level].index(self._position)]
         if mine.size:
-            reduction.combine(mine, [mine, *(reduction.unpacked(term, mine) for term in self._terms.values())])
-        self._results = {i: reduction.codec.receive_buffer(self._parts[i]) for i in reduction.group.others}
-        self._pending = [(i, reduction.receive(i, buffer)) for i, buffer in self._results.items() if buffer.size]
-        reduction.send(self._peers, mine)
-        for term in self._terms.values():
+            terms = [reduction.unpacked(term, mine) for term in received.values()]
+            reduction.combine(mine, [mine, *terms], is_result=self._round == last)
+        self._round += 1
+        self._scatter(mine) if self._round <= last else self._gather()
+        for term in received.values():
             reduction.return_term(term)
-        self._terms = {}
         return False
 
 
@@ -210,6 +253,7 @@ class Ring:
         self._parts = [chunk[cut] for cut in slices(chunk.size, group.size, chunk.itemsize)]
         self._round, self._last_sum = 0, group.size - 2
         self._next, self._previous = (group.position + 1) % group.size, (group.position - 1) % group.size
+        reduction.introduce(0, group.others)
         reduction.send([self._next], self._parts[group.position])
         self._receive()
 
@@ -223,7 +267,7 @@ class Ring:
 
     def advance(self) -> bool:
         reduction, part = self._reduction, self._part
-        reduction.wait(self._pending)
+        reduction.wait(self._round, self._pending)
         if part.size and self._round <= self._last_sum:
             reduction.combine(part, [part, reduction.unpacked(self._buffer, part)], self._round == self._last_sum)
             reduction.return_term(self._buffer)
@@ -245,7 +289,8 @@ def choose_algorithm(members: int, nbytes: int) -> tuple[Algorithm, int]:
     """Choose the algorithm for a message of `nbytes`; return it and its number of rounds."""
     if members == 2 and nbytes <= PAIR_EXCHANGE_BYTES:
         return PairExchange, 1
-    return (Direct, 2) if members < RING_FROM else (Ring, 2 * (members - 1))
+    split = radices(members)
+    return (Butterfly, 2 * len(split)) if split[0] <= LARGEST_GROUP else (Ring, 2 * (members - 1))
 
 
 class Pipeline:

@@ -19,7 +19,7 @@ because they allocate together and call with equal sizes.
 be waiting for a remote host that itself waits for data that this rank still has to send; where the kernel buffers
 little, two hosts could block each other forever.
 
-**Small messages** take one round: the first ranks of all hosts exchange their hosts' sums.
+**Small messages**: the first ranks of all hosts exchange their hosts' sums, in one round up to 14 hosts.
 
 **Averages.** The sum is divided once, at the end, with two exceptions. The largest float16 is 65,504, so a host's sum
 may overflow where the average does not: the sum is first scaled down by a power of two, which costs no precision, and
@@ -41,6 +41,7 @@ from ring_plugins.core.arrays.memory import CACHE_LINE, slices
 from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.algorithms import Pipeline, Reduction, choose_algorithm
+from ring_plugins.core.collectives.butterfly import radices
 from ring_plugins.core.collectives.fingerprint import Fingerprint
 from ring_plugins.core.collectives.net_group import SMALL_BYTES, NetworkGroup
 from ring_plugins.core.collectives.shm_group import CHUNK_STAGING_BYTES, SharedMemoryGroup
@@ -51,9 +52,9 @@ _MESSAGE_BYTES = 256 * 1024
 _SMALLEST_MESSAGE_BYTES = 64 * 1024
 #: An array is cut into about this many chunks, within the limits above.
 _CHUNKS = 4
-#: A message takes one round if a host then receives no more than this. With two hosts, more rounds would not make it
-#: receive less.
-_ONE_ROUND_BYTES = 256 * 1024
+#: A message is small if a host that receives the whole sums of others then receives no more than this. With two hosts,
+#: cutting it into parts would not make a host receive less.
+_SMALL_RECEIVED_BYTES = 256 * 1024
 
 
 class HierarchicalAllReduce:
@@ -79,6 +80,8 @@ class HierarchicalAllReduce:
     ) -> None:
         self._node, self._rail = node, rail
         self._local_rank, self._rails, self._num_nodes, self._size = local_rank, rails, num_nodes, size
+        messages = sum(radix - 1 for radix in radices(num_nodes))
+        self._largest_small = max(SMALL_BYTES, _SMALL_RECEIVED_BYTES // messages)
 
     def all_reduce(
         self, array: Array, source: Array, op: Op, dtype: str, codec: Codec | None, fingerprint: Fingerprint
@@ -87,7 +90,7 @@ class HierarchicalAllReduce:
         before, after = average_divisors(self._size, dtype, codec is not None) if op is Op.AVERAGE else (1.0, 1.0)
         codec = codec or IdentityCodec()
         try:
-            if array.nbytes <= max(SMALL_BYTES, _ONE_ROUND_BYTES // (self._num_nodes - 1)):
+            if array.nbytes <= self._largest_small:
                 self._reduce_small(array, source, LocalReduction(op, dtype, before, 1, fingerprint), after, codec)
             else:
                 local = LocalReduction(op, dtype, before, self._rails, fingerprint)

@@ -26,6 +26,7 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import slices
 from ring_plugins.core.base.errors import MismatchError, PeerFailed, RingError
 from ring_plugins.core.base.types import Array, Bytes
+from ring_plugins.core.collectives.butterfly import rounds
 from ring_plugins.core.collectives.fingerprint import Fingerprint, fingerprint, mismatch, size_mismatch
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.net.transport import Request, Transport
@@ -44,6 +45,7 @@ class PendingHeaders(NamedTuple):
 
     request: Request
     received: Array
+    members: Sequence[int]
     sizes: Sequence[int]
     expected: Sequence[int]
     fingerprint: Fingerprint
@@ -186,8 +188,14 @@ class NetworkGroup:
 
     # Headers --------------------------------------------------------------------------------------
 
-    def send_headers(self, sizes: Sequence[int], expected: Sequence[int], fingerprint: Fingerprint) -> PendingHeaders:
-        """Begin an operation: tell every member which operation this is and how many bytes it will be sent.
+    def send_headers(
+        self,
+        sizes: Sequence[int],
+        expected: Sequence[int],
+        fingerprint: Fingerprint,
+        members: Sequence[int] | None = None,
+    ) -> PendingHeaders:
+        """Begin an operation: tell other members which operation this is and how many bytes they will be sent.
 
         Sends and receives of the data may start right after. Call `check_headers` before received data is used.
 
@@ -195,40 +203,41 @@ class NetworkGroup:
             sizes: bytes that this member sends to each member; its own entry is ignored.
             expected: bytes that this member expects from each member.
             fingerprint: of the operation.
+            members: who exchanges headers with this member; by default all others.
         """
-        ranks, others = self._ranks, self.others
+        ranks, members = self._ranks, self.others if members is None else members
         received = np.zeros((self.size, _HEADER_BYTES), np.uint8)
         self._wait.begun = True
         request = self._transport.exchange(
-            [(ranks[i], _header(fingerprint, sizes[i], expected[i])) for i in others],
-            [(ranks[i], received[i]) for i in others],
+            [(ranks[i], _header(fingerprint, sizes[i], expected[i])) for i in members],
+            [(ranks[i], received[i]) for i in members],
             self._tag,
         )
-        return PendingHeaders(request, received, sizes, expected, fingerprint)
+        return PendingHeaders(request, received, members, sizes, expected, fingerprint)
 
     def check_headers(self, pending: PendingHeaders) -> None:
-        """Wait for the headers of all members, and compare.
+        """Wait for the headers, and compare.
 
         Raises:
             MismatchError: members are in different operations, or disagree about sizes, or one has sent an error.
         """
-        request, received, sizes, expected, fingerprint = pending
+        request, received, members, sizes, expected, fingerprint = pending
         ranks = self._ranks
-        self._wait_for(
-            request, lambda: [ranks[i] for i in self.others if not received[i].any()], fingerprint, arrival=True
-        )
+        self._wait_for(request, lambda: [ranks[i] for i in members if not received[i].any()], fingerprint, arrival=True)
         words, step = memoryview(received.reshape(-1)).cast("q"), _HEADER_BYTES // 8
-        if any(words[i * step] != fingerprint.code for i in self.others):
-            self._all_know_of_mismatch = True
+        if any(words[i * step] != fingerprint.code for i in members):
+            self._all_know_of_mismatch = len(members) == len(self.others)
             received[self.position] = _header(fingerprint, 0, 0)
-            texts = [bytes(header[_HEADER_TEXT:]).rstrip(b"\0").decode(errors="replace") for header in received]
-            for i in self.others:
+            texts = {
+                i: bytes(received[i, _HEADER_TEXT:]).rstrip(b"\0").decode(errors="replace")
+                for i in sorted((self.position, *members))
+            }
+            for i in members:
                 if words[i * step] == _REPORT:
                     raise MismatchError(texts[i])
-            calls = zip(self._behind, texts, strict=True)
-            raise mismatch(self._name, {rank: text for behind, text in calls for rank in behind})
+            raise mismatch(self._name, {rank: text for i, text in texts.items() for rank in self._behind[i]})
         own = ranks[self.position]
-        for i in self.others:
+        for i in members:
             theirs, awaited = words[i * step + 1], words[i * step + 2]
             if theirs != expected[i]:
                 raise size_mismatch(self._name, fingerprint, ranks[i], theirs, own, expected[i])
@@ -253,12 +262,14 @@ class NetworkGroup:
         incoming: Sequence[Bytes | None],
         fingerprint: Fingerprint,
         confirm: bool = False,
+        members: Sequence[int] | None = None,
     ) -> None:
         """Send `outgoing[i]` to member i and fill `incoming[i]` from it, None for nothing.
 
         With `confirm`, a second header says that the first were right, so that all learn of a mismatch between two.
+        Where only some `members` exchange data with this one, they alone exchange headers with it.
         """
-        headers = self.send_headers(_sizes(outgoing), _sizes(incoming), fingerprint)
+        headers = self.send_headers(_sizes(outgoing), _sizes(incoming), fingerprint, members)
         requests = self.exchange_parts(outgoing, incoming)
         self.check_headers(headers)
         if confirm:
@@ -319,9 +330,10 @@ class NetworkGroup:
     def all_reduce_small(
         self, array: Array, op: Op, dtype: str, divisor: float, codec: Codec, fingerprint: Fingerprint
     ) -> None:
-        """Combine the `array` of all members in one round; all get the same bits.
+        """Combine the `array` of all members; all get the same bits.
 
-        Every member sends its array to all others, and all reduce in member order.
+        Few members send their arrays to all others, and all reduce in member order: one round. Of many, groups do the
+        same one after the other, each with the sums of the round before (`butterfly`).
 
         Args:
             array: 1-d storage array, the same length everywhere.
@@ -329,12 +341,20 @@ class NetworkGroup:
             codec: encodes what is sent.
             fingerprint: of the operation.
         """
-        terms = np.empty((self.size, array.size), array.dtype)
-        received = [codec.receive_buffer(term) for term in terms]
-        self.all_gather(codec.pack(array).view(np.uint8), [packed.view(np.uint8) for packed in received], fingerprint)
-        for packed, term in zip(received, terms, strict=True):
-            codec.unpack(packed, term)
-        reduce_into(array, list(terms), op, dtype, divisor)
+        left = self.size
+        for group in rounds(self.size, self.position):
+            left //= len(group)
+            terms = np.empty((len(group), array.size), array.dtype)
+            received = [codec.receive_buffer(term) for term in terms]
+            packed = codec.pack(array).view(np.uint8)
+            outgoing: list[Bytes | None] = [None] * self.size
+            incoming: list[Bytes | None] = [None] * self.size
+            for i, term in zip(group, received, strict=True):
+                outgoing[i], incoming[i] = packed, term.view(np.uint8)
+            self._exchange_all(outgoing, incoming, fingerprint, members=[i for i in group if i != self.position])
+            for data, term in zip(received, terms, strict=True):
+                codec.unpack(data, term)
+            reduce_into(array, list(terms), op, dtype, divisor if left == 1 else 1)
 
 
 @lru_cache(maxsize=256)

@@ -6,8 +6,7 @@ import pytest
 from ring_plugins.core.arrays.codec import Compression, HalfCodec, IdentityCodec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.collectives.algorithms import (
-    RING_FROM,
-    Direct,
+    Butterfly,
     PairExchange,
     Pipeline,
     Reduction,
@@ -17,14 +16,24 @@ from ring_plugins.core.collectives.algorithms import (
 from ring_plugins.core.collectives.fingerprint import fingerprint
 from tests.core.collectives.simulated_hosts import simulated_hosts
 
-CASES = [(2, PairExchange, 1), (2, Direct, 2), (3, Direct, 2), (2, Ring, 2), (3, Ring, 4), (4, Ring, 6)]
+CASES = [
+    (2, PairExchange, 1),
+    (2, Butterfly, 2),
+    (3, Butterfly, 2),
+    (15, Butterfly, 4),
+    (16, Butterfly, 4),
+    (2, Ring, 2),
+    (3, Ring, 4),
+    (4, Ring, 6),
+]
 
 
 def test_the_algorithm_depends_on_the_number_of_hosts_and_on_the_size():
     assert choose_algorithm(2, 1 << 20) == (PairExchange, 1)
-    assert choose_algorithm(2, 25 << 20) == (Direct, 2)
-    assert choose_algorithm(RING_FROM - 1, 1 << 20) == (Direct, 2)
-    assert choose_algorithm(RING_FROM, 1 << 20) == (Ring, 2 * (RING_FROM - 1))
+    assert choose_algorithm(2, 25 << 20) == (Butterfly, 2)
+    assert choose_algorithm(14, 1 << 20) == (Butterfly, 2)
+    assert choose_algorithm(1024, 1 << 20) == (Butterfly, 8)  # groups of 8, 8, 4 and 4
+    assert choose_algorithm(17, 1 << 20) == (Ring, 32)
 
 
 def run(on_all, rows, op, algorithm, rounds, make_codec=IdentityCodec, length=30_001):

@@ -201,6 +201,38 @@ def test_every_rank_learns_of_a_mismatch(layout, call):
     assert all("ranks disagree in test" in str(error) for error in errors)
 
 
+@pytest.mark.parametrize("odd", [0, 6, 15])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda c, odd: c.all_reduce(memory(SMALL + odd), Op.SUM),
+        lambda c, odd: c.all_reduce(memory(LARGE), Op.MAX if odd else Op.SUM),
+        lambda c, odd: c.all_reduce(memory(LARGE if odd else SMALL), Op.SUM),
+        lambda c, odd: c.barrier() if odd else c.all_reduce(memory(LARGE), Op.SUM),
+    ],
+    ids=["small", "large", "large and small", "barrier"],
+)
+def test_every_host_of_many_learns_of_a_mismatch_although_it_exchanges_with_few(call, odd):
+    with simulated_communicators(tuple(range(16))) as job:
+        errors = job.on_all(lambda rank, communicator: call(communicator, rank == odd))
+    assert [type(error) for error in errors] == [MismatchError] * 16, errors
+    assert all("ranks disagree in test" in str(error) for error in errors)
+
+
+def test_an_all_reduce_among_many_hosts_sends_few_messages():
+    """Sixteen hosts exchange in groups of four: with three others, and then with three more."""
+    hosts = tuple(range(16))
+    with simulated_communicators(hosts) as job:
+        for count, messages in ((SMALL, 2 * 3), (1_000_000, 2 * 3)):
+            array = memory(count)
+            sent = moved(job, hosts, lambda rank, communicator, array=array: communicator.all_reduce(array, Op.MAX))
+            for rank in hosts:
+                receivers = [b for (a, b), sizes in sent.items() if a == rank and sizes]
+                assert len(receivers) == messages
+                headers = [b for (a, b), sizes in sent.items() if a == rank and HEADER in sizes]
+                assert len(headers) == messages
+
+
 def test_a_mismatch_between_hosts_names_all_ranks():
     with simulated_communicators((0, 1, 0, 1)) as job:
         errors = job.on_all(lambda rank, communicator: communicator.broadcast(memory(4 + rank % 2), 0))
