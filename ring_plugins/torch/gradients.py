@@ -204,6 +204,15 @@ class GradientAverager:
             raise refusal([newer[0].conflict([self._claim])], [self._communicator.ranks[self._communicator.rank]])
         return self._prepare()
 
+    def begin_step(self) -> None:
+        """Forget the passes of a step that the script gave up, as `DistributedOptimizer.zero_grad` tells.
+
+        An exception in a forward may end a step after some of its `passes_per_step`. They must not count for the next
+        one, whose last passes would otherwise add this rank's own gradients to the averages.
+        """
+        if not self._backward.is_running:
+            self._passes = 0
+
     def _prepare(self) -> bool:
         self._check_usable()
         self.abandon()

@@ -141,6 +141,7 @@ class DistributedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.averager.prepare()
+        self.averager.begin_step()
         self._reductions_so_far = self.averager.steps
         self.optimizer.zero_grad(set_to_none)
 

@@ -435,6 +435,39 @@ def a_backward_that_raised_on_one_rank_and_was_caught_is_an_error_on_all() -> No
         optimizer.close()
 
 
+@check_among_several
+def a_batch_that_fails_before_its_first_gradient_is_left_out_by_its_rank() -> None:
+    """The others wait for this rank's next backward, so all step on averages of the same weights' gradients."""
+    for passes in (1, 2):
+        model, reference = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)) for _ in range(2)]
+        broadcast_parameters(model)
+        reference.load_state_dict(model.state_dict())
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), backward_passes_per_step=passes
+        )
+        plain = torch.optim.SGD(reference.parameters(), 0.1)
+        for step in range(4):
+            for attempt in range(2):
+                optimizer.zero_grad()
+                try:
+                    for number in range(passes):
+                        out = model(torch.full((1, 4), RANK + step + 1.0))
+                        if attempt == 0 and step == 1 and number == passes - 1 and RANK == SIZE - 1:
+                            raise MemoryError("no room")
+                        out.sum().backward()
+                    optimizer.step()
+                    break
+                except MemoryError:
+                    continue
+            plain.zero_grad()
+            for rank in range(SIZE):
+                (reference(torch.full((1, 4), rank + step + 1.0)).sum() * passes / SIZE).backward()
+            plain.step()
+        assert same_everywhere(model.parameters()), passes
+        assert close(model, reference, 1e-5), passes
+        optimizer.close()
+
+
 @check
 def a_step_that_one_rank_cannot_compute_is_skipped_by_all() -> None:
     """In forward, in backward, before and after buckets have left, in the first of two passes, large gradients."""
