@@ -144,5 +144,5 @@ def test_every_error_is_documented():
     defined = set(
         re.findall(r"^class (\w+)\(", (REPOSITORY / "ring_plugins/core/base/errors.py").read_text(), re.MULTILINE)
     )
-    documented = set(re.findall(r"^\| `(\w+)`", (REPOSITORY / "docs/failures.md").read_text(), re.MULTILINE))
+    documented = set(re.findall(r"^\| `(\w+)`", (REPOSITORY / "docs/errors.md").read_text(), re.MULTILINE))
     assert defined - {"RingError"} == documented

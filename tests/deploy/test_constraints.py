@@ -10,6 +10,12 @@ from packaging.requirements import Requirement
 
 from tests.launch import REPOSITORY
 
+# What builds the documentation needs Python 3.11.
+DOCS = {
+    "babel", "backrefs", "colorama", "ghp-import", "griffelib", "Markdown", "mergedeep", "mkdocs", "mkdocs-autorefs",
+    "mkdocs-get-deps", "mkdocs-material", "mkdocs-material-extensions", "mkdocstrings", "mkdocstrings-python",
+    "paginate", "platformdirs", "pymdown-extensions", "pyyaml_env_tag", "watchdog",
+}  # fmt: skip
 PYTHONS = ("3.10.0", "3.11.0", "3.12.0", "3.13.0")
 
 
@@ -39,8 +45,10 @@ def test_every_pin_that_is_installed_supports_the_pythons_that_it_is_chosen_for(
 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_every_package_has_one_version_for_a_python(python):
-    everywhere = sorted({pin.name for pin in pins()})
-    assert sorted(pin.name for pin in pins() if chosen_for(pin, python)) == everywhere
+    chosen = sorted(pin.name for pin in pins() if chosen_for(pin, python))
+    assert len(chosen) == len(set(chosen))
+    missing = {pin.name for pin in pins()} - set(chosen)
+    assert missing == (DOCS if python.startswith("3.10") else set())
 
 
 def test_no_class_has_bases_that_python_3_10_refuses():
