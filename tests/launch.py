@@ -90,7 +90,8 @@ def run_ranks(
         launcher: "spawned" starts plain `python script`, which spawns the other ranks itself.
         args: The script's arguments.
         env: Variables added to the environment.
-        timeout: Seconds; beyond them the stacks of all processes are written out and everything is killed.
+        timeout: Seconds on a machine that is not overloaded (see `slowness`); beyond them the stacks of all processes
+            are written out and everything is killed.
         check: Whether a non-zero status fails the test.
 
     Raises:
@@ -187,13 +188,13 @@ class Job:
 
     def wait_for(self, key: str, timeout: float = 60) -> dict[int, Any]:
         """Rank to its last `report(key, ...)`, once every rank has made one."""
-        deadline = time.monotonic() + timeout
+        began = time.monotonic()
         while True:
             reports = self.reports()
             found = {rank: values[key] for rank, values in reports.items() if key in values}
             if len(found) == self.ranks:
                 return found
-            if self.process.poll() is not None or time.monotonic() > deadline:
+            if self.process.poll() is not None or time.monotonic() - began > timeout * slowness():
                 why = "the launch ended" if self.process.poll() is not None else f"{timeout:.0f} s passed"
                 stacks = "" if self.process.poll() is not None else self._dump_stacks()
                 self.kill()
@@ -231,17 +232,17 @@ class Job:
                 mpirun was killed. They are removed.
             grace: Seconds that other processes may take to end after the launched one; GRACE_SECONDS by default.
         """
-        deadline = time.monotonic() + timeout
+        began = time.monotonic()
         while self.process.poll() is None:
-            if time.monotonic() > deadline:
+            if time.monotonic() - began > timeout * slowness():
                 stacks = self._dump_stacks()
                 self.kill()
                 raise LaunchFailed(f"still running after {timeout:.0f} s\n{self._result()}{stacks}")
             self._look_at_files()
             time.sleep(0.02)
         grace = GRACE_SECONDS if grace is None else grace
-        grace = max(deadline - time.monotonic(), 0) if timeout < grace else grace
-        if left := self._wait_for_stragglers(min(deadline, time.monotonic() + grace)):
+        slow = slowness()
+        if left := self._wait_for_stragglers(min(began + timeout * slow, time.monotonic() + grace * slow)):
             names = "\n".join(f"  pid {process.pid}: {_command_line(process)}" for process in left)
             stacks = self._dump_stacks()
             self.kill()
@@ -327,6 +328,11 @@ class Job:
             ended=time.time(),
             reports=self.reports(),
         )
+
+
+def slowness() -> float:
+    """How many times longer than alone a launch may take because of what else runs here; at least 1."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def _command_line(process: psutil.Process) -> str:

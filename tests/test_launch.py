@@ -30,7 +30,15 @@ def test_a_status_other_than_zero_fails_with_the_output():
 
 def test_a_time_out_shows_where_each_process_waits():
     with pytest.raises(LaunchFailed, match="(?s)still running.*stacks of pid.*in wait_here"):
-        run_ranks("import time\ndef wait_here():\n    time.sleep(60)\nwait_here()", timeout=1)
+        run_ranks("import time\ndef wait_here():\n    time.sleep(600)\nwait_here()", timeout=1)
+
+
+def test_a_launch_may_take_longer_where_processes_wait_for_processors(monkeypatch):
+    monkeypatch.setattr("tests.launch.os.getloadavg", lambda: (1e6, 0.0, 0.0))
+    run_ranks("import time; time.sleep(0.5)", timeout=0.1)
+    monkeypatch.setattr("tests.launch.os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    with pytest.raises(LaunchFailed, match="still running"):
+        run_ranks("import time; time.sleep(600)", timeout=0.1)
 
 
 ORPHAN = """

@@ -674,7 +674,7 @@ def averagers_that_were_dropped_leave_nothing_behind() -> None:
             assert alive() is None
             ring.barrier()
             before = before or held_by_this_process()
-    for _ in range(50):  # a thread ends a moment after its averager
+    for _ in range(600):  # a thread ends a moment after its averager
         if all(now <= then for now, then in zip(held_by_this_process(), before, strict=True)):
             return
         threading.Event().wait(0.1)

@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -89,17 +90,23 @@ def test_a_gpu_makes_no_future_unless_asked_for_one(gpu, monkeypatch):
     assert made == [0]
 
 
-@pytest.mark.parametrize("timeout", [timedelta(0), timedelta(seconds=5)])
+@pytest.mark.parametrize("timeout", [timedelta(0), timedelta(seconds=60)])
 def test_an_interrupted_wait_breaks_the_communicator(timeout):
-    executor, gate = SerialExecutor("test", Wait("test", None)), threading.Event()
-    work = RingWork.start(executor, "all_reduce", [], lambda: gate.wait(0.5))
+    executor = SerialExecutor("test", Wait("test", None))
+
+    def wait_until_broken():  # as every wait of an operation does
+        end = time.monotonic() + 60
+        while executor.failure.error is None and time.monotonic() < end:
+            time.sleep(0.001)
+
+    work = RingWork.start(executor, "all_reduce", [], wait_until_broken)
 
     def stop(number, frame):
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, stop)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(KeyboardInterrupt):
             work.wait(timeout)
     finally:

@@ -40,8 +40,14 @@ def test_an_idle_executor_runs_in_the_callers_thread(executor):
 
 def test_a_busy_executor_runs_it_after_what_was_started_before(executor):
     log, gate = [], threading.Event()
-    executor.start("first", lambda: (gate.wait(5), log.append("first")))
-    threading.Timer(0.05, gate.set).start()
+    executor.start("first", lambda: (gate.wait(60), log.append("first")))
+
+    def let_go_once_the_second_waits():
+        while executor._thread._unfinished < 2:
+            time.sleep(0.001)
+        gate.set()
+
+    threading.Thread(target=let_go_once_the_second_waits, daemon=True).start()
     executor.run(OPERATION, lambda operation: log.append(threading.current_thread().name))
     assert log == ["first", "ring:test"]
 
@@ -91,7 +97,7 @@ def test_a_signal_that_another_thread_receives_ends_the_wait_for_a_work(executor
 
     before = signal.signal(signal.SIGALRM, lambda number, frame: (_ for _ in ()).throw(KeyboardInterrupt))
     ended = threading.Event()
-    work = executor.start("work", lambda: ended.wait(5))
+    work = executor.start("work", lambda: ended.wait(60))
     sender = threading.Thread(target=signal_this_thread)
     sender.start()
     try:
@@ -163,7 +169,7 @@ def test_an_unused_executor_ends_its_thread_and_frees_results():
     thread, alive = executor._thread._thread, weakref.ref(executor)
     del executor
     gc.collect()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
     assert alive() is None
     assert result() is None
