@@ -57,12 +57,15 @@ class GradientBuckets:
         compression: how gradients travel; None for unchanged.
         known_sparse: parameters whose gradients are gathered as sparse rows.
         gathers_sparse: whether gradients that turn out to be sparse are gathered too; if not, they are made dense.
+        order: positions in `named` of all that are not frozen, first gradient first, equal on all ranks; None if that
+            is not known yet.
 
     Attributes:
         reducer: launches the buckets.
         entries: by position in `named` the entry of the plan, -1 for parameters that the reducer does not know.
         parameters, names: by entry.
         views: by entry the gradient's place in its bucket, None for those that are reduced in place.
+        is_ordered: whether buckets fill in the order in which gradients really come.
 
     Raises:
         MismatchError: the parameters differ among ranks.
@@ -77,8 +80,9 @@ class GradientBuckets:
         compression: Compression | None,
         known_sparse: set[nn.Parameter],
         gathers_sparse: bool,
+        order: Sequence[int] | None = None,
     ) -> None:
-        self._communicator = communicator
+        self._communicator, self.is_ordered = communicator, order is not None
         gpu = communicator.device if isinstance(communicator, DeviceCommunicator) else None
         self._streams = None if gpu is None else streams(gpu)
         trained = [position for position, (_, p) in enumerate(named) if p.requires_grad]
@@ -90,7 +94,7 @@ class GradientBuckets:
         self.names = [named[position][0] for position in positions]
         self.parameters = [named[position][1] for position in positions]
         entries = [_entry(*named[position], gpu, compression) for position in positions]
-        self.plan = FusionPlan(entries, sizes, control=2)
+        self.plan = FusionPlan(entries, sizes, control=2, order=None if order is None else self._entries_of(order))
         self.plan.check_equal(communicator)
         self._half: HalfBuckets | None = None  # between GPUs; elsewhere the communicator rounds
         self._buffer, tensors = self._allocate(compression)
@@ -136,6 +140,13 @@ class GradientBuckets:
             return on_gpu, on_gpu.tensors
         self._half = HalfBuckets(self.plan, on_gpu.tensors, compression)
         return self._half, on_gpu.tensors
+
+    def _entries_of(self, order: Sequence[int]) -> list[int]:
+        return [entry for position in order if (entry := self.entries[position]) >= 0]
+
+    def fills_as(self, order: Sequence[int]) -> bool:
+        """Whether buckets made in this order of positions would be the same."""
+        return self.plan.fills_as(self._entries_of(order))
 
     def bucket_at(self, position: int) -> int:
         """The bucket of the parameter at this place in `named`; -1 for those that the reducer does not know."""

@@ -26,11 +26,12 @@ from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import refusals_told
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
+from ring_plugins.core.gradients.arrival import ArrivalOrder
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketSizes
 from ring_plugins.core.gradients.tuning import BucketTuner, is_wanted
 from ring_plugins.core.world import current, refusals_told_to_all
 from ring_plugins.torch.autograd import Backward, current_task, registrations, when_accumulated
-from ring_plugins.torch.device import TorchStreams, index_of, is_on_gpu, is_supported, memory_of, streams
+from ring_plugins.torch.device import TorchStreams, index_of, is_capturing, is_on_gpu, is_supported, memory_of, streams
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
 from ring_plugins.torch.ownership import Claim, refusal, still_there
 from ring_plugins.torch.sparse import sparse_parameters
@@ -137,6 +138,9 @@ class GradientAverager:
         self._is_contested = False  # whether, on some rank, an older averager had one of the parameters
         self._buckets: GradientBuckets | None = None  # of the current pass; None if there is only one rank
         self._waited_before, self._bytes_before = 0.0, 0  # of buckets that were dropped
+        self._order = ArrivalOrder()
+        #: `id` of each parameter whose gradient has come in this pass, while their order is being learned.
+        self._arrivals: list[int] | None = None
         self._tuner: BucketTuner | None = None
         self._passes_per_step, self._passes = passes_per_step, 0
         self._accumulates = False
@@ -251,6 +255,7 @@ class GradientAverager:
             names.setdefault(parameter, name)  # a shared parameter may be listed by each of its names
         self._named = [(name, parameter) for parameter, name in names.items()]
         self._parameters = list(names)
+        self._order = ArrivalOrder()
         self._put_hooks()
 
     def _put_hooks(self) -> None:
@@ -269,6 +274,9 @@ class GradientAverager:
             self._groups.append(group)
             for position in positions:
                 self._hooks += when_accumulated(self._named[position][1], group)
+        if (arrivals := self._arrivals) is not None:
+            for parameter in self._parameters:
+                self._hooks += when_accumulated(parameter, lambda parameter: arrivals.append(id(parameter)))
         if self._module is not None:
             self._hooks.append(self._module.register_forward_pre_hook(_BeforeForward(averager)))
 
@@ -284,17 +292,48 @@ class GradientAverager:
         if key not in self._kept:
             if len(self._kept) >= _KEPT:
                 self._drop(next(iter(self._kept)))
+            order = self._order.of(self._trained(key))
             with refusals_told(self._communicator, "making buckets"):
+                if self._streams is not None and is_capturing():
+                    raise ArgumentError(
+                        f"{self._communicator.name}: buckets would be made while a CUDA graph is being captured. Run "
+                        "two ordinary steps with the same parameters before the capture: the first shows in which "
+                        "order gradients come, the second makes the buckets for that order."
+                    )
                 self._kept[key] = GradientBuckets(
-                    self._named, self._communicator, self._sizes, self._compression, self._sparse, self._gathers_sparse
+                    *(self._named, self._communicator, self._sizes, self._compression, self._sparse),
+                    self._gathers_sparse,
+                    order,
                 )
+            self._kept[key].reducer.passes = self.steps  # those of buckets that were dropped count, too
             self._claim.take((name, p) for name, p in self._named if p.requires_grad)
             conflict = self._claim.conflict(self._claim.older())
             self._is_contested = any(self._communicator.all_gather_object(conflict))
             made = self._kept[key]
             if any(len({made.bucket_at(i) for i in g.positions}) > 1 for g in self._groups):
                 self._put_hooks()
-        return self._kept[key]
+        buckets = self._kept[key]
+        if buckets.is_ordered == (self._arrivals is not None):
+            self._arrivals = None if buckets.is_ordered else []
+            self._put_hooks()
+        return buckets
+
+    def _trained(self, key: tuple[bool, ...]) -> list[int]:
+        """Positions of the parameters that are not frozen in one set."""
+        return [position for position, requires_grad in enumerate(key) if requires_grad]
+
+    def _learn_order(self, buckets: GradientBuckets) -> None:
+        """Let the next backward make buckets in the order in which gradients have just come; collective."""
+        place = {id(parameter): position for position, parameter in enumerate(self._parameters)}
+        arrived = [place[one] for one in self._arrivals or () if one in place]
+        key = next((key for key, kept in self._kept.items() if kept is buckets), None)
+        if key is None or not self._order.learn(self._trained(key), arrived, self._communicator):
+            return
+        order = self._order.of(self._trained(key))
+        assert order is not None
+        buckets.is_ordered = buckets.fills_as(order)
+        if not buckets.is_ordered:
+            self._drop(key)
 
     def _drop_buckets(self) -> None:
         """Give the memory of all buckets back; gradients in it stay valid."""
@@ -354,6 +393,8 @@ class GradientAverager:
         if self._backward.callback() is None:
             if not self._begin():
                 return
+            if self._arrivals is not None:
+                self._arrivals[:] = [id(parameter)]
             if group not in self._groups:  # the first gradient found that the model had changed
                 position = next(i for i, (_, p) in enumerate(self._named) if p is parameter)
                 group = next(one for one in self._groups if position in one.positions)
@@ -425,6 +466,8 @@ class GradientAverager:
             self._sparse.update(outcome.found_sparse)
             self._drop_buckets()  # the next backward makes buckets without them
         self.steps += 1
+        if self._arrivals is not None and not (self._streams is not None and is_capturing()):
+            self._learn_order(buckets)
         if self._tuner is not None:
             self._tune(self._tuner)
 

@@ -226,6 +226,92 @@ def unused_parameters() -> None:
     averager.close()
 
 
+class Crossed(nn.Module):
+    """Two branches that backward goes through in the order that a rank chose, listed in neither order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.last, self.left, self.first, self.right, self.unused = (nn.Linear(8, 8) for _ in range(5))
+
+    def forward(self, x: torch.Tensor, is_left_first: bool) -> torch.Tensor:
+        y = self.first(x)
+        for branch in (self.left, self.right) if is_left_first else (self.right, self.left):
+            y = y + branch(y).relu()
+        return self.last(y)
+
+
+def buckets_by_name(averager: GradientAverager) -> list[list[str]]:
+    averager.prepare()
+    buckets = averager._buckets
+    return [sorted(buckets.names[i] for i in bucket.entries) for bucket in buckets.plan.buckets]
+
+
+@check
+def buckets_are_made_anew_in_the_order_in_which_rank_0_got_its_gradients() -> None:
+    for accumulates, keep in ((False, False), (False, True), (True, True)):
+        model = Crossed()
+        averager = GradientAverager(model, bucket_bytes=280, first_bucket_bytes=280)  # a layer has 288 bytes
+        used = [p for name, p in model.named_parameters() if not name.startswith("unused")]
+        made = []
+        for step in range(4):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step * SIZE + RANK))
+            local = torch.autograd.grad(model(x, RANK % 2 == 1).square().mean(), used)
+            model.zero_grad(set_to_none=not keep)
+            parts = 2 if accumulates else 1
+            if accumulates:
+                with averager.no_sync():  # in another order, which does not count
+                    (model(x, RANK % 2 == 0).square().mean() * 0).backward()
+                    (model(x, RANK % 2 == 1).square().mean() / 2).backward()
+            (model(x, RANK % 2 == 1).square().mean() / parts).backward()
+            assert same_everywhere(p.grad for p in used)
+            for parameter, mine in zip(used, local, strict=True):
+                assert torch.allclose(parameter.grad, ring.all_reduce(mine, ring.AVERAGE), rtol=1e-5, atol=1e-7)
+            assert model.unused.weight.grad is None
+            made.append(averager._buckets)
+            with torch.no_grad():
+                for parameter in used:
+                    parameter.sub_(0.1 * parameter.grad)
+        if SIZE > 1:
+            # `left` comes before `right` on rank 0, and `unused`, which no rank has, keeps nothing waiting.
+            both = [[f"{name}.bias", f"{name}.weight"] for name in ("last", "left", "right", "first", "unused")]
+            assert buckets_by_name(averager) == both, buckets_by_name(averager)
+            assert made[0] is not made[1]
+            assert made[1] is made[3]
+            assert averager._arrivals is None
+        assert same_everywhere(model.parameters())
+        averager.close()
+
+
+@check_among_several
+def a_model_whose_gradients_come_in_its_order_keeps_its_buckets() -> None:
+    model = Net()
+    averager = GradientAverager(model, bucket_bytes=4096)
+    made = []
+    for x, y in batches(3):
+        loss(model, shard(x), shard(y)).backward()
+        made.append(averager._buckets)
+    assert made[0] is made[2]
+    assert averager._arrivals is None
+    assert len(model.head.weight._post_accumulate_grad_hooks) == 1  # none that learns the order
+    averager.close()
+
+
+@check_among_several
+def sets_of_parameters_that_take_turns_each_learn_their_order() -> None:
+    model = Crossed()
+    averager = GradientAverager(model, bucket_bytes=280, first_bucket_bytes=280)
+    for step in range(6):
+        model.first.requires_grad_(step % 2 == 1)
+        model.zero_grad()
+        model(torch.full((2, 8), RANK + 1.0), False).square().mean().backward()
+        assert same_everywhere(p.grad for p in model.parameters() if p.grad is not None)
+        assert averager._buckets.is_ordered or step < 2
+    first_names = [names[0] for names in buckets_by_name(averager)]
+    assert first_names[:4] == ["last.bias", "left.bias", "right.bias", "first.bias"]
+    averager.close()
+
+
 @check
 def a_rank_without_any_backward_takes_part_with_zeros() -> None:
     model = nn.Linear(3, 1, bias=False)

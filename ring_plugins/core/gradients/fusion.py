@@ -6,8 +6,9 @@ ends.
 
 **Idea** (PyTorch's DistributedDataParallel, Horovod's fusion buffer). Gradients are put into buckets of a fixed size in
 the order in which backward produces them, last layer first, and each bucket is reduced by one call as soon as it is
-full. Which gradient goes where is computed once, from the model alone, and compared once among the ranks. So no rank
-ever has to ask the others what comes next; Horovod's coordinator does that in every cycle.
+full. Which gradient goes where is computed from the model alone, once more from the order of the first backward
+(`arrival`), and compared among the ranks each time. So no rank ever has to ask the others what comes next; Horovod's
+coordinator does that in every cycle.
 
 **Large tensors** gain nothing from being copied into a bucket. They are reduced where they are, in their bucket's turn.
 
@@ -129,13 +130,21 @@ class FusionPlan:
             the end.
         sizes: of the buckets.
         control: how many control numbers the last bucket has. With any, there is a bucket even without tensors.
+        order: all indices into `entries`, first gradient first; None for the order described above.
 
     Raises:
         ArgumentError: sizes are not positive.
     """
 
-    def __init__(self, entries: Sequence[Entry], sizes: BucketSizes = DEFAULT_SIZES, control: int = 0) -> None:
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        sizes: BucketSizes = DEFAULT_SIZES,
+        control: int = 0,
+        order: Sequence[int] | None = None,
+    ) -> None:
         self.entries, self.sizes, self.control = tuple(entries), sizes.checked(), control
+        self.order = tuple(reversed(range(len(self.entries))) if order is None else order)
         self.buckets = tuple(self._fill())
 
     def _fill(self) -> list[Bucket]:
@@ -143,7 +152,7 @@ class FusionPlan:
         filled: dict[str, int] = {}
         limit: dict[str, int] = {}
         groups: list[tuple[str, list[int]]] = []
-        for i in reversed(range(len(self.entries))):
+        for i in self.order:
             entry = self.entries[i]
             group = open_.setdefault(entry.dtype, [])
             group.append(i)
@@ -178,12 +187,17 @@ class FusionPlan:
 
     def buckets_with(self, sizes: BucketSizes) -> tuple[Bucket, ...]:
         """The buckets that the same tensors would have with other sizes."""
-        return FusionPlan(self.entries, sizes, self.control).buckets
+        return FusionPlan(self.entries, sizes, self.control, self.order).buckets
+
+    def fills_as(self, order: Sequence[int]) -> bool:
+        """Whether this order of the entries would put the same tensors into the same buckets."""
+        other = FusionPlan(self.entries, self.sizes, self.control, order).buckets
+        return [set(bucket.entries) for bucket in self.buckets] == [set(bucket.entries) for bucket in other]
 
     @cached_property
     def fingerprint(self) -> str:
         """A text that is equal exactly for equal plans."""
-        return hashlib.sha256(repr((tuple(self.sizes), self.entries)).encode()).hexdigest()
+        return hashlib.sha256(repr((tuple(self.sizes), self.entries, self.order)).encode()).hexdigest()
 
     def check_equal(self, communicator: Communicator[Any]) -> None:
         """Compare the plans of all ranks; collective.

@@ -80,3 +80,14 @@ def test_buffer_gives_each_bucket_its_memory():
         memory.array[:] = i
     assert [int(memory.array[0]) for memory in buffer.memories] == [0, 1, 2]
     assert [memory.array.size for memory in buffer.memories] == [bucket.count for bucket in made.buckets]
+
+
+def test_an_order_of_arrival_decides_which_tensors_share_a_bucket():
+    entries = [Entry(f"p{i}", "float32", 100) for i in range(4)]
+    sizes = BucketSizes(800, 400)
+    made = FusionPlan(entries, sizes, order=(1, 3, 0, 2))
+    assert [bucket.entries for bucket in made.buckets] == [(1,), (3, 0), (2,)]
+    assert made.buckets_with(BucketSizes(1600, 1600))[0].entries == (1, 3, 0, 2)
+    assert made.fingerprint != FusionPlan(entries, sizes).fingerprint
+    assert made.fills_as((1, 0, 3, 2))
+    assert not made.fills_as((3, 1, 0, 2))
