@@ -16,6 +16,7 @@ from ring_plugins.lightning.parallel import RingParallelLogic, StartMethod
 from ring_plugins.lightning.strategy import DEFAULT_BUCKET_BYTES
 from ring_plugins.torch.broadcast import broadcast_parameters
 from ring_plugins.torch.gradients import GradientAverager
+from ring_plugins.torch.sharded_optimizer import Shard, ShardedOptimizer
 
 
 class RingFabricLogic(RingParallelLogic):
@@ -42,6 +43,7 @@ class RingFabricLogic(RingParallelLogic):
         autotune: bool | None = None,
         compression: Literal["fp16", "bf16"] | None = None,
         error_feedback: bool = False,
+        shard_optimizer: Shard = False,
         timeout: timedelta | None = None,
         start_method: StartMethod | None = None,
     ) -> None:
@@ -80,6 +82,18 @@ class RingFabricLogic(RingParallelLogic):
             broadcast_parameters(module)
             self._backward_sync_control.add(module, GradientAverager(module, **self._averager_arguments))
         return module
+
+    @override
+    def setup_optimizer(self, optimizer: Any) -> Any:
+        return self._sharded([optimizer])[0]
+
+    @override
+    def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The whole state, which rank 0 writes; all ranks call this, as ``fabric.save`` does."""
+        if isinstance(optimizer, ShardedOptimizer):
+            return optimizer.state_dict(to=0)
+        state: dict[str, Any] = super().get_optimizer_state(optimizer)
+        return state
 
     @override
     def module_to_device(self, module: Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Literal, TypeVar
@@ -18,6 +18,7 @@ from ring_plugins.lightning.environment import RingEnvironment, set_rank_zero, w
 from ring_plugins.lightning.failure import has_failed
 from ring_plugins.lightning.launcher import join_world
 from ring_plugins.lightning.process_group import all_gather, all_reduce, ensure_process_group
+from ring_plugins.torch.sharded_optimizer import Shard, shard_optimizer
 
 T = TypeVar("T")
 StartMethod = Literal["popen", "fork", "forkserver", "spawn"]
@@ -62,12 +63,14 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
     _averager_arguments: dict[str, Any]
     _start_method: StartMethod | None
     _timeout: timedelta | None
+    _shard: Shard
     _num_nodes = 1
 
     def _keep_arguments(self, arguments: Mapping[str, Any]) -> None:
         """Keep the constructor's arguments: all of them, those of `GradientAverager`, and those of the processes."""
         self.arguments = {key: value for key, value in arguments.items() if key not in ("self", "__class__")}
         self._averager_arguments = {name: arguments[name] for name in _AVERAGER_ARGUMENTS}
+        self._shard = arguments["shard_optimizer"]
         self._timeout, self._start_method = arguments["timeout"], arguments["start_method"]
 
     @property
@@ -121,6 +124,13 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
         # As Lightning's own strategies do, before the processes are launched: a callback may log in ``setup``.
         is_single = self.world_size == 1 or has_failed() or not dist.is_initialized()
         return tensor if is_single or not isinstance(tensor, Tensor) else all_reduce(tensor, group, reduce_op)
+
+    def _sharded(self, optimizers: Sequence[Any], named_parameters: Iterable[tuple[str, Tensor]] = ()) -> list[Any]:
+        """The optimizers, sharded if the user wants that; collective then."""
+        if not self._shard or not world.is_initialized():
+            return list(optimizers)
+        named = list(named_parameters)
+        return [shard_optimizer(optimizer, self._shard, named) for optimizer in optimizers]
 
     def _set_ranks(self) -> None:
         """Determine ranks and devices; Lightning has set devices and number of nodes, and nothing is started yet."""

@@ -27,6 +27,7 @@ from ring_plugins.observe.drift import DriftCheck, chosen_interval, differing_we
 from ring_plugins.torch.broadcast import broadcast_parameters
 from ring_plugins.torch.drift import parameter_checksums
 from ring_plugins.torch.gradients import GradientAverager
+from ring_plugins.torch.sharded_optimizer import Shard, ShardedOptimizer
 
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 
@@ -58,6 +59,8 @@ class RingTrainerLogic(RingParallelLogic):
         compression: "fp16" or "bf16" sends gradients in 16 bits between hosts, and between GPUs; see
             `ring_plugins.torch.GradientAverager`.
         error_feedback: Whether the rounding error of a step is added to the next.
+        shard_optimizer: True lets each rank update 1/n of the parameters and keep 1/n of the optimizers' state (ZeRO
+            stage 1), "tensors" gives whole tensors to ranks; see `ring_plugins.torch.DistributedOptimizer`.
         broadcast_buffers: Whether every rank uses the buffers (such as running statistics) of rank 0, as with
             ``DistributedDataParallel``; see `buffers`.
         drift_check_every: Steps of an optimizer between comparisons of the weights of all ranks, which raise
@@ -71,6 +74,7 @@ class RingTrainerLogic(RingParallelLogic):
     strategy_name = "ring"
     model: Module | None
     lightning_module: Any
+    optimizers: list[Any]
 
     def __init__(
         self,
@@ -85,6 +89,7 @@ class RingTrainerLogic(RingParallelLogic):
         autotune: bool | None = None,
         compression: Literal["fp16", "bf16"] | None = None,
         error_feedback: bool = False,
+        shard_optimizer: Shard = False,
         broadcast_buffers: bool = True,
         drift_check_every: int | None = None,
         timeout: timedelta | None = None,
@@ -150,6 +155,21 @@ class RingTrainerLogic(RingParallelLogic):
             self._drift = drift_check(self._drift_check_every, lambda: parameter_checksums(named()))
 
     @override
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        self.optimizers = self._sharded(self.optimizers, self.lightning_module.named_parameters())
+
+    @override
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The whole state, which rank 0 writes; all ranks call this, as Lightning does."""
+        optimizer = getattr(optimizer, "_optimizer", optimizer)  # of Lightning's wrapper for manual optimization
+        if isinstance(optimizer, ShardedOptimizer):
+            return optimizer.state_dict(to=0)
+        state: dict[str, Any] = super().optimizer_state(optimizer)
+        return state
+
+    @override
     def _setup_model(self, model: Module) -> Module:
         if self.is_distributed:
             broadcast_parameters(model)
@@ -177,8 +197,10 @@ class RingTrainerLogic(RingParallelLogic):
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._drift is not None and self._shard:
+            self._drift.after_step()  # before the step, which gives all ranks the same weights
         result = super().optimizer_step(*args, **kwargs)
-        if self._drift is not None:
+        if self._drift is not None and not self._shard:
             self._drift.after_step()
         if self._averager is not None and not self._is_compared:
             self._is_compared = True

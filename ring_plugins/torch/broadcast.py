@@ -10,12 +10,13 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ring_plugins.core.arrays.memory import DeviceMemory
-from ring_plugins.core.base.errors import MismatchError
+from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.functions import all_gather_object, broadcast, broadcast_object, rank
 from ring_plugins.core.world import current
 from ring_plugins.torch import device
 from ring_plugins.torch.averaging_check import expect_averaging
 from ring_plugins.torch.device import index_of, is_on_gpu, streams
+from ring_plugins.torch.sharded_optimizer import ShardedOptimizer
 from ring_plugins.torch.tensors import Target
 
 
@@ -47,7 +48,17 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -
     Args:
         optimizer: may be a `DistributedOptimizer`; its state may be empty on any rank.
         root: the rank whose state is broadcast.
+
+    Raises:
+        ArgumentError: the optimizer is sharded; load its state on all ranks.
     """
+    if isinstance(getattr(optimizer, "optimizer", optimizer), ShardedOptimizer) or isinstance(
+        optimizer, ShardedOptimizer
+    ):
+        raise ArgumentError(
+            "a sharded optimizer has no whole state on any rank that could be broadcast; call load_state_dict() on all "
+            "ranks, or broadcast_optimizer_state() before the optimizer is sharded."
+        )
     if current().topology.size == 1:
         return
     state: Any = optimizer.state_dict() if rank() == root else None

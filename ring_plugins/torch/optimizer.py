@@ -18,6 +18,8 @@ from ring_plugins.observe.drift import differing_weights, drift_check
 from ring_plugins.observe.training import announce_training
 from ring_plugins.torch.drift import parameter_checksums
 from ring_plugins.torch.gradients import GradientAverager, SkippableStep
+from ring_plugins.torch.sharded_optimizer import Shard, ShardedOptimizer, shard_optimizer
+from ring_plugins.torch.wrapped_optimizer import WrappedOptimizer
 
 
 class _NoAverager:
@@ -35,7 +37,7 @@ class _NoAverager:
         )
 
 
-class DistributedOptimizer(Optimizer):
+class DistributedOptimizer(WrappedOptimizer):
     """An optimizer that steps on gradients averaged over all ranks.
 
     The averages are there when `loss.backward()` returns, so clip and inspect them as with one process.
@@ -56,9 +58,13 @@ class DistributedOptimizer(Optimizer):
             differ; 0 for never, as RING_DRIFT_CHECK says by default.
         compression: "fp16" or "bf16" sends gradients in 16 bits; see `GradientAverager`.
         error_feedback: whether the rounding error of a step is added to the next.
+        shard: True lets each rank update 1/n of the parameters and keep 1/n of the optimizer's state (ZeRO stage 1),
+            for torch's optimizers that treat each element on its own. "slices" does so for any optimizer, "tensors"
+            gives whole tensors to ranks. `step` and `state_dict` are collective then; see docs/sharded_optimizer.md.
 
     Raises:
-        ArgumentError: an argument is invalid, or `named_parameters` lacks a parameter that is optimized.
+        ArgumentError: an argument is invalid, `named_parameters` lacks a parameter that is optimized, or the optimizer
+            cannot be sharded.
         MismatchError: the parameters differ among ranks.
     """
 
@@ -74,6 +80,7 @@ class DistributedOptimizer(Optimizer):
         drift_check_every: int | None = None,
         compression: Literal["fp16", "bf16"] | None = None,
         error_feedback: bool = False,
+        shard: Shard = False,
     ) -> None:
         with refusals_told_to_all("the construction of a DistributedOptimizer"):
             if not isinstance(optimizer, Optimizer):
@@ -94,8 +101,13 @@ class DistributedOptimizer(Optimizer):
             compression=compression,
             error_feedback=error_feedback,
         )
+        try:
+            self.optimizer = shard_optimizer(optimizer, shard, self._named())
+        except BaseException:
+            self.averager.close()
+            raise
         self._reductions_so_far = 0
-        self._is_compared = False
+        self._is_compared = self._is_sharded = isinstance(self.optimizer, ShardedOptimizer)
         announce_training()
         self._drift = drift_check(drift_check_every, lambda: parameter_checksums(self._named()))
 
@@ -114,18 +126,6 @@ class DistributedOptimizer(Optimizer):
         return [(f"parameter {i}", p) for i, p in enumerate(optimized)]
 
     # torch's Optimizer interface, delegated ---------------------------------------------------------
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.optimizer.defaults
 
     def state_dict(self) -> dict[str, Any]:
         self.averager.check()
@@ -161,6 +161,8 @@ class DistributedOptimizer(Optimizer):
         Raises:
             MismatchError: the closure returned a loss on some ranks only.
         """
+        if self._drift is not None and self._is_sharded:
+            self._drift.after_step()  # before the step, which gives all ranks the same weights
         if closure is None:
             self._average_what_is_left()
             result = self.optimizer.step()
@@ -170,7 +172,7 @@ class DistributedOptimizer(Optimizer):
         if not self._is_compared:
             self._is_compared = True
             self._compare_weights()
-        if self._drift is not None:
+        if self._drift is not None and not self._is_sharded:
             self._drift.after_step()
         return result
 
@@ -202,11 +204,6 @@ class DistributedOptimizer(Optimizer):
 
         return evaluate
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
-
     # A copy (pickle, torch.save, deepcopy) has the wrapped optimizer, but no connection to the other ranks.
 
     def __getstate__(self) -> dict[str, Any]:
@@ -216,6 +213,7 @@ class DistributedOptimizer(Optimizer):
         self.optimizer = state["optimizer"]
         self.averager = cast(GradientAverager, _NoAverager())
         self._names, self._drift, self._reductions_so_far, self._is_compared = {}, None, 0, True
+        self._is_sharded = isinstance(self.optimizer, ShardedOptimizer)
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"
@@ -242,4 +240,6 @@ class DistributedOptimizer(Optimizer):
         """Stop averaging; the wrapped optimizer remains usable."""
         if self._drift is not None:
             self._drift.close()
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.close()
         self.averager.close()

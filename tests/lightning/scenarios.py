@@ -40,7 +40,7 @@ class Run:
 
     def strategy(self, **ddp: Any) -> Any:
         if self.kind == "ring":
-            return RingStrategy()
+            return RingStrategy(shard_optimizer=os.environ.get("TEST_SHARD") == "1")
         if self.size == 1:
             # A world of size 1 must train as without a strategy; DDP would shuffle with its own sampler.
             return SingleDeviceStrategy("cpu")

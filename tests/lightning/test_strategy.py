@@ -43,6 +43,49 @@ def test_scenario(size: int, name: str) -> None:
         assert too_large == {}
 
 
+SHARDED = (
+    "adam_scheduler_accumulation",
+    "clipping_by_norm",
+    "clipping_by_value",
+    "precision_16_mixed_with_scaler",
+    "precision_64_true",
+    "two_optimizers_by_hand",
+    "toggle_model_sync_grad",
+    "unused_parameters",
+    "checkpoint_and_early_stopping",
+    "resume_mid_training",
+    "weight_averaging",
+    "finetuning",
+    "several_trainers_in_one_process",
+)
+
+
+@cache
+def equality_of_sharded_optimizers(size: int) -> Result:
+    env = {"TEST_SHARD": "1", "TEST_ONLY": ",".join(SHARDED), "TEST_SLOW": ""}
+    return run_ranks(WORKER, size, env=env, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [
+        pytest.param(size, name, marks=[pytest.mark.slow] * (size == 3))
+        for size in (2, 3)
+        for name in SHARDED
+        if size in SCENARIOS[name].ranks
+    ],
+)
+def test_scenario_with_sharded_optimizers(size: int, name: str) -> None:
+    found = equality_of_sharded_optimizers(size).values(name)
+    assert len(found) == size
+    for comparison in found:
+        assert "error" not in comparison, comparison["error"]
+        assert comparison["compared"] > 0
+        assert comparison["missing"] == comparison["disagreements"] == []
+        tolerance = max(TOLERANCE.get(name, 1e-5), 1e-6)
+        assert all(value <= tolerance for value in comparison["differences"].values()), comparison["differences"]
+
+
 # One bfloat16 unit in the last place of values near 1.
 TOLERANCE = {"precision_bf16_true": 1.6e-2, "resume_mid_training": 0.0}
 

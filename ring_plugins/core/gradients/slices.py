@@ -1,0 +1,127 @@
+"""Which rank updates what: the slices of a sharded optimizer.
+
+**Problem.** After gradients were averaged every rank computes the same update of all parameters, and keeps the same
+optimizer state. n ranks do the work n times, and hold n copies of the state.
+
+**Idea** (ZeRO stage 1: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models").
+Every rank updates a slice of the parameters and keeps the state of that slice only. Then an all-gather gives everyone
+the other slices. An update that treats each element on its own gives the same numbers in slices as in one piece.
+
+**Cuts.** Parameters are put into rounds, one all-gather each. A large tensor is a round of its own and is gathered
+where it lies; small ones are packed into a round of up to a bucket's size. Each round is cut into one range per rank,
+all of the same size up to a cache line. A range may begin and end inside a tensor, so every rank has 1/n of each
+round, whatever the sizes of the tensors and whichever of them are frozen. For updates that need whole tensors, each
+tensor has one owner; the largest are assigned first, to the rank that has least.
+
+All this is arithmetic on sizes, the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ring_plugins.core.arrays.dtypes import STORAGE
+from ring_plugins.core.arrays.memory import slices
+from ring_plugins.core.gradients.fusion import BUCKET_BYTES, DIRECT_BYTES, Bucket, BucketSizes, Entry, FusionPlan
+
+#: Small tensors travel in rounds of this size, which is also the most memory that packing them takes.
+ROUND_SIZES = BucketSizes(BUCKET_BYTES, BUCKET_BYTES, DIRECT_BYTES)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of a tensor.
+
+    Attributes:
+        entry: the tensor, as an index into the plan's entries.
+        start, stop: elements of the tensor, in the order in which they lie in memory.
+        offset: where the range lies among the elements of the round.
+    """
+
+    entry: int
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """Tensors of one dtype whose slices are gathered by one all-gather.
+
+    Attributes:
+        is_direct: whether it is one tensor, gathered where it lies.
+        entries: its tensors, in the order in which they are packed.
+        counts: by rank, elements of its slice.
+        pieces: by rank, its slice.
+    """
+
+    is_direct: bool
+    entries: tuple[int, ...]
+    counts: tuple[int, ...]
+    pieces: tuple[tuple[Piece, ...], ...]
+
+    @property
+    def count(self) -> int:
+        """Elements of all slices."""
+        return sum(self.counts)
+
+
+def plan_rounds(plan: FusionPlan, size: int, whole_tensors: bool = False) -> list[Round]:
+    """Cut the tensors of a plan, made with `ROUND_SIZES`, into one slice for each rank.
+
+    Args:
+        plan: the tensors, and which of them are large.
+        size: number of ranks.
+        whole_tensors: whether a tensor belongs to one rank as a whole.
+    """
+    owners = _owners(plan.entries, size) if whole_tensors else None
+    rounds = []
+    for bucket in plan.buckets:
+        rounds += [_round([entry], plan.entries, size, owners, is_direct=True) for entry in bucket.direct]
+        if packed := _packed(bucket, owners):
+            rounds.append(_round(packed, plan.entries, size, owners, is_direct=False))
+    return rounds
+
+
+def _packed(bucket: Bucket, owners: Sequence[int] | None) -> list[int]:
+    """The small tensors of a bucket, those of one owner beside each other."""
+    small = [entry for entry in bucket.entries if entry not in bucket.direct]
+    return small if owners is None else sorted(small, key=owners.__getitem__)
+
+
+def _owners(entries: Sequence[Entry], size: int) -> list[int]:
+    """By tensor the rank that updates it."""
+    owners, filled = [0] * len(entries), [0] * size
+    nbytes = [entry.count * STORAGE[entry.dtype].itemsize for entry in entries]
+    for entry in sorted(range(len(entries)), key=lambda i: (-nbytes[i], i)):
+        owners[entry] = owner = filled.index(min(filled))
+        filled[owner] += nbytes[entry]
+    return owners
+
+
+def _round(
+    members: Sequence[int], entries: Sequence[Entry], size: int, owners: Sequence[int] | None, is_direct: bool
+) -> Round:
+    if owners is None:
+        total = sum(entries[entry].count for entry in members)
+        ranges = slices(total, size, STORAGE[entries[members[0]].dtype].itemsize)
+        counts = [each.stop - each.start for each in ranges]
+    else:
+        counts = [sum(entries[entry].count for entry in members if owners[entry] == rank) for rank in range(size)]
+    pieces: list[list[Piece]] = [[] for _ in range(size)]
+    ends, end = [], 0
+    for count in counts:
+        end += count
+        ends.append(end)
+    offset = 0
+    for entry in members:
+        start = 0
+        if not entries[entry].count:  # an optimizer keeps state for it all the same
+            pieces[0].append(Piece(entry, 0, 0, offset))
+        while start < entries[entry].count:
+            rank = next(rank for rank, end in enumerate(ends) if offset < end)
+            stop = min(entries[entry].count, start + ends[rank] - offset)
+            pieces[rank].append(Piece(entry, start, stop, offset))
+            offset, start = offset + stop - start, stop
+    return Round(is_direct, tuple(members), tuple(counts), tuple(map(tuple, pieces)))

@@ -1,0 +1,217 @@
+"""This rank's slice of some parameters, as tensors that an optimizer can update, and the gathering of all slices.
+
+Nothing is copied to make a slice: its tensors are views of the parameters' memory, and their gradients are views of the
+averaged gradients. The optimizer updates the views, and so the parameters. Then each round (`core.gradients.slices`) is
+gathered: a large parameter where it lies, small ones through a buffer.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ring_plugins.core.base.errors import ArgumentError, RingError
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.gradients.fusion import Entry, FusionPlan
+from ring_plugins.core.gradients.slices import ROUND_SIZES, Piece, Round, plan_rounds
+from ring_plugins.torch.device import memory_of
+
+_address, _gradient_of = operator.methodcaller("data_ptr"), operator.attrgetter("grad")
+
+
+class ParameterSlices:
+    """The slices of some parameters: this rank's as tensors to update, and the gathering of everyone's.
+
+    Args:
+        named: (name, parameter) pairs, equal on all ranks.
+        communicator: gathers the slices; used by nobody else while this does.
+        whole_tensors: whether a parameter is updated by one rank as a whole.
+
+    Attributes:
+        names, parameters: of all parameters.
+        pieces: this rank's slice.
+        tensors: the same as tensors: views of the parameters, 1-d unless they are the whole parameter.
+
+    Raises:
+        ArgumentError: a parameter's elements do not fill a stretch of memory.
+        MismatchError: the parameters differ among ranks.
+    """
+
+    def __init__(
+        self, named: Sequence[tuple[str, torch.Tensor]], communicator: Communicator[Any], whole_tensors: bool
+    ) -> None:
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self._communicator = communicator
+        self._layouts = [_layout(parameter) for parameter in self.parameters]
+        plan = FusionPlan(list(map(_entry, self.names, self.parameters)), ROUND_SIZES)
+        plan.check_equal(communicator)
+        rank = communicator.rank
+        self._rounds = plan_rounds(plan, communicator.size, whole_tensors)
+        self.pieces = [piece for one in self._rounds for piece in one.pieces[rank]]
+        self._addresses = list(map(_address, self.parameters))
+        self.tensors = [self._view(piece) for piece in self.pieces]
+        largest: dict[torch.dtype, int] = {}
+        for one in self._rounds:
+            dtype = self.parameters[one.entries[0]].dtype
+            largest[dtype] = max(largest.get(dtype, 0), 0 if one.is_direct else one.count)
+        #: By dtype the memory through which small parameters are gathered.
+        self._buffers = {
+            dtype: torch.empty(count, dtype=dtype, device=self.parameters[0].device) for dtype, count in largest.items()
+        }
+        self._gathers: list[_DirectGather | _PackedGather] = []
+        self._prepare_gathers()
+
+    def _view(self, piece: Piece) -> torch.Tensor:
+        parameter = self.parameters[piece.entry].detach()
+        if self.is_whole(piece):
+            return parameter
+        return parameter.as_strided((piece.stop - piece.start,), (1,), parameter.storage_offset() + piece.start)
+
+    def is_whole(self, piece: Piece) -> bool:
+        """Whether a piece is the whole parameter, whose shape its tensor then has."""
+        return piece.stop - piece.start == self.parameters[piece.entry].numel()
+
+    def _prepare_gathers(self) -> None:
+        flats = [p.detach().as_strided((p.numel(),), (1,), p.storage_offset()) for p in self.parameters]
+        self._gathers = [
+            _DirectGather(one, flats, self._communicator)
+            if one.is_direct
+            else _PackedGather(one, flats, self._buffers[flats[one.entries[0]].dtype], self._communicator)
+            for one in self._rounds
+        ]
+
+    def follow_parameters(self) -> None:
+        """Make the tensors views of the parameters' memory as it is now: a script may have replaced `p.data`.
+
+        Raises:
+            RingError: a parameter's dtype or shape has changed.
+        """
+        addresses = list(map(_address, self.parameters))
+        if addresses == self._addresses:
+            return
+        for name, parameter, layout in zip(self.names, self.parameters, self._layouts, strict=True):
+            if _layout(parameter) != layout:
+                raise RingError(
+                    f"{name} was {_describe(layout)} and is {_describe(_layout(parameter))}; a sharded optimizer "
+                    "needs the parameters as they were when it was made. Make a new one after such a change."
+                )
+        for piece, tensor in zip(self.pieces, self.tensors, strict=True):
+            tensor.data = self._view(piece)
+        self._prepare_gathers()
+        self._addresses = addresses
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """The gradients of all parameters."""
+        return list(map(_gradient_of, self.parameters))
+
+    def take_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Give this rank's tensors their part of the gradients, without a copy if those are laid out as parameters."""
+        for piece, tensor in zip(self.pieces, self.tensors, strict=True):
+            gradient = gradients[piece.entry]
+            if gradient is not None and not self.is_whole(piece):
+                parameter = self.parameters[piece.entry]
+                if gradient.stride() != parameter.stride():
+                    gradient = torch.empty_like(parameter).copy_(gradient)
+                start = gradient.storage_offset() + piece.start
+                gradient = gradient.as_strided((piece.stop - piece.start,), (1,), start)
+            tensor.grad = gradient
+
+    def drop_gradients(self) -> None:
+        """Let go of the gradients' memory."""
+        for tensor in self.tensors:
+            tensor.grad = None
+
+    def gather(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Fetch the slices of other ranks; collective.
+
+        Args:
+            gradients: a parameter without one was not updated. The same are None on all ranks.
+        """
+        for gather in self._gathers:
+            if any(gradients[entry] is not None for entry in gather.entries):
+                gather.run()
+
+    def state_by_round(self, state: dict[torch.Tensor, dict[str, Any]]) -> list[dict[int, tuple[int, int, Any]]]:
+        """Per round, this rank's state: by entry start, stop, and the state of that piece."""
+        by_piece = dict(zip(self.pieces, self.tensors, strict=True))
+        return [
+            {
+                piece.entry: (piece.start, piece.stop, state[by_piece[piece]])
+                for piece in one.pieces[self._communicator.rank]
+                if by_piece[piece] in state
+            }
+            for one in self._rounds
+        ]
+
+
+class _DirectGather:
+    """Gathers a large parameter where it lies."""
+
+    def __init__(self, one: Round, flats: Sequence[torch.Tensor], communicator: Communicator[Any]) -> None:
+        self.entries, self._counts, self._communicator = one.entries, one.counts, communicator
+        flat = flats[one.entries[0]]
+        start = sum(one.counts[: communicator.rank])
+        self._flat, self._out = flat, memory_of(flat)
+        self._mine = memory_of(flat[start : start + one.counts[communicator.rank]])
+
+    def run(self) -> None:
+        self._communicator.all_gather(self._mine, self._out, self._counts)
+        torch.autograd.graph.increment_version(self._flat)  # autograd then notices a backward that comes too late
+
+
+class _PackedGather:
+    """Gathers small parameters through a buffer."""
+
+    def __init__(
+        self, one: Round, flats: Sequence[torch.Tensor], buffer: torch.Tensor, communicator: Communicator[Any]
+    ) -> None:
+        self.entries, self._counts, self._communicator = one.entries, one.counts, communicator
+        packed = buffer[: one.count]
+        start = sum(one.counts[: communicator.rank])
+        self._out = memory_of(packed)
+        self._mine = memory_of(packed[start : start + one.counts[communicator.rank]])
+        self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._others: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for rank, pieces in enumerate(one.pieces):
+            for piece in pieces:
+                place = packed[piece.offset : piece.offset + piece.stop - piece.start]
+                pair = flats[piece.entry][piece.start : piece.stop], place
+                (self._own if rank == communicator.rank else self._others).append(pair)
+
+    def run(self) -> None:
+        if self._own:
+            torch._foreach_copy_([place for _, place in self._own], [flat for flat, _ in self._own])
+        self._communicator.all_gather(self._mine, self._out, self._counts)
+        if self._others:
+            torch._foreach_copy_([flat for flat, _ in self._others], [place for _, place in self._others])
+
+
+_Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], torch.device]
+
+
+def _layout(parameter: torch.Tensor) -> _Layout:
+    return parameter.dtype, tuple(parameter.shape), tuple(parameter.stride()), parameter.device
+
+
+def _describe(layout: _Layout) -> str:
+    dtype, shape, strides, device = layout
+    return f"{dtype} of shape {shape} and strides {strides} on {device}"
+
+
+def _entry(name: str, parameter: torch.Tensor) -> Entry:
+    if not _is_dense(parameter):
+        raise ArgumentError(
+            f"parameter {name} of shape {tuple(parameter.shape)} and strides {tuple(parameter.stride())} has gaps in "
+            "its memory, so it has no slices; make it contiguous, or leave the optimizer unsharded."
+        )
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return Entry(name, dtype, parameter.numel(), f"shape {tuple(parameter.shape)}, strides {tuple(parameter.stride())}")
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a stretch of memory, in any order of dimensions."""
+    return tensor.numel() == 0 or tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride()

@@ -1,0 +1,566 @@
+"""An optimizer of which every rank keeps and computes 1/n: ZeRO stage 1.
+
+**How a step goes.** Gradients are averaged as always, so `p.grad` holds whole averages: clipping, `GradScaler`,
+accumulation and anything that reads gradients work as they do without sharding, and compute the same on all ranks.
+`step` then lets the wrapped optimizer see this rank's slice instead of the parameters (`parameter_slices`): for the
+time of its own `step`, its parameter groups hold the slice's tensors, and its state is the slice's. So no second
+optimizer has to be constructed, options are read where schedulers write them, and hooks, fused and foreach variants
+work. At the end the slices of all ranks are gathered.
+
+**State.** Between steps the wrapped optimizer's `state` is empty; each rank keeps that of its slice here. `state_dict`
+gathers all slices into the ordinary format, which any number of ranks, or torch alone, can load.
+
+**Safety.** Before an update, ranks compare which parameters have gradients, and the options of the groups; before the
+first one, their weights too, since slices of different models would be patched together otherwise. An exception on one
+rank breaks the communicator, so that no rank waits for a slice that does not come.
+
+PyTorch's ZeroRedundancyOptimizer and fairscale's OSS give whole parameters to ranks, which balances badly, and
+construct a second optimizer, whose options have to be kept equal to the first one's. DeepSpeed flattens parameters and
+gradients into new memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.world import current
+from ring_plugins.observe.drift import differing_weights
+from ring_plugins.torch.device import is_supported
+from ring_plugins.torch.drift import parameter_checksums
+from ring_plugins.torch.parameter_slices import ParameterSlices
+from ring_plugins.torch.wrapped_optimizer import WrappedOptimizer
+
+#: How an optimizer is sharded: False not at all; True in slices, if it is known to treat each element on its own;
+#: "slices" in slices whatever it is; "tensors" a whole tensor on one rank.
+Shard = bool | Literal["slices", "tensors"]
+
+#: torch's optimizers that treat each element on its own.
+ELEMENTWISE = (
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
+#: Optimizers whose update of a tensor depends on other tensors, by lower-case name.
+_GLOBAL = ("lbfgs", "dadapt", "prodigy")
+
+
+def shard_optimizer(
+    optimizer: Optimizer, shard: Shard, named_parameters: Iterable[tuple[str, torch.Tensor]] = ()
+) -> Optimizer:
+    """Shard an optimizer among all ranks; a job of one rank gets the optimizer back. Arguments as `ShardedOptimizer`.
+
+    Raises:
+        ArgumentError, MismatchError: as there.
+    """
+    if shard is False:
+        if isinstance(optimizer, ShardedOptimizer):
+            raise ArgumentError("this optimizer holds the state of a sharded one; pass shard=True, as before.")
+        return optimizer
+    if current().topology.size == 1 and not isinstance(optimizer, ShardedOptimizer):
+        check_shardable(optimizer, shard)
+        return optimizer
+    return ShardedOptimizer(optimizer, named_parameters, shard)
+
+
+def check_shardable(optimizer: Optimizer, shard: Shard) -> None:
+    """Raise `ArgumentError` if the update cannot be divided among ranks in this way, or is not known to be."""
+    if shard not in (True, "slices", "tensors"):
+        raise ArgumentError(f'shard={shard!r} must be False, True, "slices" or "tensors".')
+    kind = type(optimizer)
+    if any(kind.__name__.lower().startswith(name) for name in _GLOBAL):
+        raise ArgumentError(
+            f"{kind.__name__} cannot be sharded: its update of a tensor depends on others. Leave out shard."
+        )
+    if shard is True and getattr(torch.optim, kind.__name__, None) is kind and kind.__name__ in ELEMENTWISE:
+        pass
+    elif shard is True:
+        raise ArgumentError(
+            f"shard=True cuts tensors into slices, which is right for updates that treat each element on its own; "
+            f"{kind.__module__}.{kind.__qualname__} is not known to. If it does, pass shard='slices'. If it looks at "
+            "whole tensors, such as their norms or rows, pass shard='tensors': each tensor is updated by one rank."
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ArgumentError("an optimizer with differentiable=True cannot be sharded. Leave out shard.")
+
+
+#: Name under which a wrapped optimizer refers to what shards it.
+_UPDATES = "_ring_updates"
+
+
+class ShardedOptimizer(WrappedOptimizer):
+    """Makes each rank update a slice of the parameters and keep the state of that slice only.
+
+    Its parameter groups are those of the wrapped optimizer. All ranks construct it together, with the same weights by
+    the first step, and call `step`, `state_dict` and `add_param_group` together.
+
+    Args:
+        optimizer: to be sharded; its state is cut to this rank's slice. If it was sharded before, or is a copy of a
+            sharded one, made by pickle or deepcopy, it continues with that state, on the same number of ranks.
+        named_parameters: for names in error texts.
+        shard: see `Shard`.
+        communicator: for the parameters' memory; by default a new one over all ranks.
+
+    Raises:
+        ArgumentError: the optimizer cannot be sharded in this way, or parameters are on a GPU or have gaps.
+        MismatchError: the parameters differ among ranks.
+    """
+
+    # Lightning makes shallow copies of an optimizer's attributes, so these are never assigned again.
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] = (),
+        shard: Shard = True,
+        communicator: Communicator[Any] | None = None,
+    ) -> None:
+        self._updates: Any
+        before: Any = None
+        if isinstance(optimizer, ShardedOptimizer):
+            before, optimizer = optimizer._updates, optimizer.optimizer
+        check_shardable(optimizer, shard)
+        before = getattr(optimizer, _UPDATES, before)
+        copied = before.copied_state() if before is not None else []
+        if before is not None:
+            before.release()
+        self.optimizer = optimizer
+        names = {parameter: name for name, parameter in named_parameters}
+        self._updates = _SlicedUpdates(optimizer, names, shard == "tensors", communicator or _new_communicator())
+        self._updates.adopt_copy(copied)
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """By parameter, the state of this rank's slice of it; not to be changed."""
+        return self._updates.state_by_parameter()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters; collective.
+
+        Args:
+            closure: computes the loss and its gradients; called once, before the update.
+
+        Returns:
+            The closure's loss.
+
+        Raises:
+            MismatchError: ranks have gradients for different parameters, different options, or, before the first
+                step, different weights. Nothing was changed then.
+            RingError: another rank could not compute its update; the parameters are useless then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._updates.step()
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; collective. All ranks add the same group in the same step."""
+        self.optimizer.add_param_group(param_group)
+        self._updates.take_parameters()
+
+    def state_dict(self, to: int | None = None) -> dict[str, Any]:
+        """Gather the state of all slices into the ordinary format of the wrapped optimizer; collective.
+
+        Args:
+            to: the rank that needs it; the others get {}. By default all ranks get the whole state.
+        """
+        gathered: dict[str, Any] = self._updates.state_dict(to)
+        return gathered
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the ordinary format and keep this rank's slice of it; all ranks load the same."""
+        self._updates.load_state_dict(state_dict)
+
+    def close(self) -> None:
+        """Release the communicator; the optimizer cannot be used afterwards."""
+        self._updates.close()
+
+    # A copy has the wrapped optimizer and the state of one rank's slice; see `optimizer` above.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer, "copied": self._updates.copied_state()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.optimizer = state["optimizer"]
+        self._updates = _NoUpdates(state["copied"])
+
+    def __repr__(self) -> str:
+        return f"ShardedOptimizer({self.optimizer!r})"
+
+
+#: What a copy keeps of a piece: rank and number of ranks, parameter, start, stop, state.
+_CopiedState = tuple[int, int, torch.Tensor, int, int, dict[str, Any]]
+
+
+class _NoUpdates:
+    """Takes the place of the updates in a copy, and refuses them."""
+
+    def __init__(self, copied: list[_CopiedState]) -> None:
+        self._copied = copied
+
+    def copied_state(self) -> list[_CopiedState]:
+        return self._copied
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    release = close
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RingError(
+            "this sharded optimizer is a copy, made by pickle, torch.load or deepcopy, and is not connected to the "
+            "other ranks. Shard it again: DistributedOptimizer(copy.optimizer, model.named_parameters(), shard=True)."
+        )
+
+
+class _SlicedUpdates:
+    """Everything of a `ShardedOptimizer` but torch's interface; arguments as there."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        names: dict[torch.Tensor, str],
+        whole_tensors: bool,
+        communicator: Communicator[Any],
+    ) -> None:
+        self._optimizer, self._names, self._whole_tensors = optimizer, names, whole_tensors
+        self._communicator = communicator
+        #: One for the groups of the construction, one for each later change.
+        self._slices: list[ParameterSlices] = []
+        #: Of this rank's slice, by its tensors.
+        self._state: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+        self._known: list[int] = []  # ids of the groups' parameters
+        self._tensors: dict[torch.Tensor, list[torch.Tensor]] = {}  # by parameter, this rank's
+        self._is_inside = False
+        self._has_compared_weights = False
+        self._adopted = 0  # describes the state that was loaded
+        self._options: tuple[list[Any], int] = [], 0
+        #: Every rank's description of its next update.
+        self._descriptions = HostMemory(np.zeros(communicator.size, np.int64), "int64")
+        self._own_description = HostMemory(np.zeros(1, np.int64), "int64")
+        self._finalizer = weakref.finalize(self, communicator.discard)
+        self._finalizer.atexit = False  # type: ignore[misc, unused-ignore]
+        try:
+            self.take_parameters()
+        except BaseException as error:
+            if not isinstance(error, MismatchError):
+                communicator.interrupt("sharding an optimizer", error)
+            communicator.close()
+            raise
+        setattr(optimizer, _UPDATES, self)
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._refuse_bypass),
+            optimizer.register_state_dict_pre_hook(self._refuse_bypass),
+            optimizer.register_load_state_dict_post_hook(self._take_loaded_state),
+        ]
+
+    def _take_loaded_state(self, optimizer: Optimizer) -> None:
+        self._state.clear()
+        self.adopt_state()
+
+    def _refuse_bypass(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._is_inside:
+            raise RingError(
+                f"this {type(optimizer).__name__} is sharded among the ranks and has no state of its own; call the "
+                "optimizer that wraps it, or shard it again if that one was closed."
+            )
+
+    # Parameters and slices ------------------------------------------------------------------------
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def take_parameters(self) -> None:
+        """Make slices of parameters that the groups have and that have none; collective if there are any."""
+        parameters = self._parameters()
+        ids = list(map(id, parameters))
+        if ids == self._known:
+            return
+        sliced = {id(parameter) for slices in self._slices for parameter in slices.parameters}
+        new = [
+            (self._names.get(p, f"parameter {number}"), p) for number, p in enumerate(parameters) if id(p) not in sliced
+        ]
+        unsupported = next(((name, p) for name, p in new if not is_supported(p) or p.device.type != "cpu"), None)
+        if unsupported is not None:
+            name, parameter = unsupported
+            raise ArgumentError(
+                f"{name} is on {parameter.device}; sharded optimizers update parameters in the memory of CPUs. Leave "
+                "out shard."
+            )
+        if new:
+            slices = ParameterSlices(new, self._communicator, self._whole_tensors)
+            self._slices.append(slices)
+            for piece, tensor in zip(slices.pieces, slices.tensors, strict=True):
+                self._tensors.setdefault(slices.parameters[piece.entry], []).append(tensor)
+        self._known = ids
+        self.adopt_state()
+
+    @contextlib.contextmanager
+    def _in_slices(self) -> Iterator[None]:
+        """Let the wrapped optimizer see this rank's slice instead of parameters, and the state of the slice."""
+        optimizer = self._optimizer
+        groups, state = optimizer.param_groups, optimizer.state
+        whole = [group["params"] for group in groups]
+        self._is_inside = True
+        try:
+            for group in groups:
+                group["params"] = [t for parameter in group["params"] for t in self._tensors.get(parameter, ())]
+            optimizer.state = self._state  # type: ignore[assignment, unused-ignore]
+            yield
+        finally:
+            for group, parameters in zip(groups, whole, strict=True):
+                group["params"] = parameters
+            optimizer.state = state
+            self._is_inside = False
+
+    # A step ---------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self) -> None:
+        try:
+            self.take_parameters()
+            gradients = [slices.gradients() for slices in self._slices]
+            for slices in self._slices:
+                slices.follow_parameters()
+            self._compare(gradients)
+        except MismatchError:
+            raise  # on all ranks, before anything was changed
+        except BaseException as error:
+            self._communicator.interrupt("a sharded update", error)
+            raise
+        try:
+            for slices, some in zip(self._slices, gradients, strict=True):
+                slices.take_gradients(some)
+            with self._in_slices():
+                self._optimizer.step()
+            for slices, some in zip(self._slices, gradients, strict=True):
+                slices.drop_gradients()
+                slices.gather(some)
+        except BaseException as error:
+            self._communicator.interrupt("a sharded update", error)
+            raise
+
+    def _compare(self, gradients: Sequence[Sequence[torch.Tensor | None]]) -> None:
+        """Compare among the ranks what is about to be updated, and how.
+
+        Raises:
+            MismatchError: on all ranks.
+        """
+        if not self._has_compared_weights:
+            self._compare_weights()
+        present = bytes(gradient is not None for some in gradients for gradient in some)
+        sparse = any(g is not None and g.is_sparse for some in gradients for g in some) and not self._whole_tensors
+        description = zlib.crc32(present, self._options_hash()) << 1 | sparse
+        self._own_description.array[0] = description
+        counts = [1] * self._communicator.size
+        self._communicator.all_gather(self._own_description, self._descriptions, counts)
+        if sparse or (self._descriptions.array != description).any():
+            self._explain_difference(gradients)
+
+    def _options_hash(self) -> int:
+        """A number that is equal for equal options of the groups; tensors are left out, since they may be on a GPU."""
+        options = [value for group in self._optimizer.param_groups for key, value in group.items() if key != "params"]
+        plain = [value for value in options if not isinstance(value, torch.Tensor)]
+        if plain != self._options[0] or not self._options[1]:
+            self._options = plain, zlib.crc32(repr(plain).encode(), self._adopted)
+        return self._options[1]
+
+    def _explain_difference(self, gradients: Sequence[Sequence[torch.Tensor | None]]) -> None:
+        """Raise the `MismatchError` for ranks that are about to make different updates."""
+        own: dict[str, str] = {}
+        for number, group in enumerate(self._optimizer.param_groups):
+            options = {k: v for k, v in group.items() if k != "params" and not isinstance(v, torch.Tensor)}
+            own.update({f"option {key} of parameter group {number}": repr(value) for key, value in options.items()})
+        for slices, some in zip(self._slices, gradients, strict=True):
+            for name, gradient in zip(slices.names, some, strict=True):
+                is_sparse = gradient is not None and gradient.is_sparse and not self._whole_tensors
+                own[f"the gradient of {name}"] = "None" if gradient is None else "sparse" if is_sparse else "there"
+        own["the loaded state"] = f"number {self._adopted}"
+        by_rank = self._communicator.all_gather_object(own)
+        for key in own:
+            values = [theirs.get(key, "missing") for theirs in by_rank]
+            if len(set(values)) > 1:
+                raise MismatchError(
+                    f"a sharded update differs among the ranks: {key} is {values}, in rank order. All ranks must "
+                    "update the same parameters with the same options."
+                )
+            if values[0] == "sparse":
+                raise MismatchError(
+                    f"{key} is sparse and cannot be cut into slices; use shard='tensors', or make gradients dense with "
+                    "sparse='densify'."
+                )
+        raise MismatchError("a sharded update differs among the ranks.")
+
+    def _compare_weights(self) -> None:
+        named: Any = [pair for slices in self._slices for pair in zip(slices.names, slices.parameters, strict=True)]
+        found = differing_weights(lambda: parameter_checksums(named), "before the first step", self._communicator)
+        if found:
+            raise MismatchError(
+                f"{found} A sharded optimizer would mix the ranks' weights. Call "
+                "ring_plugins.torch.broadcast_parameters(model) before the first step."
+            )
+        self._has_compared_weights = True
+
+    # State ----------------------------------------------------------------------------------------
+
+    def state_by_parameter(self) -> dict[torch.Tensor, dict[str, Any]]:
+        return {
+            slices.parameters[piece.entry]: self._state[tensor]
+            for slices in self._slices
+            for piece, tensor in zip(slices.pieces, slices.tensors, strict=True)
+            if tensor in self._state
+        }
+
+    def adopt_state(self) -> None:
+        """Cut what the wrapped optimizer has as state to this rank's slice."""
+        whole = self._optimizer.state
+        if not whole:
+            return
+        for slices in self._slices:
+            for piece, tensor in zip(slices.pieces, slices.tensors, strict=True):
+                parameter = slices.parameters[piece.entry]
+                if parameter in whole:
+                    is_whole = slices.is_whole(piece)
+                    self._state[tensor] = {
+                        key: value if is_whole else _cut(value, parameter, piece.start, piece.stop)
+                        for key, value in whole[parameter].items()
+                    }
+        have = bytes(parameter in whole for parameter in self._parameters())
+        self._adopted = zlib.crc32(have, self._adopted)
+        self._options = [], 0
+        whole.clear()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state_dict)  # calls `_take_loaded_state`
+
+    def state_dict(self, to: int | None) -> dict[str, Any]:
+        rank = self._communicator.ranks[self._communicator.rank]
+        if to is not None and to not in self._communicator.ranks:
+            raise ArgumentError(f"to={to!r} is not a rank of this job of {self._communicator.size}.")
+        whole: dict[torch.Tensor, dict[str, Any]] = {}
+        try:
+            for slices in self._slices:
+                for mine in slices.state_by_round(self._state):
+                    parts = self._communicator.start(
+                        "state_dict() of a sharded optimizer, which all ranks have to call",
+                        lambda mine=mine: self._communicator.all_gather_object(mine),  # type: ignore[misc]
+                    ).wait()
+                    if to is None or to == rank:
+                        whole.update(_join(slices, parts))
+        except BaseException as error:
+            self._communicator.interrupt("state_dict() of a sharded optimizer", error)
+            raise
+        if to is not None and to != rank:
+            return {}
+        optimizer, empty = self._optimizer, self._optimizer.state
+        self._is_inside = True
+        try:
+            optimizer.state = defaultdict(dict, {p: whole[p] for p in self._parameters() if p in whole})
+            return optimizer.state_dict()
+        finally:
+            optimizer.state, self._is_inside = empty, False
+
+    # Copies ---------------------------------------------------------------------------------------
+
+    def copied_state(self) -> list[_CopiedState]:
+        rank, size = self._communicator.rank, self._communicator.size
+        return [
+            (rank, size, slices.parameters[piece.entry], piece.start, piece.stop, self._state[tensor])
+            for slices in self._slices
+            for piece, tensor in zip(slices.pieces, slices.tensors, strict=True)
+            if tensor in self._state
+        ]
+
+    def adopt_copy(self, copied: Sequence[_CopiedState]) -> None:
+        """Continue with the state of a copy, which must have been made by the same rank of as many.
+
+        Raises:
+            ArgumentError: it was not.
+        """
+        place = {
+            (id(slices.parameters[piece.entry]), piece.start, piece.stop): tensor
+            for slices in self._slices
+            for piece, tensor in zip(slices.pieces, slices.tensors, strict=True)
+        }
+        for rank, size, parameter, start, stop, state in copied:
+            tensor = place.get((id(parameter), start, stop))
+            if tensor is None or (rank, size) != (self._communicator.rank, self._communicator.size):
+                raise ArgumentError(
+                    f"this copy of a sharded optimizer holds the state of rank {rank} of {size} and cannot be used on "
+                    f"rank {self._communicator.rank} of {self._communicator.size}; save and load state_dict() instead."
+                )
+            self._state[tensor] = state
+
+    def close(self) -> None:
+        self._finalizer.detach()
+        self._communicator.close()
+
+    def release(self) -> None:
+        """Close, and let the optimizer be used again."""
+        self.close()
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _cut(value: Any, parameter: torch.Tensor, start: int, stop: int) -> Any:
+    """A range of a state tensor that is shaped as its parameter; anything else unchanged."""
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        return value
+    if value.stride() != parameter.stride():
+        value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+    return value.as_strided((stop - start,), (1,), value.storage_offset() + start).clone()
+
+
+def _join(
+    slices: ParameterSlices, parts: Sequence[dict[int, tuple[int, int, Any]]]
+) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+    """The whole state of the parameters of a round, from the parts of all ranks.
+
+    Raises:
+        RingError: a rank lacks its part.
+    """
+    for entry in sorted(set(itertools.chain(*parts))):
+        parameter, name = slices.parameters[entry], slices.names[entry]
+        pieces = [part[entry] for part in parts if entry in part]
+        if pieces[0][1] - pieces[0][0] == parameter.numel():
+            yield parameter, pieces[0][2]
+            continue
+        if sum(stop - start for start, stop, _ in pieces) != parameter.numel() or any(
+            state.keys() != pieces[0][2].keys() for _, _, state in pieces
+        ):
+            raise RingError(f"some ranks have no state for their slice of {name}, or another one than other ranks.")
+        joined = {}
+        for key, first in pieces[0][2].items():
+            if not isinstance(first, torch.Tensor) or first.dim() == 0:
+                joined[key] = first
+                continue
+            joined[key] = torch.empty_like(parameter, dtype=first.dtype, requires_grad=False)
+            flat = joined[key].as_strided((parameter.numel(),), (1,))
+            for start, stop, state in pieces:
+                if state[key].shape != (stop - start,):
+                    raise RingError(
+                        f"the state {key} of {name} has shape {tuple(state[key].shape)} for a slice of {stop - start} "
+                        "elements, so it cannot be joined: this optimizer needs shard='tensors'."
+                    )
+                flat[start:stop] = state[key]
+        yield parameter, joined
+
+
+def _new_communicator() -> Communicator[Any]:
+    return current().new_communicator("sharded updates")

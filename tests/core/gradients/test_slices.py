@@ -1,0 +1,46 @@
+"""Which rank updates what: every element belongs to exactly one rank, and ranks have equal shares."""
+
+import pytest
+
+from ring_plugins.core.gradients.fusion import Entry, FusionPlan
+from ring_plugins.core.gradients.slices import ROUND_SIZES, plan_rounds
+
+SIZES = [(700_000, "float32"), (3, "float32"), (0, "float32"), (1, "float64"), (150_001, "float16"), (40, "float64")]
+ENTRIES = [Entry(f"p{i}", dtype, count) for i, (count, dtype) in enumerate(SIZES * 5)]
+
+
+@pytest.mark.parametrize("whole_tensors", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 64])
+def test_every_element_belongs_to_one_rank(size, whole_tensors):
+    rounds = plan_rounds(FusionPlan(ENTRIES, ROUND_SIZES), size, whole_tensors)
+    ranges = {}
+    for one in rounds:
+        assert len({ENTRIES[i].dtype for i in one.entries}) == 1
+        end = 0
+        for rank, pieces in enumerate(one.pieces):
+            assert sum(piece.stop - piece.start for piece in pieces) == one.counts[rank]
+            for piece in pieces:
+                assert piece.stop == piece.start or piece.offset == end  # in the order of the ranks, without gaps
+                end += piece.stop - piece.start
+                ranges.setdefault(piece.entry, []).append((piece.start, piece.stop))
+        assert end == one.count == sum(ENTRIES[i].count for i in one.entries)
+    for i, entry in enumerate(ENTRIES):
+        starts, stops = zip(*sorted(ranges[i]), strict=True)
+        assert starts == (0, *stops[:-1]) and stops[-1] == entry.count
+        assert len(starts) == 1 or not whole_tensors
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_ranks_have_equal_shares(size):
+    for whole_tensors, allowed in ((False, 1.001), (True, 1.15)):
+        rounds = plan_rounds(FusionPlan(ENTRIES, ROUND_SIZES), size, whole_tensors)
+        width = {"float16": 2, "float32": 4, "float64": 8}
+        widths = [width[ENTRIES[one.entries[0]].dtype] for one in rounds]
+        nbytes = [sum(one.counts[rank] * w for one, w in zip(rounds, widths, strict=True)) for rank in range(size)]
+        assert max(nbytes) < allowed * sum(nbytes) / size
+
+
+def test_large_tensors_are_cut_where_they_lie_and_small_ones_share_a_round():
+    rounds = plan_rounds(FusionPlan(ENTRIES[:4], ROUND_SIZES), 2)
+    assert [(one.is_direct, one.entries) for one in rounds] == [(False, (3,)), (True, (0,)), (False, (2, 1))]
+    assert rounds[1].counts == (350_000, 350_000)

@@ -1,0 +1,53 @@
+"""Sharded optimizers on one to five ranks; the checks themselves are in checks_sharded_optimizer.py."""
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.launch import Result, run_ranks
+
+CHECKS = Path(__file__).with_name("checks_sharded_optimizer.py")
+NAMES = re.findall(r"@check(\w*)\ndef (\w+)", CHECKS.read_text())
+LAUNCHES = [
+    pytest.param(1, "", id="1"),
+    pytest.param(2, "", id="2"),
+    # Two of the three ranks share memory.
+    pytest.param(3, "1,2", id="3 on two nodes", marks=pytest.mark.mpi),
+    pytest.param(3, "", id="3", marks=pytest.mark.slow),
+    pytest.param(4, "2,2", id="4 on two nodes", marks=[pytest.mark.mpi, pytest.mark.slow]),
+    pytest.param(5, "", id="5", marks=pytest.mark.slow),
+]
+QUICK = "fifty_steps_equal_those_without_sharding", "state_in_the_ordinary_format", "whole_tensors_on_one_rank"
+
+
+@functools.cache
+def outcome(ranks: int, nodes: str) -> Result:
+    only = ",".join(QUICK) if nodes else ""
+    launcher = "mpirun" if nodes else "spawned"
+    env = {"RING_VIRTUAL_NODES": nodes, "TEST_ONLY": only}
+    return run_ranks(CHECKS, ranks, launcher, env=env, timeout=400, check=False)
+
+
+@pytest.mark.parametrize(("where", "name"), NAMES, ids=[name for _, name in NAMES])
+@pytest.mark.parametrize(("ranks", "nodes"), LAUNCHES)
+def test_sharded_optimizers(ranks: int, nodes: str, where: str, name: str) -> None:
+    if (where and ranks == 1) or (nodes and name not in QUICK):
+        pytest.skip("not here")
+    result = outcome(ranks, nodes)
+    for rank in range(ranks):
+        assert result.reports.get(rank, {}).get(name) == "ok", result
+
+
+def test_training_continues_on_another_number_of_ranks_with_the_same_bits(tmp_path: Path) -> None:
+    state = tmp_path / "state.pt"
+
+    def weights(ranks: int) -> set[str]:
+        env = {"TEST_STATE": str(state)}
+        return set(run_ranks(CHECKS, ranks, env=env, timeout=200).values("weights"))
+
+    (made,) = weights(2)
+    continued = [weights(ranks) for ranks in (2, 3, 1)]
+    assert len(set.union(*continued)) == 1
+    assert continued[0] != {made}
