@@ -127,7 +127,7 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
 
     def _sharded(self, optimizers: Sequence[Any], named_parameters: Iterable[tuple[str, Tensor]] = ()) -> list[Any]:
         """The optimizers, sharded if the user wants that; collective then."""
-        if not self._shard or not world.is_initialized():
+        if not self._shard:
             return list(optimizers)
         named = list(named_parameters)
         return [shard_optimizer(optimizer, self._shard, named) for optimizer in optimizers]

@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.world import current
+from ring_plugins.core.world import current, is_initialized
 from ring_plugins.observe.drift import differing_weights
 from ring_plugins.torch.device import is_supported
 from ring_plugins.torch.drift import parameter_checksums
@@ -67,7 +67,8 @@ def shard_optimizer(
         if isinstance(optimizer, ShardedOptimizer):
             raise ArgumentError("this optimizer holds the state of a sharded one; pass shard=True, as before.")
         return optimizer
-    if current().topology.size == 1 and not isinstance(optimizer, ShardedOptimizer):
+    is_alone = not is_initialized() or current().topology.size == 1
+    if is_alone and not isinstance(optimizer, ShardedOptimizer):
         check_shardable(optimizer, shard)
         return optimizer
     return ShardedOptimizer(optimizer, named_parameters, shard)
