@@ -6,16 +6,20 @@ import contextlib
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, MissingDependency
 from ring_plugins.core.base.install import pip_command
+from ring_plugins.core.base.progress_line import ProgressLine
 from ring_plugins.core.linux.interfaces import reserve_port
 from ring_plugins.launcher.outcomes import Failure, Outcome, call, collect, pack_call, results
 from ring_plugins.launcher.rank_assignment import assign_ranks
 
 T = TypeVar("T")
+#: Seconds between two looks at what Ray has started.
+_UPDATE = 0.5
 
 
 def run(
@@ -93,6 +97,23 @@ def _describe(resources: Mapping[str, float]) -> str:
     )
 
 
+def _wait_for(is_done: Callable[[float], bool], doing: Callable[[], str], seconds: float) -> bool:
+    """Wait for a part of the start, and say so if it takes long; returns whether it is done.
+
+    Args:
+        is_done: waits for it, at most the seconds that it is given.
+        doing: describes the wait.
+        seconds: to wait at most.
+    """
+    end = time.monotonic() + seconds
+    with ProgressLine() as line:
+        while not is_done(max(0.0, min(_UPDATE, end - time.monotonic()))):
+            if time.monotonic() >= end:
+                return False
+            line.show(doing)
+    return True
+
+
 class _RankActor:
     """One rank; `ray.remote` makes an actor of this class. The actor's process ends with the job."""
 
@@ -133,7 +154,8 @@ class _RankActors:
         self._ray, self._actors = ray, []
         self._group = placement_group([dict(needs) for _ in range(ranks)], strategy=placement)
         try:
-            if not self._group.wait(start_timeout):
+            room = f"waiting for Ray to make room for {ranks} ranks of {_describe(needs)} each"
+            if not _wait_for(self._group.wait, lambda: room, start_timeout):
                 raise LaunchError(
                     f"after {start_timeout:g} s Ray has no room for {ranks} ranks of {_describe(needs)} each, placed "
                     f"{placement}: the cluster has {_describe(ray.cluster_resources())}, of which "
@@ -153,7 +175,19 @@ class _RankActors:
                     ),
                 }
                 self._actors.append(ray.remote(_RankActor).options(**options).remote())
-            locations = ray.get([actor.location.remote() for actor in self._actors], timeout=start_timeout)
+            asked = [actor.location.remote() for actor in self._actors]
+            came: list[Any] = []
+
+            def have_started(seconds: float) -> bool:
+                came[:] = ray.wait(asked, num_returns=ranks, timeout=seconds)[0]
+                return len(came) == ranks
+
+            if not _wait_for(have_started, lambda: f"Ray has started {len(came)} of {ranks} ranks", start_timeout):
+                raise LaunchError(
+                    f"after {start_timeout:g} s Ray has started {len(came)} of {ranks} ranks, which have room: `ray list "
+                    "actors` shows the others' state. Give it longer with start_timeout."
+                )
+            locations = ray.get(asked)
         except BaseException:
             self._end()
             raise

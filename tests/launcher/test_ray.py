@@ -5,6 +5,8 @@ import signal
 
 import pytest
 
+from ring_plugins.core.base import progress_line
+from ring_plugins.ray.run import _wait_for
 from tests.documents import blocks
 from tests.launch import start_ranks
 from tests.launcher.cluster_jobs import check, script
@@ -29,3 +31,11 @@ def test_results_failures_and_a_killed_driver(monkeypatch):
         result = job.wait(40)
     assert [where[0] for where in result.values("where")] == [0, 1]  # as many as the cluster has processors
     check(found, "its actor ended", "3 ranks of 1 CPU each", "the cluster has 2 CPU")
+
+
+def test_a_long_wait_for_ray_is_shown_and_ends(monkeypatch, capsys):
+    monkeypatch.setattr(progress_line, "FIRST_SECONDS", 0.0)
+    answers = iter([False, False, True])
+    assert _wait_for(lambda seconds: next(answers), lambda: "Ray has started 1 of 2 ranks", 60)
+    assert capsys.readouterr().err == "ring_plugins: Ray has started 1 of 2 ranks, after 0 s.\n"
+    assert not _wait_for(lambda seconds: False, lambda: "", 0)

@@ -54,3 +54,31 @@ def test_an_exception_on_one_rank() -> None:
     assert result.returncode != 0
     assert "ValueError: the first cause" in result.stderr
     assert "rank 0 ends because rank 1 failed: ValueError: the first cause" in result.stderr
+
+
+DIFFERS = """
+import torch
+import ring_plugins
+ring_plugins.init(ranks=2)
+from lightning.fabric import Fabric
+import ring_plugins.lightning
+
+fabric = Fabric(accelerator="cpu", devices=2, strategy="ring")
+fabric.launch()
+model = torch.nn.Linear(4, 1)
+model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+for step in range(2):
+    fabric.backward(model(torch.ones(2, 4)).sum())
+    if fabric.global_rank == 1 and step == 0:
+        model.bias.grad *= 2
+    optimizer.step()
+    optimizer.zero_grad()
+fabric.save("checkpoint", {"model": model})
+"""
+
+
+def test_weights_that_differ_are_reported_after_the_first_step_and_before_a_checkpoint(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run_ranks(DIFFERS)
+    for when in ("after the first step", "before a checkpoint"):
+        assert result.stderr.count(f"{when} the weights of rank") == 1, result

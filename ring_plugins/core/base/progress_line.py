@@ -22,11 +22,16 @@ FIRST_SECONDS, _UPDATE = 5.0, 0.5
 
 
 class ProgressLine:
-    """Shows the progress of one wait. Leaving the context removes the line from the terminal."""
+    """Shows the progress of one wait. Leaving the context removes the line from the terminal.
 
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-        self._next = FIRST_SECONDS
+    Args:
+        began: when the wait began, as `time.monotonic` counts; now by default.
+        first: seconds until the first line, FIRST_SECONDS by default.
+    """
+
+    def __init__(self, began: float | None = None, first: float | None = None) -> None:
+        self._began = time.monotonic() if began is None else began
+        self._next = FIRST_SECONDS if first is None else first
         self._said = ""
         self._is_shown = False
 

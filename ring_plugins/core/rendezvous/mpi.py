@@ -14,6 +14,7 @@ from ring_plugins.core.net import mpi
 from ring_plugins.core.net.tcp import open_transport
 from ring_plugins.core.net.transport import Transport
 from ring_plugins.core.net.transport_choice import choose_transport
+from ring_plugins.core.rendezvous.mpi_arrivals import ShownArrivals
 from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous, differences, integer, own_versions
 
 #: (rank, size, local rank, local size), launcher. The first whose rank is set counts.
@@ -49,7 +50,7 @@ def connect(record: LaunchRecord) -> Rendezvous:
         MissingDependency: mpi4py or libmpi is missing.
         LaunchError: MPI sees another number of ranks than the launcher started, or the ranks' installations differ.
     """
-    with mpi.every_rank_must_come_in_time():
+    with mpi.every_rank_must_come_in_time(), ShownArrivals(record):
         return _connect(record)
 
 

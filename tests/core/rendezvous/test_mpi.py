@@ -1,8 +1,11 @@
 """Jobs started by mpirun."""
 
+import time
+
 import pytest
 
-from tests.launch import run_ranks
+from ring_plugins.core.rendezvous import mpi_arrivals
+from tests.launch import run_ranks, start_ranks
 
 
 @pytest.mark.mpi
@@ -87,3 +90,38 @@ def test_a_rank_that_never_calls_init_is_waited_for_no_longer_than_the_start_tim
     result = run_ranks(script, 2, "mpirun", env={"RING_START_TIMEOUT": "2"}, timeout=20, check=False)
     assert result.returncode != 0
     assert "in mpi_init_waits_for_every_rank" in result.stderr
+
+
+@pytest.mark.mpi
+def test_a_rank_that_is_late_is_named_while_mpi_waits_for_it(tmp_path):
+    script = f"""
+        import os, pathlib, time
+        import ring_plugins as ring
+        from ring_plugins.core.base import progress_line
+        progress_line.FIRST_SECONDS = 0.5
+        if os.environ.get("OMPI_COMM_WORLD_RANK", "1") == "1":
+            while not pathlib.Path({str(tmp_path / "said")!r}).exists():
+                time.sleep(0.01)
+        ring.init()
+        ring.barrier()
+    """
+    with start_ranks(script, 2, "mpirun") as job:
+        deadline = time.monotonic() + 60
+        while "have come" not in (job.directory / "stderr").read_text() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        (tmp_path / "said").touch()
+        result = job.wait(60)
+    assert result.returncode == 0
+    assert "ring_plugins: 1 of 2 ranks have come, waiting for rank 1 to reach init(), after" in result.stderr
+
+
+def test_the_text_about_ranks_on_several_hosts(monkeypatch):
+    monkeypatch.setattr(mpi_arrivals.socket, "gethostname", lambda: "node2")
+    assert (
+        mpi_arrivals._text([0, 2], 8, 4)
+        == "2 of the 4 ranks on node2 have come, waiting for local ranks 1, 3 and for other hosts to reach init()"
+    )
+    assert (
+        mpi_arrivals._text([0, 1], 4, 2)
+        == "2 of the 2 ranks on node2 have come, waiting for the ranks of other hosts to reach init()"
+    )
