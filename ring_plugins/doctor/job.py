@@ -6,7 +6,7 @@ The comparisons are pure functions of facts and links, so that tests need not re
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from ring_plugins.doctor.facts import Facts, gather_facts
 from ring_plugins.doctor.findings import Finding, error, fine, warning
 from ring_plugins.doctor.gpu_paths import DRIVER
 from ring_plugins.doctor.links import Link, measure_links
+from ring_plugins.doctor.threads import ThreadCost, measure_thread_cost
 
 _SIZES = tuple(1 << shift for shift in (6, 10, 14, 18, 20, 22, 24))
 _SECONDS_PER_SIZE = 0.4
@@ -80,8 +81,10 @@ def examine_job(show_progress: Callable[[str], None] = lambda text: None) -> Exa
     links = measure_links(facts)
     show_progress("measuring all-reduce")
     curve = all_reduce_curve(host_backends(("ring",)), _SIZES, _SECONDS_PER_SIZE)
+    show_progress("measuring the cost of threads")
+    costs = measure_thread_cost(facts)
     findings = [
-        *check_placement(facts, links),
+        *check_placement(facts, links, costs),
         *check_links(facts, links),
         *check_host_names(facts),
         *check_agreement(facts),
@@ -90,7 +93,9 @@ def examine_job(show_progress: Callable[[str], None] = lambda text: None) -> Exa
     return Examination(findings, facts, links, curve, current().launcher)
 
 
-def check_placement(facts: Sequence[Facts], links: Sequence[Link] = ()) -> Iterator[Finding]:
+def check_placement(
+    facts: Sequence[Facts], links: Sequence[Link] = (), costs: Mapping[str, ThreadCost] | None = None
+) -> Iterator[Finding]:
     """Find ranks that take turns on one core, and hosts with more ranks or threads than cores."""
     found = False
     for machine in dict.fromkeys(fact.kernel for fact in facts):
@@ -101,7 +106,7 @@ def check_placement(facts: Sequence[Facts], links: Sequence[Link] = ()) -> Itera
                 found = True
                 here = [fact for fact in here if fact not in bound]
                 yield _bound_to_one_core(core, bound, links)
-        if finding := _oversubscribed(here):
+        if finding := _oversubscribed(here, (costs or {}).get(machine)):
             found = True
             yield finding
     if not found:
@@ -125,7 +130,7 @@ def _bound_to_one_core(core: int, bound: Sequence[Facts], links: Sequence[Link])
     )
 
 
-def _oversubscribed(here: Sequence[Facts]) -> Finding | None:
+def _oversubscribed(here: Sequence[Facts], cost: ThreadCost | None) -> Finding | None:
     """Find more ranks or threads than cores on one machine."""
     cores = len({core for fact in here for core in fact.cores})
     threads = sum(fact.threads for fact in here)
@@ -142,10 +147,12 @@ def _oversubscribed(here: Sequence[Facts]) -> Finding | None:
         )
     return warning(
         "oversubscription",
-        f"{len(here)} ranks with {threads} threads in all {share}",
+        f"{len(here)} ranks with {threads} threads in all {share}{f'; {cost}' if cost is not None else ''}",
         f"export OMP_NUM_THREADS={max(1, cores // len(here))}",
         threads=threads,
         cores=cores,
+        milliseconds=cost and cost.milliseconds,
+        milliseconds_with_share=cost and cost.milliseconds_with_share,
     )
 
 

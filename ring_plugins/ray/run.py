@@ -184,8 +184,8 @@ class _RankActors:
 
             if not _wait_for(have_started, lambda: f"Ray has started {len(came)} of {ranks} ranks", start_timeout):
                 raise LaunchError(
-                    f"after {start_timeout:g} s Ray has started {len(came)} of {ranks} ranks, which have room: `ray list "
-                    "actors` shows the others' state. Give it longer with start_timeout."
+                    f"after {start_timeout:g} s Ray has started {len(came)} of {ranks} ranks, although it has room: `"
+                    "ray list actors` shows the others' state. Give it longer with start_timeout."
                 )
             locations = ray.get(asked)
         except BaseException:

@@ -74,6 +74,8 @@ def test_on_one_host_ranks_are_compared_and_all_reduce_is_measured():
     )
     assert with_doctor.returncode != 0, with_doctor
     report = json.loads(with_doctor.stdout)
-    assert "threads in all share" in findings(report)["oversubscription", "warning"]["summary"]
+    crowded = findings(report)["oversubscription", "warning"]
+    assert "threads in all share" in crowded["summary"] and "numpy's matrix products on all ranks" in crowded["summary"]
+    assert crowded["evidence"]["milliseconds"] > 0 and crowded["evidence"]["milliseconds_with_share"] > 0
     assert report["started_by"] == "rendezvous"
     assert [row["bytes"] for row in report["all_reduce"]["curve"]][-1] == 1 << 24

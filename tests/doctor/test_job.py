@@ -7,6 +7,7 @@ from ring_plugins.doctor.findings import Severity
 from ring_plugins.doctor.job import check_agreement, check_host_names, check_links, check_placement
 from ring_plugins.doctor.links import Link, rounds
 from ring_plugins.doctor.network import NetworkInterface
+from ring_plugins.doctor.threads import ThreadCost, has_too_many_threads
 
 
 def facts(count, **changes):
@@ -66,6 +67,21 @@ def test_more_ranks_or_threads_than_cores():
     assert finding.summary == "3 ranks share 2 cores of host0"
     (finding,) = check_placement([replace(fact, kernel="same", threads=2) for fact in facts(2)])
     assert finding.remedy == "export OMP_NUM_THREADS=1"
+
+
+def test_what_too_many_threads_cost_is_said_with_figures():
+    crowded = [replace(fact, kernel="same", threads=2) for fact in facts(2)]
+    (finding,) = check_placement(crowded, costs={"same": ThreadCost(2, 1, 6.0, 1.5)})
+    assert finding.summary == (
+        "2 ranks with 4 threads in all share 2 cores of host0; numpy's matrix products on all ranks at once take "
+        "6.00 ms with 2 threads each, 1.50 ms with 1: 4.0 times as long"
+    )
+    assert finding.evidence["milliseconds_with_share"] == 1.5
+
+
+def test_only_threads_beyond_the_cores_are_measured():
+    assert [has_too_many_threads([replace(fact, threads=n) for fact in facts(2)]) for n in (1, 2)] == [False, True]
+    assert not has_too_many_threads(facts(3))  # more ranks than cores: fewer threads do not help
 
 
 def test_a_slow_link_is_found_by_what_its_card_states_and_by_the_others():

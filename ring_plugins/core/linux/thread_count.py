@@ -215,6 +215,28 @@ def threads_in_use() -> int:
     return max([*numbers, int(exported) if exported.isdigit() else 0, 1])
 
 
+@contextlib.contextmanager
+def linear_algebra_threads(threads: int | None) -> Iterator[int]:
+    """Let the loaded libraries for linear algebra compute with another number of threads inside the context.
+
+    Args:
+        threads: the number, None for the one that they have.
+
+    Yields:
+        The largest number that one of them then has.
+    """
+    found = list(_loaded_linear_algebra())
+    before = [get() for get, _ in found]
+    try:
+        if threads is not None:
+            for _, put in found:
+                put(threads)
+        yield max((get() for get, _ in found), default=1)
+    finally:
+        for (_, put), number in zip(found, before, strict=True):
+            put(number)
+
+
 def _undecided() -> list[Library]:
     """The libraries for which the user has set no variable."""
     everything = [

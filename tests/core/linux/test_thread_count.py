@@ -122,3 +122,10 @@ def test_the_library_that_numpy_computes_with_is_found():
         number = get()
         put(number)
         assert get() == number >= 1
+
+
+def test_loaded_linear_algebra_computes_with_another_number_for_a_while():
+    with thread_count.linear_algebra_threads(None) as before, thread_count.linear_algebra_threads(1) as inside:
+        assert inside == 1
+    with thread_count.linear_algebra_threads(None) as after:
+        assert after == before
