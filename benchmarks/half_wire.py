@@ -3,7 +3,7 @@
     mpirun -n 4 python benchmarks/half_wire.py        # half a minute
 
 The ranks count as two hosts with two ranks each. Weights, batches and steps are the same in every run; writes
-benchmarks/results and docs/pictures/compression.png.
+benchmarks/results.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 os.environ.setdefault("RING_VIRTUAL_NODES", "2")
 
 import torch
-from measure import RESULTS, machine, save
+from measure import machine, save
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
@@ -73,25 +73,6 @@ def count_bytes() -> list[int]:
     return sent
 
 
-def picture(losses: dict[str, list[float]]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    import numpy as np
-
-    figure, axes = plt.subplots(figsize=(7, 4))
-    for (name, values), style in zip(losses.items(), ("-", "--", "-.", ":"), strict=True):
-        smooth = np.convolve(values, np.ones(10) / 10, "valid")
-        axes.plot(range(10, len(values) + 1), smooth, style, label=name, linewidth=1.5)
-    axes.set(xlabel="step", ylabel="loss, mean of 10 steps", yscale="log")
-    axes.set_title("Digits on four ranks as two hosts", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(RESULTS.parent.parent / "docs" / "pictures" / "compression.png", dpi=120)
-
-
 def main() -> None:
     torch.set_num_threads(1)
     ring.init()
@@ -106,7 +87,6 @@ def main() -> None:
             last = sum(values[-20:]) / 20
             print(f"{name}: loss {last:.4f}, {nbytes[name] / STEPS / 1e6:.3f} MB per step to the other host")
         save("half_wire", {"losses": losses, "bytes": nbytes, "steps": STEPS})
-        picture(losses)
         print(machine())
 
 

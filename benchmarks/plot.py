@@ -1,20 +1,26 @@
-"""Plot the results of the other benchmarks for the documentation.
+"""Draw all pictures of the documentation from kept results.
 
-python benchmarks/plot.py            # reads benchmarks/results, writes docs/pictures
+    python benchmarks/plot.py            # reads benchmarks/results, writes docs/pictures
+
+They have no background, and lines and letters of a gray that is readable on white and on black.
 """
 
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import matplotlib.patches
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 from between_hosts import limit
 from measure import RESULTS
+from timeline import draw as draw_timeline
 
 from ring_plugins.drawing import COLORS, draw_scaling
 from ring_plugins.planning import counts, parse, predict, reference
@@ -29,12 +35,27 @@ LABELS = {
     "ring over MPI": "ring_plugins over MPI",
     "bare sockets": "bare sockets, the same bytes",
 }
-COLORS = COLORS | {"ring over MPI": "#7a5195", "bare sockets": "#222222"}
+INK = "#768390"
+COLORS = COLORS | {"ring": "#2a9d76", "ring bucket": "#6bbf59", "ring over MPI": "#a77bca", "bare sockets": "#4c92d9"}
+STYLE = {
+    **dict.fromkeys(["text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"], INK),
+    "grid.color": INK,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "savefig.transparent": True,
+    "font.size": 10,
+    "svg.hashsalt": "ring_plugins",  # the same results give the same file
+}
 STEP_COLORS = {
     "ring_plugins": COLORS["ring"],
     "DDP (gloo)": COLORS["gloo"],
     "no communication": COLORS["plain copy"],
 }
+
+
+def save(figure: Any, name: str) -> None:
+    figure.savefig(PICTURES / f"{name}.svg", metadata={"Date": None})
+    plt.close(figure)
 
 
 def load(name: str) -> dict[str, Any]:
@@ -50,7 +71,7 @@ def steps() -> None:
         times = record["seconds"][model]
         for i, (name, t) in enumerate(times.items()):
             low, high = (t["median"] - t["low"]) * 1e3, (t["high"] - t["median"]) * 1e3
-            panel.bar(i, t["median"] * 1e3, color=STEP_COLORS[name], yerr=[[low], [high]], ecolor="#333333", capsize=3)
+            panel.bar(i, t["median"] * 1e3, color=STEP_COLORS[name], yerr=[[low], [high]], ecolor=INK, capsize=3)
             panel.annotate(
                 f"{t['median'] * 1e3:.1f}", (i, t["median"] * 1e3 + high), ha="center", va="bottom", fontsize=9
             )
@@ -61,7 +82,7 @@ def steps() -> None:
         panel.margins(y=0.12)
     figure.suptitle("Training step on two ranks, one thread each: medians and quartiles", fontsize=11)
     figure.supxlabel(record["machine"], fontsize=7)
-    figure.savefig(PICTURES / "step_time.png", dpi=150)
+    save(figure, "step_time")
 
 
 SIZES = {"mlp": "67 MB of gradients", "transformer": "19 MB", "cnn": "1.5 MB"}
@@ -88,7 +109,7 @@ def messages() -> None:
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(alpha=0.25)
     figure.supxlabel(record["machine"], fontsize=7)
-    figure.savefig(PICTURES / "all_reduce.png", dpi=150)
+    save(figure, "all_reduce")
 
 
 def scaling() -> None:
@@ -103,7 +124,7 @@ def scaling() -> None:
     ]:
         between = parse(network, transport)
         series[f"{model}, {between.name}"] = [predict(reference(model), between, ranks, 4) for ranks in counts(1024)]
-    draw_scaling(series, "Predicted: four Pascal GPUs per host, batch 64 per GPU", PICTURES / "plan.png")
+    draw_scaling(series, "Predicted: four Pascal GPUs per host, batch 64 per GPU", PICTURES / "plan.svg")
 
 
 def between_hosts() -> None:
@@ -127,13 +148,57 @@ def between_hosts() -> None:
         panel.grid(alpha=0.25)
     panels[0][0].legend(fontsize=7, frameon=False)
     figure.supxlabel(record["machine"], fontsize=7)
-    figure.savefig(PICTURES / "between_hosts.png", dpi=150)
+    save(figure, "between_hosts")
+
+
+def compression() -> None:
+    """Line chart: loss with gradients in 16 bits between hosts."""
+    losses = load("half_wire")["losses"]
+    figure, panel = plt.subplots(figsize=(7, 4), layout="constrained")
+    for (name, values), style in zip(losses.items(), ("-", "--", "-.", ":"), strict=True):
+        smooth = np.convolve(values, np.ones(10) / 10, "valid")
+        panel.plot(range(10, len(values) + 1), smooth, style, label=name, linewidth=1.5)
+    panel.set(xlabel="step", ylabel="loss, mean of 10 steps", yscale="log")
+    panel.set_title("Digits on four ranks as two hosts", fontsize=10)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(alpha=0.25)
+    panel.legend(fontsize=8, frameon=False)
+    save(figure, "compression")
+
+
+def timeline() -> None:
+    """Two steps of two ranks."""
+    save(draw_timeline(load("timeline")["events"]), "timeline")
+
+
+def stall_report() -> None:
+    """A report as a terminal shows it."""
+    kept = (RESULTS / "stall_report.txt").read_text().rstrip().splitlines()
+    indents = [" " * (len(line) - len(line.lstrip()) + 4) for line in kept]
+    lines = [
+        part
+        for line, indent in zip(kept, indents, strict=True)
+        for part in textwrap.wrap(line, 92, subsequent_indent=indent)
+    ]
+    wide, high = 0.083 * max(map(len, lines)) + 0.4, 0.22 * len(lines) + 0.35
+    figure = plt.figure(figsize=(wide, high))
+    figure.add_artist(
+        matplotlib.patches.FancyBboxPatch(
+            (0.012, 0.04), 0.976, 0.92, "round,pad=0,rounding_size=0.012", facecolor="#1e2530", edgecolor=INK
+        )
+    )
+    for i, line in enumerate(lines):
+        words = line.strip().partition(":")[0]
+        color = {"missing": "#f2a541", "likely": "#7bd389"}.get(words, "#d8dee9")
+        figure.text(
+            0.2 / wide, 1 - (0.33 + 0.22 * i) / high, line, family="monospace", fontsize=9.8, color=color, va="center"
+        )
+    save(figure, "stall_report")
 
 
 if __name__ == "__main__":
+    matplotlib.rcParams.update(STYLE)
     PICTURES.mkdir(parents=True, exist_ok=True)
-    steps()
-    messages()
-    scaling()
-    between_hosts()
+    for draw in (steps, messages, scaling, between_hosts, compression, timeline, stall_report):
+        draw()
     print(f"wrote {PICTURES}")

@@ -1,4 +1,4 @@
-"""Record a timeline and draw two of its steps: docs/pictures/timeline.png.
+"""Record a timeline and keep two of its steps, which plot.py draws.
 
     python benchmarks/timeline.py
 
@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "timeline.png"
+from measure import save
+
 LATE = 0.008
 COLORS = {
     "backward": "#4c78a8",
@@ -56,10 +57,8 @@ def record(directory: str) -> None:
     ring.shutdown()
 
 
-def draw(events: list[dict[str, Any]]) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
+def draw(events: list[dict[str, Any]]) -> Any:
+    """Draw the two fastest consecutive steps."""
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
@@ -100,7 +99,15 @@ def draw(events: list[dict[str, Any]]) -> None:
     )
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    figure.savefig(PICTURE, dpi=130)
+    return figure
+
+
+def kept(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the picture shows: events of two steps, with what `draw` reads of them."""
+    begin, end = window([event for event in events if event["ph"] == "X"])
+    inside = (event for event in events if begin <= event.get("ts", -1) <= end + 1 and event.get("cat"))
+    names = ("ph", "cat", "pid", "ts", "dur", "id", "name", "args")
+    return [{name: event[name] for name in names if name in event} for event in inside]
 
 
 def bar(axes: Any, row: float, start: float, length: float, kind: str, height: float = 0.7) -> None:
@@ -132,7 +139,8 @@ def main() -> None:
     os.environ["TIMELINE_DIRECTORY"] = directory  # for the ranks that this script starts
     record(directory)
     if not os.environ.get("RING_SPAWNED"):
-        draw(json.loads((Path(directory) / "timeline.json").read_text()))
+        events = json.loads((Path(directory) / "timeline.json").read_text())
+        save("timeline", {"events": kept(events)})
         (Path(directory) / "timeline.json").unlink()
         os.rmdir(directory)
     assert not ring.is_initialized()

@@ -60,7 +60,7 @@ def __getattr__(name: str) -> object:
     return globals()[_RENAMED[name]]
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AVERAGE",

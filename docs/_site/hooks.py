@@ -20,6 +20,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security_policy.md",
+    "CODE_OF_CONDUCT.md": "code_of_conduct.md",
     "README.md": "index.md",
     "examples": "examples.md",
     "examples/deploy": "examples.md",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version as installed_version
 from typing import Annotated
 
 import typer
 
+from ring_plugins import __version__
 from ring_plugins.cli.bench import bench
 from ring_plugins.cli.doctor import doctor
 from ring_plugins.cli.plan import plan
@@ -23,7 +23,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"ring_plugins {installed_version('ring_plugins')}")
+        typer.echo(f"ring_plugins {__version__}")
         raise typer.Exit
 
 

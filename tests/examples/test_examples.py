@@ -48,3 +48,69 @@ def test_torch_loop():
 @pytest.mark.parametrize(("example", "option"), [("lightning_digits.py", "--devices"), ("torch_loop.py", "--ranks")])
 def test_one_process(example, option):
     check(run_ranks(EXAMPLES / example, 1, args=[option, "1"], timeout=120), ranks=1)
+
+
+def closing(result: Result, pattern: str) -> re.Match[str]:
+    found = list(re.finditer(pattern, TERMINAL_CODES.sub("\n", result.stdout), re.MULTILINE))
+    assert len(found) == 1, f"one rank, and only one, must print the closing line\n{result}"
+    return found[0]
+
+
+def test_fabric():
+    found = closing(run_ranks(EXAMPLES / "fabric_digits.py", 2, timeout=120), r"^ranks 2, .* accuracy ([\d.]+)$")
+    assert float(found[1]) >= 0.95
+
+
+@pytest.mark.slow
+def test_lightning_gpt_resumes_and_writes(tmp_path):
+    shortened = ["--files", "5", "--checkpoint", str(tmp_path / "gpt.ckpt"), "--steps"]
+    line = r"^ranks 2, step (\d+), resumed (\w+), loss ([\d.]+)\n(def .*)"
+    first = closing(run_ranks(EXAMPLES / "lightning_gpt.py", 2, args=[*shortened, "60"], timeout=200), line)
+    second = closing(run_ranks(EXAMPLES / "lightning_gpt.py", 2, args=[*shortened, "90"], timeout=200), line)
+    assert (first[1], first[2], second[1], second[2]) == ("60", "False", "90", "True")
+    assert float(second[3]) < 4.0  # a model that knows nothing has 5.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
+def test_keras_gpt_resumes_and_writes(backend, tmp_path):
+    shortened = ["--ranks", "2", "--files", "2", "--checkpoint", str(tmp_path / "gpt.keras"), "--epochs"]
+    line = r"^ranks 2, epochs (\d) to (\d), loss ([\d.]+)\n(def .*)"
+    run = lambda epochs: run_ranks(  # noqa: E731 - twice the same
+        EXAMPLES / "keras_gpt.py", 2, args=[*shortened, epochs], env={"KERAS_BACKEND": backend}, timeout=280
+    )
+    first, second = closing(run("1"), line), closing(run("2"), line)
+    assert (first[1], first[2], second[1], second[2]) == ("0", "1", "1", "2")
+    assert float(second[3]) < float(first[3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_keras_gan(backend):
+    args = ["--ranks", "2", "--epochs", "3"]
+    result = run_ranks(EXAMPLES / "keras_gan.py", 2, args=args, env={"KERAS_BACKEND": backend}, timeout=280)
+    closing(
+        result, r"^ranks 2, epochs 3, critic_loss [\d.]+, generator_loss [\d.]+$|^ranks 2, epochs 3, generator_loss .*$"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", ["ray", "spark"])
+def test_training_functions_of_the_clusters(cluster):
+    """tests/launcher runs functions on both; what the examples pass to them runs here on two ranks of this host."""
+    script = f"""
+import runpy
+import ring_plugins as ring
+example = runpy.run_path("{EXAMPLES}/{cluster}_digits.py")
+print("accuracies", ring.run(example["train"], args=(10,), ranks=2))
+"""
+    found = closing(run_ranks(script, 1, timeout=200), r"^accuracies \[([\d.]+), ([\d.]+)\]$")
+    assert found[1] == found[2] and float(found[1]) >= 0.85
+
+
+def test_every_example_is_documented_and_short():
+    page = (REPOSITORY / "docs" / "examples.md").read_text()
+    for example in EXAMPLES.rglob("*.*"):
+        if "__pycache__" not in example.parts:
+            assert example.name in page
+            assert len(example.read_text().splitlines()) <= 155 or example.suffix == ".ipynb"
