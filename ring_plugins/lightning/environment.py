@@ -2,12 +2,13 @@
 
 import multiprocessing.util
 import os
+import socket
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 
 from ring_plugins.core import world
-from ring_plugins.core.linux.interfaces import free_port
+from ring_plugins.core.linux.interfaces import reserve_port
 from ring_plugins.core.rendezvous import LaunchRecord, detect
 from ring_plugins.core.rendezvous.topology import Topology
 
@@ -26,6 +27,11 @@ class RingEnvironment:
         self._record = detect()
         self._wanted_world_size = 1
         self._main_port: int | None = None
+        self._reserved: socket.socket | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for a spawned worker: the port stays reserved in this process."""
+        return {**vars(self), "_reserved": None}
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -41,7 +47,11 @@ class RingEnvironment:
     def main_port(self) -> int:
         """A port for the rendezvous of forked or spawned workers; other launches do not need it."""
         if self._main_port is None:
-            self._main_port = int(os.environ["MASTER_PORT"]) if "MASTER_PORT" in os.environ else free_port()
+            if "MASTER_PORT" in os.environ:
+                self._main_port = int(os.environ["MASTER_PORT"])
+            else:
+                self._reserved = reserve_port()  # until rank 0 listens, which may take as long as importing torch
+                self._main_port = int(self._reserved.getsockname()[1])
         return self._main_port
 
     @staticmethod

@@ -18,7 +18,7 @@ from ring_plugins.lightning.strategy import DEFAULT_BUCKET_BYTES
 from ring_plugins.observe.drift import differing_weights
 from ring_plugins.torch.broadcast import broadcast_parameters
 from ring_plugins.torch.drift import parameter_checksums
-from ring_plugins.torch.gradients import GradientAverager
+from ring_plugins.torch.gradients import GradientAverager, SkippableStep
 from ring_plugins.torch.sharded_optimizer import Shard, ShardedOptimizer
 
 
@@ -86,6 +86,29 @@ class RingFabricLogic(RingParallelLogic):
             broadcast_parameters(module)
             self._backward_sync_control.add(module, GradientAverager(module, **self._averager_arguments))
         return module
+
+    def skip_step_on(self, module: Module, *exceptions: type[BaseException]) -> AbstractContextManager[SkippableStep]:
+        """Let all ranks skip a step of the loop in which some rank raises one of these exceptions.
+
+            with fabric.strategy.skip_step_on(model, torch.cuda.OutOfMemoryError) as step:
+                optimizer.zero_grad()
+                fabric.backward(loss(model, batch))
+                optimizer.step()
+
+        The block holds the whole step; see `GradientAverager.skip_step_on`.
+
+        Args:
+            module: What ``fabric.setup`` returned.
+            exceptions: What to skip.
+
+        Raises:
+            ArgumentError: `module` has not been set up, or something else than exceptions was given.
+        """
+        # Fabric 2.6.6, fabric/wrappers.py:119: `setup` returns a wrapper of what `setup_module` returned.
+        own: Module = getattr(module, "_forward_module", module)
+        if self.world_size == 1:
+            return GradientAverager(own, **self._averager_arguments).skip_step_on(*exceptions)
+        return self._backward_sync_control.averager_of(own, "skip_step_on").skip_step_on(*exceptions)
 
     @override
     def setup_optimizer(self, optimizer: Any) -> Any:
@@ -168,15 +191,17 @@ class BackwardSyncControl:
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
         """Let the gradients of `module` accumulate on this rank inside the context."""
-        if not enabled:
+        if not enabled or not self._averagers:
             return nullcontext()
+        return self.averager_of(module, "no_backward_sync").no_sync()
+
+    def averager_of(self, module: Module, caller: str) -> GradientAverager:
+        """The averager of `module`; the error names `caller`."""
         for known, averager in self._averagers:
             if known is module:
-                return averager.no_sync()
-        if not self._averagers:
-            return nullcontext()
+                return averager
         raise ArgumentError(
-            f"no_backward_sync() was given a {type(module).__name__} that has not been set up. Did you forget to call"
+            f"{caller}() was given a {type(module).__name__} that has not been set up. Did you forget to call"
             " `model = fabric.setup(model)`?"
         )
 

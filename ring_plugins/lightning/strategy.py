@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
@@ -22,6 +23,7 @@ from ring_plugins.lightning.failure import (
 )
 from ring_plugins.lightning.launcher import RingLauncher
 from ring_plugins.lightning.parallel import RingParallelLogic, StartMethod
+from ring_plugins.lightning.shared_step import SharedStep, SkipStepOn, exceptions_to_skip
 from ring_plugins.lightning.sync_batchnorm import for_device
 from ring_plugins.observe.drift import DriftCheck, chosen_interval, differing_weights, drift_check
 from ring_plugins.torch.broadcast import broadcast_parameters
@@ -65,6 +67,9 @@ class RingTrainerLogic(RingParallelLogic):
             ``DistributedDataParallel``; see `buffers`.
         drift_check_every: Steps of an optimizer between comparisons of the weights of all ranks, which raise
             ``DriftError`` if they differ; 0 for never, the environment variable RING_DRIFT_CHECK by default.
+        skip_step_on: An exception, or a tuple of them, such as ``torch.cuda.OutOfMemoryError``: a step in which any
+            rank's ``training_step`` or backward raises it is skipped by all ranks, with a warning. Only for automatic
+            optimization.
         timeout: For calls through torch.distributed; by default torch's.
         start_method: How a script that was started alone starts the other ranks: "popen" runs the script again, "fork",
             "forkserver" and "spawn" run only the Trainer's function. By default "fork" in a notebook, else "popen".
@@ -92,6 +97,7 @@ class RingTrainerLogic(RingParallelLogic):
         shard_optimizer: Shard = False,
         broadcast_buffers: bool = True,
         drift_check_every: int | None = None,
+        skip_step_on: SkipStepOn = None,
         timeout: timedelta | None = None,
         start_method: StartMethod | None = None,
     ) -> None:
@@ -104,6 +110,8 @@ class RingTrainerLogic(RingParallelLogic):
             precision_plugin=precision_plugin,
         )
         self._broadcast_buffers = broadcast_buffers
+        self._skip_step_on = exceptions_to_skip(skip_step_on)
+        self._shared_step: SharedStep | None = None
         self._averager: GradientAverager | None = None
         self._drift_check_every = chosen_interval(drift_check_every)
         self._drift: DriftCheck | None = None
@@ -150,9 +158,13 @@ class RingTrainerLogic(RingParallelLogic):
             assert self.lightning_module is not None
             self._buffers = BufferBroadcast(self.lightning_module) if self._broadcast_buffers else None
             self._is_compared = False
-            self._averager = GradientAverager(self.lightning_module, **self._averager_arguments)
             named = self.lightning_module.named_parameters
             self._drift = drift_check(self._drift_check_every, lambda: parameter_checksums(named()))
+        if is_fitting and (self.is_distributed or self._skip_step_on):
+            self._averager = GradientAverager(self.lightning_module, **self._averager_arguments)
+            self._shared_step = SharedStep(
+                self._averager, self.lightning_module.automatic_optimization, self._may_accumulate, self._skip_step_on
+            )
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:
@@ -185,7 +197,22 @@ class RingTrainerLogic(RingParallelLogic):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._buffers is not None:
             self._buffers.before_training_step()
-        return super().training_step(*args, **kwargs)
+        if self._shared_step is None:
+            return super().training_step(*args, **kwargs)
+        output: Any = self._shared_step.attempt(lambda: super(RingTrainerLogic, self).training_step(*args, **kwargs))
+        if output is None and self._shared_step.has_failed:
+            # Lightning 2.6.6, pytorch/loops/optimization/automatic.py:323, refuses None with several ranks.
+            return torch.full((), torch.nan, device=self.root_device)
+        return output
+
+    @override
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def compute() -> Tensor:
+            result: Tensor = super(RingTrainerLogic, self).backward(closure_loss, *args, **kwargs)
+            return result
+
+        loss = compute() if self._shared_step is None else self._shared_step.attempt(compute)
+        return closure_loss.detach() if loss is None else loss
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -196,16 +223,29 @@ class RingTrainerLogic(RingParallelLogic):
             self._averager.prepare()
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        def step(closure: Callable[[], Any]) -> Any:
+            return super(RingTrainerLogic, self).optimizer_step(optimizer, closure, *args, **kwargs)
+
+        if self._shared_step is None:
+            return step(closure)
+        assert self._averager is not None
         if self._drift is not None and self._shard:
             self._drift.after_step()  # before the step, which gives all ranks the same weights
-        result = super().optimizer_step(*args, **kwargs)
+        skipped_before = self._averager.skipped_steps
+        result = self._shared_step.run(optimizer, closure, step)
+        if not self.is_distributed or self._averager.skipped_steps > skipped_before:
+            return result
         if self._drift is not None and not self._shard:
             self._drift.after_step()
-        if self._averager is not None and not self._is_compared:
+        if not self._is_compared:
             self._is_compared = True
             self._compare_weights("after the first step")
         return result
+
+    def _may_accumulate(self) -> bool:
+        """Whether the step that is being computed may have gradients of batches before."""
+        return self._accumulates or self._trainer.accumulate_grad_batches > 1
 
     def _compare_weights(self, when: str) -> None:
         """Warn on rank 0 if the ranks' weights differ."""
@@ -296,7 +336,7 @@ class RingTrainerLogic(RingParallelLogic):
         if self._averager is not None:
             self._waited_seconds += self._averager.waited_seconds
             self._averager.close()
-            self._averager = self._buffers = None
+            self._averager = self._buffers = self._shared_step = None
         if self._drift is not None:
             self._drift.close()
             self._drift = None
@@ -309,5 +349,5 @@ class RingTrainerLogic(RingParallelLogic):
     def __getstate__(self) -> dict[str, Any]:
         # Hooks and communication threads stay in the process they belong to.
         state: dict[str, Any] = super().__getstate__()
-        state["_averager"] = state["_drift"] = None
+        state["_averager"] = state["_shared_step"] = state["_drift"] = None
         return state

@@ -246,3 +246,64 @@ class WithEmbedding(Classifier):
     def loss(self, batch: Any) -> Tensor:
         x, y, index = batch
         return F.cross_entropy(self(x) + self.embedding(index % 10), y)
+
+
+class Breaks(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise MemoryError("no room")
+
+
+class RunsOutOfMemory(Classifier):
+    """Cannot compute some batches on the last rank: forward raises, or backward between the layers, or all is well.
+
+    One process on the concatenated batch, as a reference, returns None for all batches of the steps to be skipped.
+    """
+
+    def __init__(self, where: str = "", failing: tuple[int, ...] = (), skipped: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.where, self.failing, self.skipped = where, failing, skipped
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        if batch_idx in self.skipped:
+            return None
+        if batch_idx in self.failing and self.trainer.global_rank == self.trainer.world_size - 1:
+            if self.where == "forward":
+                raise MemoryError("no room")
+            hidden = Breaks.apply(self.net[0](batch[0]))
+            return F.cross_entropy(self.net[2](self.net[1](hidden)), batch[1])
+        return self.loss(batch)
+
+
+class WithLineSearch(Classifier):
+    """Trained by LBFGS, which decides by the loss of its closure how far to go; by hand or by Lightning."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not by_hand
+        self.evaluations = 0
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=6, line_search_fn="strong_wolfe")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        if self.automatic_optimization:
+            self.evaluations += 1
+            return self.loss(batch)
+        optimizer: Any = self.optimizers()
+
+        def closure() -> Tensor:
+            self.evaluations += 1
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure=closure)
+        return None

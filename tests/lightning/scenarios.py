@@ -4,16 +4,21 @@ A scenario gets a `Run`, makes its trainers with it, and returns named values to
 that start with "own_" may differ from rank to rank; all others must be bitwise equal on all ranks.
 """
 
+import contextlib
+import copy
+import io
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    Callback,
     EarlyStopping,
     ModelCheckpoint,
     ModelPruning,
@@ -375,6 +380,109 @@ def sparse_embedding(run: Run) -> Outcome:
     single = run.trainer(strategy=SingleDeviceStrategy("cpu"), devices=1)
     single.fit(reference, loader(batch_size=4 * run.size))
     return weights(model) | {f"{name}.expected": value for name, value in weights(reference).items()}
+
+
+def half_precision() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0))
+
+
+@contextlib.contextmanager
+def warnings_of_ours() -> Iterator[list[str]]:
+    """The warnings of this package's logger on this rank."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("ring_plugins").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("ring_plugins").removeHandler(handler)
+
+
+def compared(
+    run: Run, name: str, model: LightningModule, reference: LightningModule, ring: Any = None, **kwargs: Any
+) -> Outcome:
+    """Weights after a few steps, and those of one process on the concatenated batch."""
+    reference.load_state_dict(model.state_dict())
+    options: Any = {"max_epochs": 1, "precision": "64-true", **kwargs}
+    trainer = run.trainer(**{**options, **(ring or {})})
+    trainer.fit(model, dealt(run.rank, run.size))
+    options["plugins"] = copy.deepcopy(options.get("plugins"))
+    options |= {"strategy": SingleDeviceStrategy("cpu"), "devices": 1}
+    single = run.trainer(**options)
+    single.fit(reference, loader(batch_size=4 * run.size))
+    found = weights(model) | {f"{key}.expected": value for key, value in weights(reference).items()}
+    found |= {"steps": trainer.global_step, "steps.expected": single.global_step}
+    return {f"{name}.{key}": value for key, value in found.items()}
+
+
+@scenario(ALL, same_as_ddp=False)
+def steps_that_one_rank_cannot_compute(run: Run) -> Outcome:
+    """All ranks skip them, also with all batches that such a step accumulates; no GradScaler sees them."""
+    outcome: Outcome = {}
+    for where in ("forward", "backward"):
+        for name, failing, skipped, options in (
+            ("plain", (1, 2), (1, 2), {"gradient_clip_val": 0.1}),
+            ("first of two", (2,), (2, 3), {"accumulate_grad_batches": 2}),
+            ("second of two", (1,), (0, 1), {"accumulate_grad_batches": 2}),
+            ("scaler", (0, 2), (0, 2), {"precision": None, "plugins": [half_precision()]}),
+        ):
+            if run.size == 3 and name != "plain":
+                continue
+            torch.manual_seed(4)
+            model, reference = models.RunsOutOfMemory(where, failing), models.RunsOutOfMemory(skipped=skipped)
+            options["limit_train_batches"] = 4
+            ring = {"strategy": RingStrategy(skip_step_on=(KeyError, MemoryError))}
+            with warnings_of_ours() as lines:
+                outcome |= compared(run, f"{where}, {name}", model, reference, ring, **options)
+            skips = [line for line in lines if f"rank {run.size - 1}: MemoryError: no room" in line or run.size == 1]
+            outcome[f"own_{where}, {name}.lines"] = len(skips)
+            steps = len({index // options.get("accumulate_grad_batches", 1) for index in skipped})
+            is_told = run.rank in (0, run.size - 1)
+            outcome[f"own_{where}, {name}.lines.expected"] = steps if is_told else 0
+    return outcome
+
+
+@scenario((2, 3), same_as_ddp=False)
+def line_search(run: Run) -> Outcome:
+    """LBFGS takes the steps of one process on the concatenated batch, by Lightning and by hand."""
+    outcome: Outcome = {}
+    for by_hand in (False, True):
+        torch.manual_seed(4)
+        model, reference = models.WithLineSearch(by_hand), models.WithLineSearch(by_hand)
+        name = "by hand" if by_hand else "automatic"
+        outcome |= compared(run, name, model, reference)
+        outcome |= {f"{name}.count": model.evaluations, f"{name}.count.expected": reference.evaluations}
+    return outcome
+
+
+@scenario(same_as_ddp=False)
+def copies_of_a_module_in_training(run: Run) -> Outcome:
+    """A copy has the weights and trains alone; the module goes on as if nothing had happened."""
+
+    class Copies(Callback):
+        copies: ClassVar[list[LightningModule]] = []
+
+        def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Any) -> None:
+            buffer = io.BytesIO()
+            torch.save(module, buffer)
+            buffer.seek(0)
+            self.copies[:] = [copy.deepcopy(module), torch.load(buffer, weights_only=False)]
+
+    model, reference = Classifier(), Classifier()
+    copies = Copies()
+    outcome = compared(run, "copied", model, reference, callbacks=[copies])
+    for number, one in enumerate(copies.copies):
+        one.net(torch.ones(2, models.FEATURES, dtype=torch.float64) * (run.rank + 1)).sum().backward()
+        gradient = one.net[2].weight.grad
+        assert gradient is not None
+        outcome[f"own_{number}"] = gradient.clone()
+        alone = Classifier().double()
+        alone.load_state_dict(one.state_dict())
+        alone.net(torch.ones(2, models.FEATURES, dtype=torch.float64) * (run.rank + 1)).sum().backward()
+        outcome[f"own_{number}.expected"] = alone.net[2].weight.grad
+        one.zero_grad()
+    return outcome
 
 
 @scenario((1, 2))

@@ -32,6 +32,53 @@ def test_alone_it_is_a_single_device() -> None:
     assert result.values("launcher") == [True]
 
 
+SKIPS = """
+import os
+import ring_plugins
+ring_plugins.init(ranks=int(os.environ["TEST_RANKS"]))
+import torch
+from lightning.fabric import Fabric
+from ring_plugins.core.base.errors import ArgumentError
+import ring_plugins.lightning
+from tests.worker import report
+
+if __name__ == "__main__":
+    size = int(os.environ["TEST_RANKS"])
+    fabric = Fabric(accelerator="cpu", devices=size, strategy="ring")
+    fabric.launch()
+    fabric.seed_everything(2, verbose=False)
+    network = torch.nn.Linear(3, 1)
+    model, optimizer = fabric.setup(network, torch.optim.SGD(network.parameters(), 0.1))
+    before, skipped = network.weight.detach().clone(), []
+    for number in range(3):
+        with fabric.strategy.skip_step_on(model, MemoryError) as step:
+            optimizer.zero_grad()
+            if number == 1 and fabric.global_rank == size - 1:
+                raise MemoryError("no room")
+            fabric.backward(model(torch.full((1, 3), fabric.global_rank + 1.0)).sum())
+            optimizer.step()
+        skipped.append(step.skipped)
+    report("skipped", skipped)
+    report("moved", (before - network.weight).detach())
+    if size > 1:
+        try:
+            fabric.strategy.skip_step_on(torch.nn.Linear(1, 1), MemoryError)
+        except ArgumentError as error:
+            report("refused", str(error))
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_all_ranks_skip_a_step_that_one_cannot_compute(ranks: int) -> None:
+    result = run_ranks(SKIPS, ranks)
+    assert result.values("skipped") == [[False, True, False]] * ranks
+    for moved in result.values("moved"):
+        assert moved[0] == pytest.approx([0.2 * (ranks + 1) / 2] * 3)
+    assert all(
+        "skip_step_on() was given a Linear that has not been set up" in text for text in result.values("refused")
+    )
+
+
 FAILS = """
 import ring_plugins
 ring_plugins.init(ranks=2)  # before the import, which ranks then do at the same time

@@ -156,6 +156,48 @@ def test_an_error_that_all_ranks_catch_is_survived() -> None:
     assert first == second
 
 
+INTERRUPTED = """
+import signal
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from tests.worker import report
+import ring_plugins.lightning
+
+class Interrupted(BoringModel):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2 and self.trainer.global_rank == 0:
+            raise KeyboardInterrupt
+        return super().training_step(batch, batch_idx)
+
+def trainer():
+    return Trainer(strategy="ring", devices=2, accelerator="cpu", max_epochs=1, logger=False, limit_train_batches=4,
+                   enable_checkpointing=False, enable_progress_bar=False)
+
+if __name__ == "__main__":
+    first = trainer()
+    try:
+        first.fit(Interrupted())
+    except BaseException as error:  # Lightning makes a SystemExit of the interrupt
+        report("error", f"{type(error).__name__}: {error}", first.global_rank)
+    model, second = BoringModel(), {second}
+    torch.manual_seed(3 + second.global_rank)
+    second.fit(model)
+    report("weights", model.layer.weight.detach(), second.global_rank)
+"""
+
+
+@pytest.mark.parametrize("second", ["trainer()", "first"])
+def test_after_an_interrupt_that_all_ranks_catch_they_fit_again(second: str) -> None:
+    with start_ranks(RANKS_FIRST + INTERRUPTED.replace("{second}", second)) as job:
+        result = job.wait(60)
+    assert result.returncode == 0, result
+    assert result.values("error")[0] == "SystemExit: 1"
+    assert "rank 0" in result.values("error")[1] and "KeyboardInterrupt" in result.values("error")[1]
+    first_rank, second_rank = result.values("weights")
+    assert first_rank == second_rank
+
+
 def test_sigterm_is_not_success():
     error = lightning.pytorch.utilities.exceptions.SIGTERMException()
     set_exit_status(error)

@@ -87,7 +87,7 @@ def test_scenario_with_sharded_optimizers(size: int, name: str) -> None:
 
 
 # One bfloat16 unit in the last place of values near 1.
-TOLERANCE = {"precision_bf16_true": 1.6e-2, "resume_mid_training": 0.0}
+TOLERANCE = {"precision_bf16_true": 1.6e-2, "resume_mid_training": 0.0, "steps_that_one_rank_cannot_compute": 1e-4}
 
 
 def test_a_world_of_one_has_no_process_group() -> None:
