@@ -274,6 +274,7 @@ class _SlicedUpdates:
     def _take_loaded_state(self, optimizer: Optimizer) -> None:
         self._state.clear()
         self.adopt_state()
+        self._has_compared_weights = False  # the script may have loaded weights, too
 
     def _refuse_bypass(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._is_inside:

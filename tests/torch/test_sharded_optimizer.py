@@ -51,3 +51,27 @@ def test_training_continues_on_another_number_of_ranks_with_the_same_bits(tmp_pa
     continued = [weights(ranks) for ranks in (2, 3, 1)]
     assert len(set.union(*continued)) == 1
     assert continued[0] != {made}
+
+
+def test_a_rank_that_gathers_the_state_alone_is_told_that_all_must():
+    script = """
+    import os
+    import ring_plugins as ring
+    ring.init(ranks=int(os.environ["TEST_RANKS"]))
+    import torch
+    from ring_plugins.torch import DistributedOptimizer
+    model = torch.nn.Linear(4, 4)
+    for parameter in model.parameters():
+        torch.nn.init.ones_(parameter)
+    optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters()), model.named_parameters(), shard=True)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        if ring.rank() == 0:
+            optimizer.state_dict()
+    """
+    result = run_ranks(script, 2, timeout=120, check=False)
+    assert result.returncode != 0
+    assert "DeadlockError: rank" in result.output
+    assert "state_dict() of a sharded optimizer, which all ranks have to call" in result.output

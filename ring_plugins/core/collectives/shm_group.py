@@ -35,7 +35,7 @@ from ring_plugins.core.base.types import Array, Bytes
 from ring_plugins.core.collectives.fingerprint import Fingerprint, size_mismatch
 from ring_plugins.core.collectives.shm_barrier import PAGE, SharedMemoryBarrier
 from ring_plugins.core.control.wait import Wait
-from ring_plugins.core.linux.shared_memory import Address, Segment, SharedBuffer
+from ring_plugins.core.linux.shared_memory import Address, Segment, SharedBuffer, address_of
 
 #: Bytes of one of the two staging buffers: both and the piece being summed stay in a core's cache.
 STAGING_BYTES = 1024 * 1024
@@ -118,12 +118,15 @@ class SharedMemoryGroup:
                 piece[:] = staged
 
     def all_gather(self, mine: Bytes, parts: Sequence[Bytes], fingerprint: Fingerprint) -> None:
+        is_in_place = mine.size > SMALL_BYTES and address_of(mine) == address_of(parts[self.position])
         for start in range(0, max(1, *(part.size for part in parts)), STAGING_BYTES):
             staging = self._next_staging()
             piece = mine[start : start + STAGING_BYTES]
             staging[self.position][: piece.size] = piece
             self._arrive(fingerprint) if start == 0 else self._synchronize()
-            for part, staged in zip(parts, staging, strict=True):
+            for i, (part, staged) in enumerate(zip(parts, staging, strict=True)):
+                if i == self.position and is_in_place:
+                    continue
                 piece = part[start : start + STAGING_BYTES]
                 piece[:] = staged[: piece.size]
 

@@ -141,3 +141,17 @@ def test_members_go_on_after_a_mismatch_that_all_of_them_saw(on_all):
             assert np.array_equal(reduce(group, numbers(count, group.position)), total(count))
 
     on_all(call)
+
+
+@pytest.mark.parametrize("nbytes", [SMALL_BYTES + 1, 2 * STAGING_BYTES + 5])
+def test_all_gather_in_place_does_not_write_the_own_part(on_all, nbytes):
+    def gather(group):
+        parts = [np.zeros(nbytes, np.uint8) for _ in range(SIZE)]
+        mine = parts[group.position]
+        mine[:] = np.arange(nbytes) % 251 + group.position
+        mine.flags.writeable = False
+        group.all_gather(mine, parts, fingerprint("all_gather", "uint8", SIZE * nbytes))
+        return np.stack(parts)
+
+    for result in on_all(gather):
+        assert np.array_equal(result, [np.arange(nbytes) % 251 + rank for rank in range(SIZE)])
