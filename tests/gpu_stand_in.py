@@ -97,6 +97,16 @@ class Stream(threading.Thread):
             done.wait()
 
 
+class Happened(threading.Event):
+    """What an event waits for, and when it came."""
+
+    at = 0.0
+
+    def set(self):
+        self.at = self.at or time.monotonic()
+        super().set()
+
+
 class StandInDriver(CFunctions):
     def __init__(self, card="0000:01:00.0", devices=1):
         super().__init__(cuda.FUNCTIONS)
@@ -106,6 +116,7 @@ class StandInDriver(CFunctions):
         self.waits_at_once = True  # False: the caller's stream waits only in `synchronize`, as a script in `.item()`
         self.awaited = []
         self.streams, self.events, self.created_events = {}, {}, 0
+        self.timed = set()  # events that note the time
         self.numbers = itertools.count(10)
         self.contexts = threading.local()
 
@@ -165,15 +176,19 @@ class StandInDriver(CFunctions):
 
     def _cuEventCreate(self, event, flags):
         self.in_context()
-        assert flags == 2
+        assert flags in (0, 2)
         handle = next(self.numbers)
-        self.created_events += 1
+        if flags == 0:
+            self.timed.add(handle)
+        else:
+            self.created_events += 1
         self.events[handle] = threading.Event()
         event[0] = handle
 
     def _cuEventRecord(self, event, stream):
         self.in_context()
-        happened = self.events[event] = threading.Event()
+        assert not (self.capturing and event in self.timed), "a captured event has no time"
+        happened = self.events[event] = Happened()
         if stream == CALLERS_STREAM:
             happened.set()
         else:
@@ -196,7 +211,16 @@ class StandInDriver(CFunctions):
         assert not self.capturing, "an event was asked about during a capture"
         return 0 if self.events[event].is_set() else NOT_READY
 
+    def _cuEventElapsedTime(self, milliseconds, begin, end):
+        if not {begin, end} <= self.timed:
+            return INVALID_ARGUMENT
+        if not (self.events[begin].is_set() and self.events[end].is_set()):
+            return NOT_READY
+        milliseconds[0] = (self.events[end].at - self.events[begin].at) * 1e3
+        return SUCCESS
+
     def _cuEventDestroy_v2(self, event):
+        self.timed.discard(event)
         del self.events[event]
 
 

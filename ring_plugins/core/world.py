@@ -36,6 +36,7 @@ from ring_plugins.core.control.tcp_liveness import TcpLiveness
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.gpu import load_driver, load_nccl
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
+from ring_plugins.core.gpu.connection import choose_interface
 from ring_plugins.core.gpu.stream import Streams
 from ring_plugins.core.gpu.watchdog import GpuWatchdog
 from ring_plugins.core.linux import thread_count
@@ -238,6 +239,7 @@ class World:
         """
         host = self.new_communicator(name, ranks, gather)
         wait = Wait(name, self.failure_detector)
+        choose_interface(is_one_host=self.topology.num_nodes == 1)
         communicator = DeviceCommunicator(name, device, host, streams, wait, load_nccl(), load_driver(), own_stream)
         self._communicators[next(self._made)] = communicator
         return communicator

@@ -5,9 +5,14 @@
 #     OUT=some/folder bash tests/gpu/run.sh B    # against DDP: weights, graphs, a killed peer, memory, cost on the host
 #     OUT=some/folder bash tests/gpu/run.sh C    # steps of whole models at one rank; Lightning; Keras; MPS if there is one
 #
-# Every part has its time, and one that fails stops no other. What is found is written to $OUT/facts.jsonl at once, and
+# Without an argument it makes all three calls. Every part has its time, and one that fails stops no other. What is found is written to $OUT/facts.jsonl at once, and
 # the output of each part to $OUT/PART.log. DRY=1 only prints the parts.
 cd "$(dirname "$0")/../.." || exit 1
+if [ $# = 0 ]; then
+  OUT=${OUT:-$(mktemp -d)}; export OUT
+  for call in A B C; do bash tests/gpu/run.sh $call; done
+  echo "found: $OUT/facts.jsonl"; exit
+fi
 case $1 in A | B | C) ;; *) sed -n '2,10s/^# \{0,1\}//p' tests/gpu/run.sh; exit 2 ;; esac
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 OUT=${OUT:-$(mktemp -d)}; export OUT; mkdir -p "$OUT"

@@ -127,13 +127,15 @@ def test_what_needs_a_card_says_so_elsewhere(script):
 
 def test_the_plan_names_scripts_and_tests_that_exist(tmp_path):
     planned = ""
-    for call in "ABC":
+    for calls in (["A"], ["B"], ["C"], []):
+        before, planned = planned, ""
         done = subprocess.run(
-            ["bash", HERE / "run.sh", call],
+            ["bash", HERE / "run.sh", *calls],
             env=os.environ | {"DRY": "1", "PYTHON": "python", "OUT": str(tmp_path)},
             capture_output=True, text=True, check=False,
         )  # fmt: skip
-        planned += done.stdout
+        planned = before + done.stdout if calls else done.stdout
+        assert planned.startswith(before)  # without an argument, all three
     for script in SCRIPTS:
         assert f"tests/gpu/{script}.py" in planned
     named = [word for word in planned.split() if word.startswith(("tests/", "benchmarks/"))]

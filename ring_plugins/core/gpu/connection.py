@@ -94,7 +94,6 @@ class NcclConnection:
         check_gpus(infos, host.ranks)
         if share:
             allow_shared_gpu(nccl.version, host.ranks[host.rank])
-        choose_interface()
         log = nccl_log()
         unique_id = host.broadcast_object(nccl.unique_id() if host.rank == 0 else None, root=0)
         communicator = ctypes.c_void_p()
@@ -289,9 +288,18 @@ def check_gpus(infos: Sequence[RankInfo], ranks: Sequence[int]) -> None:
             )
 
 
-def choose_interface() -> None:
-    """Let NCCL connect over the interfaces that RING_INTERFACE names. It reads its variable once in a process."""
-    names = wanted_interfaces()
+def choose_interface(is_one_host: bool) -> None:
+    """Let NCCL connect over the network of the job only, unless NCCL_SOCKET_IFNAME chooses another.
+
+    It opens a port for its bootstrap and more for its helper threads. They ask for nothing but a random number of 64
+    bits, which travels unencrypted, and no setting replaces them by connections of ours. So they listen at the loopback
+    address where all ranks are on one host, else at the interfaces that RING_INTERFACE names. Without that NCCL uses
+    all networks of the host, as data may need several. It reads the variable once in a process.
+
+    Args:
+        is_one_host: whether all ranks of the job are on one host, and in one network namespace.
+    """
+    names = wanted_interfaces() or (["lo"] if is_one_host else [])
     if names:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "=" + ",".join(names))  # "=": not every name that begins so
 

@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Iterator
-from ctypes import POINTER, c_char_p, c_int, c_uint, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_uint, c_void_p
 from typing import Any
 
 from ring_plugins.core.base.errors import DeviceError
@@ -41,6 +41,7 @@ FUNCTIONS: dict[str, CFunction] = {
     "cuEventCreate": CFunction(0, (POINTER(c_void_p), c_uint)),
     "cuEventRecord": CFunction(0, (c_void_p, c_void_p)),
     "cuEventQuery": CFunction(0, (c_void_p,)),
+    "cuEventElapsedTime": CFunction(0, (POINTER(c_float), c_void_p, c_void_p)),
     "cuEventDestroy_v2": CFunction(0, (c_void_p,)),
 }
 
@@ -170,6 +171,19 @@ class Driver:
             event = int(created.value or 0)
         self._call("cuEventRecord", event, stream)
         return event
+
+    def record_time(self, stream: int) -> int:
+        """Put a new event behind all work that the stream has so far, which notes the time when it passes."""
+        created = c_void_p()
+        self._call("cuEventCreate", ctypes.byref(created), 0)
+        self._call("cuEventRecord", int(created.value or 0), stream)
+        return int(created.value or 0)
+
+    def seconds_between(self, begin: int, end: int) -> float:
+        """Seconds of the GPU's clock between two results of `record_time`, which must both have passed."""
+        milliseconds = c_float()
+        self._call("cuEventElapsedTime", ctypes.byref(milliseconds), begin, end)
+        return milliseconds.value * 1e-3
 
     def wait_event(self, stream: int, event: int) -> None:
         """Let later work on the stream start only after the event; returns at once."""

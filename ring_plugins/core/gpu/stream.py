@@ -13,6 +13,10 @@ host runs ahead of the GPU. If nobody waits, the references go when the event ha
 
 Nobody may call for minutes while a GPU waits for a rank that does not come, so another thread polls these events: that
 tells what the GPU waits for (`long_wait`) and when waiting is useless (`check_progress`).
+
+While a timeline is recorded, two more events around each operation note the GPU's own time. They are read when the
+operation is known to be done, so nothing waits for them. Its length is exact; it is shown as ending when the host saw
+that, which is at the next operation, or at the next look of the other thread.
 """
 
 from __future__ import annotations
@@ -25,10 +29,11 @@ from typing import Any, Protocol
 
 from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import ArgumentError, PeerLeft, TimeoutExceeded
+from ring_plugins.core.base.errors import ArgumentError, DeviceError, PeerLeft, TimeoutExceeded
 from ring_plugins.core.collectives.api import Activity
 from ring_plugins.core.control.wait import LongWait
 from ring_plugins.core.gpu.cuda import Driver
+from ring_plugins.core.trace.recorder import recorder
 
 #: Seconds in which the GPU may still complete operations of a rank that has left: its data may be on the way.
 _IN_FLIGHT = 2.0
@@ -62,6 +67,7 @@ class QueuedOperation:
         queued_at: time of `time.monotonic`.
         reached_at: when somebody first saw that the GPU had come to it, 0 before.
         done_at: when somebody first saw that it was done, 0 before.
+        times: events that note when the GPU began and ended it, none unless a timeline is recorded.
     """
 
     def __init__(
@@ -78,6 +84,7 @@ class QueuedOperation:
         self.description, self.operation, self.number, self.caller = description, operation, number, caller
         self.start_event, self.end_event, self.owners, self.is_captured = start_event, end_event, owners, is_captured
         self.queued_at, self.reached_at, self.done_at = time.monotonic(), 0.0, 0.0
+        self.times: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:
@@ -113,7 +120,7 @@ class StreamQueue:
         #: Events to record again; creating one takes the driver longer than recording it.
         self._free_events: list[int] = []
         self._owners: list[Any] = []
-        self._start_event = 0
+        self._start_event = self._begin_time = 0
         self._has_run = self.has_completed = False
         self._timeout = config.TIMEOUT.get()
         self._departed_since = 0.0
@@ -151,6 +158,8 @@ class StreamQueue:
             self._drop_start_event()
             self._start_event = self._record_event(caller)
             self._driver.wait_event(self.stream, self._start_event)
+            if recorder.on and not self._driver.is_capturing(caller):
+                self._begin_time = self._driver.record_time(self.stream)
         return caller
 
     def _record_event(self, stream: int) -> int:
@@ -162,8 +171,9 @@ class StreamQueue:
         An event that was captured belongs to a graph, so it is not used again.
         """
         event, self._start_event = self._start_event, 0
-        if event:
-            self._driver.destroy_event(event)
+        begin, self._begin_time = self._begin_time, 0
+        for one in filter(None, (event, begin)):
+            self._driver.destroy_event(one)
 
     def using(self) -> contextlib.AbstractContextManager[Any]:
         """Send the framework's work inside the context to the communication stream."""
@@ -179,11 +189,13 @@ class StreamQueue:
         is_captured = self._driver.is_capturing(caller)
         if is_captured:
             self._drop_start_event()
+        times = (self._begin_time, self._driver.record_time(self.stream)) if self._begin_time else ()
         end_event = self._record_event(self.stream)
         queued = QueuedOperation(
             description, operation, number, caller, self._start_event, end_event, self._owners, is_captured
         )
-        self._owners, self._start_event = [], 0
+        queued.times = times
+        self._owners, self._start_event, self._begin_time = [], 0, 0
         if is_captured:
             self.captured.append(queued)
         else:
@@ -213,7 +225,22 @@ class StreamQueue:
             self._mark_reached(queued)
             self.has_completed = True
             queued.end_event, queued.owners, queued.done_at = 0, [], time.monotonic()
+            if queued.times:
+                self._record_times(queued)
         return not queued.end_event
+
+    def _record_times(self, queued: QueuedOperation) -> None:
+        """Put an operation that is done into the timeline, whose failure must not end the training."""
+        with contextlib.suppress(DeviceError):
+            seconds = self._driver.seconds_between(*queued.times)
+            end = int(queued.done_at * 1e9)
+            recorder.record("gpu", queued.text, end - int(seconds * 1e9), end, operation=queued.operation)
+        self._drop_times(queued)
+
+    def _drop_times(self, queued: QueuedOperation) -> None:
+        events, queued.times = queued.times, ()
+        for event in events:
+            self._driver.destroy_event(event)
 
     def drop_finished(self) -> None:
         """Release the memory of operations that are done."""
@@ -299,6 +326,7 @@ class StreamQueue:
         for queued in self.unfinished:
             self._free_events += filter(None, (queued.start_event, queued.end_event))
             queued.start_event = queued.end_event = 0
+            self._drop_times(queued)
         while self._free_events:
             self._driver.destroy_event(self._free_events.pop())
         self.unfinished.clear()

@@ -283,9 +283,9 @@ class TimelineAggregator:
 
 # Trace events -------------------------------------------------------------------------------------
 
-_SCRIPT, _COMMUNICATION = 0, 1
+_SCRIPT, _COMMUNICATION, _GPU = 0, 1, 2
 #: The row of each kind of span.
-_THREADS = {"step": _SCRIPT, "backward": _SCRIPT, "wait": _SCRIPT, "call": _SCRIPT, "operation": _COMMUNICATION}
+_THREADS = dict.fromkeys(("step", "backward", "wait", "call"), _SCRIPT) | {"operation": _COMMUNICATION, "gpu": _GPU}
 
 _bucket_ids = itertools.count(1)
 
@@ -294,6 +294,7 @@ def name_events(rank: int, host: str) -> list[Event]:
     """The events that name a rank and its rows."""
     names = [("process_name", 0, f"rank {rank} on {host}")]
     names += [("thread_name", _SCRIPT, "script"), ("thread_name", _COMMUNICATION, "communication")]
+    names.append(("thread_name", _GPU, "communication on the GPU"))
     events: list[Event] = [
         {"ph": "M", "pid": rank, "tid": thread, "name": what, "args": {"name": name}} for what, thread, name in names
     ]

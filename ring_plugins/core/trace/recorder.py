@@ -22,7 +22,8 @@ class Span(NamedTuple):
     """A span of time.
 
     Attributes:
-        kind: "step", "backward", "wait" and "call" of the script, "operation" and "bucket" of the communication thread.
+        kind: "step", "backward", "wait" and "call" of the script, "operation" and "bucket" of the communication thread,
+            "gpu" of the GPU's communication stream.
         name: shown in the timeline.
         begin, end: times of `time.monotonic_ns`.
         arguments: details, as JSON can hold them.

@@ -3,7 +3,8 @@
 import pytest
 
 from ring_plugins.core.base.errors import DeviceError, MismatchError
-from ring_plugins.core.gpu.connection import RankInfo, check_gpus, check_versions, gpu_identity
+from ring_plugins.core.gpu import connection
+from ring_plugins.core.gpu.connection import RankInfo, check_gpus, check_versions, choose_interface, gpu_identity
 from ring_plugins.core.gpu.cuda import Driver
 from tests.gpu_stand_in import StandInDriver
 
@@ -43,3 +44,22 @@ def test_a_driver_without_uuids_tells_gpus_by_their_bus():
     card = StandInDriver()
     del card.cuDeviceGetUuid_v2
     assert gpu_identity(Driver(card), 0).endswith("  0000:01:00.0")
+
+
+@pytest.mark.parametrize(
+    ("is_one_host", "wanted", "users", "chosen"),
+    [
+        (True, [], None, "=lo"),
+        (False, [], None, None),
+        (False, ["ib0", "ib1"], None, "=ib0,ib1"),
+        (True, ["eth1"], None, "=eth1"),
+        (True, [], "eth0", "eth0"),
+    ],
+)
+def test_nccls_ports_are_on_the_network_of_the_job_only(monkeypatch, is_one_host, wanted, users, chosen):
+    monkeypatch.setattr(connection, "wanted_interfaces", lambda: wanted)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", users or "")
+    if users is None:
+        monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    choose_interface(is_one_host)
+    assert connection.os.environ.get("NCCL_SOCKET_IFNAME") == chosen

@@ -11,6 +11,7 @@ from ring_plugins.core.base.errors import ArgumentError, PeerLeft, TimeoutExceed
 from ring_plugins.core.gpu import stream
 from ring_plugins.core.gpu.cuda import Driver
 from ring_plugins.core.gpu.stream import StreamQueue
+from ring_plugins.core.trace.recorder import recorder
 from tests.gpu_stand_in import CALLERS_STREAM, StandInDriver
 
 
@@ -166,3 +167,43 @@ def test_an_operation_may_take_as_long_as_the_timeout(gpu):
     queued.queued_at -= 1e6
     with pytest.raises(TimeoutExceeded, match=r"the GPU has not finished bucket 0 for \d+ s\. A rank did not call it"):
         gpu.queue.check_progress([])
+
+
+@pytest.fixture
+def recording(monkeypatch):
+    recorder.take()
+    monkeypatch.setattr(recorder, "on", True)
+    yield
+    recorder.take()
+
+
+def test_a_timeline_has_the_gpus_time_of_an_operation_without_waiting_for_it(gpu, recording):
+    gpu.block()
+    queued = gpu.push()
+    gpu.queue.drop_finished()
+    assert recorder.take() == []
+    gpu.open()
+    gpu.queue.drop_finished()
+    (span,) = recorder.take()
+    assert (span.kind, span.name, span.arguments) == ("gpu", "bucket 0", {"operation": "all_reduce"})
+    assert span.begin <= span.end == int(queued.done_at * 1e9)
+    assert not gpu.library.timed
+
+
+def test_what_is_captured_or_forgotten_leaves_no_timed_events(gpu, recording):
+    gpu.block()
+    gpu.push()
+    gpu.library.capturing = True
+    gpu.push()
+    gpu.library.capturing = False
+    gpu.queue.follow_caller("all_reduce")
+    assert len(gpu.library.timed) == 3
+    gpu.queue.clear()
+    assert not gpu.library.timed
+    gpu.open()
+
+
+def test_nothing_is_timed_without_a_timeline(gpu):
+    gpu.push()
+    assert not gpu.library.timed
+    gpu.open()
