@@ -11,7 +11,7 @@ import numpy as np
 from ring_plugins.core.arrays.codec import Compression
 from ring_plugins.core.arrays.dtypes import STORAGE
 from ring_plugins.core.arrays.memory import HostMemory
-from ring_plugins.core.base.errors import MismatchError
+from ring_plugins.core.base.errors import MismatchError, RingError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import refusals_told
@@ -95,6 +95,14 @@ class HostBuckets:
         Each is released as soon as it has been read, at the latest when `finish` returns. If that was the last
         reference, the framework reuses its memory for the next gradient instead of allocating more.
         """
+        if not self._forms.keys().isdisjoint(indices):
+            error = RingError(
+                f"{self.plan.entries[indices[0]].name} got a second gradient before the averages of the first: an "
+                "exception ended a step after this rank had begun to send its gradients, and the script caught it. "
+                "The other ranks must not step on them."
+            )
+            self._communicator.interrupt("a step", error)
+            raise error
         with refusals_told(self._communicator, "filling buckets"):
             for i, gradient in zip(indices, gradients, strict=True):
                 self._given[i], self._forms[i] = gradient, (gradient.dtype, gradient.shape)

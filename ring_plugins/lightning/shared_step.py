@@ -22,6 +22,7 @@ from torch.optim import LBFGS, Optimizer
 
 from ring_plugins.core.base.errors import ArgumentError, RingError, StepSkipped
 from ring_plugins.torch.gradients import GradientAverager
+from ring_plugins.torch.sharded_optimizer import ShardedOptimizer
 
 T = TypeVar("T")
 
@@ -46,6 +47,8 @@ def exceptions_to_skip(skip_step_on: SkipStepOn) -> tuple[type[BaseException], .
 
 def reads_loss(optimizer: Optimizer) -> bool:
     """Whether an optimizer may decide by the loss that its closure returns. Of torch's own, only LBFGS does."""
+    if isinstance(optimizer, ShardedOptimizer):  # keeps the loss from the optimizer inside
+        return False
     is_torchs_own = type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
     return isinstance(optimizer, LBFGS) or not is_torchs_own
 
