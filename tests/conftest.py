@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.launch import hear_interrupts
 from tests.launchers import LAUNCHERS, find_mpirun
 
 DEFAULT_RANKS = (2,)
@@ -34,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[STARTED] = time.monotonic()
+    hear_interrupts()
 
 
 @pytest.hookimpl(tryfirst=True)

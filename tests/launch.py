@@ -330,6 +330,12 @@ class Job:
         )
 
 
+def hear_interrupts() -> None:
+    """Let launches hear Ctrl-C although a shell has started this process in the background, where it is ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def slowness() -> float:
     """How many times longer than alone a launch may take because of what else runs here; at least 1."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import LaunchFailed, run_ranks, start_ranks
+from tests.launch import LaunchFailed, hear_interrupts, run_ranks, start_ranks
 
 SAY = """
 import os
@@ -39,6 +39,16 @@ def test_a_launch_may_take_longer_where_processes_wait_for_processors(monkeypatc
     monkeypatch.setattr("tests.launch.os.getloadavg", lambda: (0.0, 0.0, 0.0))
     with pytest.raises(LaunchFailed, match="still running"):
         run_ranks("import time; time.sleep(600)", timeout=0.1)
+
+
+def test_ranks_hear_ctrl_c_although_a_shell_ignores_it_for_what_it_starts_in_the_background():
+    script = "import signal; from tests.worker import report; report('handler', str(signal.getsignal(signal.SIGINT)))"
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        hear_interrupts()
+        assert "default_int_handler" in run_ranks(script, 1).reports[0]["handler"]
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 ORPHAN = """

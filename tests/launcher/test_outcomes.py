@@ -1,7 +1,5 @@
 """Calls and their outcomes, without any rank: packing, collecting, and which failure is raised."""
 
-import time
-
 import pytest
 
 import ring_plugins as ring
@@ -18,26 +16,46 @@ def test_a_call_returns_its_packed_result():
     assert outcomes.results([outcomes.call(outcomes.pack_call(divmod, (7, 2), {}), 0)]) == [(3, 1)]
 
 
+class Clock:
+    """Time that passes only in `sleep`, however busy the machine is."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(outcomes, "time", made)
+    return made
+
+
 def test_collect_returns_when_every_rank_has_reported():
     arrivals = iter([[], [Outcome(1)], [Outcome(0)]])
     assert [outcome.rank for outcome in outcomes.collect(2, lambda _: next(arrivals), None)] == [1, 0]
 
 
-def test_collect_waits_a_grace_period_for_the_others_after_a_failure(monkeypatch):
+def test_collect_waits_a_grace_period_for_the_others_after_a_failure(monkeypatch, clock):
     monkeypatch.setattr(outcomes, "GRACE_SECONDS", 0.05)
     arrivals = iter([[Outcome(2, failure=FAILED)], [Outcome(0)]])
 
     def poll(seconds):
-        time.sleep(0.01)
+        clock.sleep(0.01)
         return next(arrivals, [])
 
     assert [outcome.rank for outcome in outcomes.collect(3, poll, None)] == [2, 0]
 
 
-def test_collect_names_the_ranks_that_did_not_finish_in_time():
+def test_collect_names_the_ranks_that_did_not_finish_in_time(clock):
     arrivals = iter([[Outcome(1)]])
     with pytest.raises(ring.TimeoutExceeded, match="timeout=0.02: ranks 0, 2 of 3 did not finish in time"):
-        outcomes.collect(3, lambda _: time.sleep(0.005) or next(arrivals, []), 0.02)
+        outcomes.collect(3, lambda _: clock.sleep(0.005) or next(arrivals, []), 0.02)
 
 
 def test_of_several_failures_the_first_cause_is_raised():

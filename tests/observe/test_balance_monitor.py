@@ -29,6 +29,8 @@ with BalanceMonitor() as monitor:
         model(torch.ones(4, 300)).sum().backward()
         optimizer.step()
     time.sleep(1.5)
+    while ring.rank() == 0 and not monitor.figures():
+        time.sleep(0.05)
     report("figures", monitor.figures())
 balance = monitor.finish()
 if balance is not None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ring_plugins.core import functions
 from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.collectives import algorithms, butterfly
 from ring_plugins.core.collectives.single import SingleCommunicator
 from tests.core.collectives.simulated_hosts import Job, simulated_communicators
 
@@ -19,6 +20,8 @@ INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uin
 FLOATS = ["float16", "float32", "float64"]
 COMPLEX = ["complex64", "complex128"]
 UFUNC = {Op.SUM: np.add, Op.MIN: np.minimum, Op.MAX: np.maximum, Op.PRODUCT: np.multiply}
+#: How hosts exchange: as few hosts do; in several rounds, as 15 and more do; in a ring, as 17 do.
+ALGORITHMS = ["direct", "rounds", "ring"]
 KINDS = ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier", "objects"]
 #: Most elements beside small shapes: around the limits of small messages, and above those of one staging buffer.
 LONG = [2_047, 8_193, 16_385, 70_001, 300_007]
@@ -65,7 +68,20 @@ def calls(draw: Any) -> Call:
 
 
 #: The host of each rank; hosts of one rank, of several, unequal, and in any order.
-hosts_of_ranks = st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple)
+hosts_of_ranks = st.lists(st.integers(0, 3), min_size=1, max_size=5).map(tuple)
+
+
+@contextlib.contextmanager
+def forced(algorithm: str) -> Any:
+    """Let few hosts choose the algorithm that they would only choose if they were many."""
+    with pytest.MonkeyPatch.context() as patch:
+        if algorithm == "rounds":
+            patch.setattr(butterfly, "_MESSAGES_PER_ROUND", 0)
+        if algorithm == "ring":
+            patch.setattr(algorithms, "LARGEST_GROUP", 1)
+        butterfly.radices.cache_clear()
+        yield
+    butterfly.radices.cache_clear()
 
 
 def laid_out(values: np.ndarray, order: str) -> np.ndarray:
@@ -179,21 +195,21 @@ class Jobs:
         self._jobs: dict[tuple[int, ...], Job] = {}
         self._groups: dict[Any, dict[int, Any]] = {}
 
-    def group(self, hosts: tuple[int, ...], members: tuple[int, ...]) -> dict[int, Any]:
+    def group(self, hosts: tuple[int, ...], members: tuple[int, ...], algorithm: str) -> dict[int, Any]:
         """The communicators of a group by rank, in a job of ranks on `hosts`."""
-        if (hosts, members) not in self._groups:
+        if (hosts, members, algorithm) not in self._groups:
             if len(members) == 1:
                 made: dict[int, Any] = {members[0]: SingleCommunicator("single", members[0])}
             else:
                 if hosts not in self._jobs:
                     self._jobs[hosts] = self._stack.enter_context(simulated_communicators(hosts))
                 made = self._jobs[hosts].group(members)
-            self._groups[hosts, members] = made
-        return self._groups[hosts, members]
+            self._groups[hosts, members, algorithm] = made
+        return self._groups[hosts, members, algorithm]
 
-    def run(self, hosts: tuple[int, ...], members: tuple[int, ...], sequence: list[Call]) -> None:
+    def run(self, hosts: tuple[int, ...], members: tuple[int, ...], algorithm: str, sequence: list[Call]) -> None:
         """Make the calls on all members, and compare the results with numpy's and with each other."""
-        communicators = self.group(hosts, members)
+        communicators = self.group(hosts, members, algorithm)
         size = len(members)
 
         def call_all(communicator: Any) -> list[Any]:
@@ -231,7 +247,10 @@ def jobs():
 
 def run(data: Any, jobs: Jobs, hosts: tuple[int, ...]) -> None:
     members = tuple(rank for rank in range(len(hosts)) if data.draw(st.booleans(), f"rank {rank} is a member"))
-    jobs.run(hosts, members or tuple(range(len(hosts))), data.draw(st.lists(calls(), min_size=1, max_size=4), "calls"))
+    algorithm = data.draw(st.sampled_from(ALGORITHMS), "algorithm") if len(set(hosts)) > 2 else "direct"
+    sequence = data.draw(st.lists(calls(), min_size=1, max_size=4), "calls")
+    with forced(algorithm):
+        jobs.run(hosts, members or tuple(range(len(hosts))), algorithm, sequence)
 
 
 QUICK = settings(
@@ -243,7 +262,7 @@ QUICK = settings(
 @given(
     data=st.data(),
     hosts=st.sampled_from(
-        [(0,), (0, 0, 0), (0, 1), (0, 1, 0), (0, 1, 1, 0), (0, 1, 2), (1, 0, 0, 2, 1), (0, 0, 1, 1, 0)]
+        [(0,), (0, 0, 0), (0, 1), (0, 1, 0), (0, 1, 1, 0), (0, 1, 2), (0, 1, 2, 3), (1, 0, 0, 2, 1), (0, 0, 1, 1, 0)]
     ),
 )
 def test_collectives_give_what_numpy_gives(data, hosts, jobs):
