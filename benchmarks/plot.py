@@ -50,6 +50,7 @@ STEP_COLORS = {
     "ring_plugins": COLORS["ring"],
     "DDP (gloo)": COLORS["gloo"],
     "no communication": COLORS["plain copy"],
+    "copied": "#bbbbbb",
 }
 
 
@@ -76,11 +77,11 @@ def steps() -> None:
                 f"{t['median'] * 1e3:.1f}", (i, t["median"] * 1e3 + high), ha="center", va="bottom", fontsize=9
             )
         panel.set_xticks(range(len(times)), [name.replace(" ", "\n") for name in times], fontsize=8)
-        panel.set_title(f"{model} ({SIZES[model]})", fontsize=10)
+        panel.set_title(f"{model} ({SIZES[model.partition(',')[0]]})", fontsize=10)
         panel.set_ylabel("ms per step")
         panel.spines[["top", "right"]].set_visible(False)
         panel.margins(y=0.12)
-    figure.suptitle("Training step on two ranks, one thread each: medians and quartiles", fontsize=11)
+    figure.suptitle("Training step on two ranks: medians and quartiles", fontsize=11)
     figure.supxlabel(record["machine"], fontsize=7)
     save(figure, "step_time")
 

@@ -53,11 +53,14 @@ def steps() -> str:
     record = load("training_step")
     rows = []
     for model, times in record["seconds"].items():
-        none, ours, ddp = (t["median"] for t in times.values())
+        none = times["no communication"]["median"]
+        ratios = [t["median"] / none for name, t in times.items() if name in ("copied", "ring_plugins")]
+        ratios.append(times["ring_plugins"]["median"] / times["DDP (gloo)"]["median"])
         cells = [f"{t['median'] * 1e3:.2f} ({t['low'] * 1e3:.2f}-{t['high'] * 1e3:.2f})" for t in times.values()]
         profile = [f"{record['profile'][model][what] * 1e3:.2f}" for what in ("reducing", "waited")]
-        rows.append([model, *cells, f"{ours / none:.3f}", f"{ours / ddp:.3f}", *profile])
-    header = ["", *(f"{n}, ms" for n in times), "ring / none", "ring / DDP", "reducing, ms", "waited, ms"]
+        rows.append([model, *cells, *(f"{ratio:.3f}" for ratio in ratios), *profile])
+    names = [*(["copied / none"] if "copied" in times else []), "ring / none", "ring / DDP"]
+    header = ["", *(f"{n}, ms" for n in times), *names, "reducing, ms", "waited, ms"]
     return table(header, rows) + f"\n\n({record['machine']})"
 
 

@@ -1,16 +1,19 @@
-"""Training steps on two ranks with one thread each: ring_plugins beside no communication and torch's DDP (gloo).
+"""Training steps on two ranks, as users run them: ring_plugins beside no communication, a copy, and torch's DDP (gloo).
 
-    mpirun -n 2 python benchmarks/training_step.py                  # about four minutes
+    mpirun -n 2 python benchmarks/training_step.py                  # about six minutes
     mpirun -n 2 python benchmarks/training_step.py --models cnn --seconds 5
 
 A step is zero_grad, forward, backward and an SGD update. Every repetition runs all variants one after the other; the
-time of a step is that of the slower rank. "no communication" trains the ranks independently.
+time of a step is that of the slower rank. Numbers of threads are those that `init()` chooses, and nothing is bound or
+prioritized.
+
+"no communication" trains the ranks independently. "copied" also copies all gradients into a buffer and back after
+backward: the least that any averaging outside of the gradients' own memory costs.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 from collections.abc import Callable
 
 import torch
@@ -22,10 +25,10 @@ from ring_plugins.benchmarking import Times, interleaved, start_gloo
 from ring_plugins.torch import DistributedOptimizer
 
 
-def mlp() -> tuple[nn.Module, torch.Tensor]:
-    """67 MB of parameters in four layers, batches of 64: many bytes for little computation."""
+def mlp(batch: int = 64) -> tuple[nn.Module, torch.Tensor]:
+    """67 MB of parameters in four layers: many bytes for little computation."""
     layers = [layer for _ in range(4) for layer in (nn.Linear(2048, 2048), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(2048, 10)), torch.randn(64, 2048)
+    return nn.Sequential(*layers, nn.Linear(2048, 10)), torch.randn(batch, 2048)
 
 
 class Transformer(nn.Module):
@@ -53,16 +56,43 @@ def cnn() -> tuple[nn.Module, torch.Tensor]:
     ), torch.randn(64, 1, 8, 8)  # fmt: skip
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {"mlp": mlp, "transformer": transformer, "cnn": cnn}
+MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    "mlp, batch 32": lambda: mlp(32),
+    "mlp, batch 64": mlp,
+    "transformer": transformer,
+    "cnn": cnn,
+}
+NAMES = "no communication", "copied", "ring_plugins", "DDP (gloo)"
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> Callable[[], None]:
+def step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    after_backward: Callable[[], None] = lambda: None,
+) -> Callable[[], None]:
     def run() -> None:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
+        after_backward()
         optimizer.step()
 
     return run
+
+
+def copying(model: nn.Module) -> Callable[[], None]:
+    """A function that copies the gradients into a buffer and back."""
+    parameters = list(model.parameters())
+    parts = torch.zeros(sum(p.numel() for p in parameters)).split([p.numel() for p in parameters])
+    buffers = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
+
+    def copy() -> None:
+        gradients = [p.grad for p in parameters]
+        torch._foreach_copy_(buffers, gradients)
+        torch._foreach_copy_(gradients, buffers)
+
+    return copy
 
 
 def variants(
@@ -70,7 +100,7 @@ def variants(
 ) -> tuple[dict[str, Callable[[], None]], DistributedOptimizer]:
     """Return name -> step to time, and our optimizer, which records its waiting time."""
     made: dict[str, Callable[[], None]] = {}
-    for name in ("no communication", "ring_plugins", "DDP (gloo)"):
+    for name in NAMES:
         torch.manual_seed(0)
         model, x = make()
         y = torch.randint(0, 10, (x.shape[0],))
@@ -79,12 +109,12 @@ def variants(
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 1e-3)
         if name == "ring_plugins":
             optimizer = ours = DistributedOptimizer(optimizer, model.named_parameters())
-        made[name] = step(model, optimizer, x, y)
+        made[name] = step(model, optimizer, x, y, *([copying(model)] if name == "copied" else []))
     return made, ours
 
 
 def shares(optimizer: DistributedOptimizer) -> dict[str, float]:
-    """Per step: seconds that the communication thread worked, seconds that backward waited, and bytes reduced."""
+    """Per step: seconds that reductions took, seconds that backward waited, and bytes reduced."""
     averager = optimizer.averager
     return {
         "reducing": averager._communicator.statistics.working / averager.steps,
@@ -93,31 +123,19 @@ def shares(optimizer: DistributedOptimizer) -> dict[str, float]:
     }
 
 
-def keep_freed_memory() -> None:
-    """Tell the C library not to return freed memory to the kernel.
-
-    Otherwise it does so in some variants and not in others, which costs 10 ms of page faults in every step of the
-    larger model, with or without communication.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-            libc.mallopt(option, 1 << 30)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", default=list(MODELS), help="parts of their names")
     parser.add_argument("--seconds", type=float, default=60.0, help="approximate time to spend on each model")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    keep_freed_memory()
     ring.init(ranks=2)
     start_gloo()
     rows: dict[str, dict[str, Times]] = {}
     profile: dict[str, dict[str, float]] = {}
-    for name in options.models:
+    for name in (name for name in MODELS if any(part in name for part in options.models)):
         made, ours = variants(MODELS[name])
+        for _ in range(45):  # in which ring_plugins decides whether to overlap
+            made["ring_plugins"]()
         probe = interleaved(made, 3)
         repetitions = int(max(9, options.seconds / sum(times.median for times in probe.values())))
         rows[name] = interleaved(made, repetitions)
@@ -135,19 +153,20 @@ def report(rows: dict[str, dict[str, Times]], profile: dict[str, dict[str, float
 
     table = Table(title=f"training step, {ring.size()} ranks: median ms (quartiles)", caption=machine())
     names = list(next(iter(rows.values())))
-    for column in ("model", *names, "ring / none", "ring / DDP", "reducing", "waited"):
+    for column in ("model", *names, "copied / none", "ring / none", "ring / DDP", "reducing", "waited"):
         table.add_column(column, justify="right")
     for model, times in rows.items():
         cells = [f"{t.median * 1e3:.2f} ({t.low * 1e3:.2f}-{t.high * 1e3:.2f})" for t in times.values()]
-        none, ours, ddp = (times[name].median for name in names)
+        none, copied, ours, ddp = (times[name].median for name in names)
         table.add_row(
             model,
             *cells,
+            f"{copied / none:.3f}",
             f"{ours / none:.3f}",
             f"{ours / ddp:.3f}",
             *(f"{profile[model][what] * 1e3:.2f}" for what in ("reducing", "waited")),
         )
-    Console(width=160).print(table)
+    Console(width=190).print(table)
     seconds = {m: {n: vars(t) for n, t in ts.items()} for m, ts in rows.items()}
     save("training_step", {"ranks": ring.size(), "seconds": seconds, "profile": profile})
 

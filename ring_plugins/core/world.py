@@ -301,6 +301,14 @@ class World:
                 f"{library.variables[0]}={number}."
             )
 
+    def has_room_to_overlap(self, threads: int) -> bool:
+        """Whether communication has something to overlap with: a network, or a core beside those that compute.
+
+        Args:
+            threads: how many threads this rank computes with.
+        """
+        return self.topology.num_nodes > 1 or thread_count.share(self.topology.rank, self._cores) > threads
+
     @property
     def summary(self) -> str:
         """For messages: "2 ranks on 1 host, started by this script"."""

@@ -32,6 +32,7 @@ from ring_plugins.core.arrays.dtypes import STORAGE
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.validation import refusals_told
 from ring_plugins.core.gradients.fusion import FIRST_BUCKET_BYTES, MIB, BucketSizes, Entry
+from ring_plugins.core.gradients.overlap import Wanted, chosen_overlap
 from ring_plugins.core.world import refusals_told_to_all
 from ring_plugins.keras.backends import Exchange, Settings, backend
 from ring_plugins.keras.job import connect
@@ -53,6 +54,7 @@ def DistributedOptimizer(  # noqa: N802 - known by this name
     bucket_bytes: int = BUCKET_BYTES,
     compression: Literal["fp16", "bf16"] | None = None,
     error_feedback: bool = False,
+    overlap: Wanted = "auto",
 ) -> O:
     """Make an optimizer average its gradients among all ranks before it uses them.
 
@@ -65,6 +67,8 @@ def DistributedOptimizer(  # noqa: N802 - known by this name
         compression: "fp16" or "bf16" sends gradients in 16 bits between hosts; ranks on one host sum in full
             precision.
         error_feedback: whether the rounding error of a step is added to the next.
+        overlap: True averages gradients while others are still computed, False when all are there. "auto" does as
+            RING_OVERLAP says, and by default tries both in the first steps and keeps the faster.
 
     Returns:
         The same object, with `apply` and `stateless_apply` replaced. Its class does not change, so files saved with it
@@ -78,7 +82,7 @@ def DistributedOptimizer(  # noqa: N802 - known by this name
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             raise ArgumentError(f"optimizer={type(optimizer).__name__} is not a keras.optimizers.Optimizer.")
         if connect().topology.size > 1 and averaging_of(optimizer) is None:
-            GradientAveraging(optimizer, bucket_bytes, compression, error_feedback).install()
+            GradientAveraging(optimizer, bucket_bytes, compression, error_feedback, overlap).install()
     return optimizer
 
 
@@ -97,7 +101,7 @@ class GradientAveraging:
         optimizer: the outermost optimizer (a `LossScaleOptimizer`, not the one inside it), so that all ranks skip a
             step in which any rank's gradient overflowed.
         bucket_bytes: size of the buckets in bytes.
-        compression, error_feedback: as for `DistributedOptimizer`.
+        compression, error_feedback, overlap: as for `DistributedOptimizer`.
 
     Attributes:
         settings: settings of the exchange.
@@ -110,6 +114,7 @@ class GradientAveraging:
         bucket_bytes: int = BUCKET_BYTES,
         compression: Literal["fp16", "bf16"] | None = None,
         error_feedback: bool = False,
+        overlap: Wanted = "auto",
     ) -> None:
         if bucket_bytes < 1:
             raise ArgumentError(f"bucket_bytes={bucket_bytes!r} is not a positive number of bytes.")
@@ -121,7 +126,9 @@ class GradientAveraging:
             compression,
             error_feedback,
             self.accumulation_steps > 1,
+            overlap,
         )
+        chosen_overlap(overlap)  # raises now if it is none of the choices
         self.settings.rounding  # noqa: B018 - raises now if `compression` is unknown
         topology = connect().topology
         if topology.size > 1:

@@ -12,6 +12,7 @@ from ring_plugins.core.arrays.codec import Compression
 from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.gradients.overlap import Wanted, chosen_overlap
 from ring_plugins.keras.averaging import (
     BUCKET_BYTES,
     GradientAveraging,
@@ -61,6 +62,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         compression: "fp16" or "bf16" sends gradients in 16 bits between hosts; ranks on one host sum in full
             precision.
         error_feedback: whether the rounding error of a step is added to the next.
+        overlap: whether gradients are averaged while others are still computed; see `DistributedOptimizer`.
         drift_check_every: batches after which the trainable weights of all ranks are compared; 0 for never,
             RING_DRIFT_CHECK by default.
 
@@ -85,6 +87,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         bucket_bytes: int = BUCKET_BYTES,
         compression: Literal["fp16", "bf16"] | None = None,
         error_feedback: bool = False,
+        overlap: Wanted = "auto",
         drift_check_every: int | None = None,
     ) -> None:
         super().__init__()
@@ -97,6 +100,8 @@ class BroadcastCallback(keras.callbacks.Callback):
         self.write_on_root_only = write_on_root_only
         self.bucket_bytes = bucket_bytes
         self.compression, self.error_feedback = compression, error_feedback
+        chosen_overlap(overlap)  # raises now rather than in fit
+        self.overlap: Wanted = overlap
         Compression.named(compression, error_feedback)  # raises now rather than in fit
         self.drift_check_every = chosen_interval(drift_check_every)
         self._drift: DriftCheck | None = None
@@ -158,7 +163,9 @@ class BroadcastCallback(keras.callbacks.Callback):
         if self.average_gradients:
             for optimizer in optimizers_of(model):
                 if averaging_of(optimizer) is None:
-                    averaging = GradientAveraging(optimizer, self.bucket_bytes, self.compression, self.error_feedback)
+                    averaging = GradientAveraging(
+                        optimizer, self.bucket_bytes, self.compression, self.error_feedback, self.overlap
+                    )
                     averaging.install()
                     self._installed.append(averaging)
         for averaging in self._active():

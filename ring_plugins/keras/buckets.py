@@ -16,7 +16,10 @@ from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import refusals_told
 from ring_plugins.core.gradients.fusion import Bucket, BucketSizes, Entry, FusionBuffer, FusionPlan
+from ring_plugins.core.gradients.overlap import Wanted, choose_overlap
 from ring_plugins.core.gradients.reducer import GradientReducer
+from ring_plugins.core.linux.thread_count import threads_in_use
+from ring_plugins.keras.job import connect
 
 #: Bytes of a cache line. TensorFlow needs no copy of an array that starts on one.
 _LINE = 64
@@ -45,7 +48,7 @@ class HostBuckets:
     the gradient.
 
     A pass is any number of calls of `give` and one of `finish`. A bucket is reduced as soon as all gradients in it and
-    in the previous buckets were given; a missing gradient counts as zeros.
+    in the previous buckets were given, or without overlap by `finish`. A missing gradient counts as zeros.
 
     Args:
         entries: all gradients in the order of the model's variables.
@@ -53,6 +56,7 @@ class HostBuckets:
         sizes: sizes of the buckets, and of gradients that are too large for them.
         compression: how gradients are compressed between hosts; None sends them as they are.
         in_place: whether large gradients may be overwritten.
+        overlap: whether buckets are reduced while others are still to come; see `choose_overlap`.
 
     Construction is collective.
 
@@ -67,13 +71,16 @@ class HostBuckets:
         sizes: BucketSizes,
         compression: Compression | None = None,
         in_place: bool = False,
+        overlap: Wanted = "auto",
     ) -> None:
         if compression is not None:
             entries = [replace(entry, layout=f"{entry.layout}, {compression}") for entry in entries]
         self.plan = FusionPlan(entries, sizes)
         self.plan.check_equal(communicator)
         self._buffer = FusionBuffer(self.plan, communicator)
-        self.reducer = GradientReducer(self._buffer, communicator, self._fill, compression=compression)
+        has_room = connect().has_room_to_overlap(threads_in_use())
+        chosen = choose_overlap(overlap, has_room, communicator)
+        self.reducer = GradientReducer(self._buffer, communicator, self._fill, compression=compression, overlap=chosen)
         self._communicator, self._in_place = communicator, in_place
         self._given: dict[int, Array] = {}
         self._forms: dict[int, tuple[np.dtype[Any], tuple[int, ...]]] = {}  # of all gradients of this pass

@@ -47,6 +47,7 @@ class RingFabricLogic(RingParallelLogic):
         compression: Literal["fp16", "bf16"] | None = None,
         error_feedback: bool = False,
         shard_optimizer: Shard = False,
+        overlap: bool | Literal["auto"] = "auto",
         timeout: timedelta | None = None,
         start_method: StartMethod | None = None,
     ) -> None:

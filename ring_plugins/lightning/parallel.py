@@ -22,7 +22,7 @@ from ring_plugins.torch.sharded_optimizer import Shard, shard_optimizer
 
 T = TypeVar("T")
 StartMethod = Literal["popen", "fork", "forkserver", "spawn"]
-_AVERAGER_ARGUMENTS = ("bucket_bytes", "sparse", "autotune", "compression", "error_feedback")
+_AVERAGER_ARGUMENTS = ("bucket_bytes", "sparse", "autotune", "compression", "error_feedback", "overlap")
 
 #: Stands for Lightning's ``ParallelStrategy``, which `packages` puts after our logic in the order of base classes. To a
 #: type checker it is Any, since there are two such classes.

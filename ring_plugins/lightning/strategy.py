@@ -63,6 +63,8 @@ class RingTrainerLogic(RingParallelLogic):
         error_feedback: Whether the rounding error of a step is added to the next.
         shard_optimizer: True lets each rank update 1/n of the parameters and keep 1/n of the optimizers' state (ZeRO
             stage 1), "tensors" gives whole tensors to ranks; see `ring_plugins.torch.DistributedOptimizer`.
+        overlap: Whether gradients are averaged while backward runs (True) or when it is over (False); "auto" tries both
+            in the first steps, unless RING_OVERLAP chooses.
         broadcast_buffers: Whether every rank uses the buffers (such as running statistics) of rank 0, as with
             ``DistributedDataParallel``; see `buffers`.
         drift_check_every: Steps of an optimizer between comparisons of the weights of all ranks, which raise
@@ -95,6 +97,7 @@ class RingTrainerLogic(RingParallelLogic):
         compression: Literal["fp16", "bf16"] | None = None,
         error_feedback: bool = False,
         shard_optimizer: Shard = False,
+        overlap: bool | Literal["auto"] = "auto",
         broadcast_buffers: bool = True,
         drift_check_every: int | None = None,
         skip_step_on: SkipStepOn = None,

@@ -43,7 +43,8 @@ class Backward:
     innermost one, and we ask again at the next node of the one around it, until the outermost ends.
 
     Averagers whose gradients come from the same backward are ended together, in an order that is the same on all ranks.
-    Each launches what is left before any of them waits, so no two ranks wait for each other in different averagers.
+    Each launches what is left before any of them waits, so no two ranks wait for each other in different averagers. One
+    that is alone need not launch: it may reduce in line.
 
     Args:
         order: place among all averagers of this process.
@@ -182,7 +183,8 @@ def _end_together(task: int) -> None:
     ending = [c for c in list(_pending) if c.task == task and c.backward.callback() is c]
     ending.sort(key=lambda callback: callback.backward.order)
     errors: list[BaseException] = []
-    for step in (Backward.launch, Backward.finish):
+    together = (Backward.launch, Backward.finish)
+    for step in together if len(ending) > 1 else (Backward.finish,):
         for callback in list(ending):
             try:
                 step(callback.backward)

@@ -22,6 +22,7 @@ from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import Bucket, BucketMemory, BucketSizes, Entry, FusionBuffer, FusionPlan
+from ring_plugins.core.gradients.overlap import Overlap
 from ring_plugins.core.gradients.reducer import GradientReducer
 from ring_plugins.torch.device import index_of, is_capturing, is_on_gpu, memory_of, streams
 from ring_plugins.torch.device_buckets import DeviceBuckets, HalfBuckets
@@ -59,6 +60,7 @@ class GradientBuckets:
         gathers_sparse: whether gradients that turn out to be sparse are gathered too; if not, they are made dense.
         order: positions in `named` of all that are not frozen, first gradient first, equal on all ranks; None if that
             is not known yet.
+        overlap: whether reductions overlap backward.
 
     Attributes:
         reducer: launches the buckets.
@@ -81,6 +83,7 @@ class GradientBuckets:
         known_sparse: set[nn.Parameter],
         gathers_sparse: bool,
         order: Sequence[int] | None = None,
+        overlap: Overlap | None = None,
     ) -> None:
         self._communicator, self.is_ordered = communicator, order is not None
         gpu = communicator.device if isinstance(communicator, DeviceCommunicator) else None
@@ -124,7 +127,9 @@ class GradientBuckets:
         self._is_failing = False
         self._is_first = True
         op = Op.AVERAGE if gpu is None else Op.SUM
-        self.reducer = GradientReducer(self._buffer, communicator, self._fill, op, compression, holds_last=True)
+        self.reducer = GradientReducer(
+            self._buffer, communicator, self._fill, op, compression, holds_last=True, overlap=overlap
+        )
 
     def _allocate(self, compression: Compression | None) -> tuple[BucketMemory, list[torch.Tensor]]:
         """The buckets' memory, and each bucket as a 1-d tensor."""

@@ -28,6 +28,7 @@ from ring_plugins.core.collectives.validation import refusals_told
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.arrival import ArrivalOrder
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketSizes
+from ring_plugins.core.gradients.overlap import ALWAYS, Overlap, Wanted, choose_overlap, chosen_overlap
 from ring_plugins.core.gradients.tuning import BucketTuner, is_wanted
 from ring_plugins.core.world import current, refusals_told_to_all
 from ring_plugins.torch.autograd import Backward, current_task, registrations, when_accumulated
@@ -84,6 +85,9 @@ class GradientAverager:
         compression: "fp16" or "bf16" sends float32 and float64 gradients in 16 bits: between hosts on the CPU (exact
             inside a host), and between all GPUs.
         error_feedback: whether the rounding error of a step is added to the next.
+        overlap: True averages while backward still runs, False when it is over, in the thread that called it. "auto"
+            does as RING_OVERLAP says, and by default tries both in the first steps and keeps the faster. Rank 0's
+            choice counts. On GPUs it is always True.
         communicator: reduces the gradients; by default a new one over all ranks, for the parameters' device.
             Nothing else may use it. If one is given, gradients go through it even if it has only one rank, which
             shows what averaging costs without a peer; otherwise a single rank gets no hooks.
@@ -109,6 +113,7 @@ class GradientAverager:
         autotune: bool | None = None,
         compression: Literal["fp16", "bf16"] | None = None,
         error_feedback: bool = False,
+        overlap: Wanted = "auto",
         communicator: Communicator[Any] | None = None,
     ) -> None:
         constructing = "the construction of a gradient averager"
@@ -121,6 +126,7 @@ class GradientAverager:
             self._listed = [] if isinstance(parameters, nn.Module) else list(parameters)
             self._sizes = BucketSizes(bucket_bytes, first_bucket_bytes).checked()
             self._compression = Compression.named(compression, error_feedback)
+            chosen_overlap(overlap)
             self._gathers_sparse = sparse == "gather"
             self._sparse = set[nn.Parameter]()
             if self._module is not None and self._gathers_sparse:
@@ -157,13 +163,21 @@ class GradientAverager:
         self.steps = self.skipped_steps = 0
         if self._communicator.size > 1 or communicator is not None:
             try:
-                self._take_parameters()
-                self._buckets = self._current_buckets()
+                self._buckets = self._first_buckets(overlap)
             except BaseException:
                 self.close()  # the error's traceback refers to this object
                 raise
             if self._communicator.broadcast_object(is_wanted(autotune)):
                 self._tuner = BucketTuner(self._sizes, self._buckets.plan.buckets_with)
+
+    def _first_buckets(self, overlap: Wanted) -> GradientBuckets:
+        """Collective. A GPU's streams always overlap."""
+        self._overlap: Overlap = ALWAYS
+        if self._streams is None:
+            has_room = current().has_room_to_overlap(torch.get_num_threads())
+            self._overlap = choose_overlap(overlap, has_room, self._communicator)
+        self._take_parameters()
+        return self._current_buckets()
 
     # Figures ----------------------------------------------------------------------------------------
 
@@ -304,6 +318,7 @@ class GradientAverager:
                     *(self._named, self._communicator, self._sizes, self._compression, self._sparse),
                     self._gathers_sparse,
                     order,
+                    self._overlap,
                 )
             self._kept[key].reducer.passes = self.steps  # those of buckets that were dropped count, too
             self._claim.take((name, p) for name, p in self._named if p.requires_grad)
@@ -381,9 +396,10 @@ class GradientAverager:
         self._backward.begin()
         if not self._accumulates:
             self._buckets.reducer.begin()
+        counts = not self._accumulates and self._buckets.reducer.overlaps
         for group in self._groups:
             group.bucket = self._buckets.bucket_at(group.positions[0])
-            group.left = _UNCOUNTED if self._accumulates or group.bucket < 0 else len(group.positions)
+            group.left = len(group.positions) if counts and group.bucket >= 0 else _UNCOUNTED
         return True
 
     def _count_ended(self, group: _Group, parameter: torch.Tensor) -> None:
@@ -468,7 +484,7 @@ class GradientAverager:
         self.steps += 1
         if self._arrivals is not None and not (self._streams is not None and is_capturing()):
             self._learn_order(buckets)
-        if self._tuner is not None:
+        if self._tuner is not None and self._overlap.finished:
             self._tune(self._tuner)
 
     # A backward that raised ---------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES
+from ring_plugins.core.gradients.overlap import Wanted
 from ring_plugins.core.world import current, refusals_told_to_all
 from ring_plugins.observe.drift import differing_weights, drift_check
 from ring_plugins.observe.training import announce_training
@@ -61,6 +62,7 @@ class DistributedOptimizer(WrappedOptimizer):
         shard: True lets each rank update 1/n of the parameters and keep 1/n of the optimizer's state (ZeRO stage 1),
             for torch's optimizers that treat each element on its own. "slices" does so for any optimizer, "tensors"
             gives whole tensors to ranks. `step` and `state_dict` are collective then; see docs/sharded_optimizer.md.
+        overlap: whether averaging overlaps backward; see `GradientAverager`.
 
     Raises:
         ArgumentError: an argument is invalid, `named_parameters` lacks a parameter that is optimized, or the optimizer
@@ -81,6 +83,7 @@ class DistributedOptimizer(WrappedOptimizer):
         compression: Literal["fp16", "bf16"] | None = None,
         error_feedback: bool = False,
         shard: Shard = False,
+        overlap: Wanted = "auto",
     ) -> None:
         with refusals_told_to_all("the construction of a DistributedOptimizer"):
             if not isinstance(optimizer, Optimizer):
@@ -100,6 +103,7 @@ class DistributedOptimizer(WrappedOptimizer):
             autotune=autotune,
             compression=compression,
             error_feedback=error_feedback,
+            overlap=overlap,
         )
         try:
             self.optimizer = shard_optimizer(optimizer, shard, self._named())

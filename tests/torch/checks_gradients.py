@@ -117,7 +117,9 @@ def tuned_buckets_change_between_steps_and_results_do_not() -> None:
             reference, model = Net(), Net()
             plain = torch.optim.SGD(reference.parameters(), 0.001, momentum=0.9)
             ours = torch.optim.SGD(model.parameters(), 0.001, momentum=0.9)
-            ours = DistributedOptimizer(ours, model.named_parameters(), autotune=RANK == 0, bucket_bytes=1 << 16)
+            ours = DistributedOptimizer(
+                ours, model.named_parameters(), autotune=RANK == 0, bucket_bytes=1 << 16, overlap=True
+            )
             plans = set()
             for x, y in batches(80):
                 for net, optimizer, part in ((reference, plain, lambda t: t), (model, ours, shard)):
@@ -133,6 +135,67 @@ def tuned_buckets_change_between_steps_and_results_do_not() -> None:
             ours.close()
     finally:
         tuning._BUCKET_BYTES, tuning._DIRECT_BYTES, tuning._TURNS, tuning._FINAL_TURNS = before
+
+
+@check
+def a_switch_between_overlapped_and_in_line_changes_no_bit() -> None:
+    from ring_plugins.core.gradients.overlap import FixedOverlap
+
+    switched = FixedOverlap(False)
+    for bucket_bytes in (1, 4096, 25 << 20):
+        models = [Net(), Net(), Net()]
+        optimizers = [
+            DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
+                model.named_parameters(),
+                bucket_bytes=bucket_bytes,
+                overlap=way,
+            )
+            for model, way in zip(models, (True, False, False), strict=True)
+        ]
+        optimizers[2].averager._overlap = switched  # of the buckets that are made when the order of gradients is known
+        for number, (x, y) in enumerate(batches(8)):
+            switched.now = number % 4 == RANK % 4 or number % 3 == 1  # not even the same on all ranks
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss(model, shard(x), shard(y)).backward()
+                optimizer.step()
+        for model in models[1:]:
+            pairs = zip(models[0].parameters(), model.parameters(), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs), bucket_bytes
+        assert same_everywhere(models[0].parameters())
+        for optimizer in optimizers:
+            optimizer.close()
+
+
+@check_among_several
+def all_ranks_decide_alike_whether_to_overlap() -> None:
+    from ring_plugins.core.gradients import overlap
+
+    said: list[str] = []
+    info, overlap.logger.info = overlap.logger.info, said.append
+    before, overlap._TURNS = overlap._TURNS, 1
+    chosen = os.environ.pop("RING_OVERLAP", "")
+    try:
+        reference, model = Net(), Net()
+        plain = torch.optim.SGD(reference.parameters(), 0.01)
+        ours = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01), model.named_parameters())
+        ways = []
+        for x, y in batches(24):
+            for net, optimizer, part in ((reference, plain, lambda t: t), (model, ours, shard)):
+                optimizer.zero_grad()
+                loss(net, part(x), part(y)).backward()
+                optimizer.step()
+            ways.append(ours.averager._buckets.reducer.overlaps)
+    finally:
+        overlap.logger.info, overlap._TURNS = info, before
+        os.environ["RING_OVERLAP"] = chosen
+    on_gpu = bool(os.environ.get("TEST_GPU_STAND_IN"))
+    assert ring.all_gather_object(ways) == [ways] * SIZE
+    assert set(ways) == ({True} if on_gpu else {True, False})
+    assert len(said) == (RANK == 0 and not on_gpu), said
+    assert close(model, reference, 2e-5)
+    ours.close()
 
 
 @check

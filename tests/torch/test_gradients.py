@@ -24,16 +24,20 @@ class Launch(NamedTuple):
     gpu: str = ""  # if not empty, a stand-in for GPUs and for NCCL: see tests/gpu_stand_in.py
     only: tuple[str, ...] = ()
     slow: bool = False
+    overlap: str = ""  # RING_OVERLAP
 
     def runs(self, name: str, where: str) -> bool:
         runs_there = {"": True, "_among_several": self.ranks > 1, "_on_gpus": bool(self.gpu)}[where]
         return runs_there and (not self.only or name in self.only)
 
     def __str__(self) -> str:
-        return "-".join(filter(None, (self.launcher, str(self.ranks), self.nodes, self.gpu, self.only and "subset")))
+        overlap = {"": "", "0": "in-line", "1": "overlapped"}[self.overlap]
+        parts = self.launcher, str(self.ranks), self.nodes, self.gpu, self.only and "subset", overlap
+        return "-".join(filter(None, parts))
 
 
 EQUALITY = "equals_one_process_on_the_concatenated_batch"
+SWITCH = "a_switch_between_overlapped_and_in_line_changes_no_bit"
 # Checks that take another path through the core between hosts than inside one.
 BETWEEN_HOSTS = (
     EQUALITY,
@@ -49,6 +53,10 @@ BETWEEN_HOSTS = (
 LAUNCHES = [
     Launch("spawned", 1),
     Launch("spawned", 2),
+    Launch("spawned", 2, overlap="1"),
+    Launch("spawned", 3, only=(EQUALITY, SWITCH), overlap="1"),
+    Launch("spawned", 4, only=(EQUALITY, SWITCH), overlap="0", slow=True),
+    Launch("spawned", 5, only=(EQUALITY, SWITCH), overlap="0", slow=True),
     Launch("spawned", 2, gpu="GPU"),
     # Three ranks on two nodes: two of them share memory, and the nodes have different numbers of ranks.
     Launch("mpirun", 3, "1,2", only=BETWEEN_HOSTS),
@@ -60,6 +68,7 @@ LAUNCHES = [
 @functools.cache
 def outcome(launch: Launch) -> Result:
     env = {"RING_VIRTUAL_NODES": launch.nodes, "TEST_GPU_STAND_IN": launch.gpu, "TEST_ONLY": ",".join(launch.only)}
+    env["RING_OVERLAP"] = launch.overlap
     return run_ranks(CHECKS, launch.ranks, launch.launcher, env=env, timeout=200, check=False)
 
 

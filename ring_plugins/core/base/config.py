@@ -225,6 +225,14 @@ VIRTUAL_NODES: Variable[tuple[int, ...]] = Variable(
     "`2` or `1,2` treats the ranks of one host as if they were on several, for debugging; needs mpirun or torchrun",
     shown_default="none",
 )
+OVERLAP = Variable(
+    "RING_OVERLAP",
+    one_of("auto", "0", "1"),
+    "auto",
+    "1 averages gradients while backward still runs, 0 when it is over, `auto` measures both: see "
+    "[performance](performance.md#overlap)",
+    shown_default="`auto`",
+)
 AUTOTUNE = Variable(
     "RING_AUTOTUNE",
     SWITCH,

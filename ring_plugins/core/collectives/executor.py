@@ -4,7 +4,7 @@
 Yet a training script calls them from its own thread while others run in the background: gradient buckets leave while
 backward still computes.
 
-**Idea.** Each communicator has a serial executor: a queue with one worker thread, like a CUDA stream. There are two
+**Idea.** Each communicator has a serial executor: a queue with one worker thread, like a CUDA stream. There are three
 ways in:
 
 - `start` queues a function for the executor's thread and returns a `Work` at once. The thread is created by the first
@@ -12,10 +12,12 @@ ways in:
 - `run` executes one operation and returns its result. Handing an operation to another thread and waking up again
   takes longer than a small all-reduce, so `run` executes it in the calling thread whenever nothing is queued, and
   otherwise queues it behind what was started before.
+- `run_in_line` is `start` without the thread: the caller's thread runs the function, and returns when it is done. Where
+  every core computes, a second thread hides nothing and costs a core, the interpreter's lock and the caches.
 
-A function given to `start` calls the communicator's methods, and these call `run`, which executes at once on the
-executor's own thread. So every operation passes through `run`, which also records what reports need: the current
-operation, when it began, and how long it waited for other ranks.
+A function given to `start` or `run_in_line` calls the communicator's methods, and these call `run`, which executes at
+once on the thread that runs the function. So every operation passes through `run`, which also records what reports
+need: the current operation, when it began, and how long it waited for other ranks.
 
 **Failure.** After an error, `run` refuses everything that follows (see `FailureState`). An `ArgumentError` is the
 exception, since it is raised before anything has been sent.
@@ -36,7 +38,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pickle import PicklingError
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -95,6 +97,8 @@ class SerialExecutor:
         self._is_running = False
         self.goes_on_after_mismatch = False
         self._thread: _Thread | None = None
+        #: The thread that is in `run_in_line`, 0 for none, and what it runs.
+        self._in_line_thread, self._in_line = 0, ""
         # The current or last operation.
         self._fingerprint: Fingerprint | None = None
         self._began = self._ended = 0.0
@@ -107,7 +111,8 @@ class SerialExecutor:
             Exception: any other error, which every further call raises too.
         """
         thread = self._thread
-        inside = thread is not None and thread.is_current()
+        in_line = self._in_line_thread
+        inside = (thread is not None and thread.is_current()) or (in_line != 0 and in_line == threading.get_ident())
         if thread is not None and not inside and not thread.is_idle():
             return self._run_behind(fingerprint, operation, *args)
         with self._lock:
@@ -115,7 +120,7 @@ class SerialExecutor:
             self._refuse_nesting(fingerprint.text)
             wait, statistics = self._wait, self.statistics
             work = thread.current if thread is not None and inside else None
-            part_of = work.description if work is not None else ""
+            part_of = work.description if work is not None else self._in_line
             wait.part_of = "" if fingerprint.text.startswith(part_of) else part_of
             wait.number = number = statistics.operations
             wait.entered = number + 1
@@ -230,18 +235,43 @@ class SerialExecutor:
         self._thread.give(work)
         return work
 
+    def run_in_line(self, description: str, function: Callable[[], T]) -> T:
+        """Run `function` in this thread, after everything that was started before, and return its result.
+
+        Any exception breaks the communicator: members may wait for operations that `function` has not come to.
+        """
+        thread = self._thread
+        if thread is not None and not thread.is_idle():
+            return self.start(description, function).wait()
+        with self._lock:
+            try:
+                self._in_line_thread, self._in_line = threading.get_ident(), description
+                with self._blocking(description):
+                    return function()
+            except BaseException as error:
+                self.interrupt(description, error)
+                raise
+            finally:
+                self._in_line_thread, self._in_line = 0, ""
+
     def _block_caller(self, work: BackgroundWork[Any]) -> None:
-        """Wait for a work in the caller's thread, and count the time that the script is blocked."""
+        """Wait for a work in the caller's thread."""
+        with self._blocking(work.description):
+            wait_for_event(work.finished)
+
+    @contextlib.contextmanager
+    def _blocking(self, description: str) -> Iterator[None]:
+        """Count the time that a work blocks the script."""
         began, waited_before = time.monotonic(), self._wait.waited_so_far()
         self._wait.caller_blocked_since = began
         try:
-            wait_for_event(work.finished)
+            yield
         finally:
             self._wait.caller_blocked_since = 0.0
             ended = time.monotonic()
             steps.add_blocked_time(ended - began, self._wait.waited_so_far() - waited_before)
             if recorder.on:
-                recorder.record("wait", work.description, int(began * 1e9), int(ended * 1e9))
+                recorder.record("wait", description, int(began * 1e9), int(ended * 1e9))
 
     def interrupt(self, operation: str, cause: BaseException) -> None:
         """Break the communicator on all members, because of an exception of this one; see `Communicator.interrupt`."""
@@ -291,6 +321,7 @@ class SerialExecutor:
     def detach_after_fork(self) -> None:
         """Make every call raise; for a forked child, which has no communication thread."""
         self._thread, self._lock = None, threading.RLock()
+        self._in_line_thread, self._in_line = 0, ""
         self.failure.detach_after_fork()
 
 

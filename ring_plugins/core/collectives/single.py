@@ -78,6 +78,9 @@ class SingleCommunicator:
         work.run()
         return work
 
+    def run_in_line(self, description: str, function: Callable[[], T]) -> T:
+        return function()
+
     def group(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 

@@ -226,6 +226,10 @@ class DeviceCommunicator:
             queued = self._push(description, caller)
         return StreamWork(description, result, lambda: self._is_done(queued), lambda: self._join(queued))
 
+    def run_in_line(self, description: str, function: Callable[[], T]) -> T:
+        """As `start` and `wait`: a GPU has streams, and the host never waits for them."""
+        return self.start(description, function).wait()
+
     @contextlib.contextmanager
     def _launch(self, what: str, *memories: DeviceMemory) -> Iterator[None]:
         """Queue the NCCL calls made inside as one, after the caller's work so far and before its next."""

@@ -1,4 +1,4 @@
-"""Launches the reduction of each bucket while backward still computes other gradients."""
+"""Reduces the buckets of a pass: while backward still computes other gradients, or in line at its end."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory, Memory
 from ring_plugins.core.collectives.api import Communicator, Work
 from ring_plugins.core.gradients.fusion import Bucket, BucketMemory, FusionPlan
+from ring_plugins.core.gradients.overlap import ALWAYS, Overlap
 from ring_plugins.core.trace.recorder import recorder
 from ring_plugins.core.trace.steps import steps
 
@@ -23,6 +24,8 @@ Fill = Callable[[Bucket], Sequence[Memory] | None]
 
 class GradientReducer:
     """Launches the reduction of each bucket as soon as all its gradients, and all earlier buckets, are ready.
+
+    Without overlap, `finish` reduces all buckets in the calling thread instead (see `overlap`). Ranks may differ in it.
 
     Buckets are launched in the order of the plan on every rank, whatever order gradients become ready in, so that ranks
     never have to ask each other what comes next. A pass begins with the first `mark_ready` and ends with `finish`,
@@ -37,10 +40,12 @@ class GradientReducer:
         op: the reduction.
         compression: how host memory is compressed between hosts; None sends it as it is.
         holds_last: whether the last bucket always waits for `launch_rest`, which tells that backward has not raised.
+        overlap: tells in every pass whether reductions overlap backward; they do by default.
 
     Attributes:
+        overlaps: whether reductions overlap the computation of gradients in this pass.
         holds: whether buckets wait for `launch_rest` even if they are complete.
-        waited: seconds that `finish` waited.
+        waited: seconds that `finish` waited for reductions, or ran them.
         reduced_bytes: bytes reduced.
         passes: passes finished.
         is_under_way: whether a pass has begun and not been finished.
@@ -54,6 +59,7 @@ class GradientReducer:
         op: Op = Op.AVERAGE,
         compression: Compression | None = None,
         holds_last: bool = False,
+        overlap: Overlap | None = None,
     ) -> None:
         self._buffer, self._communicator, self._op = buffer, communicator, op
         self._fill = weakref.WeakMethod(fill) if isinstance(fill, MethodType) else lambda: fill
@@ -66,6 +72,8 @@ class GradientReducer:
         for bucket in self._buckets:
             for entry in bucket.entries:
                 self._bucket_of[entry] = bucket.index
+        self._overlap = overlap or ALWAYS
+        self.overlaps = self._overlap.now
         self.holds = False
         self.waited = 0.0
         self.reduced_bytes = 0
@@ -109,7 +117,8 @@ class GradientReducer:
 
     def begin(self) -> None:
         """Note that the first gradient of a pass is complete; `mark_ready` does so itself."""
-        self.is_under_way = True
+        if not self.is_under_way:
+            self.is_under_way, self.overlaps = True, self._overlap.now
         if recorder.on and not self._first_ready_at:
             self._first_ready_at = monotonic_ns()
 
@@ -119,7 +128,7 @@ class GradientReducer:
         if self._missing[bucket] == 0:
             if recorder.on:
                 self._ready_at[bucket] = monotonic_ns()
-            if bucket == self._next and not self.holds:
+            if bucket == self._next and self.overlaps and not self.holds:
                 while self._next < self._early and self._missing[self._next] == 0:
                     self._launch(self._fill())
 
@@ -129,10 +138,14 @@ class GradientReducer:
             self._launch(self._fill())
 
     def finish(self) -> None:
-        """Launch what is left and wait until every bucket is reduced."""
+        """Launch what is left and wait until every bucket is reduced, or reduce in line what is left."""
         if self._first_ready_at:
             recorder.record("backward", "backward, from its first gradient", self._first_ready_at, monotonic_ns())
-        self.launch_rest()
+        self.begin()
+        if self.overlaps:
+            self.launch_rest()
+        while self._next < len(self._buckets):
+            self._reduce_in_line(self._fill())
         self._wait()
 
     def abandon(self, fill: Fill = lambda bucket: None) -> None:
@@ -150,6 +163,25 @@ class GradientReducer:
         self._codecs.clear()
 
     def _launch(self, fill: Fill | None) -> None:
+        index = self._next
+        reduce = self._reduction(fill)
+        self._works.append(self._communicator.start(self._descriptions[index], reduce))
+        self._next = index + 1
+
+    def _reduce_in_line(self, fill: Fill | None) -> None:
+        index = self._next
+        reduce = self._reduction(fill)
+
+        def count_and_reduce() -> None:
+            self._next = index + 1  # an exception before this leaves the bucket to `abandon`, which can still send it
+            reduce()
+
+        started = time.perf_counter()
+        self._communicator.run_in_line(self._descriptions[index], count_and_reduce)
+        self.waited += time.perf_counter() - started
+
+    def _reduction(self, fill: Fill | None) -> Callable[[], None]:
+        """Fill the next bucket; returns the function that reduces it."""
         assert fill is not None  # whose object calls this
         self.is_under_way = True
         bucket = self._buckets[self._next]
@@ -159,6 +191,7 @@ class GradientReducer:
         nbytes = sum(memory.nbytes for memory in memories)
         launched = monotonic_ns() if recorder.on else 0
         ready = self._ready_at.get(bucket.index, launched)
+        self.reduced_bytes += nbytes
 
         def reduce() -> None:
             started = monotonic_ns() if launched else 0
@@ -176,9 +209,7 @@ class GradientReducer:
                     nbytes=nbytes,
                 )
 
-        self._works.append(communicator.start(self._descriptions[bucket.index], reduce))
-        self._next += 1
-        self.reduced_bytes += nbytes
+        return reduce
 
     def _codec(self, bucket: int, place: int, memory: Memory) -> HalfCodec | None:
         """The codec for memory sent between hosts; None sends it as it is. GPU memory has already been rounded."""
@@ -197,6 +228,7 @@ class GradientReducer:
                 work.wait()
             self.waited += time.perf_counter() - started
             self.passes += 1
+            self._overlap.pass_ended(time.perf_counter())
             steps.end_step(self.reduced_bytes - self._bytes_before)
         except BaseException as error:
             # Nobody will wait for the buckets under way, whose memory the next pass writes to.

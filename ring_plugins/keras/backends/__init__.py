@@ -18,6 +18,7 @@ from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.fusion import BucketSizes, Entry
+from ring_plugins.core.gradients.overlap import Wanted
 
 _KNOWN = ("tensorflow", "torch", "jax")
 
@@ -32,6 +33,7 @@ class Settings(NamedTuple):
         sizes: bucket sizes.
         compression, error_feedback: compression between hosts, as for `BroadcastCallback`.
         accumulates: whether the optimizer accumulates gradients over several steps.
+        overlap: whether gradients are averaged while others are still computed.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Settings(NamedTuple):
     compression: Literal["fp16", "bf16"] | None = None
     error_feedback: bool = False
     accumulates: bool = False
+    overlap: Wanted = "auto"
 
     @property
     def rounding(self) -> Compression | None:

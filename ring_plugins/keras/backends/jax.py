@@ -34,7 +34,9 @@ class Exchange:
     def __init__(self, variables: Sequence[Any], entries: Sequence[Entry], settings: Settings) -> None:
         self.communicator = connect().new_communicator(settings.name)
         sizes = settings.sizes._replace(direct_bytes=_DIRECT_BYTES)
-        self.buckets = HostBuckets(entries, self.communicator, sizes, settings.rounding, in_place=True)
+        self.buckets = HostBuckets(
+            entries, self.communicator, sizes, settings.rounding, in_place=True, overlap=settings.overlap
+        )
         self.waited_seconds = 0.0
 
     @property

@@ -76,7 +76,7 @@ class Exchange:
         if on_gpus is not None:
             self._call = tensorflow_device.call
             return tensorflow_device.DeviceBuckets(entries, on_gpus, settings.sizes)
-        return HostBuckets(entries, self.communicator, settings.sizes, settings.rounding)
+        return HostBuckets(entries, self.communicator, settings.sizes, settings.rounding, overlap=settings.overlap)
 
     def _average_dense(self, buckets: Buckets, dense: dict[int, Any]) -> dict[int, Any]:
         """Trace a call for each bucket and one for the averages."""

@@ -36,6 +36,7 @@ class Exchange:
             sparse="densify",
             compression=settings.compression,
             error_feedback=settings.error_feedback,
+            overlap=settings.overlap,
         )
         self._passes_seen = 0
         self._without_hooks = contextlib.ExitStack()

@@ -137,6 +137,15 @@ def a_blocking_all_reduce_interrupted_by_another_thread() -> None:
 
 
 @check
+def a_bucket_in_line() -> None:
+    def reduce(communicator) -> None:
+        communicator.run_in_line("bucket 0 of 2", lambda: communicator.all_reduce(memory(LARGE), Op.SUM))
+        communicator.run_in_line("bucket 1 of 2", lambda: communicator.all_reduce(memory(SMALL), Op.SUM))
+
+    interrupted(reduce)
+
+
+@check
 def a_barrier() -> None:
     interrupted(lambda communicator: communicator.barrier())
 

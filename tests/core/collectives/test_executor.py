@@ -11,6 +11,7 @@ from ring_plugins.core.collectives.executor import SerialExecutor
 from ring_plugins.core.collectives.fingerprint import fingerprint
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.trace.recorder import recorder
+from ring_plugins.core.trace.steps import steps
 
 OPERATION = fingerprint("all_reduce", "float32", 3, "sum")
 
@@ -59,6 +60,43 @@ def test_a_started_function_runs_its_operations_at_once_on_the_executors_thread(
     activity = executor.activity()
     assert (activity.operation, activity.part_of) == (OPERATION.text, "bucket 0")
     assert activity.ended >= activity.began > 0
+
+
+def test_a_function_in_line_runs_its_operations_in_the_callers_thread_as_parts_of_it(executor):
+    assert executor.run_in_line("bucket 0", lambda: executor.run(OPERATION, thread_name)) == "MainThread"
+    assert executor._thread is None
+    assert executor.activity().part_of == "bucket 0"
+    executor.run(OPERATION, thread_name)
+    assert executor.activity().part_of == ""
+
+
+def test_a_function_in_line_waits_for_what_was_started_before(executor):
+    log, gate = [], threading.Event()
+    executor.start("first", lambda: (gate.wait(5), log.append("first")))
+    threading.Timer(0.05, gate.set).start()
+    executor.run_in_line("second", lambda: log.append(thread_name(None)))
+    assert log == ["first", "ring:test"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, ArgumentError])
+def test_any_exception_in_line_breaks_the_communicator(executor, error):
+    def interrupt():
+        executor.run(OPERATION, thread_name)
+        raise error("between two operations")
+
+    with pytest.raises(error):
+        executor.run_in_line("bucket 0", interrupt)
+    with pytest.raises(RingError):
+        executor.run(OPERATION, thread_name)
+    assert executor._in_line == ""
+
+
+def test_time_in_line_blocks_the_script_once(executor):
+    before = steps.waiting + steps.moving
+    executor.run_in_line("bucket 0", lambda: executor.run(OPERATION, lambda operation: time.sleep(0.05)))
+    blocked = steps.waiting + steps.moving - before
+    activity = executor.activity()
+    assert activity.ended - activity.began <= blocked < 2 * (activity.ended - activity.began)
 
 
 def test_an_operation_under_way_has_not_ended(executor):

@@ -4,6 +4,7 @@ import pytest
 
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.gradients.fusion import BucketSizes, Entry, FusionBuffer, FusionPlan
+from ring_plugins.core.gradients.overlap import FixedOverlap
 from ring_plugins.core.gradients.reducer import GradientReducer
 
 
@@ -18,12 +19,19 @@ class Recorder(SingleCommunicator):
         self.log.append(description.split(" of ")[0])
         return super().start(description, function)
 
+    def run_in_line(self, description, function):
+        self.log.append(description.split(" of ")[0] + " in line")
+        return super().run_in_line(description, function)
 
-def reducer(entries=4):
+
+def reducer(entries=4, overlap=None):
     plan = FusionPlan([Entry(str(i), "float32", 16) for i in range(entries)], BucketSizes(64, 64))
     recorder = Recorder()
     made = GradientReducer(
-        FusionBuffer(plan, recorder), recorder, lambda bucket: recorder.log.append(f"fill {bucket.index}")
+        FusionBuffer(plan, recorder),
+        recorder,
+        lambda bucket: recorder.log.append(f"fill {bucket.index}"),
+        overlap=overlap,
     )
     return made, recorder.log
 
@@ -139,3 +147,61 @@ def test_an_exception_while_buckets_are_under_way_breaks_the_communicator():
     made._communicator.start = lambda description, function: UnderWay(True)
     made.finish()
     assert log[-1] == "fill 2"  # nothing is under way any more
+
+
+def test_without_overlap_all_buckets_are_reduced_in_line_in_the_end():
+    made, log = reducer(overlap=FixedOverlap(False))
+    for entry in range(4):
+        made.mark_ready(entry)
+    assert log == []
+    made.finish()
+    assert log == [said for i in range(4) for said in (f"fill {i}", f"bucket {i} in line")]
+    assert made.passes == 1
+    assert made.reduced_bytes == made._buffer.plan.nbytes
+
+
+def test_without_overlap_what_is_left_can_still_be_launched():
+    made, log = reducer(overlap=FixedOverlap(False))
+    made.mark_ready(3)
+    made.launch_rest()
+    assert [said for said in log if said.startswith("bucket")] == [f"bucket {i}" for i in range(4)]
+    made.finish()
+    assert len(log) == 8
+
+
+def test_a_pass_keeps_its_way_until_it_ends():
+    choice = FixedOverlap(False)
+    made, log = reducer(2, choice)
+    made.mark_ready(1)
+    choice.now = True
+    made.mark_ready(0)
+    assert log == []
+    made.finish()
+    assert log == ["fill 0", "bucket 0 in line", "fill 1", "bucket 1 in line"]
+    made.mark_ready(1)
+    assert log[4:] == ["fill 0", "bucket 0"]
+
+
+def test_a_bucket_that_could_not_be_filled_in_line_is_still_under_way():
+    made, log = reducer(2, FixedOverlap(False))
+
+    def fill(bucket):
+        if bucket.index == 1:
+            raise MemoryError("no room")
+
+    made._fill = lambda: fill
+    with pytest.raises(MemoryError):
+        made.finish()
+    assert made.is_under_way
+    made.abandon()
+    assert log == ["bucket 0 in line", "bucket 1"]
+
+
+def test_an_exception_before_a_bucket_begins_in_line_leaves_it_to_be_abandoned():
+    made, log = reducer(2, FixedOverlap(False))
+    made._communicator.run_in_line = lambda description, function: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        made.finish()
+    assert made.is_under_way
+    made.abandon()
+    assert [said for said in log if said.startswith("bucket")] == ["bucket 0", "bucket 1"]

@@ -1,0 +1,134 @@
+import random
+
+import numpy as np
+import pytest
+
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.collectives.single import SingleCommunicator
+from ring_plugins.core.gradients import overlap
+from ring_plugins.core.gradients.overlap import FixedOverlap, MeasuredOverlap, choose_overlap, chosen_overlap, is_better
+from tests.core.collectives.thread_ranks import on_thread_ranks
+
+
+class Answers(SingleCommunicator):
+    """The communicator of one of several ranks, which gets the others' answers from a list."""
+
+    def __init__(self, others=(), size=2):
+        super().__init__("answers")
+        self.size, self.others = size, list(others)
+
+    def all_gather_object(self, item):
+        return [item, *self.others]
+
+
+def steps(trial, seconds, count=60):
+    """Train: a step takes `seconds(overlaps, number)`. Returns which way each step went."""
+    clock, ways = 100.0, []
+    for number in range(count):
+        ways.append(trial.now)
+        clock += seconds(trial.now, number)
+        trial.pass_ended(clock)
+    return ways
+
+
+@pytest.mark.parametrize("expected", [False, True])
+@pytest.mark.parametrize("faster", [False, True])
+def test_the_faster_way_is_found_under_noise_on_a_machine_that_gets_slower(expected, faster):
+    generator = random.Random(0)
+    trial = MeasuredOverlap(expected, Answers())
+    ways = steps(
+        trial,
+        lambda overlaps, number: (
+            (0.01 + 0.0001 * number) * (0.8 if overlaps is faster else 1) * generator.uniform(0.96, 1.04)
+        ),
+    )
+    assert trial.finished
+    assert trial.now is faster
+    assert ways[: overlap._WARM_UP] == [expected] * overlap._WARM_UP
+    tried = ways[overlap._WARM_UP : overlap._WARM_UP + 2 * overlap._TURNS * overlap._STEPS]
+    assert tried.count(True) == tried.count(False)
+    assert set(ways[len(tried) + overlap._WARM_UP + 1 :]) == {faster}
+
+
+@pytest.mark.parametrize("expected", [False, True])
+@pytest.mark.parametrize("seed", range(10))
+def test_noise_alone_keeps_what_was_expected(expected, seed):
+    generator = random.Random(seed)
+    trial = MeasuredOverlap(expected, Answers())
+    steps(trial, lambda *_: generator.lognormvariate(0, 0.02))
+    assert trial.now is expected
+
+
+def test_one_slow_step_decides_nothing():
+    trial = MeasuredOverlap(True, Answers())
+    steps(trial, lambda overlaps, number: 100.0 if number == overlap._WARM_UP + 1 else 1.0)
+    assert trial.now
+
+
+def test_a_gain_must_be_clear():
+    assert is_better([0.9] * 4, [1.0] * 4)
+    assert is_better([0.9, 0.9, 0.9, 1.1], [1.0] * 4)
+    assert not is_better([0.9, 0.9, 1.1, 1.1], [1.0] * 4)
+    assert not is_better([0.99] * 4, [1.0] * 4)
+
+
+def test_all_ranks_decide_alike_by_the_slowest():
+    """Rank 1 is slower when overlapped, the others are faster."""
+
+    def train(rank, communicator):
+        trial = MeasuredOverlap(True, communicator)
+        slow = rank == 1
+        ways = steps(trial, lambda overlaps, _: (1.5 if slow else 0.5) if overlaps else 1.0)
+        assert trial.finished
+        return ways
+
+    first, *others = on_thread_ranks(3, train)
+    assert all(ways == first for ways in others)
+    assert not first[-1]
+    assert first[0]
+
+
+def test_one_line_tells_what_was_decided(monkeypatch):
+    said = []
+    monkeypatch.setattr(overlap.logger, "info", said.append)
+    steps(MeasuredOverlap(True, Answers()), lambda overlaps, _: 0.002 if overlaps else 0.001)
+    assert said[0] == (
+        "gradients are averaged when backward is over: 1.0 ms a step, against 2.0 ms the other way. `overlap` and "
+        "RING_OVERLAP choose."
+    )
+    steps(MeasuredOverlap(False, Answers()), lambda overlaps, _: 0.001 if overlaps else 0.002)
+    assert said[1].startswith("gradients are averaged while backward runs: 1.0 ms a step, against 2.0 ms")
+
+
+def test_what_is_known_decides_first_and_rank_0_chooses():
+    room, none = ("auto", True), ("auto", False)
+    assert choose_overlap("auto", True, Answers([room])).now
+    assert not choose_overlap("auto", True, Answers([none])).now
+    assert isinstance(choose_overlap("auto", True, Answers([room])), MeasuredOverlap)
+    chosen = choose_overlap(False, True, Answers([(True, True)]))
+    assert isinstance(chosen, FixedOverlap)
+    assert not chosen.now
+    assert choose_overlap(True, False, Answers([("auto", False)])).now
+    assert isinstance(choose_overlap("auto", True, SingleCommunicator("alone")), FixedOverlap)
+
+
+def test_the_variable_chooses_where_the_argument_does_not(monkeypatch):
+    assert chosen_overlap("auto") == "auto"
+    monkeypatch.setenv("RING_OVERLAP", "1")
+    assert chosen_overlap("auto") is True
+    assert chosen_overlap(False) is False
+    monkeypatch.setenv("RING_OVERLAP", "0")
+    assert chosen_overlap("auto") is False
+    monkeypatch.setenv("RING_OVERLAP", "yes")
+    with pytest.raises(ArgumentError, match="RING_OVERLAP='yes' is not one of auto, 0, 1"):
+        chosen_overlap("auto")
+    with pytest.raises(ArgumentError, match="overlap='never' must be"):
+        chosen_overlap("never")
+
+
+def test_times_that_are_exchanged_are_in_the_order_of_the_turns():
+    trial = MeasuredOverlap(True, Answers())
+    steps(
+        trial, lambda overlaps, number: 1.0 if overlaps else 2.0, overlap._WARM_UP + 2 * overlap._TURNS * overlap._STEPS
+    )
+    assert np.allclose(trial._agreement.wait(), [[1.0] * overlap._TURNS, [2.0] * overlap._TURNS])
