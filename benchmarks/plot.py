@@ -132,10 +132,8 @@ def between_hosts() -> None:
     """Line charts, one per network: share of the wire's limit that an all-reduce between hosts reaches."""
     record = load("between_hosts")
     networks = [one for one in record["networks"] if one["rate"] is not None and one["hosts"] in (2, 4)]
-    figure, panels = plt.subplots(
-        1, len(networks), figsize=(4 * len(networks), 3.6), layout="constrained", squeeze=False
-    )
-    for panel, one in zip(panels[0], networks, strict=True):
+    figure, panels = plt.subplots(2, (len(networks) + 1) // 2, figsize=(9, 6.6), layout="constrained", squeeze=False)
+    for panel, one in zip(panels.flat, networks, strict=True):
         sizes = [int(size) for size in one["seconds"]]
         for name in next(iter(one["seconds"].values())):
             least = [limit(size, one["hosts"], one["rate"]) for size in sizes]

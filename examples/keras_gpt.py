@@ -64,12 +64,12 @@ else:
         optimizer=keras.optimizers.AdamW(learning_rate, clipnorm=1.0),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
-steps_per_epoch = count // (batch_size * ring.size())
-done = int(keras.ops.convert_to_numpy(model.optimizer.iterations)) // steps_per_epoch
+data = shard((x, y), batch_size=batch_size, seed=1)
+done = int(keras.ops.convert_to_numpy(model.optimizer.iterations)) // data.num_batches
 epochs_before = ring.broadcast_object(done if ring.rank() == 0 else None)
 
 history = model.fit(
-    shard((x, y), batch_size=batch_size, seed=1),
+    data,
     initial_epoch=epochs_before,
     epochs=arguments.epochs,
     shuffle=False,  # shard shuffles, in the same order on all ranks

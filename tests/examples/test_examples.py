@@ -1,5 +1,6 @@
 """The examples run as printed, learn, and speak once."""
 
+import json
 import re
 
 import pytest
@@ -106,6 +107,17 @@ print("accuracies", ring.run(example["train"], args=(10,), ranks=2))
 """
     found = closing(run_ranks(script, 1, timeout=200), r"^accuracies \[([\d.]+), ([\d.]+)\]$")
     assert found[1] == found[2] and float(found[1]) >= 0.85
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lightning", "keras"])
+def test_notebook(name):
+    """The cells one after the other, in one process, as a kernel runs them."""
+    cells = json.loads((EXAMPLES / "notebooks" / f"{name}.ipynb").read_text())["cells"]
+    code = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    result = run_ranks(code, 1, env={"MPLBACKEND": "Agg", "KERAS_BACKEND": "tensorflow"}, timeout=280)
+    assert float(closing(result, r"^accuracy ([\d.]+)$")[1]) >= 0.85
+    assert name == "lightning" or "\nTrue" in result.stdout
 
 
 def test_every_example_is_documented_and_short():
