@@ -17,6 +17,7 @@ from tests.launch import REPOSITORY
 from tests.launchers import LAUNCHERS, clean_environment, launcher_command
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "PJRT_NPROC")
+RING = (sys.executable, "-m", "ring_plugins")
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -113,19 +114,51 @@ def test_workers_load_data(start, launcher):
     assert (status, sorted(out.splitlines())) == (0, ["fork 56"] * 2 + ["forkserver 56"] * 2 + ["spawn 56"] * 2), err
 
 
-def test_a_script_without_a_guard_is_shown_the_guard(start):
-    script = """
+@pytest.mark.parametrize(
+    ("launcher", "method"),
+    [
+        ("spawned", "spawn"),
+        ("mpirun", "forkserver"),
+        pytest.param("spawned", "forkserver", marks=pytest.mark.slow),
+        pytest.param("mpirun", "spawn", marks=pytest.mark.slow),
+        pytest.param("torchrun", "spawn", marks=pytest.mark.slow),
+        pytest.param("torchrun", "forkserver", marks=pytest.mark.slow),
+        pytest.param("ring run", "spawn", marks=pytest.mark.slow),
+        pytest.param("ring run", "forkserver", marks=pytest.mark.slow),
+    ],
+)
+def test_a_script_without_a_guard_is_shown_the_guard(start, launcher, method):
+    script = f"""
         import multiprocessing, sys
         import ring_plugins as ring
         ring.init(ranks=2)
-        worker = multiprocessing.get_context("spawn").Process(target=print)
+        worker = multiprocessing.get_context("{method}").Process(target=print)
         worker.start()
         worker.join()
+        ring.barrier()  # no launcher ends the other rank before its worker has spoken
         sys.exit(worker.exitcode)
     """
-    status, _, err = finish(start(script))
-    assert status == 1
-    assert err.count('if __name__ == "__main__":\n        main()') == 2
+    ring_run = [*RING, "run", "-n", "2", sys.executable, "train.py"]
+    status, _, err = finish(start(script, command=ring_run) if launcher == "ring run" else start(script, launcher))
+    assert status != 0
+    assert err.count('if __name__ == "__main__":\n        main()') == 2, err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_data_loader_without_a_guard_ends_the_job_and_shows_the_guard(start, method):
+    script = f"""
+        import torch
+        from torch.utils.data import DataLoader, TensorDataset
+        import ring_plugins as ring
+        ring.init(ranks=2)
+        data = TensorDataset(torch.arange(8.0))
+        for batch in DataLoader(data, 2, num_workers=2, multiprocessing_context="{method}"):
+            ring.barrier()
+    """
+    status, _, err = finish(start(script, "torchrun"))
+    assert status != 0
+    assert 'if __name__ == "__main__":\n        main()' in err
 
 
 def test_ranks_that_a_program_starts_with_multiprocessing_join_their_own_job(start):
@@ -243,7 +276,7 @@ def test_an_interrupt_is_shown_once(start, launcher):
     assert err.count("KeyboardInterrupt") <= 1, err
 
 
-@pytest.mark.parametrize("closed", [0, 1])
+@pytest.mark.parametrize("closed", [0, 1, 2])
 def test_a_closed_standard_stream_does_no_harm(start, closed, tmp_path):
     script = """
         import ring_plugins as ring
@@ -288,3 +321,62 @@ def test_an_impossible_timeline_directory_is_named(start, launcher, tmp_path):
     status, _, err = finish(start(script, launcher))
     assert status != 0, err
     assert err.count("RING_TIMELINE='file/timeline': rank 0 cannot write there (Not a directory)") == 1, err
+
+
+def typed(start, text, *options):
+    """What an interactive Python answers to these lines, and how it ends."""
+    process = start("", command=[sys.executable, "-i", *options], stdin=subprocess.PIPE)
+    out, err = process.communicate(textwrap.dedent(text), timeout=90)
+    return process.returncode, out, err
+
+
+def test_an_interactive_session_is_told_how_to_start_ranks_and_can(start):
+    """As a notebook is one: the input does not come from a file that other ranks could run."""
+    text = """
+        import ring_plugins as ring
+        def train():
+            ring.init()
+            return float(ring.all_reduce(ring.rank() + 1.0, ring.SUM))
+
+        ring.init(ranks=2)
+        print(ring.run(train, ranks=2))
+    """
+    status, out, err = typed(start, text)
+    assert status == 0, err
+    assert "and call ring_plugins.run(function, ranks=2) without init()" in err
+    assert out == "[3.0, 3.0]\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["-n", "0", "python", "train.py"], "-n 0 is not a positive number of ranks."),
+        (["-n", "2", "nothere.py"], "there is no program 'nothere.py' here"),
+        (["-n", "two", "train.py"], "Invalid value for '-n'"),
+    ],
+)
+def test_ring_run_answers_wrong_words_without_a_traceback(start, words, text):
+    status, out, err = finish(start("", command=[*RING, "run", *words]))
+    assert status != 0
+    assert text in out + err and "Traceback" not in out + err
+
+
+@pytest.mark.parametrize("number", ["0", "'2'", "True"])
+def test_a_wrong_number_of_ranks_is_named(start, number):
+    status, _, err = finish(start(f"import ring_plugins as ring; ring.init(ranks={number})"))
+    assert status == 1
+    assert f"ArgumentError: ranks={number} is not a positive number of processes." in err
+
+
+@pytest.mark.parametrize(
+    ("variables", "missing"),
+    [
+        ({"RANK": "0"}, "RANK=0 is set, but WORLD_SIZE and MASTER_ADDR and MASTER_PORT are not"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 and WORLD_SIZE=2 are set, but MASTER_ADDR and MASTER_PORT are not"),
+    ],
+)
+def test_a_half_set_rendezvous_is_refused(start, variables, missing):
+    line = ["env", *(f"{name}={value}" for name, value in variables.items()), sys.executable, "train.py"]
+    status, _, err = finish(start("import ring_plugins as ring; ring.init(ranks=2)", command=line))
+    assert status == 1
+    assert missing in err and "RING_LAUNCHER=single makes it a job of its own" in err

@@ -1,10 +1,11 @@
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
-from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.planning import Profile, measure
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+from ring_plugins.core.base.errors import ArgumentError  # noqa: E402
+from ring_plugins.planning import Profile, measure  # noqa: E402
 
 
 def test_a_torch_model_is_measured_and_left_as_it_was(tmp_path):
