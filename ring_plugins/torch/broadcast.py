@@ -16,7 +16,7 @@ from ring_plugins.core.world import current
 from ring_plugins.torch import device
 from ring_plugins.torch.averaging_check import expect_averaging
 from ring_plugins.torch.device import index_of, is_on_gpu, streams
-from ring_plugins.torch.sharded_optimizer import ShardedOptimizer
+from ring_plugins.torch.sharded_optimizer import is_sharded
 from ring_plugins.torch.tensors import Target
 
 
@@ -52,9 +52,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -
     Raises:
         ArgumentError: the optimizer is sharded; load its state on all ranks.
     """
-    if isinstance(getattr(optimizer, "optimizer", optimizer), ShardedOptimizer) or isinstance(
-        optimizer, ShardedOptimizer
-    ):
+    if is_sharded(optimizer):
         raise ArgumentError(
             "a sharded optimizer has no whole state on any rank that could be broadcast; call load_state_dict() on all "
             "ranks, or broadcast_optimizer_state() before the optimizer is sharded."

@@ -74,12 +74,19 @@ def shard_optimizer(
     return ShardedOptimizer(optimizer, named_parameters, shard)
 
 
+def is_sharded(optimizer: Optimizer) -> bool:
+    """Whether an optimizer, or the one that it wraps, is sharded."""
+    return isinstance(optimizer, ShardedOptimizer) or isinstance(
+        getattr(optimizer, "optimizer", None), ShardedOptimizer
+    )
+
+
 def check_shardable(optimizer: Optimizer, shard: Shard) -> None:
     """Raise `ArgumentError` if the update cannot be divided among ranks in this way, or is not known to be."""
-    if shard not in (True, "slices", "tensors"):
+    if shard is not True and shard not in ("slices", "tensors"):  # 1 == True
         raise ArgumentError(f'shard={shard!r} must be False, True, "slices" or "tensors".')
     kind = type(optimizer)
-    if any(kind.__name__.lower().startswith(name) for name in _GLOBAL):
+    if any(name in kind.__name__.lower() for name in _GLOBAL):
         raise ArgumentError(
             f"{kind.__name__} cannot be sharded: its update of a tensor depends on others. Leave out shard."
         )

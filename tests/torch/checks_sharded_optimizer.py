@@ -402,6 +402,7 @@ def refused_by_name() -> None:
         (torch.optim.SparseAdam, {"shard": True}, r"torch.optim\S*.SparseAdam is not known to.*pass shard='tensors'"),
         (Lars, {"shard": True}, r"Lars is not known to.*pass shard='slices'"),
         (Mine, {"shard": True}, r"Mine is not known to"),
+        (torch.optim.Adam, {"shard": 1}, 'shard=1 must be False, True, "slices" or "tensors"'),
         (torch.optim.Adam, {"shard": 3}, 'shard=3 must be False, True, "slices" or "tensors"'),
     ):
         with pytest.raises(ArgumentError, match=text):
