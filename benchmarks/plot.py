@@ -150,6 +150,29 @@ def between_hosts() -> None:
     save(figure, "between_hosts")
 
 
+def many_hosts() -> None:
+    """Line charts, one per size: simulated time of an all-reduce against the number of hosts."""
+    record = load("many_hosts")
+    figure, panels = plt.subplots(1, 4, figsize=(13, 3.4), layout="constrained")
+    kinds = {
+        "chosen": ("ring_plugins", "-", COLORS["ring"]),
+        "direct": ("direct", "--", COLORS["gloo"]),
+        "ring": ("ring", "--", COLORS["bare sockets"]),
+        "halving and doubling": ("halving and doubling", ":", COLORS["ring over MPI"]),
+    }
+    for panel, (size, by_hosts) in zip(panels, record["seconds"].items(), strict=True):
+        for kind, (label, style, color) in kinds.items():
+            points = [(int(hosts), times[kind] * 1e3) for hosts, times in by_hosts.items() if kind in times]
+            panel.loglog(*zip(*points, strict=True), style, color=color, label=label)
+        panel.set_title(f"{int(size) / 2**20:g} MiB" if int(size) >= 2**20 else f"{int(size) >> 10} KiB", fontsize=10)
+        panel.set(xlabel="hosts", ylabel="simulated ms")
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(alpha=0.25)
+    panels[0].legend(fontsize=7, frameon=False)
+    figure.supxlabel(f"simulated with constants of {record['machine']}", fontsize=7)
+    save(figure, "many_hosts")
+
+
 def compression() -> None:
     """Line chart: loss with gradients in 16 bits between hosts."""
     losses = load("half_wire")["losses"]
@@ -198,6 +221,6 @@ def stall_report() -> None:
 if __name__ == "__main__":
     matplotlib.rcParams.update(STYLE)
     PICTURES.mkdir(parents=True, exist_ok=True)
-    for draw in (steps, messages, scaling, between_hosts, compression, timeline, stall_report):
+    for draw in (steps, messages, scaling, between_hosts, many_hosts, compression, timeline, stall_report):
         draw()
     print(f"wrote {PICTURES}")

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.collectives.butterfly import cost, radices
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Network:
         if hosts == 1:
             return inside
         if t.two_level:
-            return inside + 2 * (hosts - 1) * t.alpha + 2 * (hosts - 1) / hosts * nbytes / rate
+            return inside + _hops(hosts) * t.alpha + 2 * (hosts - 1) / hosts * nbytes / rate
         hops = hosts * t.alpha + (ranks - hosts) * t.local_alpha
         share = 2 * (ranks - 1) / ranks
         return share * hops + share * nbytes / min(rate, local_rate)
@@ -168,5 +169,10 @@ def fitted(name: str, points: Sequence[tuple[int, float]], ranks: int, hosts: in
     each = max(float(each), 1e-13)
     share = 2 * (hosts - 1) / hosts
     # The measurement includes the cost inside hosts, which cannot be separated from that of the network.
-    inside = TransportModel(1.0, float(fixed) / (2 * (hosts - 1)), 0.0, 1e6, True)
+    inside = TransportModel(1.0, float(fixed) / _hops(hosts), 0.0, 1e6, True)
     return Network(name, share / each * 8e-9, inside)
+
+
+def _hops(hosts: int) -> float:
+    """How many hops between two hosts take as long as the latency of an all-reduce in groups of hosts."""
+    return 2 * cost(radices(hosts)) / cost((2,))

@@ -15,12 +15,23 @@ def flat(gigabits=8.0, alpha=0.0):
 def test_the_cost_of_an_all_reduce_follows_its_algorithm():
     megabyte = 1_000_000
     assert flat().all_reduce(megabyte, 4, 1) == pytest.approx(1.5e-3)
-    assert flat(alpha=1e-3).all_reduce(0, 4, 1) == pytest.approx(6e-3)
+    assert flat(alpha=1e-3).all_reduce(0, 2, 1) == pytest.approx(2e-3)
+    assert flat(alpha=1e-3).all_reduce(0, 4, 1) == pytest.approx(
+        2e-3 * (2 + 3) / (2 + 1)
+    )  # two rounds with three hosts
+    assert flat(alpha=1e-3).all_reduce(0, 64, 1) == pytest.approx(3 * 2e-3 * (2 + 3) / (2 + 1))  # in groups of four
     two_level = Network("", 8.0, TransportModel(1.0, 0.0, 0.0, 2.0, True))
     assert two_level.all_reduce(megabyte, 4, 2) == pytest.approx(0.5e-3 + 1e-3)  # inside, then between two hosts
     ring = Network("", 8.0, TransportModel(1.0, 0.0, 0.0, 2.0, False))
     assert ring.all_reduce(megabyte, 4, 2) == pytest.approx(1.5e-3)
     assert ring.all_reduce(megabyte, 2, 2) == pytest.approx(0.5e-3)  # one host
+
+
+def test_a_fitted_network_predicts_what_it_was_fitted_to():
+    for hosts in (2, 4, 64):
+        network = fitted("measured", [(1000, 1e-3), (100_000_000, 0.1)], hosts, hosts)
+        assert network.all_reduce(1000, hosts, 1) == pytest.approx(1e-3, rel=1e-2)
+        assert network.all_reduce(100_000_000, hosts, 1) == pytest.approx(0.1, rel=1e-2)
 
 
 def test_transports_are_those_of_the_page():

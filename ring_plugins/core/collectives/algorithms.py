@@ -10,7 +10,7 @@ reduces others. All members take the same steps in the same order, so their mess
 - `PairExchange`: two members send each other everything, and both reduce it. One round.
 - `Butterfly`: a chunk is cut into one part per member of a small group. Each member reduces its part with the others of
   its group, then a part of that part with a second group, and so on (`butterfly`): a reduce-scatter. Then the results
-  return the same way: an all-gather. Up to 14 members form a single group, which takes two rounds in all.
+  return the same way: an all-gather. Up to seven members form a single group, which takes two rounds in all.
 - `Ring`: members talk only to their two neighbors. Parts are passed around and added to for n-1 rounds, and the results
   are passed around for n-1 more. This is the ring of NCCL and Horovod (Baidu, 2017).
 
@@ -44,7 +44,7 @@ from ring_plugins.core.collectives.net_group import NetworkGroup, PendingHeaders
 from ring_plugins.core.net.transport import Request
 
 #: Largest group of a butterfly; where it would need a larger one, the ring is used.
-LARGEST_GROUP = 16
+LARGEST_GROUP = 32
 #: Up to this size two hosts exchange everything in one round, which takes less processor time. Larger messages gain
 #: more from two rounds: their pieces are shorter and stay in the caches, and one round's data moves while the other
 #: waits.

@@ -19,7 +19,7 @@ because they allocate together and call with equal sizes.
 be waiting for a remote host that itself waits for data that this rank still has to send; where the kernel buffers
 little, two hosts could block each other forever.
 
-**Small messages**: the first ranks of all hosts exchange their hosts' sums, in one round up to 14 hosts.
+**Small messages**: the first ranks of all hosts exchange their hosts' sums, in one round up to seven hosts.
 
 **Averages.** The sum is divided once, at the end, with two exceptions. The largest float16 is 65,504, so a host's sum
 may overflow where the average does not: the sum is first scaled down by a power of two, which costs no precision, and
@@ -81,7 +81,7 @@ class HierarchicalAllReduce:
         self._node, self._rail = node, rail
         self._local_rank, self._rails, self._num_nodes, self._size = local_rank, rails, num_nodes, size
         messages = sum(radix - 1 for radix in radices(num_nodes))
-        self._largest_small = max(SMALL_BYTES, _SMALL_RECEIVED_BYTES // messages)
+        self.largest_small = max(SMALL_BYTES, _SMALL_RECEIVED_BYTES // messages)
 
     def all_reduce(
         self, array: Array, source: Array, op: Op, dtype: str, codec: Codec | None, fingerprint: Fingerprint
@@ -90,7 +90,7 @@ class HierarchicalAllReduce:
         before, after = average_divisors(self._size, dtype, codec is not None) if op is Op.AVERAGE else (1.0, 1.0)
         codec = codec or IdentityCodec()
         try:
-            if array.nbytes <= self._largest_small:
+            if array.nbytes <= self.largest_small:
                 self._reduce_small(array, source, LocalReduction(op, dtype, before, 1, fingerprint), after, codec)
             else:
                 local = LocalReduction(op, dtype, before, self._rails, fingerprint)

@@ -20,8 +20,8 @@ CASES = [
     (2, PairExchange, 1),
     (2, Butterfly, 2),
     (3, Butterfly, 2),
-    (15, Butterfly, 4),
-    (16, Butterfly, 4),
+    (12, Butterfly, 4),
+    (18, Butterfly, 6),
     (2, Ring, 2),
     (3, Ring, 4),
     (4, Ring, 6),
@@ -31,9 +31,10 @@ CASES = [
 def test_the_algorithm_depends_on_the_number_of_hosts_and_on_the_size():
     assert choose_algorithm(2, 1 << 20) == (PairExchange, 1)
     assert choose_algorithm(2, 25 << 20) == (Butterfly, 2)
-    assert choose_algorithm(14, 1 << 20) == (Butterfly, 2)
-    assert choose_algorithm(1024, 1 << 20) == (Butterfly, 8)  # groups of 8, 8, 4 and 4
-    assert choose_algorithm(17, 1 << 20) == (Ring, 32)
+    assert choose_algorithm(7, 1 << 20) == (Butterfly, 2)
+    assert choose_algorithm(8, 1 << 20) == (Butterfly, 4)  # groups of 4 and 2
+    assert choose_algorithm(1024, 1 << 20) == (Butterfly, 10)  # five times in groups of 4
+    assert choose_algorithm(37, 1 << 20) == (Ring, 72)
 
 
 def run(on_all, rows, op, algorithm, rounds, make_codec=IdentityCodec, length=30_001):
