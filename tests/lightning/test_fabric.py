@@ -68,12 +68,12 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_all_ranks_skip_a_step_that_one_cannot_compute(ranks: int) -> None:
-    result = run_ranks(SKIPS, ranks)
-    assert result.values("skipped") == [[False, True, False]] * ranks
+@pytest.mark.parametrize("size", [1, 2])
+def test_all_ranks_skip_a_step_that_one_cannot_compute(size: int) -> None:
+    result = run_ranks(SKIPS, size)
+    assert result.values("skipped") == [[False, True, False]] * size
     for moved in result.values("moved"):
-        assert moved[0] == pytest.approx([0.2 * (ranks + 1) / 2] * 3)
+        assert moved[0] == pytest.approx([0.2 * (size + 1) / 2] * 3)
     assert all(
         "skip_step_on() was given a Linear that has not been set up" in text for text in result.values("refused")
     )
