@@ -180,7 +180,7 @@ def reduce_scatter(x: Any, op: Op = Op.AVERAGE, *, wait: bool = True) -> Any:
     Args:
         x: array or tensor of at least one dimension, of equal shape and dtype on all ranks. Its first dimension is cut
             into as many parts as there are ranks; the first parts are one longer where it does not divide evenly.
-        op: as in `all_reduce`.
+        op: as in `all_reduce`; between hosts with several ranks each, 16-bit floats are rounded once for each host.
         wait: False returns a `Work`.
 
     Returns:

@@ -14,7 +14,7 @@ import itertools
 import os
 import socket
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from ring_plugins.core.collectives.api import Activity, Communicator
 from ring_plugins.core.collectives.host import Gather, HostCommunicator
 from ring_plugins.core.collectives.messages import Messenger
 from ring_plugins.core.collectives.single import SingleCommunicator
-from ring_plugins.core.collectives.validation import refusals_told
+from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.control import ControlClient, ControlServer
 from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.failure_detector import FailureDetector, Peer
@@ -47,6 +47,8 @@ from ring_plugins.core.observe.observers import Observers
 from ring_plugins.core.rendezvous import Rendezvous, connect, detect, leave
 from ring_plugins.core.rendezvous.claim import RankMarker, check_ancestors
 from ring_plugins.core.rendezvous.topology import find_topology, virtual_nodes
+
+_NOTHING = contextlib.nullcontext()
 
 
 class _Member(NamedTuple):
@@ -93,6 +95,18 @@ class World:
         record = detect()
         self._started_by = {"single": "this script", "spawned": "ring run"}.get(record.kind, record.by)
         self._closed = False
+        self.failure_detector: FailureDetector | None = None
+        self.channel: Channel | None = None
+        self.observers: Observers | None = None
+        self._monitor: MonitorThread | None = None
+        try:
+            self._connect()
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    def _connect(self) -> None:
+        rendezvous = self._rendezvous
         rank, size = rendezvous.rank, rendezvous.size
         own = Liveness.create(rank) if size > 1 and is_available() else None
         server = ControlServer(size, rendezvous.addresses) if size > 1 and rank == 0 else None
@@ -114,22 +128,23 @@ class World:
         self._made = itertools.count()
         self._tags = itertools.count(rank, size)  # no two ranks ever offer the same
         self._of_devices: dict[int, DeviceCommunicator] = {}
-        self.failure_detector: FailureDetector | None = None
-        self.channel: Channel | None = None
-        self.observers: Observers | None = None
-        self._monitor = self._make_monitor(server, members) if size > 1 else None
         self._members = members
         self._messenger: Messenger | None = None
-        if self._monitor is not None:
+        if size > 1:
+            self._monitor = self._make_monitor(server, members)
             # Before the last exchange, so that no rank's script goes on while another rank is not yet watched.
             self._monitor.start()
-        try:
-            self.communicator = self.new_communicator("ring", gather=rendezvous.gather)
-        except BaseException:
-            if self._monitor is not None:
-                self._monitor.close()
-            raise
+        self.communicator = self.new_communicator("ring", gather=rendezvous.gather)
         self._rank_marker = RankMarker(rank) if size > 1 else None
+
+    def _give_up(self, error: BaseException) -> None:
+        """Tell the other ranks that this one does not join, because of an exception, and close what is open."""
+        self._closed = True
+        if self.failure_detector is not None:
+            self.failure_detector.fail(error)
+        if self._monitor is not None:
+            self._monitor.close()
+        self._rendezvous.close()
 
     def _introduce(self, own: Liveness | None, server: ControlServer | None) -> list[_Member]:
         """Exchange all ranks' entries; returns them in rank order."""
@@ -177,7 +192,11 @@ class World:
         return monitor
 
     def new_communicator(
-        self, name: str, ranks: Sequence[int] | None = None, gather: Gather | None = None
+        self,
+        name: str,
+        ranks: Sequence[int] | None = None,
+        gather: Gather | None = None,
+        check_gather: Callable[[], object] = lambda: None,
     ) -> Communicator:
         """A new communicator, whose operations have an order of their own; all members call this.
 
@@ -185,6 +204,7 @@ class World:
             name: for messages.
             ranks: world ranks of the members, all by default.
             gather: returns every member's payload; by default over `communicator`, which needs all ranks.
+            check_gather: raises if a member has been interrupted in `gather`, and does not come.
 
         Raises:
             ArgumentError: `ranks` are not distinct ranks of this job.
@@ -193,25 +213,25 @@ class World:
         members = tuple(range(size)) if ranks is None else tuple(ranks)
         if len(set(members)) != len(members) or not all(0 <= rank < size for rank in members):
             raise ArgumentError(f"ranks={list(members)} are not distinct ranks of a job of {size}.")
-        if gather is None:
-            if len(members) != size:
-                raise ArgumentError(
-                    f"ranks={list(members)} are only some of the job's {size}; pass gather, which exchanges "
-                    "payloads among them."
-                )
-            gather = self.communicator.all_gather_object
+        if gather is None and len(members) != size:
+            raise ArgumentError(
+                f"ranks={list(members)} are only some of the job's {size}; pass gather, which exchanges "
+                "payloads among them."
+            )
         if len(members) == 1:
             communicator: Communicator = SingleCommunicator(name, members[0])
         else:
-            communicator = HostCommunicator(
-                name,
-                self.topology.rank,
-                self._nodes[self.topology.rank],
-                2 * next(self._tags),
-                gather,
-                self.failure_detector,
-                self._rendezvous.transport,
-            )
+            with on_all_or_none(self.communicator, f"the construction of {name}") if gather is None else _NOTHING:
+                communicator = HostCommunicator(
+                    name,
+                    self.topology.rank,
+                    self._nodes[self.topology.rank],
+                    2 * next(self._tags),
+                    gather or self.communicator.all_gather_object,
+                    self.failure_detector,
+                    self._rendezvous.transport,
+                    check_gather if gather else self.communicator.check,
+                )
         self._communicators[next(self._made)] = communicator
         return communicator
 
@@ -457,7 +477,7 @@ def current() -> World:
 
 
 @contextlib.contextmanager
-def refusals_told_to_all(operation: str) -> Iterator[None]:
-    """Tell all ranks if this one takes no part in an operation of all; see `Communicator.refuse`."""
-    with contextlib.nullcontext() if _world is None else refusals_told(_world.communicator, operation):
+def constructed_by_all(what: str) -> Iterator[None]:
+    """Let all ranks know if an exception ends a construction that all take part in."""
+    with contextlib.nullcontext() if _world is None else on_all_or_none(_world.communicator, what):
         yield

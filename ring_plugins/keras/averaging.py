@@ -33,7 +33,7 @@ from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.validation import refusals_told
 from ring_plugins.core.gradients.fusion import FIRST_BUCKET_BYTES, MIB, BucketSizes, Entry
 from ring_plugins.core.gradients.overlap import Wanted, chosen_overlap
-from ring_plugins.core.world import refusals_told_to_all
+from ring_plugins.core.world import constructed_by_all
 from ring_plugins.keras.backends import Exchange, Settings, backend
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.validation import warn_of_gpu_copies
@@ -78,7 +78,7 @@ def DistributedOptimizer(  # noqa: N802 - known by this name
         ArgumentError: `optimizer` is not a Keras optimizer, or `compression` is unknown.
         MismatchError: the variables differ among ranks; raised at the first use.
     """
-    with refusals_told_to_all("the construction of a DistributedOptimizer"):
+    with constructed_by_all("the construction of a DistributedOptimizer"):
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             raise ArgumentError(f"optimizer={type(optimizer).__name__} is not a keras.optimizers.Optimizer.")
         if connect().topology.size > 1 and averaging_of(optimizer) is None:
@@ -181,7 +181,7 @@ class GradientAveraging:
             return
         self._variables = list(variables)
         self._indices = {id(variable): i for i, variable in enumerate(variables)}
-        with refusals_told_to_all(f"preparing {self.settings.name}"):
+        with constructed_by_all(f"preparing {self.settings.name}"):
             entries = [_entry(i, variable) for i, variable in enumerate(variables)]
             self.exchange = backend().Exchange(variables, entries, self.settings)
 

@@ -45,9 +45,10 @@ def exported_variables(
     if interface:
         chosen[config.INTERFACE.name] = interface
         is_subnet = "/" in interface  # which NCCL and gloo do not understand
-        for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-            if not is_subnet and name not in environment:
-                chosen[name] = interface
+        # "=": NCCL would else take every interface whose name begins so, such as eth10 for eth1.
+        theirs = {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
+        if not is_subnet:
+            chosen |= {name: value for name, value in theirs.items() if name not in environment}
     for text in wanted:
         name, equals, value = text.partition("=")
         if not equals and name not in environment:

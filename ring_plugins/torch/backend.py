@@ -24,7 +24,7 @@ from ring_plugins.torch.device import streams
 from ring_plugins.torch.point_to_point import Channel, PointToPoint
 from ring_plugins.torch.process_group import RingProcessGroup
 from ring_plugins.torch.rendezvous import adopt, replace_env_rendezvous
-from ring_plugins.torch.store import exchange_through_store
+from ring_plugins.torch.store import StoredFailure, exchange_through_store
 
 #: How often this process created a group of each name. All members count alike, so a group that is destroyed and
 #: created again uses fresh keys in a store that still holds the old ones.
@@ -65,10 +65,15 @@ def create_process_group(options: Any, _backend_options: Any = None) -> RingProc
             "first with that number."
         )
     secret = own.derive_secret(f"process group {group_id}, {prefix}")
-    ranks = tuple(exchange_through_store(store, "ranks", rank, size, own.topology.rank, secret))
-    connections = _Connections(own, store, group_id, rank, ranks, secret)
-    point_to_point = PointToPoint(rank, size, connections.for_messages(), connections.for_channel)
-    return RingProcessGroup(store, connections.for_host(), point_to_point, connections.for_gpu)
+    failure = StoredFailure(store, secret, own.failure_detector)
+    try:
+        ranks = tuple(exchange_through_store(store, "ranks", rank, size, own.topology.rank, secret, failure.check))
+        connections = _Connections(own, store, group_id, rank, ranks, secret, failure)
+        point_to_point = PointToPoint(rank, size, connections.for_messages(), connections.for_channel)
+        return RingProcessGroup(store, connections.for_host(), point_to_point, connections.for_gpu)
+    except BaseException as error:
+        failure.tell(own.topology.rank, f"process group {group_id}", error)
+        raise
 
 
 class _Connections:
@@ -81,17 +86,27 @@ class _Connections:
         rank: of this process in the group.
         ranks: of all members in the world.
         secret: of the group, with which its members sign what they exchange through the store.
+        failure: of the construction on any of them.
     """
 
     def __init__(
-        self, own: world.World, store: Store, group_id: str, rank: int, ranks: tuple[int, ...], secret: bytes
+        self,
+        own: world.World,
+        store: Store,
+        group_id: str,
+        rank: int,
+        ranks: tuple[int, ...],
+        secret: bytes,
+        failure: StoredFailure,
     ) -> None:
+        self._failure = failure
         self._world, self._store, self._group_id, self._secret = own, store, group_id, secret
         self._rank, self._ranks = rank, ranks
 
     def for_host(self) -> Communicator:
         gather = self._gather(self._group_id, self._rank, len(self._ranks))
-        return self._world.new_communicator(f"process group {self._group_id}", self._ranks, gather)
+        name = f"process group {self._group_id}"
+        return self._world.new_communicator(name, self._ranks, gather, self._failure.check)
 
     def for_gpu(self, index: int) -> DeviceCommunicator:
         name = f"{self._group_id} on GPUs"
@@ -118,14 +133,20 @@ class _Connections:
         )
 
     def _gather(
-        self, name: str, rank: int, size: int, cancelled: Callable[[], bool] = lambda: False
+        self, name: str, rank: int, size: int, cancelled: Callable[[], bool] | None = None
     ) -> Callable[[Any], list[Any]]:
         """A function that exchanges items among `size` members, any number of times."""
         rounds = itertools.count()
 
         def gather(item: Any) -> list[Any]:
             return exchange_through_store(
-                self._store, f"{name}/{next(rounds)}", rank, size, item, self._secret, cancelled
+                self._store,
+                f"{name}/{next(rounds)}",
+                rank,
+                size,
+                item,
+                self._secret,
+                cancelled or self._failure.check,
             )
 
         return gather

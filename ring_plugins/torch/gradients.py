@@ -24,13 +24,13 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError, StepSkipped, fresh, name_ranks
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.collectives.validation import refusals_told
+from ring_plugins.core.collectives.validation import on_all_or_none, refusals_told
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.arrival import ArrivalOrder
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketSizes
 from ring_plugins.core.gradients.overlap import ALWAYS, Overlap, Wanted, choose_overlap, chosen_overlap
 from ring_plugins.core.gradients.tuning import BucketTuner, is_wanted
-from ring_plugins.core.world import current, refusals_told_to_all
+from ring_plugins.core.world import constructed_by_all, current
 from ring_plugins.torch.autograd import Backward, current_task, registrations, when_accumulated
 from ring_plugins.torch.device import TorchStreams, index_of, is_capturing, is_on_gpu, is_supported, memory_of, streams
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
@@ -117,7 +117,7 @@ class GradientAverager:
         communicator: Communicator[Any] | None = None,
     ) -> None:
         constructing = "the construction of a gradient averager"
-        with refusals_told(communicator, constructing) if communicator else refusals_told_to_all(constructing):
+        with on_all_or_none(communicator, constructing) if communicator else constructed_by_all(constructing):
             if sparse not in ("gather", "densify"):
                 raise ArgumentError(f'sparse={sparse!r} must be "gather" or "densify".')
             if isinstance(passes_per_step, bool) or not isinstance(passes_per_step, int) or passes_per_step < 1:
@@ -163,7 +163,8 @@ class GradientAverager:
         self.steps = self.skipped_steps = 0
         if self._communicator.size > 1 or communicator is not None:
             try:
-                self._buckets = self._first_buckets(overlap)
+                with on_all_or_none(self._communicator, constructing):
+                    self._buckets = self._first_buckets(overlap)
             except BaseException:
                 self.close()  # the error's traceback refers to this object
                 raise

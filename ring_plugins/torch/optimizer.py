@@ -14,7 +14,7 @@ from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES
 from ring_plugins.core.gradients.overlap import Wanted
-from ring_plugins.core.world import current, refusals_told_to_all
+from ring_plugins.core.world import constructed_by_all, current
 from ring_plugins.observe.drift import differing_weights, drift_check
 from ring_plugins.observe.training import announce_training
 from ring_plugins.torch.drift import parameter_checksums
@@ -85,7 +85,7 @@ class DistributedOptimizer(WrappedOptimizer):
         shard: Shard = False,
         overlap: Wanted = "auto",
     ) -> None:
-        with refusals_told_to_all("the construction of a DistributedOptimizer"):
+        with constructed_by_all("the construction of a DistributedOptimizer"):
             if not isinstance(optimizer, Optimizer):
                 raise ArgumentError(f"optimizer={type(optimizer).__name__} is not a torch.optim.Optimizer.")
             self.optimizer = optimizer

@@ -10,6 +10,7 @@ a text for the user, and is not signed.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -20,11 +21,14 @@ from typing import Any, cast
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it unmarked
 
-from ring_plugins.core.base.errors import RingError, TimeoutExceeded, name_ranks
+from ring_plugins.core.base.errors import PeerFailed, RingError, TimeoutExceeded, name_ranks
+from ring_plugins.core.control.failure_detector import FailureDetector
 
 #: torch.distributed's own default for `monitored_barrier`.
 _BARRIER_TIMEOUT = timedelta(minutes=30)
 _PASSED = b"passed"
+#: The key under which a member says that it cannot construct the group, and seconds between two looks at it.
+_FAILED, _LOOK = "failed", 0.1
 #: Characters of a signature, which stands before the value.
 _SIGNATURE = 2 * hashlib.sha256().digest_size
 
@@ -71,6 +75,46 @@ def exchange_through_store(
         )
         found.append(verify(key, value, secret))
     return found
+
+
+class StoredFailure:
+    """Tells the members of a process group, through its store, that one of them cannot construct it.
+
+    Args:
+        store: of the group.
+        secret: of the group.
+        detector: knows which ranks have failed; None if there is only one.
+    """
+
+    def __init__(self, store: Store, secret: bytes, detector: FailureDetector | None) -> None:
+        self._store, self._secret, self._detector = store, secret, detector
+        self._next_look = 0.0
+
+    def tell(self, rank: int, group: str, error: BaseException) -> None:
+        """Make the others raise, unless the error is about one of them."""
+        if isinstance(error, PeerFailed):
+            return
+        text = f"{group}: rank {rank} could not construct it: {type(error).__name__}: {error}"
+        with contextlib.suppress(Exception):  # the store may be what failed
+            self._store.set(_FAILED, sign(_FAILED, json.dumps([rank, text]), self._secret))
+
+    def check(self) -> bool:
+        """Return False; many calls cost little.
+
+        Raises:
+            PeerFailed: a member could not construct the group, or has failed.
+        """
+        now = time.monotonic()
+        if now < self._next_look:
+            return False
+        self._next_look = now + _LOOK
+        failure = self._detector.failure() if self._detector is not None else None
+        if failure is not None:
+            raise failure
+        if self._store.check([_FAILED]):
+            rank, text = verify(_FAILED, self._store.get(_FAILED), self._secret)
+            raise PeerFailed(text, rank)
+        return False
 
 
 def sign(key: str, value: str, secret: bytes) -> str:

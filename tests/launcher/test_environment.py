@@ -14,7 +14,7 @@ def test_variables_that_training_reads_are_exported():
     found = exported_variables(["MINE", "YOURS=2"], 3, "eth0", here)
     assert found == {
         "KERAS_BACKEND": None, "NCCL_DEBUG": None, "PYTHONPATH": None, "RING_TIMEOUT": None, "XLA_FLAGS": None,
-        "OMP_NUM_THREADS": "3", "RING_INTERFACE": "eth0", "NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0",
+        "OMP_NUM_THREADS": "3", "RING_INTERFACE": "eth0", "NCCL_SOCKET_IFNAME": "=eth0", "GLOO_SOCKET_IFNAME": "eth0",
         "MINE": None, "YOURS": "2",
     }  # fmt: skip
     assert set(exported_variables([], 3, "10.2.0.0/16", {})) == {"OMP_NUM_THREADS", "RING_INTERFACE"}

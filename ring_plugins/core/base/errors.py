@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pickle import PicklingError
 
 
 class RingError(RuntimeError):
@@ -93,6 +94,17 @@ class DriftError(RingError):
 
 class TimeoutExceeded(RingError, TimeoutError):
     """An operation waited longer than RING_TIMEOUT."""
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether an exception that came before anything was sent is about this call: its arguments, or lack of memory.
+
+    Others may be a signal handler's. A script that catches one of these may call again, and nothing is broken.
+    """
+    if isinstance(error, RingError):
+        return isinstance(error, ArgumentError)
+    kinds = TypeError, ValueError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, PicklingError
+    return isinstance(error, kinds) and not isinstance(error, (TimeoutError, InterruptedError))
 
 
 def fresh(error: BaseException) -> BaseException:

@@ -39,10 +39,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pickle import PicklingError
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from ring_plugins.core.base.errors import ArgumentError, DeadlockError, MismatchError, PeerFailed, RingError
+from ring_plugins.core.base.errors import ArgumentError, DeadlockError, MismatchError, PeerFailed, RingError, is_refusal
 from ring_plugins.core.base.threads import HelperThread, wait_for_event
 from ring_plugins.core.collectives.api import Activity, FailureState, Statistics
 from ring_plugins.core.collectives.fingerprint import Fingerprint
@@ -62,17 +61,6 @@ _LET_GO = 5.0
 
 #: Set on an exception, the communicator whose members know of it.
 _TOLD = "_ring_refusal_told_in"
-
-
-def _is_refusal(error: BaseException) -> bool:
-    """Whether an exception that came before anything was sent is about this call: its arguments, or lack of memory.
-
-    Others may be a signal handler's. A script that catches one of these may call again, and nothing is broken.
-    """
-    if isinstance(error, RingError):
-        return isinstance(error, ArgumentError)
-    kinds = TypeError, ValueError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, PicklingError
-    return isinstance(error, kinds) and not isinstance(error, (TimeoutError, InterruptedError))
 
 
 class SerialExecutor:
@@ -181,7 +169,7 @@ class SerialExecutor:
         call, none waits, and all may go on. They count refusals, so one that passes through several layers, each of
         which reports it, counts once.
         """
-        if not _is_refusal(error) or vars(error).get(_TOLD) == self._name:
+        if not is_refusal(error) or vars(error).get(_TOLD) == self._name:
             return
         vars(error)[_TOLD] = self._name
         self._tell_refusal(operation, error)

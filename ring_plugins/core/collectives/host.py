@@ -31,7 +31,7 @@ from ring_plugins.core.collectives.shm_group import SharedMemoryGroup, create_se
 from ring_plugins.core.collectives.validation import check_counts, check_own_count, check_rank
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.wait import Wait
-from ring_plugins.core.linux.shared_memory import Address, SharedBuffer, is_available
+from ring_plugins.core.linux.shared_memory import Address, Segment, SharedBuffer, is_available
 from ring_plugins.core.net.transport import Transport
 
 T = TypeVar("T")
@@ -67,6 +67,7 @@ class HostCommunicator:
         gather: exchanges items among the members, before the communicator can.
         failure_detector: watches the other ranks.
         transport: between hosts; None if all members are on one.
+        check_gather: raises if a member has been interrupted in `gather`, and does not come.
 
     Raises:
         RingError: the members do not share memory, and there is no transport.
@@ -81,6 +82,7 @@ class HostCommunicator:
         gather: Gather,
         failure_detector: FailureDetector | None,
         transport: Transport | None,
+        check_gather: Callable[[], object] = lambda: None,
     ) -> None:
         segment = create_segment() if is_available() else None
         own = Member(rank, node, segment.address if segment else None, tag)
@@ -88,33 +90,52 @@ class HostCommunicator:
         nodes: dict[str, list[Member]] = {}
         for member in members:
             nodes.setdefault(member.node, []).append(member)
-        local = nodes[node]
-        local_rank = [member.rank for member in local].index(rank)
-
         self.name = name
         self.ranks = tuple(member.rank for member in members)
         self.rank, self.size = self.ranks.index(rank), len(members)
         wait = Wait(name, failure_detector, members[0].tag)
         wait.number = wait.entered = -1  # until all members have made it
+        wait.check_construction = check_gather
         others = _Members(rank, self.ranks, name, members[0].tag, failure_detector)
         self._executor = SerialExecutor(name, wait, others)
         if failure_detector is not None:
             failure_detector.watch(members[0].tag, self._executor.failure)
         self.statistics = self._executor.statistics
-
         self._node: SharedMemoryGroup | None = None
+        self._networks: list[NetworkGroup] = []
+        self._bytes: ByteCollectives
+        self._reducer: Reducer
+        try:
+            self._connect(members, nodes, node, segment, wait, others, transport)
+        except BaseException as error:  # the others may have connected already
+            self._executor.interrupt("its construction", error)
+            raise
+        wait.check_construction = lambda: None
+        wait.number = wait.entered = 0
+
+    def _connect(
+        self,
+        members: Sequence[Member],
+        nodes: dict[str, list[Member]],
+        node: str,
+        segment: Segment | None,
+        wait: Wait,
+        others: _Members,
+        transport: Transport | None,
+    ) -> None:
+        """Make the groups that do the work; collective."""
+        local, name = nodes[node], self.name
+        rank = self.ranks[self.rank]
+        local_rank = [member.rank for member in local].index(rank)
         if len(local) > 1:
             assert segment is not None
             addresses = [member.address for member in local if member.address is not None]
             self._node = SharedMemoryGroup(segment, addresses, [m.rank for m in local], local_rank, wait, name)
             others.node = self._node
-        self._bytes: ByteCollectives
-        self._reducer: Reducer
         if len(nodes) == 1:
             assert self._node is not None
             self._bytes = self._reducer = self._node
             self._executor.goes_on_after_mismatch = True
-            wait.number = wait.entered = 0
             return
         if transport is None:
             raise RingError(
@@ -128,16 +149,16 @@ class HostCommunicator:
             ranks = [node_members[local_rank].rank for node_members in nodes.values()]
             behind = [[member.rank for member in node_members] for node_members in nodes.values()]
             rail = NetworkGroup(transport, ranks, ranks.index(rank), tag, wait, name, behind, interrupt)
+            self._networks = [rail]
             rail.connect()
         self._reducer = HierarchicalAllReduce(self._node, rail, local_rank, rails, len(nodes), self.size)
         if rail is not None and len(nodes) == self.size:
             self._bytes = rail
-            wait.number = wait.entered = 0
             return
         hosts = [[self.ranks.index(member.rank) for member in node_members] for node_members in nodes.values()]
         everyone = NetworkGroup(transport, self.ranks, self.rank, tag, wait, name, interrupt=interrupt)
+        self._networks.append(everyone)
         self._bytes = HierarchicalCollectives(self._node, rail, everyone, hosts, self.rank, self.ranks, name)
-        wait.number = wait.entered = 0
 
     # Collectives ----------------------------------------------------------------------------------
 
@@ -276,6 +297,9 @@ class HostCommunicator:
         # Frees the groups' shared memory and connections now; views that others hold stay valid.
         self._node = None
         self._bytes = self._reducer = _CLOSED
+        networks, self._networks = self._networks, []
+        for network in networks:
+            network.close()
 
     def discard(self) -> None:
         self._executor.discard()  # memory and connections go with the last reference to this

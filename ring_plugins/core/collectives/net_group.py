@@ -93,8 +93,11 @@ class NetworkGroup:
         others = [self._ranks[i] for i in self.others]
         self._wait_for(self._transport.connect(others, self._tag), lambda: others, fingerprint("connect"))
 
-    def __del__(self) -> None:
+    def close(self) -> None:
+        """Close the connections, which nobody uses any more."""
         self._transport.disconnect(self._tag)
+
+    __del__ = close  # where nobody has called it; a signal handler's exception would be lost there
 
     # Transfers ------------------------------------------------------------------------------------
 

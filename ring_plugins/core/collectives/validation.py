@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ring_plugins.core.base.errors import ArgumentError, MismatchError
+from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError, is_refusal
 from ring_plugins.core.collectives.api import Communicator
 
 
@@ -22,6 +22,19 @@ def refusals_told(communicator: Communicator[Any], operation: str) -> Iterator[N
         yield
     except Exception as error:
         communicator.refuse(operation, error)
+        raise
+
+
+@contextlib.contextmanager
+def on_all_or_none(communicator: Communicator[Any], what: str) -> Iterator[None]:
+    """Let the other members know if an exception, of whatever kind, ends a construction that all take part in."""
+    try:
+        yield
+    except BaseException as error:
+        if is_refusal(error):
+            communicator.refuse(what, error)
+        elif not isinstance(error, RingError):
+            communicator.interrupt(what, error)
         raise
 
 

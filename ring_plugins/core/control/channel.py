@@ -42,22 +42,18 @@ class ControlConnection:
     Attributes:
         rank: at the other end.
         frames: the messages as bytes.
-        dropped: droppable messages that were not sent because too much was waiting.
     """
 
     def __init__(self, rank: int, frames: FrameSocket) -> None:
         self.rank, self.frames = rank, frames
-        self.dropped = 0
 
     @property
     def is_open(self) -> bool:
         return self.frames.fileno() >= 0
 
     def send(self, message: bytes, droppable: bool = False) -> None:
-        """Queue a message, which `frames.write` sends."""
-        if droppable and self.frames.unsent > _MOST_UNSENT:
-            self.dropped += 1
-        else:
+        """Queue a message, which `frames.write` sends; drop a droppable one if too much waits already."""
+        if not droppable or self.frames.unsent <= _MOST_UNSENT:
             self.frames.send(message)
 
 

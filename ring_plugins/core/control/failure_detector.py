@@ -46,8 +46,9 @@ from ring_plugins.core.net.auth import Disconnected
 
 #: Seconds for which data that a rank sent before it left may still be on its way.
 _IN_FLIGHT = 2.0
-#: Seconds for which a rank that breaks a communicator waits until the members know.
-_NOTICE = 2.0
+#: Seconds for which a rank that breaks a communicator waits until the members know. They know within milliseconds, but
+#: a member that does not, on a crowded host, may finish an operation with memory that this rank overwrites.
+_NOTICE = 10.0
 #: Operations of which refusals are remembered.
 _REFUSALS = 100
 #: Seconds that a process takes to end after it left, including the teardown of GPU communicators.

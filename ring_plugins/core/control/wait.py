@@ -120,6 +120,7 @@ class Wait:
         begun: whether other members can tell that the operation under way has begun. The executor clears it before each
             operation; the groups set it before they send or announce anything.
         failure: why the communicator can no longer be used, if it cannot; every wait under way then raises that.
+        check_construction: called in every wait while the communicator is being made; may raise.
         entered: how many have begun.
         refused: how many calls this member has refused since.
         background: its operations on another thread, None if there were none.
@@ -134,6 +135,7 @@ class Wait:
         self.part_of = ""
         self.begun = False
         self.failure: Failure | None = None
+        self.check_construction: Callable[[], object] = lambda: None
         if key >= 0:
             waits_of_communicators[self.identity] = self
         self.number = self.entered = self.refused = 0
@@ -243,6 +245,7 @@ class Wait:
         error = self.failure.error if self.failure is not None else None
         if error is not None and not ready():
             raise fresh(error)
+        self.check_construction()
 
     def _check_members(self, detector: FailureDetector, missing: Sequence[int], what: Callable[[], str]) -> None:
         try:

@@ -174,3 +174,14 @@ def test_what_a_rank_sent_before_it_left_arrives_however_slowly():
             for transport in (sender, receiver):
                 transport.close()
     assert np.array_equal(received, sent)
+
+
+def test_closing_it_disconnects_and_hears_of_an_interruption():
+    class Transport:
+        def disconnect(self, tag):
+            raise KeyboardInterrupt
+
+    group = NetworkGroup(Transport(), (0, 1), 0, 1, Wait("ring", None), "ring")
+    with pytest.raises(KeyboardInterrupt):
+        group.close()
+    group._transport = SimpleNamespace(disconnect=lambda tag: None)  # for its finalizer

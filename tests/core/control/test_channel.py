@@ -12,12 +12,11 @@ def test_droppable_messages_are_dropped_where_too_much_waits_and_the_rest_is_kep
     for _ in range(100):
         sender.send(b"x" * 100_000, droppable=True)
     sender.send(b"kept")
-    assert 50 < sender.dropped < 100
     messages = []
     while not messages or messages[-1] != b"kept":
         sender.frames.write()
         messages += receiver.read()
-    assert len(messages) == 101 - sender.dropped
+    assert 1 < len(messages) < 51  # 4 MiB, and the one that was kept
     sender.frames.close()
     assert not sender.is_open
     receiver.close()

@@ -98,6 +98,22 @@ def test_a_rank_that_was_stopped_during_the_handshake_tries_again(server, monkey
     client.abandon()
 
 
+def test_a_thread_that_dies_before_it_has_connected_still_tells_the_cause(server):
+    client, received = client_of(server), []
+    server.on("failed", lambda sender, body: received.append((sender, body["text"])))
+    stop = threading.Event()
+    serving = threading.Thread(target=lambda: run([server], stop.is_set, 30))
+    serving.start()
+    client._poller = threading.get_ident()  # it polls no more
+    client.tell(0, "failed", {"text": "its monitor died"})
+    assert client.flush(20)
+    client.abandon()
+    run([], lambda: bool(received), 20)
+    stop.set()
+    serving.join()
+    assert received == [(1, "its monitor died")]
+
+
 def test_messages_queued_before_connecting_arrive_before_the_goodbye(server):
     client = client_of(server)
     received = []

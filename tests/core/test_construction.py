@@ -1,0 +1,88 @@
+"""An exception that interrupts a construction on one rank, and that its script catches, reaches the ranks that wait."""
+
+import re
+
+import pytest
+
+from tests.launch import Launcher, run_ranks
+
+COMMON = """
+import os, sys, time
+import ring_plugins as ring
+from ring_plugins.core.collectives import host
+from ring_plugins.core import world
+from tests.worker import report
+RANK = int(os.environ["RANK"])
+
+class TimeIsUp(BaseException):
+    pass
+
+def interrupted(*args, **options):
+    raise TimeIsUp("on rank 1")
+
+def at(owner, name):
+    if RANK == 1:
+        setattr(owner, name, interrupted)
+
+def attempt(construct):
+    try:
+        construct()
+        outcome = None
+    except BaseException as error:
+        outcome = [type(error).__name__, str(error)]
+    report("outcome", outcome, RANK)
+    if RANK == 1:
+        time.sleep(60)  # alive until rank 0 has raised, and ended the job
+    os._exit(0)
+
+"""
+
+INIT = "at(host.HostCommunicator, '_connect'); attempt(ring.init)"
+INIT_EARLIER = "at(world.World, '_watch_local_peers'); attempt(ring.init)"
+WORLD = "ring.init(); at({}); attempt(lambda: world.current().new_communicator('x').barrier())"
+AVERAGER = """
+import torch, ring_plugins.torch as rt
+ring.init(); at({})
+attempt(lambda: rt.DistributedOptimizer(torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), 0.1)))
+"""
+GROUP = """
+import torch.distributed as dist, ring_plugins.torch as rt
+from ring_plugins.torch import backend
+dist.init_process_group("ring"); at({})
+attempt(lambda: dist.barrier(dist.new_group([0, 1])))
+"""
+CASES = {
+    "init": (INIT, "rank 1 failed: .*TimeIsUp: on rank 1|ring: rank 1 was interrupted in its construction by TimeIsUp"),
+    "init, before the ranks watch each other": (INIT_EARLIER, "rank 1 on .* ended while the ranks were starting up"),
+    "before the gather": (WORLD.format("host, 'create_segment'"), "rank 1 was interrupted in the construction of x"),
+    "after the gather": (WORLD.format("host, 'SerialExecutor'"), "rank 1 was interrupted in the construction of x"),
+    "while connecting": (
+        WORLD.format("host.HostCommunicator, '_connect'"),
+        "x: rank 1 was interrupted in its construction by TimeIsUp|ring: rank 1 was interrupted in the construction",
+    ),
+    "an averager's buckets": (
+        AVERAGER.format("rt.gradients, 'GradientBuckets'"),
+        "gradients: rank 1 was interrupted in the construction of a gradient averager by TimeIsUp",
+    ),
+    "a group's first exchange": (
+        GROUP.format("backend, 'exchange_through_store'"),
+        "process group .*: rank 1 could not construct it: TimeIsUp: on rank 1",
+    ),
+    "a group's communicator": (
+        GROUP.format("host, 'SerialExecutor'"),
+        "process group .*: rank 1 could not construct it: TimeIsUp: on rank 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("launcher", "nodes"), [("torchrun", ""), pytest.param("torchrun", "1,1", marks=pytest.mark.slow)]
+)
+def test_an_interrupted_construction_reaches_the_other_rank(case: str, launcher: Launcher, nodes: str) -> None:
+    script, told = CASES[case]
+    result = run_ranks(COMMON + script, 2, launcher, env={"RING_VIRTUAL_NODES": nodes}, timeout=90, check=False)
+    waited, interrupted = result.values("outcome")
+    assert interrupted == ["TimeIsUp", "on rank 1"], interrupted
+    assert waited is not None, result
+    assert re.search(told, waited[1], re.DOTALL), waited
