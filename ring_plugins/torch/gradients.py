@@ -41,6 +41,8 @@ from ring_plugins.torch.sparse import sparse_parameters
 _KEPT = 4
 #: The count of a group whose gradients nobody counts.
 _UNCOUNTED = 1 << 62
+#: What other ranks are told that an exception has ended.
+_CONSTRUCTING = "the construction of a gradient averager"
 #: Reads `requires_grad`, without a call in Python.
 _requires_grad = operator.attrgetter("requires_grad")
 #: Places of averagers in the order in which they are finished: all ranks construct them in the same order.
@@ -116,8 +118,7 @@ class GradientAverager:
         overlap: Wanted = "auto",
         communicator: Communicator[Any] | None = None,
     ) -> None:
-        constructing = "the construction of a gradient averager"
-        with on_all_or_none(communicator, constructing) if communicator else constructed_by_all(constructing):
+        with on_all_or_none(communicator, _CONSTRUCTING) if communicator else constructed_by_all(_CONSTRUCTING):
             if sparse not in ("gather", "densify"):
                 raise ArgumentError(f'sparse={sparse!r} must be "gather" or "densify".')
             if isinstance(passes_per_step, bool) or not isinstance(passes_per_step, int) or passes_per_step < 1:
@@ -163,7 +164,7 @@ class GradientAverager:
         self.steps = self.skipped_steps = 0
         if self._communicator.size > 1 or communicator is not None:
             try:
-                with on_all_or_none(self._communicator, constructing):
+                with on_all_or_none(self._communicator, _CONSTRUCTING):
                     self._buckets = self._first_buckets(overlap)
             except BaseException:
                 self.close()  # the error's traceback refers to this object
