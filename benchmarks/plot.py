@@ -202,7 +202,7 @@ def stall_report() -> None:
         for line, indent in zip(kept, indents, strict=True)
         for part in textwrap.wrap(line, 92, subsequent_indent=indent)
     ]
-    wide, high = 0.083 * max(map(len, lines)) + 0.4, 0.22 * len(lines) + 0.35
+    wide, high = 0.083 * max(map(len, lines)) + 0.4, 0.22 * len(lines) + 0.5
     figure = plt.figure(figsize=(wide, high))
     figure.add_artist(
         matplotlib.patches.FancyBboxPatch(
@@ -213,7 +213,7 @@ def stall_report() -> None:
         words = line.strip().partition(":")[0]
         color = {"missing": "#f2a541", "likely": "#7bd389"}.get(words, "#d8dee9")
         figure.text(
-            0.2 / wide, 1 - (0.33 + 0.22 * i) / high, line, family="monospace", fontsize=9.8, color=color, va="center"
+            0.2 / wide, 1 - (0.36 + 0.22 * i) / high, line, family="monospace", fontsize=9.8, color=color, va="center"
         )
     save(figure, "stall_report")
 

@@ -32,7 +32,7 @@ def record(directory: str) -> None:
     import torch
 
     import ring_plugins as ring
-    from ring_plugins.torch import DistributedOptimizer, Timeline
+    from ring_plugins.torch import DistributedOptimizer, Timeline, broadcast_parameters
 
     torch.set_num_threads(1)
     ring.init(ranks=2)
@@ -40,6 +40,7 @@ def record(directory: str) -> None:
     optimizer = DistributedOptimizer(
         torch.optim.SGD(model.parameters(), 1e-9), model.named_parameters(), bucket_bytes=3 << 20
     )
+    broadcast_parameters(model)
     data = torch.randn(96, 900)
 
     def step() -> None:
@@ -52,7 +53,7 @@ def record(directory: str) -> None:
     for _ in range(10):
         step()
     with Timeline(directory):
-        for _ in range(100):
+        for _ in range(30):
             step()
     ring.shutdown()
 
@@ -128,7 +129,8 @@ def buckets(events: list[dict[str, Any]], rank: int, begin: float, end: float) -
     for event in events:
         if event.get("cat") == "bucket" and event["pid"] == rank:
             times.setdefault(event["id"], {})[f"{event['ph']} {event['name'].split()[0]}"] = event["ts"]
-    found = [(t["b bucket"], t["b reducing"], t["e bucket"]) for t in times.values()]
+    moments = ("b bucket", "b reducing", "e bucket")
+    found = [tuple(t[moment] for moment in moments) for t in times.values() if all(moment in t for moment in moments)]
     return sorted(t for t in found if begin < t[0] and t[2] < end)
 
 
