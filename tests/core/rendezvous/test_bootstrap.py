@@ -11,8 +11,8 @@ import pytest
 
 from ring_plugins.core.base import progress_line
 from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.net import auth
 from ring_plugins.core.net.auth import (
-    HANDSHAKE_SECONDS,
     Acceptor,
     Claim,
     ClientHandshake,
@@ -97,17 +97,16 @@ def test_all_ranks_meet_and_intruders_do_not_disturb():
         one.close()
 
 
-def test_silent_connections_do_not_delay_the_start():
-    """They may be silent for five seconds each, while the start does not even take as long as one of them."""
+def test_silent_connections_do_not_delay_the_start(monkeypatch):
+    """They may be silent for an hour; a start that waited for one would run into this test's limit."""
+    monkeypatch.setattr(auth, "HANDSHAKE_SECONDS", 3600.0)
     with contextlib.ExitStack() as stack:
 
         def silent(port):
             for _ in range(100):
                 stack.enter_context(socket.create_connection(("127.0.0.1", port)))
 
-        began = time.monotonic()
         *ranks, _ = meet(2, later(rank(1, 2, "word"), 0.3), silent, secret="word")
-        assert time.monotonic() - began < HANDSHAKE_SECONDS
         for one in ranks:
             one.close()
 
