@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from measure import machine, save
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from training_step import keep_freed_memory, mlp, step
+from training_step import mlp, step
 
 import ring_plugins as ring
 from ring_plugins.benchmarking import interleaved, start_gloo
@@ -78,7 +78,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[PLAIN, SHARDED, ZERO_GLOO, ZERO_RING])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    keep_freed_memory()
     ring.init(ranks=options.ranks)
     start_gloo()
     made, optimizers = variants(options.only, {"fused": True} if options.fused else {})

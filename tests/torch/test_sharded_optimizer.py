@@ -31,12 +31,12 @@ def outcome(ranks: int, nodes: str) -> Result:
 
 
 @pytest.mark.parametrize(("where", "name"), NAMES, ids=[name for _, name in NAMES])
-@pytest.mark.parametrize(("ranks", "nodes"), LAUNCHES)
-def test_sharded_optimizers(ranks: int, nodes: str, where: str, name: str) -> None:
-    if (where and ranks == 1) or (nodes and name not in QUICK):
+@pytest.mark.parametrize(("size", "nodes"), LAUNCHES)
+def test_sharded_optimizers(size: int, nodes: str, where: str, name: str) -> None:
+    if (where and size == 1) or (nodes and name not in QUICK):
         pytest.skip("not here")
-    result = outcome(ranks, nodes)
-    for rank in range(ranks):
+    result = outcome(size, nodes)
+    for rank in range(size):
         assert result.reports.get(rank, {}).get(name) == "ok", result
 
 
