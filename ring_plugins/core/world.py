@@ -476,6 +476,11 @@ def current() -> World:
     return _world
 
 
+def has_room_to_overlap(threads: int) -> bool:
+    """As `World.has_room_to_overlap`; False outside of a job, where communicators are of threads of one process."""
+    return _world is not None and _world.has_room_to_overlap(threads)
+
+
 @contextlib.contextmanager
 def constructed_by_all(what: str) -> Iterator[None]:
     """Let all ranks know if an exception ends a construction that all take part in."""

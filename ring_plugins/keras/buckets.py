@@ -19,7 +19,7 @@ from ring_plugins.core.gradients.fusion import Bucket, BucketSizes, Entry, Fusio
 from ring_plugins.core.gradients.overlap import Wanted, choose_overlap
 from ring_plugins.core.gradients.reducer import GradientReducer
 from ring_plugins.core.linux.thread_count import threads_in_use
-from ring_plugins.keras.job import connect
+from ring_plugins.core.world import has_room_to_overlap
 
 #: Bytes of a cache line. TensorFlow needs no copy of an array that starts on one.
 _LINE = 64
@@ -78,7 +78,7 @@ class HostBuckets:
         self.plan = FusionPlan(entries, sizes)
         self.plan.check_equal(communicator)
         self._buffer = FusionBuffer(self.plan, communicator)
-        has_room = connect().has_room_to_overlap(threads_in_use())
+        has_room = has_room_to_overlap(threads_in_use())
         chosen = choose_overlap(overlap, has_room, communicator)
         self.reducer = GradientReducer(self._buffer, communicator, self._fill, compression=compression, overlap=chosen)
         self._communicator, self._in_place = communicator, in_place

@@ -30,7 +30,7 @@ from ring_plugins.core.gradients.arrival import ArrivalOrder
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketSizes
 from ring_plugins.core.gradients.overlap import ALWAYS, Overlap, Wanted, choose_overlap, chosen_overlap
 from ring_plugins.core.gradients.tuning import BucketTuner, is_wanted
-from ring_plugins.core.world import constructed_by_all, current
+from ring_plugins.core.world import constructed_by_all, current, has_room_to_overlap
 from ring_plugins.torch.autograd import Backward, current_task, registrations, when_accumulated
 from ring_plugins.torch.device import TorchStreams, index_of, is_capturing, is_on_gpu, is_supported, memory_of, streams
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
@@ -176,7 +176,7 @@ class GradientAverager:
         """Collective. A GPU's streams always overlap."""
         self._overlap: Overlap = ALWAYS
         if self._streams is None:
-            has_room = current().has_room_to_overlap(torch.get_num_threads())
+            has_room = has_room_to_overlap(torch.get_num_threads())
             self._overlap = choose_overlap(overlap, has_room, self._communicator)
         self._take_parameters()
         return self._current_buckets()
