@@ -76,8 +76,9 @@ def check_reducer(size, count, bucket_bytes, holds_last, passes):
         reducer = GradientReducer(buffer, communicator, fill, holds_last=holds_last)
         found = []
         for number, (_, gives_up) in enumerate(passes):
-            given = set(orders[number][rank])
+            given.clear()
             for i in orders[number][rank]:
+                given.add(i)  # a bucket that left before its last gradient would lack it
                 reducer.mark_ready(i)
                 if holds_last:
                     assert not reducer.is_launched(plan.buckets[-1].entries[0])
