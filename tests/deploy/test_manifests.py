@@ -1,7 +1,9 @@
 """The manifests in examples/deploy use only fields that their operators define, and match the repository."""
 
 import copy
+import os
 import re
+import subprocess
 
 import pytest
 
@@ -76,3 +78,34 @@ def test_the_image_installs_what_the_repository_has():
     (script,) = re.findall(r'CMD \["python", "(\S+)"\]', text)
     assert (REPOSITORY / script).exists()
     assert "openssh-server" in text  # the MPIJob's workers run it
+
+
+@pytest.mark.parametrize(("doctor", "trains"), [(0, True), (1, True), (2, False), (127, False)])
+def test_the_batch_script_trains_after_warnings_and_not_after_errors(doctor, trains, tmp_path):
+    """With an srun that only runs its command. Real SLURM is not at hand."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").touch()
+    programs = {
+        "srun": 'while [[ $1 == -* ]]; do case $1 in *=*) shift;; *) shift 2;; esac; done; exec "$@"',
+        "ring": f"exit {doctor}",
+        "python": 'echo "trains, secret of ${#RING_SECRET}, cores $SRUN_CPUS_PER_TASK"',
+        "openssl": "echo 0123456789abcdef",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_NNODES": "2"}
+    result = subprocess.run(
+        ["bash", DEPLOY / "slurm.sh"],
+        check=False,
+        env=env | {"SLURM_CPUS_PER_TASK": "4"},
+        capture_output=True,
+        text=True,
+    )
+    assert (result.returncode == 0) == trains, result
+    assert ("trains, secret of 16, cores 4" in result.stdout) == trains, result
+
+
+def test_the_batch_script_gives_sbatch_no_option_of_srun():
+    directives = re.findall(r"^#+SBATCH --([\w-]+)", (DEPLOY / "slurm.sh").read_text(), re.MULTILINE)
+    assert "kill-on-bad-exit" not in directives and "nodes" in directives
