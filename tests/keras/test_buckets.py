@@ -1,5 +1,7 @@
 """Buckets that a framework fills by host calls."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -12,12 +14,17 @@ def test_a_step_that_was_cut_off_after_its_first_bucket_gives_nobody_old_average
     """An exception in another branch of TensorFlow's graph may end a step between two calls that fill buckets."""
     from ring_plugins.keras.buckets import HostBuckets
 
+    rank_1_has_given = threading.Event()  # before that, it would hear of the exception in its constructor
+
     def rank_of(rank, communicator):
         buckets = HostBuckets([Entry(f"entry {i}", "float32", 4) for i in range(2)], communicator, BucketSizes(16, 16))
         first, second = (entry for bucket in buckets.plan.buckets for entry in bucket.entries)
         gradients = [np.full(4, rank + 1.0, "float32")]
         buckets.give([first], gradients)
-        if rank == 0:  # its next step begins
+        if rank == 1:
+            rank_1_has_given.set()
+        else:  # its next step begins
+            assert rank_1_has_given.wait(60)
             with pytest.raises(RingError, match="got a second gradient before the averages of the first"):
                 buckets.give([first], gradients)
 
