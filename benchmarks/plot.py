@@ -153,14 +153,14 @@ def between_hosts() -> None:
 def many_hosts() -> None:
     """Line charts, one per size: simulated time of an all-reduce against the number of hosts."""
     record = load("many_hosts")
-    figure, panels = plt.subplots(1, 4, figsize=(13, 3.4), layout="constrained")
+    figure, panels = plt.subplots(2, 2, figsize=(9, 6.6), layout="constrained")
     kinds = {
         "chosen": ("ring_plugins", "-", COLORS["ring"]),
         "direct": ("direct", "--", COLORS["gloo"]),
         "ring": ("ring", "--", COLORS["bare sockets"]),
         "halving and doubling": ("halving and doubling", ":", COLORS["ring over MPI"]),
     }
-    for panel, (size, by_hosts) in zip(panels, record["seconds"].items(), strict=True):
+    for panel, (size, by_hosts) in zip(panels.flat, record["seconds"].items(), strict=True):
         for kind, (label, style, color) in kinds.items():
             points = [(int(hosts), times[kind] * 1e3) for hosts, times in by_hosts.items() if kind in times]
             panel.loglog(*zip(*points, strict=True), style, color=color, label=label)
@@ -168,7 +168,7 @@ def many_hosts() -> None:
         panel.set(xlabel="hosts", ylabel="simulated ms")
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(alpha=0.25)
-    panels[0].legend(fontsize=7, frameon=False)
+    panels[0][0].legend(fontsize=7, frameon=False)
     figure.supxlabel(f"simulated with constants of {record['machine']}", fontsize=7)
     save(figure, "many_hosts")
 

@@ -275,7 +275,7 @@ def page() -> str:
 
 def _page() -> Iterator[str]:
     yield "# Environment variables\n"
-    yield "All are read when a job starts, and none is needed.\n"
+    yield "None is needed. Set them before the job starts. `ring doctor` names misspelled ones and invalid values.\n"
     yield "| variable | default | meaning |"
     yield "|---|---|---|"
     for variable in ALL.values():
