@@ -168,8 +168,12 @@ class BroadcastCallback(keras.callbacks.Callback):
                     )
                     averaging.install()
                     self._installed.append(averaging)
-        for averaging in self._active():
-            if averaging.optimizer.built:
+        active = self._active()
+        for averaging in active:
+            # `compile()` without an optimizer makes an RMSprop for all variables. A GAN whose optimizers are other
+            # attributes never uses it, and on torch a variable has one averager.
+            is_perhaps_unused = averaging.optimizer is model.optimizer and len(active) > 1
+            if averaging.optimizer.built and not is_perhaps_unused:
                 averaging.prepare(averaging.variables)
         if self.synchronized_batch_norm is not False:
             self._batch_norm = SynchronizedBatchNorm(model, every=self.synchronized_batch_norm is True)

@@ -58,8 +58,8 @@ def closing(result: Result, pattern: str) -> re.Match[str]:
 
 
 def test_fabric():
-    found = closing(run_ranks(EXAMPLES / "fabric_digits.py", 2, timeout=120), r"^ranks 2, .* accuracy ([\d.]+)$")
-    assert float(found[1]) >= 0.95
+    result = run_ranks(EXAMPLES / "fabric_digits.py", 2, args=["--epochs", "8"], timeout=120)
+    assert float(closing(result, r"^ranks 2, .* accuracy ([\d.]+)$")[1]) >= 0.9
 
 
 @pytest.mark.slow
@@ -88,11 +88,9 @@ def test_keras_gpt_resumes_and_writes(backend, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["tensorflow", "torch"])
 def test_keras_gan(backend):
-    args = ["--ranks", "2", "--epochs", "3"]
+    args = ["--ranks", "2", "--epochs", "1"]
     result = run_ranks(EXAMPLES / "keras_gan.py", 2, args=args, env={"KERAS_BACKEND": backend}, timeout=280)
-    closing(
-        result, r"^ranks 2, epochs 3, critic_loss [\d.]+, generator_loss [\d.]+$|^ranks 2, epochs 3, generator_loss .*$"
-    )
+    closing(result, r"^ranks 2, epochs 1, critic_loss [\d.]+, generator_loss [\d.]+$")
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def adversarial_training() -> Any:
 def _adversarial(run: Run) -> Any:
     run.seed()
     model = Adversarial()
-    model.compile(loss="mse", optimizer=None)
+    model.compile(loss="mse")  # makes an RMSprop for all weights, which train_step does not use
     run.fit(model, *features(run.ranks))
     return [value.tolist() for value in model.get_weights()]
 
