@@ -25,7 +25,8 @@ from ring_plugins.core.trace.steps import steps
 from ring_plugins.torch import device
 
 if TYPE_CHECKING:
-    from ring_plugins.core.collectives.messages import Message, MessageGroup
+    from ring_plugins.core.collectives.message_request import Message
+    from ring_plugins.core.collectives.messages import MessageGroup
     from ring_plugins.core.gpu.communicator import DeviceCommunicator
 
 _NO_TIMEOUT = timedelta(0)

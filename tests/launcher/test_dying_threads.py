@@ -65,11 +65,11 @@ def test_a_rank_whose_driver_thread_dies_ends(died, monkeypatch):
 def test_messages_end_with_the_thread_that_moves_them(died, monkeypatch):
     with ranks(2) as ends:
         waiting = ends[0].receive(np.zeros(1), 1)
-        monkeypatch.setattr(ends[0].messenger, "_handle", broken)
-        os.eventfd_write(ends[0].messenger._kick, 1)
+        monkeypatch.setattr(ends[0].messenger._progress, "_handle", broken)
+        os.eventfd_write(ends[0].messenger._progress._kick, 1)
         assert waiting.finished.wait(10)
         assert "ended by ZeroDivisionError" in str(waiting.error)
-        ends[0].messenger._thread.join(10)
+        ends[0].messenger._progress._thread.join(10)
     assert died.names == ["ring:messages"]
 
 

@@ -15,7 +15,7 @@ item is a header of fixed size, and EAGER and DATA are followed by a message's d
                          CREDIT  so many bytes of eager messages have been fetched
 
 This is MPI's eager and rendezvous protocol. `Outgoing` and `Incoming` move bytes without blocking and know nothing of
-matching; collectives/messages.py decides what is sent when.
+matching; collectives/message_sender.py and message_receiver.py decide what is sent when.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ T = TypeVar("T")
 _HEADER = struct.Struct("!BxxxIQqQ24s")
 #: Bytes of a header.
 HEADER_BYTES = _HEADER.size
+#: Bytes up to which a message is sent before the receiver asks for it, and bytes that a receiver keeps of one sender.
+EAGER_BYTES, CREDIT_BYTES = 1 << 20, 4 << 20
 #: Buffers of one write, and bytes of one read of headers; data beyond it is read into its place.
 _WRITE_AT_ONCE, _READ = 8, 4096
 #: Seconds between two attempts to connect.

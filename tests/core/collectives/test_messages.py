@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from ring_plugins.core.base.errors import MismatchError, PeerFailed, PeerLeft, RingError, TimeoutExceeded
-from ring_plugins.core.collectives import messages
-from ring_plugins.core.collectives.messages import CREDIT_BYTES, EAGER_BYTES, MessageGroup, Messenger
+from ring_plugins.core.collectives import message_closing, message_watch
+from ring_plugins.core.collectives.messages import MessageGroup, Messenger
+from ring_plugins.core.net.message_stream import CREDIT_BYTES, EAGER_BYTES
 
 
 class Detector:
@@ -145,7 +146,12 @@ def test_a_receiver_keeps_little_of_what_nobody_asked_for_and_any_order_works(pa
     sends = [pair[0].send(np.full(each, i, np.uint8), 1, tag=i) for i in range(count)]
     pair[0].send(np.zeros(1), 1, tag=count).wait()  # what was sent at once is there
     pair[1].receive(np.zeros(1), 0, tag=count).wait()
-    kept = sum(len(one.data) for list_ in pair[1].messenger._arrived.values() for one in list_ if one.data)
+    kept = sum(
+        len(one.data)
+        for list_ in pair[1].messenger._receiver._matching.unexpected.values()
+        for one in list_
+        if one.data
+    )
     assert 0 < kept <= CREDIT_BYTES
     for i in reversed(range(count)):
         assert set(pair[1].receive(np.zeros(each, np.uint8), 0, tag=i).wait().tolist()) == {i}
@@ -155,7 +161,7 @@ def test_a_receiver_keeps_little_of_what_nobody_asked_for_and_any_order_works(pa
         receive = pair[1].receive(np.zeros(each, np.uint8), 0)
         pair[0].send(np.full(each, i, np.uint8), 1).wait()
         receive.wait()
-    assert pair[0].messenger._outgoing[1].credit > 0
+    assert pair[0].messenger._sender._receivers[1].credit > 0
 
 
 def test_a_receive_from_any_rank_takes_the_first_message_with_its_tag(over):
@@ -189,7 +195,8 @@ def test_a_thousand_tags_leave_nothing_behind(pair):
     assert threads <= 0 and files <= 0 and maps <= 4  # of the allocator; fewer, where an earlier test's thread ended
     for end in pair:
         own = end.messenger
-        assert not own._posted and not own._arrived and not own._taken and not own._pending
+        assert not own._receiver._matching.posted and not own._receiver._matching.unexpected
+        assert not own._receiver._taken and not own._progress.pending
 
 
 @pytest.mark.parametrize("count", [3, EAGER_BYTES])
@@ -223,7 +230,7 @@ def test_what_was_sent_before_a_rank_leaves_can_still_be_fetched(pair):
     small = pair[0].send(numbers(3), 1, tag=1)
     receive = pair[1].receive(np.zeros(4 * EAGER_BYTES), 0, tag=2)
     large = pair[0].send(numbers(4 * EAGER_BYTES), 1, tag=2)
-    while pair[0].messenger._outgoing[1].offered:  # until its data is under way
+    while pair[0].messenger._sender._receivers[1].offered:  # until its data is under way
         time.sleep(0.001)
     pair[0].messenger.close()
     pair[1].detector.left.add(0)
@@ -266,13 +273,13 @@ def test_a_large_send_ends_if_its_receiver_has_closed_the_group(pair, first):
 
 @pytest.mark.parametrize("first", ["ask", "close"])
 def test_a_receive_ends_if_its_sender_closes_the_group_but_gets_what_was_sent_before(pair, first, monkeypatch):
-    monkeypatch.setattr(messages, "_LONG", 0.05)
+    monkeypatch.setattr(message_closing, "_LONG", 0.05)
     pair[0].send(numbers(3), 1, tag=1).wait()
     if first == "close":
         pair[0].group.close()
     waiting = pair[1].receive(np.zeros(3), 0, tag=2)
     if first == "ask":
-        wait_until(lambda: pair[0].messenger._askers)
+        wait_until(lambda: pair[0].messenger._closed_groups._askers)
         pair[0].group.close()
     with pytest.raises(PeerFailed, match=r"rank 0 closed group before group, 0 to 1, tag 2 was complete: rank 1 waits"):
         waiting.wait()
@@ -287,7 +294,7 @@ def test_a_group_can_be_closed_after_its_connections(pair):
     pair[1].receive(np.zeros(EAGER_BYTES, np.uint8), 0, tag=2).wait()
     pair[1].messenger.close()
     pair[1].group.close()
-    assert not pair[1].messenger._arrived
+    assert not pair[1].messenger._receiver._matching.unexpected
 
 
 def test_an_interrupted_receive_is_taken_back_and_the_next_one_gets_the_message(pair):
@@ -304,10 +311,12 @@ def test_an_interrupted_receive_is_taken_back_and_the_next_one_gets_the_message(
 def test_a_receive_interrupted_while_data_comes_writes_no_more_and_breaks_its_group(pair):
     target = np.zeros(8 * EAGER_BYTES)
     offered = pair[0].send(numbers(len(target)), 1)
-    with pair[1].messenger._lock:  # its data cannot come before the interruption
+    with pair[1].messenger._progress.lock:  # its data cannot come before the interruption
         waiting = pair[1].receive(target, 0)
-        while not pair[1].messenger._taken and not any(link.item for link in pair[1].messenger._incoming.values()):
-            pair[1].messenger._step(0.01)
+        while not pair[1].messenger._receiver._taken and not any(
+            link.item for link in pair[1].messenger._receiver._links.values()
+        ):
+            pair[1].messenger._progress._step(0.01)
         pair[1].group.interrupt(waiting.message, ZeroDivisionError())
     target[:] = -1
     with pytest.raises(PeerFailed, match="rank 1 was interrupted in group"):
@@ -329,14 +338,14 @@ def test_a_member_that_breaks_the_group_ends_the_messages_of_the_others(pair):
     for call in (receiving.wait, offered.wait, lambda: pair[0].send(np.zeros(1), 1)):
         with pytest.raises(PeerFailed, match="rank 1 was interrupted"):
             call()
-    assert not pair[0].messenger._posted and not pair[0].messenger._outgoing[1].offered
+    assert not pair[0].messenger._receiver._matching.posted and not pair[0].messenger._sender._receivers[1].offered
     Pending(other, other.send, np.zeros(1), 1, 0).wait()
 
 
 @pytest.mark.parametrize("count", [4, 8 * EAGER_BYTES])
 def test_an_interrupted_send_goes_on_from_a_copy(pair, count):
     data = numbers(count)
-    with pair[0].messenger._lock:
+    with pair[0].messenger._progress.lock:
         sending = pair[0].send(data, 1)
         pair[0].group.interrupt(sending.message, KeyboardInterrupt())
         data[:] = -1
@@ -346,11 +355,11 @@ def test_an_interrupted_send_goes_on_from_a_copy(pair, count):
 
 def test_an_exception_while_bytes_move_ends_all_messages(pair, monkeypatch):
     waiting = pair[0].receive(np.zeros(1), 1)
-    pair[0].messenger._driver = waiting.message, 0  # its own thread moves nothing
-    monkeypatch.setattr(pair[0].messenger, "_tick", lambda now: 1 // 0)
-    pair[0].messenger._next_tick = 0.0
+    pair[0].messenger._progress._driver = waiting.message, 0  # its own thread moves nothing
+    monkeypatch.setattr(pair[0].messenger._progress, "_tick", lambda now: 1 // 0)
+    pair[0].messenger._progress._next_tick = 0.0
     with pytest.raises(ZeroDivisionError):
-        pair[0].messenger._step(0.01)
+        pair[0].messenger._progress._step(0.01)
     for work in (waiting.wait, lambda: pair[0].receive(np.zeros(1), 1)):
         with pytest.raises(RingError, match="rank 0: moving messages was ended by ZeroDivisionError"):
             work()
@@ -360,7 +369,7 @@ def test_an_exception_while_bytes_move_ends_all_messages(pair, monkeypatch):
 
 def test_many_pending_messages_cost_no_look_each(pair):
     waiting = [pair[0].receive(np.zeros(1), 1, tag) for tag in range(10_000)]
-    with pair[0].messenger._lock:
+    with pair[0].messenger._progress.lock:
         pair[0].messenger._tick(time.monotonic() + 30)
         assert pair[0].detector.asked == []
         pair[0].detector.left.add(1)
@@ -373,14 +382,14 @@ def test_a_failure_elsewhere_ends_pending_messages(pair):
     pair[0].detector.error = PeerFailed("rank 1 failed: why", 1)
     with pytest.raises(PeerFailed, match="rank 1 failed: why"):
         waiting.wait()
-    assert not pair[0].messenger._posted
+    assert not pair[0].messenger._receiver._matching.posted
 
 
 def test_a_lost_connection_is_reported_if_no_reason_arrives(pair, monkeypatch):
-    monkeypatch.setattr(messages, "_REASON", 0.2)
+    monkeypatch.setattr(message_watch, "_REASON", 0.2)
     pair[0].send(np.zeros(1), 1).wait()
     pair[1].receive(np.zeros(1), 0).wait()
-    pair[0].messenger._outgoing[1].link.socket.shutdown(2)
+    pair[0].messenger._sender._receivers[1].link.socket.shutdown(2)
     with pytest.raises(PeerFailed, match="rank 1 lost its connection to rank 0"):
         pair[1].receive(np.zeros(1), 0).wait()
 
@@ -411,7 +420,7 @@ def test_ranks_with_another_secret_are_refused(over):
         receive = ends[1].receive(np.zeros(1), 0)
         time.sleep(0.3)
         assert not send.finished.is_set() and not receive.finished.is_set()
-        assert "secret" in stranger._outgoing[1].problem
+        assert "secret" in stranger._sender._receivers[1].problem
         stranger._failure_detector = Detector()
         stranger._failure_detector.aborted = True  # no need to wait for it at the end
         stranger.close()
