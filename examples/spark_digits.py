@@ -1,7 +1,7 @@
 """Train a small network on scanned digits on the executors of a Spark cluster.
 
-    python examples/spark_digits.py                                        # two executors on this machine
-    spark-submit --master yarn --num-executors 4 examples/spark_digits.py  # on a cluster; one rank per task slot
+    python examples/spark_digits.py                                                  # two executors on this machine
+    spark-submit --master yarn --num-executors 4 examples/spark_digits.py --ranks 4  # on a cluster
 
 Every executor needs this Python environment: `pip install "ring_plugins[spark,torch]" scikit-learn`, or the archive
 that `--archives` ships. For several threads per rank, set `spark.task.cpus`.
@@ -10,6 +10,7 @@ that `--archives` ships. For several threads per rank, set `spark.task.cpus`.
 import argparse
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--ranks", type=int, default=2, help="Spark tasks; each is one rank")
 parser.add_argument("--epochs", type=int, default=10)
 
 
@@ -55,6 +56,6 @@ if __name__ == "__main__":
     if not SparkConf().contains("spark.master"):  # spark-submit sets it
         builder = builder.master("local-cluster[2,1,1024]")
     spark = builder.getOrCreate()
-    accuracies = ring_plugins.spark.run(train, args=(arguments.epochs,))
+    accuracies = ring_plugins.spark.run(train, args=(arguments.epochs,), num_proc=arguments.ranks)
     print(f"ranks {len(accuracies)}, validation accuracy {accuracies[0]:.3f}")
     spark.stop()
