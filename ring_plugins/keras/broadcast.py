@@ -37,6 +37,9 @@ from ring_plugins.keras.validation import (
 from ring_plugins.observe.drift import DriftCheck, chosen_interval, differing_weights, drift_check
 from ring_plugins.observe.training import announce_training
 
+#: Callbacks whose `fit` has begun and not ended, as far as they know.
+_fitting: weakref.WeakSet[BroadcastCallback] = weakref.WeakSet()
+
 
 class BroadcastCallback(keras.callbacks.Callback):
     """Starts all ranks from the same state and keeps them synchronized.
@@ -131,12 +134,17 @@ class BroadcastCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         world = connect()
-        self._restore()
+        for callback in list(_fitting):  # an exception that the script keeps may keep an interrupted fit alive
+            if callback.model is self.model:
+                callback._abandon()
         if world.topology.size == 1:
             return
         announce_training()
         self._is_fitting, self._has_begun = True, False
-        self._finalizer = call_when_over(self, self._restore)
+        _fitting.add(self)
+        self._finalizer = call_when_over(self, self._abandon)
+        if self._finalizer is not None:
+            self._finalizer.atexit = False  # at exit the other ranks learn how this one ended
         self._communicator, stop = world.new_communicator("fit"), world.new_communicator("stop")
         self._communicators = [self._communicator, stop]
         self._stop = SynchronizedStop(stop)
@@ -259,14 +267,28 @@ class BroadcastCallback(keras.callbacks.Callback):
             variables += averaging.accumulators()
         average_variables(variables, self._communicator)
 
+    def _abandon(self) -> None:
+        """Undo all changes after a fit that an exception ended, and tell ranks that still train and wait for this one.
+
+        They raise, and a later fit works on all ranks. An optimizer that the script itself distributed stays as it is.
+        """
+        if self._is_fitting:
+            # Not an interruption: a rank that raises in the same step, but later, still gets its averages before that.
+            cause = RuntimeError("an exception ended fit(), and the script caught it. All ranks may call fit() again.")
+            averagers = [averaging.exchange.communicator for averaging in self._installed if averaging.exchange]
+            for communicator in (*averagers, *self._communicators):
+                communicator.refuse("the next step", cause)
+        self._restore()
+
     def _restore(self) -> None:
-        """Undo all changes to model and optimizers, also after an interrupted fit."""
+        """Undo all changes to model and optimizers."""
         if self._finalizer is not None:
             self._finalizer.detach()
             self._finalizer = None
         if not self._is_fitting:
             return
         self._is_fitting = False
+        _fitting.discard(self)
         self._model.train_function = None  # traced with the averaging
         for averaging in self._installed:
             averaging.remove()

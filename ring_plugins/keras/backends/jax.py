@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 from jax.experimental import io_callback
 
+from ring_plugins.core.base.errors import RingError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.fusion import Entry
@@ -50,7 +52,16 @@ class Exchange:
     def average(self, gradients: dict[int, Any]) -> dict[int, Any]:
         """See the protocol."""
         indices, given = list(gradients), list(gradients.values())
-        reduce = functools.partial(self._reduce, indices)
+        # XLA never lets go of a function that a compiled step calls, so that must not keep the buckets' memory.
+        method = weakref.WeakMethod(self._reduce)
+
+        def reduce(arrays: list[Array]) -> None:
+            if (found := method()) is None:
+                raise RingError(
+                    "this compiled step averages with an optimizer that does so no longer, since its fit() is over or "
+                    "undistribute() was called. Compile the step anew: model.make_train_function(force=True)."
+                )
+            found(indices, arrays)
 
         def reduce_copies(*operands: Any) -> list[Array]:
             copies = [np.array(operand) for operand in operands]
