@@ -84,15 +84,18 @@ class ParameterSlices:
             for one in self._rounds
         ]
 
-    def follow_parameters(self) -> None:
+    def follow_parameters(self) -> bool:
         """Make the tensors views of the parameters' memory as it is now: a script may have replaced `p.data`.
+
+        Returns:
+            Whether it had.
 
         Raises:
             RingError: a parameter's dtype or shape has changed.
         """
         addresses = list(map(_address, self.parameters))
         if addresses == self._addresses:
-            return
+            return False
         for name, parameter, layout in zip(self.names, self.parameters, self._layouts, strict=True):
             if _layout(parameter) != layout:
                 raise RingError(
@@ -103,6 +106,7 @@ class ParameterSlices:
             tensor.data = self._view(piece)
         self._prepare_gathers()
         self._addresses = addresses
+        return True
 
     def gradients(self) -> list[torch.Tensor | None]:
         """The gradients of all parameters."""

@@ -295,6 +295,9 @@ class _SlicedUpdates:
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
+    def _named(self) -> list[tuple[str, torch.Tensor]]:
+        return [pair for slices in self._slices for pair in zip(slices.names, slices.parameters, strict=True)]
+
     def take_parameters(self) -> None:
         """Make slices of parameters that the groups have and that have none; collective if there are any."""
         parameters = self._parameters()
@@ -302,9 +305,10 @@ class _SlicedUpdates:
         if ids == self._known:
             return
         sliced = {id(parameter) for slices in self._slices for parameter in slices.parameters}
-        new = [
-            (self._names.get(p, f"parameter {number}"), p) for number, p in enumerate(parameters) if id(p) not in sliced
-        ]
+        numbers: dict[torch.Tensor, int] = {}  # a parameter may be listed twice
+        for number, parameter in enumerate(parameters):
+            numbers.setdefault(parameter, number)
+        new = [(self._names.get(p, f"parameter {number}"), p) for p, number in numbers.items() if id(p) not in sliced]
         unsupported = next(((name, p) for name, p in new if not is_supported(p) or p.device.type != "cpu"), None)
         if unsupported is not None:
             name, parameter = unsupported
@@ -312,6 +316,7 @@ class _SlicedUpdates:
                 f"{name} is on {parameter.device}; sharded optimizers update parameters in the memory of CPUs. Leave "
                 "out shard."
             )
+        _refuse_shared_memory([*self._named(), *new])
         if new:
             slices = ParameterSlices(new, self._communicator, self._whole_tensors)
             self._slices.append(slices)
@@ -345,8 +350,9 @@ class _SlicedUpdates:
         try:
             self.take_parameters()
             gradients = [slices.gradients() for slices in self._slices]
-            for slices in self._slices:
-                slices.follow_parameters()
+            have_moved = [slices.follow_parameters() for slices in self._slices]
+            if any(have_moved):
+                _refuse_shared_memory(self._named())
             self._compare(gradients)
         except MismatchError:
             raise  # on all ranks, before anything was changed
@@ -384,8 +390,7 @@ class _SlicedUpdates:
 
     def _options_hash(self) -> int:
         """A number that is equal for equal options of the groups; tensors are left out, since they may be on a GPU."""
-        options = [value for group in self._optimizer.param_groups for key, value in group.items() if key != "params"]
-        plain = [value for value in options if not isinstance(value, torch.Tensor)]
+        plain = [value for group in self._optimizer.param_groups for value in _comparable(group).values()]
         if plain != self._options[0] or not self._options[1]:
             self._options = plain, zlib.crc32(repr(plain).encode(), self._adopted)
         return self._options[1]
@@ -394,8 +399,8 @@ class _SlicedUpdates:
         """Raise the `MismatchError` for ranks that are about to make different updates."""
         own: dict[str, str] = {}
         for number, group in enumerate(self._optimizer.param_groups):
-            options = {k: v for k, v in group.items() if k != "params" and not isinstance(v, torch.Tensor)}
-            own.update({f"option {key} of parameter group {number}": repr(value) for key, value in options.items()})
+            options = _comparable(group).items()
+            own.update({f"option {key} of parameter group {number}": repr(value) for key, value in options})
         for slices, some in zip(self._slices, gradients, strict=True):
             for name, gradient in zip(slices.names, some, strict=True):
                 is_sparse = gradient is not None and gradient.is_sparse and not self._whole_tensors
@@ -417,7 +422,7 @@ class _SlicedUpdates:
         raise MismatchError("a sharded update differs among the ranks.")
 
     def _compare_weights(self) -> None:
-        named: Any = [pair for slices in self._slices for pair in zip(slices.names, slices.parameters, strict=True)]
+        named: Any = self._named()
         found = differing_weights(lambda: parameter_checksums(named), "before the first step", self._communicator)
         if found:
             raise MismatchError(
@@ -525,6 +530,23 @@ class _SlicedUpdates:
         self.close()
         for hook in self._hooks:
             hook.remove()
+
+
+def _comparable(group: dict[str, Any]) -> dict[str, Any]:
+    """The options of a group whose texts are equal on all ranks where they are; not those of a set, or of an object."""
+    kinds = bool, int, float, complex, str, tuple, list, type(None)
+    return {key: value for key, value in group.items() if key != "params" and isinstance(value, kinds)}
+
+
+def _refuse_shared_memory(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Raise `ArgumentError` if two parameters lie in the same memory: slices of both would overwrite each other."""
+    ranges = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name) for name, p in named if p.numel())
+    for (_, end, name), (start, _, following) in itertools.pairwise(ranges):
+        if start < end:
+            raise ArgumentError(
+                f"{name} and {following} lie in the same memory, so a sharded optimizer would update one in the other. "
+                "Tie weights by assigning the parameter itself, not its data, or leave out shard."
+            )
 
 
 def _cut(value: Any, parameter: torch.Tensor, start: int, stop: int) -> Any:

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import os
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -414,6 +415,32 @@ def refused_by_name() -> None:
         gaps = nn.Parameter(torch.zeros(4, 4)[:, :2])
         with pytest.raises(ArgumentError, match=r"parameter 0 of shape \(4, 2\) and strides \(4, 1\) has gaps"):
             ShardedOptimizer(torch.optim.SGD([gaps], 0.1))
+        first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+        parameters = [first.weight, first.bias, second.weight]
+        second.weight.data = first.weight.data
+        with pytest.raises(ArgumentError, match="parameter 0 and parameter 2 lie in the same memory"):
+            ShardedOptimizer(torch.optim.SGD(parameters, 0.1))
+
+
+@check_among_several
+def options_without_an_order_and_a_parameter_listed_twice() -> None:
+    unsharded, sharded = [], []
+    for parameters, shard in ((unsharded, False), (sharded, True)):
+        torch.manual_seed(0)
+        twice, once = (nn.Parameter(torch.randn(count)) for count in (100, 7))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch's, about the parameter that is listed twice
+            group = {"params": [twice, once, twice], "tags": {"one", "two", "three"}, "made by": object()}
+            inner = torch.optim.SGD([group], 0.1, momentum=0.9)
+        optimizer = DistributedOptimizer(inner, shard=shard)
+        for _ in range(3):
+            optimizer.zero_grad()
+            ((twice * (RANK + 1)).sin().sum() + once.square().sum()).backward()
+            optimizer.step()
+        parameters += [twice, once]
+        optimizer.close()
+    for ours, theirs in zip(sharded, unsharded, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @check_among_several

@@ -75,3 +75,24 @@ def test_a_rank_that_gathers_the_state_alone_is_told_that_all_must():
     assert result.returncode != 0
     assert "DeadlockError: rank" in result.output
     assert "state_dict() of a sharded optimizer, which all ranks have to call" in result.output
+
+
+def test_weights_tied_by_their_data_after_the_first_step_are_refused():
+    script = """
+    import os
+    import ring_plugins as ring
+    ring.init(ranks=int(os.environ["TEST_RANKS"]))
+    import torch
+    from ring_plugins.torch import DistributedOptimizer
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), shard=True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        model[1].weight.data = model[0].weight.data
+    """
+    result = run_ranks(script, 2, timeout=120, check=False)
+    assert result.returncode != 0
+    assert "0.weight and 1.weight lie in the same memory" in result.output

@@ -85,7 +85,7 @@ class GradientReducer:
         self._ready = bytearray(len(self._bucket_of))
         self._missing = [len(bucket.entries) for bucket in self._buckets]
         self._next = 0
-        self._works: list[Work[None]] = []
+        self._works: dict[int, Work[None]] = {}  # by bucket; none for those that are reduced in line
         self._bytes_before = self.reduced_bytes
         self._ready_at: dict[int, int] = {}  # by bucket, while the recorder is on
         self._first_ready_at = 0
@@ -165,7 +165,7 @@ class GradientReducer:
     def _launch(self, fill: Fill | None) -> None:
         index = self._next
         reduce = self._reduction(fill)
-        self._works.append(self._communicator.start(self._descriptions[index], reduce))
+        self._works[index] = self._communicator.start(self._descriptions[index], reduce)
         self._next = index + 1
 
     def _reduce_in_line(self, fill: Fill | None) -> None:
@@ -224,7 +224,7 @@ class GradientReducer:
         """Wait for every bucket, and begin anew; if `fill` raised before, the pass is still under way."""
         try:
             started = time.perf_counter()
-            for work in self._works:
+            for work in self._works.values():
                 work.wait()
             self.waited += time.perf_counter() - started
             self.passes += 1
@@ -232,9 +232,9 @@ class GradientReducer:
             steps.end_step(self.reduced_bytes - self._bytes_before)
         except BaseException as error:
             # Nobody will wait for the buckets under way, whose memory the next pass writes to.
-            under_way = [bucket for bucket, work in zip(self._buckets, self._works, strict=True) if not work.done()]
+            under_way = [index for index, work in self._works.items() if not work.done()]
             if under_way:
-                self._communicator.interrupt(self._descriptions[under_way[0].index], error)
+                self._communicator.interrupt(self._descriptions[under_way[0]], error)
             raise
         finally:
             self._start_pass()

@@ -149,6 +149,14 @@ def test_an_exception_while_buckets_are_under_way_breaks_the_communicator():
     assert log[-1] == "fill 2"  # nothing is under way any more
 
 
+def test_an_exception_after_buckets_were_reduced_in_line_is_raised_as_it_is():
+    overlap = FixedOverlap(False)
+    made, _ = reducer(3, overlap)
+    overlap.pass_ended = lambda now: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        made.finish()
+
+
 def test_without_overlap_all_buckets_are_reduced_in_line_in_the_end():
     made, log = reducer(overlap=FixedOverlap(False))
     for entry in range(4):
