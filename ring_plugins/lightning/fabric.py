@@ -18,8 +18,9 @@ from ring_plugins.lightning.strategy import DEFAULT_BUCKET_BYTES
 from ring_plugins.observe.drift import differing_weights
 from ring_plugins.torch.broadcast import broadcast_parameters
 from ring_plugins.torch.drift import parameter_checksums
-from ring_plugins.torch.gradients import GradientAverager, SkippableStep
+from ring_plugins.torch.gradients import GradientAverager
 from ring_plugins.torch.sharded_optimizer import Shard, ShardedOptimizer
+from ring_plugins.torch.skipped_steps import SkippableStep
 
 
 class RingFabricLogic(RingParallelLogic):

@@ -13,7 +13,7 @@ import itertools
 import operator
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,7 +21,7 @@ from torch import nn
 
 from ring_plugins.core.arrays.codec import Compression
 from ring_plugins.core.arrays.dtypes import Op
-from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError, StepSkipped, fresh, name_ranks
+from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError, StepSkipped
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import on_all_or_none, refusals_told
@@ -31,16 +31,16 @@ from ring_plugins.core.gradients.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES,
 from ring_plugins.core.gradients.overlap import ALWAYS, Overlap, Wanted, choose_overlap, chosen_overlap
 from ring_plugins.core.gradients.tuning import BucketTuner, is_wanted
 from ring_plugins.core.world import constructed_by_all, current, has_room_to_overlap
-from ring_plugins.torch.autograd import Backward, current_task, registrations, when_accumulated
+from ring_plugins.torch.autograd import Backward, current_task, registrations
 from ring_plugins.torch.device import TorchStreams, index_of, is_capturing, is_on_gpu, is_supported, memory_of, streams
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
+from ring_plugins.torch.gradient_hooks import GradientHooks, Group
 from ring_plugins.torch.ownership import Claim, refusal, still_there
+from ring_plugins.torch.skipped_steps import Failure, SkippableStep, SkippedSteps
 from ring_plugins.torch.sparse import sparse_parameters
 
 #: Sets of buckets kept for models that take turns in freezing their parts, as adversarial training does twice a step.
 _KEPT = 4
-#: The count of a group whose gradients nobody counts.
-_UNCOUNTED = 1 << 62
 #: What other ranks are told that an exception has ended.
 _CONSTRUCTING = "the construction of a gradient averager"
 #: Reads `requires_grad`, without a call in Python.
@@ -49,18 +49,6 @@ _requires_grad = operator.attrgetter("requires_grad")
 _order = itertools.count()
 #: How many averagers the job has had.
 _made = 0
-
-
-class SkippableStep:
-    """What became of a step in `skip_step_on`.
-
-    Attributes:
-        skipped: whether all ranks skipped it; known at the end of the block.
-        reason: which ranks could not compute their gradients, and why.
-    """
-
-    skipped = False
-    reason = ""
 
 
 class GradientAverager:
@@ -146,22 +134,18 @@ class GradientAverager:
         self._buckets: GradientBuckets | None = None  # of the current pass; None if there is only one rank
         self._waited_before, self._bytes_before = 0.0, 0  # of buckets that were dropped
         self._order = ArrivalOrder()
-        #: `id` of each parameter whose gradient has come in this pass, while their order is being learned.
-        self._arrivals: list[int] | None = None
         self._tuner: BucketTuner | None = None
         self._passes_per_step, self._passes = passes_per_step, 0
         self._accumulates = False
         self._synchronizes = True
-        self._hooks: list[Any] = []
-        self._groups: list[_Group] = []
+        self._hooks = GradientHooks(self._count_ended, self._before_forward, self._streams)
         self._finalizer = weakref.finalize(self, _discard, self._hooks, self._kept, self._communicator, self._claim)
         self._finalizer.atexit = False  # type: ignore[misc, unused-ignore]
-        self._step: SkippableStep | None = None  # of the `skip_step_on` block that is running
-        self._broken: RingError | None = None
-        self._backward = Backward(next(_order), self._launch_rest, self._backward_ended, self._stop_counting)
+        self._skipping = SkippedSteps(self._communicator)
+        self._backward = Backward(next(_order), self._launch_rest, self._backward_ended, self._hooks.stop_counting)
         self._seen_registrations = 0
-        #: Reductions of all gradients so far, and steps that all ranks skipped.
-        self.steps = self.skipped_steps = 0
+        #: Reductions of all gradients so far.
+        self.steps = 0
         if self._communicator.size > 1 or communicator is not None:
             try:
                 with on_all_or_none(self._communicator, _CONSTRUCTING):
@@ -182,6 +166,11 @@ class GradientAverager:
         return self._current_buckets()
 
     # Figures ----------------------------------------------------------------------------------------
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that all ranks skipped."""
+        return self._skipping.count
 
     @property
     def waited_seconds(self) -> float:
@@ -263,7 +252,7 @@ class GradientAverager:
 
     def _take_parameters(self) -> None:
         """Put hooks on the parameters that the model has now."""
-        self._remove_hooks()
+        self._hooks.remove()
         self._drop_buckets()
         self._seen_registrations = registrations()
         names: dict[nn.Parameter, str] = {}
@@ -275,32 +264,7 @@ class GradientAverager:
         self._put_hooks()
 
     def _put_hooks(self) -> None:
-        """Put one hook on all parameters that are in one bucket in each of the sets of buckets."""
-        self._remove_hooks()
-        averager = weakref.ref(self)
-        together: dict[tuple[int, ...], list[int]] = {}
-        for position in range(len(self._named)):
-            key = tuple(buckets.bucket_at(position) for buckets in self._kept.values())
-            together.setdefault(key, []).append(position)
-        for positions in together.values():
-            if self._streams is None:
-                group = _Group(averager, positions)
-            else:
-                group = _GroupOnGpu(averager, positions, self._streams.note)
-            self._groups.append(group)
-            for position in positions:
-                self._hooks += when_accumulated(self._named[position][1], group)
-        if (arrivals := self._arrivals) is not None:
-            for parameter in self._parameters:
-                self._hooks += when_accumulated(parameter, lambda parameter: arrivals.append(id(parameter)))
-        if self._module is not None:
-            self._hooks.append(self._module.register_forward_pre_hook(_BeforeForward(averager)))
-
-    def _remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()  # the finalizer has this list
-        self._groups.clear()
+        self._hooks.put(self._parameters, self._kept.values(), self._module)
 
     def _current_buckets(self) -> GradientBuckets:
         """The buckets for the parameters that are not frozen now; collective if there are none yet."""
@@ -326,12 +290,11 @@ class GradientAverager:
             self._claim.take((name, p) for name, p in self._named if p.requires_grad)
             conflict = self._claim.conflict(self._claim.older())
             self._is_contested = any(self._communicator.all_gather_object(conflict))
-            made = self._kept[key]
-            if any(len({made.bucket_at(i) for i in g.positions}) > 1 for g in self._groups):
+            if not self._hooks.fit(self._kept[key]):
                 self._put_hooks()
         buckets = self._kept[key]
-        if buckets.is_ordered == (self._arrivals is not None):
-            self._arrivals = None if buckets.is_ordered else []
+        if buckets.is_ordered == (self._hooks.arrivals is not None):
+            self._hooks.arrivals = None if buckets.is_ordered else []
             self._put_hooks()
         return buckets
 
@@ -342,7 +305,7 @@ class GradientAverager:
     def _learn_order(self, buckets: GradientBuckets) -> None:
         """Let the next backward make buckets in the order in which gradients have just come; collective."""
         place = {id(parameter): position for position, parameter in enumerate(self._parameters)}
-        arrived = [place[one] for one in self._arrivals or () if one in place]
+        arrived = [place[one] for one in self._hooks.arrivals or () if one in place]
         key = next((key for key, kept in self._kept.items() if kept is buckets), None)
         if key is None or not self._order.learn(self._trained(key), arrived, self._communicator):
             return
@@ -399,23 +362,21 @@ class GradientAverager:
         if not self._accumulates:
             self._buckets.reducer.begin()
         counts = not self._accumulates and self._buckets.reducer.overlaps
-        for group in self._groups:
-            group.bucket = self._buckets.bucket_at(group.positions[0])
-            group.left = len(group.positions) if counts and group.bucket >= 0 else _UNCOUNTED
+        self._hooks.start_counting(self._buckets, counts)
         return True
 
-    def _count_ended(self, group: _Group, parameter: torch.Tensor) -> None:
+    def _count_ended(self, group: Group, parameter: torch.Tensor) -> None:
         """Handle the first gradient of a backward, the last one of a group, and any that came after it."""
         if not self._synchronizes:
             return
         if self._backward.callback() is None:
             if not self._begin():
                 return
-            if self._arrivals is not None:
-                self._arrivals[:] = [id(parameter)]
-            if group not in self._groups:  # the first gradient found that the model had changed
+            if self._hooks.arrivals is not None:
+                self._hooks.arrivals[:] = [id(parameter)]
+            if not self._hooks.has(group):  # the first gradient found that the model had changed
                 position = next(i for i, (_, p) in enumerate(self._named) if p is parameter)
-                group = next(one for one in self._groups if position in one.positions)
+                group = self._hooks.group_at(position)
             group.left -= 1
             if group.left > 0:
                 return
@@ -430,11 +391,6 @@ class GradientAverager:
             # Some of these gradients came from another backward, inside or around this one. They may come again.
             self._backward.is_nested = buckets.reducer.holds = True
         buckets.reducer.mark_some_ready(group.bucket, len(group.positions))
-
-    def _stop_counting(self) -> None:
-        """Look at the next gradient, which is the first one of a backward."""
-        for group in self._groups:
-            group.left = 0
 
     def _launch_rest(self) -> None:
         if self._buckets is not None and not self._accumulates:
@@ -459,32 +415,31 @@ class GradientAverager:
             self.prepare()
         self._end_pass(None)
 
-    def _end_pass(self, failure: tuple[str, bool] | None) -> None:
+    def _end_pass(self, failure: Failure | None) -> None:
         """End a pass on all ranks.
 
         Args:
-            failure: on a rank that could not compute its gradients the reason, and whether the script wants to skip the
-                step.
+            failure: of a rank that could not compute its gradients.
         """
         buckets = self._buckets
         assert buckets is not None
         self._backward.end()
         self._passes, self._accumulates = 0, False
         try:
-            outcome = buckets.finish(at_once=self._step is not None) if failure is None else buckets.fail()
+            outcome = buckets.finish(at_once=self._skipping.step is not None) if failure is None else buckets.fail()
         except BaseException as error:
             if not isinstance(error, RingError) and not self._has_failed():
                 # The others have the averages by now and step, so this pass cannot be made up for.
                 self._communicator.interrupt("the end of a backward", error)
             raise
         if outcome.failed:
-            self._fail(outcome.failed, failure)
+            self._skipping.decide(outcome.failed, failure, self._parameters)
             return
         if outcome.found_sparse:
             self._sparse.update(outcome.found_sparse)
             self._drop_buckets()  # the next backward makes buckets without them
         self.steps += 1
-        if self._arrivals is not None and not (self._streams is not None and is_capturing()):
+        if self._hooks.arrivals is not None and not (self._streams is not None and is_capturing()):
             self._learn_order(buckets)
         if self._tuner is not None and self._overlap.finished:
             self._tune(self._tuner)
@@ -492,12 +447,9 @@ class GradientAverager:
     # A backward that raised ---------------------------------------------------------------------------
 
     def _check_usable(self) -> None:
-        if self._broken is not None:
-            raise fresh(self._broken)
-        if self._step is not None and self._step.skipped:
-            raise StepSkipped(self._step.reason)
+        self._skipping.check()
         if self._buckets is not None and self._buckets.check_late():
-            self._break("on another rank")
+            self._skipping.give_up("on another rank")
 
     def _has_failed(self) -> bool:
         """Whether a pass began and neither ended nor goes on."""
@@ -514,53 +466,7 @@ class GradientAverager:
             RingError: on all ranks, unless it raised on all of them.
         """
         if self._has_failed():
-            self._end_pass(("a backward raised, and the script caught it", False))
-
-    def _fail(self, share: float, failure: tuple[str, bool] | None) -> None:
-        """Handle a pass that some ranks could not complete; all ranks call this.
-
-        Args:
-            share: of the ranks that could not.
-            failure: why this rank could not, and whether the script wants to skip such a step.
-
-        Raises:
-            StepSkipped: all ranks skip the step.
-            RingError: ranks would go different ways. Not if no rank has averages: then all went the same way.
-        """
-        if self._step is None and share > 1 - 0.5 / self._communicator.size:
-            return
-        if self._step is None and self._streams is not None:
-            # The others' hosts have gone on, and may wait for their GPUs, which wait for this rank.
-            try:
-                self._break(f"on rank {self._communicator.ranks[self._communicator.rank]}")
-            except RingError as error:
-                current().fail(error)
-                raise
-        failures = zip(self._communicator.ranks, self._communicator.all_gather_object(failure), strict=True)
-        failed = {rank: found for rank, found in failures if found is not None}
-        reasons = "; ".join(f"rank {rank}: {reason}" for rank, (reason, _) in failed.items())
-        if not all(wants_to_skip for _, wants_to_skip in failed.values()):
-            self._break(f"on {name_ranks(list(failed))}")
-        for _, parameter in self._named:
-            parameter.grad = None
-        self.skipped_steps += 1
-        if self._step is not None:
-            self._step.skipped, self._step.reason = True, reasons
-        if failure is not None or self._communicator.rank == 0:
-            logger.warning(f"{self._communicator.name}: all ranks skip a step. {reasons}")
-        raise StepSkipped(
-            f"all ranks skip this step, which some could not compute ({reasons}). Wrap the step in skip_step_on() on "
-            "all ranks."
-        )
-
-    def _break(self, where: str) -> None:
-        self._broken = RingError(
-            f"{self._communicator.name}: a backward raised an exception {where}, which the script caught. The other "
-            "ranks have no averages for that step, and ranks that go on would drift apart. Let the exception end the "
-            "job, or wrap each step in `with optimizer.skip_step_on(...)` on all ranks, so that all skip it. To go on, "
-            "close() this averager and build a new one on all ranks."
-        )
-        raise self._broken
+            self._end_pass(Failure("a backward raised, and the script caught it", wants_to_skip=False))
 
     @contextlib.contextmanager
     def skip_step_on(self, *exceptions: type[BaseException]) -> Iterator[SkippableStep]:
@@ -589,14 +495,10 @@ class GradientAverager:
             ArgumentError: `exceptions` are not exceptions, or the block is inside another, or inside `no_sync()`.
             RingError: the block ended without averaging anything, so it was not a whole step.
         """
-        if not exceptions or not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in exceptions):
-            raise ArgumentError(f"skip_step_on{exceptions!r} needs exceptions, such as torch.cuda.OutOfMemoryError.")
-        if self._step is not None or not self._synchronizes:
-            where = "no_sync()" if self._step is None else "another skip_step_on()"
-            raise ArgumentError(f"skip_step_on() inside {where}: let its block hold one whole step.")
+        self._skipping.check_block(exceptions, self._synchronizes)
         self._check_usable()
         step, steps_before = SkippableStep(), self.steps
-        self._step = step
+        self._skipping.step = step
         try:
             yield step
             if self._buckets is not None and self.steps == steps_before and not step.skipped:
@@ -614,22 +516,17 @@ class GradientAverager:
                 raise
             self._skip(f"{type(error).__name__}: {error}".splitlines()[0][:200])
         finally:
-            self._step = None
+            self._skipping.step = None
 
     def _skip(self, reason: str) -> None:
         """Skip the step on all ranks, because this one cannot compute its gradients."""
         if self._buckets is None:
-            assert self._step is not None
-            self._step.skipped, self._step.reason = True, reason
-            self.skipped_steps += 1
-            for _, parameter in self._listed_now():
-                parameter.grad = None
-            logger.warning(f"{self._communicator.name}: skips a step. {reason}")
+            self._skipping.skip_alone(reason, [parameter for _, parameter in self._listed_now()])
             return
         with contextlib.suppress(StepSkipped):
             if not self._has_failed():
                 self._prepare()
-            self._end_pass((reason, True))
+            self._end_pass(Failure(reason, wants_to_skip=True))
 
     def average_loss(self, loss: Any) -> Any:
         """The average of all ranks' losses, with the same bits on all of them; collective.
@@ -702,79 +599,18 @@ class GradientAverager:
     def close(self) -> None:
         """Remove the hooks; gradients stay as they are. The object cannot be used afterwards."""
         self._finalizer.detach()
-        self._remove_hooks()
+        self._hooks.remove()
         self._claim.drop()
         self._drop_buckets()
         self._buckets = None
         self._communicator.close()
 
 
-class _BeforeForward:
-    """Calls `_before_forward` before the module's forward; a copy of the module has no averager."""
-
-    def __init__(self, averager: Callable[[], GradientAverager | None] = lambda: None) -> None:
-        self._averager = averager
-
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        if (averager := self._averager()) is not None:
-            averager._before_forward()
-
-    def __reduce__(self) -> tuple[type[_BeforeForward], tuple[()]]:
-        return _BeforeForward, ()
-
-
-class _Group:
-    """Parameters of one bucket, whichever set of parameters is trained, and the hook that counts their gradients.
-
-    Autograd calls this once a parameter and step, thousands of times, so it only counts. The averager looks when all
-    have come, and at the first gradient of a backward: outside of one, `left` is 0.
-
-    A gradient that comes twice, as in a backward with others inside, makes the count end early. `GradientAverager`
-    then holds the buckets back, or raises at the gradient that comes after its bucket has left.
-
-    Args:
-        averager: returns it, or None.
-        positions: of the parameters.
-
-    Attributes:
-        left: gradients that have not come in this pass.
-        bucket: theirs in this pass, -1 for parameters that the reducer does not know.
-    """
-
-    __slots__ = ("_averager", "bucket", "left", "positions")
-
-    def __init__(self, averager: Callable[[], GradientAverager | None], positions: Sequence[int]) -> None:
-        self._averager, self.positions = averager, tuple(positions)
-        self.left, self.bucket = 0, -1
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        self.left = left = self.left - 1
-        if left <= 0 and (averager := self._averager()) is not None:
-            averager._count_ended(self, parameter)
-
-
-class _GroupOnGpu(_Group):
-    """As `_Group`; also notes the stream of every gradient."""
-
-    __slots__ = ("_note",)
-
-    def __init__(
-        self, averager: Callable[[], GradientAverager | None], positions: Sequence[int], note: Callable[[], None]
-    ) -> None:
-        super().__init__(averager, positions)
-        self._note = note
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        self._note()
-        super().__call__(parameter)
-
-
 def _discard(
-    hooks: list[Any], kept: dict[tuple[bool, ...], GradientBuckets], communicator: Communicator[Any], claim: Claim
+    hooks: GradientHooks, kept: dict[tuple[bool, ...], GradientBuckets], communicator: Communicator[Any], claim: Claim
 ) -> None:
     """Release what an averager had that nobody refers to any more; called at any moment, in any thread."""
-    for hook in hooks:
-        hook.remove()
+    hooks.remove()
     claim.drop()
     if kept and not any(buckets.reducer.passes for buckets in kept.values()):
         logger.warning(

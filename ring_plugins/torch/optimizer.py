@@ -18,8 +18,9 @@ from ring_plugins.core.world import constructed_by_all, current
 from ring_plugins.observe.drift import differing_weights, drift_check
 from ring_plugins.observe.training import announce_training
 from ring_plugins.torch.drift import parameter_checksums
-from ring_plugins.torch.gradients import GradientAverager, SkippableStep
+from ring_plugins.torch.gradients import GradientAverager
 from ring_plugins.torch.sharded_optimizer import Shard, ShardedOptimizer, shard_optimizer
+from ring_plugins.torch.skipped_steps import SkippableStep
 from ring_plugins.torch.wrapped_optimizer import WrappedOptimizer
 
 

@@ -341,7 +341,7 @@ def buckets_are_made_anew_in_the_order_in_which_rank_0_got_its_gradients() -> No
             assert buckets_by_name(averager) == both, buckets_by_name(averager)
             assert made[0] is not made[1]
             assert made[1] is made[3]
-            assert averager._arrivals is None
+            assert averager._hooks.arrivals is None
         assert same_everywhere(model.parameters())
         averager.close()
 
@@ -355,7 +355,7 @@ def a_model_whose_gradients_come_in_its_order_keeps_its_buckets() -> None:
         loss(model, shard(x), shard(y)).backward()
         made.append(averager._buckets)
     assert made[0] is made[2]
-    assert averager._arrivals is None
+    assert averager._hooks.arrivals is None
     assert len(model.head.weight._post_accumulate_grad_hooks) == 1  # none that learns the order
     averager.close()
 

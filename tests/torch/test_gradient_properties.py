@@ -168,7 +168,7 @@ def check(case: Case) -> None:
                 expected = torch.zeros(case.shapes[i], dtype=torch.float64) if expected is None else expected
                 assert parameter.grad is not None, where
                 assert torch.allclose(parameter.grad.to_dense().double(), expected, atol=1e-5), where
-        averager._remove_hooks()
+        averager._hooks.remove()
         return [p.grad.to_dense().clone() if p.grad is not None else None for p in parameters]
 
     first, *others = on_thread_ranks(case.size, rank_of)
@@ -207,7 +207,7 @@ def test_an_interrupt_after_the_averages_are_there_leaves_no_rank_a_step_behind(
             del averager._buckets._assign_absent
         with pytest.raises(RingError, match="interrupted"):
             parameter.sum().backward()
-        averager._remove_hooks()
+        averager._hooks.remove()
 
     on_thread_ranks(2, rank_of)
 
