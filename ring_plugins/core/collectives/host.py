@@ -107,6 +107,8 @@ class HostCommunicator:
         self._reducer: Reducer
         try:
             self._connect(members, nodes, node, segment, wait, others, transport)
+            if len(nodes) > 1:  # a connection is made without the other end's script, which may have been interrupted
+                self._bytes.barrier(fingerprint("connect"))
         except BaseException as error:  # the others may have connected already
             self._executor.interrupt("its construction", error)
             raise

@@ -26,6 +26,9 @@ _LARGEST = 1 << 30
 #: Seconds that MPI may take to finalize after an error left transfers unfinished.
 _FINALIZE = 10
 
+#: The process that finalizes MPI when it ends; 0 for none.
+_finalizing_process = 0
+
 
 def load() -> Any:
     """mpi4py's MPI module, initializing MPI on first use.
@@ -54,9 +57,27 @@ def load() -> Any:
 
 def mpi_init_waits_for_every_rank() -> Any:
     """mpi4py's MPI; importing it calls MPI_Init. The name explains a stack that is printed after a time-out."""
+    global _finalizing_process
+    if "mpi4py.MPI" not in sys.modules:
+        import mpi4py
+
+        if mpi4py.rc.initialize and mpi4py.rc.finalize is None:  # else the script finalizes MPI itself
+            mpi4py.rc.finalize = False
+            _finalizing_process = os.getpid()
     from mpi4py import MPI
 
     return MPI
+
+
+def _finalize() -> None:
+    """Finalize MPI in place of mpi4py, which does so in a forked child, too, where it never returns."""
+    module = sys.modules.get("mpi4py.MPI")
+    if module is not None and os.getpid() == _finalizing_process and not module.Is_finalized():
+        module.Finalize()
+
+
+# On import, so that it is called after everything else that is registered to leave the job.
+atexit.register(_finalize)
 
 
 def _limit_finalize() -> None:

@@ -125,3 +125,25 @@ def test_the_text_about_ranks_on_several_hosts(monkeypatch):
         mpi_arrivals._text([0, 1], 4, 2)
         == "2 of the 2 ranks on node2 have come, waiting for the ranks of other hosts to reach init()"
     )
+
+
+@pytest.mark.mpi
+def test_a_forked_child_that_calls_exit_ends():
+    script = """
+        import os, sys, time
+        import ring_plugins as ring
+        from tests.worker import report
+        ring.init()
+        child = os.fork()
+        if child == 0:
+            sys.exit(3)
+        end, ended = time.monotonic() + 30, 0
+        while not ended and time.monotonic() < end:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            time.sleep(0.01)
+        if not ended:
+            os.kill(child, 9)
+        report("status", os.waitstatus_to_exitcode(status) if ended else "still runs")
+        ring.barrier()
+    """
+    assert run_ranks(script, 2, "mpirun", timeout=90).values("status") == [3, 3]
