@@ -51,7 +51,7 @@ class ClosedGroups:
 
     def ask(self, pending: Iterable[Message], now: float) -> None:
         """Ask those for whom a receive has waited for long to tell when they close its group."""
-        for message in pending:
+        for message in list(pending):  # telling its rank may complete another one
             if message.verb == "receive" and message.peer is not None and now - message.since > _LONG:
                 question = message.group.context, message.group.ranks[message.peer]
                 if question not in self._asked:
