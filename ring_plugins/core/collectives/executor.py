@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from ring_plugins.core.base.errors import ArgumentError, DeadlockError, MismatchError, PeerFailed, RingError, is_refusal
 from ring_plugins.core.base.threads import HelperThread, wait_for_event
 from ring_plugins.core.collectives.api import Activity, FailureState, Statistics
-from ring_plugins.core.collectives.fingerprint import Fingerprint
+from ring_plugins.core.collectives.fingerprint import Fingerprint, MismatchAfterRefusal, after_refusals
 from ring_plugins.core.control.wait import PeerRefused, Wait, nap_precisely
 from ring_plugins.core.trace.recorder import recorder
 from ring_plugins.core.trace.steps import steps
@@ -107,6 +107,7 @@ class SerialExecutor:
             self.failure.check()
             self._refuse_nesting(fingerprint.text)
             wait, statistics = self._wait, self.statistics
+            fingerprint = after_refusals(fingerprint, wait.refused) if wait.refused else fingerprint
             work = thread.current if thread is not None and inside else None
             part_of = work.description if work is not None else self._in_line
             wait.part_of = "" if fingerprint.text.startswith(part_of) else part_of
@@ -159,15 +160,15 @@ class SerialExecutor:
         """Break the communicator, unless all members have seen the error in a blocking call and are in step."""
         if isinstance(error, PeerRefused):
             self.interrupt(text, error)  # the others may not know
-        elif inside or not self.goes_on_after_mismatch:
+        elif inside or not self.goes_on_after_mismatch or isinstance(error, MismatchAfterRefusal):
             self.failure.fail(error)  # as the other members do; what is queued behind it might be matched wrongly
 
     def refuse(self, operation: str, error: BaseException) -> None:
         """Tell the other members that this one does not take part in its next operation, so that none waits for it.
 
-        A member that waits for this one there raises, and thereby breaks the communicator. Where all members refuse the
-        call, none waits, and all may go on. They count refusals, so one that passes through several layers, each of
-        which reports it, counts once.
+        A member that waits for this one there raises, and thereby breaks the communicator; so do all if this one calls
+        again before a member has noticed. Where all members refuse the call, none waits, and all may go on. They count
+        refusals, so one that passes through several layers, each of which reports it, counts once.
         """
         if not is_refusal(error) or vars(error).get(_TOLD) == self._name:
             return

@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 from ring_plugins.core.base.errors import MismatchError, name_ranks
 
+#: In the text of an operation that follows refused calls.
+_REFUSED = " refused call"
+
 
 class Fingerprint(NamedTuple):
     """An operation's identity: equal on all ranks, or the program is wrong.
@@ -37,9 +40,25 @@ def fingerprint(kind: str, dtype: str = "", count: int = -1, detail: str = "") -
         detail: anything else that must agree, such as the reduction or the root.
     """
     inner = ", ".join(filter(None, (f"{count} x {dtype}" if count >= 0 else dtype, detail)))
-    text = f"{kind}({inner})"
+    return _of(f"{kind}({inner})")
+
+
+def after_refusals(operation: Fingerprint, refusals: int) -> Fingerprint:
+    """The fingerprint of the first operation after calls that this rank refused.
+
+    It matches only if all members have refused as many. Else one that caught its error and called again would be
+    matched or not, depending on whether the others had heard of the refusal yet.
+    """
+    return _of(f"{operation.text} after {refusals}{_REFUSED}{'s' if refusals > 1 else ''}")
+
+
+def _of(text: str) -> Fingerprint:
     data = text.encode()
     return Fingerprint(zlib.crc32(data) << 30 | zlib.adler32(data) & 0x3FFFFFFF, text)
+
+
+class MismatchAfterRefusal(MismatchError):
+    """Ranks disagree after one of them refused a call, which ends the communicator: they count operations unequally."""
 
 
 def mismatch(communicator: str, calls: dict[int, str]) -> MismatchError:
@@ -55,9 +74,8 @@ def mismatch(communicator: str, calls: dict[int, str]) -> MismatchError:
     parts = ", but ".join(
         f"{name_ranks(ranks)} call{'' if len(ranks) > 1 else 's'} {text}" for text, ranks in by_text.items()
     )
-    return MismatchError(
-        f"ranks disagree in {communicator}: {parts}. All ranks must make equal calls in the same order."
-    )
+    kind = MismatchAfterRefusal if any(_REFUSED in text for text in by_text) else MismatchError
+    return kind(f"ranks disagree in {communicator}: {parts}. All ranks must make equal calls in the same order.")
 
 
 def size_mismatch(

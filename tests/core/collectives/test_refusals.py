@@ -72,6 +72,43 @@ def test_refusals_are_counted_from_the_last_operation():
     assert told == [(0, 0, "a"), (0, 1, "b"), (1, 0, "c")]
 
 
+AGAIN = """
+import time
+import numpy as np
+import ring_plugins as ring
+from tests.worker import report
+ring.init(ranks=2)
+rank, outcomes = ring.rank(), []
+if rank:
+    try:
+        ring.all_reduce(np.ones(4, np.int32))
+    except ring.ArgumentError:
+        pass
+elif WAITS_FOR_THE_CALL:  # so that this rank arrives last, and need not look for refusals
+    own = ring.core.world.current().communicator._node.barriers
+    while max(page[0] for page in own._others) <= own._own[0]:
+        time.sleep(0.001)
+for _ in range(2):
+    try:
+        ring.all_reduce(np.ones(4, np.float32))
+        outcomes.append("done")
+    except (ring.MismatchError, ring.PeerFailed) as error:
+        outcomes.append(str(error))
+report("outcomes", outcomes)
+"""
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_rank_that_calls_again_after_its_own_refusal_is_never_matched(waits):
+    result = run_ranks(AGAIN.replace("WAITS_FOR_THE_CALL", str(waits)), 2, timeout=60)
+    for outcomes in result.values("outcomes"):
+        assert "done" not in outcomes, outcomes
+    if waits:
+        assert (
+            "but rank 1 calls all_reduce(4 x float32, average) after 1 refused call." in result.values("outcomes")[0][0]
+        )
+
+
 LACKS_MEMORY = """
 import resource
 import numpy as np
