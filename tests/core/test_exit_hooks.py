@@ -88,13 +88,16 @@ def test_buffered_log_records_are_written_before_the_process_ends_with_a_childs_
     [((3,), 7, [3]), (("no data",), 7, [1]), ((), 7, []), ((0,), 7, []), ((3,), 8, [])],
 )
 def test_the_status_of_sys_exit_is_told_unless_the_script_caught_it(monkeypatch, given, operations, told):
+    def leave(*status):
+        raise SystemExit(*status)  # as sys.exit does, which an earlier test may have wrapped already
+
     statuses, job = [], Job()
     job.operations, job.leave = lambda: 7, statuses.append
     monkeypatch.setattr(exit_hooks, "_exit", (0, 0))
     monkeypatch.setattr(exit_hooks, "_failed", False)
     monkeypatch.setattr(exit_hooks.spawn, "wait_for_children", lambda failed: 0)
     with pytest.raises(SystemExit) as ended:
-        exit_hooks._noting_exit(sys.exit, lambda: job)(*given)
+        exit_hooks._noting_exit(leave, lambda: job)(*given)
     assert ended.value.args == given
     job.operations = lambda: operations  # more of them than at the time of the call: the script has gone on
     exit_hooks._at_exit(lambda: job, lambda: None)
