@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
 from ring_plugins.core.linux.interfaces import free_port
 
 Launcher = Literal["spawned", "mpirun", "torchrun"]
@@ -30,6 +32,14 @@ def launcher_command(launcher: str, ranks: int) -> list[str]:
         raise RuntimeError("no mpirun beside this Python or on PATH; add it with: pip install 'ring_plugins[mpi]'")
     own = ["--oversubscribe", "--bind-to", "none"] if _is_open_mpi(mpirun) else []
     return [mpirun, *own, "-n", str(ranks), sys.executable]
+
+
+def is_mpirun_without_ranks(pid: int) -> bool:
+    """Whether a process is Open MPI's mpirun, and all that it started have ended."""
+    process = psutil.Process(pid)
+    return process.name() == "prterun" and all(
+        child.status() == psutil.STATUS_ZOMBIE for child in process.children(recursive=True)
+    )
 
 
 def find_mpirun() -> str | None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 
 from ring_plugins.core.linux.thread_count import physical_cores
 from tests.launch import REPOSITORY
-from tests.launchers import LAUNCHERS, clean_environment, launcher_command
+from tests.launchers import LAUNCHERS, clean_environment, is_mpirun_without_ranks, launcher_command
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "PJRT_NPROC")
 RING = (sys.executable, "-m", "ring_plugins")
@@ -50,9 +51,24 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Status, standard output and standard error."""
-    out, err = process.communicate(timeout=90)
-    return process.returncode, out, err
+    """Status, standard output and standard error.
+
+    Open MPI 5's mpirun now and then hangs after its job has ended (https://github.com/openpmix/prrte/issues/1839). It
+    is killed then.
+    """
+    deadline = time.monotonic() + 90
+    alone = 0
+    while True:
+        try:
+            out, err = process.communicate(timeout=5)
+        except subprocess.TimeoutExpired:
+            alone = alone + 1 if is_mpirun_without_ranks(process.pid) else 0
+            if alone == 3:
+                process.kill()
+            elif time.monotonic() > deadline:
+                raise
+        else:
+            return process.returncode, out, err
 
 
 @pytest.mark.parametrize("launcher", ["spawned", "mpirun"])

@@ -7,7 +7,6 @@ import sys
 from datetime import timedelta
 
 import pytest
-import torch.distributed as dist
 
 import ring_plugins.torch  # noqa: F401 - registers the rendezvous
 from ring_plugins.core.base.errors import LaunchError
@@ -117,5 +116,13 @@ def test_missing_environment_variables_are_named(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(LaunchError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"):
         rendezvous.connect(LaunchRecord("rendezvous", "a test"), 0)
-    with pytest.raises(ValueError, match="environment variable WORLD_SIZE expected"):  # torch's own words
-        dist.init_process_group("ring")
+    script = """
+        import os
+        import pytest
+        import torch.distributed as dist
+        import ring_plugins.torch
+        os.environ["RANK"] = "0"
+        with pytest.raises(ValueError, match="environment variable WORLD_SIZE expected"):  # torch's own words
+            dist.init_process_group("ring")
+    """
+    run_ranks(script, 1, "spawned")

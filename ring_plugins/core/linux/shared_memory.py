@@ -38,6 +38,8 @@ from ring_plugins.core.base.errors import SharedMemoryError
 from ring_plugins.core.base.types import Bytes
 from ring_plugins.core.linux.process import boot_id
 
+#: What the kernel shows as the name of a segment's file.
+_NAME = "ring_plugins"
 #: Where another process of this host finds a segment: process id, file descriptor there, bytes.
 Address = tuple[int, int, int]
 
@@ -146,7 +148,7 @@ class Segment:
         if not is_available():
             raise SharedMemoryError("shared memory needs Linux and RING_SHARED_MEMORY not 0.")
         try:
-            fd = _above_standard_streams(os.memfd_create("ring_plugins"))
+            fd = _above_standard_streams(os.memfd_create(_NAME))
             try:
                 os.ftruncate(fd, max(nbytes, 1))
                 return cls(fd, nbytes)
@@ -155,6 +157,21 @@ class Segment:
                 raise
         except OSError as error:
             raise SharedMemoryError(f"cannot create a shared segment of {nbytes} bytes: {error}.") from error
+
+    @classmethod
+    def inherited(cls, fd: int, nbytes: int) -> Segment:
+        """Map the segment that the parent of this process created and passed on.
+
+        Raises:
+            SharedMemoryError: the number belongs to no open file, or to one that is not such a segment.
+        """
+        try:
+            # A user's own file could be mapped, too, and would be overwritten.
+            if not os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_NAME} ") or os.fstat(fd).st_size < nbytes:
+                raise SharedMemoryError(f"file {fd} is not a segment of {nbytes} bytes")
+            return cls(fd, nbytes)
+        except OSError as error:
+            raise SharedMemoryError(str(error)) from error
 
     @classmethod
     def open(cls, address: Address, rank: int) -> Segment:

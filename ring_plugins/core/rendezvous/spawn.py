@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import LaunchError, name_ranks
+from ring_plugins.core.base.errors import LaunchError, SharedMemoryError, name_ranks
 from ring_plugins.core.base.log import flush_output, logger
 from ring_plugins.core.base.progress_line import ProgressLine, arrivals
 from ring_plugins.core.linux import thread_count
@@ -165,8 +165,8 @@ def _join(record: LaunchRecord) -> SharedMemoryRendezvous:
     assert record.size is not None
     end_with_parent()
     try:
-        segment = Segment(fd, SharedMemoryRendezvous.nbytes(record.size))
-    except (OSError, ValueError) as error:
+        segment = Segment.inherited(fd, SharedMemoryRendezvous.nbytes(record.size))
+    except SharedMemoryError as error:
         raise LaunchError(
             f"{config.SPAWNED.name} is set, but this process did not inherit the file that it names ({error}): the "
             f"variable was copied from rank {record.rank} of a job into another environment; unset it."

@@ -1,5 +1,7 @@
 import os
+import subprocess
 import sys
+import textwrap
 import threading
 
 from ring_plugins.core.linux.shared_memory import Segment, _publish_weakly_ordered
@@ -30,14 +32,13 @@ def test_threads_fence_at_the_same_time():
 
 
 def test_a_segments_file_never_takes_the_number_of_a_closed_standard_stream():
-    standard_input = os.dup(0)
-    os.close(0)
-    try:
-        segment = Segment.create(10)
-    finally:
-        os.dup2(standard_input, 0)
-        os.close(standard_input)
-    assert segment.fd > 2
+    code = """
+        import os
+        from ring_plugins.core.linux.shared_memory import Segment
+        os.close(0)
+        assert Segment.create(10).fd > 2
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)  # not here, where other threads run
 
 
 def test_a_forked_child_has_a_copy_of_its_own_and_no_access_to_the_others():

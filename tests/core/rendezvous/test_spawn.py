@@ -1,7 +1,6 @@
 """Scripts that spawn their ranks: rendezvous in shared memory, and how children end."""
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -152,9 +151,11 @@ def test_spawned_ranks_get_the_same_arguments_and_code(tmp_path):
     run_ranks(script, 1, "spawned")
 
 
-def test_the_variable_of_a_spawned_rank_without_its_file_is_refused(monkeypatch):
-    never_open = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # a closed one might be opened again by another thread
-    for fd in (never_open, 0):
-        monkeypatch.setenv("RING_SPAWNED", f"{fd}:1:2:{os.getppid()}")
-        with pytest.raises(LaunchError, match="did not inherit the file"):
-            spawn._join(spawn.detect())
+def test_the_variable_of_a_spawned_rank_without_its_file_is_refused(monkeypatch, tmp_path):
+    """Another file under the same number could be mapped, too, and would be overwritten."""
+    with open(tmp_path / "file", "w+b") as other:
+        other.truncate(SharedMemoryRendezvous.nbytes(2))
+        for fd in (-1, 2**31 - 1, other.fileno()):
+            monkeypatch.setenv("RING_SPAWNED", f"{fd}:1:2:{os.getppid()}")
+            with pytest.raises(LaunchError, match="did not inherit the file"):
+                spawn._join(spawn.detect())
