@@ -55,7 +55,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 #: Files whose tests share launches or test hosts, so that splitting them among workers would repeat these.
-SHARING = re.compile(r"tests/(hosts/|torch/test_(gradients|process_group)|lightning/test_strategy)")
+SHARING = re.compile(r"tests/(hosts/|torch/test_(gradients|process_group|sharded_optimizer)|lightning/test_strategy)")
 
 
 def scope_of(nodeid: str) -> str:

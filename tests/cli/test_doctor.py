@@ -46,6 +46,7 @@ def test_findings_are_printed_with_their_remedies(monkeypatch):
 
 @pytest.mark.mpi
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.slow
 def test_two_hosts_on_one_core_over_a_slow_link_with_a_name_that_is_loopback():
     with hosts(2, rate="10gbit", loopback_names=True) as cluster:
         cluster.shape("host2", "1gbit")

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.launch import Launcher, run_ranks
+from tests.launch import run_ranks
 
 COMMON = """
 import os, sys, time
@@ -78,13 +78,21 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+#: What runs by default: each start takes 5 s.
+QUICK = "init", "an averager's buckets", "a group's communicator"
+
+
 @pytest.mark.parametrize(
-    ("launcher", "nodes"), [("torchrun", ""), pytest.param("torchrun", "1,1", marks=pytest.mark.slow)]
+    ("case", "nodes"),
+    [
+        pytest.param(case, nodes, marks=[pytest.mark.slow] * (bool(nodes) or case not in QUICK))
+        for case in CASES
+        for nodes in ("", "1,1")
+    ],
 )
-def test_an_interrupted_construction_reaches_the_other_rank(case: str, launcher: Launcher, nodes: str) -> None:
+def test_an_interrupted_construction_reaches_the_other_rank(case: str, nodes: str) -> None:
     script, told = CASES[case]
-    result = run_ranks(COMMON + script, 2, launcher, env={"RING_VIRTUAL_NODES": nodes}, timeout=90, check=False)
+    result = run_ranks(COMMON + script, 2, "torchrun", env={"RING_VIRTUAL_NODES": nodes}, timeout=90, check=False)
     waited, interrupted = result.values("outcome")
     assert interrupted == ["TimeIsUp", "on rank 1"], interrupted
     assert waited is not None, result

@@ -57,6 +57,7 @@ def closing(result: Result, pattern: str) -> re.Match[str]:
     return found[0]
 
 
+@pytest.mark.slow
 def test_fabric():
     result = run_ranks(EXAMPLES / "fabric_digits.py", 2, args=["--epochs", "8"], timeout=120)
     assert float(closing(result, r"^ranks 2, .* accuracy ([\d.]+)$")[1]) >= 0.9

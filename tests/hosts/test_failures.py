@@ -181,7 +181,12 @@ def test_a_firewall_that_closes_the_port_of_the_data_is_named_on_both_sides(clus
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("count", "launcher"), [(100, "sockets"), (400_000, "sockets under mpirun"), (100, "MPI"), (400_000, "MPI")]
+    ("count", "launcher"),
+    [
+        (100, "sockets"),
+        (400_000, "MPI"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((400_000, "sockets under mpirun"), (100, "MPI"))),
+    ],
 )
 def test_a_difference_between_hosts_is_reported_to_every_rank_at_once(cluster, count, launcher):
     result = LAUNCHERS[launcher](cluster, DIFFERENT, 2, [str(count)]).run(check=False)

@@ -11,6 +11,7 @@ NAMES = "fifty_steps_equal_those_without_sharding", "state_in_the_ordinary_forma
 
 
 @pytest.mark.parametrize("per_host", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_sharded_optimizers_between_hosts(per_host):
     with hosts(2) as cluster:
         env = {"TEST_ONLY": ",".join(NAMES), "TEST_RANKS": str(2 * per_host)}

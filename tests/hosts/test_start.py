@@ -92,6 +92,7 @@ def test_a_rank_0_that_cannot_be_reached_is_explained(cluster):
         assert itself in errors(loopback)
 
 
+@pytest.mark.slow
 def test_a_firewall_between_the_other_ports_is_named_with_both_hosts(cluster):
     with (
         cluster.firewall("host2", "30000-65534", sources="30000-65534"),

@@ -34,6 +34,7 @@ except ring.ArgumentError as error:
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_compression_between_hosts():
     result = run_ranks(FIT, 2, "mpirun", env=environment("jax", RING_VIRTUAL_NODES="2"), timeout=120)
     for name in ("exact", "bf16"):

@@ -20,8 +20,9 @@ def accuracy(result: Result, ranks: int) -> float:
 @pytest.mark.parametrize(
     ("backend", "launcher"),
     [
-        pytest.param("tensorflow", "mpirun", marks=pytest.mark.mpi),
-        *(pytest.param(backend, "spawned", marks=pytest.mark.slow) for backend in ("tensorflow", "torch", "jax")),
+        ("jax", "spawned"),
+        pytest.param("tensorflow", "mpirun", marks=[pytest.mark.mpi, pytest.mark.slow]),
+        *(pytest.param(backend, "spawned", marks=pytest.mark.slow) for backend in ("tensorflow", "torch")),
     ],
 )
 def test_digits(backend, launcher):

@@ -58,7 +58,7 @@ def ended(source: str, backend: str, *causes: str, interfere: signal.Signals | s
     return result
 
 
-@on("tensorflow", "jax", slow=("torch",))  # the peer's error passes through the framework's host call
+@on("jax", slow=("tensorflow", "torch"))  # the peer's error passes through the framework's host call
 def test_sigkill_of_a_rank(backend):
     ended(script(), backend, r"rank 1\b.*(died|killed|signal)", interfere=signal.SIGKILL)
 

@@ -52,7 +52,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("backend", ["jax", "torch", pytest.param("tensorflow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["jax", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensorflow", "torch"))]
+)
 def test_what_one_rank_refuses_reaches_the_other(backend: str, case: str) -> None:
     result = run_ranks(SCRIPT, 2, args=[case], env={"KERAS_BACKEND": backend}, timeout=120, check=False)
     waited, refused = result.values("outcome")

@@ -88,7 +88,9 @@ ENDLESS = """
 
 
 @pytest.mark.parametrize("starter", STARTERS)
-@pytest.mark.parametrize("ended", ["rank", "interrupt", pytest.param("SIGTERM", marks=pytest.mark.slow), "SIGKILL"])
+@pytest.mark.parametrize(
+    "ended", ["rank", "SIGKILL", *(pytest.param(how, marks=pytest.mark.slow) for how in ("interrupt", "SIGTERM"))]
+)
 def test_everything_ends(starter, ended):
     # After SIGKILL of `ring run` nothing is left that could find what its ranks leave behind.
     args = [] if ended == "SIGKILL" else ["leave something behind"]

@@ -9,7 +9,8 @@ from tests.launch import run_ranks
 WORKER = Path(__file__).with_name("fabric_worker.py")
 
 
-@pytest.mark.parametrize("package", ["lightning.fabric", pytest.param("lightning_fabric", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])
 def test_same_weights_as_ddp(package: str) -> None:
     """Also that one RingFabricStrategy serves both packages."""
     result = run_ranks(WORKER, env={"TEST_PACKAGE": package})
@@ -124,6 +125,7 @@ fabric.save("checkpoint", {"model": model})
 """
 
 
+@pytest.mark.slow
 def test_weights_that_differ_are_reported_after_the_first_step_and_before_a_checkpoint(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = run_ranks(DIFFERS)

@@ -75,7 +75,8 @@ def test_an_exception_on_one_rank(launcher: Launcher) -> None:
         assert result.reports[0]["on_exception"] == "PeerFailed"
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_ctrl_c_reaching_one_rank(rank: int) -> None:
     with start_ranks(training() if rank else RANKS_FIRST + training()) as job:
         job.pids(40)
@@ -85,7 +86,7 @@ def test_ctrl_c_reaching_one_rank(rank: int) -> None:
     assert "KeyboardInterrupt" in result.output
 
 
-@pytest.mark.parametrize("signaled", [pytest.param([0], marks=pytest.mark.slow), [1], [0, 1]])
+@pytest.mark.parametrize("signaled", [[1], *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in ([0], [0, 1]))])
 def test_sigterm(signaled: list[int]) -> None:
     with start_ranks(training() if signaled == [0] else RANKS_FIRST + training()) as job:
         job.pids(40)
@@ -148,6 +149,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_an_error_that_all_ranks_catch_is_survived() -> None:
     with start_ranks(RANKS_FIRST + SURVIVOR) as job:
         result = job.wait(40)
@@ -187,7 +189,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("second", ["trainer()", "first"])
+@pytest.mark.parametrize("second", ["trainer()", pytest.param("first", marks=pytest.mark.slow)])
 def test_after_an_interrupt_that_all_ranks_catch_they_fit_again(second: str) -> None:
     with start_ranks(RANKS_FIRST + INTERRUPTED.replace("{second}", second)) as job:
         result = job.wait(60)

@@ -74,7 +74,9 @@ IMPORTS = {
 }
 
 
-@pytest.mark.parametrize("when", IMPORTS)
+@pytest.mark.parametrize(
+    "when", [pytest.param(when, marks=[pytest.mark.slow] * (when != "one after the other")) for when in IMPORTS]
+)
 def test_only_the_package_that_the_script_imports_is_imported(when):
     script = """
         import sys

@@ -93,6 +93,7 @@ def test_trainer():
     assert all(map(all, result.values("same")))
 
 
+@pytest.mark.slow
 def test_fabric():
     result = run_ranks(PREPARE + FABRIC, 2, timeout=200)
     assert sum(result.values("share")) == pytest.approx(1.0) and max(result.values("share")) < 0.7

@@ -50,6 +50,7 @@ def test_arguments_of_a_torch_model():
         measure(linear, torch.ones(5, 3), steps=0)
 
 
+@pytest.mark.slow
 def test_a_keras_model_is_measured_and_left_as_it_was():
     keras = pytest.importorskip("keras")
     model = keras.Sequential(

@@ -54,7 +54,7 @@ LAUNCHES = [
     Launch("spawned", 1),
     Launch("spawned", 2),
     Launch("spawned", 2, overlap="1"),
-    Launch("spawned", 3, only=(EQUALITY, SWITCH), overlap="1"),
+    Launch("spawned", 3, only=(EQUALITY, SWITCH), overlap="1", slow=True),
     Launch("spawned", 4, only=(EQUALITY, SWITCH), overlap="0", slow=True),
     Launch("spawned", 5, only=(EQUALITY, SWITCH), overlap="0", slow=True),
     Launch("spawned", 2, gpu="GPU"),

@@ -83,9 +83,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+#: What runs by default: each start takes 3 s.
+QUICK = "reduce_in_background", "gather_shapes", "averager_argument", "loss_shape"
+
+
 @pytest.mark.parametrize(
-    ("launcher", "nodes"), [("spawned", ""), pytest.param("torchrun", "1,1", marks=pytest.mark.slow)]
+    ("case", "launcher", "nodes"),
+    [
+        pytest.param(case, *where, marks=[pytest.mark.slow] * (where[0] != "spawned" or case not in QUICK))
+        for case in CASES
+        for where in (("spawned", ""), ("torchrun", "1,1"))
+    ],
 )
 def test_what_one_rank_refuses_reaches_the_other(case: str, launcher: str, nodes: str) -> None:
     env = {"RING_VIRTUAL_NODES": nodes} if nodes else {}

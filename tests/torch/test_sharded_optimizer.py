@@ -11,10 +11,10 @@ from tests.launch import Result, run_ranks
 CHECKS = Path(__file__).with_name("checks_sharded_optimizer.py")
 NAMES = re.findall(r"@check(\w*)\ndef (\w+)", CHECKS.read_text())
 LAUNCHES = [
-    pytest.param(1, "", id="1"),
+    pytest.param(1, "", id="1", marks=pytest.mark.slow),
     pytest.param(2, "", id="2"),
     # Two of the three ranks share memory.
-    pytest.param(3, "1,2", id="3 on two nodes", marks=pytest.mark.mpi),
+    pytest.param(3, "1,2", id="3 on two nodes", marks=[pytest.mark.mpi, pytest.mark.slow]),
     pytest.param(3, "", id="3", marks=pytest.mark.slow),
     pytest.param(4, "2,2", id="4 on two nodes", marks=[pytest.mark.mpi, pytest.mark.slow]),
     pytest.param(5, "", id="5", marks=pytest.mark.slow),

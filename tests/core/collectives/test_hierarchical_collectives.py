@@ -192,7 +192,11 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("layout", [(0, 0, 1, 1), (0, 0, 1), (0, 1, 0, 2, 1), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [(0, 0, 1), *(pytest.param(one, marks=pytest.mark.slow) for one in ((0, 0, 1, 1), (0, 1, 0, 2, 1), (0, 1, 2)))],
+    ids=str,
+)
 @pytest.mark.parametrize("call", DIFFERENT)
 def test_every_rank_learns_of_a_mismatch(layout, call):
     last = len(layout) - 1

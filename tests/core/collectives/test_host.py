@@ -15,9 +15,9 @@ CASES = [
     pytest.param("spawned", 4, "", marks=pytest.mark.slow),
     ("mpirun", 2, ""),
     pytest.param("mpirun", 2, "2", marks=pytest.mark.slow),
-    ("mpirun", 3, "1,2"),
+    pytest.param("mpirun", 3, "1,2", marks=pytest.mark.slow),
     ("mpirun", 4, "2"),
-    ("torchrun", 3, "2,1"),
+    pytest.param("torchrun", 3, "2,1", marks=pytest.mark.slow),
 ]
 
 

@@ -139,9 +139,9 @@ report("outcome", outcome)
 @pytest.mark.parametrize(
     ("call", "launcher", "nodes"),
     [
-        ("all_gather(x)", "spawned", ""),
+        pytest.param("all_gather(x)", "spawned", "", marks=pytest.mark.slow),
         ("all_gather(x)", "torchrun", "1,1"),
-        ("reduce_scatter(x, ring.SUM)", "spawned", ""),
+        pytest.param("reduce_scatter(x, ring.SUM)", "spawned", "", marks=pytest.mark.slow),
         pytest.param("reduce_scatter(x, ring.SUM)", "torchrun", "1,1", marks=pytest.mark.slow),
         ("all_gather(x, wait=False).wait()", "spawned", ""),
         pytest.param("all_gather(x, wait=False).wait()", "torchrun", "1,1", marks=pytest.mark.slow),

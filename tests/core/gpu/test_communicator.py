@@ -18,7 +18,7 @@ from tests.gpu_stand_in import alone
 from tests.launch import run_ranks, start_ranks
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3)
 def test_every_collective_and_every_invalid_call(ranks):
     environment = {"RING_NCCL_REPORT": "1", "RING_INTERFACE": "lo"}
     result = run_ranks(Path(__file__).with_name("checks_communicator.py"), ranks, env=environment)
@@ -123,6 +123,7 @@ STALLED = """
 """
 
 
+@pytest.mark.slow
 def test_a_stall_report_names_the_operation_that_gpus_wait_in():
     result = run_ranks(STALLED, 3, env={"RING_STALL_WARNING": "2"}, timeout=60)
     said = result.output

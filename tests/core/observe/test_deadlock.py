@@ -43,7 +43,7 @@ report("outcome", attempt(collective))
     ("launcher", "size", "nodes"),
     [
         ("spawned", 3, ""),
-        ("torchrun", 3, "1,1,1"),
+        pytest.param("torchrun", 3, "1,1,1", marks=pytest.mark.slow),
         pytest.param("spawned", 4, "", marks=pytest.mark.slow),
         pytest.param("torchrun", 4, "2,2", marks=pytest.mark.slow),
     ],
@@ -84,6 +84,7 @@ report("outcome", "done")
 """
 
 
+@pytest.mark.slow
 def test_a_circle_in_which_one_rank_has_queued_its_part_is_no_deadlock() -> None:
     assert run_ranks(COMMON + SLOW, 3, timeout=90).values("outcome") == ["done"] * 3
 

@@ -119,6 +119,7 @@ except ring.DeadlockError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_slow_operation_is_no_deadlock_and_two_communicators_of_one_name_can_have_one():
     result = run_ranks(COMMON + CROSSED, 2, timeout=60)
     assert result.values("slow") == ["done"] * 2

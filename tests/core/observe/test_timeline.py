@@ -90,7 +90,8 @@ for name in ("first", "second"):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "first_to_leave"), [("spawned", 0), ("mpirun", 1), pytest.param("torchrun", 0, marks=pytest.mark.slow)]
+    ("launcher", "first_to_leave"),
+    [("spawned", 0), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("mpirun", 1), ("torchrun", 0)))],
 )
 def test_no_launcher_loses_the_beginning_or_the_end_of_a_rank(launcher, first_to_leave, tmp_path):
     run_ranks(TWO_JOBS, 3, launcher, [str(tmp_path), str(first_to_leave)])
@@ -101,6 +102,7 @@ def test_no_launcher_loses_the_beginning_or_the_end_of_a_rank(launcher, first_to
         assert sorted(e["pid"] for e in events if e["name"] == "process_labels") == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_timeline_holds_what_a_rank_did_before_it_died(tmp_path):
     body = TRAIN + "for _ in range(5):\n    step()\ntime.sleep(2)\nreport_pid()\nwhile True:\n    step()\n"
     with start_ranks(body, 2, env={"RING_TIMELINE": str(tmp_path)}) as job:

@@ -115,6 +115,7 @@ def test_a_port_that_is_released_in_time_is_used(monkeypatch):
     tcp._listen(taken.getsockname()[1], 2).close()
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_see_each_others_memory_use_sockets_or_mpi():
     script = """
         import os
