@@ -17,14 +17,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import socket
-import sys
+import time
 from pathlib import Path
 
 import numpy as np
 from bare_sockets import bare_sockets
-from measure import machine, save
+from measure import init_under_mpirun, machine, on_test_hosts, save, used_by_others
 
 import ring_plugins as ring
 from ring_plugins.benchmarking import Times, interleaved
@@ -37,6 +35,7 @@ from ring_plugins.core.net import mpi
 from ring_plugins.core.world import current
 
 SIZES = [64, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 25 << 20, 100 << 20]
+RANKS = "two ranks of one thread per test host, which share these cores"
 #: Measured by default: hosts, rate of a link, bytes of the largest message.
 NETWORKS = [
     (2, "10gbit", 100 << 20),
@@ -73,11 +72,7 @@ def worker(options: argparse.Namespace) -> None:
     """Measure on this rank, which mpirun has started so that MPI can be measured too; ring_plugins uses sockets."""
     with contextlib.suppress(OSError):  # priority over other sessions of this machine
         Path("/proc/self/autogroup").write_text("-20")
-    rank, size = os.environ["OMPI_COMM_WORLD_RANK"], os.environ["OMPI_COMM_WORLD_SIZE"]
-    address = mpi.load().COMM_WORLD.bcast(options.address or socket.gethostname())
-    os.environ |= {"RING_LAUNCHER": "rendezvous", "RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": address}
-    os.environ["MASTER_PORT"] = "29600"
-    ring.init()
+    init_under_mpirun(options.address)
     variants: dict[str, Backend] = {"ring": ordinary, "ring bucket": bucket, "ring over MPI": over_mpi()}
     variants |= {"bare sockets": bare_sockets(), "MPI": flat_mpi} | ({} if options.without_gloo else {"gloo": gloo})
     rows: dict[int, dict[str, Times]] = {}
@@ -89,9 +84,10 @@ def worker(options: argparse.Namespace) -> None:
         if ring.rank() == 0:
             text = "  ".join(f"{name} {times.median * 1e3:,.3f} ms" for name, times in rows[nbytes].items())
             print(f"{nbytes:>12,} B  {text}", flush=True)
+    shared = used_by_others(float(ring.all_reduce(time.process_time(), ring.SUM)))
     if ring.rank() == 0 and options.out:
         seconds = {nbytes: {name: vars(times) for name, times in row.items()} for nbytes, row in rows.items()}
-        record = {"hosts": ring.num_nodes(), "ranks": ring.size(), "seconds": seconds}
+        record = {"hosts": ring.num_nodes(), "ranks": ring.size(), "shared": shared, "seconds": seconds}
         Path(options.out).write_text(json.dumps(record))
     ring.barrier()
 
@@ -105,24 +101,8 @@ def limit(nbytes: int, hosts: int, rate: str | None) -> float:
 
 def measure(number: int, rate: str | None, arguments: list[str]) -> dict[str, object]:
     """Measure on test hosts, two ranks each."""
-    sys.path.insert(0, str(Path(__file__).parent.parent))
-    from tests.hosts import hosts
-
-    with hosts(number, rate=rate) as cluster:
-        out = cluster.directory / "result.json"
-        own = ["--here", "--out", str(out), "--address", "host1", *arguments]
-        environment = {
-            "GLOO_SOCKET_IFNAME": "eth0",
-            # MPI's ranks poll while they wait; let them yield, since there are more ranks than cores.
-            "OMPI_MCA_mpi_yield_when_idle": "1",
-            "PYTHONPATH": f"{Path(__file__).parent}:{cluster.environment_variables()['PYTHONPATH']}",
-        }
-        with cluster.mpirun(Path(__file__).resolve(), 2, own, environment) as job:
-            result = job.wait(900)
-        if not out.exists():
-            raise SystemExit(str(result))
-        record: dict[str, object] = json.loads(out.read_text())
-        return {**record, "rate": rate}
+    found = on_test_hosts(__file__, number, rate, arguments, GLOO_SOCKET_IFNAME="eth0")
+    return {**json.loads(found), "rate": rate}
 
 
 def report(record: dict[str, object]) -> None:
@@ -132,7 +112,8 @@ def report(record: dict[str, object]) -> None:
     rows: dict[str, dict[str, dict[str, float]]] = record["seconds"]  # type: ignore[assignment]
     hosts, rate = int(str(record["hosts"])), record["rate"]
     names = list(next(iter(rows.values())))
-    table = Table(title=f"{hosts} hosts, {record['ranks']} ranks, {rate or 'no limit'}: median ms", caption=machine())
+    caption = machine(RANKS, float(str(record["shared"])))
+    table = Table(title=f"{hosts} hosts, {record['ranks']} ranks, {rate or 'no limit'}: median ms", caption=caption)
     ratios = ("limit / ring", "limit / bucket", "bare / ring", "bare / bucket", "MPI / ring", "gloo / ring")
     for title in ("bytes", *names, "limit", *ratios):
         table.add_column(title, justify="right")
@@ -170,7 +151,8 @@ def main() -> None:
         records.append(measure(number, rate, passed + (["--without-gloo"] if options.without_gloo else [])))
         report(records[-1])
     if networks is NETWORKS:
-        save("between_hosts", {"networks": records})
+        shared = max(float(str(one["shared"])) for one in records)
+        save("between_hosts", {"networks": records}, RANKS, shared)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,12 @@ is that of the whole array: what is broadcast, what all ranks gather together, w
 from __future__ import annotations
 
 import argparse
-import os
-import socket
-import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from measure import machine
+from measure import init_under_mpirun, machine, on_test_hosts, used_by_others
 
 import ring_plugins as ring
 from ring_plugins.benchmarking import interleaved
@@ -75,11 +73,7 @@ def mpi_calls(nbytes: int) -> dict[str, Callable[[], object]]:
 
 def worker(options: argparse.Namespace) -> None:
     """Measure on this rank, which mpirun has started so that MPI can be measured too; ring_plugins uses sockets."""
-    rank, size = os.environ["OMPI_COMM_WORLD_RANK"], os.environ["OMPI_COMM_WORLD_SIZE"]
-    address = mpi.load().COMM_WORLD.bcast(options.address or socket.gethostname())
-    os.environ |= {"RING_LAUNCHER": "rendezvous", "RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": address}
-    os.environ["MASTER_PORT"] = "29600"
-    ring.init()
+    init_under_mpirun(options.address)
     two_level, flat_one = current().communicator, flat()
     assert isinstance(two_level, HostCommunicator)
     lines = [
@@ -99,8 +93,9 @@ def worker(options: argparse.Namespace) -> None:
             ratios = [f"{other.least / two.least:.2f} | {other.median / two.median:.2f}" for other in others]
             text = f"{nbytes >> 10:,} KiB" if name != "barrier" else ""
             lines.append(f"| {name} | {text} | {two.least * 1e3:.2f} | {two.median * 1e3:.2f} | {' | '.join(ratios)} |")
+    shared = used_by_others(float(ring.all_reduce(time.process_time(), ring.SUM)))
     if ring.rank() == 0:
-        text = "\n".join([*lines, "", f"({machine()})"])
+        text = "\n".join([*lines, "", f"({machine(shared=shared)})"])
         print(text, flush=True)
         if options.out:
             Path(options.out).write_text(text)
@@ -120,17 +115,8 @@ def main() -> None:
     if options.here:
         worker(options)
         return
-    sys.path.insert(0, str(Path(__file__).parent.parent))
-    from tests.hosts import hosts
-
-    with hosts(options.hosts, rate=None if options.rate == "none" else options.rate) as cluster:
-        out = cluster.directory / "result.md"
-        own = ["--here", "--out", str(out), "--address", "host1", "--seconds", str(options.seconds)]
-        path = f"{Path(__file__).parent}:{cluster.environment_variables()['PYTHONPATH']}"
-        environment = {"OMPI_MCA_mpi_yield_when_idle": "1", "PYTHONPATH": path}
-        with cluster.mpirun(Path(__file__).resolve(), options.ranks, own, environment) as job:
-            result = job.wait(900)
-        print(out.read_text() if out.exists() else result)
+    rate = None if options.rate == "none" else options.rate
+    print(on_test_hosts(__file__, options.hosts, rate, ["--seconds", str(options.seconds)], options.ranks))
 
 
 if __name__ == "__main__":

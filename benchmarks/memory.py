@@ -16,6 +16,8 @@ import sys
 
 VARIANTS = ("no communication", "ring_plugins", "DDP (gloo)", "DDP (gloo), views")
 
+RANKS = "2 ranks on 1 host, 1 thread each"
+
 
 def rank(variant: str) -> None:
     """Run a few steps of one variant on this rank, with a model of 320 MB of parameters."""
@@ -60,14 +62,14 @@ def main() -> None:
         record = json.loads(done.stdout.splitlines()[-1])
         peaks[variant] = record["peak"]
     gradients = record["gradients"]
-    table = Table(title=f"peak resident memory per rank; gradients {gradients / 1e6:.0f} MB", caption=machine())
+    table = Table(title=f"peak resident memory per rank; gradients {gradients / 1e6:.0f} MB", caption=machine(RANKS))
     for column in ("", "MB", "growth / gradients"):
         table.add_column(column, justify="right")
     for variant, peak in peaks.items():
         growth = (peak - peaks["no communication"]) / gradients
         table.add_row(variant, f"{peak / 1e6:,.0f}", f"{growth:.2f}")
     Console(width=100).print(table)
-    save("memory", {"gradients": gradients, "peak": peaks})
+    save("memory", {"gradients": gradients, "peak": peaks}, RANKS)
 
 
 if __name__ == "__main__":

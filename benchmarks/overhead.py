@@ -71,14 +71,20 @@ def main() -> None:
         command = [sys.executable, __file__, "--rank", str(ranks), "--steps", str(options.steps)]
         done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, check=True)
         results[ranks] = json.loads(done.stdout.splitlines()[-1])
-    table = Table(title="processor time per step for averaging, ms (µs per parameter)", caption=machine())
+    table = Table(
+        title="processor time per step for averaging, ms (µs per parameter)", caption=machine("1 thread a rank")
+    )
     table.add_column("ranks", justify="right")
     for count in PARAMETERS:
         table.add_column(f"{count:,} parameters", justify="right")
     for ranks, row in results.items():
         table.add_row(str(ranks), *(f"{b * 1e3:.2f} ({b * 1e6 / int(count):.1f})" for count, (_, b) in row.items()))
     Console(width=120).print(table)
-    save("overhead", {"seconds": {r: {c: b for c, (_, b) in row.items()} for r, row in results.items()}})
+    save(
+        "overhead",
+        {"seconds": {r: {c: b for c, (_, b) in row.items()} for r, row in results.items()}},
+        "1 thread a rank",
+    )
 
 
 if __name__ == "__main__":

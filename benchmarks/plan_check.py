@@ -113,7 +113,7 @@ def main() -> None:
             error = f"{100 * (times['predicted'] / times['measured'] - 1):+.1f} %"
             table.add_row(rate, model, *cells, error, f"{times['alpha'] * 1e6:.0f}", f"{times['gigabits']:.2f}")
     Console(width=100).print(table)
-    save("plan_check", {"rates": results})
+    save("plan_check", {"rates": results}, ranks="one rank of 1 thread per test host, each bound to a core")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
     python benchmarks/plot.py            # reads benchmarks/results, writes docs/pictures
 
-They have no background, and lines and letters of a gray that is readable on white and on black.
+They have no background, and lines and letters of a gray that is readable on white and on black. The line at the bottom
+names machine, ranks, threads, what else used the cores, and the date; measure.py keeps it with each result.
 """
 
 from __future__ import annotations
 
-import json
+import os
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from between_hosts import limit
-from measure import RESULTS
+from measure import RESULTS, load
 from timeline import draw as draw_timeline
 
 from ring_plugins.drawing import COLORS, draw_scaling
@@ -54,13 +55,11 @@ STEP_COLORS = {
 }
 
 
-def save(figure: Any, name: str) -> None:
+def save(figure: Any, name: str, caption: str = "") -> None:
+    """Write a picture, with a line at its bottom that says how its numbers came about."""
+    figure.supxlabel(caption, fontsize=7)
     figure.savefig(PICTURES / f"{name}.svg", metadata={"Date": None})
     plt.close(figure)
-
-
-def load(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def steps() -> None:
@@ -82,8 +81,7 @@ def steps() -> None:
         panel.spines[["top", "right"]].set_visible(False)
         panel.margins(y=0.12)
     figure.suptitle("Training step on two ranks: medians and quartiles", fontsize=11)
-    figure.supxlabel(record["machine"], fontsize=7)
-    save(figure, "step_time")
+    save(figure, "step_time", record["machine"])
 
 
 SIZES = {"mlp": "67 MB of gradients", "transformer": "19 MB", "cnn": "1.5 MB"}
@@ -109,8 +107,7 @@ def messages() -> None:
     for panel in (left, right):
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(alpha=0.25)
-    figure.supxlabel(record["machine"], fontsize=7)
-    save(figure, "all_reduce")
+    save(figure, "all_reduce", record["machine"])
 
 
 def scaling() -> None:
@@ -125,7 +122,7 @@ def scaling() -> None:
     ]:
         between = parse(network, transport)
         series[f"{model}, {between.name}"] = [predict(reference(model), between, ranks, 4) for ranks in counts(1024)]
-    draw_scaling(series, "Predicted: four Pascal GPUs per host, batch 64 per GPU", PICTURES / "plan.svg")
+    draw_scaling(series, "Predicted by ring plan: four Pascal GPUs per host, batch 64 per GPU", PICTURES / "plan.svg")
 
 
 def between_hosts() -> None:
@@ -146,8 +143,7 @@ def between_hosts() -> None:
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(alpha=0.25)
     panels[0][0].legend(fontsize=7, frameon=False)
-    figure.supxlabel(record["machine"], fontsize=7)
-    save(figure, "between_hosts")
+    save(figure, "between_hosts", record["machine"])
 
 
 def many_hosts() -> None:
@@ -169,13 +165,13 @@ def many_hosts() -> None:
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(alpha=0.25)
     panels[0][0].legend(fontsize=7, frameon=False)
-    figure.supxlabel(f"simulated with constants of {record['machine']}", fontsize=7)
-    save(figure, "many_hosts")
+    save(figure, "many_hosts", f"simulated, not measured; constants from {record['machine']}")
 
 
 def compression() -> None:
     """Line chart: loss with gradients in 16 bits between hosts."""
-    losses = load("half_wire")["losses"]
+    record = load("half_wire")
+    losses = record["losses"]
     figure, panel = plt.subplots(figsize=(7, 4), layout="constrained")
     for (name, values), style in zip(losses.items(), ("-", "--", "-.", ":"), strict=True):
         smooth = np.convolve(values, np.ones(10) / 10, "valid")
@@ -185,12 +181,13 @@ def compression() -> None:
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(alpha=0.25)
     panel.legend(fontsize=8, frameon=False)
-    save(figure, "compression")
+    save(figure, "compression", record["machine"])
 
 
 def timeline() -> None:
     """Two steps of two ranks."""
-    save(draw_timeline(load("timeline")["events"]), "timeline")
+    record = load("timeline")
+    save(draw_timeline(record["events"]), "timeline", record["machine"])
 
 
 def stall_report() -> None:
@@ -219,6 +216,7 @@ def stall_report() -> None:
 
 
 if __name__ == "__main__":
+    os.environ["SOURCE_DATE_EPOCH"] = "0"  # no date in files: the same results give the same file
     matplotlib.rcParams.update(STYLE)
     PICTURES.mkdir(parents=True, exist_ok=True)
     for draw in (steps, messages, scaling, between_hosts, many_hosts, compression, timeline, stall_report):

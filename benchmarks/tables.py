@@ -1,20 +1,18 @@
-"""Print the results of the other benchmarks as Markdown tables for docs/performance.md.
+"""Write kept results into the documentation, as tables and sentences.
 
-python benchmarks/tables.py            # reads benchmarks/results
+    python benchmarks/tables.py            # reads benchmarks/results, writes docs/performance.md and README.md
+
+Each stands between the comments `<!-- results: NAME -->` and `<!-- end -->`, where NAME is a function below.
+tests/test_documentation.py checks that both agree.
 """
 
 from __future__ import annotations
 
-import json
-from typing import Any
+import re
+from pathlib import Path
 
 from between_hosts import limit
-from measure import RESULTS
-
-
-def load(name: str) -> dict[str, Any]:
-    """Read the results of a benchmark."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
+from measure import load
 
 
 def table(header: list[str], body: list[list[str]]) -> str:
@@ -69,7 +67,7 @@ def memory() -> str:
     record = load("memory")
     base = record["peak"]["no communication"]
     rows = [[n, f"{p / 1e6:,.0f}", f"{(p - base) / record['gradients']:.2f}"] for n, p in record["peak"].items()]
-    return table(["", "peak resident memory, MB", "growth / bytes of gradients"], rows)
+    return table(["", "peak resident memory, MB", "growth / bytes of gradients"], rows) + f"\n\n({record['machine']})"
 
 
 def overhead() -> str:
@@ -77,7 +75,7 @@ def overhead() -> str:
     record = load("overhead")
     counts = list(next(iter(record["seconds"].values())))
     rows = [[ranks, *(f"{max(row[c], 0) * 1e3:.2f}" for c in counts)] for ranks, row in record["seconds"].items()]
-    return table(["ranks", *(f"{int(c):,} parameters, ms" for c in counts)], rows)
+    return table(["ranks", *(f"{int(c):,} parameters, ms" for c in counts)], rows) + f"\n\n({record['machine']})"
 
 
 def between_hosts() -> str:
@@ -115,5 +113,31 @@ _SHOWN = (64, 16 << 10, 64 << 10, 1 << 20, 25 << 20, 100 << 20)
 _BETWEEN = ("ring", "ring bucket", "ring over MPI", "bare sockets", "MPI", "gloo")
 
 
+def summary() -> str:
+    """A sentence: the range of ratios to DDP and to no communication, over all models."""
+    record = load("training_step")
+    medians = [{name: t["median"] for name, t in times.items()} for times in record["seconds"].values()]
+    ranges = []
+    for name in ("DDP (gloo)", "no communication"):
+        ratios = sorted(m["ring_plugins"] / m[name] for m in medians)
+        ranges.append(f"{ratios[0]:.2f} to {ratios[-1]:.2f}")
+    return (
+        f"On two cores with two ranks, a training step takes {ranges[0]} times as long as with torch DDP (gloo), "
+        f"and {ranges[1]}\ntimes as long as without any communication."
+    )
+
+
+DOCUMENTS = Path(__file__).parent.parent / "docs" / "performance.md", Path(__file__).parent.parent / "README.md"
+RESULT = re.compile(r"(<!-- results: (\w+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
+MADE = {make.__name__: make for make in (messages, steps, memory, overhead, between_hosts, summary)}
+
+
+def filled(text: str) -> str:
+    """A document with its tables and sentences from kept results."""
+    return RESULT.sub(lambda match: match[1] + MADE[match[2]]() + match[3], text)
+
+
 if __name__ == "__main__":
-    print("\n\n".join(make() for make in (messages, steps, memory, overhead, between_hosts)))
+    for document in DOCUMENTS:
+        document.write_text(filled(document.read_text()))
+        print(f"wrote {document}")

@@ -142,7 +142,7 @@ def main() -> None:
     record(directory)
     if not os.environ.get("RING_SPAWNED"):
         events = json.loads((Path(directory) / "timeline.json").read_text())
-        save("timeline", {"events": kept(events)})
+        save("timeline", {"events": kept(events)}, ranks="2 ranks on 1 host, 1 thread each")
         (Path(directory) / "timeline.json").unlink()
         os.rmdir(directory)
     assert not ring.is_initialized()

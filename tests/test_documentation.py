@@ -10,6 +10,7 @@ reads it from the document. For a block of shell commands, the comment says what
     <!-- not run: REASON -->
 """
 
+import importlib
 import itertools
 import json
 import re
@@ -138,6 +139,22 @@ def test_links_inside_the_repository_lead_somewhere():
         if not (document.parent / target).exists()
     ]
     assert broken == []
+
+
+def test_tables_and_sentences_are_those_of_kept_results(monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    tables = importlib.import_module("tables")
+    for document in tables.DOCUMENTS:
+        text = document.read_text()
+        assert text.count("<!-- results: ") == len(tables.RESULT.findall(text)) >= 1
+        assert text == tables.filled(text), "python benchmarks/tables.py"
+
+
+def test_kept_results_say_how_they_came_about():
+    """Machine, threads or hosts, and date, which stand below every table and picture."""
+    for file in (REPOSITORY / "benchmarks" / "results").glob("*.json"):
+        machine = json.loads(file.read_text())["machine"]
+        assert re.fullmatch(r".+, \d+ cores, .*Python [\d.]+, \d{4}-\d\d-\d\d", machine), file
 
 
 def test_every_error_is_documented():

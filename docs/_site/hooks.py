@@ -27,7 +27,7 @@ PAGES = {
 }
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".ipynb": "json", "": "dockerfile"}
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)#\s]*)(#[^)\s]*)?\)")
-MARKER = re.compile(r"^<!-- (?:tested by|run by|not run|collected by|measured)[^\n]*-->\n", re.MULTILINE)
+MARKER = re.compile(r"^<!-- (?:tested by|run by|not run|collected by|results:|end)[^\n]*-->\n", re.MULTILINE)
 
 
 def examples() -> dict[str, str]:
