@@ -24,7 +24,8 @@ import psutil
 import ring_plugins as ring
 from ring_plugins.core.arrays.memory import host_memory
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.net.auth import Claim, Disconnected, Purpose, accept_one, connect
+from ring_plugins.core.net.acceptor import accept_one
+from ring_plugins.core.net.auth import Claim, Disconnected, Purpose, connect
 from ring_plugins.core.world import current
 from ring_plugins.doctor.facts import Facts
 

@@ -21,16 +21,8 @@ from collections.abc import Callable
 
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.base.progress_line import ProgressLine, arrivals
-from ring_plugins.core.net.auth import (
-    Acceptor,
-    Authenticated,
-    Claim,
-    ClientHandshake,
-    Disconnected,
-    Purpose,
-    Refused,
-    authenticate,
-)
+from ring_plugins.core.net.acceptor import Acceptor, Authenticated
+from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, Refused, authenticate
 from ring_plugins.core.net.frames import FrameSocket
 from ring_plugins.launcher.outcomes import Failure, Outcome, collect
 

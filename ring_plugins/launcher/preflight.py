@@ -24,7 +24,8 @@ from typing import Any
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.linux.interfaces import address_towards
-from ring_plugins.core.net.auth import Acceptor, Purpose
+from ring_plugins.core.net.acceptor import Acceptor
+from ring_plugins.core.net.auth import Purpose
 from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.mpirun import JobSpec, Mpirun
 

@@ -25,8 +25,9 @@ from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.failure_detector import Peer as Member
 from ring_plugins.core.control.parent_notifier import ParentNotifier, notify_parent
 from ring_plugins.core.gpu import nccl
-from ring_plugins.core.net import auth, network_choice
-from ring_plugins.core.net.auth import Acceptor, Claim, ClientHandshake, Disconnected, Purpose, ServerHandshake
+from ring_plugins.core.net import network_choice
+from ring_plugins.core.net.acceptor import Acceptor, Authenticated
+from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, ServerHandshake
 from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
 from ring_plugins.core.net.message_stream import HEADER_BYTES, Header, Incoming, Kind
 from ring_plugins.core.observe.stall import StallAggregator, StallWatch
@@ -292,7 +293,7 @@ class Joins(JsonTarget):
         with theirs:
             theirs.setblocking(False)
             server, rank = self._server, rng.choice((0, 1, 7, 8, -1, -(1 << 31)))
-            server._begin(auth.Authenticated(ours, Claim(rank), "127.0.0.1"))
+            server._begin(Authenticated(ours, Claim(rank), "127.0.0.1"))
             (joining,) = server._joining.values()
             if rng.randrange(8):
                 data = struct.pack("!Q", len(data)) + data

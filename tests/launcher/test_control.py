@@ -13,7 +13,7 @@ import pytest
 
 from ring_plugins.core.base import progress_line
 from ring_plugins.core.base.errors import LaunchError, TimeoutExceeded
-from ring_plugins.core.net import auth
+from ring_plugins.core.net import acceptor
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Purpose, authenticate
 from ring_plugins.core.net.frames import FrameSocket
 from ring_plugins.launcher import outcomes
@@ -93,7 +93,7 @@ def test_silent_clients_block_nobody(pool, monkeypatch):
     with Driver() as driver, contextlib.ExitStack() as stack:
         for _ in range(100):
             stack.enter_context(socket.create_connection(("127.0.0.1", driver.port)))
-        monkeypatch.setattr(auth, "HANDSHAKE_SECONDS", 600.0)  # the silent ones stay, however slow this machine is
+        monkeypatch.setattr(acceptor, "HANDSHAKE_SECONDS", 600.0)  # the silent ones stay, however slow this machine is
         rank = pool.submit(rank_of, driver, 0)
         assert len(driver.outcomes(b"call", 1, no_trouble, 60)) == 1
     rank.result(60)

@@ -20,7 +20,8 @@ from ring_plugins.core.collectives.message_closing import ClosedGroups
 from ring_plugins.core.collectives.message_matching import Matching, Unexpected
 from ring_plugins.core.collectives.message_progress import Progress
 from ring_plugins.core.collectives.message_request import Message
-from ring_plugins.core.net.auth import Acceptor, Claim, Disconnected, Purpose
+from ring_plugins.core.net.acceptor import Acceptor
+from ring_plugins.core.net.auth import Claim, Disconnected, Purpose
 from ring_plugins.core.net.message_stream import (
     CREDIT_BYTES,
     EAGER_BYTES,

@@ -12,7 +12,8 @@ from typing import Any
 from ring_plugins.core.control.channel import EVERYONE, GOODBYE, Channel, ControlConnection
 from ring_plugins.core.control.tcp_liveness import enable_keepalive
 from ring_plugins.core.linux.process import raise_open_file_limit
-from ring_plugins.core.net.auth import Acceptor, Authenticated, Claim, Purpose
+from ring_plugins.core.net.acceptor import Acceptor, Authenticated
+from ring_plugins.core.net.auth import Claim, Purpose
 from ring_plugins.core.net.frames import FrameSocket, to_json
 
 #: Open files that rank 0 needs beside a connection for every rank, and connections that it accepts beside them.

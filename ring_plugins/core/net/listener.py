@@ -22,9 +22,9 @@ from typing import NamedTuple
 from ring_plugins.core.base.errors import LaunchError, PeerFailed
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.linux.process import raise_open_file_limit
+from ring_plugins.core.net.acceptor import Acceptor
 from ring_plugins.core.net.auth import (
     HANDSHAKE_SECONDS,
-    Acceptor,
     Claim,
     ClientHandshake,
     Disconnected,

@@ -33,7 +33,8 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
-from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, advance, is_same_user
+from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, advance
+from ring_plugins.core.net.socket_owner import is_same_user
 
 T = TypeVar("T")
 

@@ -32,7 +32,8 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.linux.interfaces import Interface, interfaces
 from ring_plugins.core.linux.process import boot_id
-from ring_plugins.core.net.auth import Claim, Disconnected, Purpose, accept_one, connect
+from ring_plugins.core.net.acceptor import accept_one
+from ring_plugins.core.net.auth import Claim, Disconnected, Purpose, connect
 
 #: Bytes and seconds of a measurement at most. The first part is not timed: TCP starts slowly.
 _BYTES, _UNTIMED, _SECONDS = 8 << 20, 1 << 19, 0.1

@@ -29,18 +29,10 @@ from ring_plugins.core.base.errors import LaunchError, name_ranks
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.progress_line import ProgressLine, arrivals, hosts_of
 from ring_plugins.core.linux.process import raise_open_file_limit
-from ring_plugins.core.net.auth import (
-    Acceptor,
-    Authenticated,
-    Claim,
-    ClientHandshake,
-    Disconnected,
-    Purpose,
-    WrongSecret,
-    authenticate,
-    is_same_user,
-)
+from ring_plugins.core.net.acceptor import Acceptor, Authenticated
+from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, WrongSecret, authenticate
 from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
+from ring_plugins.core.net.socket_owner import is_same_user
 from ring_plugins.core.rendezvous.record import differences, own_versions
 
 #: Seconds that connecting, joining after the handshake, or sending a message may take.

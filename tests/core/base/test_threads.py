@@ -24,7 +24,7 @@ if "RANK" not in os.environ:
 import ring_plugins as ring
 from ring_plugins.core.collectives import executor
 from ring_plugins.core.control import monitor
-from ring_plugins.core.net import auth
+from ring_plugins.core.net.acceptor import Acceptor
 from ring_plugins.core.world import current
 from tests.worker import transport
 ring.init()
@@ -39,7 +39,7 @@ def broken(*_, **__):
 #: How to make each thread raise.
 THREADS = {
     "ring:monitor": "monitor.MonitorThread._end_without_launcher = broken",
-    "ring:listener": "auth.Acceptor.poll = broken; socket.create_connection(('127.0.0.1', transport()._listener.port))",
+    "ring:listener": "Acceptor.poll = broken; socket.create_connection(('127.0.0.1', transport()._listener.port))",
     "ring:ring": "executor.BackgroundWork.run = broken; ring.all_reduce(1.0, wait=False)",
 }
 

@@ -11,7 +11,7 @@ import pytest
 
 from ring_plugins.core.control import ControlClient, ControlServer
 from ring_plugins.core.control.channel import EVERYONE, GOODBYE
-from ring_plugins.core.net import auth
+from ring_plugins.core.net import acceptor, auth
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Purpose, authenticate
 from ring_plugins.core.net.frames import FrameSocket, to_json
 
@@ -205,7 +205,7 @@ def test_an_error_in_a_handler_ends_nothing(channels, capsys):
 
 
 def test_silent_clients_are_dropped_in_time(channels, monkeypatch):
-    monkeypatch.setattr(auth, "HANDSHAKE_SECONDS", 0.1)
+    monkeypatch.setattr(acceptor, "HANDSHAKE_SECONDS", 0.1)
     server, _ = connected(channels, 2, same_host=False)
     with contextlib.ExitStack() as stack:
         for _ in range(200):

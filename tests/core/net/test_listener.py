@@ -9,7 +9,7 @@ import time
 import pytest
 
 from ring_plugins.core.base.errors import LaunchError, PeerFailed
-from ring_plugins.core.net import auth
+from ring_plugins.core.net import acceptor
 from ring_plugins.core.net import listener as listener_module
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Purpose, authenticate
 from ring_plugins.core.net.listener import Listener, Peer
@@ -101,7 +101,7 @@ def test_silent_clients_start_no_threads_and_block_nobody(job, monkeypatch):
     low, high = job(2)
     before = threading.active_count()
     with contextlib.ExitStack() as stack:
-        monkeypatch.setattr(auth, "HANDSHAKE_SECONDS", 600.0)  # the silent ones stay, however slow this machine is
+        monkeypatch.setattr(acceptor, "HANDSHAKE_SECONDS", 600.0)  # the silent ones stay, however slow this machine is
         silent = [stack.enter_context(socket.create_connection(("127.0.0.1", high.port))) for _ in range(100)]
         silent[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
         here, there = ask(low, 1, 0), ask(high, 0, 0)

@@ -11,15 +11,9 @@ import pytest
 
 from ring_plugins.core.base import progress_line
 from ring_plugins.core.base.errors import LaunchError
-from ring_plugins.core.net import auth
-from ring_plugins.core.net.auth import (
-    Acceptor,
-    Claim,
-    ClientHandshake,
-    Disconnected,
-    Purpose,
-    authenticate,
-)
+from ring_plugins.core.net import acceptor
+from ring_plugins.core.net.acceptor import Acceptor
+from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, authenticate
 from ring_plugins.core.net.frames import FrameSocket, to_json
 from ring_plugins.core.rendezvous import bootstrap, record
 
@@ -99,7 +93,7 @@ def test_all_ranks_meet_and_intruders_do_not_disturb():
 
 def test_silent_connections_do_not_delay_the_start(monkeypatch):
     """They may be silent for an hour; a start that waited for one would run into this test's limit."""
-    monkeypatch.setattr(auth, "HANDSHAKE_SECONDS", 3600.0)
+    monkeypatch.setattr(acceptor, "HANDSHAKE_SECONDS", 3600.0)
     with contextlib.ExitStack() as stack:
 
         def silent(port):
