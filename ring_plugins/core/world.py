@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from ring_plugins.core import exit_hooks
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import ArgumentError, LaunchError, NotInitialized
+from ring_plugins.core.base.errors import ArgumentError, LaunchError, NotInitialized, SharedMemoryError
 from ring_plugins.core.base.log import logger, set_rank
 from ring_plugins.core.collectives.api import Activity, Communicator
 from ring_plugins.core.collectives.host import Gather, HostCommunicator
@@ -120,9 +120,7 @@ class World:
             )
         self.topology = find_topology(rank, self._nodes, [member.host for member in members])
         self._cores = [thread_count.Cores(one.kernel, one.container, one.cores, one.quota) for one in members]
-        self._local_peers = self._watch_local_peers(own, members) if own is not None else None
-        if any(member.liveness for member in members):
-            rendezvous.gather(None)  # no rank leaves before all have mapped its segment
+        self._local_peers = self._watch_local_peers(own, members) if any(one.liveness for one in members) else None
         #: Communicators still in use, by creation order, which is the same on all ranks.
         self._communicators: weakref.WeakValueDictionary[int, Communicator[Any]] = weakref.WeakValueDictionary()
         self._made = itertools.count()
@@ -160,15 +158,29 @@ class World:
         )
         return [_Member(*item) for item in self._rendezvous.gather(member)]
 
-    def _watch_local_peers(self, own: Liveness, members: Sequence[_Member]) -> LocalPeers:
+    def _watch_local_peers(self, own: Liveness | None, members: Sequence[_Member]) -> LocalPeers | None:
+        """Map the liveness segments of this host's ranks; collective.
+
+        Raises:
+            SharedMemoryError: on all ranks, if one cannot.
+            LaunchError: a rank has ended, which is why its segment could not be mapped.
+        """
         rank = self._rendezvous.rank
         domain, host = members[rank].domain, members[rank].host
-        others = [
-            Liveness.open((pid, fd, nbytes), other)
-            for other, member in enumerate(members)
-            if other != rank and member.domain == domain and member.liveness
-            for pid, fd, nbytes in [member.liveness]
-        ]
+        others, problem = [], ""
+        try:
+            for other, member in enumerate(members):
+                if other != rank and member.domain == domain and member.liveness:
+                    pid, fd, nbytes = member.liveness
+                    others.append(Liveness.open((pid, fd, nbytes), other))
+        except SharedMemoryError as error:
+            problem = f"rank {rank} on {host} {error}"
+        # No rank leaves before all have mapped its segment, and a rank that did leave is noticed here.
+        problems = [text for text in self._rendezvous.gather(problem) if text]
+        if problems:
+            raise SharedMemoryError(problem or problems[0])
+        if own is None:
+            return None
         return LocalPeers(own, others, host if any(member.domain != domain for member in members) else "")
 
     def _make_monitor(self, server: ControlServer | None, members: Sequence[_Member]) -> MonitorThread:

@@ -31,6 +31,7 @@ from ring_plugins.core.arrays.arithmetic import reduce_everywhere, reduce_into
 from ring_plugins.core.arrays.codec import Codec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import CACHE_LINE, slices
+from ring_plugins.core.base.errors import SharedMemoryError
 from ring_plugins.core.base.types import Array, Bytes
 from ring_plugins.core.collectives.fingerprint import Fingerprint, size_mismatch
 from ring_plugins.core.collectives.shm_barrier import PAGE, SharedMemoryBarrier
@@ -72,7 +73,7 @@ class SharedMemoryGroup:
         self, own: Segment, addresses: Sequence[Address], ranks: Sequence[int], position: int, wait: Wait, name: str
     ) -> None:
         self.position, self.size = position, len(ranks)
-        self._ranks, self._name = tuple(ranks), name
+        self._ranks, self._name, self._wait = tuple(ranks), name, wait
         segments = self._open(own, addresses)
         arrays = [segment.array for segment in segments]
         self.barriers = SharedMemoryBarrier([array[:PAGE] for array in arrays], ranks, position, wait, name)
@@ -87,10 +88,14 @@ class SharedMemoryGroup:
 
     def _open(self, own: Segment, addresses: Sequence[Address]) -> list[Segment]:
         """Map all members' segments, in rank order."""
-        return [
-            own if i == self.position else Segment.open(address, rank)
-            for i, (address, rank) in enumerate(zip(addresses, self._ranks, strict=True))
-        ]
+        segments = []
+        for i, (address, rank) in enumerate(zip(addresses, self._ranks, strict=True)):
+            try:
+                segments.append(own if i == self.position else Segment.open(address, rank))
+            except SharedMemoryError:  # perhaps since that rank has given up, and its segment is gone
+                self._wait.raise_reason(rank, lambda: f"the allocation of memory that ranks share in {self._name}")
+                raise
+        return segments
 
     def _close_files(self, segments: Sequence[Segment]) -> None:
         """Close the files once all members have mapped them."""

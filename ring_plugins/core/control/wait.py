@@ -271,16 +271,27 @@ class Wait:
             raise PeerRefused(f"{refusal} Rank {detector.rank} waits for it in {what()}.")
 
     def _raise_reason(self, error: PeerFailed, what: Callable[[], str]) -> None:
-        """Give the reason why a peer is gone some time to arrive, and raise that instead."""
+        """Raise the reason why a peer is gone instead of `error`, if it arrives in time."""
         detector = self._failure_detector
         if detector is None or detector.aborted:
             return
+        self.raise_reason(error.rank, what)
+        detector.aborted = True
+
+    def raise_reason(self, rank: int, what: Callable[[], str]) -> None:
+        """Give the reason why a peer is gone from an operation some time to arrive, and raise it; return if none does.
+
+        Args:
+            rank: the peer's world rank.
+            what: the operation, for messages.
+        """
         end = time.monotonic() + _REASON
         while time.monotonic() < end:
             self._check_failure()
-            self._check_members(detector, [error.rank], what)
+            if self._failure_detector is not None:
+                self._check_members(self._failure_detector, [rank], what)
+                self._check_refusals(self._failure_detector, [rank], what)
             time.sleep(0.01)
-        detector.aborted = True
 
 
 #: The waits of this process's communicators, by identity.

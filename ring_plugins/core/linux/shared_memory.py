@@ -21,6 +21,7 @@ private memory, and after MADV_DONTFORK the child's allocator may use the gap.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -180,9 +181,16 @@ class Segment:
         Raises:
             SharedMemoryError: the other process no longer exists, or this one may not access it.
         """
-        pid, fd, nbytes = address
+        pid, number, nbytes = address
         try:
-            return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC), nbytes)
+            fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if os.fstat(fd).st_size != max(nbytes, 1):
+                    raise OSError(errno.EBADF, "it is another file by now")
+                return cls(fd, nbytes)
+            except BaseException:
+                os.close(fd)
+                raise
         except OSError as error:
             raise SharedMemoryError(
                 f"cannot map the memory of rank {rank} (process {pid}): {error}. If that process is "

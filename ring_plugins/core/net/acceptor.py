@@ -14,17 +14,20 @@ import os
 import selectors
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.net.auth import HANDSHAKE_SECONDS, Claim, Purpose, ServerHandshake, WrongSecret, advance
-from ring_plugins.core.net.socket_owner import is_same_unix_user, is_same_user
+from ring_plugins.core.net.socket_owner import are_same_user, is_same_unix_user
 
 #: Connections accepted at once, so that a flood of them cannot keep the caller from its other work.
 _ACCEPT_AT_ONCE = 64
 #: Seconds without accepting after the process ran out of files; the kernel keeps connections waiting meanwhile.
 _PAUSE = 0.2
+#: Between two looks at the kernel's table of connections, how many times longer than one took.
+_IDENTIFY_PAUSE = 20
 
 
 class Authenticated(NamedTuple):
@@ -53,8 +56,8 @@ class Acceptor:
         limit: unauthenticated connections kept; beyond it the oldest is dropped. Choose it larger than the number
             of clients that may connect at once.
         on_wrong_secret: called with the address of a client that does not know the secret.
-        same_user: whether to reject other users of this host on TCP sockets too, which reads one of the kernel's tables
-            for every connection; for jobs that may have no secret.
+        same_user: whether to reject other users of this host on TCP sockets too, once they have proved their claim; for
+            jobs that may have no secret.
 
     Attributes:
         limit: as above; may be changed.
@@ -70,13 +73,16 @@ class Acceptor:
         same_user: bool = False,
     ) -> None:
         self._secret, self._purpose, self._expects = secret, purpose, expects
-        self._is_accepted = is_same_user if same_user else is_same_unix_user
+        self._same_user = same_user
         self.limit, self._on_wrong_secret = limit, on_wrong_secret
         self._selector = selectors.EpollSelector()
         self._listeners: list[socket.socket] = []
         #: By socket, the oldest first.
         self._waiting: dict[socket.socket, _Unauthenticated] = {}
         self._found: list[Authenticated] = []
+        #: Of TCP sockets whose user is not known yet, the oldest first.
+        self._unidentified: deque[Authenticated] = deque()
+        self._identify_at = 0.0
         self._resume_at = 0.0
         self._has_warned = False
 
@@ -116,6 +122,7 @@ class Acceptor:
         now = time.monotonic()
         while self._waiting and (oldest := next(iter(self._waiting.values()))).deadline <= now:
             self._drop(oldest)
+        self._identify()
         found, self._found = self._found, []
         return found
 
@@ -124,10 +131,11 @@ class Acceptor:
 
         A forked child may call it: it unregisters nothing, since the kernel's side of a selector is the parent's too.
         """
-        for open_socket in [*self._listeners, *self._waiting]:
+        for open_socket in [*self._listeners, *self._waiting, *(client.socket for client in self._unidentified)]:
             open_socket.close()
         self._listeners.clear()
         self._waiting.clear()
+        self._unidentified.clear()
         self._selector.close()
 
     def _bounded(self, seconds: float) -> float:
@@ -136,6 +144,8 @@ class Acceptor:
             seconds = min(seconds, self._resume_at - now)
         if self._waiting:
             seconds = min(seconds, next(iter(self._waiting.values())).deadline - now)
+        if self._unidentified:
+            seconds = min(seconds, self._identify_at - now)
         return max(seconds, 0.0)
 
     def _accept(self, listener: socket.socket) -> None:
@@ -157,7 +167,7 @@ class Acceptor:
 
     def _begin(self, connected: socket.socket, address: Any) -> None:
         connected.setblocking(False)
-        if not self._is_accepted(connected):
+        if not is_same_unix_user(connected):
             connected.close()
             return
         if len(self._waiting) >= self.limit:
@@ -180,7 +190,29 @@ class Acceptor:
             return
         del self._waiting[client.socket]
         self._selector.unregister(client.socket)
-        self._found.append(Authenticated(client.socket, client.handshake.claim, client.address))
+        found = Authenticated(client.socket, client.handshake.claim, client.address)
+        if not self._same_user:
+            self._found.append(found)
+            return
+        if len(self._unidentified) >= self.limit:
+            self._unidentified.popleft().socket.close()
+        self._unidentified.append(found)
+
+    def _identify(self) -> None:
+        """Find those that this user has connected, and close others.
+
+        That reads a table of all connections of this host, which takes milliseconds. So strangers cannot have it read
+        before the handshake, and after it for a small share of the time only, for all of them at once.
+        """
+        began = time.monotonic()
+        if not self._unidentified or began < self._identify_at:
+            return
+        clients = list(self._unidentified)
+        self._unidentified.clear()
+        for client, is_own in zip(clients, are_same_user([client.socket for client in clients]), strict=True):
+            self._found.append(client) if is_own else client.socket.close()
+        ended = time.monotonic()
+        self._identify_at = ended + _IDENTIFY_PAUSE * (ended - began)
 
     def _drop(self, client: _Unauthenticated) -> None:
         del self._waiting[client.socket]

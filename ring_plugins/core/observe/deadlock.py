@@ -26,6 +26,8 @@ from ring_plugins.core.observe.stall_report import Waiting
 _DEADLOCK = 2.0
 #: Seconds until they are asked again, if there was no deadlock.
 _ASK_AGAIN = 2.0
+#: Searches for a circle at a time.
+_MOST_SEARCHES = 64
 
 #: A rank, and its number of a wait.
 Key = tuple[int, int]
@@ -133,25 +135,59 @@ class DeadlockFinder:
 
 
 def _circles(missing: dict[int, Sequence[int]]) -> list[list[int]]:
-    """Circles of three and more ranks that have no rank in common; `missing` says for whom each rank waits."""
-    waited_for = {rank: [other for other in others if other in missing] for rank, others in missing.items()}
-    found, left = [], set(missing)
-    while left:
-        path = [min(left)]
-        while True:
-            others = [rank for rank in waited_for[path[-1]] if rank in left]
-            # Two that wait for each other are a pair; look for a way on from there.
-            ahead = [rank for rank in others if len(path) < 2 or rank != path[-2]]
-            if not ahead:
-                left.discard(path[-1])  # part of no circle
-                break
-            if ahead[0] in path:
-                circle = path[path.index(ahead[0]) :]
-                left.difference_update(circle)
-                found.append(circle)
-                break
-            path.append(ahead[0])
+    """Shortest circles of three and more ranks that have no rank in common; `missing` says for whom each rank waits.
+
+    A circle that shares a rank with another is found once that one is resolved: its ranks have raised by then.
+    """
+    ahead = {rank: {other for other in others if other in missing} for rank, others in missing.items()}
+    found: list[list[int]] = []
+    while _without_ends(ahead):
+        searches = ((rank, last) for rank in sorted(ahead) for last in sorted(ahead) if rank in ahead[last])
+        # Beyond some searches, there are only pairs, which wait for each other in very many ways.
+        paths = (_path(ahead, rank, last) for rank, last in itertools.islice(searches, _MOST_SEARCHES))
+        circle = next(filter(None, paths), None)
+        if circle is None:
+            break
+        found.append(circle)
+        for rank in circle:
+            del ahead[rank]
     return found
+
+
+def _without_ends(ahead: dict[int, set[int]]) -> bool:
+    """Remove ranks that wait for nobody, or for whom nobody waits, until none is left; whether others are."""
+    behind: dict[int, set[int]] = {rank: set() for rank in ahead}
+    for rank, others in ahead.items():
+        others.intersection_update(behind)
+        for other in others:
+            behind[other].add(rank)
+    ends = [rank for rank in ahead if not ahead[rank] or not behind[rank]]
+    while ends:
+        end = ends.pop()
+        for here, there in ((ahead, behind), (behind, ahead)):
+            for other in here.pop(end, ()):
+                there[other].discard(end)
+                if not there[other]:
+                    ends.append(other)
+    return bool(ahead)
+
+
+def _path(ahead: dict[int, set[int]], first: int, last: int) -> list[int] | None:
+    """The shortest way from one rank to another with at least one between them, None if there is none."""
+    before = {first: first}
+    reached = [first]
+    for rank in reached:  # which grows: breadth first
+        for other in sorted(ahead[rank] - before.keys()):
+            if (rank, other) == (first, last):
+                continue
+            before[other] = rank
+            reached.append(other)
+            if other == last:
+                path = [last]
+                while path[-1] != first:
+                    path.append(before[path[-1]])
+                return path[::-1]
+    return None
 
 
 def _deadlock(number: int, circle: Sequence[Waiting]) -> Body:

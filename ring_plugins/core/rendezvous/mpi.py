@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+from typing import Any
 
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.base.log import logger
@@ -81,4 +82,9 @@ def _connect(record: LaunchRecord) -> Rendezvous:
             transport.close()
         mpi_transport.close()
 
-    return Rendezvous(rank, size, gather, transport, close, choice.rank_0, mpi_transport.abort)
+    def gather_in_time(item: Any) -> list[Any]:
+        """MPI does not tell that a rank has given up to join and goes on with its script."""
+        with mpi.every_rank_must_come_in_time():
+            return gather(item)
+
+    return Rendezvous(rank, size, gather_in_time, transport, close, choice.rank_0, mpi_transport.abort)

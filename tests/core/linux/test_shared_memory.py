@@ -4,6 +4,9 @@ import sys
 import textwrap
 import threading
 
+import pytest
+
+from ring_plugins.core.base.errors import SharedMemoryError
 from ring_plugins.core.linux.shared_memory import Segment, _publish_weakly_ordered
 
 
@@ -39,6 +42,15 @@ def test_a_segments_file_never_takes_the_number_of_a_closed_standard_stream():
         assert Segment.create(10).fd > 2
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)  # not here, where other threads run
+
+
+def test_a_file_that_took_the_number_of_a_closed_segment_is_not_mapped(tmp_path):
+    segment = Segment.create(10)
+    address = segment.address
+    with open(tmp_path / "other", "wb+") as other:
+        os.dup2(other.fileno(), segment.fd)
+        with pytest.raises(SharedMemoryError, match="another file"):
+            Segment.open(address, 1)
 
 
 def test_a_forked_child_has_a_copy_of_its_own_and_no_access_to_the_others():

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from ring_plugins.core.net import acceptor as acceptor_module
+from ring_plugins.core.net import socket_owner
 from ring_plugins.core.net.acceptor import Acceptor
 from ring_plugins.core.net.auth import (
     Claim,
@@ -127,6 +128,37 @@ def test_other_users_are_rejected_on_unix_sockets(monkeypatch):
             server.poll(1)
             assert server.waiting() == 1
     server.close()
+
+
+def test_strangers_cannot_have_the_table_of_connections_read_again_and_again(acceptor, monkeypatch):
+    reads = []
+    read = socket_owner._connections_of_this_user
+    monkeypatch.setattr(socket_owner, "_connections_of_this_user", lambda: reads.append(1) or read())
+    monkeypatch.setattr(acceptor_module, "_IDENTIFY_PAUSE", 1e9)
+    server, address = acceptor(same_user=True)
+
+    def connect(number):
+        clients = {}
+        for _ in range(number):
+            connected = stack.enter_context(socket.create_connection(address))
+            connected.setblocking(False)
+            clients[connected] = ClientHandshake(SECRET, Purpose.DATA, CLAIM)
+        return poll(server, lambda _: all(advance(*client) for client in clients.items()))
+
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(socket.create_connection(address))
+        poll(server, lambda _: server.waiting() == 20)
+        assert not reads  # before the handshake
+        found = connect(1)
+        assert (len(found), len(reads)) == (1, 1)
+        assert not connect(30)
+        assert len(reads) == 1  # the pause after the first read is long here
+        server._identify_at = 0.0
+        found += server.poll()
+        assert (len(found), len(reads)) == (31, 2)
+        for one in found:
+            one.socket.close()
 
 
 def test_an_acceptor_out_of_files_pauses_and_resumes(acceptor):

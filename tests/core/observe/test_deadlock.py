@@ -1,8 +1,11 @@
 """Three and four ranks that wait for each other in a circle raise, and a circle that bytes still leave does not."""
 
+import itertools
 import re
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ring_plugins.core.observe.deadlock import _circles
 from tests.launch import Launcher, run_ranks
@@ -67,6 +70,27 @@ while sum("outcome" in file.read_text() for file in done.iterdir()) < size:
     time.sleep(0.05)
 """
 
+# Ranks 0, 1, 2 and ranks 0, 1, 3 wait in circles: both go from rank 0 to rank 1. A rank that has raised ends.
+SHARED = """
+group = dist.new_group([1, 2, 3])
+if rank == 0:
+    report("outcome", attempt(lambda: dist.recv(torch.ones(3), 1)))
+elif rank == 1:
+    report("outcome", attempt(lambda: dist.all_reduce(torch.ones(3), group=group)))
+else:
+    report("outcome", attempt(lambda: dist.recv(torch.ones(3), 0)))
+"""
+
+
+@pytest.mark.slow
+def test_ranks_of_circles_that_share_ranks_raise() -> None:
+    result = run_ranks(COMMON + SHARED, 4, timeout=90, check=False)
+    kinds = [kind for kind, _ in result.values("outcome")]
+    assert len(kinds) == 4, result
+    assert kinds.count("DeadlockError") >= 3, result
+    assert set(kinds) <= {"DeadlockError", "PeerLeft", "PeerFailed"}, result
+
+
 # Rank 0 begins what the last rank waits in, in the background, after everybody has waited for some seconds.
 SLOW = """
 work = None
@@ -98,8 +122,31 @@ def test_a_circle_in_which_one_rank_has_queued_its_part_is_no_deadlock() -> None
         ({5: [0], 0: [1], 1: [2], 2: [3], 3: [0]}, [[0, 1, 2, 3]]),
         ({0: [9], 1: [0], 2: [1]}, []),
         ({0: [1], 1: [2], 2: [0], 3: [4], 4: [5], 5: [3]}, [[0, 1, 2], [3, 4, 5]]),
+        ({0: [1, 2], 1: [0], 2: [1]}, [[0, 2, 1]]),  # past a pair in which one rank has nobody else to wait for
+        ({0: [1, 3], 1: [2], 2: [0], 3: [4], 4: [0]}, [[0, 1, 2]]),  # and [0, 3, 4], which shares a rank
+        ({0: [1, 2], 1: [0, 2], 2: [0, 1]}, [[0, 2, 1]]),
+        ({0: [1], 1: [0, 2], 2: [1, 3], 3: [2]}, []),
         ({}, []),
     ],
 )
 def test_circles_of_three_and_more(missing: dict[int, list[int]], found: list[list[int]]) -> None:
     assert _circles(missing) == found
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.integers(0, 6), st.lists(st.integers(0, 6), max_size=3), max_size=7))
+def test_circles_are_circles_and_one_is_found_if_there_is_any(missing: dict[int, list[int]]) -> None:
+    missing = {rank: [other for other in others if other != rank] for rank, others in missing.items()}
+    found = _circles(missing)
+    ranks = [rank for circle in found for rank in circle]
+    assert len(ranks) == len(set(ranks))
+    for circle in found:
+        assert len(circle) > 2
+        for rank, after in zip(circle, [*circle[1:], circle[0]], strict=True):
+            assert after in missing[rank]
+    exists = any(
+        all(after in missing[rank] for rank, after in zip(ordered, [*ordered[1:], ordered[0]], strict=True))
+        for length in range(3, len(missing) + 1)
+        for ordered in itertools.permutations(missing, length)
+    )
+    assert exists == bool(found)

@@ -265,6 +265,25 @@ def test_a_circle_is_no_deadlock_if_one_rank_has_begun_what_the_one_before_it_wa
     assert [message[:2] for message in channel.take()] == [(rank, "confirm_wait") for rank in (1, 2, 0)]
 
 
+def test_a_circle_that_shares_a_rank_is_asked_about_once_the_other_is_over():
+    channel, stalls, _ = aggregator()
+    circle_of_waits(channel)
+    report_wait(channel, 0, [1, 3], "0: barrier()", "0", number=4, seconds=10)
+    for rank, other in ((3, 4), (4, 0)):
+        report_wait(channel, rank, [other], f"{rank}: barrier()", str(rank), number=rank + 4, seconds=10)
+    stalls.tick(time.monotonic())
+    first = channel.take()
+    assert [(rank, kind) for rank, kind, _ in first] == [(rank, "confirm_wait") for rank in (1, 2, 0)]
+    for rank, _, question in first:
+        channel.receive(rank, "answer_wait", {"waits": True, "deadlock": question["deadlock"]})
+    for rank in range(3):
+        channel.receive(rank, "end_wait", {"number": rank + 4})
+    channel.take()
+    report_wait(channel, 0, [3], "again: barrier()", "again", number=9, seconds=10)  # its script caught the error
+    stalls.tick(time.monotonic())
+    assert [(rank, kind) for rank, kind, _ in channel.take()] == [(rank, "confirm_wait") for rank in (3, 4, 0)]
+
+
 def test_a_rank_that_waits_in_two_threads_is_in_no_circle():
     channel, stalls, _ = aggregator()
     circle_of_waits(channel)

@@ -55,6 +55,29 @@ def test_more_ranks_asked_for_than_started_follows_the_launcher_and_says_so():
     assert result.output.count("init(ranks=3) was requested, but mpirun (Open MPI) started 2") == 1
 
 
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_a_rank_that_gave_up_to_join_and_goes_on_with_its_script_does_not_hold_up_the_others_for_ever():
+    script = """
+        import os, time
+        import ring_plugins as ring
+        from ring_plugins.core import world
+
+        def interrupted(*args):
+            raise KeyboardInterrupt
+
+        if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+            world.World._watch_local_peers = interrupted
+        try:
+            ring.init()
+        except KeyboardInterrupt:
+            time.sleep(600)
+    """
+    result = run_ranks(script, 2, "mpirun", env={"RING_START_TIMEOUT": "15"}, timeout=120, check=False)
+    assert result.returncode != 0
+    assert "Timeout (0:00:15)!" in result.output, result
+
+
 @pytest.mark.parametrize(
     ("hidden", "said"),
     [
