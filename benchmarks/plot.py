@@ -57,34 +57,36 @@ STEP_COLORS = {
 
 def save(figure: Any, name: str, caption: str = "") -> None:
     """Write a picture, with a line at its bottom that says how its numbers came about."""
-    figure.supxlabel(caption, fontsize=7)
+    figure.supxlabel(caption, fontsize=8)
     figure.savefig(PICTURES / f"{name}.svg", metadata={"Date": None})
     plt.close(figure)
 
 
 def steps() -> None:
-    """Bar chart: a training step of three models."""
+    """Bar charts: a training step, one panel per model."""
     record = load("training_step")
     models = list(record["seconds"])
-    figure, panels = plt.subplots(1, len(models), figsize=(9, 3.4), layout="constrained")
+    figure, panels = plt.subplots(1, len(models), figsize=(9, 3.6), layout="constrained")
+    bars: dict[str, Any] = {}
     for panel, model in zip(panels, models, strict=True):
         times = record["seconds"][model]
         for i, (name, t) in enumerate(times.items()):
             low, high = (t["median"] - t["low"]) * 1e3, (t["high"] - t["median"]) * 1e3
-            panel.bar(i, t["median"] * 1e3, color=STEP_COLORS[name], yerr=[[low], [high]], ecolor=INK, capsize=3)
+            bar = panel.bar(i, t["median"] * 1e3, color=STEP_COLORS[name], yerr=[[low], [high]], ecolor=INK, capsize=3)
+            bars[name] = bar
             panel.annotate(
                 f"{t['median'] * 1e3:.1f}", (i, t["median"] * 1e3 + high), ha="center", va="bottom", fontsize=9
             )
-        panel.set_xticks(range(len(times)), [name.replace(" ", "\n") for name in times], fontsize=8)
-        panel.set_title(f"{model} ({SIZES[model.partition(',')[0]]})", fontsize=10)
-        panel.set_ylabel("ms per step")
+        panel.set_xticks([])
+        panel.set_title(f"{model}\n{SIZES[model.partition(',')[0]]} of gradients", fontsize=10)
         panel.spines[["top", "right"]].set_visible(False)
         panel.margins(y=0.12)
-    figure.suptitle("Training step on two ranks: medians and quartiles", fontsize=11)
+    panels[0].set_ylabel("ms per step on two ranks\n(medians and quartiles)", fontsize=9)
+    figure.legend(bars.values(), bars, ncols=len(bars), loc="outside upper center", frameon=False, fontsize=9)
     save(figure, "step_time", record["machine"])
 
 
-SIZES = {"mlp": "67 MB of gradients", "transformer": "19 MB", "cnn": "1.5 MB"}
+SIZES = {"mlp": "67 MB", "transformer": "19 MB", "cnn": "1.5 MB"}
 
 
 def messages() -> None:
