@@ -171,6 +171,10 @@ class GradientAveraging:
         for name in (*self._originals, _ATTRIBUTE):
             self.optimizer.__dict__.pop(name, None)
         self._originals = {}
+        self.release()
+
+    def release(self) -> None:
+        """Release memory and communicator; the next step makes new ones on all ranks."""
         if self.exchange is not None:
             self.exchange.release()
             self.exchange = None

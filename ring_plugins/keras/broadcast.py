@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any, Literal
@@ -177,6 +178,12 @@ class BroadcastCallback(keras.callbacks.Callback):
                     averaging.install()
                     self._installed.append(averaging)
         active = self._active()
+        # A fit that an exception ended, on this rank or another, has released those of the script's own optimizers.
+        released = [averaging.settings.name for averaging in active if averaging.exchange is None]
+        anywhere = set(itertools.chain.from_iterable(self._communicator.all_gather_object(released)))
+        for averaging in active:
+            if averaging.settings.name in anywhere:
+                averaging.release()
         for averaging in active:
             # `compile()` without an optimizer makes an RMSprop for all variables. A GAN whose optimizers are other
             # attributes never uses it, and on torch a variable has one averager.
@@ -270,14 +277,17 @@ class BroadcastCallback(keras.callbacks.Callback):
     def _abandon(self) -> None:
         """Undo all changes after a fit that an exception ended, and tell ranks that still train and wait for this one.
 
-        They raise, and a later fit works on all ranks. An optimizer that the script itself distributed stays as it is.
+        They raise, and a later fit works on all ranks.
         """
         if self._is_fitting:
             # Not an interruption: a rank that raises in the same step, but later, still gets its averages before that.
             cause = RuntimeError("an exception ended fit(), and the script caught it. All ranks may call fit() again.")
-            averagers = [averaging.exchange.communicator for averaging in self._installed if averaging.exchange]
+            active = self._active()
+            averagers = [averaging.exchange.communicator for averaging in active if averaging.exchange]
             for communicator in (*averagers, *self._communicators):
                 communicator.refuse("the next step", cause)
+            for averaging in active:  # those that the script itself has distributed stay installed
+                averaging.release()
         self._restore()
 
     def _restore(self) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import weakref
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from ring_plugins.core.gradients.overlap import Wanted, choose_overlap
 from ring_plugins.core.gradients.reducer import GradientReducer
 from ring_plugins.core.linux.thread_count import threads_in_use
 from ring_plugins.core.world import has_room_to_overlap
+
+T = TypeVar("T")
 
 #: Bytes of a cache line. TensorFlow needs no copy of an array that starts on one.
 _LINE = 64
@@ -177,6 +180,25 @@ class HostBuckets:
             for i, flag in zip(bucket.entries, flags.tolist(), strict=True):
                 if flag != (one if i in given else 0):
                     raise unequal_gradients(i in given, self.plan.entries[i].name)
+
+
+def call_weakly(method: Callable[..., T]) -> Callable[..., T]:
+    """A function that calls a method, but does not keep its object.
+
+    TensorFlow and XLA never let go of a function that a compiled step calls.
+    """
+    weak = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> T:
+        found = weak()
+        if found is None:
+            raise RingError(
+                "this compiled step averages with an optimizer that does so no longer, since its fit() is over or "
+                "undistribute() was called. Compile the step anew: model.make_train_function(force=True)."
+            )
+        return found(*args)
+
+    return call
 
 
 def unequal_gradients(is_here: bool, name: str) -> MismatchError:

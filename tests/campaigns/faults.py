@@ -342,22 +342,25 @@ def inject(plan: Plan, job: Job, cluster: Cluster | None, group: Path | None) ->
         else:
             if group is not None:
                 (group / "cgroup.procs").write_text(str(job.pids()[plan.victim]))
-            inject_into_process(plan, job)
-            if plan.fault == "SIGSTOP" and plan.launcher == "hosts: environment":
+            pid = inject_into_process(plan, job)
+            # A script that is stopped before it has spawned ranks has nobody who could end it, either.
+            is_alone = plan.launcher == "spawned" and plan.starting and pid == job.process.pid
+            if plan.fault == "SIGSTOP" and (plan.launcher == "hosts: environment" or is_alone):
                 end_of_a_stopped_rank(plan, job)
         yield
 
 
-def inject_into_process(plan: Plan, job: Job) -> None:
+def inject_into_process(plan: Plan, job: Job) -> int | None:
+    """Returns the process, None for a fault of all or if there is none."""
     if plan.fault == "Ctrl-C":
         if plan.launcher in BETWEEN:
             job.signal_parent(signal.SIGINT)
         else:
             job.interrupt()
-        return
+        return None
     pid = some_process(plan, job) if plan.starting else job.pids().get(plan.victim)
     if pid is None:
-        return
+        return None
     with contextlib.suppress(ProcessLookupError):
         if plan.fault in ITSELF:
             os.kill(pid, signal.SIGUSR2)
@@ -367,6 +370,7 @@ def inject_into_process(plan: Plan, job: Job) -> None:
             os.kill(pid, signal.SIGCONT)
         else:
             os.kill(pid, SIGNALS[plan.fault])
+    return pid
 
 
 def some_process(plan: Plan, job: Job) -> int | None:

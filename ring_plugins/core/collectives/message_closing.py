@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from ring_plugins.core.collectives.message_request import Message
+from ring_plugins.core.control.wait import LONG
 from ring_plugins.core.net.message_stream import Kind
-
-#: Seconds that a receive waits before its sender is asked.
-_LONG = 1.0
 
 
 class ClosedGroups:
@@ -52,7 +50,7 @@ class ClosedGroups:
     def ask(self, pending: Iterable[Message], now: float) -> None:
         """Ask those for whom a receive has waited for long to tell when they close its group."""
         for message in list(pending):  # telling its rank may complete another one
-            if message.verb == "receive" and message.peer is not None and now - message.since > _LONG:
+            if message.verb == "receive" and message.peer is not None and now - message.since > LONG:
                 question = message.group.context, message.group.ranks[message.peer]
                 if question not in self._asked:
                     self._asked.add(question)

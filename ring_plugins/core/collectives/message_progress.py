@@ -29,8 +29,8 @@ T = TypeVar("T")
 _TICK, _IDLE = 0.1, 1.0
 #: Seconds that a caller moves the bytes, and that the thread then pauses before it looks whether a caller still does.
 _DRIVE, _PARK = 0.02, 0.005
-#: Seconds for which `stop` waits for the thread.
-_LINGER = 2.0
+#: Seconds for which closing waits for the thread, and for peers to close their ends.
+LINGER = 2.0
 
 
 class Progress:
@@ -177,7 +177,7 @@ class Progress:
         os.eventfd_write(self._kick, 1)
         self._unpark.set()
         if self._thread is not threading.current_thread():
-            self._thread.join(_LINGER)
+            self._thread.join(LINGER)
 
     def release(self) -> None:
         with contextlib.suppress(OSError):

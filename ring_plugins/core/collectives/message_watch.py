@@ -16,12 +16,10 @@ from ring_plugins.core.collectives.message_receiver import Receiver
 from ring_plugins.core.collectives.message_request import Message
 from ring_plugins.core.collectives.message_sender import Sender
 from ring_plugins.core.control.failure_detector import FailureDetector
-from ring_plugins.core.control.wait import LongWait, long_waits
+from ring_plugins.core.control.wait import LONG, REASON, LongWait, long_waits
 
-#: Seconds after which a pending message is looked at, and after which it is published in `long_waits`.
-_YOUNG, _LONG = 0.02, 1.0
-#: Seconds for which a lost connection waits for the peer's own reason, as in control/wait.py.
-_REASON = 3.0
+#: Seconds after which a pending message is looked at.
+_YOUNG = 0.02
 #: Long waits that are published.
 _PUBLISHED = 16
 
@@ -75,7 +73,7 @@ class Watch:
             detector.check(message.name(), missing if gone else [], message.what())
         waited = now - message.since
         lost = self._lost.get(missing[0]) if len(missing) == 1 else None
-        if lost is not None and now - max(lost[0], message.since) > _REASON:
+        if lost is not None and now - max(lost[0], message.since) > REASON:
             raise PeerFailed(
                 f"rank {self._rank} lost its connection to rank {missing[0]} ({lost[1]}) and waits for it in "
                 f"{message.name()}. The rank or its host has ended; look for the error that it printed.",
@@ -91,7 +89,7 @@ class Watch:
 
     def publish(self, pending: Iterable[Message], now: float) -> None:
         """Put the longest waits into `long_waits`, from which stall reports and deadlock detection are made."""
-        long = (message for message in pending if now - message.since > _LONG)
+        long = (message for message in pending if now - message.since > LONG)
         for message in heapq.nsmallest(_PUBLISHED, long, key=lambda message: message.since):
             missing = tuple(message.missing())
             # Of a receive from any rank nobody knows whom it waits for: it is part of no deadlock.

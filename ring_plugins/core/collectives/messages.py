@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from ring_plugins.core.base.errors import RingError, fresh
 from ring_plugins.core.base.types import Bytes
 from ring_plugins.core.collectives.message_closing import ClosedGroups
-from ring_plugins.core.collectives.message_progress import Progress
+from ring_plugins.core.collectives.message_progress import LINGER, Progress
 from ring_plugins.core.collectives.message_receiver import Receiver
 from ring_plugins.core.collectives.message_request import Message
 from ring_plugins.core.collectives.message_sender import Sender
@@ -40,8 +40,8 @@ from ring_plugins.core.collectives.message_watch import Watch
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.net.message_stream import Address
 
-#: Seconds without a moved byte after which closing stops waiting for a peer, and in which a peer closes its end.
-_STALLED, _LINGER = 5.0, 2.0
+#: Seconds without a moved byte after which closing stops waiting for a peer.
+_STALLED = 5.0
 
 
 class MessageGroup:
@@ -304,7 +304,7 @@ class Messenger:
         """
         with self._progress.lock:
             self._sender.shut_down()
-        end = time.monotonic() + _LINGER
+        end = time.monotonic() + LINGER
         while time.monotonic() < end:
             with self._progress.lock:
                 if not self._sender.is_connected():

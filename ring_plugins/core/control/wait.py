@@ -41,10 +41,10 @@ _NAP, _LONG_NAP = 50e-6, 500e-6
 #: Seconds between two calls of the failure detector.
 _CHECK_EVERY = 0.02
 #: Seconds after which a wait is long, that is, published in `long_waits`.
-_LONG = 1.0
+LONG = 1.0
 #: Seconds for which a broken connection waits for the peer's reason. Above the two seconds after which the failure
 #: detector reports that a rank left normally.
-_REASON = 3.0
+REASON = 3.0
 
 #: Seconds for which the last refusal of a rank that has left may be in flight on the control channel.
 _LAST_REFUSAL = 0.5
@@ -61,7 +61,7 @@ def nap_precisely() -> None:
 
 
 class LongWait(NamedTuple):
-    """A wait of more than `_LONG` seconds.
+    """A wait of more than `LONG` seconds.
 
     Attributes:
         communicator: its identity, see `Wait`.
@@ -206,7 +206,7 @@ class Wait:
             if arrival:
                 self._arrival_awaited_since = 0.0
                 self.waited_for_arrival += seconds
-            if seconds > _LONG:
+            if seconds > LONG:
                 long_waits.pop(threading.get_ident(), None)
 
     def _check(
@@ -230,7 +230,7 @@ class Wait:
                     return
                 raise
             self._check_refusals(self._failure_detector, absent, what, ready)
-        if now - started > _LONG:
+        if now - started > LONG:
             blocked_since = started if on_main else max(started, self.caller_blocked_since or now)
             long_waits[threading.get_ident()] = LongWait(
                 self.identity, what(), self.number, self.part_of, tuple(absent), started, blocked_since
@@ -285,7 +285,7 @@ class Wait:
             rank: the peer's world rank.
             what: the operation, for messages.
         """
-        end = time.monotonic() + _REASON
+        end = time.monotonic() + REASON
         while time.monotonic() < end:
             self._check_failure()
             if self._failure_detector is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,13 +15,12 @@ import jax
 import numpy as np
 from jax.experimental import io_callback
 
-from ring_plugins.core.base.errors import RingError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.fusion import Entry
 from ring_plugins.keras.backends import Settings
 from ring_plugins.keras.backends.jax_ffi import in_place
-from ring_plugins.keras.buckets import HostBuckets
+from ring_plugins.keras.buckets import HostBuckets, call_weakly
 from ring_plugins.keras.job import capture_exceptions, connect, restore_exceptions
 
 #: Gradients of at least this many bytes are reduced in place. A separate reduction costs some microseconds, but saves
@@ -52,16 +50,7 @@ class Exchange:
     def average(self, gradients: dict[int, Any]) -> dict[int, Any]:
         """See the protocol."""
         indices, given = list(gradients), list(gradients.values())
-        # XLA never lets go of a function that a compiled step calls, so that must not keep the buckets' memory.
-        method = weakref.WeakMethod(self._reduce)
-
-        def reduce(arrays: list[Array]) -> None:
-            if (found := method()) is None:
-                raise RingError(
-                    "this compiled step averages with an optimizer that does so no longer, since its fit() is over or "
-                    "undistribute() was called. Compile the step anew: model.make_train_function(force=True)."
-                )
-            found(indices, arrays)
+        reduce = functools.partial(call_weakly(self._reduce), indices)
 
         def reduce_copies(*operands: Any) -> list[Array]:
             copies = [np.array(operand) for operand in operands]

@@ -24,7 +24,7 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.fusion import Entry
 from ring_plugins.keras.backends import Settings, tensorflow_device
 from ring_plugins.keras.backends.tensorflow_xla import compiled_around, refuse_inside_xla
-from ring_plugins.keras.buckets import Buckets, HostBuckets
+from ring_plugins.keras.buckets import Buckets, HostBuckets, call_weakly
 from ring_plugins.keras.job import capture_exceptions, connect, restore_exceptions
 
 
@@ -81,12 +81,13 @@ class Exchange:
     def _average_dense(self, buckets: Buckets, dense: dict[int, Any]) -> dict[int, Any]:
         """Trace a call for each bucket and one for the averages."""
         indices = list(dense)
+        give_now, finish_now = call_weakly(buckets.give), call_weakly(buckets.finish)
 
         def give(indices: list[int], *gradients: Array) -> None:
-            buckets.give(indices, gradients)
+            give_now(indices, gradients)
 
         def finish() -> list[Array]:
-            averages = buckets.finish()
+            averages = finish_now()
             return [averages[i] for i in indices]
 
         for bucket in buckets.plan.buckets:

@@ -273,7 +273,7 @@ def test_a_large_send_ends_if_its_receiver_has_closed_the_group(pair, first):
 
 @pytest.mark.parametrize("first", ["ask", "close"])
 def test_a_receive_ends_if_its_sender_closes_the_group_but_gets_what_was_sent_before(pair, first, monkeypatch):
-    monkeypatch.setattr(message_closing, "_LONG", 0.05)
+    monkeypatch.setattr(message_closing, "LONG", 0.05)
     pair[0].send(numbers(3), 1, tag=1).wait()
     if first == "close":
         pair[0].group.close()
@@ -386,7 +386,7 @@ def test_a_failure_elsewhere_ends_pending_messages(pair):
 
 
 def test_a_lost_connection_is_reported_if_no_reason_arrives(pair, monkeypatch):
-    monkeypatch.setattr(message_watch, "_REASON", 0.2)
+    monkeypatch.setattr(message_watch, "REASON", 0.2)
     pair[0].send(np.zeros(1), 1).wait()
     pair[1].receive(np.zeros(1), 0).wait()
     pair[0].messenger._sender._receivers[1].link.socket.shutdown(2)

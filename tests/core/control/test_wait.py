@@ -56,7 +56,7 @@ def test_the_reason_that_a_peer_gave_replaces_the_broken_connection():
 
 
 def test_without_a_reason_the_broken_connection_is_raised_and_the_rank_counts_as_aborted(monkeypatch):
-    monkeypatch.setattr(module, "_REASON", 0.05)
+    monkeypatch.setattr(module, "REASON", 0.05)
     detector = Detector()
 
     def broken():
@@ -76,7 +76,7 @@ def test_a_wait_without_end_times_out_and_names_the_missing(monkeypatch):
 
 
 def test_a_long_wait_is_published_while_it_lasts(monkeypatch):
-    monkeypatch.setattr(module, "_LONG", 0.05)
+    monkeypatch.setattr(module, "LONG", 0.05)
     wait, arrived = Wait("ring", None), threading.Event()
     thread = threading.Thread(target=until, args=(wait, arrived.is_set), kwargs={"arrival": True})
     thread.start()
