@@ -4,6 +4,53 @@ import torch
 from torch import nn
 
 from ring_plugins.torch.drift import _on_device, parameter_checksums
+from tests.launch import run_ranks
+
+# Forward raises on rank 0 in its third batch, and its script goes on. It has one batch more than rank 1.
+MISSED_BATCH = """
+import torch
+import ring_plugins as ring
+from ring_plugins.torch import DistributedOptimizer
+from tests.worker import report
+
+ring.init(ranks=2)
+rank = ring.rank()
+
+def train(counts_inside):
+    torch.manual_seed(1)
+    model = torch.nn.Linear(3, 1)
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), drift_check_every=1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for number in range(6 - rank):
+        try:
+            optimizer.zero_grad()
+            if (rank, number) == (0, 2):
+                raise ValueError("a batch that cannot be read")
+            model(torch.full((2, 3), rank + number + 1.0)).sum().backward()
+            optimizer.step()
+            if counts_inside:
+                scheduler.step()
+        except ValueError:
+            pass
+        if not counts_inside:
+            scheduler.step()
+    return [value.tolist() for value in model.parameters()]
+
+report("inside", train(True))
+try:
+    train(False)
+except ring.DriftError as error:
+    report("outside", str(error))
+"""
+
+
+def test_a_batch_missed_before_the_first_gradient_leaves_weights_equal_unless_the_learning_rate_counts_it():
+    result = run_ranks(MISSED_BATCH, 2)
+    first, second = result.values("inside")
+    assert first == second
+    assert len(result.values("outside")) == 2
+    assert all("differ" in text for text in result.values("outside"))
 
 
 def test_one_flipped_bit_changes_one_checksum():
