@@ -11,6 +11,7 @@ import json
 import posixpath
 import re
 import typing
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -60,12 +61,21 @@ def page_of(file: Path) -> str:
 
 
 def notebook(file: Path) -> str:
-    """A notebook as a page, without its outputs."""
-    parts = [f"# {file.relative_to(REPOSITORY)}"]
-    for cell in json.loads(file.read_text())["cells"]:
-        text = "".join(cell["source"])
-        parts.append(text.replace("\n# ", "\n## ") if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
-    return "\n\n".join(parts) + "\n"
+    """A notebook as a page, with the outputs that it keeps."""
+    title, *parts = [part for cell in json.loads(file.read_text())["cells"] for part in parts_of(cell)]
+    return "\n\n".join([title, f"`{file.relative_to(REPOSITORY)}`", *parts]) + "\n"
+
+
+def parts_of(cell: dict[str, Any]) -> Iterator[str]:
+    """The text of a cell, then its outputs."""
+    text = "".join(cell["source"])
+    yield text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```"
+    for output in cell.get("outputs", ()):
+        picture = output.get("data", {}).get("image/png")
+        if picture:
+            yield f"![Output of this cell](data:image/png;base64,{''.join(picture.split())})"
+        elif "text" in output:
+            yield f"```log\n{''.join(output['text'])}```"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -88,6 +98,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     fences = re.split(r"(^```.*?^```$)", MARKER.sub("\n", markdown), flags=re.MULTILINE | re.DOTALL)
     text = "".join(part if part.startswith("```") else LINK.sub(resolve, part) for part in fences)
+    # Messages are single long lines, which site.css wraps; pygments knows no language "log".
+    text = re.sub(r"^( *```)log$", r"\1{.text .log}", text, flags=re.MULTILINE)
     return text.replace("<!-- generated: cli -->", command_line()) if source == "cli.md" else text
 
 

@@ -119,6 +119,18 @@ def test_notebook(name):
     assert name == "lightning" or "\nTrue" in result.stdout
 
 
+@pytest.mark.parametrize("name", ["lightning", "keras"])
+def test_notebook_keeps_what_its_cells_printed_and_drew(name):
+    """`python docs/_site/execute_notebooks.py` runs them in a kernel, and keeps nothing of the machine."""
+    text = (EXAMPLES / "notebooks" / f"{name}.ipynb").read_text()
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert any("accuracy 0." in "".join(output.get("text", "")) for output in outputs)
+    assert any("image/png" in output.get("data", ()) for output in outputs)
+    assert "site-packages" not in text and "Warning" not in text
+
+
 def test_every_example_is_documented_and_short():
     page = (REPOSITORY / "docs" / "examples.md").read_text()
     for example in EXAMPLES.rglob("*.*"):

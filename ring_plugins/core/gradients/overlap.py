@@ -141,12 +141,13 @@ class MeasuredOverlap:
         if is_better(other, expected):
             self.now = not self._expected
         if self._communicator.rank == 0:
-            milliseconds = [statistics.median(ways) * 1e3 for ways in (expected, other)]
-            overlapped, in_line = milliseconds if self._expected else reversed(milliseconds)
+            times_of = {self._expected: statistics.median(expected), not self._expected: statistics.median(other)}
+            kept, left = times_of[self.now] * 1e3, times_of[not self.now] * 1e3
             way = "while backward runs" if self.now else "when backward is over"
+            doubt = ", but not reliably" if left < kept else ""
             logger.info(
-                f"gradients are averaged {way}: {in_line if not self.now else overlapped:.1f} ms a step, against "
-                f"{overlapped if not self.now else in_line:.1f} ms the other way. `overlap` and RING_OVERLAP choose."
+                f"gradients are averaged {way}: {kept:.1f} ms a step, against {left:.1f} ms the other way{doubt}. "
+                "`overlap` and RING_OVERLAP choose."
             )
 
 
