@@ -11,6 +11,7 @@ reads it from the document. For a block of shell commands, the comment says what
 """
 
 import importlib
+import inspect
 import itertools
 import json
 import re
@@ -163,3 +164,24 @@ def test_every_error_is_documented():
     )
     documented = set(re.findall(r"^\| `(\w+)`", (REPOSITORY / "docs/errors.md").read_text(), re.MULTILINE))
     assert defined - {"RingError"} == documented
+
+
+def test_every_error_has_a_cause_and_a_remedy():
+    table = (REPOSITORY / "docs/errors.md").read_text().partition("| error | cause | remedy |\n|---|---|---|\n")[2]
+    rows = [re.split(r" \| ", row.strip("| ")) for row in table.partition("\n\n")[0].splitlines()]
+    assert len(rows) >= 14
+    assert all(len(row) == 3 and min(map(len, row)) > 8 for row in rows), rows
+
+
+def test_every_argument_of_the_strategy_is_in_its_guide():
+    """Those that Lightning passes to any strategy stand in one sentence below the table."""
+    from ring_plugins.lightning.strategy import RingTrainerLogic
+
+    arguments = {
+        name
+        for name, parameter in inspect.signature(RingTrainerLogic).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    page = (REPOSITORY / "docs/lightning.md").read_text()
+    table = page.partition("## Arguments\n")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == arguments

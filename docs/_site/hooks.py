@@ -103,6 +103,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return text.replace("<!-- generated: cli -->", command_line()) if source == "cli.md" else text
 
 
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Strategies exist once per package, so their signatures are those of the classes that hold their logic."""
+    return re.sub(r"(>Ring)(?:Trainer|Fabric)Logic(</span>)", lambda m: f"{m[1]}{NAMES[m[0]]}{m[2]}", html)
+
+
+NAMES = {">RingTrainerLogic</span>": "Strategy", ">RingFabricLogic</span>": "FabricStrategy"}
+
+
 def command_line() -> str:
     """Every subcommand with its arguments and options, from the functions that typer calls."""
     from ring_plugins.cli.main import app

@@ -26,7 +26,7 @@ from ring_plugins.torch.skipped_steps import SkippableStep
 class RingFabricLogic(RingParallelLogic):
     """Data parallelism over `ring_plugins` for Fabric: ``Fabric(strategy=RingFabricStrategy())`` or ``"ring"``.
 
-    Modules given to ``fabric.setup`` are not wrapped: hooks average their gradients while backward runs. See
+    Modules given to ``fabric.setup`` are not wrapped: hooks average their gradients in backward. See
     `RingStrategy` for how ranks are started and for the arguments.
 
     ``fabric.setup`` broadcasts buffers from rank 0 once; there is no wrapped forward that could do it again. A model

@@ -35,18 +35,13 @@ DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 
 
 class RingTrainerLogic(RingParallelLogic):
-    """Data parallelism over `ring_plugins`: one process a rank, gradients averaged while backward runs.
+    """Data parallelism over `ring_plugins`: one process a rank, gradients averaged in every step.
 
     ``Trainer(strategy=RingStrategy())`` or, once `ring_plugins.lightning` is imported, ``Trainer(strategy="ring")``.
 
     The ranks are those of mpirun, torchrun or SLURM; a script that was started alone starts the other ``devices - 1``
     processes itself. In a notebook workers are forked (``strategy="ring_notebook"``). At world size 1 the strategy
     behaves like ``SingleDeviceStrategy``: no launcher, no process group, no hooks, no sampler.
-
-    It derives from ``ParallelStrategy`` and not from ``DDPStrategy``: the module is not wrapped, and nearly everything
-    ``DDPStrategy`` adds (the wrapper, its forward redirection, communication hooks, static graphs, model averaging,
-    the assumption of being distributed at world size 1, a mean that truncates integers) would have to be switched off
-    again. What it would have brought, permission to train compiled modules, is one line in `packages`.
 
     Args:
         accelerator: See ``Trainer(accelerator=...)``.
@@ -77,6 +72,11 @@ class RingTrainerLogic(RingParallelLogic):
             "forkserver" and "spawn" run only the Trainer's function. By default "fork" in a notebook, else "popen".
 
     """
+
+    # It derives from ParallelStrategy and not from DDPStrategy: the module is not wrapped, and nearly everything that
+    # DDPStrategy adds (the wrapper, its forward redirection, communication hooks, static graphs, model averaging, the
+    # assumption of being distributed at world size 1, a mean that truncates integers) would have to be switched off
+    # again. What it would have brought, permission to train compiled modules, is one line in `packages`.
 
     strategy_name = "ring"
     model: Module | None
