@@ -271,7 +271,7 @@ class World:
         """
         host = self.new_communicator(name, ranks, gather)
         wait = Wait(name, self.failure_detector)
-        choose_interface(is_one_host=self.topology.num_nodes == 1)
+        choose_interface()
         communicator = DeviceCommunicator(name, device, host, streams, wait, load_nccl(), load_driver(), own_stream)
         self._communicators[next(self._made)] = communicator
         return communicator

@@ -288,18 +288,15 @@ def check_gpus(infos: Sequence[RankInfo], ranks: Sequence[int]) -> None:
             )
 
 
-def choose_interface(is_one_host: bool) -> None:
-    """Let NCCL connect over the network of the job only, unless NCCL_SOCKET_IFNAME chooses another.
+def choose_interface() -> None:
+    """Let NCCL connect over the networks that RING_INTERFACE names, unless NCCL_SOCKET_IFNAME names others.
 
-    It opens a port for its bootstrap and more for its helper threads. They ask for nothing but a random number of 64
-    bits, which travels unencrypted, and no setting replaces them by connections of ours. So they listen at the loopback
-    address where all ranks are on one host, else at the interfaces that RING_INTERFACE names. Without that NCCL uses
-    all networks of the host, as data may need several. It reads the variable once in a process.
-
-    Args:
-        is_one_host: whether all ranks of the job are on one host, and in one network namespace.
+    NCCL opens a port for its bootstrap and more for its helper threads. They ask for nothing but a random number of 64
+    bits, which travels unencrypted, and no setting replaces them by connections of ours. It reads the variable once in
+    a process, for all its communicators. So it is not set to the loopback address where the ranks are on one host: a
+    process group of the script's own that reaches other hosts by the same NCCL could not connect any more.
     """
-    names = wanted_interfaces() or (["lo"] if is_one_host else [])
+    names = wanted_interfaces()
     if names:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "=" + ",".join(names))  # "=": not every name that begins so
 

@@ -95,7 +95,8 @@ class StepReporter:
                 (step.number, round(step.computing * 1e6), round(step.waiting * 1e6), round(step.moving * 1e6))
                 for step in found
             ]
-            self._channel.tell(0, "report_steps", {"rows": rows, "nbytes": found[-1].nbytes}, droppable=True)
+            body = {"rows": rows, "nbytes": found[-1].nbytes, "on_gpu": self._steps.on_gpu}
+            self._channel.tell(0, "report_steps", body, droppable=True)
 
     def close(self) -> None:
         self._must_flush.set()
@@ -121,6 +122,7 @@ class StepAggregator:
         self._membership, self._warn = membership, warn
         self._rows: list[list[tuple[int, int, int, int]]] = [[] for _ in range(channel.size)]
         self._nbytes = 0
+        self._on_gpu = [False] * channel.size
         self._before_advice: StepBreakdown | None = None
         self._has_advised = False
         channel.on("report_steps", self._note)
@@ -130,6 +132,7 @@ class StepAggregator:
         rows.extend(body["rows"])
         del rows[:-_PENDING]
         self._nbytes = body["nbytes"]
+        self._on_gpu[sender] = bool(body.get("on_gpu"))
 
     def tick(self, now: float) -> None:
         while (length := min(map(len, self._rows))) > 0:
@@ -153,6 +156,10 @@ class StepAggregator:
         for rows in self._rows:
             del rows[:length]
         times = table[:, :length, 1:] * 1e-6
+        if all(self._on_gpu):  # the rank that comes last waits only while bytes move, the others for that rank, too
+            moving = times[:, :, 2].min(axis=0)
+            times[:, :, 1] += times[:, :, 2] - moving
+            times[:, :, 2] = moving
         slowest = np.bincount(times[:, :, 1].argmin(axis=0), minlength=len(self._rows))
         total = self.total
         self.total = StepBreakdown(

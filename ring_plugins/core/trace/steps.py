@@ -5,6 +5,10 @@ time until the last member has arrived counts as *waiting for the slowest*, and 
 The communicators notice when everyone has arrived, so no clock is compared with another host's. The rest of the step
 counts as *computing*: forward, backward, the optimizer, and loading data. Bytes that move while the script computes
 cost nothing and are not counted.
+
+A GPU waits for communication while its script goes on. One step of 50 is timed on the GPU (`core.gpu.stream`), and the
+steps after it count as much blocked time. Events cannot tell waiting from moving on one rank, so it counts as moving
+there; rank 0, which compares the ranks, can (`core.observe.step_breakdown`).
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ class StepClock:
     Attributes:
         count: number of finished steps.
         waiting, moving: seconds in which the script was blocked, in total.
+        on_gpu: whether the GPU's waits are known, and count as moving.
     """
 
     def __init__(self) -> None:
@@ -55,6 +60,9 @@ class StepClock:
         self._ended = 0.0
         self._waiting_before = self._moving_before = 0.0
         self._steps: deque[Step] = deque(maxlen=_KEPT)
+        self.on_gpu = False
+        #: Number of the step that was timed last, and how long the GPU waited for communication in it.
+        self._timed_step, self._gpu_wait = -1, 0.0
 
     def add_blocked_time(self, seconds: float, waiting: float) -> None:
         """Count time in which a collective blocked the script, `waiting` of it until all members had arrived."""
@@ -62,11 +70,19 @@ class StepClock:
         self.waiting += waiting
         self.moving += seconds - waiting
 
+    def add_gpu_wait(self, step: int, seconds: float) -> None:
+        """Count time of a step that was timed, in which the GPU had nothing to do but to wait for communication."""
+        self.on_gpu = True
+        if step != self._timed_step:
+            self._timed_step, self._gpu_wait = step, 0.0
+        self._gpu_wait += seconds
+
     def end_step(self, nbytes: int) -> None:
         """End the step: all gradients of a pass, `nbytes` bytes, are averaged."""
         now = time.monotonic()
         if self._ended:
             waiting, moving = self.waiting - self._waiting_before, self.moving - self._moving_before
+            moving += min(self._gpu_wait, max(0.0, now - self._ended - waiting - moving))
             computing = max(0.0, now - self._ended - waiting - moving)
             self._steps.append(Step(self.count, computing, waiting, moving, nbytes))
             if recorder.on:

@@ -47,19 +47,18 @@ def test_a_driver_without_uuids_tells_gpus_by_their_bus():
 
 
 @pytest.mark.parametrize(
-    ("is_one_host", "wanted", "users", "chosen"),
+    ("wanted", "users", "chosen"),
     [
-        (True, [], None, "=lo"),
-        (False, [], None, None),
-        (False, ["ib0", "ib1"], None, "=ib0,ib1"),
-        (True, ["eth1"], None, "=eth1"),
-        (True, [], "eth0", "eth0"),
+        ([], None, None),  # nothing, on one host either: a group of the script's own may reach others
+        (["lo"], None, "=lo"),
+        (["ib0", "ib1"], None, "=ib0,ib1"),
+        (["eth1"], "eth0", "eth0"),
     ],
 )
-def test_nccls_ports_are_on_the_network_of_the_job_only(monkeypatch, is_one_host, wanted, users, chosen):
+def test_nccl_connects_over_the_wanted_networks_only(monkeypatch, wanted, users, chosen):
     monkeypatch.setattr(connection, "wanted_interfaces", lambda: wanted)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", users or "")
     if users is None:
         monkeypatch.delenv("NCCL_SOCKET_IFNAME")
-    choose_interface(is_one_host)
+    choose_interface()
     assert connection.os.environ.get("NCCL_SOCKET_IFNAME") == chosen

@@ -12,6 +12,7 @@ from ring_plugins.core.gpu import stream
 from ring_plugins.core.gpu.cuda import Driver
 from ring_plugins.core.gpu.stream import StreamQueue
 from ring_plugins.core.trace.recorder import recorder
+from ring_plugins.core.trace.steps import StepClock
 from tests.gpu_stand_in import CALLERS_STREAM, StandInDriver
 
 
@@ -207,3 +208,67 @@ def test_nothing_is_timed_without_a_timeline(gpu):
     gpu.push()
     assert not gpu.library.timed
     gpu.open()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = StepClock()
+    monkeypatch.setattr(stream, "steps", clock)
+    return clock
+
+
+def train(gpu, clock, steps, buckets):
+    """Steps that reduce some buckets each; returns how many calls of the driver they took."""
+    before = gpu.calls
+    for _ in range(steps):
+        for queued in [gpu.push() for _ in range(buckets)]:
+            gpu.queue.join(queued)
+        gpu.open()
+        gpu.queue.drop_finished()
+        clock.end_step(8)
+    return gpu.calls - before
+
+
+def test_timing_costs_less_than_two_calls_a_step(gpu, clock, monkeypatch):
+    gpu.calls, call = 0, gpu.queue._driver._library.call
+
+    def count(name, *arguments):
+        gpu.calls += 1
+        return call(name, *arguments)
+
+    gpu.queue._driver._library.call = count
+    gpu.caller = gpu.computing
+    train(gpu, clock, 10, 6)  # the first ones create events
+    timed = train(gpu, clock, 50, 6)
+    assert gpu.queue.seconds.keys() == {"bucket 0"}
+    assert clock.on_gpu
+    monkeypatch.setattr(stream, "_TIMED_OPERATIONS", 0)
+    untimed = train(gpu, clock, 50, 6)
+    assert 0 < timed - untimed <= 2 * 50
+    assert not gpu.library.timed
+
+
+def test_operations_between_two_steps_are_timed_up_to_a_limit(gpu, clock):
+    clock.count = 10
+    gpu.block()
+    for _ in range(stream._TIMED_OPERATIONS + 5):
+        gpu.push()
+    assert sum(bool(queued.times) for queued in gpu.queue.unfinished) == stream._TIMED_OPERATIONS
+
+
+def test_the_gpus_wait_for_an_operation_is_known(gpu, clock):
+    clock.count, gpu.caller = 10, gpu.computing
+    gpu.block()
+    first, second = gpu.push(), gpu.push()
+    gpu.queue.join(first)
+    gpu.open()
+    gpu.library.streams[gpu.queue.stream].drain()
+    gpu.queue.join(second)  # is done by now: nobody waits for it
+    gpu.library.streams[gpu.computing].drain()
+    gpu.queue.drop_finished()
+    assert clock.on_gpu
+    assert clock._gpu_wait > 0
+    waited = clock._gpu_wait
+    clock.add_gpu_wait(10, 0.0)
+    assert clock._gpu_wait == waited
+    assert "all_reduce on the GPU, which took" in gpu.queue.activity().operation

@@ -56,6 +56,15 @@ def test_advice_is_given_once_and_skips_the_first_steps():
     assert said[0].startswith("in the last 100 steps 40% of the time (0.667 ms of 1.67 ms per step) was spent moving")
 
 
+def test_gpus_that_wait_longer_than_the_last_one_wait_for_it():
+    channel, steps, _ = aggregator(TWO_HOSTS)
+    for rank, moving in ((0, 700), (1, 100)):
+        channel.receive(rank, "report_steps", rows(0, 10, 0, moving) | {"on_gpu": True})
+    steps.tick(0.0)
+    assert steps.total.seconds == pytest.approx(np.array([[0.01, 0.006, 0.001], [0.01, 0.0, 0.001]]))
+    assert steps.total.slowest.tolist() == [0, 10]
+
+
 def test_only_steps_that_all_ranks_reported_are_counted():
     channel, steps, _ = aggregator([*TWO_HOSTS, Peer("c", 3, "c")])
     channel.receive(0, "report_steps", rows(0, 200, 50))

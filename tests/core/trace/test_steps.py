@@ -23,6 +23,22 @@ def test_a_step_lasts_from_one_end_to_the_next():
     assert step.moving == pytest.approx(0.002)
 
 
+def test_what_a_gpu_waited_in_the_timed_step_counts_in_the_steps_after_it(monkeypatch):
+    clock = StepClock()
+    monkeypatch.setattr("ring_plugins.core.trace.steps.time.monotonic", lambda: float(clock.count + 1))
+    clock.end_step(8)
+    clock.add_gpu_wait(1, 0.2)
+    clock.add_gpu_wait(1, 0.1)
+    clock.end_step(8)
+    clock.end_step(8)
+    clock.add_gpu_wait(3, 5.0)  # more than a step cannot be
+    clock.end_step(8)
+    assert [(round(step.computing, 6), round(step.moving, 6)) for step in clock.take()] == [
+        (0.7, 0.3), (0.7, 0.3), (0.0, 1.0),
+    ]  # fmt: skip
+    assert clock.on_gpu
+
+
 def test_waits_while_the_script_computes_are_not_counted():
     """The communication thread has waited for a member long before the script stands still for it."""
     wait = Wait("gradients", None)
