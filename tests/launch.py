@@ -14,7 +14,7 @@ import tempfile
 import textwrap
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ GRACE_SECONDS = 5.0
 FILE_SECONDS = 2.0
 #: Between two looks at the files that the launch maps. A look costs 10 ms, which the ranks lack.
 _LOOK_SECONDS = 0.5
+#: Seconds in which multiprocessing's trackers end once the processes that they serve are killed.
+TRACKER_SECONDS = 10.0
 
 
 class LaunchFailed(AssertionError):
@@ -254,23 +256,11 @@ class Job:
 
     def processes(self) -> list[psutil.Process]:
         """Every running process of this launch, even if its parent has ended."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("TEST_LAUNCH") == self.identity:
-                    found.append(process)
-        return found
+        return processes_with("TEST_LAUNCH", self.identity)
 
     def kill(self) -> None:
         """Kill every process of this launch that still runs."""
-        for _ in range(50):
-            left = self.processes()
-            if not left:
-                break
-            for process in left:
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
-            time.sleep(0.02)
+        kill_all(self.processes)
         self.process.wait()
         self._stdout.close()
         self._stderr.close()
@@ -328,6 +318,32 @@ class Job:
             ended=time.time(),
             reports=self.reports(),
         )
+
+
+def processes_with(variable: str, value: str) -> list[psutil.Process]:
+    """Every running process with this variable in its environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(variable) == value:
+                found.append(process)
+    return found
+
+
+def kill_all(find: Callable[[], list[psutil.Process]]) -> None:
+    """Kill the processes that `find` finds until there are none.
+
+    multiprocessing's trackers come last: they end by themselves, and remove what the others left in /dev/shm.
+    """
+    deadline = time.monotonic() + TRACKER_SECONDS
+    while left := find():
+        others = [process for process in left if "multiprocessing.resource_tracker" not in _command_line(process)]
+        if time.monotonic() > deadline + TRACKER_SECONDS:
+            return
+        for process in others if time.monotonic() < deadline else left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        time.sleep(0.02)
 
 
 def hear_interrupts() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ring_plugins.core.linux.thread_count import physical_cores
-from tests.launch import REPOSITORY
+from tests.launch import REPOSITORY, kill_all, processes_with, slowness
 from tests.launchers import LAUNCHERS, clean_environment, is_mpirun_without_ranks, launcher_command
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "PJRT_NPROC")
@@ -44,9 +44,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
         return process
 
     yield begin
+    kill_all(lambda: processes_with("TMPDIR", str(tmp_path)))
     for process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
 
 
@@ -56,7 +55,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     Open MPI 5's mpirun now and then hangs after its job has ended (https://github.com/openpmix/prrte/issues/1839). It
     is killed then.
     """
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 90 * slowness()
     alone = 0
     while True:
         try:

@@ -96,3 +96,19 @@ def test_one_rank_can_be_signalled():
         started = time.monotonic()
         assert job.wait().returncode == -signal.SIGKILL
         assert time.monotonic() - started < 3
+
+
+def test_the_semaphores_of_killed_processes_are_removed():
+    script = """
+        import multiprocessing, time
+        from tests.worker import report
+
+        if __name__ == "__main__":
+            lock = multiprocessing.get_context("spawn").Lock()
+            report("name", lock._semlock.name)
+            time.sleep(600)
+    """
+    with start_ranks(script, 1) as job:
+        file = Path(f"/dev/shm/sem.{job.wait_for('name')[0].removeprefix('/')}")
+        assert file.exists()
+    assert not file.exists()
