@@ -1,6 +1,6 @@
-"""Draw all pictures of the documentation from kept results.
+"""Draw all pictures of the documentation from kept results, and write its tables (tables.py).
 
-    python benchmarks/plot.py            # reads benchmarks/results, writes docs/pictures
+    python benchmarks/plot.py            # reads benchmarks/results, writes docs/pictures, performance.md and README.md
 
 They have no background, and lines and letters of a gray that is readable on white and on black. The line at the bottom
 names machine, ranks, threads, what else used the cores, and the date; measure.py keeps it with each result.
@@ -19,6 +19,7 @@ import matplotlib.patches
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+import tables
 from between_hosts import limit
 from measure import RESULTS, load
 from timeline import draw as draw_timeline
@@ -224,3 +225,4 @@ if __name__ == "__main__":
     for draw in (steps, messages, scaling, between_hosts, many_hosts, compression, timeline, stall_report):
         draw()
     print(f"wrote {PICTURES}")
+    tables.write()

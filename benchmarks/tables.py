@@ -137,7 +137,11 @@ def filled(text: str) -> str:
     return RESULT.sub(lambda match: match[1] + MADE[match[2]]() + match[3], text)
 
 
-if __name__ == "__main__":
+def write() -> None:
     for document in DOCUMENTS:
         document.write_text(filled(document.read_text()))
         print(f"wrote {document}")
+
+
+if __name__ == "__main__":
+    write()
