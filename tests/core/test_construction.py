@@ -117,3 +117,20 @@ def test_an_interrupted_construction_reaches_the_other_rank(case: str, nodes: st
     assert interrupted == ["TimeIsUp", "on rank 1"], interrupted
     assert waited is not None, result
     assert re.search(told, waited[1], re.DOTALL), waited
+
+
+def test_memory_that_one_rank_cannot_map_is_an_error_on_all() -> None:
+    script = """
+from ring_plugins.core.base.errors import SharedMemoryError
+
+def refuse(address, rank):
+    raise SharedMemoryError(f"cannot map the memory of rank {rank}: Permission denied.")
+
+if RANK == 1:
+    Segment.open = refuse
+attempt(ring.init)
+"""
+    result = run_ranks(COMMON + script, 2, "torchrun", timeout=90, check=False)
+    for kind, text in result.values("outcome"):
+        assert kind == "SharedMemoryError", text
+        assert re.match("rank 1 on .* cannot map the memory of rank 0: Permission denied", text), text

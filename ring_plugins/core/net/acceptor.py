@@ -27,7 +27,7 @@ _ACCEPT_AT_ONCE = 64
 #: Seconds without accepting after the process ran out of files; the kernel keeps connections waiting meanwhile.
 _PAUSE = 0.2
 #: Between two looks at the kernel's table of connections, how many times longer than one took.
-_IDENTIFY_PAUSE = 20
+_IDENTIFY_PAUSE = 10
 
 
 class Authenticated(NamedTuple):

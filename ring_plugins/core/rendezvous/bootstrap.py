@@ -41,6 +41,8 @@ SECONDS = 5.0
 _FIRST_NOTICE = 10.0
 #: Connections that rank 0 keeps in addition to those of its ranks, and refused addresses that it reports.
 _OTHER_CONNECTIONS, _REPORTED = 64, 20
+#: Seconds for which rank 0 sleeps at most while ranks join; local ones may wait so long until it looks whose they are.
+_POLL = 0.05
 #: Open files that rank 0 needs beside a connection to every rank.
 _OTHER_FILES = 512
 #: Bytes from which rank 0 compresses a message, which it sends to every rank: hundreds of ranks have similar payloads,
@@ -275,7 +277,7 @@ class _Server:
         waiting = _Waiting(f"rank 0 on {self._name}")
         with ProgressLine() as line:
             while len(self.members) < self._size - 1:
-                for key, _ in self._selector.select(0.2):
+                for key, _ in self._selector.select(_POLL):
                     if key.data is not None and (problem := self._serve(key.data)):
                         return problem
                 for new in self._acceptor.poll():
