@@ -439,6 +439,8 @@ def init(ranks: int | None = None) -> World:
     launcher = "single" if rendezvous.size == 1 else "spawned" if kind == "single" else kind
     _world = World(rendezvous, launcher)
     set_rank(rendezvous.rank)
+    if rendezvous.rank == 0 and _generation == 1:
+        _warn_of_misspelled_variables()
     _world.share_cores()
     return _world
 
@@ -461,6 +463,13 @@ def _check_timeline_directory(ranks: int | None) -> None:
             f"{config.TIMELINE.name}={name!r}: rank 0 cannot write there ({error.strerror}); name a directory that it "
             "can create, or unset the variable."
         ) from error
+
+
+def _warn_of_misspelled_variables() -> None:
+    """Name the RING_* variables that look like a misspelled one of ours; others may belong to another program."""
+    for name, meant in config.unknown(likeness=0.8).items():
+        if meant:
+            logger.warning(f"{name} is set, but ring_plugins does not read it. Did you mean {meant}?")
 
 
 def shutdown() -> None:

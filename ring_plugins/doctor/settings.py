@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterator, Mapping
 
@@ -32,13 +31,14 @@ def settings() -> Iterator[Finding]:
 def examine(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Check the variables of an environment."""
     ours = shown(environment)
+    unknown = config.unknown(ours)
     for name, value in ours.items():
-        variable = _KNOWN.get(name)
-        if variable is None:
-            close = difflib.get_close_matches(name, config.ALL.keys() - _HIDDEN, 1)
-            guess = f"Did you mean {close[0]}? " if close else ""
+        if name in unknown:
+            guess = f"Did you mean {unknown[name]}? " if unknown[name] else ""
             yield warning("settings", f"{name}={value} is not a variable that ring_plugins reads", guess + _PAGE)
-        elif problem := variable.problem({name: value}):
+            continue
+        variable = _KNOWN[name]
+        if problem := variable.problem({name: value}):
             yield error("settings", f"{name}={value!r} is {problem}", f"Correct it or unset it. {_PAGE}")
         elif name == variable.older:
             yield fine("settings", f"{name} is now called {variable.name}", "The old name still works.")

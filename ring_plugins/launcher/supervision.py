@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 from ring_plugins.core.base.errors import LaunchError
-from ring_plugins.core.linux.process import adopt_orphans, children, descendants, end_with_parent
+from ring_plugins.core.linux.process import STOPPED, adopt_orphans, children, descendants, end_with_parent, state
 
 #: Seconds that the other processes get to end with their own errors, once the job is over.
 _GRACE_SECONDS = 8.0
@@ -106,7 +106,9 @@ class Supervisor:
         return process
 
     def wait(self, find_trouble: Callable[[], str | None] = lambda: None) -> tuple[int, str | None]:
-        """Wait until all processes have ended. Once one has failed, the others get `_GRACE_SECONDS`.
+        """Wait until all processes have ended.
+
+        Once one has failed, the others get `_GRACE_SECONDS`, unless they are stopped (Ctrl-Z, SIGSTOP).
 
         Args:
             find_trouble: called regularly; returns why the job cannot succeed any more, None while it can.
@@ -119,7 +121,7 @@ class Supervisor:
         had_orphans = False
         terminated = False
         trouble = None
-        while any(process.poll() is None for process in self.processes):
+        while running := [process for process in self.processes if process.poll() is None]:
             now = time.monotonic()
             if over is None and self.signalled is not None:
                 over = now
@@ -131,10 +133,11 @@ class Supervisor:
             # After a failure the ranks notify each other. After a signal, or if a rank never came, nobody does.
             if over is not None and (self.signalled or trouble) and not terminated and now - over >= delay:
                 terminated = True
-                for process in self.processes:
-                    if process.poll() is None:
-                        process.terminate()
-            if over is not None and now - over > _GRACE_SECONDS:
+                for process in running:
+                    process.terminate()
+            if over is not None and (
+                now - over > _GRACE_SECONDS or all(state(process.pid) in STOPPED for process in running)
+            ):
                 break
             if now > next_search:
                 next_search = now + _ORPHAN_SECONDS

@@ -29,6 +29,20 @@ def test_init_again_changes_nothing(single):
     assert isinstance(made.communicator, SingleCommunicator) and made.failure_detector is None
 
 
+def test_a_misspelled_variable_is_named_once(monkeypatch, capsys):
+    monkeypatch.setattr(world, "_world", None)
+    monkeypatch.setattr(world, "_generation", 0)
+    monkeypatch.setattr(world, "connect", lambda ranks, generation: Rendezvous(0, 1, lambda item: [item], None))
+    monkeypatch.setenv("RING_TIMEOUTS", "5")
+    monkeypatch.setenv("RING_XYLOPHONE", "1")  # of another program
+    for _ in range(2):
+        world.init()
+        world.shutdown()
+    said = capsys.readouterr().err
+    assert said.count("RING_TIMEOUTS is set, but ring_plugins does not read it. Did you mean RING_TIMEOUT?") == 1
+    assert "XYLOPHONE" not in said
+
+
 def test_shutdown_closes_the_rendezvous_once(single):
     made, closed = single
     assert log._rank == 0

@@ -6,6 +6,7 @@ them (`python -m ring_plugins.core.base.config`). Nothing else in the package re
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -268,6 +269,19 @@ PARENT_NOTIFIER = Variable("RING_PARENT_NOTIFIER", TEXT, "", "")
 DRIVER = Variable("RING_DRIVER", TEXT, "", "")
 
 
+def unknown(environment: Mapping[str, str] = os.environ, likeness: float = 0.6) -> dict[str, str]:
+    """The RING_* names of an environment that nothing reads, each with the variable that was probably meant, or "".
+
+    Args:
+        environment: to look at.
+        likeness: from 0 to 1, how alike two names must be for one to be a misspelling of the other.
+    """
+    known = {**ALL, **{variable.older: variable for variable in ALL.values() if variable.older}}
+    names = [name for name in environment if name.startswith("RING_") and name not in known]
+    public = [name for name, variable in ALL.items() if not variable.is_internal and variable is not SECRET]
+    return {name: next(iter(difflib.get_close_matches(name, public, 1, likeness)), "") for name in names}
+
+
 def page() -> str:
     """The text of docs/environment.md."""
     return "\n".join(_page()) + "\n"
@@ -275,7 +289,8 @@ def page() -> str:
 
 def _page() -> Iterator[str]:
     yield "# Environment variables\n"
-    yield "None is needed. Set them before the job starts. `ring doctor` names misspelled ones and invalid values.\n"
+    yield "None is needed. Set them before the job starts. Rank 0 warns of misspelled names when the job starts, and"
+    yield "`ring doctor` names them and invalid values.\n"
     yield "| variable | default | meaning |"
     yield "|---|---|---|"
     for variable in ALL.values():

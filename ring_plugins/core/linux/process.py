@@ -11,6 +11,8 @@ import socket
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+#: States of a process that does nothing until it is continued, not even end.
+STOPPED = ("T", "t")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -42,6 +44,15 @@ def children() -> dict[int, list[int]]:
     for process in psutil.process_iter(["ppid"]):
         found.setdefault(process.info["ppid"], []).append(process.pid)
     return found
+
+
+def state(pid: int) -> str:
+    """The letter of a process's state in proc(5), such as "T" for stopped; "" if there is no such process."""
+    try:
+        # The name, in parentheses, may contain anything.
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 def descendants(pid: int, family: dict[int, list[int]]) -> list[int]:

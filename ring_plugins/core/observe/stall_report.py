@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ring_plugins.core.base.errors import name_ranks
 from ring_plugins.core.collectives.api import Activity
 from ring_plugins.core.control.failure_detector import Peer
+from ring_plugins.core.linux import process
 from ring_plugins.core.trace.steps import steps
 
 #: Frames of a stack and activities in a snapshot, frames in a report, and ranks listed by number, at most.
@@ -74,17 +75,15 @@ def process_state(pid: int) -> dict[str, Any]:
         "state", its letter in proc(5), "" if there is no such process; "text", the same in words, with the kernel
         function it waits in if this user may see that.
     """
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            state = file.read().rpartition(")")[2].split()[0]
-    except OSError:
+    letter = process.state(pid)
+    if not letter:
         return {"state": "", "text": "gone"}
-    text = _STATES.get(state, f"in state {state}")
+    text = _STATES.get(letter, f"in state {letter}")
     with contextlib.suppress(OSError), open(f"/proc/{pid}/wchan") as file:
         function = file.read().strip("\0\n ")
         if function not in ("", "0"):
             text += f" (in {function})"
-    return {"state": state, "text": text}
+    return {"state": letter, "text": text}
 
 
 class Absent(NamedTuple):
@@ -320,8 +319,8 @@ def _absent_lines(rank: int, peer: Peer, found: Absent, step: int, waits_in: str
     lines = [f"  missing: rank {rank} (process {peer.pid} on {peer.host})"]
     snapshot, state = found
     if snapshot is None:
-        process = state["text"] if state else "not visible to any other rank"
-        lines.append(f"    does not answer; its process is {process}")
+        seen = state["text"] if state else "not visible to any other rank"
+        lines.append(f"    does not answer; its process is {seen}")
     else:
         if snapshot["activities"]:
             done = f"{snapshot['step']} steps done"

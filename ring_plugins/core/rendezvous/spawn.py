@@ -31,7 +31,7 @@ from ring_plugins.core.base.errors import LaunchError, SharedMemoryError, name_r
 from ring_plugins.core.base.log import flush_output, logger
 from ring_plugins.core.base.progress_line import ProgressLine, arrivals
 from ring_plugins.core.linux import thread_count
-from ring_plugins.core.linux.process import end_with_parent
+from ring_plugins.core.linux.process import STOPPED, end_with_parent, state
 from ring_plugins.core.linux.shared_memory import Segment, publish
 from ring_plugins.core.rendezvous.claim import check_is_original_script
 from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous
@@ -231,7 +231,8 @@ def _spawn(ranks: int) -> SharedMemoryRendezvous:
 def wait_for_children(failed: bool) -> int:
     """Wait for spawned ranks to end, and return the job's exit status.
 
-    Once a rank has failed, this one included, the others have some seconds to end before they are killed.
+    Once a rank has failed, this one included, the others have some seconds to end before they are killed. A stopped
+    one (Ctrl-Z, SIGSTOP) cannot use them.
 
     Args:
         failed: whether this process failed.
@@ -241,7 +242,9 @@ def wait_for_children(failed: bool) -> int:
     while running := [child for child in children if child.poll() is None]:
         if deadline is None and any(child.returncode for child in children):
             deadline = time.monotonic() + _GRACE
-        if deadline is not None and time.monotonic() > deadline:
+        if deadline is not None and (
+            time.monotonic() > deadline or all(state(child.pid) in STOPPED for child in running)
+        ):
             for child in running:
                 child.kill()
                 child.wait()

@@ -57,3 +57,13 @@ def test_an_older_name_counts_where_the_new_one_is_not_set():
 def test_a_wrong_value_is_named_with_the_older_name_if_that_is_the_one_set():
     with pytest.raises(ArgumentError, match="RING_PLANE='x' is not one of tcp, mpi"):
         config.TRANSPORT.get({"RING_PLANE": "x"})
+
+
+def test_a_misspelled_name_is_found_with_the_variable_that_was_meant():
+    environment = {"RING_TIMEOUTS": "5", "RING_TIMEOUT": "5", "RING_PLANE": "mpi", "RING_SPAWNED": "", "HOME": "/"}
+    assert config.unknown(environment) == {"RING_TIMEOUTS": "RING_TIMEOUT"}
+    assert config.unknown({"RING_XYLOPHONE": "1"}, likeness=0.8) == {"RING_XYLOPHONE": ""}
+    assert config.unknown({"RING_SECRETS": "1", "RING_SPAWN": "1"}, likeness=0.8) == {
+        "RING_SECRETS": "",
+        "RING_SPAWN": "",
+    }

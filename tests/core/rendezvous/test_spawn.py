@@ -5,12 +5,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
 from ring_plugins.core.base import progress_line
 from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.linux import process
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.rendezvous import spawn
 from ring_plugins.core.rendezvous.record import LaunchRecord
@@ -110,6 +113,17 @@ def test_children_that_do_not_end_after_a_failure_are_killed(monkeypatch):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     one = SharedMemoryRendezvous(Segment.create(SharedMemoryRendezvous.nbytes(2)), 0, 2, [child])
     monkeypatch.setattr(spawn, "_rendezvous", one)
+    assert spawn.wait_for_children(failed=True) == 128 + signal.SIGKILL
+
+
+def test_a_stopped_child_is_not_waited_for_after_a_failure(monkeypatch):
+    """It can do nothing in the seconds that others use to report the failure."""
+    monkeypatch.setattr(spawn, "_GRACE", 3600.0)
+    child = subprocess.Popen(["sleep", "3600"])
+    monkeypatch.setattr(spawn, "_rendezvous", SimpleNamespace(children=[child]))
+    child.send_signal(signal.SIGSTOP)
+    while process.state(child.pid) != "T":
+        time.sleep(0.01)
     assert spawn.wait_for_children(failed=True) == 128 + signal.SIGKILL
 
 
