@@ -70,12 +70,14 @@ def parts_of(cell: dict[str, Any]) -> Iterator[str]:
     """The text of a cell, then its outputs."""
     text = "".join(cell["source"])
     yield text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```"
-    for output in cell.get("outputs", ()):
+    outputs = cell.get("outputs", ())
+    printed = "".join("".join(output.get("text", "")) for output in outputs)
+    if printed:
+        yield f"```log\n{printed}```"
+    for output in outputs:
         picture = output.get("data", {}).get("image/png")
         if picture:
             yield f"![Output of this cell](data:image/png;base64,{''.join(picture.split())})"
-        elif "text" in output:
-            yield f"```log\n{''.join(output['text'])}```"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
