@@ -39,7 +39,7 @@ from ring_plugins.core.gpu import cuda, nccl
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 
 CALLERS_STREAM = 1
-SUCCESS, INVALID_ARGUMENT, IN_PROGRESS = 0, 4, 7
+SUCCESS, UNHANDLED_CUDA_ERROR, SYSTEM_ERROR, INVALID_ARGUMENT, IN_PROGRESS = 0, 1, 2, 4, 7
 NOT_READY = 600
 DTYPES = {kind: name for name, (kind, width) in nccl.TYPES.items() if width == 1 and name != "bool"}
 OPERATIONS = {number: op for op, number in nccl.REDUCTIONS.items()}
@@ -154,6 +154,12 @@ class StandInDriver(CFunctions):
     def in_context(self):
         assert getattr(self.contexts, "depth", 0) > 0, "a call outside of any device's context"
 
+    def _cuCtxSynchronize(self):
+        self.in_context()
+        assert not self.capturing, "the context was waited for during a capture"
+        for stream in list(self.streams.values()):
+            stream.drain()
+
     def _cuCtxGetStreamPriorityRange(self, least, greatest):
         self.in_context()
         least[0], greatest[0] = 0, -5
@@ -250,6 +256,10 @@ class StandInNccl(CFunctions):
         self.numbers = itertools.count(1000)
         self.group = threading.local()
         self.log = []
+        self.allocated = {}  # pointer -> bytes
+        self.registered = {}  # handle -> pointer
+        self.has_windows = True  # False: these GPUs have no symmetric windows
+        self.out_of_memory = False
 
     def _ncclGetErrorString(self, status):
         return f"stand-in status {status}".encode()
@@ -329,6 +339,71 @@ class StandInNccl(CFunctions):
         made.begin(lambda: self.cuda.streams[stream].work.put(lambda: made.kernel([call[2:] for call in collected])))
         return IN_PROGRESS if made.left else SUCCESS
 
+    def fail(self, function):
+        """Let a function return an error from now on."""
+        prototype = ctypes.CFUNCTYPE(ctypes.c_int, *nccl.FUNCTIONS[function].arguments)
+        setattr(self, function, prototype(lambda *arguments: SYSTEM_ERROR))
+
+    def without(self, *functions):
+        """Lack some functions, as an older or a stripped library."""
+        for name in functions:
+            delattr(self, name)
+
+    def _ncclMemAlloc(self, pointer, nbytes):
+        self.cuda.in_context()
+        if self.out_of_memory:
+            return UNHANDLED_CUDA_ERROR
+        data = (ctypes.c_char * nbytes)()
+        pointer[0] = ctypes.addressof(data)
+        self.allocated[pointer[0]] = data
+        return SUCCESS
+
+    def _ncclMemFree(self, pointer):
+        self.cuda.in_context()
+        self.log.append("free")
+        assert pointer not in self.registered.values(), "memory was freed while it was registered"
+        del self.allocated[pointer]
+
+    def _register(self, what, communicator, pointer, handle):
+        assert communicator in self.communicators and not self.communicators[communicator].finalizing
+        handle[0] = next(self.numbers)
+        self.registered[handle[0]] = pointer
+        self.log.append(what)
+
+    def _ncclCommRegister(self, communicator, pointer, nbytes, handle):
+        self._register("register", communicator, pointer, handle)
+
+    def _ncclCommDeregister(self, communicator, handle):
+        made = self.communicators[communicator]
+        assert not made.finalizing and made.left == 0, "NCCL has stopped what deregistration needs"
+        for stream in list(self.cuda.streams.values()):
+            assert stream.work.empty(), "memory was deregistered while the GPU works on it"
+        del self.registered[handle]
+        self.log.append("deregister")
+
+    def _ncclCommWindowDeregister(self, communicator, handle):
+        self._ncclCommDeregister(communicator, handle)
+
+    def _ncclCommWindowRegister(self, communicator, pointer, nbytes, handle, flags):
+        """Collective, in a thread of NCCL's that meets the others': the handle is written when all have come."""
+        self.cuda.in_context()
+        assert flags == 1
+        made = self.communicators[communicator]
+        made.begin(lambda: None)
+        made.is_meeting = True
+        address = ctypes.addressof(handle.contents)
+
+        def meet():
+            sizes = made.gather(nbytes)
+            if len(set(sizes)) > 1:
+                self.async_error = 3
+            elif self.has_windows:
+                self._register("window", communicator, pointer, ctypes.cast(address, ctypes.POINTER(ctypes.c_void_p)))
+            made.is_meeting = False
+
+        threading.Thread(target=meet, daemon=True).start()
+        return IN_PROGRESS
+
     def _collect(self, communicator, stream, *call):
         if self.group.calls is None:
             return INVALID_ARGUMENT
@@ -368,7 +443,7 @@ class Communicator:
         self.gathers = itertools.count()
         self.host = None
         self.left, self.then = 0, None
-        self.finalizing = False
+        self.finalizing = self.is_meeting = False
         self.unreferenced = threading.Event()  # by graphs
         self.unreferenced.set()
 
@@ -400,7 +475,7 @@ class Communicator:
             if self.left == 0:
                 self.then()
         is_held = self.finalizing and not self.unreferenced.is_set()
-        return IN_PROGRESS if self.left or is_held else SUCCESS
+        return IN_PROGRESS if self.left or is_held or self.is_meeting else SUCCESS
 
     def connect(self):
         if self.size == 1:
@@ -595,12 +670,18 @@ def pass_for_gpu(library, own, setattr=setattr):  # noqa: A002  # a test passes 
         def precedes(self, stream, index):
             pass
 
+    def tensor_over(memory):
+        data = (ctypes.c_char * memory.nbytes).from_address(memory.pointer)
+        data.owner = memory  # which torch keeps alive
+        return torch.frombuffer(data, dtype=torch.uint8)
+
     for name, stand_in in {
         "KIND": "cpu",
         "own_device": lambda: torch.device("cpu"),
         "TorchStreams": lambda index: own,
         "complete": complete,
         "Moment": Moment,
+        "tensor_over": tensor_over,
         "set_device": library.current_devices.append,
         "future_on_gpu": lambda index: torch.futures.Future(),
     }.items():

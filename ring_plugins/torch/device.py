@@ -12,6 +12,7 @@ from ring_plugins.core.arrays.memory import DeviceMemory, HostMemory, Memory, ho
 
 if TYPE_CHECKING:
     from ring_plugins.core.gpu.communicator import DeviceCommunicator
+    from ring_plugins.core.gpu.registered import RegisteredMemory
 
 #: torch's name for the kind of device whose memory NCCL reduces.
 KIND = "cuda"
@@ -56,6 +57,11 @@ def _host_memory_of(flat: torch.Tensor) -> HostMemory:
     if flat.dtype.itemsize == 1 and flat.dtype not in _ONE_BYTE_TYPES:
         flat = flat.view(torch.uint8)
     return host_memory(flat, writable=True)
+
+
+def tensor_over(memory: RegisteredMemory) -> torch.Tensor:
+    """The memory's bytes as a tensor, which keeps it alive as long as any view of the tensor lives."""
+    return torch.as_tensor(memory, device=torch.device(KIND, memory.device))
 
 
 class TorchStreams:

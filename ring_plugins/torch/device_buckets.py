@@ -11,21 +11,34 @@ import torch
 
 from ring_plugins.core.arrays.codec import Compression
 from ring_plugins.core.arrays.memory import Memory
+from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import Bucket, FusionPlan
+from ring_plugins.torch import device as of_device
 from ring_plugins.torch.device import memory_of
 
 
 class DeviceBuckets:
-    """The buckets of a plan in the memory of a GPU.
+    """The buckets of a plan in the memory of a GPU; collective if that is NCCL's (`core.gpu.registered`).
+
+    Args:
+        plan: of the buckets.
+        device: torch's name of the GPU, None for its current one.
+        registered_by: the communicator that allocates the memory; None for torch.
 
     Attributes:
         plan, memories: as `BucketMemory` has them.
         tensors: each bucket as a 1-d tensor.
     """
 
-    def __init__(self, plan: FusionPlan, device: torch.device | None) -> None:
+    def __init__(
+        self, plan: FusionPlan, device: torch.device | None, registered_by: DeviceCommunicator | None = None
+    ) -> None:
         self.plan = plan
-        flat = torch.zeros(plan.nbytes, dtype=torch.uint8, device=device)
+        registered = registered_by.allocate_registered(plan.nbytes) if registered_by is not None else None
+        if registered is None:
+            flat = torch.zeros(plan.nbytes, dtype=torch.uint8, device=device)
+        else:
+            flat = of_device.tensor_over(registered).zero_()
         parts = torch.split(flat, [bucket.nbytes for bucket in plan.buckets])
         self.tensors = [
             part.view(getattr(torch, bucket.dtype)) for bucket, part in zip(plan.buckets, parts, strict=True)
@@ -33,7 +46,7 @@ class DeviceBuckets:
         self.memories = [memory_of(tensor) for tensor in self.tensors]
 
     def release(self) -> None:
-        """Nothing to do: torch frees the memory with its last view, after our communicator's use of it."""
+        """Nothing to do: the memory is free with its last view, after our communicator's use of it."""
 
 
 class HalfBuckets:

@@ -18,6 +18,7 @@ from torch import nn
 from ring_plugins.core.arrays.codec import Compression
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import Memory
+from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
@@ -97,6 +98,10 @@ class GradientBuckets:
         self.names = [named[position][0] for position in positions]
         self.parameters = [named[position][1] for position in positions]
         entries = [_entry(*named[position], gpu, compression) for position in positions]
+        # Where there are copies in 16 bits, NCCL reduces those, so registering the buckets would gain nothing.
+        self._is_registered = gpu is not None and compression is None and config.NCCL_REGISTER.get()
+        if self._is_registered:
+            sizes = sizes._replace(direct_bytes=None)  # large gradients too: one pointer for each bucket
         self.plan = FusionPlan(entries, sizes, control=2, order=None if order is None else self._entries_of(order))
         self.plan.check_equal(communicator)
         self._half: HalfBuckets | None = None  # between GPUs; elsewhere the communicator rounds
@@ -140,7 +145,8 @@ class GradientBuckets:
                 torch.frombuffer(array, dtype=getattr(torch, bucket.dtype))
                 for bucket, array in zip(self.plan.buckets, arrays, strict=True)
             ]
-        on_gpu = DeviceBuckets(self.plan, self.parameters[0].device if self.parameters else None)
+        device = self.parameters[0].device if self.parameters else None
+        on_gpu = DeviceBuckets(self.plan, device, self._communicator if self._is_registered else None)
         if compression is None:
             return on_gpu, on_gpu.tensors
         self._half = HalfBuckets(self.plan, on_gpu.tensors, compression)

@@ -25,6 +25,7 @@ class Launch(NamedTuple):
     only: tuple[str, ...] = ()
     slow: bool = False
     overlap: str = ""  # RING_OVERLAP
+    registered: str = ""  # RING_NCCL_REGISTER
 
     def runs(self, name: str, where: str) -> bool:
         runs_there = {"": True, "_among_several": self.ranks > 1, "_on_gpus": bool(self.gpu)}[where]
@@ -33,6 +34,7 @@ class Launch(NamedTuple):
     def __str__(self) -> str:
         overlap = {"": "", "0": "in-line", "1": "overlapped"}[self.overlap]
         parts = self.launcher, str(self.ranks), self.nodes, self.gpu, self.only and "subset", overlap
+        parts += (self.registered and "registered",)
         return "-".join(filter(None, parts))
 
 
@@ -50,6 +52,14 @@ BETWEEN_HOSTS = (
     "differentiable_collectives_keep_their_order_among_independent_nodes",
     "different_results_used_by_the_ranks_are_refused",
 )
+# Checks of what registered memory must not change. Large gradients live in it, so they do not stay where they are.
+REGISTERED = (
+    EQUALITY,
+    "tuned_buckets_change_between_steps_and_results_do_not",
+    "unused_parameters",
+    "gradients_in_sixteen_bits",
+    "averagers_that_were_dropped_leave_nothing_behind",
+)
 LAUNCHES = [
     Launch("spawned", 1),
     Launch("spawned", 2),
@@ -62,13 +72,14 @@ LAUNCHES = [
     Launch("mpirun", 3, "1,2", only=BETWEEN_HOSTS),
     Launch("mpirun", 3, "1,2", slow=True),
     Launch("spawned", 3, gpu="GPU", only=(EQUALITY,), slow=True),
+    Launch("spawned", 2, gpu="GPU", registered="1", only=REGISTERED, slow=True),
 ]
 
 
 @functools.cache
 def outcome(launch: Launch) -> Result:
     env = {"RING_VIRTUAL_NODES": launch.nodes, "TEST_GPU_STAND_IN": launch.gpu, "TEST_ONLY": ",".join(launch.only)}
-    env["RING_OVERLAP"] = launch.overlap
+    env |= {"RING_OVERLAP": launch.overlap, "RING_NCCL_REGISTER": launch.registered}
     return run_ranks(CHECKS, launch.ranks, launch.launcher, env=env, timeout=200, check=False)
 
 

@@ -260,6 +260,13 @@ NCCL_REPORT = Variable(
     False,
     "1 logs in one line what NCCL has chosen: see [gpu](gpu.md#between-hosts)",
 )
+NCCL_REGISTER = Variable(
+    "RING_NCCL_REGISTER",
+    SWITCH,
+    False,
+    "1 puts gradients into memory that NCCL allocates and registers; not yet run on a GPU: see "
+    "[gpu](gpu.md#registered-memory)",
+)
 SHARE_GPU = Variable("RING_SHARE_GPU", SWITCH, False, "1 lets several ranks share one GPU, for tests; slow")
 
 # Set by our launchers for the processes that they start.

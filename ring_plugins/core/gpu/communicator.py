@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -21,14 +22,15 @@ from typing import Any, Generic, TypeVar
 from ring_plugins.core.arrays.codec import HalfCodec
 from ring_plugins.core.arrays.dtypes import FLOATS8, Op, check_reducible
 from ring_plugins.core.arrays.memory import DeviceMemory
-from ring_plugins.core.base.errors import ArgumentError, RingError
+from ring_plugins.core.base.errors import ArgumentError, DeviceError, RingError, TimeoutExceeded
 from ring_plugins.core.collectives.api import Activity, Communicator, FailureState, Statistics, Work
 from ring_plugins.core.collectives.validation import check_counts, check_rank
 from ring_plugins.core.control.wait import LongWait, Wait
-from ring_plugins.core.gpu.connection import NcclConnection
+from ring_plugins.core.gpu.connection import FINALIZE_TIMEOUT, NcclConnection
 from ring_plugins.core.gpu.cuda import Driver
 from ring_plugins.core.gpu.nccl import BYTES, Nccl
 from ring_plugins.core.gpu.nccl_log import nccl_log
+from ring_plugins.core.gpu.registered import RegisteredMemory, RegisteredPool
 from ring_plugins.core.gpu.stream import QueuedOperation, StreamQueue, Streams
 from ring_plugins.core.linux.shared_memory import SharedBuffer
 
@@ -104,6 +106,7 @@ class DeviceCommunicator:
         self._connection = NcclConnection(name, device, host, wait, nccl, driver, stream)
         self._queue = StreamQueue(name, host.ranks[host.rank], stream, streams, driver)
         self._peers = [rank for rank in host.ranks if rank != host.ranks[host.rank]]
+        self._registered = RegisteredPool(name, device, host, self._connection, nccl, driver)
 
     @property
     def stream(self) -> int:
@@ -206,6 +209,23 @@ class DeviceCommunicator:
 
     def release(self, buffer: SharedBuffer) -> None:
         pass
+
+    def allocate_registered(self, nbytes: int) -> RegisteredMemory | None:
+        """Memory of NCCL's that all ranks have registered alike, None if a rank cannot have any; collective.
+
+        Waits on the host.
+
+        Raises:
+            MismatchError: the sizes differ.
+            DeviceError, TimeoutExceeded: NCCL failed, here or on another rank.
+        """
+        what = "registering memory"
+        with self._lock, self._breaking_on_error(what), self._driver.device(self.device):
+            try:
+                return self._registered.allocate(nbytes)
+            except (DeviceError, TimeoutExceeded) as error:
+                self._host.interrupt(f"{self.name}: {what}", error)  # or the others wait in NCCL for this rank
+                raise
 
     # Order ----------------------------------------------------------------------------------------
 
@@ -404,6 +424,8 @@ class DeviceCommunicator:
     def close(self) -> None:
         """Release the communicator once peers no longer need this rank, after 12 seconds at the latest.
 
+        What it registered is deregistered if the GPU is done with it, and is otherwise NCCL's until the process ends.
+
         If a CUDA graph captured one of its operations, NCCL keeps its communicator until the process ends: nobody can
         tell whether the graph still lives, and NCCL waits until it does not.
         """
@@ -411,6 +433,7 @@ class DeviceCommunicator:
             if self._queue.captured:
                 self._connection.drop()
             else:
+                self._deregister()
                 self._connection.finalize()
             self._failure.close()
             self._queue.clear()
@@ -418,7 +441,23 @@ class DeviceCommunicator:
             if own_stream:
                 self._driver.destroy_stream(own_stream)
         self._connection.wait_for_abort()
+        self._registered.close()
         self._host.close()
+
+    def _deregister(self) -> None:
+        """Undo registrations, which NCCL cannot do any more once it finalizes; waits up to 10 s for the GPU."""
+        if not (self._registered.has_memory and self._connection.is_open):
+            return
+        end = time.monotonic() + FINALIZE_TIMEOUT
+
+        def over() -> bool:
+            self._queue.drop_finished()
+            return not self._queue.unfinished or time.monotonic() > end
+
+        with contextlib.suppress(RingError), self._driver.device(self.device):
+            self._wait.until(over, list, lambda: f"{self.name}: deregistering memory")
+            if not self._queue.unfinished:
+                self._registered.deregister()
 
     def discard(self) -> None:
         """Leave it to the next communicator to close this one: neither NCCL nor a lock may be waited for here."""
@@ -428,6 +467,7 @@ class DeviceCommunicator:
         """In a forked child: let every call raise, since CUDA does not survive a fork."""
         self._lock = threading.RLock()
         self._connection.drop()
+        self._registered.detach_after_fork()
         self._failure.detach_after_fork()
 
 

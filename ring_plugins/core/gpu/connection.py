@@ -36,7 +36,7 @@ from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.gpu.cuda import Driver
-from ring_plugins.core.gpu.nccl import SUCCESS, Config, Nccl, UniqueId, version_text
+from ring_plugins.core.gpu.nccl import COLLECTIVE_WINDOW, SUCCESS, Config, Nccl, UniqueId, version_text
 from ring_plugins.core.gpu.nccl_log import nccl_log
 from ring_plugins.core.linux.process import boot_id
 from ring_plugins.core.net.network_choice import wanted_interfaces
@@ -47,9 +47,11 @@ _SHARING_SINCE = 23000
 #: a nap of `Wait` would cost autograd's thread as much again for every bucket.
 _SPIN = 1e-3
 #: Seconds that `finalize` waits for peers to be done with the communicator too, before it aborts.
-_FINALIZE_TIMEOUT = 10.0
+FINALIZE_TIMEOUT = 10.0
 #: Seconds that closing waits for an abort: enough where NCCL is healthy, little where it hangs.
 _ABORT_TIMEOUT = 2.0
+#: Places to which a thread of NCCL's may yet write the handle of a window.
+_abandoned: list[ctypes.c_void_p] = []
 
 
 class NcclConnection:
@@ -75,6 +77,7 @@ class NcclConnection:
         self._name, self._device, self._stream = name, device, stream
         self._wait, self._nccl, self._driver = wait, nccl, driver
         self._peers = [rank for rank in host.ranks if rank != host.ranks[host.rank]]
+        self._host = host
         self._aborting: threading.Thread | None = None
         self._communicator: ctypes.c_void_p | None = self._connect(host)
 
@@ -139,6 +142,42 @@ class NcclConnection:
     def call(self, name: str, *arguments: Any) -> None:
         """Call an NCCL function on the stream; `arguments` are all but its last two, communicator and stream."""
         self._nccl.call(name, *arguments, self._communicator, self._stream, communicator=self._communicator)
+
+    def call_own(self, name: str, *arguments: Any) -> None:
+        """Call an NCCL function whose first argument is the communicator, and that uses no stream."""
+        self._nccl.call(name, self._communicator, *arguments, communicator=self._communicator)
+
+    def register_window(self, pointer: int, nbytes: int) -> int:
+        """Register memory on all ranks as a symmetric window; collective.
+
+        Returns:
+            Its handle, 0 where these GPUs have no such windows.
+
+        Raises:
+            DeviceError, TimeoutExceeded: it failed, here or elsewhere; the communicator is of no use any more.
+        """
+        handle, communicator = ctypes.c_void_p(), self._communicator
+        assert communicator is not None
+        self.call_own("ncclCommWindowRegister", pointer, nbytes, ctypes.byref(handle), COLLECTIVE_WINDOW)
+        limit = config.START_TIMEOUT.get()
+        end = time.monotonic() + limit
+
+        def over() -> bool:  # a thread of NCCL's writes the handle until then
+            self._host.check()  # another rank gave up
+            return self._nccl.state(communicator) == SUCCESS or time.monotonic() > end
+
+        try:
+            self._wait.until(over, lambda: self._peers, lambda: f"{self._name}: registering memory with NCCL")
+        except BaseException:
+            _abandoned.append(handle)
+            raise
+        if self._nccl.state(communicator) != SUCCESS:
+            _abandoned.append(handle)
+            raise TimeoutExceeded(
+                f"{self._name}: NCCL did not register {nbytes} bytes as a window within {limit:g} s. Another rank has "
+                "not done so, or its NCCL failed; RING_NCCL_REGISTER=0 does without, RING_START_TIMEOUT sets the limit."
+            )
+        return int(handle.value or 0)
 
     def reduction(self, dtype: str, op: Op) -> tuple[int, int, int]:
         """See `Nccl.reduction`."""
@@ -210,7 +249,7 @@ class NcclConnection:
         communicator, self._communicator = self._communicator, None
         if communicator is None:
             return
-        end = time.monotonic() + _FINALIZE_TIMEOUT
+        end = time.monotonic() + FINALIZE_TIMEOUT
 
         def over() -> bool:
             return self._nccl.state(communicator) == SUCCESS or time.monotonic() > end

@@ -32,6 +32,7 @@ FUNCTIONS: dict[str, CFunction] = {
     "cuDevicePrimaryCtxRetain": CFunction(0, (POINTER(c_void_p), c_int)),
     "cuCtxPushCurrent_v2": CFunction(0, (c_void_p,)),
     "cuCtxPopCurrent_v2": CFunction(0, (POINTER(c_void_p),)),
+    "cuCtxSynchronize": CFunction(0, ()),
     "cuCtxGetStreamPriorityRange": CFunction(0, (POINTER(c_int), POINTER(c_int))),
     "cuStreamCreateWithPriority": CFunction(0, (POINTER(c_void_p), c_uint, c_int)),
     "cuStreamDestroy_v2": CFunction(0, (c_void_p,)),
@@ -125,6 +126,10 @@ class Driver:
             yield
         finally:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(c_void_p()))
+
+    def synchronize(self) -> None:
+        """Wait until the current device has done all work of this process."""
+        self._call("cuCtxSynchronize")
 
     # Streams --------------------------------------------------------------------------------------
 

@@ -50,6 +50,10 @@ class CLibrary:
         """The first version of the library that has a function."""
         return self._declared[name].since
 
+    def has(self, name: str) -> bool:
+        """Whether the library has a function, whatever its version should have."""
+        return hasattr(self._library, name)
+
     def call(self, name: str, *arguments: Any) -> int:
         """Call a function and return its status.
 

@@ -15,6 +15,8 @@ SUCCESS, IN_PROGRESS = 0, 7
 #: The first release with nonblocking communicators. With an older one, a start that hangs could not be given up.
 OLDEST = 21400
 _FLOAT8_SINCE = 22400
+#: NCCL_WIN_COLL_SYMMETRIC: all ranks use the memory at equal offsets.
+COLLECTIVE_WINDOW = 1
 
 
 class UniqueId(ctypes.Structure):
@@ -64,6 +66,12 @@ FUNCTIONS: dict[str, CFunction] = {
     "ncclReduceScatter": CFunction(0, (_MEMORY, _MEMORY, c_size_t, _TYPE, _REDUCTION, _COMMUNICATOR, _STREAM)),
     "ncclSend": CFunction(20700, (_MEMORY, c_size_t, _TYPE, _RANK, _COMMUNICATOR, _STREAM)),
     "ncclRecv": CFunction(20700, (_MEMORY, c_size_t, _TYPE, _RANK, _COMMUNICATOR, _STREAM)),
+    "ncclMemAlloc": CFunction(21900, (POINTER(c_void_p), c_size_t)),
+    "ncclMemFree": CFunction(21900, (_MEMORY,)),
+    "ncclCommRegister": CFunction(21900, (_COMMUNICATOR, _MEMORY, c_size_t, POINTER(c_void_p))),
+    "ncclCommDeregister": CFunction(21900, (_COMMUNICATOR, c_void_p)),
+    "ncclCommWindowRegister": CFunction(22700, (_COMMUNICATOR, _MEMORY, c_size_t, POINTER(c_void_p), c_int)),
+    "ncclCommWindowDeregister": CFunction(22700, (_COMMUNICATOR, c_void_p)),
 }
 
 #: Our name of an element type -> ncclDataType_t and numbers per element. A boolean is a byte of 0 or 1.
@@ -152,6 +160,10 @@ class Nccl:
         if status not in (SUCCESS, IN_PROGRESS):
             raise DeviceError(f"{name} of {self} failed: {self.error_text(status, communicator)}")
         return status
+
+    def has(self, name: str) -> bool:
+        """Whether this release has a function."""
+        return self.version >= self._library.since(name) and self._library.has(name)
 
     def error_text(self, status: int, communicator: c_void_p | None = None) -> str:
         """The meaning of a status, and the last error that NCCL logged."""

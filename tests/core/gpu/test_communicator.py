@@ -242,7 +242,7 @@ def test_a_live_graph_does_not_hold_up_closing():
 
 @pytest.mark.timeout(120)
 def test_a_finalize_that_does_not_end_is_aborted_elsewhere(monkeypatch):
-    monkeypatch.setattr(connection, "_FINALIZE_TIMEOUT", 0.05)
+    monkeypatch.setattr(connection, "FINALIZE_TIMEOUT", 0.05)
     monkeypatch.setattr(connection, "_ABORT_TIMEOUT", 0.05)
     communicator, library = alone()
     reduce(communicator)
