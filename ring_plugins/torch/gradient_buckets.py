@@ -34,7 +34,8 @@ Named = tuple[str, nn.Parameter]
 #: Read attributes of many tensors without a step of Python for each.
 _gradient_of, _is_sparse = operator.attrgetter("grad"), operator.attrgetter("is_sparse")
 #: Control numbers of a pass: the shares of ranks whose backward raised, and of those that found sparse gradients.
-_FAILED, _SPARSE = 0, 1
+_FAILED, _SPARSE, _OTHERS = 0, 1, 2
+_CONTROL = 3
 
 
 class Outcome(NamedTuple):
@@ -43,10 +44,12 @@ class Outcome(NamedTuple):
     Attributes:
         failed: share of the ranks whose backward raised: 0.0 if gradients are averages. Any other leaves useless ones.
         found_sparse: parameters found to have sparse gradients. Pass them as `known_sparse` from now on.
+        has_others: whether `GradientBuckets.has_others` was true on some rank.
     """
 
     failed: float
     found_sparse: list[nn.Parameter]
+    has_others: bool = False
 
 
 class GradientBuckets:
@@ -69,6 +72,7 @@ class GradientBuckets:
         parameters, names: by entry.
         views: by entry the gradient's place in its bucket, None for those that are reduced in place.
         is_ordered: whether buckets fill in the order in which gradients really come.
+        has_others: what to tell the other ranks in this pass: whether this one has other averagers.
 
     Raises:
         MismatchError: the parameters differ among ranks.
@@ -86,7 +90,7 @@ class GradientBuckets:
         order: Sequence[int] | None = None,
         overlap: Overlap | None = None,
     ) -> None:
-        self._communicator, self.is_ordered = communicator, order is not None
+        self._communicator, self.is_ordered, self.has_others = communicator, order is not None, False
         gpu = communicator.device if isinstance(communicator, DeviceCommunicator) else None
         self._streams = None if gpu is None else streams(gpu)
         trained = [position for position, (_, p) in enumerate(named) if p.requires_grad]
@@ -102,7 +106,9 @@ class GradientBuckets:
         self._is_registered = gpu is not None and compression is None and config.NCCL_REGISTER.get()
         if self._is_registered:
             sizes = sizes._replace(direct_bytes=None)  # large gradients too: one pointer for each bucket
-        self.plan = FusionPlan(entries, sizes, control=2, order=None if order is None else self._entries_of(order))
+        self.plan = FusionPlan(
+            entries, sizes, control=_CONTROL, order=None if order is None else self._entries_of(order)
+        )
         self.plan.check_equal(communicator)
         self._half: HalfBuckets | None = None  # between GPUs; elsewhere the communicator rounds
         self._buffer, tensors = self._allocate(compression)
@@ -128,7 +134,7 @@ class GradientBuckets:
         last = self.plan.buckets[-1]
         self._control = tensors[-1][last.flags + len(last.entries) :][: self.plan.control]
         #: Control numbers of the last pass, for which the host did not wait; None if it reads them in every pass.
-        self._late_control = None if gpu is None else torch.zeros(2, pin_memory=torch.cuda.is_available())
+        self._late_control = None if gpu is None else torch.zeros(_CONTROL, pin_memory=torch.cuda.is_available())
         self._is_failing = False
         self._is_first = True
         op = Op.AVERAGE if gpu is None else Op.SUM
@@ -233,6 +239,8 @@ class GradientBuckets:
                 self._control[_FAILED] = 1
             if self._found_sparse:
                 self._control[_SPARSE] = 1
+            if self.has_others:
+                self._control[_OTHERS] = 1
 
     def _densified(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """The gradient as a dense one; None if it is to stay sparse, which is only noted."""
@@ -254,7 +262,7 @@ class GradientBuckets:
         self.reducer.finish()
         if self._half is not None:
             self._half.unpack()
-        failed, any_sparse = self._read_control(at_once)
+        failed, any_sparse, has_others = self._read_control(at_once)
         if failed:
             self._forget_pass()
             return Outcome(failed, [])
@@ -262,7 +270,7 @@ class GradientBuckets:
         self._assign_absent(found)
         for parameter in self._sparse:
             average_sparse(parameter, self._communicator)
-        return Outcome(0.0, [self.parameters[i] for i in found])
+        return Outcome(0.0, [self.parameters[i] for i in found], has_others > 0)
 
     def fail(self) -> Outcome:
         """Finish a pass that this rank cannot, and tell the others so; gradients are useless then."""
@@ -273,7 +281,7 @@ class GradientBuckets:
             self._is_failing = False
         if self._half is not None:
             self._half.unpack()
-        failed, _ = self._read_control(at_once=True)
+        failed, *_ = self._read_control(at_once=True)
         self._forget_pass()
         return Outcome(failed, [])
 
@@ -283,26 +291,25 @@ class GradientBuckets:
         if self._half is not None:
             self._half.forget_errors()
 
-    def _read_control(self, at_once: bool) -> tuple[float, float]:
+    def _read_control(self, at_once: bool) -> tuple[float, ...]:
         """The control numbers of the pass that was just reduced, as shares of the ranks; 0 if not known yet."""
         if self._late_control is not None:
             if is_capturing():
-                return 0.0, 0.0
+                return (0.0,) * _CONTROL
             if not at_once and not self._is_first:
                 self._late_control.copy_(self._control.real, non_blocking=True)
                 if self._found_sparse:
                     self._refuse_late_sparse()
-                return 0.0, 0.0
+                return (0.0,) * _CONTROL
         self._is_first = False
         return self._shares(self._control)
 
-    def _shares(self, control: torch.Tensor) -> tuple[float, float]:
+    def _shares(self, control: torch.Tensor) -> tuple[float, ...]:
         size = self._communicator.size
-        failed, sparse = (
+        return tuple(
             (share if self._scale == 1.0 else share / size) if share > self._any_rank_has_it else 0.0
             for share in (float(share) for share in control.real)
         )
-        return failed, sparse
 
     def check_late(self) -> float:
         """The share of ranks whose backward raised in an earlier pass, as far as a GPU has told by now.
@@ -312,7 +319,7 @@ class GradientBuckets:
         """
         if self._late_control is None:
             return 0.0
-        failed, sparse = self._shares(self._late_control)
+        failed, sparse, _ = self._shares(self._late_control)
         if sparse:
             self._refuse_late_sparse()
         return failed

@@ -293,6 +293,8 @@ class GradientAverager:
             if not self._hooks.fit(self._kept[key]):
                 self._put_hooks()
         buckets = self._kept[key]
+        if not buckets.is_ordered:
+            buckets.has_others = bool(still_there(self._claim.others()))
         if buckets.is_ordered == (self._hooks.arrivals is not None):
             self._hooks.arrivals = None if buckets.is_ordered else []
             self._put_hooks()
@@ -426,7 +428,8 @@ class GradientAverager:
         self._backward.end()
         self._passes, self._accumulates = 0, False
         try:
-            outcome = buckets.finish(at_once=self._skipping.step is not None) if failure is None else buckets.fail()
+            at_once = self._skipping.step is not None or not buckets.is_ordered
+            outcome = buckets.finish(at_once) if failure is None else buckets.fail()
         except BaseException as error:
             if not isinstance(error, RingError) and not self._has_failed():
                 # The others have the averages by now and step, so this pass cannot be made up for.
@@ -440,7 +443,11 @@ class GradientAverager:
             self._drop_buckets()  # the next backward makes buckets without them
         self.steps += 1
         if self._hooks.arrivals is not None and not (self._streams is not None and is_capturing()):
-            self._learn_order(buckets)
+            if outcome.has_others:
+                # Ranks may wait for their averagers in different orders, so none may wait for more than its gradients.
+                buckets.is_ordered = True
+            else:
+                self._learn_order(buckets)
         if self._tuner is not None and self._overlap.finished:
             self._tune(self._tuner)
 

@@ -848,6 +848,29 @@ def averagers_used_in_another_order_on_each_rank_end_together() -> None:
         averager.close()
 
 
+@check_among_several
+def averagers_of_which_ranks_use_some_first_end_together() -> None:
+    """The first backward of rank 0 has gradients of both, that of the others of the second one only."""
+    if os.environ.get("TEST_GPU_STAND_IN"):
+        return  # NCCL's kernels run in the order of one stream
+    models = [Branches(), Branches()]
+    averagers = [GradientAverager(model) for model in models]
+    x = torch.full((2, 4), RANK + 1.0)
+    for step in range(4):
+        for model in models:
+            model.zero_grad()
+        if RANK == 0:
+            (models[0].always(x).sum() + models[1].always(x).sum()).backward()
+        else:
+            for model in models[::-1]:
+                model.always(x).sum().backward()
+        for model, averager in zip(models, averagers, strict=True):
+            assert same_everywhere([model.always.weight.grad])
+            assert averager.steps == step + 1
+    for averager in averagers:
+        averager.close()
+
+
 @check
 def retained_graphs_and_second_order() -> None:
     model = nn.Linear(3, 3, bias=False)
