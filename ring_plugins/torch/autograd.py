@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -90,7 +91,8 @@ class Backward:
         callback = _EndOfBackward(self)
         self.callback = weakref.ref(callback, gone)
         try:
-            _pending.add(callback)
+            with _pending_lock:
+                _pending.add(callback)
             callback.request()
         except BaseException:
             self.note_raised(callback)
@@ -175,12 +177,16 @@ class _EndOfBackward:
         self._prehooks += [function.register_prehook(lambda *_: self.request()) for function in following]
 
 
+#: Of all threads: a process may run backwards in several.
 _pending: weakref.WeakSet[_EndOfBackward] = weakref.WeakSet()
+_pending_lock = threading.RLock()
 
 
 def _end_together(task: int) -> None:
     """End all averagers' parts in one backward; raises the first error after having ended all of them."""
-    ending = [c for c in list(_pending) if c.task == task and c.backward.callback() is c]
+    with _pending_lock:
+        pending = list(_pending)
+    ending = [c for c in pending if c.task == task and c.backward.callback() is c]
     ending.sort(key=lambda callback: callback.backward.order)
     errors: list[BaseException] = []
     together = (Backward.launch, Backward.finish)

@@ -1,6 +1,8 @@
 """Events of autograd, in one process."""
 
 import gc
+import sys
+import threading
 
 import pytest
 import torch
@@ -152,3 +154,34 @@ def test_new_parameters_and_modules_are_counted():
     model.extra = nn.Parameter(torch.ones(1))
     model.child = nn.Identity()
     assert registrations() == before + 2
+
+
+def test_backwards_in_several_threads_do_not_disturb_each_other():
+    errors, ended = [], []
+    others = [autograd._EndOfBackward(Averager([]).backward) for _ in range(200)]  # which take their time to look at
+    for other in others:
+        autograd._pending.add(other)
+
+    def run():
+        try:
+            for _ in range(100):
+                averagers, weights = [Averager([]) for _ in range(5)], [nn.Parameter(torch.ones(2)) for _ in range(5)]
+                for weight, averager in zip(weights, averagers, strict=True):
+                    weight.register_post_accumulate_grad_hook(averager.begin)
+                sum(weight.sum() for weight in weights).backward()
+                ended.extend(averager.ended for averager in averagers)
+        except RuntimeError as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=run) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
+    assert ended == [1] * 3000

@@ -1,5 +1,6 @@
 """Averages of sparse gradients; a fake communicator of two ranks repeats this rank's rows as the other's."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -41,6 +42,16 @@ def test_a_dense_gradient_becomes_sparse():
     average_sparse(weight, SingleCommunicator("test"))
     assert weight.grad.is_sparse
     assert weight.grad.to_dense().tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("rows", [[], [4]])
+@pytest.mark.parametrize("communicator", [Doubled(), SingleCommunicator("test")])
+def test_the_next_backward_adds_to_an_average_of_few_rows(rows, communicator):
+    table = nn.Embedding(6, 2, sparse=True)
+    table(torch.tensor(rows, dtype=torch.long)).sum().backward()
+    average_sparse(table.weight, communicator)
+    table(torch.tensor([1, 4])).sum().backward()
+    assert table.weight.grad.to_dense().sum(1).tolist() == [0, 2, 0, 0, 2 + 2 * len(rows), 0]
 
 
 def test_a_gradient_that_no_rank_has_stays_none():
