@@ -418,8 +418,8 @@ def check_cause(plan: Plan, result: Result) -> None:
         return
     text = " ".join(result.output.split())
     if not text:
-        # The user's shell reports the death of the process that it started.
-        if plan.launcher == "spawned" and plan.victim == 0:
+        # The user's shell reports the death of the process that it started, which may be the only one yet.
+        if plan.launcher == "spawned" and (plan.victim == 0 or result.returncode < 0):
             return
         raise Verdict("silent", f"an error without a word\n{result}")
     if plan.starting:
