@@ -28,7 +28,15 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import MismatchError, PeerFailed, PeerLeft, TimeoutExceeded, fresh, name_ranks
+from ring_plugins.core.base.errors import (
+    MismatchError,
+    PeerFailed,
+    PeerLeft,
+    RingError,
+    TimeoutExceeded,
+    fresh,
+    name_ranks,
+)
 
 if TYPE_CHECKING:
     from ring_plugins.core.control.failure_detector import FailureDetector
@@ -225,7 +233,7 @@ class Wait:
             try:
                 lost = [rank for rank in absent if receiving is None or not receiving(rank)]
                 self._check_members(self._failure_detector, lost, what)
-            except Exception:
+            except RingError:  # and no signal handler's exception
                 if ready():  # the peer did arrive before it ended
                     return
                 raise

@@ -45,6 +45,13 @@ def test_a_peer_that_arrived_before_it_ended_is_no_failure():
     assert len(detector.asked) == 1
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), TimeoutError("of the script"), ValueError()])
+def test_a_signal_handlers_exception_is_raised_although_the_peer_arrives_meanwhile(error):
+    detector = Detector(error)
+    with pytest.raises(type(error)):
+        until(Wait("ring", detector), lambda: bool(detector.asked))
+
+
 def test_the_reason_that_a_peer_gave_replaces_the_broken_connection():
     detector = Detector(PeerFailed("rank 1 failed: out of data", 1), after=3)
 
