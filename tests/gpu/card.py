@@ -63,7 +63,7 @@ def fact(**found: Any) -> None:
     """Print what rank 0 found as a line of JSON, and add it to $OUT/facts.jsonl at once."""
     if RANK != 0:
         return
-    line = json.dumps(found)
+    line = json.dumps(found | {"on": "a card" if CUDA else "the stand-in" if STAND_IN else "the CPU"})
     print("FACT", line, flush=True)
     if "OUT" in os.environ:
         with (Path(os.environ["OUT"]) / "facts.jsonl").open("a") as file:

@@ -1,22 +1,27 @@
 #!/bin/bash
-# Everything that needs a card, in three calls of at most ten minutes each:
+# Everything that needs a card, in four calls of at most ten minutes each:
 #
 #     OUT=some/folder bash tests/gpu/run.sh A    # versions; the checks at one rank, and at two on one card; streams
 #     OUT=some/folder bash tests/gpu/run.sh B    # against DDP: weights, graphs, a killed peer, memory, cost on the host
-#     OUT=some/folder bash tests/gpu/run.sh C    # steps of whole models at one rank; Lightning; Keras; MPS if there is one
+#     OUT=some/folder bash tests/gpu/run.sh C    # steps of whole models at one rank; Lightning; MPS if there is one
+#     OUT=some/folder bash tests/gpu/run.sh D    # compiled models; Keras; weights in memory that NCCL has registered
 #
-# Without an argument it makes all three calls. Every part has its time, and one that fails stops no other. What is found is written to $OUT/facts.jsonl at once, and
-# the output of each part to $OUT/PART.log. DRY=1 only prints the parts.
+# Without an argument it makes all four calls. Every part has its time, and one that fails stops no other. What is found
+# is written to $OUT/facts.jsonl at once, and the output of each part to $OUT/PART.log. DRY=1 only prints the parts.
 cd "$(dirname "$0")/../.." || exit 1
 if [ $# = 0 ]; then
   OUT=${OUT:-$(mktemp -d)}; export OUT
-  for call in A B C; do bash tests/gpu/run.sh $call; done
+  for call in A B C D; do bash tests/gpu/run.sh $call; done
   echo "found: $OUT/facts.jsonl"; exit
 fi
-case $1 in A | B | C) ;; *) sed -n '2,10s/^# \{0,1\}//p' tests/gpu/run.sh; exit 2 ;; esac
+case $1 in A | B | C | D) ;; *) sed -n '2,11s/^# \{0,1\}//p' tests/gpu/run.sh; exit 2 ;; esac
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 OUT=${OUT:-$(mktemp -d)}; export OUT; mkdir -p "$OUT"
 python=${PYTHON:-python3}
+
+if [ -z "$DRY" ] && ! "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
+  echo "not run here: torch sees no CUDA GPU"; exit
+fi
 
 part() { # seconds, name, command
   local limit=$1 name=$2 began=$SECONDS status; shift 2
@@ -60,7 +65,6 @@ C)
   part 240 steps "$python" benchmarks/gpu_step.py --seconds 15 --trace "$OUT/step.json"
   part 60 lightning_1 env TEST_RANKS=1 "$python" tests/gpu/lightning_fit.py
   part 60 lightning_2 "$python" tests/gpu/lightning_fit.py
-  part 90 keras "$python" -m pytest -m gpu -q tests/keras
   if [ -n "$DRY" ] || command -v nvidia-cuda-mps-control >/dev/null; then
     export CUDA_MPS_PIPE_DIRECTORY=$OUT/mps CUDA_MPS_LOG_DIRECTORY=$OUT/mps; mkdir -p "$OUT/mps"
     if [ -n "$DRY" ] || nvidia-cuda-mps-control -d 2>"$OUT/mps.log"; then
@@ -69,5 +73,11 @@ C)
       [ -n "$DRY" ] || echo quit | nvidia-cuda-mps-control
     fi
   fi
+  ;;
+D)
+  part 180 compiled "$python" tests/gpu/compiled_models.py
+  part 120 keras_on_torch "$python" tests/gpu/keras_on_torch.py
+  part 90 keras_on_tensorflow "$python" -m pytest -m gpu -q tests/keras
+  RING_NCCL_REGISTER=1 part 150 registered_equals_ddp "$python" tests/gpu/equals_ddp.py
   ;;
 esac

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,13 @@ both = pytest.mark.parametrize(
 
 
 def run(script: str, stand_in: str = "", ranks: int = 2, check: bool = True) -> Result:
-    return run_ranks(HERE / f"{script}.py", ranks, env={"TEST_GPU_STAND_IN": stand_in}, timeout=150, check=check)
+    return run_ranks(
+        HERE / f"{script}.py",
+        ranks,
+        env={"TEST_GPU_STAND_IN": stand_in, "TEST_COMPILER": "aot_eager" if stand_in else ""},
+        timeout=240,
+        check=check,
+    )
 
 
 def facts(result: Result, check: str) -> list[dict[str, Any]]:
@@ -67,6 +74,21 @@ def test_lightning_equals_plain_torch(stand_in, processes):
     assert [(fact["precision"], fact["same_on_all_ranks"], fact["close"]) for fact in found] == [
         ("32-true", True, True), ("bf16-mixed", True, True),
     ], found  # fmt: skip
+
+
+@both
+def test_compiled_models_equal_eager_ones(stand_in):
+    found = facts(run("compiled_models", stand_in), "compiled")
+    assert [(fact["how"], fact["same_on_all_ranks"], fact["close"]) for fact in found] == [
+        ("whole", True, True), ("layers", True, True),
+    ], found  # fmt: skip
+
+
+@both
+def test_keras_on_torch_equals_one_process(stand_in):
+    pytest.importorskip("keras")
+    found = facts(run("keras_on_torch", stand_in), "Keras on torch")
+    assert all(fact["same_on_all_ranks"] and fact["close"] and fact["by_nccl"] for fact in found), found
 
 
 @pytest.mark.gpu
@@ -120,24 +142,36 @@ def test_the_benchmark_forces_our_hooks_on_a_single_rank():
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
-@pytest.mark.parametrize("script", ["two_streams", "graph_at_exit", "peak_memory"])
+@pytest.mark.parametrize("script", ["two_streams", "graph_at_exit", "peak_memory", "compiled_models", "keras_on_torch"])
 def test_what_needs_a_card_says_so_elsewhere(script):
     assert "not run here: torch sees no CUDA GPU" in run(script, ranks=1).stdout
 
 
 def test_the_plan_names_scripts_and_tests_that_exist(tmp_path):
     planned = ""
-    for calls in (["A"], ["B"], ["C"], []):
+    for calls in (["A"], ["B"], ["C"], ["D"], []):
         before, planned = planned, ""
         done = subprocess.run(
             ["bash", HERE / "run.sh", *calls],
             env=os.environ | {"DRY": "1", "PYTHON": "python", "OUT": str(tmp_path)},
             capture_output=True, text=True, check=False,
         )  # fmt: skip
+        assert sum(map(int, re.findall(r"\((\d+) s\)", done.stdout))) < 600 or not calls
         planned = before + done.stdout if calls else done.stdout
-        assert planned.startswith(before)  # without an argument, all three
+        assert planned.startswith(before)  # without an argument, all four
     for script in SCRIPTS:
         assert f"tests/gpu/{script}.py" in planned
     named = [word for word in planned.split() if word.startswith(("tests/", "benchmarks/"))]
     assert named
     assert [word for word in named if not (REPOSITORY / word).exists()] == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_the_plan_says_that_nothing_runs_without_a_card(tmp_path):
+    done = subprocess.run(
+        ["bash", HERE / "run.sh", "A"],
+        env=os.environ | {"PYTHON": "python", "OUT": str(tmp_path)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == "not run here: torch sees no CUDA GPU\n"
+    assert not (tmp_path / "facts.jsonl").exists()

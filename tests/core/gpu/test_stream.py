@@ -221,8 +221,11 @@ def train(gpu, clock, steps, buckets):
     """Steps that reduce some buckets each; returns how many calls of the driver they took."""
     before = gpu.calls
     for _ in range(steps):
+        gate = threading.Event()  # the GPU begins when all is queued, so how often it is asked does not depend on it
+        gpu.work.put(gate.wait)
         for queued in [gpu.push() for _ in range(buckets)]:
             gpu.queue.join(queued)
+        gate.set()
         gpu.open()
         gpu.queue.drop_finished()
         clock.end_step(8)
