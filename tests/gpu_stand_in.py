@@ -178,7 +178,8 @@ class StandInDriver(CFunctions):
         status[0] = int(self.capturing)
 
     def _cuThreadExchangeStreamCaptureMode(self, mode):
-        pass
+        before, self.contexts.mode = getattr(self.contexts, "mode", 0), mode[0]
+        mode[0] = before
 
     def _cuEventCreate(self, event, flags):
         self.in_context()
@@ -215,9 +216,11 @@ class StandInDriver(CFunctions):
 
     def _cuEventQuery(self, event):
         assert not self.capturing, "an event was asked about during a capture"
+        assert getattr(self.contexts, "mode", 0) == 2, "asking would invalidate a graph that is being captured"
         return 0 if self.events[event].is_set() else NOT_READY
 
     def _cuEventElapsedTime(self, milliseconds, begin, end):
+        assert getattr(self.contexts, "mode", 0) == 2, "asking would invalidate a graph that is being captured"
         if not {begin, end} <= self.timed:
             return INVALID_ARGUMENT
         if not (self.events[begin].is_set() and self.events[end].is_set()):

@@ -160,7 +160,8 @@ def warn_of_gpu_copies(rank: int) -> None:
     """Warn once, on rank 0, if gradients leave the GPU to be averaged.
 
     On torch, NCCL reduces them on the GPU. On TensorFlow it does so only on request, since that path has never run on
-    a GPU (`backends/tensorflow_device.py`). JAX compiles its own collectives and cannot call ours on the GPU.
+    a GPU (`backends/tensorflow_device.py`). XLA could call NCCL on its own stream from JAX's compiled step, since its
+    foreign function interface passes pointers and the stream; that is not built (`backends/jax_ffi.py` is for CPUs).
     """
     backend_name = keras.backend.backend()
     if backend_name == "tensorflow" and config.TENSORFLOW_NCCL.get():

@@ -187,8 +187,19 @@ class Driver:
     def seconds_between(self, begin: int, end: int) -> float:
         """Seconds of the GPU's clock between two results of `record_time`, which must both have passed."""
         milliseconds = c_float()
-        self._call("cuEventElapsedTime", ctypes.byref(milliseconds), begin, end)
+        with self._not_invalidating_captures():
+            self._call("cuEventElapsedTime", ctypes.byref(milliseconds), begin, end)
         return milliseconds.value * 1e-3
+
+    @contextlib.contextmanager
+    def _not_invalidating_captures(self) -> Iterator[None]:
+        """Ask about events: in the default mode, that would invalidate a graph that any thread captures."""
+        mode = c_int(_RELAXED)
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
     def wait_event(self, stream: int, event: int) -> None:
         """Let later work on the stream start only after the event; returns at once."""
@@ -200,10 +211,8 @@ class Driver:
         Raises:
             DeviceError: work on the GPU failed.
         """
-        mode = c_int(_RELAXED)  # in the default mode, asking would invalidate a graph that any thread captures
-        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
-        status = self._library.call("cuEventQuery", event)
-        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        with self._not_invalidating_captures():
+            status = self._library.call("cuEventQuery", event)
         if status == _NOT_READY:
             return False
         if status:

@@ -17,9 +17,9 @@ tells what the GPU waits for (`long_wait`) and when waiting is useless (`check_p
 In one step of 50, and in all steps while a timeline is recorded, more events note the GPU's own time: around each
 operation, and where the caller's stream begins to wait for it. They are read when the operation is known to be done, so
 nothing waits for them. From them the stall report knows how long the operation usually takes, and the breakdown of
-steps how long the GPU waited for communication. That is 11 calls of the driver for an operation that is timed: about
-one a step and microsecond for a model of five buckets. In a timeline the length is exact; it is shown as ending when
-the host saw that, which is at the next operation, or at the next look of the other thread.
+steps how long the GPU waited for communication. That is 17 calls of the driver for an operation that is timed: about
+two a step, or two microseconds, for a model of six buckets. In a timeline the length is exact; it is shown as ending
+when the host saw that, which is at the next operation, or at the next look of the other thread.
 """
 
 from __future__ import annotations
