@@ -15,7 +15,8 @@ exception: NCCL's communicator is of no use after that, so that is an error on a
 
 **When memory is freed.** Gradients are views of it, and outlive buckets, optimizers, even the communicator. So it goes
 back to NCCL only after the communicator has deregistered it, which happens when that closes, *and* the framework's last
-tensor has gone; then at the next safe moment, since the GPU has to be idle: when a communicator closes or allocates.
+tensor has gone; then, since the GPU has to be idle, when the next communicator closes. Allocating does not wait for
+the GPU: another rank may send what it still receives only after its own allocation.
 Until the communicator closes, memory whose tensors have gone is handed out again, if that is so on all ranks. What an
 aborted communicator registered, or a captured one, is never freed: NCCL may still use it.
 """
@@ -25,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import weakref
+from collections import deque
 from typing import Any
 
 from ring_plugins.core.base.errors import DeviceError, MismatchError, RingError, name_ranks
@@ -122,7 +124,6 @@ class RegisteredPool:
             MismatchError: the sizes differ.
             DeviceError, TimeoutExceeded: NCCL failed in a way that ends the communicator.
         """
-        release_unused()
         free = next((i for i, block in enumerate(self._blocks) if not block.is_used and block.nbytes == nbytes), -1)
         found = self._host.all_gather_object((nbytes, free))
         if len({size for size, _ in found}) > 1:
@@ -232,7 +233,7 @@ class RegisteredPool:
 #: What this process has logged.
 _told: set[str] = set()
 #: Memory of closed communicators, in which tensors may still lie.
-_waiting: list[tuple[Nccl, Driver, int, _Block]] = []
+_waiting: deque[tuple[Nccl, Driver, int, _Block]] = deque()
 
 
 def release_unused() -> None:
@@ -241,9 +242,19 @@ def release_unused() -> None:
     Unmapping does not wait for kernels, unlike `cudaFree`. If the GPU cannot be waited for now, the memory stays for
     the next call.
     """
-    for item in [item for item in _waiting if not item[-1].is_used]:
+    for _ in range(len(_waiting)):
+        try:
+            item = _waiting.popleft()  # at once, since another thread may do the same
+        except IndexError:
+            return
         nccl, driver, device, block = item
-        with contextlib.suppress(DeviceError), driver.device(device):
-            driver.synchronize()
-            nccl.call("ncclMemFree", block.pointer)
-            _waiting.remove(item)
+        is_free = False
+        if not block.is_used:
+            with contextlib.suppress(DeviceError), driver.device(device):
+                driver.synchronize()
+                is_free = True
+        if is_free:
+            with contextlib.suppress(DeviceError), driver.device(device):
+                nccl.call("ncclMemFree", block.pointer)
+        else:
+            _waiting.append(item)

@@ -266,9 +266,11 @@ class StreamQueue:
             self.seconds[queued.text] = seconds
             end = int(queued.done_at * 1e9)
             recorder.record("gpu", queued.text, end - int(seconds * 1e9), end, operation=queued.operation)
+            waited = 0.0
             if queued.join_time:  # negative if it was done before anybody waited: backward hid it
-                waited = self._driver.seconds_between(queued.join_time, end_time)
-                steps.add_gpu_wait(queued.step, max(0.0, waited))
+                with contextlib.suppress(DeviceError):  # the GPU has not come to the join yet: the same
+                    waited = max(0.0, self._driver.seconds_between(queued.join_time, end_time))
+            steps.add_gpu_wait(queued.step, waited)
         self._drop_times(queued)
 
     def _drop_times(self, queued: QueuedOperation) -> None:

@@ -1,6 +1,9 @@
 """Memory that NCCL has registered: alike on all ranks, and freed when nothing uses it any more."""
 
+import contextlib
 import gc
+import threading
+from collections import deque
 
 import pytest
 import torch
@@ -206,3 +209,27 @@ def test_a_window_that_fails_on_one_rank_is_an_error_on_all():
     assert "ncclCommWindowRegister of NCCL" in result.values("error")[1]
     assert "rank 1" in result.values("error")[0]
     assert "within" not in result.values("error")[0]
+
+
+def test_two_threads_free_memory_once(monkeypatch):
+    """A communicator may be closed by the garbage collection of any thread, while another frees."""
+    freed, others = [], []
+
+    class Driver:
+        def device(self, number):
+            return contextlib.nullcontext()
+
+        def synchronize(self):
+            if not others:
+                others.append(threading.Thread(target=registered.release_unused))
+                others[0].start()
+                others[0].join()
+
+    class Library:
+        def call(self, name, pointer):
+            freed.append(pointer)
+
+    blocks = [registered._Block(pointer, 64) for pointer in (4096, 8192)]
+    monkeypatch.setattr(registered, "_waiting", deque((Library(), Driver(), 0, block) for block in blocks))
+    registered.release_unused()
+    assert sorted(freed) == [4096, 8192]

@@ -275,3 +275,8 @@ def test_the_gpus_wait_for_an_operation_is_known(gpu, clock):
     clock.add_gpu_wait(10, 0.0)
     assert clock._gpu_wait == waited
     assert "all_reduce on the GPU, which took" in gpu.queue.activity().operation
+    clock.count = 60
+    gpu.push()  # done before anybody waits for it
+    gpu.library.streams[gpu.queue.stream].drain()
+    gpu.queue.drop_finished()
+    assert clock._gpu_wait == 0  # what was measured in step 10 does not count any more
