@@ -59,6 +59,13 @@ def clean_environment() -> dict[str, str]:
     return inherited | {f"{prefix}_{name}": "1" for prefix in ("OMPI", "PRTE") for name in allowed}
 
 
+def bare_environment() -> dict[str, str]:
+    """The variables of a newcomer's shell: nothing about threads, launchers or backends."""
+    inherited = {name: value for name, value in clean_environment().items() if name == "HOME" or "RUN_AS_ROOT" in name}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    return {**inherited, "PATH": path, "PYTHONPATH": str(Path(__file__).parent.parent)}
+
+
 @functools.cache
 def _is_open_mpi(mpirun: str) -> bool:
     return "Open MPI" in subprocess.run([mpirun, "--version"], check=True, capture_output=True, text=True).stdout

@@ -4,7 +4,6 @@ The scripts without a mistake are README's own, which tests/test_documentation.p
 all backends are in tests/keras/test_broadcast.py.
 """
 
-import os
 import re
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import textwrap
 
 import pytest
 
-from tests.launch import REPOSITORY
+from tests.launchers import bare_environment
 
 TORCH = """
     import os
@@ -59,11 +58,10 @@ KERAS = """
 def typed(script, tmp_path, **exported):
     """What `python train.py` prints and its status, with only the variables that a shell has."""
     (tmp_path / "train.py").write_text(textwrap.dedent(script))
-    shell = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     return subprocess.run(
         [sys.executable, "train.py"],
         cwd=tmp_path,
-        env={**shell, "PYTHONPATH": str(REPOSITORY), **exported},
+        env={**bare_environment(), **exported},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

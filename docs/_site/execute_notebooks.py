@@ -1,6 +1,6 @@
 """Run the notebooks in a kernel, and keep their outputs in them.
 
-    pip install nbclient ipykernel && python docs/_site/execute_notebooks.py
+    pip install -c constraints.txt ".[docs]" && python docs/_site/execute_notebooks.py
 
 Kept are printed lines, pictures and messages of ring_plugins. Times, paths and notices of the frameworks differ from
 machine to machine, and are left out.
