@@ -36,6 +36,8 @@ from ring_plugins.core.gpu.connection import NcclConnection
 from ring_plugins.core.gpu.cuda import Driver
 from ring_plugins.core.gpu.nccl import Nccl
 
+#: Bytes in which a GPU maps memory. Rounded up to these, buckets of other sizes for the same gradients take one block.
+_GRANULARITY = 2 << 20
 #: Kinds of registration, the best last.
 _ALLOCATED, _REGISTERED, _WINDOW = 0, 1, 2
 _KINDS = ("not registered", "registered (ncclCommRegister)", "registered as a symmetric window")
@@ -79,8 +81,8 @@ class _Block:
         """Whether a tensor lies in it."""
         return self._user is not None and self._user() is not None
 
-    def hand_out(self, device: int) -> RegisteredMemory:
-        memory = RegisteredMemory(self.pointer, self.nbytes, device)
+    def hand_out(self, nbytes: int, device: int) -> RegisteredMemory:
+        memory = RegisteredMemory(self.pointer, nbytes, device)
         self._user = weakref.ref(memory)
         return memory
 
@@ -124,16 +126,17 @@ class RegisteredPool:
             MismatchError: the sizes differ.
             DeviceError, TimeoutExceeded: NCCL failed in a way that ends the communicator.
         """
-        free = next((i for i, block in enumerate(self._blocks) if not block.is_used and block.nbytes == nbytes), -1)
+        size = -(-nbytes // _GRANULARITY) * _GRANULARITY
+        free = next((i for i, block in enumerate(self._blocks) if not block.is_used and block.nbytes == size), -1)
         found = self._host.all_gather_object((nbytes, free))
-        if len({size for size, _ in found}) > 1:
+        if len({wanted for wanted, _ in found}) > 1:
             raise MismatchError(
-                f"{self._name}: {name_ranks(self._host.ranks)} allocate {[size for size, _ in found]} bytes of "
+                f"{self._name}: {name_ranks(self._host.ranks)} allocate {[wanted for wanted, _ in found]} bytes of "
                 "registered memory; pass the same bucket sizes on all ranks."
             )
         if free >= 0 and {place for _, place in found} == {free}:
-            return self._blocks[free].hand_out(self._device)
-        block, error = self._new_block(nbytes)
+            return self._blocks[free].hand_out(nbytes, self._device)
+        block, error = self._new_block(size)
         offers = self._host.all_gather_object((block is not None, self._best_kind(), error))
         if block is None or not all(has for has, _, _ in offers):
             if block is not None:
@@ -146,7 +149,7 @@ class RegisteredPool:
             return None
         self._blocks.append(block)
         self._register(block, min(kind for _, kind, _ in offers))
-        return block.hand_out(self._device)
+        return block.hand_out(nbytes, self._device)
 
     def _new_block(self, nbytes: int) -> tuple[_Block | None, str]:
         """New memory, or why there is none."""
