@@ -74,7 +74,7 @@ def count_bytes() -> list[int]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # test hosts share the cores of this machine
     ring.init()
     sent = count_bytes()
     losses, nbytes = {}, {}

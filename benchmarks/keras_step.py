@@ -23,9 +23,6 @@ from typing import Any
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
-os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
 
 import keras
 import numpy as np
@@ -146,10 +143,6 @@ def main() -> None:
     options = parser.parse_args()
     if options.network and BACKEND != "tensorflow":
         parser.error("--network is for TensorFlow")
-    if BACKEND == "torch":
-        import torch
-
-        torch.set_num_threads(1)
     ring.init(ranks=2)
     kinds = ["none", "ours", "one bucket"] if options.network else ["none", "ours"]
     if not options.network and BACKEND == "tensorflow":

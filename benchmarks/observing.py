@@ -63,7 +63,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20.0)
     options = parser.parse_args()
-    torch.set_num_threads(1)
     ring.init(ranks=2)
     model = torch.nn.Sequential(*(torch.nn.Linear(520, 520) for _ in range(5)))
     optimizer = DistributedOptimizer(

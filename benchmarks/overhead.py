@@ -29,7 +29,7 @@ def rank(ranks: int, steps: int) -> None:
     import ring_plugins as ring
     from ring_plugins.torch import DistributedOptimizer
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # other threads' time would count as averaging
     ring.init(ranks=ranks)
     rows = {}
     for count in PARAMETERS:

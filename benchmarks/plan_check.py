@@ -34,7 +34,7 @@ def rank(seconds: float) -> None:
     from ring_plugins.planning.network import fitted
     from ring_plugins.torch import DistributedOptimizer
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # each rank has one core
     ring.init()
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[ring.rank()]})
     take_the_core()

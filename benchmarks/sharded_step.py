@@ -4,7 +4,7 @@
     python benchmarks/sharded_step.py --ranks 4 --fused
 
 The model is the MLP of training_step.py: 67 MB of parameters, batches of 64. A step is zero_grad, forward, backward and
-an Adam update, on one thread a rank. Every repetition runs all variants one after the other; the time of a step is
+an Adam update. Every repetition runs all variants one after the other; the time of a step is
 that of the slowest rank. CPU time, of all threads of a rank, depends less on what else the machine does. Memory is
 what the optimizer keeps on a rank, as a share of what one rank alone would keep.
 """
@@ -77,7 +77,6 @@ def main() -> None:
     parser.add_argument("--fused", action="store_true", help="use torch's fused Adam")
     parser.add_argument("--only", nargs="+", default=[PLAIN, SHARDED, ZERO_GLOO, ZERO_RING])
     options = parser.parse_args()
-    torch.set_num_threads(1)
     ring.init(ranks=options.ranks)
     start_gloo()
     made, optimizers = variants(options.only, {"fused": True} if options.fused else {})
