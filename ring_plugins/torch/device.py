@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ring_plugins.core.arrays.memory import DeviceMemory, HostMemory, Memory, host_memory
-from ring_plugins.core.base.errors import DeviceError
 
 if TYPE_CHECKING:
     from ring_plugins.core.gpu.communicator import DeviceCommunicator
@@ -63,8 +62,7 @@ def _host_memory_of(flat: torch.Tensor) -> HostMemory:
 def tensor_over(memory: RegisteredMemory) -> torch.Tensor:
     """The memory's bytes as a tensor, which keeps it alive as long as any view of the tensor lives."""
     tensor = torch.as_tensor(memory, device=torch.device(KIND, memory.device))
-    if tensor.data_ptr() != memory.pointer:
-        raise DeviceError("torch copied memory of NCCL's instead of using it; unset RING_NCCL_REGISTER on all ranks.")
+    assert tensor.data_ptr() == memory.pointer, "torch copied memory of NCCL's; unset RING_NCCL_REGISTER"
     return tensor
 
 

@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.world import current, is_initialized
 from ring_plugins.observe.drift import differing_weights
 from ring_plugins.torch.device import is_supported
@@ -265,10 +266,9 @@ class _SlicedUpdates:
         self._finalizer = weakref.finalize(self, communicator.discard)
         self._finalizer.atexit = False  # type: ignore[misc, unused-ignore]
         try:
-            self.take_parameters()
-        except BaseException as error:
-            if not isinstance(error, MismatchError):
-                communicator.interrupt("sharding an optimizer", error)
+            with on_all_or_none(communicator, "sharding an optimizer"):
+                self.take_parameters()
+        except BaseException:
             communicator.close()
             raise
         setattr(optimizer, _UPDATES, self)
