@@ -50,6 +50,7 @@ ring.run(endless, **there)
 """
 
 
+@pytest.mark.slow
 def test_results_failures_and_a_killed_driver():
     pytest.importorskip("cloudpickle")
     with hosts(2) as cluster, cluster.start([sys.executable], DRIVER, 3) as job:

@@ -189,7 +189,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("second", ["trainer()", pytest.param("first", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("second", ["trainer()", "first"])
+@pytest.mark.slow
 def test_after_an_interrupt_that_all_ranks_catch_they_fit_again(second: str) -> None:
     with start_ranks(RANKS_FIRST + INTERRUPTED.replace("{second}", second)) as job:
         result = job.wait(60)

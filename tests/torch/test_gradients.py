@@ -69,7 +69,7 @@ LAUNCHES = [
     Launch("spawned", 5, only=(EQUALITY, SWITCH), overlap="0", slow=True),
     Launch("spawned", 2, gpu="GPU"),
     # Three ranks on two nodes: two of them share memory, and the nodes have different numbers of ranks.
-    Launch("mpirun", 3, "1,2", only=BETWEEN_HOSTS),
+    Launch("mpirun", 3, "1,2", only=BETWEEN_HOSTS, slow=True),
     Launch("mpirun", 3, "1,2", slow=True),
     Launch("spawned", 3, gpu="GPU", only=(EQUALITY,), slow=True),
     Launch("spawned", 2, gpu="GPU", registered="1", only=REGISTERED, slow=True),

@@ -40,6 +40,7 @@ def test_sharded_optimizers(size: int, nodes: str, where: str, name: str) -> Non
         assert result.reports.get(rank, {}).get(name) == "ok", result
 
 
+@pytest.mark.slow
 def test_training_continues_on_another_number_of_ranks_with_the_same_bits(tmp_path: Path) -> None:
     state = tmp_path / "state.pt"
 

@@ -143,7 +143,7 @@ report("outcome", outcome)
         ("all_gather(x)", "torchrun", "1,1"),
         pytest.param("reduce_scatter(x, ring.SUM)", "spawned", "", marks=pytest.mark.slow),
         pytest.param("reduce_scatter(x, ring.SUM)", "torchrun", "1,1", marks=pytest.mark.slow),
-        ("all_gather(x, wait=False).wait()", "spawned", ""),
+        pytest.param("all_gather(x, wait=False).wait()", "spawned", "", marks=pytest.mark.slow),
         pytest.param("all_gather(x, wait=False).wait()", "torchrun", "1,1", marks=pytest.mark.slow),
     ],
 )
