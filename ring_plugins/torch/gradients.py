@@ -294,7 +294,7 @@ class GradientAverager:
                 self._put_hooks()
         buckets = self._kept[key]
         if not buckets.is_ordered:
-            buckets.has_others = bool(still_there(self._claim.others()))
+            buckets.has_others = bool(self._claim.others())
         if buckets.is_ordered == (self._hooks.arrivals is not None):
             self._hooks.arrivals = None if buckets.is_ordered else []
             self._put_hooks()
