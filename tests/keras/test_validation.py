@@ -43,7 +43,8 @@ def test_rates_that_differ_are_an_error(seen):
 @on_ranks("unequal_steps_of_a_generator", "torch", slow=("tensorflow", "jax"))
 def test_unequal_steps_of_a_generator(seen):
     ended, longer = seen
-    assert ended.startswith("MismatchError") and "taken 3 steps" in ended and "amount of data" in ended, ended
+    # On a busy machine the longer rank may find the deadlock, and leave, before this one compares the steps.
+    assert ("taken 3 steps" in ended and "amount of data" in ended) or "different numbers of steps" in ended, ended
     assert "different numbers of steps" in longer or "amount of data" in longer, longer
 
 
