@@ -264,6 +264,7 @@ def test_the_gpus_wait_for_an_operation_is_known(gpu, clock):
     gpu.block()
     first, second = gpu.push(), gpu.push()
     gpu.queue.join(first)
+    assert gpu.library.events[first.join_time].wait(60)  # the computing stream has come to the join
     gpu.open()
     gpu.library.streams[gpu.queue.stream].drain()
     gpu.queue.join(second)  # is done by now: nobody waits for it
