@@ -10,11 +10,14 @@ from packaging.requirements import Requirement
 
 from tests.launch import REPOSITORY
 
-# What builds the documentation needs Python 3.11.
+# What builds the documentation needs Python 3.11, and what runs notebooks comes with it.
 DOCS = {
-    "babel", "backrefs", "colorama", "ghp-import", "griffelib", "Markdown", "mergedeep", "mkdocs", "mkdocs-autorefs",
-    "mkdocs-get-deps", "mkdocs-material", "mkdocs-material-extensions", "mkdocstrings", "mkdocstrings-python",
-    "paginate", "platformdirs", "pymdown-extensions", "pyyaml_env_tag", "watchdog",
+    "asttokens", "babel", "backrefs", "colorama", "comm", "debugpy", "executing", "fastjsonschema", "ghp-import",
+    "griffelib", "ipykernel", "ipython", "ipython_pygments_lexers", "jedi", "jupyter_client", "jupyter_core",
+    "Markdown", "matplotlib-inline", "mergedeep", "mkdocs", "mkdocs-autorefs", "mkdocs-get-deps", "mkdocs-material",
+    "mkdocs-material-extensions", "mkdocstrings", "mkdocstrings-python", "nbclient", "nbformat", "nest-asyncio2",
+    "paginate", "parso", "pexpect", "platformdirs", "prompt_toolkit", "ptyprocess", "pure_eval",
+    "pymdown-extensions", "pyyaml_env_tag", "pyzmq", "stack-data", "tornado", "traitlets", "watchdog", "wcwidth",
 }  # fmt: skip
 PYTHONS = ("3.10.0", "3.11.0", "3.12.0", "3.13.0")
 
