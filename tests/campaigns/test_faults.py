@@ -11,7 +11,8 @@ def campaign():
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, 12))])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(12))
 def test_a_random_fault(number, campaign, tmp_path, monkeypatch):
     monkeypatch.setenv("CAMPAIGN_DIRECTORY", str(tmp_path))
     plan = draw(2, number, Machine.this())

@@ -5,10 +5,8 @@ import pytest
 from tests.campaigns.soak import growth, problems, run
 
 
-@pytest.mark.parametrize(
-    ("size", "seconds"),
-    [(2, 8), pytest.param(4, 60, marks=pytest.mark.slow), pytest.param(3, 60, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "seconds"), [(2, 8), (4, 60), (3, 60)])
 def test_everything_public_mixed_gives_right_results_and_holds_on_to_nothing(size, seconds):
     result = run(seconds, size, "spawned", seed=size)
     assert len(result.values("counts")) == size

@@ -72,7 +72,7 @@ CASES = [case(backend, 2, name, f"-{name}") for name, backends in BY_DEFAULT.ite
 CASES += [
     case(backend, 2, name, f"-{name}", slow=True) for name, backends in ON_REQUEST.items() for backend in backends
 ]
-CASES += [case(backend, 3, name, f"-{name}", backend != TORCH) for backend in BACKENDS for name in ON_THREE_RANKS]
+CASES += [case(backend, 3, name, f"-{name}", slow=True) for backend in BACKENDS for name in ON_THREE_RANKS]
 
 # Activations are in float16, and sums over another batch size round differently.
 TOLERANCE = {"mixed_precision": 1e-3, "accumulation_in_mixed_precision": 1e-3}

@@ -60,10 +60,14 @@ REGISTERED = (
     "gradients_in_sixteen_bits",
     "averagers_that_were_dropped_leave_nothing_behind",
 )
+# Checks in which it matters that the communication thread works while autograd does.
+OVERLAPPED = (EQUALITY, SWITCH, "tuned_buckets_change_between_steps_and_results_do_not", "unused_parameters")
+OVERLAPPED += ("sparse_gradients_gathered_or_densified", "averagers_that_were_dropped_leave_nothing_behind")
 LAUNCHES = [
     Launch("spawned", 1),
     Launch("spawned", 2),
-    Launch("spawned", 2, overlap="1"),
+    Launch("spawned", 2, only=OVERLAPPED, overlap="1"),
+    Launch("spawned", 2, overlap="1", slow=True),
     Launch("spawned", 3, only=(EQUALITY, SWITCH), overlap="1", slow=True),
     Launch("spawned", 4, only=(EQUALITY, SWITCH), overlap="0", slow=True),
     Launch("spawned", 5, only=(EQUALITY, SWITCH), overlap="0", slow=True),

@@ -136,17 +136,9 @@ report("outcome", outcome)
 """
 
 
-@pytest.mark.parametrize(
-    ("call", "launcher", "nodes"),
-    [
-        pytest.param("all_gather(x)", "spawned", "", marks=pytest.mark.slow),
-        ("all_gather(x)", "torchrun", "1,1"),
-        pytest.param("reduce_scatter(x, ring.SUM)", "spawned", "", marks=pytest.mark.slow),
-        pytest.param("reduce_scatter(x, ring.SUM)", "torchrun", "1,1", marks=pytest.mark.slow),
-        pytest.param("all_gather(x, wait=False).wait()", "spawned", "", marks=pytest.mark.slow),
-        pytest.param("all_gather(x, wait=False).wait()", "torchrun", "1,1", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "nodes"), [("spawned", ""), ("torchrun", "1,1")])
+@pytest.mark.parametrize("call", ["all_gather(x)", "reduce_scatter(x, ring.SUM)", "all_gather(x, wait=False).wait()"])
 def test_a_rank_without_memory_for_the_result_tells_the_others(launcher, nodes, call):
     env = {"RING_VIRTUAL_NODES": nodes} if nodes else {}
     result = run_ranks(LACKS_MEMORY.replace("CALL", f"ring.{call}"), 2, launcher, env=env, timeout=60)
