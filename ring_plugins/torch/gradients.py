@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import operator
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,27 +23,22 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError, StepSkipped
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.collectives.validation import on_all_or_none, refusals_told
+from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
-from ring_plugins.core.gradients.arrival import ArrivalOrder
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketSizes
-from ring_plugins.core.gradients.overlap import ALWAYS, Overlap, Wanted, choose_overlap, chosen_overlap
+from ring_plugins.core.gradients.overlap import Wanted, choose_overlap, chosen_overlap
 from ring_plugins.core.gradients.tuning import BucketTuner, is_wanted
 from ring_plugins.core.world import constructed_by_all, current, has_room_to_overlap
-from ring_plugins.torch.autograd import Backward, current_task, registrations
+from ring_plugins.torch.autograd import Backward, current_task
+from ring_plugins.torch.bucket_sets import BucketSets, named_parameters
 from ring_plugins.torch.device import TorchStreams, index_of, is_capturing, is_on_gpu, is_supported, memory_of, streams
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
 from ring_plugins.torch.gradient_hooks import GradientHooks, Group
 from ring_plugins.torch.ownership import Claim, refusal, still_there
 from ring_plugins.torch.skipped_steps import Failure, SkippableStep, SkippedSteps
-from ring_plugins.torch.sparse import sparse_parameters
 
-#: Sets of buckets kept for models that take turns in freezing their parts, as adversarial training does twice a step.
-_KEPT = 4
 #: What other ranks are told that an exception has ended.
 _CONSTRUCTING = "the construction of a gradient averager"
-#: Reads `requires_grad`, without a call in Python.
-_requires_grad = operator.attrgetter("requires_grad")
 #: Places of averagers in the order in which they are finished: all ranks construct them in the same order.
 _order = itertools.count()
 #: How many averagers the job has had.
@@ -111,39 +105,30 @@ class GradientAverager:
                 raise ArgumentError(f'sparse={sparse!r} must be "gather" or "densify".')
             if isinstance(passes_per_step, bool) or not isinstance(passes_per_step, int) or passes_per_step < 1:
                 raise ArgumentError(f"passes_per_step={passes_per_step!r} is not a positive number.")
-            self._module = parameters if isinstance(parameters, nn.Module) else None
-            self._listed = [] if isinstance(parameters, nn.Module) else list(parameters)
-            self._sizes = BucketSizes(bucket_bytes, first_bucket_bytes).checked()
-            self._compression = Compression.named(compression, error_feedback)
+            model = parameters if isinstance(parameters, nn.Module) else list(parameters)
+            sizes = BucketSizes(bucket_bytes, first_bucket_bytes).checked()
+            codec = Compression.named(compression, error_feedback)
             chosen_overlap(overlap)
-            self._gathers_sparse = sparse == "gather"
-            self._sparse = set[nn.Parameter]()
-            if self._module is not None and self._gathers_sparse:
-                self._sparse = sparse_parameters(self._module)
-            self._communicator = communicator or _communicator_for(self._listed_now())
+            self._communicator = communicator or _communicator_for(named_parameters(model))
         self._streams: TorchStreams | None = None
         if isinstance(self._communicator, DeviceCommunicator):
             self._streams = streams(self._communicator.device)
-        self._named: list[Named] = []
-        self._parameters: list[nn.Parameter] = []
-        #: One for each set of parameters that are not frozen; all have `_sizes`.
-        self._kept: dict[tuple[bool, ...], GradientBuckets] = {}
-        kind = f"{len(self._listed)} parameters" if self._module is None else type(self._module).__name__
-        self._claim = Claim(f"{self._communicator.name} (of {kind})")
-        self._is_contested = False  # whether, on some rank, an older averager had one of the parameters
         self._buckets: GradientBuckets | None = None  # of the current pass; None if there is only one rank
-        self._waited_before, self._bytes_before = 0.0, 0  # of buckets that were dropped
-        self._order = ArrivalOrder()
         self._tuner: BucketTuner | None = None
         self._passes_per_step, self._passes = passes_per_step, 0
         self._accumulates = False
         self._synchronizes = True
         self._hooks = GradientHooks(self._count_ended, self._before_forward, self._streams)
-        self._finalizer = weakref.finalize(self, _discard, self._hooks, self._kept, self._communicator, self._claim)
+        self._sets = BucketSets(
+            *(model, self._communicator, self._hooks, self._streams, sizes, codec),
+            gathers_sparse=sparse == "gather",
+        )
+        self._claim = self._sets.claim
+        kept = self._sets.kept  # not the sets: they refer to the model, which may refer to this object
+        self._finalizer = weakref.finalize(self, _discard, self._hooks, kept, self._communicator, self._claim)
         self._finalizer.atexit = False  # type: ignore[misc, unused-ignore]
         self._skipping = SkippedSteps(self._communicator)
         self._backward = Backward(next(_order), self._launch_rest, self._backward_ended, self._hooks.stop_counting)
-        self._seen_registrations = 0
         #: Reductions of all gradients so far.
         self.steps = 0
         if self._communicator.size > 1 or communicator is not None:
@@ -154,16 +139,15 @@ class GradientAverager:
                 self.close()  # the error's traceback refers to this object
                 raise
             if self._communicator.broadcast_object(is_wanted(autotune)):
-                self._tuner = BucketTuner(self._sizes, self._buckets.plan.buckets_with)
+                self._tuner = BucketTuner(sizes, self._buckets.plan.buckets_with)
 
     def _first_buckets(self, overlap: Wanted) -> GradientBuckets:
         """Collective. A GPU's streams always overlap."""
-        self._overlap: Overlap = ALWAYS
         if self._streams is None:
             has_room = has_room_to_overlap(torch.get_num_threads())
-            self._overlap = choose_overlap(overlap, has_room, self._communicator)
-        self._take_parameters()
-        return self._current_buckets()
+            self._sets.overlap = choose_overlap(overlap, has_room, self._communicator)
+        self._sets.take_parameters()
+        return self._sets.current(self.steps)
 
     # Figures ----------------------------------------------------------------------------------------
 
@@ -175,14 +159,12 @@ class GradientAverager:
     @property
     def waited_seconds(self) -> float:
         """Seconds in which backward was over and communication was not."""
-        return self._waited_before + sum(buckets.reducer.waited for buckets in self._kept.values())
+        return self._sets.waited_seconds
 
     @property
     def reduced_bytes(self) -> int:
         """Bytes of gradients given to the collectives."""
-        return self._bytes_before + sum(buckets.reducer.reduced_bytes for buckets in self._kept.values())
-
-    # Which parameters, in which buckets -------------------------------------------------------------
+        return self._sets.reduced_bytes
 
     @property
     def communicator(self) -> Communicator[Any]:
@@ -191,9 +173,9 @@ class GradientAverager:
 
     def set_parameters(self, parameters: Sequence[Named]) -> None:
         """Replace the list given at construction."""
-        self._listed = list(parameters)
+        self._sets.replace_list(list(parameters))
         if self._buckets is not None:
-            self._take_parameters()
+            self._sets.take_parameters()
 
     def prepare(self) -> bool:
         """Check whether parameters were frozen, unfrozen or added, and make new buckets if so (collective then).
@@ -225,108 +207,10 @@ class GradientAverager:
     def _prepare(self) -> bool:
         self._check_usable()
         self.abandon()
-        if self._module is not None and registrations() != self._seen_registrations:
-            self._seen_registrations = registrations()
-            if [id(p) for p in self._module.parameters()] != [id(p) for _, p in self._named]:
-                self._take_parameters()
-        buckets = self._current_buckets()
+        buckets = self._sets.current(self.steps)
         changed, self._buckets = buckets is not self._buckets, buckets
-        if self._is_contested:
-            self._settle_ownership()
+        self._sets.settle_ownership()
         return changed
-
-    def _settle_ownership(self) -> None:
-        """Take over from older averagers of these parameters if they are gone on all ranks; collective.
-
-        Raises:
-            RingError: on all ranks, if one of them is still in use on any.
-        """
-        conflict = self._claim.conflict(still_there(self._claim.older()))
-        conflicts = self._communicator.all_gather_object(conflict)
-        if any(conflicts):
-            raise refusal(conflicts, self._communicator.ranks)
-        self._is_contested = False
-
-    def _listed_now(self) -> Iterable[Named]:
-        return self._module.named_parameters() if self._module is not None else self._listed
-
-    def _take_parameters(self) -> None:
-        """Put hooks on the parameters that the model has now."""
-        self._hooks.remove()
-        self._drop_buckets()
-        self._seen_registrations = registrations()
-        names: dict[nn.Parameter, str] = {}
-        for name, parameter in self._listed_now():
-            names.setdefault(parameter, name)  # a shared parameter may be listed by each of its names
-        self._named = [(name, parameter) for parameter, name in names.items()]
-        self._parameters = list(names)
-        self._order = ArrivalOrder()
-        self._put_hooks()
-
-    def _put_hooks(self) -> None:
-        self._hooks.put(self._parameters, self._kept.values(), self._module)
-
-    def _current_buckets(self) -> GradientBuckets:
-        """The buckets for the parameters that are not frozen now; collective if there are none yet."""
-        key = tuple(map(_requires_grad, self._parameters))
-        if key not in self._kept:
-            if len(self._kept) >= _KEPT:
-                self._drop(next(iter(self._kept)))
-            order = self._order.of(self._trained(key))
-            with refusals_told(self._communicator, "making buckets"):
-                if self._streams is not None and is_capturing():
-                    raise ArgumentError(
-                        f"{self._communicator.name}: buckets would be made while a CUDA graph is being captured. Run "
-                        "two ordinary steps with the same parameters before the capture: the first shows in which "
-                        "order gradients come, the second makes the buckets for that order."
-                    )
-                self._kept[key] = GradientBuckets(
-                    *(self._named, self._communicator, self._sizes, self._compression, self._sparse),
-                    self._gathers_sparse,
-                    order,
-                    self._overlap,
-                )
-            self._kept[key].reducer.passes = self.steps  # those of buckets that were dropped count, too
-            self._claim.take((name, p) for name, p in self._named if p.requires_grad)
-            conflict = self._claim.conflict(self._claim.older())
-            self._is_contested = any(self._communicator.all_gather_object(conflict))
-            if not self._hooks.fit(self._kept[key]):
-                self._put_hooks()
-        buckets = self._kept[key]
-        if not buckets.is_ordered:
-            buckets.has_others = bool(self._claim.others())
-        if buckets.is_ordered == (self._hooks.arrivals is not None):
-            self._hooks.arrivals = None if buckets.is_ordered else []
-            self._put_hooks()
-        return buckets
-
-    def _trained(self, key: tuple[bool, ...]) -> list[int]:
-        """Positions of the parameters that are not frozen in one set."""
-        return [position for position, requires_grad in enumerate(key) if requires_grad]
-
-    def _learn_order(self, buckets: GradientBuckets) -> None:
-        """Let the next backward make buckets in the order in which gradients have just come; collective."""
-        place = {id(parameter): position for position, parameter in enumerate(self._parameters)}
-        arrived = [place[one] for one in self._hooks.arrivals or () if one in place]
-        key = next((key for key, kept in self._kept.items() if kept is buckets), None)
-        if key is None or not self._order.learn(self._trained(key), arrived, self._communicator):
-            return
-        order = self._order.of(self._trained(key))
-        assert order is not None
-        buckets.is_ordered = buckets.fills_as(order)
-        if not buckets.is_ordered:
-            self._drop(key)
-
-    def _drop_buckets(self) -> None:
-        """Give the memory of all buckets back; gradients in it stay valid."""
-        for key in list(self._kept):
-            self._drop(key)
-
-    def _drop(self, key: tuple[bool, ...]) -> None:
-        buckets = self._kept.pop(key)
-        self._waited_before += buckets.reducer.waited
-        self._bytes_before += buckets.reducer.reduced_bytes
-        buckets.release()
 
     # A backward -------------------------------------------------------------------------------------
 
@@ -341,7 +225,7 @@ class GradientAverager:
             self._prepare()
 
     def _computed_twice(self, parameter: torch.Tensor) -> RingError:
-        name = next((name for name, p in self._named if p is parameter), "a parameter")
+        name = next((name for name, p in self._sets.named if p is parameter), "a parameter")
         return RingError(
             f"the gradient of {name} was computed twice in one backward, after it had been sent. "
             "Use torch.utils.checkpoint with use_reentrant=False, or wrap all but the last use in no_sync()."
@@ -377,7 +261,7 @@ class GradientAverager:
             if self._hooks.arrivals is not None:
                 self._hooks.arrivals[:] = [id(parameter)]
             if not self._hooks.has(group):  # the first gradient found that the model had changed
-                position = next(i for i, (_, p) in enumerate(self._named) if p is parameter)
+                position = next(i for i, p in enumerate(self._sets.parameters) if p is parameter)
                 group = self._hooks.group_at(position)
             group.left -= 1
             if group.left > 0:
@@ -436,19 +320,18 @@ class GradientAverager:
                 self._communicator.interrupt("the end of a backward", error)
             raise
         if outcome.failed:
-            self._skipping.decide(outcome.failed, failure, self._parameters)
+            self._skipping.decide(outcome.failed, failure, self._sets.parameters)
             return
         if outcome.found_sparse:
-            self._sparse.update(outcome.found_sparse)
-            self._drop_buckets()  # the next backward makes buckets without them
+            self._sets.leave_out(outcome.found_sparse)
         self.steps += 1
         if self._hooks.arrivals is not None and not (self._streams is not None and is_capturing()):
             if outcome.has_others:
                 # Ranks may wait for their averagers in different orders, so none may wait for more than its gradients.
                 buckets.is_ordered = True
             else:
-                self._learn_order(buckets)
-        if self._tuner is not None and self._overlap.finished:
+                self._sets.learn_order(buckets)
+        if self._tuner is not None and self._sets.overlap.finished:
             self._tune(self._tuner)
 
     # A backward that raised ---------------------------------------------------------------------------
@@ -528,7 +411,7 @@ class GradientAverager:
     def _skip(self, reason: str) -> None:
         """Skip the step on all ranks, because this one cannot compute its gradients."""
         if self._buckets is None:
-            self._skipping.skip_alone(reason, [parameter for _, parameter in self._listed_now()])
+            self._skipping.skip_alone(reason, [parameter for _, parameter in self._sets.all_named()])
             return
         with contextlib.suppress(StepSkipped):
             if not self._has_failed():
@@ -554,7 +437,8 @@ class GradientAverager:
             )
             self._communicator.refuse("averaging a loss", error)
             raise error
-        values = torch.zeros(2, dtype=torch.float64, device=self._named[0][1].device if self._named else None)
+        device = self._sets.parameters[0].device if self._sets.parameters else None
+        values = torch.zeros(2, dtype=torch.float64, device=device)
         if loss is not None:
             values[0], values[1] = loss.detach().reshape(()) if is_tensor else float(loss), 1
         self._communicator.all_reduce(memory_of(values), Op.AVERAGE)
@@ -574,9 +458,7 @@ class GradientAverager:
             times = self._communicator.all_gather_object(tuner.times)
             is_first = self._communicator.rank == 0
             tuner.adopt(self._communicator.broadcast_object(tuner.decide(times) if is_first else None))
-        if tuner.sizes != self._sizes:
-            self._drop_buckets()  # one set of sizes at a time
-            self._sizes = tuner.sizes
+        self._sets.resize(tuner.sizes)
         if tuner.finished:
             self._tuner = None
             if self._communicator.rank == 0:
@@ -608,7 +490,7 @@ class GradientAverager:
         self._finalizer.detach()
         self._hooks.remove()
         self._claim.drop()
-        self._drop_buckets()
+        self._sets.drop_all()
         self._buckets = None
         self._communicator.close()
 

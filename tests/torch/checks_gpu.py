@@ -239,8 +239,8 @@ def a_model_on_another_device_is_refused():
     averager = GradientAverager(own)
     own.to("cpu")
     try:
-        averager._take_parameters()
-        averager._current_buckets()
+        averager._sets.take_parameters()
+        averager._sets.current(0)
     except ArgumentError as error:
         assert "gradients are averaged on GPU" in str(error)
     else:

@@ -127,10 +127,10 @@ def tuned_buckets_change_between_steps_and_results_do_not() -> None:
                     optimizer.zero_grad(set_to_none=not keep)
                     loss(net, part(x), part(y)).backward()
                     optimizer.step()
-                plans.add(ours.averager._sizes)
+                plans.add(ours.averager._sets.sizes)
             assert len(plans) >= (4 if SIZE > 1 else 1), plans
             assert ours.averager._tuner is None
-            assert len({str(sizes) for sizes in ring.all_gather_object(ours.averager._sizes)}) == 1
+            assert len({str(sizes) for sizes in ring.all_gather_object(ours.averager._sets.sizes)}) == 1
             assert close(model, reference)
             assert same_everywhere(model.parameters())
             ours.close()
@@ -154,7 +154,7 @@ def a_switch_between_overlapped_and_in_line_changes_no_bit() -> None:
             )
             for model, way in zip(models, (True, False, False), strict=True)
         ]
-        optimizers[2].averager._overlap = switched  # of the buckets that are made when the order of gradients is known
+        optimizers[2].averager._sets.overlap = switched  # of the buckets that are made once the order is known
         for number, (x, y) in enumerate(batches(8)):
             switched.now = number % 4 == RANK % 4 or number % 3 == 1  # not even the same on all ranks
             for model, optimizer in zip(models, optimizers, strict=True):
@@ -437,7 +437,7 @@ def parts_that_take_turns() -> None:
             part(x).sum().backward()
             assert torch.allclose(part.weight.grad, torch.full((4, 4), 2 * mean))
     if SIZE > 1:
-        assert len(averager._kept) == 4
+        assert len(averager._sets.kept) == 4
         assert averager.steps == 9
     averager.close()
 

@@ -144,8 +144,8 @@ def check(case: Case) -> None:
         parameters = [nn.Parameter(torch.ones(s, dtype=d)) for s, d in zip(case.shapes, dtypes, strict=True)]
         named = [(str(i), parameter) for i, parameter in enumerate(parameters)]
         averager = GradientAverager(named, sparse=case.sparse, communicator=communicator, autotune=False)
-        averager._sizes = case.sizes
-        averager._drop_buckets()
+        averager._sets.sizes = case.sizes
+        averager._sets.drop_all()
         for number, step in enumerate(case.steps):
             start(parameters, step)
             averager.prepare()

@@ -1,0 +1,236 @@
+"""The buckets of a model: one set for each set of parameters that are trained at one time.
+
+Parameters may be frozen, unfrozen and added between two steps, and the parts of a model may take turns, so the buckets
+of the last few sets are kept. The first backward of a set shows in which order its gradients come; the next one fills
+buckets that were made in that order.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from ring_plugins.core.arrays.codec import Compression
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.validation import refusals_told
+from ring_plugins.core.gradients.arrival import ArrivalOrder
+from ring_plugins.core.gradients.fusion import BucketSizes
+from ring_plugins.core.gradients.overlap import ALWAYS, Overlap
+from ring_plugins.torch.autograd import registrations
+from ring_plugins.torch.device import TorchStreams, is_capturing
+from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
+from ring_plugins.torch.gradient_hooks import GradientHooks
+from ring_plugins.torch.ownership import Claim, refusal, still_there
+from ring_plugins.torch.sparse import sparse_parameters
+
+#: How many sets are kept: adversarial training freezes one of two parts, in turn, twice a step.
+_KEPT = 4
+#: Which parameters are trained: by position, whether it is not frozen.
+_Trained = tuple[bool, ...]
+#: Reads `requires_grad`, without a call in Python.
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+def named_parameters(model: nn.Module | Sequence[Named]) -> Iterable[Named]:
+    """The (name, parameter) pairs of a module, or those that were listed."""
+    return model.named_parameters() if isinstance(model, nn.Module) else model
+
+
+class BucketSets:
+    """The sets of buckets of one averager, with the hooks that count gradients for them.
+
+    Args:
+        model: a module, or (name, parameter) pairs, equal on all ranks and in the same order.
+        communicator: reduces the gradients.
+        hooks: put on the parameters, anew whenever a bucket changes.
+        streams: those of the GPU with the gradients; None on the host.
+        sizes: of buckets.
+        compression: how gradients travel; None for unchanged.
+        gathers_sparse: whether sparse gradients are gathered; if not, they are made dense.
+
+    Attributes:
+        named: (name, parameter) pairs that the hooks are on; a shared parameter once, by its first name.
+        parameters: of `named`.
+        claim: to the parameters that were ever trained.
+        overlap: whether reductions overlap backward.
+        sizes: of all buckets.
+        kept: by which parameters are trained.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[Named],
+        communicator: Communicator[Any],
+        hooks: GradientHooks,
+        streams: TorchStreams | None,
+        sizes: BucketSizes,
+        compression: Compression | None,
+        gathers_sparse: bool,
+    ) -> None:
+        self._model, self._communicator, self._hooks, self._streams = model, communicator, hooks, streams
+        self.sizes, self._compression, self._gathers_sparse = sizes, compression, gathers_sparse
+        self._sparse = set[nn.Parameter]()
+        if isinstance(model, nn.Module) and gathers_sparse:
+            self._sparse = sparse_parameters(model)
+        kind = type(model).__name__ if isinstance(model, nn.Module) else f"{len(model)} parameters"
+        self.claim = Claim(f"{communicator.name} (of {kind})")
+        self._is_contested = False  # whether, on some rank, an older averager had one of the parameters
+        self.overlap: Overlap = ALWAYS
+        self.named: list[Named] = []
+        self.parameters: list[nn.Parameter] = []
+        self.kept: dict[_Trained, GradientBuckets] = {}
+        self._order = ArrivalOrder()
+        self._seen_registrations = 0
+        self._waited_before, self._bytes_before = 0.0, 0  # of buckets that were dropped
+
+    # Parameters -------------------------------------------------------------------------------------
+
+    def all_named(self) -> Iterable[Named]:
+        """The (name, parameter) pairs of the model as it is now."""
+        return named_parameters(self._model)
+
+    def replace_list(self, named: Sequence[Named]) -> None:
+        """Replace the (name, parameter) pairs given at construction."""
+        self._model = named
+
+    def take_parameters(self) -> None:
+        """Drop all buckets, and put hooks on the parameters that the model has now."""
+        self._hooks.remove()
+        self.drop_all()
+        self._seen_registrations = registrations()
+        names: dict[nn.Parameter, str] = {}
+        for name, parameter in self.all_named():
+            names.setdefault(parameter, name)  # a shared parameter may be listed by each of its names
+        self.named = [(name, parameter) for parameter, name in names.items()]
+        self.parameters = list(names)
+        self._order = ArrivalOrder()
+        self._put_hooks()
+
+    def _take_registered(self) -> None:
+        """Take the parameters anew if some were registered with the module, or removed from it."""
+        if isinstance(self._model, nn.Module) and registrations() != self._seen_registrations:
+            self._seen_registrations = registrations()
+            if [id(p) for p in self._model.parameters()] != [id(p) for p in self.parameters]:
+                self.take_parameters()
+
+    def _put_hooks(self) -> None:
+        module = self._model if isinstance(self._model, nn.Module) else None
+        self._hooks.put(self.parameters, self.kept.values(), module)
+
+    # Buckets ----------------------------------------------------------------------------------------
+
+    def current(self, passes: int) -> GradientBuckets:
+        """The buckets for the parameters that are trained now; collective if there are none yet.
+
+        Args:
+            passes: how many the averager has ended.
+
+        Raises:
+            MismatchError: the parameters differ among ranks.
+            ArgumentError: a CUDA graph is being captured, and there are no buckets yet.
+            RingError: another averager that is in use has some of the parameters.
+        """
+        self._take_registered()
+        trained = tuple(map(_requires_grad, self.parameters))
+        if trained not in self.kept:
+            self._make(trained, passes)
+        buckets = self.kept[trained]
+        if not buckets.is_ordered:
+            buckets.has_others = bool(self.claim.others())
+        if buckets.is_ordered == (self._hooks.arrivals is not None):
+            self._hooks.arrivals = None if buckets.is_ordered else []
+            self._put_hooks()
+        return buckets
+
+    def _make(self, trained: _Trained, passes: int) -> None:
+        if len(self.kept) >= _KEPT:
+            self._drop(next(iter(self.kept)))
+        order = self._order.of(_positions(trained))
+        with refusals_told(self._communicator, "making buckets"):
+            if self._streams is not None and is_capturing():
+                raise ArgumentError(
+                    f"{self._communicator.name}: buckets would be made while a CUDA graph is being captured. Run "
+                    "two ordinary steps with the same parameters before the capture: the first shows in which "
+                    "order gradients come, the second makes the buckets for that order."
+                )
+            self.kept[trained] = buckets = GradientBuckets(
+                *(self.named, self._communicator, self.sizes, self._compression, self._sparse),
+                self._gathers_sparse,
+                order,
+                self.overlap,
+            )
+        buckets.reducer.passes = passes  # those of buckets that were dropped count, too
+        self.claim.take((name, p) for name, p in self.named if p.requires_grad)
+        conflict = self.claim.conflict(self.claim.older())
+        self._is_contested = any(self._communicator.all_gather_object(conflict))
+        if not self._hooks.fit(buckets):
+            self._put_hooks()
+
+    def settle_ownership(self) -> None:
+        """Take over from older averagers of these parameters if they are gone on all ranks; collective then.
+
+        Raises:
+            RingError: on all ranks, if one of them is still in use on any.
+        """
+        if not self._is_contested:
+            return
+        conflict = self.claim.conflict(still_there(self.claim.older()))
+        conflicts = self._communicator.all_gather_object(conflict)
+        if any(conflicts):
+            raise refusal(conflicts, self._communicator.ranks)
+        self._is_contested = False
+
+    def learn_order(self, buckets: GradientBuckets) -> None:
+        """Let the next backward make buckets in the order in which gradients have just come; collective."""
+        place = {id(parameter): position for position, parameter in enumerate(self.parameters)}
+        arrived = [place[one] for one in self._hooks.arrivals or () if one in place]
+        trained = next((trained for trained, kept in self.kept.items() if kept is buckets), None)
+        if trained is None or not self._order.learn(_positions(trained), arrived, self._communicator):
+            return
+        order = self._order.of(_positions(trained))
+        assert order is not None
+        buckets.is_ordered = buckets.fills_as(order)
+        if not buckets.is_ordered:
+            self._drop(trained)
+
+    def leave_out(self, sparse: Sequence[nn.Parameter]) -> None:
+        """Gather the gradients of these parameters as sparse rows from the next backward on."""
+        self._sparse.update(sparse)
+        self.drop_all()
+
+    def resize(self, sizes: BucketSizes) -> None:
+        """Make buckets of other sizes from the next backward on."""
+        if sizes != self.sizes:
+            self.drop_all()
+            self.sizes = sizes
+
+    def drop_all(self) -> None:
+        """Give the memory of all buckets back; gradients in it stay valid."""
+        for trained in list(self.kept):
+            self._drop(trained)
+
+    def _drop(self, trained: _Trained) -> None:
+        buckets = self.kept.pop(trained)
+        self._waited_before += buckets.reducer.waited
+        self._bytes_before += buckets.reducer.reduced_bytes
+        buckets.release()
+
+    # Figures ----------------------------------------------------------------------------------------
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds in which backward was over and communication was not."""
+        return self._waited_before + sum(buckets.reducer.waited for buckets in self.kept.values())
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of gradients given to the collectives."""
+        return self._bytes_before + sum(buckets.reducer.reduced_bytes for buckets in self.kept.values())
+
+
+def _positions(trained: _Trained) -> list[int]:
+    return [position for position, requires_grad in enumerate(trained) if requires_grad]
