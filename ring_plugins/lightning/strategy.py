@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,6 +28,7 @@ from ring_plugins.lightning.shared_step import SharedStep, SkipStepOn, exception
 from ring_plugins.lightning.sync_batchnorm import for_device
 from ring_plugins.observe.drift import DriftCheck, chosen_interval, differing_weights, drift_check
 from ring_plugins.torch.broadcast import broadcast_parameters
+from ring_plugins.torch.compared_options import Groups
 from ring_plugins.torch.drift import parameter_checksums
 from ring_plugins.torch.gradients import GradientAverager
 from ring_plugins.torch.sharded_optimizer import Shard, ShardedOptimizer
@@ -165,6 +167,7 @@ class RingTrainerLogic(RingParallelLogic):
             self._drift = drift_check(self._drift_check_every, lambda: parameter_checksums(named()))
         if is_fitting and (self.is_distributed or self._skip_step_on):
             self._averager = GradientAverager(self.lightning_module, **self._averager_arguments)
+            self._averager.compare_options(_groups_of(self))
             self._shared_step = SharedStep(
                 self._averager, self.lightning_module.automatic_optimization, self._may_accumulate, self._skip_step_on
             )
@@ -354,3 +357,14 @@ class RingTrainerLogic(RingParallelLogic):
         state: dict[str, Any] = super().__getstate__()
         state["_averager"] = state["_shared_step"] = state["_drift"] = None
         return state
+
+
+def _groups_of(strategy: Any) -> Groups:
+    """The parameter groups of a strategy's optimizers, which this does not keep alive."""
+    reference = weakref.ref(strategy)
+
+    def groups() -> list[dict[str, Any]]:
+        found = reference()
+        return [group for optimizer in found.optimizers for group in optimizer.param_groups] if found else []
+
+    return groups

@@ -21,6 +21,7 @@ from ring_plugins.core.gradients.arrival import ArrivalOrder
 from ring_plugins.core.gradients.fusion import BucketSizes
 from ring_plugins.core.gradients.overlap import ALWAYS, Overlap
 from ring_plugins.torch.autograd import registrations
+from ring_plugins.torch.compared_options import ComparedOptions
 from ring_plugins.torch.device import TorchStreams, is_capturing
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
 from ring_plugins.torch.gradient_hooks import GradientHooks
@@ -57,6 +58,7 @@ class BucketSets:
         parameters: of `named`.
         claim: to the parameters that were ever trained.
         overlap: whether reductions overlap backward.
+        options: of the optimizers that use the averages.
         sizes: of all buckets.
         kept: by which parameters are trained.
     """
@@ -80,6 +82,7 @@ class BucketSets:
         self.claim = Claim(f"{communicator.name} (of {kind})")
         self._is_contested = False  # whether, on some rank, an older averager had one of the parameters
         self.overlap: Overlap = ALWAYS
+        self.options = ComparedOptions()
         self.named: list[Named] = []
         self.parameters: list[nn.Parameter] = []
         self.kept: dict[_Trained, GradientBuckets] = {}
@@ -162,6 +165,7 @@ class BucketSets:
                 self._gathers_sparse,
                 order,
                 self.overlap,
+                self.options,
             )
         buckets.reducer.passes = passes  # those of buckets that were dropped count, too
         self.claim.take((name, p) for name, p in self.named if p.requires_grad)

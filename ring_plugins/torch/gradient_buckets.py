@@ -25,6 +25,7 @@ from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import Bucket, BucketMemory, BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.gradients.overlap import Overlap
 from ring_plugins.core.gradients.reducer import GradientReducer
+from ring_plugins.torch.compared_options import COUNT, ComparedOptions, differ, options_error
 from ring_plugins.torch.device import index_of, is_capturing, is_on_gpu, memory_of, streams
 from ring_plugins.torch.device_buckets import DeviceBuckets, HalfBuckets
 from ring_plugins.torch.sparse import average_sparse
@@ -33,9 +34,11 @@ Named = tuple[str, nn.Parameter]
 
 #: Read attributes of many tensors without a step of Python for each.
 _gradient_of, _is_sparse = operator.attrgetter("grad"), operator.attrgetter("is_sparse")
-#: Control numbers of a pass: the shares of ranks whose backward raised, and of those that found sparse gradients.
+#: Control numbers of a pass: the shares of ranks whose backward raised, of those that found sparse gradients, and of
+#: those with other averagers. The options of the optimizers follow.
 _FAILED, _SPARSE, _OTHERS = 0, 1, 2
-_CONTROL = 3
+_OPTIONS = 3
+_CONTROL = _OPTIONS + COUNT
 
 
 class Outcome(NamedTuple):
@@ -45,11 +48,13 @@ class Outcome(NamedTuple):
         failed: share of the ranks whose backward raised: 0.0 if gradients are averages. Any other leaves useless ones.
         found_sparse: parameters found to have sparse gradients. Pass them as `known_sparse` from now on.
         has_others: whether `GradientBuckets.has_others` was true on some rank.
+        options_differ: whether the options of the optimizers are not the same on all ranks.
     """
 
     failed: float
     found_sparse: list[nn.Parameter]
     has_others: bool = False
+    options_differ: bool = False
 
 
 class GradientBuckets:
@@ -65,6 +70,7 @@ class GradientBuckets:
         order: positions in `named` of all that are not frozen, first gradient first, equal on all ranks; None if that
             is not known yet.
         overlap: whether reductions overlap backward.
+        options: of the optimizers, to be compared in every pass.
 
     Attributes:
         reducer: launches the buckets.
@@ -89,7 +95,9 @@ class GradientBuckets:
         gathers_sparse: bool,
         order: Sequence[int] | None = None,
         overlap: Overlap | None = None,
+        options: ComparedOptions | None = None,
     ) -> None:
+        self._options = options or ComparedOptions()
         self._communicator, self.is_ordered, self.has_others = communicator, order is not None, False
         gpu = communicator.device if isinstance(communicator, DeviceCommunicator) else None
         self._streams = None if gpu is None else streams(gpu)
@@ -133,6 +141,9 @@ class GradientBuckets:
         self._gathers_sparse = gathers_sparse
         last = self.plan.buckets[-1]
         self._control = tensors[-1][last.flags + len(last.entries) :][: self.plan.control]
+        #: What a rank writes there that has nothing to tell but its options, and these, as last seen.
+        self._usual_control = torch.zeros_like(self._control)
+        self._written_options: object = None
         #: Control numbers of the last pass, for which the host did not wait; None if it reads them in every pass.
         self._late_control = None if gpu is None else torch.zeros(_CONTROL, pin_memory=torch.cuda.is_available())
         self._is_failing = False
@@ -234,7 +245,14 @@ class GradientBuckets:
 
     def _write_control(self, bucket: Bucket) -> None:
         if bucket.index == len(self.plan.buckets) - 1:
-            self._control.zero_()
+            options = self._options.update()
+            if options is not self._written_options and not (self._streams is not None and is_capturing()):
+                self._written_options = options
+                numbers = torch.from_numpy(options).to(self._usual_control.dtype)
+                if self._late_control is not None and torch.cuda.is_available():
+                    numbers = numbers.pin_memory()  # or the host would wait for the GPU
+                self._usual_control[_OPTIONS:].copy_(numbers, non_blocking=True)
+            self._control.copy_(self._usual_control)
             if self._is_failing:
                 self._control[_FAILED] = 1
             if self._found_sparse:
@@ -262,7 +280,7 @@ class GradientBuckets:
         self.reducer.finish()
         if self._half is not None:
             self._half.unpack()
-        failed, any_sparse, has_others = self._read_control(at_once)
+        failed, any_sparse, has_others, *options = self._read_control(at_once)
         if failed:
             self._forget_pass()
             return Outcome(failed, [])
@@ -270,7 +288,7 @@ class GradientBuckets:
         self._assign_absent(found)
         for parameter in self._sparse:
             average_sparse(parameter, self._communicator)
-        return Outcome(0.0, [self.parameters[i] for i in found], has_others > 0)
+        return Outcome(0.0, [self.parameters[i] for i in found], has_others > 0, differ(options))
 
     def fail(self) -> Outcome:
         """Finish a pass that this rank cannot, and tell the others so; gradients are useless then."""
@@ -308,7 +326,7 @@ class GradientBuckets:
         size = self._communicator.size
         return tuple(
             (share if self._scale == 1.0 else share / size) if share > self._any_rank_has_it else 0.0
-            for share in (float(share) for share in control.real)
+            for share in control.real.tolist()
         )
 
     def check_late(self) -> float:
@@ -316,12 +334,15 @@ class GradientBuckets:
 
         Raises:
             RingError: a rank found a sparse gradient that was dense, or missing on all ranks, in the first pass.
+            MismatchError: the options of the optimizers differed.
         """
         if self._late_control is None:
             return 0.0
-        failed, sparse, _ = self._shares(self._late_control)
+        failed, sparse, _, *options = self._shares(self._late_control)
         if sparse:
             self._refuse_late_sparse()
+        if differ(options) and not failed:
+            raise options_error([self._options.text], [self._communicator.ranks[self._communicator.rank]])
         return failed
 
     def _refuse_late_sparse(self) -> None:

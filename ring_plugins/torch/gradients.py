@@ -31,6 +31,7 @@ from ring_plugins.core.gradients.tuning import BucketTuner, is_wanted
 from ring_plugins.core.world import constructed_by_all, current, has_room_to_overlap
 from ring_plugins.torch.autograd import Backward, current_task
 from ring_plugins.torch.bucket_sets import BucketSets, named_parameters
+from ring_plugins.torch.compared_options import Groups, options_error
 from ring_plugins.torch.device import TorchStreams, index_of, is_capturing, is_on_gpu, is_supported, memory_of, streams
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
 from ring_plugins.torch.gradient_hooks import GradientHooks, Group
@@ -176,6 +177,16 @@ class GradientAverager:
         self._sets.replace_list(list(parameters))
         if self._buckets is not None:
             self._sets.take_parameters()
+
+    def compare_options(self, groups: Groups) -> None:
+        """From now on, raise `MismatchError` at the end of backward on all ranks if their learning rates differ.
+
+        `DistributedOptimizer` and the Lightning strategy call this. On GPUs, the error comes a step later.
+
+        Args:
+            groups: returns the parameter groups of the optimizers that use the averages.
+        """
+        self._sets.options.follow(groups)
 
     def prepare(self) -> bool:
         """Check whether parameters were frozen, unfrozen or added, and make new buckets if so (collective then).
@@ -325,6 +336,9 @@ class GradientAverager:
         if outcome.found_sparse:
             self._sets.leave_out(outcome.found_sparse)
         self.steps += 1
+        if outcome.options_differ:
+            texts = self._communicator.all_gather_object(self._sets.options.text)
+            raise options_error(texts, self._communicator.ranks)
         if self._hooks.arrivals is not None and not (self._streams is not None and is_capturing()):
             if outcome.has_others:
                 # Ranks may wait for their averagers in different orders, so none may wait for more than its gradients.

@@ -17,6 +17,7 @@ from ring_plugins.core.gradients.overlap import Wanted
 from ring_plugins.core.world import constructed_by_all, current
 from ring_plugins.observe.drift import differing_weights, drift_check
 from ring_plugins.observe.training import announce_training
+from ring_plugins.torch.compared_options import groups_of
 from ring_plugins.torch.drift import parameter_checksums
 from ring_plugins.torch.gradients import GradientAverager
 from ring_plugins.torch.sharded_optimizer import Shard, ShardedOptimizer, shard_optimizer
@@ -111,6 +112,7 @@ class DistributedOptimizer(WrappedOptimizer):
         except BaseException:
             self.averager.close()
             raise
+        self.averager.compare_options(groups_of(self.optimizer))
         self._reductions_so_far = 0
         self._is_compared = self._is_sharded = isinstance(self.optimizer, ShardedOptimizer)
         announce_training()

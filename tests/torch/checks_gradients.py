@@ -5,6 +5,7 @@
 import contextlib
 import gc
 import os
+import re
 import threading
 import weakref
 from collections.abc import Callable
@@ -616,6 +617,43 @@ def a_batch_that_fails_before_its_first_gradient_is_left_out_by_its_rank() -> No
         assert same_everywhere(model.parameters()), passes
         assert close(model, reference, 1e-5), passes
         optimizer.close()
+
+
+@check_among_several
+def a_scheduler_that_one_rank_stepped_for_a_batch_it_left_out_is_an_error_on_all() -> None:
+    """Equal averages, but another learning rate: the weights would differ, and nobody would say so."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    broadcast_parameters(model)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    found, steps = "", 0
+    for step in range(6):
+        try:
+            optimizer.zero_grad()
+            if step == 1 and RANK == SIZE - 1:
+                raise MemoryError("no room")
+            model(torch.full((1, 4), RANK + 1.0)).sum().backward()
+            optimizer.step()
+            steps += 1
+        except MemoryError:
+            pass
+        except ring.MismatchError as error:
+            found = str(error)
+            break
+        scheduler.step()
+    assert re.match(r"the options of parameter group(s| 0) differ among ranks \(rank \d: lr=0", found), found
+    if optimizer.averager._streams is None:  # a GPU tells a step later, and only of this rank
+        assert "lr=0.05, momentum=0, weight_decay=0" in found and f"rank {SIZE - 1}: lr=0.025" in found, found
+        assert steps == 1
+        assert same_everywhere(model.parameters())
+        found = ""
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()  # equal again
+        optimizer.step()
+        assert same_everywhere(model.parameters())
+    optimizer.close()
 
 
 @check

@@ -220,6 +220,7 @@ def test_random_models_average_like_one_process(case):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # 65 s where nothing else runs; its threads wait for each other where something does
 @settings(deadline=None, max_examples=1500)
 @given(cases())
 def test_many_random_models_average_like_one_process(case):

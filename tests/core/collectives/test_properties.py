@@ -288,6 +288,7 @@ def test_collectives_give_what_numpy_gives(data, hosts, jobs):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @settings(QUICK, max_examples=2_000, derandomize=False, print_blob=True)
 @given(data=st.data(), hosts=hosts_of_ranks)
 def test_many_collectives_give_what_numpy_gives(data, hosts, jobs):
