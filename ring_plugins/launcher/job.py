@@ -13,6 +13,7 @@ from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment, ending, silent_end
 from ring_plugins.launcher import mpirun
 from ring_plugins.launcher.launch_plan import LaunchPlan
+from ring_plugins.launcher.lingering import LingeringMpirun
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.supervision import Supervisor
 
@@ -49,8 +50,9 @@ def _run_mpirun(plan: LaunchPlan, supervisor: Supervisor) -> tuple[int, str | No
     with ParentNotifier() as notifier:
         environment = {**os.environ, **notifier.environment}
         # On SIGTERM mpirun ends its ranks on all hosts; whatever remains on this one is killed.
-        supervisor.start(mpirun.command_line(plan.mpirun, plan.job), environment, end_signal=signal.SIGTERM)
-        status, why = supervisor.wait()
+        command = mpirun.command_line(plan.mpirun, plan.job)
+        process = supervisor.start(command, environment, end_signal=signal.SIGTERM)
+        status, why = supervisor.wait(LingeringMpirun(process.pid, plan.is_local, notifier.first_message))
         # Open MPI 5 exits with 0 after it has lost a host.
         cause = notifier.first_message() if supervisor.signalled is None else None
         # Repeated as the last line: what the ranks printed stands above mpirun's own banners.

@@ -51,6 +51,7 @@ class LaunchPlan:
         hosts: names of the hosts that mpirun starts ranks on by ssh or the agent; empty on one host, and where a
             scheduler starts the ranks.
         provisional: those of the notices that hold only until the hosts' cores are known; `adapt` replaces them.
+        is_local: whether all ranks run on this host.
     """
 
     job: JobSpec
@@ -58,6 +59,7 @@ class LaunchPlan:
     notices: tuple[str, ...] = ()
     hosts: tuple[str, ...] = field(default=())
     provisional: tuple[str, ...] = ()
+    is_local: bool = False
 
 
 def make_plan(options: Options) -> LaunchPlan:
@@ -106,7 +108,7 @@ def make_plan(options: Options) -> LaunchPlan:
         output_directory=str(Path(options.output_directory).absolute()) if options.output_directory else None,
         options=options.mpirun_options,
     )
-    return LaunchPlan(job, launcher, tuple(notices), tuple(part.host for part in job.shares), provisional)
+    return LaunchPlan(job, launcher, tuple(notices), tuple(part.host for part in job.shares), provisional, is_local)
 
 
 def adapt(plan: LaunchPlan, cores_of: Mapping[str, int]) -> LaunchPlan:
