@@ -93,7 +93,7 @@ class World:
         self._pid = os.getpid()
         self.launcher = launcher
         record = detect()
-        self._started_by = {"single": "this script", "spawned": "ring run"}.get(record.kind, record.by)
+        self._started_by = "this script" if record.kind == "single" else record.by
         self._closed = False
         self.failure_detector: FailureDetector | None = None
         self.channel: Channel | None = None

@@ -21,6 +21,7 @@ from typing import Any
 from ring_plugins.core.base.log import flush_output
 from ring_plugins.core.linux.process import end_with_parent
 from ring_plugins.core.linux.shared_memory import Segment
+from ring_plugins.core.rendezvous import spawn
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment, ending
 from ring_plugins.launcher.environment import search_path
 from ring_plugins.launcher.outcomes import GRACE_SECONDS, Failure, Outcome, call, collect
@@ -157,6 +158,7 @@ def run_rank(fd: int, parent: int, rank: int) -> None:
         parent: process id of the parent.
         rank: number of this rank.
     """
+    spawn.started_by = "ring_plugins.run"
     end_with_parent()
     if os.getppid() != parent:  # it ended before the line above took effect
         sys.exit(1)

@@ -9,7 +9,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 
 from ring_plugins.core import world
 from ring_plugins.core.linux.interfaces import reserve_port
-from ring_plugins.core.rendezvous import LaunchRecord, detect
+from ring_plugins.core.rendezvous import LaunchRecord, detect, tcp
 from ring_plugins.core.rendezvous.topology import Topology
 
 
@@ -117,6 +117,7 @@ class RingEnvironment:
             MASTER_ADDR=self.main_address,
             MASTER_PORT=str(self.main_port),
         )
+        tcp.started_by = "Lightning"
         self._record = detect()
         # Such a process ends without running `atexit` functions, and must not look as if it had crashed.
         multiprocessing.util.Finalize(None, world.shutdown, exitpriority=0)

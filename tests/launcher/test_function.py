@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import ring_plugins as ring
+from ring_plugins.core.world import current
 from tests.launch import run_ranks, start_ranks
 
 
@@ -19,6 +20,7 @@ def test_a_closure_runs_on_every_rank_and_its_results_come_back():
     def average(scale, *, offset):
         ring.init()
         here = (ring.rank(), ring.size(), ring.local_rank(), os.environ["MINE"])
+        assert ring.rank() or current().summary == "3 ranks on 1 host, started by ring_plugins.run"
         return here, ring.all_reduce(weights * scale + ring.rank() + offset)
 
     found = ring.run(average, (2.0,), {"offset": 1.0}, ranks=3, env={"MINE": "yes"})

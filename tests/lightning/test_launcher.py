@@ -80,6 +80,7 @@ def test_a_notebook_forks_its_ranks() -> None:
     assert [own for own, _ in result.values("inside_1")] == [[0, 1, False]]
     (first, first_sum), (second, second_sum) = result.values("inside_2")
     assert [first, second] == [[0, 2, True], [1, 2, True]]
+    assert "2 ranks on 1 host, started by Lightning\n" in result.output
     assert first_sum == second_sum
     [(before, after)] = result.values("outside")
     assert after == pytest.approx(first_sum)

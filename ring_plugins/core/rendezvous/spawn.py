@@ -46,6 +46,9 @@ _EXIT = 1.0
 _CROWDED = 4
 _START_DIRECTORY = os.getcwd()
 
+#: What started this process as rank 0, for messages. A process that `ring_plugins.run` started changes it.
+started_by = "ring run"
+
 
 def child_environment(segment: Segment, rank: int, size: int, parent: int) -> dict[str, str]:
     """Environment of a process that becomes a rank and inherits the segment's file.
@@ -143,7 +146,8 @@ def detect() -> LaunchRecord | None:
         _, rank, size, _ = map(int, text.split(":"))
     except ValueError:
         raise LaunchError(f"{config.SPAWNED.name}={text!r} was not set by ring_plugins; unset it.") from None
-    return LaunchRecord("spawned", "a script that started itself", rank, size, rank, size)
+    by = "a script that started itself" if rank else started_by  # a script that starts itself is its own rank 0
+    return LaunchRecord("spawned", by, rank, size, rank, size)
 
 
 def connect(record: LaunchRecord, ranks: int) -> Rendezvous:

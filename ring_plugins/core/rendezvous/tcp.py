@@ -28,6 +28,8 @@ from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous, intege
 #: Seconds to wait for a previous user of MASTER_PORT, such as a store of torch's that is being closed, to release it.
 _PORT_RELEASE = 5.0
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: What set them if torchrun did not, for messages. Where a plugin sets them, it names the framework.
+started_by = "the variables RANK and MASTER_ADDR"
 
 
 class Store(Protocol):
@@ -72,7 +74,7 @@ def detect() -> LaunchRecord | None:
     """The record that torchrun's variables give; None if one of them is missing."""
     if _missing_variables():
         return None
-    by = "torchrun" if os.environ.get("TORCHELASTIC_RUN_ID") else "the variables RANK and MASTER_ADDR"
+    by = "torchrun" if os.environ.get("TORCHELASTIC_RUN_ID") else started_by
     return LaunchRecord(
         "rendezvous", by, integer("RANK"), integer("WORLD_SIZE"), integer("LOCAL_RANK"), integer("LOCAL_WORLD_SIZE")
     )

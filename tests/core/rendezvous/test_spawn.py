@@ -72,6 +72,8 @@ def test_a_child_is_detected_by_its_environment(monkeypatch):
     for name, value in child_environment(segment, 2, 4, 99).items():
         monkeypatch.setenv(name, value)
     assert spawn.detect() == LaunchRecord("spawned", "a script that started itself", 2, 4, 2, 4)
+    monkeypatch.setenv("RING_SPAWNED", f"{segment.fd}:0:4:99")
+    assert spawn.detect() == LaunchRecord("spawned", "ring run", 0, 4, 0, 4)
 
 
 def test_a_data_loaders_worker_is_not_the_rank_it_descends_from(monkeypatch):
