@@ -40,8 +40,7 @@ model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.2), nn.Linear(
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3 * fabric.world_size)
 model, optimizer = fabric.setup(model, optimizer)  # broadcasts rank 0's weights
 
-for epoch in range(arguments.epochs):
-    loader.sampler.set_epoch(epoch) if fabric.world_size > 1 else None
+for _ in range(arguments.epochs):
     for index, (x, y) in enumerate(loader, start=1):
         communicates = index % accumulate == 0
         with fabric.no_backward_sync(model, enabled=not communicates):

@@ -139,6 +139,8 @@ def row(name: str, default: Any, kind: Any, information: Any, *_: Any) -> str:
     names = ", ".join(f"`{one}`" for one in declared) or (
         f"`--{name.replace('_', '-')}`" if is_option else f"`{name.upper()}`"
     )
+    if is_option and default is True and not declared:  # typer adds the second spelling by itself
+        names += f", `--no-{name.replace('_', '-')}`"
     kinds = [one for one in typing.get_args(kind) if one is not type(None)] or [kind]
     choices = (
         " \\| ".join(f"`{one.value}`" for one in kinds[0])

@@ -32,7 +32,7 @@ from ring_plugins.core.arrays.dtypes import STORAGE
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.validation import refusals_told
 from ring_plugins.core.gradients.fusion import FIRST_BUCKET_BYTES, MIB, BucketSizes, Entry
-from ring_plugins.core.gradients.overlap import Wanted, chosen_overlap
+from ring_plugins.core.gradients.overlap import chosen_overlap
 from ring_plugins.core.world import constructed_by_all
 from ring_plugins.keras.backends import Exchange, Settings, backend
 from ring_plugins.keras.job import connect
@@ -54,7 +54,7 @@ def DistributedOptimizer(  # noqa: N802 - known by this name
     bucket_bytes: int = BUCKET_BYTES,
     compression: Literal["fp16", "bf16"] | None = None,
     error_feedback: bool = False,
-    overlap: Wanted = "auto",
+    overlap: bool | Literal["auto"] = "auto",
 ) -> O:
     """Make an optimizer average its gradients among all ranks before it uses them.
 
@@ -63,7 +63,7 @@ def DistributedOptimizer(  # noqa: N802 - known by this name
 
     Args:
         optimizer: any Keras optimizer; for mixed precision the outermost one, a `LossScaleOptimizer`.
-        bucket_bytes: size of the buckets in bytes.
+        bucket_bytes: size of the buckets in bytes, 4 MiB by default.
         compression: "fp16" or "bf16" sends gradients in 16 bits between hosts; ranks on one host sum in full
             precision.
         error_feedback: whether the rounding error of a step is added to the next.
@@ -114,7 +114,7 @@ class GradientAveraging:
         bucket_bytes: int = BUCKET_BYTES,
         compression: Literal["fp16", "bf16"] | None = None,
         error_feedback: bool = False,
-        overlap: Wanted = "auto",
+        overlap: bool | Literal["auto"] = "auto",
     ) -> None:
         if bucket_bytes < 1:
             raise ArgumentError(f"bucket_bytes={bucket_bytes!r} is not a positive number of bytes.")

@@ -62,7 +62,7 @@ class BroadcastCallback(keras.callbacks.Callback):
             at the cost of two small messages per layer and step; False makes each rank use those of its own batch;
             None synchronizes only layers made with `synchronized=True`.
         write_on_root_only: False lets every rank write checkpoints and logs; use different paths on each rank.
-        bucket_bytes: size in bytes of the buckets in which gradients are averaged.
+        bucket_bytes: size in bytes of the buckets in which gradients are averaged, 4 MiB by default.
         compression: "fp16" or "bf16" sends gradients in 16 bits between hosts; ranks on one host sum in full
             precision.
         error_feedback: whether the rounding error of a step is added to the next.
@@ -91,7 +91,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         bucket_bytes: int = BUCKET_BYTES,
         compression: Literal["fp16", "bf16"] | None = None,
         error_feedback: bool = False,
-        overlap: Wanted = "auto",
+        overlap: bool | Literal["auto"] = "auto",
         drift_check_every: int | None = None,
     ) -> None:
         super().__init__()

@@ -51,7 +51,7 @@ class RingTrainerLogic(RingParallelLogic):
         cluster_environment: A `RingEnvironment`; made by default.
         checkpoint_io: Lightning's plugin for files.
         precision_plugin: Lightning's plugin for precision.
-        bucket_bytes: Gradients travel together in buckets of about this many bytes.
+        bucket_bytes: Gradients travel together in buckets of about this many bytes, 25 MiB by default.
         sparse: What to do with sparse gradients: "gather" rows from all ranks, or "densify" them.
         autotune: Whether to try other bucket sizes in the first steps and keep the fastest; as RING_AUTOTUNE says by
             default.
@@ -69,9 +69,10 @@ class RingTrainerLogic(RingParallelLogic):
         skip_step_on: An exception, or a tuple of them, such as ``torch.cuda.OutOfMemoryError``: a step in which any
             rank's ``training_step`` or backward raises it is skipped by all ranks, with a warning. Only for automatic
             optimization.
-        timeout: For calls through torch.distributed; by default torch's.
-        start_method: How a script that was started alone starts the other ranks: "popen" runs the script again, "fork",
-            "forkserver" and "spawn" run only the Trainer's function. By default "fork" in a notebook, else "popen".
+        timeout: For calls through torch.distributed; by default torch's, 30 minutes.
+        start_method: How a script that was started alone starts the other ranks: "popen" runs the script again; with
+            "fork", "forkserver" and "spawn" they run only ``fit``, ``validate``, ``test`` or ``predict``. By default
+            "fork" in a notebook, else "popen".
 
     """
 

@@ -61,8 +61,8 @@ class GradientAverager:
 
     Args:
         parameters: a module, or (name, parameter) pairs, equal on all ranks and in the same order.
-        bucket_bytes: size at which a bucket is closed.
-        first_bucket_bytes: the same for the first one, small so that communication starts early.
+        bucket_bytes: size at which a bucket is closed, 25 MiB by default.
+        first_bucket_bytes: the same for the first one, 1 MiB by default, so that communication starts early.
         sparse: "gather" keeps sparse gradients sparse, "densify" makes them dense.
         passes_per_step: number of backwards of which only the last communicates; the others accumulate.
         autotune: whether to try other bucket sizes in the first steps and keep the fastest; as RING_AUTOTUNE says by
@@ -77,7 +77,8 @@ class GradientAverager:
             Nothing else may use it. If one is given, gradients go through it even if it has only one rank, which
             shows what averaging costs without a peer; otherwise a single rank gets no hooks.
 
-    All ranks construct it together. Gradients must not be computed by several threads at once.
+    All ranks construct it together. Its gradients must not be computed by several threads at once; backwards of models
+    with averagers of their own may run side by side.
 
     Raises:
         MismatchError: the models differ among ranks; the text names the first parameter that does.
@@ -98,7 +99,7 @@ class GradientAverager:
         autotune: bool | None = None,
         compression: Literal["fp16", "bf16"] | None = None,
         error_feedback: bool = False,
-        overlap: Wanted = "auto",
+        overlap: bool | Literal["auto"] = "auto",
         communicator: Communicator[Any] | None = None,
     ) -> None:
         with on_all_or_none(communicator, _CONSTRUCTING) if communicator else constructed_by_all(_CONSTRUCTING):

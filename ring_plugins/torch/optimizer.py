@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES
-from ring_plugins.core.gradients.overlap import Wanted
 from ring_plugins.core.world import constructed_by_all, current
 from ring_plugins.observe.drift import differing_weights, drift_check
 from ring_plugins.observe.training import announce_training
@@ -53,7 +52,7 @@ class DistributedOptimizer(WrappedOptimizer):
             default the parameters are numbered in the order of the parameter groups.
         backward_passes_per_step: call `backward()` this often before `step()`; only the last is followed by
             communication. The gradients of the passes are summed, as torch does.
-        bucket_bytes: size of the buckets in bytes.
+        bucket_bytes: size of the buckets in bytes, 25 MiB by default.
         sparse: "gather" keeps sparse gradients sparse, "densify" makes them dense.
         autotune: whether to try other bucket sizes in the first steps and keep the fastest; as RING_AUTOTUNE says by
             default.
@@ -85,7 +84,7 @@ class DistributedOptimizer(WrappedOptimizer):
         compression: Literal["fp16", "bf16"] | None = None,
         error_feedback: bool = False,
         shard: Shard = False,
-        overlap: Wanted = "auto",
+        overlap: bool | Literal["auto"] = "auto",
     ) -> None:
         with constructed_by_all("the construction of a DistributedOptimizer"):
             if not isinstance(optimizer, Optimizer):
