@@ -84,7 +84,7 @@ CASES = {
         "x: rank 1 was interrupted in its construction by TimeIsUp|ring: rank 1 was interrupted in the construction",
     ),
     "an averager's buckets": (
-        AVERAGER.format("rt.gradients, 'GradientBuckets'"),
+        AVERAGER.format("rt.bucket_sets, 'GradientBuckets'"),
         "gradients: rank 1 was interrupted in the construction of a gradient averager by TimeIsUp",
     ),
     "a group's first exchange": (
