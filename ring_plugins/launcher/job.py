@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -14,6 +15,7 @@ from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_env
 from ring_plugins.launcher import mpirun
 from ring_plugins.launcher.launch_plan import LaunchPlan
 from ring_plugins.launcher.lingering import LingeringMpirun
+from ring_plugins.launcher.lost_host import LostHost
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.supervision import Supervisor
 
@@ -47,15 +49,25 @@ def run(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
 
 def _run_mpirun(plan: LaunchPlan, supervisor: Supervisor) -> tuple[int, str | None]:
     assert plan.mpirun is not None
-    with ParentNotifier() as notifier:
+    with ParentNotifier() as notifier, contextlib.ExitStack() as stack:
         environment = {**os.environ, **notifier.environment}
+        lost = stack.enter_context(LostHost()) if plan.mpirun.flavor == "Open MPI" and not plan.is_local else None
         # On SIGTERM mpirun ends its ranks on all hosts; whatever remains on this one is killed.
-        command = mpirun.command_line(plan.mpirun, plan.job)
-        process = supervisor.start(command, environment, end_signal=signal.SIGTERM)
+        process = supervisor.start(
+            mpirun.command_line(plan.mpirun, plan.job),
+            environment,
+            end_signal=signal.SIGTERM,
+            stderr=None if lost is None else lost.stderr,
+        )
+        if lost is not None:
+            lost.start()
         status, why = supervisor.wait(LingeringMpirun(process.pid, plan.is_local, notifier.first_message))
-        # Open MPI 5 exits with 0 after it has lost a host.
+        stack.close()
         cause = notifier.first_message() if supervisor.signalled is None else None
-        # Repeated as the last line: what the ranks printed stands above mpirun's own banners.
+        if cause is None and lost is not None and lost.found:
+            cause = "mpirun lost a host and ended the ranks of the others"
+        # Open MPI 5 exits with 0 after it has lost a host. The cause is repeated as the last line: what the ranks
+        # printed stands above mpirun's own banners.
         return status or (1 if cause else 0), why or (cause and f"{cause.rstrip('.')}.")
 
 
