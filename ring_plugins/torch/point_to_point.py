@@ -20,13 +20,13 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 import torch
 
 from ring_plugins.core.arrays.memory import DeviceMemory, HostMemory
-from ring_plugins.core.base.errors import ArgumentError, RingError
+from ring_plugins.core.base.errors import ArgumentError, RingError, is_refusal
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.collectives.messages import MessageGroup
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
@@ -90,18 +90,23 @@ class PointToPoint:
         """
         return self._start("receive", tensor, sender, tag)
 
-    def _start(self, verb: str, tensor: torch.Tensor, peer: int | None, tag: int) -> RingWork:
+    def _start(self, verb: Literal["send", "receive"], tensor: torch.Tensor, peer: int | None, tag: int) -> RingWork:
         if peer is not None and (not 0 <= peer < self._size or peer == self._rank):
             whom = "itself" if peer == self._rank else f"rank {peer} of a group of {self._size}"
             raise ArgumentError(f"rank {self._rank} cannot {verb} {'to' if verb == 'send' else 'from'} {whom}.")
         if self._size == 1:
             raise ArgumentError(f"rank {self._rank} cannot {verb}: it is the only rank of its group.")
-        check_dense(tensor, "tensor")
         sending = verb == "send"
-        if is_on_gpu(tensor):
-            return self._start_on_gpu(sending, tensor, peer, tag)
-        target = Target(tensor, "tensor", keep=sending)
-        memory = cast(HostMemory, target.memory)
+        try:
+            check_dense(tensor, "tensor")
+            if is_on_gpu(tensor):
+                return self._start_on_gpu(sending, tensor, peer, tag)
+            target = Target(tensor, "tensor", keep=sending)
+            memory = cast(HostMemory, target.memory)
+        except Exception as error:
+            if is_refusal(error) and self._messages is not None and peer is not None and not is_on_gpu(tensor):
+                self._messages.refuse(verb, peer, tag)  # NCCL has no message for that
+            raise
         assert self._messages is not None
         whom = "any rank" if peer is None else f"rank {peer}"
         work = MessageWork(f"{verb} with {whom}, tag {tag}", [tensor], self._messages)

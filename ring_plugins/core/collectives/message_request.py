@@ -9,9 +9,12 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from ring_plugins.core.base.errors import PeerFailed
+from ring_plugins.core.base.errors import MismatchError, PeerFailed
 from ring_plugins.core.base.types import Bytes
 from ring_plugins.core.collectives.fingerprint import mismatch
+
+#: In place of an element type: an end that refused its arguments says so with an empty message of this type.
+REFUSED_CALL = "refused arguments"
 
 
 class Group(Protocol):
@@ -100,4 +103,9 @@ class Message:
     def refused_by(self, rank: int, theirs: str) -> BaseException:
         """The error for a message whose other end has another size or type."""
         own = self.group.ranks[self.group.rank]
+        if REFUSED_CALL in theirs and self.dtype != REFUSED_CALL:
+            return MismatchError(
+                f"rank {rank} refused the arguments of its end of {self.name()}, and its own error says why. "
+                f"Rank {own} waits in {self.text()}."
+            )
         return mismatch(self.name(), {own: self.text(), rank: theirs})

@@ -28,13 +28,16 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
 
 from ring_plugins.core.base.errors import RingError, fresh
 from ring_plugins.core.base.types import Bytes
 from ring_plugins.core.collectives.message_closing import ClosedGroups
 from ring_plugins.core.collectives.message_progress import LINGER, Progress
 from ring_plugins.core.collectives.message_receiver import Receiver
-from ring_plugins.core.collectives.message_request import Message
+from ring_plugins.core.collectives.message_request import REFUSED_CALL, Message
 from ring_plugins.core.collectives.message_sender import Sender
 from ring_plugins.core.collectives.message_watch import Watch
 from ring_plugins.core.control.failure_detector import FailureDetector
@@ -86,6 +89,14 @@ class MessageGroup:
     ) -> Message:
         """Start to receive into `data`; arguments as for `send`. A sender of None stands for any member."""
         return self._messenger.start(Message("receive", self, sender, tag, dtype, data, finished))
+
+    def refuse(self, verb: Literal["send", "receive"], peer: int, tag: int) -> None:
+        """Tell the other end that this one refused the arguments of a send or receive.
+
+        An empty message takes its place, so the other end finds another size and type. If both refuse, they match.
+        """
+        nothing = np.empty(0, np.uint8)
+        (self.send if verb == "send" else self.receive)(nothing, REFUSED_CALL, peer, tag, lambda error: None)
 
     def wait(self, message: Message, seconds: float | None = None) -> None:
         """Help to move bytes until the message is done, or for `seconds`; it may return earlier."""
