@@ -13,6 +13,7 @@ from ring_plugins.core.gpu import nccl
 from ring_plugins.core.gradients.fusion import BucketSizes
 from ring_plugins.torch import gradient_buckets
 from ring_plugins.torch.gradient_buckets import GradientBuckets
+from tests.core.collectives.thread_ranks import on_thread_ranks
 
 
 def buckets_for(*parameters, sizes=None, gathers_sparse=True, communicator=None):
@@ -152,3 +153,18 @@ def test_the_host_asks_once_which_absent_gradients_other_ranks_have(monkeypatch)
     assert len(buckets.plan.buckets) == 3
     assert len(asked) == 2  # the control numbers too, in the first pass
     assert [weight.grad is None for weight in weights] == [True, False, True]
+
+
+@pytest.mark.parametrize("ranks_with_gradient", [(0,), (1,), ()])
+@pytest.mark.parametrize("sizes", [BucketSizes(), BucketSizes(1, 1, 1)])  # in a bucket; where autograd put it
+def test_a_complex_parameter_without_gradient_on_some_ranks(ranks_with_gradient, sizes):
+    def rank_of(rank, communicator):
+        used, sometimes = (nn.Parameter(torch.ones(3, dtype=torch.complex64)) for _ in range(2))
+        buckets = buckets_for(used, sometimes, sizes=sizes, communicator=communicator)
+        used.grad = torch.full((3,), complex(rank, 1))
+        sometimes.grad = torch.full((3,), complex(2, -4)) if rank in ranks_with_gradient else None
+        reduce_all(buckets)
+        return [None if p.grad is None else p.grad.tolist() for p in (used, sometimes)]
+
+    expected = [complex(1, -2)] * 3 if ranks_with_gradient else None
+    assert on_thread_ranks(2, rank_of) == [[[complex(0.5, 1)] * 3, expected]] * 2

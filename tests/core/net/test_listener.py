@@ -160,6 +160,20 @@ def test_a_rank_that_is_held_up_again_and_again_is_no_error(monkeypatch):
         low.close()
 
 
+def test_a_rank_that_holds_the_interpreters_lock_is_waited_for():
+    """Its kernel accepts the connection, and its process cannot answer. RING_TIMEOUT bounds that, not our patience."""
+    with socket.create_server(("127.0.0.1", 0)) as far:
+        low = Listener("127.0.0.1", patience=60)
+        low.open(0, [Peer("a", "127.0.0.1", low.port), Peer("b", "127.0.0.1", far.getsockname()[1])], "a secret")
+        while (1, 0) not in low._attempts or not low._attempts[1, 0].has_reached_host:
+            assert low.connection(1, 0) is None
+        low._attempts[1, 0]._patience = 0.0
+        for _ in range(100):
+            assert low.connection(1, 0) is None
+            time.sleep(0.001)
+        low.close()
+
+
 def test_a_later_connection_of_a_rank_replaces_an_abandoned_one(job):
     _, high = job(2)
     for _ in range(2):
