@@ -142,8 +142,7 @@ class BucketSets:
         if trained not in self.kept:
             self._make(trained, passes)
         buckets = self.kept[trained]
-        if not buckets.is_ordered:
-            buckets.has_others = bool(self.claim.others())
+        buckets.has_others = bool(self.claim.others())
         if buckets.is_ordered == (self._hooks.arrivals is not None):
             self._hooks.arrivals = None if buckets.is_ordered else []
             self._put_hooks()

@@ -20,7 +20,7 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import Memory
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, RingError
-from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.api import Communicator, Work
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import Bucket, BucketMemory, BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.gradients.overlap import Overlap
@@ -146,6 +146,8 @@ class GradientBuckets:
         self._written_options: object = None
         #: Control numbers of the last pass, for which the host did not wait; None if it reads them in every pass.
         self._late_control = None if gpu is None else torch.zeros(_CONTROL, pin_memory=torch.cuda.is_available())
+        #: Gathers the gradients that are known to be sparse, if `launch_rest` launched that.
+        self._sparse_work: Work[None] | None = None
         self._is_failing = False
         self._is_first = True
         op = Op.AVERAGE if gpu is None else Op.SUM
@@ -270,6 +272,23 @@ class GradientBuckets:
             parameter.grad = _memory_like(parameter).copy_(gradient.to_dense())
         return parameter.grad
 
+    def launch_rest(self) -> None:
+        """Launch what is left, sparse gradients too, without waiting."""
+        self.reducer.launch_rest()
+        if self._sparse and self._streams is None and self._sparse_work is None:
+            self._sparse_work = self._communicator.start("sparse gradients", self._average_sparse)
+
+    def _average_sparse(self) -> None:
+        """Gather the gradients that are known to be sparse, unless a rank has none; after all buckets of the pass."""
+        if not self._shares(self._control)[_FAILED]:
+            for parameter in self._sparse:
+                average_sparse(parameter, self._communicator)
+
+    def _wait_for_sparse(self) -> None:
+        work, self._sparse_work = self._sparse_work, None
+        if work is not None:
+            work.wait()
+
     def finish(self, at_once: bool = False) -> Outcome:
         """Finish a pass: every gradient is the average when this returns, unless another rank's backward raised.
 
@@ -284,10 +303,12 @@ class GradientBuckets:
         if failed:
             self._forget_pass()
             return Outcome(failed, [])
+        if self._sparse_work is None:
+            for parameter in self._sparse:
+                average_sparse(parameter, self._communicator)
+        self._wait_for_sparse()
         found = self._agree_on_sparse() if any_sparse else []
         self._assign_absent(found)
-        for parameter in self._sparse:
-            average_sparse(parameter, self._communicator)
         return Outcome(0.0, [self.parameters[i] for i in found], has_others > 0, differ(options))
 
     def fail(self) -> Outcome:
@@ -304,6 +325,7 @@ class GradientBuckets:
         return Outcome(failed, [])
 
     def _forget_pass(self) -> None:
+        self._wait_for_sparse()
         self._absent, self._found_sparse = {}, set()
         self.reducer.forget_errors()
         if self._half is not None:

@@ -66,7 +66,7 @@ class GradientAverager:
         sparse: "gather" keeps sparse gradients sparse, "densify" makes them dense.
         passes_per_step: number of backwards of which only the last communicates; the others accumulate.
         autotune: whether to try other bucket sizes in the first steps and keep the fastest; as RING_AUTOTUNE says by
-            default. Rank 0's choice counts.
+            default. Rank 0's choice counts. A process with several averagers in host memory tries none.
         compression: "fp16" or "bf16" sends float32 and float64 gradients in 16 bits: between hosts on the CPU (exact
             inside a host), and between all GPUs.
         error_feedback: whether the rounding error of a step is added to the next.
@@ -292,7 +292,7 @@ class GradientAverager:
 
     def _launch_rest(self) -> None:
         if self._buckets is not None and not self._accumulates:
-            self._buckets.reducer.launch_rest()
+            self._buckets.launch_rest()
 
     def _backward_ended(self) -> None:
         if self._accumulates:
@@ -346,7 +346,9 @@ class GradientAverager:
                 buckets.is_ordered = True
             else:
                 self._sets.learn_order(buckets)
-        if self._tuner is not None and self._sets.overlap.finished:
+        if self._tuner is not None and outcome.has_others:
+            self._stop_tuning()
+        elif self._tuner is not None and self._sets.overlap.finished:
             self._tune(self._tuner)
 
     # A backward that raised ---------------------------------------------------------------------------
@@ -466,6 +468,14 @@ class GradientAverager:
         if loss is None:
             return None
         return loss.detach().new_full(loss.shape, average) if is_tensor else average
+
+    def _stop_tuning(self) -> None:
+        """Keep the sizes: trying others needs waits of all ranks, which may use their averagers in different orders."""
+        self._tuner = None
+        if self._communicator.rank == 0:
+            logger.warning(
+                f"{self._communicator.name}: bucket sizes are not tuned, since this process has several averagers."
+            )
 
     def _tune(self, tuner: BucketTuner) -> None:
         """Choose the bucket sizes of the next step while other sizes are being tried."""

@@ -909,6 +909,48 @@ def averagers_of_which_ranks_use_some_first_end_together() -> None:
         averager.close()
 
 
+class Table(nn.Module):
+    """A sparse embedding before a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.layer = nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.rows(torch.tensor([RANK, 3])) + x)
+
+
+@check_among_several
+def sparse_gradients_and_tuning_do_not_wait_for_the_order_of_averagers() -> None:
+    """Rank 0 uses them in another order than the others, in one backward or in two."""
+    if os.environ.get("TEST_GPU_STAND_IN"):
+        return  # NCCL's kernels run in the order of one stream
+    models = [Table(), Table()]
+    for model in models:
+        broadcast_parameters(model)
+    averagers = [GradientAverager(model, autotune=True) for model in models]
+    for step in range(12):  # more than the tuner's warm-up
+        for model in models:
+            model.zero_grad()
+        x = torch.full((2, 4), RANK + 1.0)
+        if RANK == 0:
+            (models[0](x).sum() + models[1](x).sum()).backward()
+        elif step % 2:
+            models[0](models[1](x)).sum().backward()
+        else:
+            for model in models[::-1]:
+                model(x).sum().backward()
+        for model, averager in zip(models, averagers, strict=True):
+            gradient = model.rows.weight.grad
+            assert gradient.is_sparse
+            assert gradient.coalesce().indices().tolist() == [sorted({*range(SIZE), 3})]
+            assert same_everywhere([gradient, model.layer.weight.grad])
+            assert averager.steps == step + 1
+            assert averager._tuner is None
+    for averager in averagers:
+        averager.close()
+
+
 @check
 def retained_graphs_and_second_order() -> None:
     model = nn.Linear(3, 3, bias=False)
