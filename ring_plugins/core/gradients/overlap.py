@@ -144,7 +144,7 @@ class MeasuredOverlap:
             times_of = {self._expected: statistics.median(expected), not self._expected: statistics.median(other)}
             kept, left = times_of[self.now] * 1e3, times_of[not self.now] * 1e3
             way = "while backward runs" if self.now else "when backward is over"
-            doubt = ", but not reliably" if left < kept else ""
+            doubt = ", which was not shorter in enough of the trials" if left < kept else ""
             logger.info(
                 f"gradients are averaged {way}: {kept:.1f} ms a step, against {left:.1f} ms the other way{doubt}. "
                 "`overlap` and RING_OVERLAP choose."
