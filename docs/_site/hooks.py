@@ -28,6 +28,7 @@ PAGES = {
 }
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".ipynb": "json", "": "dockerfile"}
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)#\s]*)(#[^)\s]*)?\)")
+OPTION = re.compile(r"(?<![\w\-])-{1,2}[A-Za-z][\w\-]*")
 MARKER = re.compile(r"^<!-- (?:tested by|run by|not run|collected by|results:|end)[^\n]*-->\n", re.MULTILINE)
 
 
@@ -106,7 +107,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Strategies exist once per package, so their signatures are those of the classes that hold their logic."""
+    """Names of strategies, and options that browsers do not break after their hyphens.
+
+    Strategies exist once per package, so their signatures are those of the classes that hold their logic.
+    """
+    html = re.sub(r"<code>[^<\n]+</code>", lambda code: OPTION.sub(r'<span class="option">\g<0></span>', code[0]), html)
     return re.sub(r"(>Ring)(?:Trainer|Fabric)Logic(</span>)", lambda m: f"{m[1]}{NAMES[m[0]]}{m[2]}", html)
 
 

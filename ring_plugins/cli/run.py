@@ -131,11 +131,9 @@ def run(
 
     **Examples**
 
-    `ring run -n 4 python train.py --epochs 5`
-
-    `ring run -n 4 -H node1:2,node2:2 --interface eth0 python train.py`
-
-    `ring run --hostfile hosts --tag-output --dry-run python train.py`
+    * `ring run -n 4 python train.py --epochs 5`
+    * `ring run -n 4 -H node1:2,node2:2 --interface eth0 python train.py`
+    * `ring run --hostfile hosts --tag-output --dry-run python train.py`
     """
     from ring_plugins.core.base.errors import RingError
     from ring_plugins.launcher import job
