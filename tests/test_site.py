@@ -49,7 +49,7 @@ def test_command_line_lists_every_option(site):
     for command in app.registered_commands:
         assert f'id="ring-{command.name}"' in text
     for option in ("-n", "-H", "--with", "--output-dir", "--json", "--step-ms"):
-        assert f"<code><span class=\"option\">{option}</span></code>" in text
+        assert f'<code><span class="option">{option}</span></code>' in text
 
 
 def test_nothing_is_loaded_from_other_servers(site):
