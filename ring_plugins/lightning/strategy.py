@@ -63,7 +63,7 @@ class RingTrainerLogic(RingParallelLogic):
         overlap: Whether gradients are averaged while backward runs (True) or when it is over (False); "auto" tries both
             in the first steps, unless RING_OVERLAP chooses.
         broadcast_buffers: Whether every rank uses the buffers (such as running statistics) of rank 0, as with
-            ``DistributedDataParallel``; see `buffers`.
+            ``DistributedDataParallel``.
         drift_check_every: Steps of an optimizer between comparisons of the weights of all ranks, which raise
             ``DriftError`` if they differ; 0 for never, the environment variable RING_DRIFT_CHECK by default.
         skip_step_on: An exception, or a tuple of them, such as ``torch.cuda.OutOfMemoryError``: a step in which any

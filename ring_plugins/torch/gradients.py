@@ -208,7 +208,7 @@ class GradientAverager:
         return self._prepare()
 
     def begin_step(self) -> None:
-        """Forget the passes of a step that the script gave up, as `DistributedOptimizer.zero_grad` tells.
+        """Forget the passes of a step that the script gave up, as `DistributedOptimizer.zero_grad` does.
 
         An exception in a forward may end a step after some of its `passes_per_step`. They must not count for the next
         one, whose last passes would otherwise add this rank's own gradients to the averages.

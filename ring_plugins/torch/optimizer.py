@@ -227,7 +227,7 @@ class DistributedOptimizer(WrappedOptimizer):
     # Additions ------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Do nothing: gradients are averaged when backward returns. For scripts that call it with other libraries."""
+        """Do nothing: gradients are averaged when backward returns. Scripts for Horovod call it."""
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Let backward only accumulate this rank's gradients inside the context."""
