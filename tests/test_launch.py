@@ -1,7 +1,6 @@
 """The test harness itself notices failures, hangs, and whatever a launch leaves behind."""
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -93,9 +92,7 @@ def test_one_rank_can_be_signalled():
         ranks=1,
     ) as job:
         job.send_signal(0, signal.SIGKILL)
-        started = time.monotonic()
-        assert job.wait().returncode == -signal.SIGKILL
-        assert time.monotonic() - started < 3
+        assert job.wait(10).returncode == -signal.SIGKILL
 
 
 def test_the_semaphores_of_killed_processes_are_removed():

@@ -2,7 +2,6 @@
 
 import re
 import signal
-import time
 
 import lightning.pytorch
 import pytest
@@ -51,9 +50,8 @@ def training(condition: str = "False", action: str = "pass") -> str:
     return TRAIN.format(condition=condition, action=action)
 
 
-def ends_in_time(job: Job, since: float) -> Result:
-    result = job.wait(20)
-    assert time.monotonic() - since < 10
+def ends_in_time(job: Job) -> Result:
+    result = job.wait(10)  # more on a busy machine
     assert result.returncode != 0
     return result
 
@@ -64,8 +62,8 @@ def ends_in_time(job: Job, since: float) -> Result:
 def test_an_exception_on_one_rank(launcher: Launcher) -> None:
     script = training("batch_idx == 6 and self.global_rank == 1", "raise ValueError('the first cause')")
     with start_ranks(script, launcher=launcher) as job:
-        job.pids(40)
-        result = ends_in_time(job, time.monotonic())
+        job.pids()
+        result = ends_in_time(job)
     # The failing rank's own traceback; the others say one line, if the launcher leaves them the time.
     assert re.search(r"Traceback.*training_step.*ValueError: the first cause", result.stderr, re.DOTALL)
     assert result.stderr.count("\nTraceback") <= (2 if launcher == "torchrun" else 1)  # torchrun adds its own
@@ -79,9 +77,9 @@ def test_an_exception_on_one_rank(launcher: Launcher) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ctrl_c_reaching_one_rank(rank: int) -> None:
     with start_ranks(training() if rank else RANKS_FIRST + training()) as job:
-        job.pids(40)
+        job.pids()
         job.send_signal(rank, signal.SIGINT)
-        result = ends_in_time(job, time.monotonic())
+        result = ends_in_time(job)
     assert result.values("on_exception")[rank] == "KeyboardInterrupt"
     assert "KeyboardInterrupt" in result.output
 
@@ -89,11 +87,10 @@ def test_ctrl_c_reaching_one_rank(rank: int) -> None:
 @pytest.mark.parametrize("signaled", [[1], *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in ([0], [0, 1]))])
 def test_sigterm(signaled: list[int]) -> None:
     with start_ranks(training() if signaled == [0] else RANKS_FIRST + training()) as job:
-        job.pids(40)
-        since = time.monotonic()
+        job.pids()
         for rank in signaled:
             job.send_signal(rank, signal.SIGTERM)
-        result = ends_in_time(job, since)
+        result = ends_in_time(job)
     assert "SIGTERMException" in result.values("on_exception")
 
 
