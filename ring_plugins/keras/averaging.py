@@ -35,6 +35,7 @@ from ring_plugins.core.gradients.fusion import FIRST_BUCKET_BYTES, MIB, BucketSi
 from ring_plugins.core.gradients.overlap import chosen_overlap
 from ring_plugins.core.world import constructed_by_all
 from ring_plugins.keras.backends import Exchange, Settings, backend
+from ring_plugins.keras.interrupted_fit import watch_fit
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.validation import warn_of_gpu_copies
 
@@ -137,6 +138,7 @@ class GradientAveraging:
         self._indices: dict[int, int] = {}  # id of a variable -> its index
         self._originals: dict[str, Callable[..., Any]] = {}
         self._is_averaged = False  # while `stateless_apply` calls `apply`
+        self._is_watched = False  # whether `fit`, if it calls this, tells the other ranks of an exception
 
     # Statistics -----------------------------------------------------------------------------------
 
@@ -156,6 +158,11 @@ class GradientAveraging:
         return self.exchange.reduced_bytes if self.exchange else 0
 
     # Installing and removing ------------------------------------------------------------------------
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the instance's methods are replaced."""
+        return bool(self._originals)
 
     def install(self) -> None:
         """Replace the instance's methods."""
@@ -224,6 +231,7 @@ class GradientAveraging:
 
     def average(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         """Average the gradients of these variables; None stays None."""
+        self._is_watched = self._is_watched or watch_fit(self)
         self.prepare(self.variables if self.optimizer.built else variables)
         assert self.exchange is not None
         with refusals_told(self.exchange.communicator, "averaging gradients"):

@@ -24,6 +24,7 @@ from ring_plugins.keras.averaging import (
 from ring_plugins.keras.backends import backend
 from ring_plugins.keras.batch_norm import SynchronizedBatchNorm
 from ring_plugins.keras.callback_list import arrange, call_when_over, enclosing_list, saves_weights
+from ring_plugins.keras.interrupted_fit import tell_interrupted
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.shard import continue_at
 from ring_plugins.keras.state import average_variables, broadcast_state, build_optimizer, weight_checksums
@@ -122,6 +123,8 @@ class BroadcastCallback(keras.callbacks.Callback):
 
     #: Tells `check_first_step` not to add another callback that compares weights.
     compares_weights = True
+    #: Tells `watch_fit` that this callback tells other ranks of an exception that ends `fit`.
+    tells_interruptions = True
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
@@ -280,12 +283,9 @@ class BroadcastCallback(keras.callbacks.Callback):
         They raise, and a later fit works on all ranks.
         """
         if self._is_fitting:
-            # Not an interruption: a rank that raises in the same step, but later, still gets its averages before that.
-            cause = RuntimeError("an exception ended fit(), and the script caught it. All ranks may call fit() again.")
             active = self._active()
             averagers = [averaging.exchange.communicator for averaging in active if averaging.exchange]
-            for communicator in (*averagers, *self._communicators):
-                communicator.refuse("the next step", cause)
+            tell_interrupted((*averagers, *self._communicators))
             for averaging in active:  # those that the script itself has distributed stay installed
                 averaging.release()
         self._restore()

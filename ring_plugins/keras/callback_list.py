@@ -95,7 +95,12 @@ def call_when_over(callback: Any, undo: Callable[[], None]) -> weakref.finalize[
         The finalizer, which the caller may detach; None if no list is calling.
     """
     callbacks = enclosing_list(callback)
-    return None if callbacks is None else weakref.finalize(callbacks, undo)
+    return None if callbacks is None else call_when_freed(callbacks, undo)
+
+
+def call_when_freed(callbacks: Any, undo: Callable[[], None]) -> weakref.finalize[..., Any]:
+    """As `call_when_over`, for a list that is known."""
+    return weakref.finalize(callbacks, undo)
 
 
 def _only_writes(callback: Any, written_by_one: bool) -> bool:

@@ -29,7 +29,7 @@ from tests.worker import report
 
 RANK = ring.rank()
 BACKEND = keras.backend.backend()
-KINDS = os.environ.get("TEST_KINDS", "callback,data,signal,cut,own").split(",")
+KINDS = os.environ.get("TEST_KINDS", "callback,data,signal,cut,own,alone").split(",")
 
 
 class TimeIsUp(Exception):
@@ -52,7 +52,7 @@ class Interferes(keras.callbacks.Callback):
             until = time.monotonic() + 5  # TensorFlow and JAX let no handler run while a step waits
             while not self.file.exists() and time.monotonic() < until:
                 time.sleep(0.01)
-        elif self.kind in ("callback", "own") and RANK == 0:
+        elif self.kind in ("callback", "own", "alone") and RANK == 0:
             raise TimeIsUp("in a callback")
 
     def on_train_batch_end(self, batch, logs=None):
@@ -70,16 +70,19 @@ def batches(kind):
         yield np.full((4, 5), RANK + number + 1, "float32"), np.ones((4, 1), "float32")
 
 
-def network(own=False):
+def network(kind=""):
+    own = kind in ("own", "alone")
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3), keras.layers.Dense(1)])
     optimizer = keras.optimizers.SGD(0.001, momentum=0.9)
     model.compile(optimizer=DistributedOptimizer(optimizer) if own else optimizer, loss="mse")
+    model.is_alone = kind == "alone"  # without BroadcastCallback: equal weights by equal seeds
     return model
 
 
 def fit(model, kind, *callbacks):
-    model.fit(batches(kind), steps_per_epoch=6, verbose=0, callbacks=[*callbacks, BroadcastCallback()])
+    own = [] if getattr(model, "is_alone", False) else [BroadcastCallback()]
+    model.fit(batches(kind), steps_per_epoch=6, verbose=0, callbacks=[*callbacks, *own])
 
 
 def cut_off():
@@ -95,7 +98,9 @@ def cut_off():
 
 
 for kind in KINDS:
-    model = network(kind == "own")
+    model = network(kind)
+    if kind == "alone":
+        fit(model, "")  # the interrupted fit runs a step that is compiled already
     interferes = Interferes(kind)
     found = {"error": ""}
     try:
@@ -104,7 +109,7 @@ for kind in KINDS:
         found["error"] = f"{type(error).__name__}: {error}"
     report(kind, found)
     if BACKEND == "jax":
-        model = network(kind == "own")  # Keras may leave a model without weights
+        model = network(kind)  # Keras may leave a model without weights
     fit(model, "")
     report(f"{kind}, again", [value.tolist() for value in model.get_weights()])
 
@@ -118,6 +123,7 @@ report("left", sum(isinstance(one, HostBuckets) for one in gc.get_objects()))
 CAUSES = {
     "callback": "TimeIsUp: in a callback",
     "own": "TimeIsUp: in a callback",
+    "alone": "TimeIsUp: in a callback",
     "data": "MemoryError: no room",
     "signal": "TimeIsUp: in a handler",
 }

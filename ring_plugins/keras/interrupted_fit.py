@@ -1,0 +1,125 @@
+"""Tells the other ranks when an exception ends a `fit` on this one, so that none waits for its next step.
+
+`BroadcastCallback` does that itself. For an optimizer of the script's own in a `fit` without that callback, the first
+step finds the running `fit` on the stack, and puts a callback into its list. Later calls of `fit` may run a step that
+is compiled already, so `make_train_function`, which each of them calls first, is replaced on the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any, Protocol
+
+import keras
+
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.keras.callback_list import call_when_freed
+
+
+class Averaging(Protocol):
+    """What `averaging.GradientAveraging` does; see there."""
+
+    exchange: Any
+
+    @property
+    def is_installed(self) -> bool: ...
+
+    def release(self) -> None: ...
+
+
+#: Watches whose `fit` has begun and not ended, as far as they know.
+_watching: weakref.WeakSet[_Watch] = weakref.WeakSet()
+_REPLACED = "make_train_function"
+
+
+def tell_interrupted(communicators: Iterable[Communicator[Any]]) -> None:
+    """Let ranks that wait for this one in the next step raise; called after an exception that ended `fit`."""
+    # Not an interruption: a rank that raises in the same step, but later, still gets its averages before that.
+    cause = RuntimeError("an exception ended fit(), and the script caught it. All ranks may call fit() again.")
+    for communicator in communicators:
+        communicator.refuse("the next step", cause)
+
+
+def watch_fit(averaging: Averaging) -> bool:
+    """Watch the `fit` that is calling an optimizer, and later ones of its model.
+
+    Returns:
+        Whether a `fit` is calling, so that it need not be looked for again.
+    """
+    frame = _fit_above(sys._getframe(1))
+    if frame is None:
+        return False
+    model = frame.f_locals["self"]
+    _add(frame.f_locals["callbacks"], model, averaging)
+    if _REPLACED not in vars(model):
+        _replace(model, averaging)
+    return True
+
+
+def _fit_above(frame: FrameType | None) -> FrameType | None:
+    # Keras 3.15.1, backend/*/trainer.py: the variables of `fit`.
+    while frame is not None:
+        if frame.f_code.co_name == "fit" and isinstance(frame.f_locals.get("callbacks"), keras.callbacks.CallbackList):
+            return frame if isinstance(frame.f_locals.get("self"), keras.Model) else None
+        frame = frame.f_back
+    return None
+
+
+def _replace(model: Any, averaging: Averaging) -> None:
+    original, watched = type(model).make_train_function, weakref.ref(averaging)
+
+    @functools.wraps(original)
+    def make_train_function(*args: Any, **options: Any) -> Any:
+        model = reference()
+        averaging, frame = watched(), _fit_above(sys._getframe(1))
+        if averaging is not None and averaging.is_installed and frame is not None and frame.f_locals["self"] is model:
+            _add(frame.f_locals["callbacks"], model, averaging)
+        return original(model, *args, **options)
+
+    reference = weakref.ref(model)
+    vars(model)[_REPLACED] = make_train_function  # past Keras's `__setattr__`, which tracks what is assigned
+
+
+def _add(callbacks: Any, model: Any, averaging: Averaging) -> None:
+    """Put a watch into a list of callbacks, unless another callback does its work."""
+    for watch in list(_watching):  # an exception that the script keeps may keep an interrupted fit alive
+        if watch.averaging is averaging and watch not in callbacks.callbacks:
+            watch.abandon()
+    if any(getattr(callback, "tells_interruptions", False) for callback in callbacks.callbacks):
+        return
+    watch = _Watch(averaging)
+    watch.set_model(model)
+    _watching.add(watch)
+    callbacks.callbacks = [*callbacks.callbacks, watch]  # Keras may be iterating over the old list
+    call_when_freed(callbacks, watch.abandon).atexit = False  # type: ignore[misc, unused-ignore]
+
+
+class _Watch(keras.callbacks.Callback):
+    """Notices whether `fit` comes to its end.
+
+    Attributes:
+        averaging: of the optimizer.
+    """
+
+    tells_interruptions = True
+
+    def __init__(self, averaging: Averaging) -> None:
+        super().__init__()
+        self.averaging = averaging
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        _watching.discard(self)
+
+    def abandon(self) -> None:
+        """Tell the ranks that still train, and release the averaging; do nothing after a `fit` that came to its end."""
+        if self not in _watching:
+            return
+        _watching.discard(self)
+        if self.averaging.exchange is not None:
+            tell_interrupted([self.averaging.exchange.communicator])
+        self.averaging.release()
+        self._model.train_function = None  # traced with the averaging; the next fit makes both anew
