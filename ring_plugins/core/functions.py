@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import wraps
 from math import prod
 from typing import Any, Protocol, TypeVar, cast
 
@@ -24,6 +24,7 @@ from ring_plugins.core.collectives.validation import check_rank, check_splits, e
 from ring_plugins.core.world import current
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 _was_size_asked = False
 
@@ -108,8 +109,7 @@ def all_reduce(x: Any, op: Op = Op.AVERAGE, *, out: Any = None, wait: bool = Tru
     _refuse_gradient(x, "all_reduce")
     communicator = current().communicator
     try:
-        reduce = partial(communicator.all_reduce, op=op)
-        return _in_place(communicator, "all_reduce", x, out, wait, reduce, reads_source=True)
+        return _in_place(communicator, "all_reduce", x, out, wait, communicator.all_reduce, op, reads_source=True)
     except OnDevice as error:
         return _on_gpu(x, error).all_reduce(x, op, out, wait)
 
@@ -132,7 +132,7 @@ def broadcast(x: Any, root: int = 0, *, out: Any = None, wait: bool = True) -> A
     communicator = current().communicator
     check_rank(root, communicator)
     try:
-        return _in_place(communicator, "broadcast", x, out, wait, partial(communicator.broadcast, root=root))
+        return _in_place(communicator, "broadcast", x, out, wait, communicator.broadcast, root)
     except OnDevice as error:
         return _on_gpu(x, error).broadcast(x, root, out, wait)
 
@@ -295,7 +295,8 @@ def _in_place(
     x: Any,
     out: Any,
     wait: bool,
-    operate: Callable[[HostMemory], None],
+    operate: Callable[[HostMemory, T], None],
+    argument: T,
     reads_source: bool = False,
 ) -> Any:
     """Run an in-place operation on `out`, or on new memory, that holds a copy of `x`.
@@ -304,15 +305,16 @@ def _in_place(
         communicator: of the operation.
         name: of the operation.
         x, out, wait: as the caller gave them.
-        operate: the operation, in place.
+        operate: the operation, in place, called with the memory and `argument`.
+        argument: its op or root.
         reads_source: whether it knows `HostMemory.source`, which saves the copy.
 
     Returns:
         The result, or its `Work` if `wait` is False.
     """
     source, dtype = host_array(x)
-    if out is x and wait and source.flags.c_contiguous and source.flags.writeable:
-        operate(HostMemory(source if source.ndim == 1 else source.reshape(-1), dtype))
+    if out is x and wait and (flags := source.flags).c_contiguous and flags.writeable:
+        operate(HostMemory(source if source.ndim == 1 else source.reshape(-1), dtype), argument)
         return x
     result = _empty_like(x, source) if out is None else out
     memory, store = _writable(result, "out")
@@ -326,7 +328,7 @@ def _in_place(
     def run() -> Any:
         if out is not x and memory.source is None:
             np.copyto(memory.array.reshape(source.shape), source)
-        operate(memory)
+        operate(memory, argument)
         store()
         return result
 

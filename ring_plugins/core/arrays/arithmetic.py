@@ -99,16 +99,16 @@ def divide(piece: Array, divisor: float) -> None:
     For a power of two the reciprocal is exact, so it multiplies, which is faster. Anything else is truly divided, so
     that the average of equal values is that value.
     """
-    if math.frexp(divisor)[0] == 0.5:
-        np.multiply(piece, _constant(1.0 / divisor, piece.dtype), piece)
-    else:
-        np.divide(piece, _constant(divisor, piece.dtype), piece)
+    ufunc, operand = _division(divisor, piece.dtype)
+    ufunc(piece, operand, piece)
 
 
 @lru_cache
-def _constant(value: float, dtype: np.dtype[Any]) -> Array:
-    """A number as a 0-d array, the operand that numpy takes fastest; it matters for small messages."""
-    return np.array(value, dtype)
+def _division(divisor: float, dtype: np.dtype[Any]) -> tuple[Callable[..., Array], Array]:
+    """The operation that divides, and its operand as a 0-d array, which numpy takes fastest; for small messages."""
+    if math.frexp(divisor)[0] == 0.5:
+        return np.multiply, np.array(1.0 / divisor, dtype)
+    return np.divide, np.array(divisor, dtype)
 
 
 def _reduce_half(target: Array, sources: Sequence[Array], op: Op, dtype: str, divisor: float) -> None:

@@ -82,6 +82,8 @@ class SharedMemoryGroup:
         #: By staging buffer, then by member.
         self._staging = [array[PAGE:first] for array in arrays], [array[first:second] for array in arrays]
         self._typed_staging: dict[np.dtype[Any], tuple[list[Array], list[Array]]] = {}
+        self._small_kind: tuple[np.dtype[Any], int] | None = None
+        self._small_staging: tuple[list[Array], ...] = ()
         self.chunk_staging = [array[second:] for array in arrays]
         self._buffers: list[SharedBuffer] = []
         self._close_files(segments)
@@ -210,8 +212,7 @@ class SharedMemoryGroup:
         """As in `Reducer`; the codec is ignored, since nothing is sent to another host."""
         divisor = self.size if op is Op.AVERAGE else 1
         if array.nbytes <= SMALL_BYTES:
-            size = array.size
-            staged = [whole[:size] for whole in self._next_typed_staging(array.dtype)]
+            staged = self._next_small_staging(array.dtype, array.size)
             np.copyto(staged[self.position], source)
             self._arrive(fingerprint)
             reduce_into(array, staged, op, dtype, divisor)
@@ -223,6 +224,14 @@ class SharedMemoryGroup:
         if source is not array:
             np.copyto(array, source)
         self._reduce_mapped(mapped, op, dtype, divisor, fingerprint)
+
+    def _next_small_staging(self, storage: np.dtype[Any], size: int) -> list[Array]:
+        """As `_next_typed_staging`, the first `size` elements; kept for the next operation, often as small."""
+        if self._small_kind != (storage, size):
+            self._next_typed_staging(storage)
+            self._small_staging = tuple([whole[:size] for whole in buffers] for buffers in self._typed_staging[storage])
+            self._small_kind = storage, size
+        return self._small_staging[self.barriers.parity]
 
     def _next_typed_staging(self, storage: np.dtype[Any]) -> list[Array]:
         """Everyone's staging buffers for the next use, as arrays of one type; cached, since making views takes time."""

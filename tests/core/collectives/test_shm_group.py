@@ -56,6 +56,19 @@ def test_all_reduce_sums_ordinary_memory(on_all, count):
         assert np.array_equal(result, total(count))
 
 
+def test_small_operations_of_changing_sizes_and_types_find_their_own_staging(on_all):
+    few, more = (3, np.float32), (5, np.float32)
+    # Both staging buffers see each kind, kept from the operation before and not.
+    kinds = [few, few, few, more, more, (5, np.int32), (5, np.int32), few, (5, np.float64), more, few]
+
+    def alternate(group):
+        return [reduce(group, numbers(count, group.position).astype(storage)) for count, storage in kinds * 2]
+
+    for results in on_all(alternate):
+        for (count, storage), result in zip(kinds * 2, results, strict=True):
+            np.testing.assert_array_equal(result, total(count).astype(storage))
+
+
 def test_all_reduce_averages_to_the_same_bits_everywhere(on_all):
     rows = np.random.default_rng(0).standard_normal((SIZE, 100_003)).astype(np.float32)
     results = on_all(lambda group: reduce(group, rows[group.position].copy(), Op.AVERAGE))
