@@ -56,10 +56,20 @@ def _tells_refusals(collective: F) -> F:
         try:
             return collective(self, *args, **options)
         except Exception as error:
-            self._communicator.refuse(self._described(collective.__name__), error)
+            what = self._described(collective.__name__)
+            self._communicator.refuse(what, error)
+            if _has_gpu_tensor(args):
+                for communicator in self._on_gpus.values():
+                    communicator.refuse(what, error)
             raise
 
     return cast("F", telling)
+
+
+def _has_gpu_tensor(arguments: Any) -> bool:
+    if isinstance(arguments, torch.Tensor):
+        return is_on_gpu(arguments)
+    return isinstance(arguments, (list, tuple)) and any(map(_has_gpu_tensor, arguments))
 
 
 class RingProcessGroup(_Base):  # type: ignore[misc]

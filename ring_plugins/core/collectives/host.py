@@ -39,6 +39,9 @@ T = TypeVar("T")
 #: Exchanges one item per member and returns all in rank order; bootstraps a new communicator.
 Gather = Callable[[Any], list[Any]]
 
+#: Added to the numbers of operations on GPUs, which are counted apart from those of the host.
+_ON_GPU = 1 << 40
+
 
 class Member(NamedTuple):
     """A process's entry in the bootstrap of a communicator.
@@ -96,7 +99,7 @@ class HostCommunicator:
         wait = Wait(name, failure_detector, members[0].tag)
         wait.number = wait.entered = -1  # until all members have made it
         wait.check_construction = check_gather
-        others = _Members(rank, self.ranks, name, members[0].tag, failure_detector)
+        self._members = others = _Members(rank, self.ranks, name, members[0].tag, failure_detector)
         self._executor = SerialExecutor(name, wait, others)
         if failure_detector is not None:
             failure_detector.watch(members[0].tag, self._executor.failure)
@@ -262,6 +265,19 @@ class HostCommunicator:
     def refuse(self, operation: str, error: BaseException) -> None:
         self._executor.refuse(operation, error)
 
+    def refuse_on_gpu(self, number: int, before: int, operation: str, error: BaseException) -> None:
+        """As `refuse`, for the communicator of GPUs that this one belongs to, whose hosts wait for nothing.
+
+        Args:
+            number, before: operations of that communicator, and calls refused since.
+            operation, error: as in `refuse`.
+        """
+        self._members.refuse(_ON_GPU + number, before, operation, error)
+
+    def refusal_on_gpu(self, number: int, before: int) -> str:
+        """Why another member refused an operation there, "" if none did."""
+        return self._members.refusal(_ON_GPU + number, before)
+
     def activity(self) -> Activity | None:
         return self._executor.activity()
 
@@ -332,6 +348,12 @@ class _Members:
                 reason = f"{type(error).__name__}: {error}".rstrip(": ")
                 text = f"rank {self._rank} could not take part in {operation}: {reason}."
             self._failure_detector.refuse(self._key, number, before, text)
+
+    def refusal(self, number: int, before: int) -> str:
+        if self._failure_detector is None:
+            return ""
+        others = [rank for rank in self._ranks if rank != self._rank]
+        return self._failure_detector.refusal(self._key, number, before, others)
 
     def withdraw(self, operation: str, cause: BaseException) -> None:
         if self.node is not None:

@@ -13,19 +13,21 @@ does; numbers that have to stay as they are (`reduce_scatter`) are summed first.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from ring_plugins.core.arrays.codec import HalfCodec
 from ring_plugins.core.arrays.dtypes import FLOATS8, Op, check_reducible
 from ring_plugins.core.arrays.memory import DeviceMemory
-from ring_plugins.core.base.errors import ArgumentError, DeviceError, RingError, TimeoutExceeded
+from ring_plugins.core.base.errors import ArgumentError, DeviceError, RingError, TimeoutExceeded, is_refusal
 from ring_plugins.core.collectives.api import Activity, Communicator, FailureState, Statistics, Work
+from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.collectives.validation import check_counts, check_rank
-from ring_plugins.core.control.wait import LongWait, Wait
+from ring_plugins.core.control.wait import LongWait, PeerRefused, Wait
 from ring_plugins.core.gpu.connection import FINALIZE_TIMEOUT, NcclConnection
 from ring_plugins.core.gpu.cuda import Driver
 from ring_plugins.core.gpu.nccl import BYTES, Nccl
@@ -35,6 +37,26 @@ from ring_plugins.core.gpu.stream import QueuedOperation, StreamQueue, Streams
 from ring_plugins.core.linux.shared_memory import SharedBuffer
 
 T = TypeVar("T")
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: Set on an exception, the communicator whose members know of it.
+_TOLD = "_ring_refusal_told_on_gpu_in"
+
+
+def _tells_refusals(collective: F) -> F:
+    """Let a method tell the other members if this one refuses its arguments, so that their GPUs do not wait for it."""
+
+    @functools.wraps(collective)
+    def telling(self: DeviceCommunicator, *args: Any, **options: Any) -> Any:
+        try:
+            return collective(self, *args, **options)
+        except ArgumentError as error:
+            self._tell_refusal(collective.__name__, error)
+            raise
+
+    return cast("F", telling)
 
 
 class StreamWork(Generic[T]):
@@ -98,6 +120,8 @@ class DeviceCommunicator:
         self._host, self._streams, self._wait, self._driver = host, streams, wait, driver
         self._lock = threading.RLock()  # NCCL wants one thread at a time in a communicator
         self._failure = FailureState(name)
+        #: By number of operations, how many calls this member refused then.
+        self._refused: dict[int, int] = {}
         self._group_depth = 0
         self._operation = ""
         self._scaled_after: list[tuple[DeviceMemory, float]] = []  # once the group that is open has been queued
@@ -115,6 +139,7 @@ class DeviceCommunicator:
 
     # Collectives ----------------------------------------------------------------------------------
 
+    @_tells_refusals
     def all_reduce(self, memory: DeviceMemory, op: Op, codec: HalfCodec | None = None) -> None:
         check_reducible(memory.dtype, op)
         kind, operation, width = self._connection.reduction(memory.dtype, Op.SUM if op is Op.AVERAGE else op)
@@ -126,12 +151,14 @@ class DeviceCommunicator:
                     "ncclAllReduce", memory.pointer, memory.pointer, memory.size * width, kind, operation
                 )
 
+    @_tells_refusals
     def broadcast(self, memory: DeviceMemory, root: int) -> None:
         check_rank(root, self, "root")
         with self._launch("broadcast", memory):
             if memory.size:
                 self._connection.call("ncclBroadcast", memory.pointer, memory.pointer, memory.nbytes, BYTES, root)
 
+    @_tells_refusals
     def all_gather(self, mine: DeviceMemory, out: DeviceMemory, counts: Sequence[int]) -> None:
         parts = _parts(out, counts, "counts")
         with self._launch("all_gather", mine, out):
@@ -143,6 +170,7 @@ class DeviceCommunicator:
                     nbytes = count * _item_size(out)
                     self._connection.call("ncclBroadcast", mine.pointer, pointer, nbytes, BYTES, root)
 
+    @_tells_refusals
     def reduce_scatter(self, full: DeviceMemory, out: DeviceMemory, counts: Sequence[int], op: Op) -> None:
         check_reducible(full.dtype, op)
         parts = _parts(full, counts, "counts")
@@ -161,6 +189,7 @@ class DeviceCommunicator:
                 if count:
                     self._connection.call("ncclReduce", pointer, out.pointer, count * width, kind, operation, root)
 
+    @_tells_refusals
     def all_to_all(
         self, send: DeviceMemory, send_counts: Sequence[int], out: DeviceMemory, out_counts: Sequence[int]
     ) -> None:
@@ -172,6 +201,7 @@ class DeviceCommunicator:
                 if received:
                     self._connection.call("ncclRecv", target, received * _item_size(out), BYTES, peer)
 
+    @_tells_refusals
     def send(self, memory: DeviceMemory, receiver: int) -> None:
         """Send to one member, which must call `receive` for as many bytes."""
         check_rank(receiver, self, "receiver")
@@ -179,6 +209,7 @@ class DeviceCommunicator:
             if memory.size:
                 self._connection.call("ncclSend", memory.pointer, memory.nbytes, BYTES, receiver)
 
+    @_tells_refusals
     def receive(self, memory: DeviceMemory, sender: int) -> None:
         """Overwrite the memory with what one member sends."""
         check_rank(sender, self, "sender")
@@ -369,6 +400,7 @@ class DeviceCommunicator:
                 self._host.check()  # broken by a member that was interrupted
                 self._queue.poll()
                 self._connection.check()
+                self._check_refusals()
                 self._queue.check_progress(departed)
             self._report_choices()
         except RingError:
@@ -403,8 +435,35 @@ class DeviceCommunicator:
         return self._queue.long_wait(self._peers)
 
     def refuse(self, operation: str, error: BaseException) -> None:
-        """Tell the members whose hosts wait for this one; a GPU that does is found by the stall report."""
         self._host.refuse(operation, error)
+        if is_refusal(error):
+            self._tell_refusal(operation, error)
+
+    def _tell_refusal(self, operation: str, error: BaseException) -> None:
+        """Tell the members' watchdogs; once for an error that passes through several layers."""
+        if vars(error).get(_TOLD) == self.name or not isinstance(self._host, HostCommunicator):
+            return
+        vars(error)[_TOLD] = self.name
+        with self._lock:
+            number = self.statistics.operations
+            before = self._refused.get(number, 0)
+            self._refused = {
+                number: before + 1,
+                **{n: m for n, m in self._refused.items() if n >= self._queue.finished},
+            }
+        self._host.refuse_on_gpu(number, before, operation, error)
+
+    def _check_refusals(self) -> None:
+        """Raise if a member has refused an operation that this one's GPU waits in."""
+        oldest = self._queue.oldest
+        if oldest is None or not isinstance(self._host, HostCommunicator):
+            return
+        for number in range(self._queue.finished, oldest.number):
+            if refusal := self._host.refusal_on_gpu(number, self._refused.get(number, 0)):
+                own = self.ranks[self.rank]
+                error = PeerRefused(f"{refusal} The GPU of rank {own} waits for it in {self.name}: {oldest.text}.")
+                self._host.interrupt(f"{self.name}: {oldest.text}", error)  # that member may not know
+                raise error
 
     def activity(self) -> Activity | None:
         """The operation that this rank's GPU is working on, or worked on last."""

@@ -119,6 +119,7 @@ class StreamQueue:
         stream: as above.
         unfinished: operations not known to be done, oldest first.
         captured: operations that belong to CUDA graphs, whose replays use their memory.
+        finished: number of the last operation known to be done, as all before it are.
         has_completed: whether the GPU has completed an operation.
         seconds: how long the GPU took for operations, by their text, when they were last timed.
     """
@@ -134,6 +135,7 @@ class StreamQueue:
         self._owners: list[Any] = []
         self._start_event = self._begin_time = 0
         self._has_run = self.has_completed = False
+        self.finished = 0
         self.seconds: dict[str, float] = {}
         self._timed_step, self._timed_operations = -1, 0
         self._timeout = config.TIMEOUT.get()
@@ -282,7 +284,7 @@ class StreamQueue:
     def drop_finished(self) -> None:
         """Release the memory of operations that are done."""
         while self.unfinished and self.is_done(self.unfinished[0]):
-            self.unfinished.popleft()
+            self.finished = self.unfinished.popleft().number
 
     def poll(self) -> None:
         """Look how far the GPU has come; never waits."""

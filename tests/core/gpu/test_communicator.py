@@ -12,7 +12,9 @@ import torch
 
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import DeviceMemory
-from ring_plugins.core.base.errors import PeerFailed
+from ring_plugins.core.base.errors import ArgumentError, PeerFailed
+from ring_plugins.core.control.wait import PeerRefused
+from ring_plugins.core.gpu import communicator as gpu_communicator
 from ring_plugins.core.gpu import connection, nccl
 from tests.gpu_stand_in import alone
 from tests.launch import run_ranks, start_ranks
@@ -94,6 +96,54 @@ def test_a_kernel_that_waits_for_a_dead_peer_is_aborted(end, said):
     assert said in result.values("checked")[0]
     assert result.values("raised") == result.values("checked")
     assert result.values("log") == [["abort"]]
+
+
+REFUSED = """
+    import os, time
+    import numpy as np
+    import ring_plugins as ring
+    from ring_plugins.core import world
+    from ring_plugins.core.arrays.memory import DeviceMemory
+    from tests.gpu_stand_in import install
+    from tests.worker import report
+
+    ring.init(ranks=int(os.environ["TEST_RANKS"]))
+    library, streams = install()
+    communicator = world.current().new_device_communicator("test", 0, streams)
+    refuses = ring.rank() == 1
+
+    def reduce(dtype):
+        x = np.ones(3, dtype)
+        communicator.all_reduce(DeviceMemory(x.ctypes.data, x.size, dtype, 0, x), ring.AVERAGE)
+
+    for dtype in ("float32", "int32", "float32"):  # refused by all, which changes nothing
+        try:
+            reduce(dtype)
+        except ring.ArgumentError:
+            pass
+    communicator.barrier()
+    library.cuda.waits_at_once = False
+    try:
+        reduce("int32" if refuses else "float32")
+    except ring.ArgumentError:
+        pass
+    try:
+        while True:  # the script goes on
+            communicator.check()
+            time.sleep(0.01)
+    except ring.RingError as error:
+        report("raised", [type(error).__name__, str(error)])
+    ring.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_what_one_rank_refuses_reaches_a_gpu_that_waits_for_it():
+    (told, text), (_, broken) = run_ranks(REFUSED, 2, timeout=60, check=False).values("raised")
+    assert told == "PeerRefused"
+    assert "rank 1 refused the arguments of all_reduce: " in text
+    assert text.endswith("The GPU of rank 0 waits for it in test: all_reduce.")
+    assert "rank 0 gave up test: all_reduce" in broken
 
 
 STALLED = """
@@ -276,3 +326,55 @@ def test_nobody_waits_for_an_abort_that_hangs(monkeypatch):
     caller.join(30)
     assert [(type(again), str(again), again.rank) for again in raised] == [(PeerFailed, "rank 1 died", 1)]
     communicator.close()
+
+
+class Host:
+    """The communicator of the hosts, and what another member has refused, by number and refusals before."""
+
+    def __init__(self, host):
+        self.host, self.told, self.refusals, self.interrupted = host, [], {}, []
+
+    def __getattr__(self, name):
+        return getattr(self.host, name)
+
+    def refuse_on_gpu(self, number, before, operation, error):
+        self.told.append((number, before, operation))
+
+    def refusal_on_gpu(self, number, before):
+        return self.refusals.get((number, before), "")
+
+    def interrupt(self, operation, error):
+        self.interrupted.append(operation)
+
+
+def test_refusals_are_counted_from_the_last_operation_and_found_by_the_watchdog(monkeypatch):
+    monkeypatch.setattr(gpu_communicator, "HostCommunicator", Host)
+    communicator, library = alone()
+    communicator._host = host = Host(communicator._host)
+    integers = on_device(np.ones(3, np.int32))
+
+    def refuse():
+        with pytest.raises(ArgumentError) as caught:
+            communicator.all_reduce(integers, Op.AVERAGE)
+        communicator.refuse("a layer above", caught.value)  # knows the same error
+
+    refuse()
+    refuse()
+    reduce(communicator)
+    refuse()
+    assert host.told == [(0, 0, "all_reduce"), (0, 1, "all_reduce"), (1, 0, "all_reduce")]
+    communicator.synchronize()
+    communicator.poll([])
+    done = threading.Event()
+    library.cuda.waits_at_once = False
+    library.cuda.streams[communicator.stream].work.put(done.wait)
+    reduce(communicator)  # the second operation, after one refused call
+    host.refusals = {(0, 0): "done since", (1, 0): "refused here too", (2, 0): "not called yet"}
+    communicator.poll([])
+    communicator.check()
+    host.refusals[1, 1] = "rank 1 refused it."
+    communicator.poll([])
+    with pytest.raises(PeerRefused, match=r"rank 1 refused it. The GPU of rank 0 waits for it in .*: all_reduce"):
+        communicator.check()
+    assert len(host.interrupted) == 1
+    done.set()
