@@ -7,6 +7,7 @@ from torch import nn
 from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.torch import GradientAverager
 from ring_plugins.torch.compared_options import COUNT, ComparedOptions, differ, options_error
+from tests.core.collectives.simulated_hosts import simulated_communicators
 from tests.core.collectives.thread_ranks import on_thread_ranks
 
 
@@ -92,3 +93,34 @@ def test_ranks_with_other_learning_rates_all_raise_in_their_backward(dtype):
         assert outcomes[0] == outcomes[2] == ""
         for text in outcomes[1::2]:
             assert "(rank 0: lr=0.2; rank 1: lr=1.2; rank 2: lr=2.2)" in text
+
+
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+@pytest.mark.parametrize("hosts", [(0, 1, 2), (0, 0, 1, 2, 3, 4, 5, 6)], ids=str)
+def test_rounding_between_hosts_is_no_difference_and_hides_none(hosts, compression):
+    """With error feedback too, which carries a step's rounding into the next."""
+
+    def rank_of(rank, communicator):
+        parameter = nn.Parameter(torch.ones(3))
+        averager = GradientAverager(
+            [("p", parameter)],
+            communicator=communicator,
+            autotune=False,
+            compression=compression,
+            error_feedback=True,
+            overlap=True,
+        )
+        group = {"lr": 0.1}
+        averager.compare_options(lambda: [group])
+        differed = []
+        for step in range(12):
+            group["lr"] *= 0.9 + 0.001 * (step == 10 and rank == 1)
+            try:
+                (parameter * (rank + step)).sum().backward()
+            except MismatchError:
+                differed.append(step)
+        averager._hooks.remove()
+        return differed
+
+    with simulated_communicators(hosts) as job:
+        assert job.on_all(rank_of) == [[10, 11]] * len(hosts)
