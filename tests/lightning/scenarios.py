@@ -509,6 +509,19 @@ def different_start_on_each_rank(run: Run) -> Outcome:
     return weights(model) | {f"{name}.expected": value for name, value in weights(Classifier()).items()}
 
 
+@scenario((2, 3), same_as_ddp=False)
+def learning_rates_are_compared(run: Run) -> Outcome:
+    """Those of the optimizers that the strategy has by the first backward; see tests/torch/test_compared_options.py."""
+    outcome: Outcome = {"groups.expected": 1}
+
+    class Asking(Classifier):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            outcome["groups"] = len(self.trainer.strategy._averager._sets.options.text)
+
+    run.trainer(max_epochs=1, limit_train_batches=1).fit(Asking(), loader())
+    return outcome
+
+
 @scenario(ALL, same_as_ddp=False)
 def strategy_collectives(run: Run) -> Outcome:
     """The collectives that a module can call on ``trainer.strategy``."""
