@@ -9,7 +9,6 @@ one rank, with averaging minus without, so it is valid even if ranks share cores
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import subprocess
@@ -33,18 +32,18 @@ def rank(ranks: int, steps: int) -> None:
     ring.init(ranks=ranks)
     rows = {}
     for count in PARAMETERS:
-        weights = [nn.Parameter(torch.randn(16)) for _ in range(count)]
-        plain: torch.optim.Optimizer = torch.optim.SGD(weights, 1e-3)
-        averaging = DistributedOptimizer(torch.optim.SGD(weights, 1e-3))
+        # Each has weights of its own: with one set, the step without averaging would call the hooks as well.
+        models = {name: [nn.Parameter(torch.zeros(16)) for _ in range(count)] for name in ("plain", "ring")}
+        averaging = DistributedOptimizer(torch.optim.SGD(models["ring"], 1e-3))
+        optimizers = {"plain": torch.optim.SGD(models["plain"], 1e-3), "ring": averaging}
         seconds: dict[str, list[float]] = {"plain": [], "ring": []}
         for _ in range(steps):
-            for name, optimizer in (("plain", plain), ("ring", averaging)):
+            for name, weights in models.items():
                 ring.barrier()
                 started = time.process_time()
-                optimizer.zero_grad()
-                with averaging.no_sync() if name == "plain" else contextlib.nullcontext():
-                    torch.stack([w.sum() for w in weights]).sum().backward()
-                optimizer.step()
+                optimizers[name].zero_grad()
+                torch.stack([w.sum() for w in weights]).sum().backward()
+                optimizers[name].step()
                 seconds[name].append(time.process_time() - started)
         averaging.close()
         medians = {name: float(np.median(values)) for name, values in seconds.items()}
