@@ -160,8 +160,9 @@ def test_a_script_without_a_guard_is_shown_the_guard(start, launcher, method):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_data_loader_without_a_guard_ends_the_job_and_shows_the_guard(start, method):
+def test_a_data_loader_without_a_guard_ends_the_job_and_shows_the_guard(start, launcher, method):
     script = f"""
         import torch
         from torch.utils.data import DataLoader, TensorDataset
@@ -171,7 +172,7 @@ def test_a_data_loader_without_a_guard_ends_the_job_and_shows_the_guard(start, m
         for batch in DataLoader(data, 2, num_workers=2, multiprocessing_context="{method}"):
             ring.barrier()
     """
-    status, _, err = finish(start(script, "torchrun"))
+    status, _, err = finish(start(script, launcher))
     assert status != 0
     assert 'if __name__ == "__main__":\n        main()' in err
 

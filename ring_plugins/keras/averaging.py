@@ -136,6 +136,7 @@ class GradientAveraging:
             warn_of_gpu_copies(topology.rank)
         self._variables: list[Any] = []
         self._indices: dict[int, int] = {}  # id of a variable -> its index
+        self._dtypes: dict[int, Any] = {}  # index of a variable -> the dtype of its gradient
         self._originals: dict[str, Callable[..., Any]] = {}
         self._is_averaged = False  # while `stateless_apply` calls `apply`
         self._is_watched = False  # whether `fit`, if it calls this, tells the other ranks of an exception
@@ -191,7 +192,7 @@ class GradientAveraging:
         if self.exchange is not None:
             return
         self._variables = list(variables)
-        self._indices = {id(variable): i for i, variable in enumerate(variables)}
+        self._indices, self._dtypes = {id(variable): i for i, variable in enumerate(variables)}, {}
         with constructed_by_all(f"preparing {self.settings.name}"):
             entries = [_entry(i, variable) for i, variable in enumerate(variables)]
             self.exchange = backend().Exchange(variables, entries, self.settings)
@@ -240,8 +241,24 @@ class GradientAveraging:
             except KeyError:
                 raise self._unknown_variable(variables) from None
             present = {i: gradient for i, gradient in zip(indices, gradients, strict=True) if gradient is not None}
+            self._check_dtypes(present)
             averages = self._average_sums(present) if self.accumulation_steps > 1 else self.exchange.average(present)
         return [None if g is None else averages[i] for i, g in zip(indices, gradients, strict=True)]
+
+    def _check_dtypes(self, gradients: dict[int, Any]) -> None:
+        """Refuse gradients of another dtype than their variable's, whose bytes the buckets would misread."""
+        for i, gradient in gradients.items():
+            if gradient.dtype == self._dtypes.get(i):  # of the framework; its name in Keras takes longer to find
+                continue
+            variable = self._variables[i]
+            expected, found = map(keras.backend.standardize_dtype, (variable.dtype, gradient.dtype))
+            if found != expected:
+                name = getattr(variable, "path", variable)
+                raise ArgumentError(
+                    f"the gradient of {name!r} has dtype={found}, the variable {expected}. "
+                    f'Cast it on all ranks before the optimizer gets it: keras.ops.cast(gradient, "{expected}").'
+                )
+            self._dtypes[i] = gradient.dtype
 
     # Accumulation -----------------------------------------------------------------------------------
 

@@ -192,13 +192,18 @@ def call_weakly(method: Callable[..., T]) -> Callable[..., T]:
     def call(*args: Any) -> T:
         found = weak()
         if found is None:
-            raise RingError(
-                "this compiled step averages with an optimizer that does so no longer, since its fit() is over or "
-                "undistribute() was called. Compile the step anew: model.make_train_function(force=True)."
-            )
+            raise averaging_is_over()
         return found(*args)
 
     return call
+
+
+def averaging_is_over() -> RingError:
+    """The error of a compiled step that outlived its averaging."""
+    return RingError(
+        "this compiled step averages with an optimizer that does so no longer, since its fit() is over or "
+        "undistribute() was called. Compile the step anew: model.make_train_function(force=True)."
+    )
 
 
 def unequal_gradients(is_here: bool, name: str) -> MismatchError:

@@ -114,12 +114,13 @@ class Relay:
             before, stream = self._unfinished, source.stream()
             if before is not None and (before is not source or is_last) and (text or before is source):
                 self._unfinished = None
-                before.at_start = True
+                before.at_start, before.rewound = True, False
                 before.stream().write("\n")
                 before.stream().flush()
             for piece in _PIECE.findall(text):
-                stream.write(source.prefix + piece if source.at_start else piece)
-                source.at_start = piece.endswith(("\n", "\r"))
+                ends_rewound = source.rewound and piece == "\n"  # the tag of that line stands already
+                stream.write(source.prefix + piece if source.at_start and not ends_rewound else piece)
+                source.at_start, source.rewound = piece.endswith(("\n", "\r")), piece.endswith("\r")
                 self._unfinished = None if piece.endswith("\n") else source
             stream.flush()
 
@@ -131,7 +132,8 @@ class _Source:
         prefix: of each of its lines.
         stream: returns where it is written.
         at_start: whether what it writes next begins a line.
+        rewound: whether its last character was a carriage return, and the line is still unfinished.
     """
 
     def __init__(self, prefix: str, stream: Callable[[], TextIO]) -> None:
-        self.prefix, self.stream, self.at_start = prefix, stream, True
+        self.prefix, self.stream, self.at_start, self.rewound = prefix, stream, True, False

@@ -280,6 +280,8 @@ class _SlicedUpdates:
 
     def _take_loaded_state(self, optimizer: Optimizer) -> None:
         self._state.clear()
+        self._adopted = zlib.crc32(b"loaded", self._adopted)  # an empty state, too
+        self._options = [], 0
         self.adopt_state()
         self._has_compared_weights = False  # the script may have loaded weights, too
 
@@ -377,8 +379,6 @@ class _SlicedUpdates:
         Raises:
             MismatchError: on all ranks.
         """
-        if not self._has_compared_weights:
-            self._compare_weights()
         present = bytes(gradient is not None for some in gradients for gradient in some)
         sparse = any(g is not None and g.is_sparse for some in gradients for g in some) and not self._whole_tensors
         description = zlib.crc32(present, self._options_hash()) << 1 | sparse
@@ -387,6 +387,8 @@ class _SlicedUpdates:
         self._communicator.all_gather(self._own_description, self._descriptions, counts)
         if sparse or (self._descriptions.array != description).any():
             self._explain_difference(gradients)
+        if not self._has_compared_weights:  # on all ranks, since all have loaded a state equally often
+            self._compare_weights()
 
     def _options_hash(self) -> int:
         """A number that is equal for equal options of the groups; tensors are left out, since they may be on a GPU."""

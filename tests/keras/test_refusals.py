@@ -32,6 +32,10 @@ def shape():
     known = keras.Variable(np.ones(3, np.float32))
     optimizer([known]).apply([keras.ops.ones(4 if refuses else 3, "float32")], [known])
 
+def dtype():
+    known = keras.Variable(np.ones(3, np.float32))
+    optimizer([known]).apply([keras.ops.ones(3, "float16" if refuses else "float32")], [known])
+
 try:
     globals()[sys.argv[1]]()
     outcome = None
@@ -47,6 +51,7 @@ else:
 CASES = {
     "construction": "refused the arguments of the construction of a DistributedOptimizer: optimizer=str",
     "unknown_variable": "refused the arguments of averaging gradients: variable ",
+    "dtype": "refused the arguments of averaging gradients: the gradient of ",
     "shape": "could not take part in ",
 }
 

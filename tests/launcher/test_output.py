@@ -60,6 +60,19 @@ def test_a_progress_bar_and_a_question_show_before_their_line_ends(monkeypatch):
     assert "".join(printed) == "[0] \r[0]  10 %\r[0]  20 % €\n[0] done? \n"
 
 
+def test_a_bar_that_ends_with_a_carriage_return_is_ended_without_a_second_tag(monkeypatch):
+    printed = Printed()
+    monkeypatch.setattr(sys, "stdout", printed)  # here: pytest sets its own after the fixtures
+    with Relay(tag=True) as relay:
+        out = os.dup(relay.files(0)[0])
+        relay.start()
+        os.write(out, b"100 %\r")
+        printed.wait_for("100 %\r")
+        os.write(out, b"\n\nnext\r\n")
+        os.close(out)
+    assert "".join(printed) == "[0] 100 %\r\n[0] \n[0] next\r\n"
+
+
 def test_another_rank_begins_a_line_of_its_own(monkeypatch):
     printed = Printed()
     monkeypatch.setattr(sys, "stdout", printed)  # here: pytest sets its own after the fixtures

@@ -535,6 +535,14 @@ def ranks_that_differ_are_told() -> None:
     with pytest.raises(MismatchError, match=r"the loaded state is \['number"):
         train(sharded, model)
     sharded.close()
+    sharded = ShardedOptimizer(torch.optim.Adam(model.parameters()))
+    train(sharded, model)
+    state = sharded.state_dict()
+    if RANK == 0:
+        sharded.load_state_dict({**state, "state": {}})
+    with pytest.raises(MismatchError, match=r"the loaded state is \['number"):
+        train(sharded, model)
+    sharded.close()
     with pytest.raises(MismatchError, match="the models differ. First at parameter"):
         ShardedOptimizer(torch.optim.SGD(nn.Linear(3, 2 + RANK).parameters(), 0.1))
 

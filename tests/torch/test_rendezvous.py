@@ -7,11 +7,13 @@ import sys
 from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
 import ring_plugins.torch  # noqa: F401 - registers the rendezvous
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.rendezvous import tcp as rendezvous
 from ring_plugins.core.rendezvous.record import LaunchRecord
+from ring_plugins.torch import rendezvous as torch_rendezvous
 from ring_plugins.torch.rendezvous import VARIABLES, _listen
 from tests.launch import REPOSITORY, run_ranks
 
@@ -108,6 +110,16 @@ def test_a_store_for_other_hosts_listens_at_one_address():
     socket.create_connection(("127.0.0.2", store.port), timeout=5).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", store.port), timeout=5)
+
+
+def test_a_store_on_a_port_of_the_systems_choice_is_described_with_that_port(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setattr(torch_rendezvous, "_adopted", [])
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+    torch_rendezvous.adopt(dist.PrefixStore("a", dist.PrefixStore("b", store)), 0, 2)
+    assert [os.environ[name] for name in VARIABLES] == ["0", "2", "127.0.0.1", str(store.port)]
+    assert store.port > 0
 
 
 def test_missing_environment_variables_are_named(monkeypatch):

@@ -135,6 +135,11 @@ def _meet(rank: int, size: int, address: str, generation: int, listen_at: str = 
     secret = bootstrap.job_secret()
     if store is None:
         port = integer("MASTER_PORT") or 0
+        if size > 1 and not 0 < port < 1 << 16:
+            raise LaunchError(
+                f"MASTER_PORT={port} is no port at which rank {rank} of {size} could meet the others: set one from 1 "
+                "to 65535 that is free on the host of rank 0, the same on all ranks. Only torchrun chooses one itself."
+            )
         if rank == 0:
             return bootstrap.serve(_listen(port, size, listen_at), size, secret)
         return bootstrap.join(rank, size, address, port, secret)

@@ -19,7 +19,7 @@ from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.fusion import Entry
 from ring_plugins.keras.backends import Settings
-from ring_plugins.keras.backends.jax_ffi import in_place
+from ring_plugins.keras.backends.jax_ffi import HostCalls
 from ring_plugins.keras.buckets import HostBuckets, call_weakly
 from ring_plugins.keras.job import capture_exceptions, connect, restore_exceptions
 
@@ -37,6 +37,7 @@ class Exchange:
         self.buckets = HostBuckets(
             entries, self.communicator, sizes, settings.rounding, in_place=True, overlap=settings.overlap
         )
+        self._calls = HostCalls()
         self.waited_seconds = 0.0
 
     @property
@@ -61,7 +62,7 @@ class Exchange:
         if not any(isinstance(gradient, jax.core.Tracer) for gradient in given):
             averages = [jax.numpy.array(average) for average in reduce_copies(*given)]
         elif jax.default_backend() == "cpu":
-            averages = in_place(capture_exceptions(reduce), given)
+            averages = self._calls.in_place(tuple(indices), reduce, given)
         if averages is None:
             shapes = [jax.ShapeDtypeStruct(gradient.shape, gradient.dtype) for gradient in given]
             averages = io_callback(capture_exceptions(reduce_copies), shapes, *given, ordered=True)

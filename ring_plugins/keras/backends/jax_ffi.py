@@ -5,22 +5,31 @@ times as long as reducing them. XLA's foreign function interface instead passes 
 handler, and results may share the operands' memory. Handlers are usually compiled C++; this one uses ctypes and the
 interface's C declarations (xla/ffi/api/c_api.h, version 0.3, shipped with jaxlib 0.10), of which only the first fields
 are needed.
+
+XLA never lets go of a handler. So one handler serves all compiled steps of the process, and each call carries the
+number of its function, which lives as long as the averaging that it belongs to.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from ring_plugins.keras.buckets import averaging_is_over
+from ring_plugins.keras.job import capture_exceptions
+
+Function = Callable[[list[np.ndarray[Any, Any]]], None]
+
 _numbers = itertools.count()
 #: The trace of the last call, and the smallest result of that call.
 _last_call: tuple[Any, Any] | None = None
-_keep: list[Any] = []  # handlers must outlive every compiled step
 
 _METADATA = 1  # XLA_FFI_Extension_Metadata
 _EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
@@ -81,6 +90,21 @@ class _Values(ctypes.Structure):
     ]
 
 
+class _Scalar(ctypes.Structure):
+    _fields_ = [("dtype", ctypes.c_int), ("value", ctypes.POINTER(ctypes.c_int64))]
+
+
+class _Attributes(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("extension_start", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("types", ctypes.c_void_p),
+        ("names", ctypes.c_void_p),
+        ("values", ctypes.POINTER(ctypes.POINTER(_Scalar))),
+    ]
+
+
 class _Frame(ctypes.Structure):
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
@@ -90,6 +114,7 @@ class _Frame(ctypes.Structure):
         ("stage", ctypes.c_int),
         ("arguments", _Values),
         ("results", _Values),
+        ("attributes", _Attributes),
     ]
 
 
@@ -102,50 +127,72 @@ class _Buffer(ctypes.Structure):
     ]
 
 
-_Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_Frame))
+class HostCalls:
+    """What compiled steps call for one owner, which keeps this object; a step that is called without it raises."""
+
+    def __init__(self) -> None:
+        self._calls: dict[Hashable, _Call] = {}
+
+    def in_place(self, key: Hashable, function: Function, operands: Sequence[Any]) -> list[Any] | None:
+        """Make XLA call `function` on the memory of `operands`, in a step that runs on the CPU.
+
+        Several calls in one compiled function run in the order in which they were traced, on all ranks.
+
+        Args:
+            key: of the function; a new trace with the same key and operands like these calls the first function.
+            function: overwrites its arguments, 1-d arrays of the operands' dtypes; keeps no owner alive.
+            operands: traced JAX values.
+
+        Returns:
+            The operands after the call; None if this version of JAX does not have the interface.
+        """
+        target = _target()
+        if target is None or not all(operand.size for operand in operands):
+            return None  # empty memory has no address
+        kinds = tuple((np.dtype(one.dtype), int(np.prod(one.shape, dtype=np.int64))) for one in operands)
+        call = self._calls.setdefault((key, kinds), _Call(function, kinds))
+        _calls[call.number] = call
+        global _last_call
+        trace = _current_trace()
+        before = [_last_call[1]] if _last_call is not None and _last_call[0] == trace else []
+        shapes = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands]
+        aliases = {i: i for i in range(len(shapes))}
+        foreign = jax.ffi.ffi_call(target, shapes, has_side_effect=True, input_output_aliases=aliases)
+        # XLA runs independent calls in any order, so each call takes a result of the previous one.
+        results = list(foreign(*operands, *before, number=np.int64(call.number)))
+        _last_call = trace, min(results, key=lambda result: result.size)
+        return results
 
 
-def in_place(function: Callable[[list[np.ndarray[Any, Any]]], None], operands: Sequence[Any]) -> list[Any] | None:
-    """Make XLA call `function` on the memory of `operands`, in a step that runs on the CPU.
+class _Call:
+    """A function and the dtype and length of each of its arguments."""
 
-    Several calls in one compiled function run in the order in which they were traced, on all ranks.
+    def __init__(self, function: Function, kinds: Sequence[tuple[np.dtype[Any], int]]) -> None:
+        self.number, self._function, self._kinds = next(_numbers), function, kinds
 
-    Args:
-        function: overwrites its arguments, 1-d arrays of the operands' dtypes.
-        operands: traced JAX values.
-
-    Returns:
-        The operands after the call; None if this version of JAX does not have the interface.
-    """
-    if not all(operand.size for operand in operands):
-        return None  # empty memory has no address
-    kinds = [(np.dtype(operand.dtype), int(np.prod(operand.shape, dtype=np.int64))) for operand in operands]
-
-    def on_frame(frame: _Frame) -> None:
+    def run(self, frame: _Frame) -> None:
         arrays = []
-        for i, (dtype, count) in enumerate(kinds):
+        for i, (dtype, count) in enumerate(self._kinds):
             operand, result, nbytes = _data(frame.arguments, i), _data(frame.results, i), count * dtype.itemsize
             if operand != result:
                 ctypes.memmove(result, operand, nbytes)
             arrays.append(np.frombuffer((ctypes.c_char * nbytes).from_address(result), dtype, count))
-        function(arrays)
+        self._function(arrays)
 
-    name = f"ring_plugins_{next(_numbers)}"
-    handler = _Handler(lambda frame: _handle(frame.contents, on_frame))
+
+#: All calls by number; their owners keep them.
+_calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
+
+
+@functools.cache
+def _target() -> str | None:
+    """The name under which XLA knows the handler; None if this version of JAX does not have the interface."""
+    name = "ring_plugins"
     try:
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(ctypes.cast(handler, ctypes.c_void_p)), platform="cpu")
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(ctypes.cast(_handler, ctypes.c_void_p)), platform="cpu")
     except Exception:  # other versions of the interface may raise anything
         return None
-    _keep.append(handler)
-    global _last_call
-    trace = _current_trace()
-    before = [_last_call[1]] if _last_call is not None and _last_call[0] == trace else []
-    shapes = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands]
-    call = jax.ffi.ffi_call(name, shapes, has_side_effect=True, input_output_aliases={i: i for i in range(len(shapes))})
-    # XLA runs independent calls in any order, so each call takes a result of the previous one.
-    results = list(call(*operands, *before))
-    _last_call = trace, min(results, key=lambda result: result.size)
-    return results
+    return name
 
 
 def _current_trace() -> Any:
@@ -157,7 +204,7 @@ def _current_trace() -> Any:
     return get_opaque_trace_state(convention="flax")
 
 
-def _handle(frame: _Frame, on_frame: Callable[[_Frame], None]) -> int | None:
+def _handle(frame: _Frame) -> int | None:
     """Handle a call of XLA: first for the handler's version, then in every step. Returns an error or None."""
     extension = frame.extension_start
     if extension and extension.contents.type == _METADATA:
@@ -168,7 +215,7 @@ def _handle(frame: _Frame, on_frame: Callable[[_Frame], None]) -> int | None:
     if frame.stage != _EXECUTE:
         return None
     try:
-        on_frame(frame)
+        _run(frame)
     except BaseException as error:
         message = f"{type(error).__name__}: {error}".encode()
         arguments = _ErrorArguments(ctypes.sizeof(_ErrorArguments), None, message, _INTERNAL)
@@ -176,5 +223,17 @@ def _handle(frame: _Frame, on_frame: Callable[[_Frame], None]) -> int | None:
     return None
 
 
+@capture_exceptions
+def _run(frame: _Frame) -> None:
+    call = _calls.get(frame.attributes.values[0].contents.value.contents.value)
+    if call is None:
+        raise averaging_is_over()
+    call.run(frame)
+
+
 def _data(values: _Values, i: int) -> int:
     return ctypes.cast(values.values[i], ctypes.POINTER(_Buffer)).contents.data or 0
+
+
+#: Lives as long as the process, since XLA keeps its address.
+_handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_Frame))(lambda frame: _handle(frame.contents))

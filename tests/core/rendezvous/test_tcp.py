@@ -100,6 +100,15 @@ def test_a_framework_that_is_not_installed_is_named(monkeypatch):
         tcp._open_store(0)
 
 
+@pytest.mark.parametrize("port", ["0", "", "99999"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_number_that_is_no_port_is_refused(rank, port, monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", port)
+    monkeypatch.setattr(tcp, "_provider", None)
+    with pytest.raises(LaunchError, match=rf"MASTER_PORT={port or 0} is no port at which rank {rank} of 2 could meet"):
+        tcp._meet(rank, 2, "127.0.0.1", 5)
+
+
 def test_a_port_that_stays_taken_is_named(monkeypatch):
     monkeypatch.setattr(tcp, "_PORT_RELEASE", 0.1)
     with socket.create_server(("", 0)) as taken:

@@ -1,0 +1,57 @@
+"""Compiled JAX functions call Python on XLA's own memory."""
+
+import gc
+import os
+import weakref
+
+import pytest
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+jax = pytest.importorskip("jax")
+
+from ring_plugins.keras.backends import jax_ffi  # noqa: E402
+from ring_plugins.keras.backends.jax_ffi import HostCalls  # noqa: E402
+
+pytestmark = pytest.mark.skipif(jax_ffi._target() is None, reason="this JAX lacks the foreign function interface")
+
+
+def doubled(calls, key="double", factor=2):
+    """A compiled function of one array; each call of this one traces anew."""
+
+    def scale(arrays):
+        arrays[0] *= factor
+
+    return jax.jit(lambda x: calls.in_place(key, scale, [x + 0])[0])
+
+
+def test_each_trace_calls_its_own_function_on_its_own_arrays():
+    calls, other = HostCalls(), HostCalls()
+    twice, thrice = doubled(calls), doubled(other, factor=3)
+    for _ in range(2):
+        assert twice(jax.numpy.ones((2, 3))).tolist() == [[2.0] * 3] * 2
+        assert thrice(jax.numpy.ones((2, 3))).tolist() == [[3.0] * 3] * 2
+        assert thrice(jax.numpy.arange(4, dtype="int32")).tolist() == [0, 3, 6, 9]
+
+
+def test_new_traces_keep_nothing_that_an_earlier_one_kept(monkeypatch):
+    registered = []
+    register = jax.ffi.register_ffi_target
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *a, **k: (registered.append(a), register(*a, **k)))
+    calls = HostCalls()
+    for _ in range(5):
+        assert doubled(calls)(jax.numpy.ones(3)).tolist() == [2.0] * 3
+    assert (registered, len(calls._calls)) == ([], 1)  # XLA keeps every handler that is registered
+    owned = weakref.ref(next(iter(calls._calls.values())))
+    del calls
+    jax.clear_caches()
+    gc.collect()
+    assert owned() is None
+
+
+def test_a_step_that_outlived_its_averaging_says_so():
+    calls = HostCalls()
+    step = doubled(calls)
+    assert step(jax.numpy.ones(3)).tolist() == [2.0] * 3
+    calls._calls.clear()  # as when its owner is gone
+    with pytest.raises(Exception, match="averages with an optimizer that does so no longer"):
+        step(jax.numpy.ones(3)).block_until_ready()
