@@ -77,6 +77,15 @@ def test_a_lightning_user_trains(shell, tmp_path, line, by):
     assert list(tmp_path.rglob("*.ckpt")), "Lightning has saved a checkpoint"
 
 
+def test_a_lightning_user_who_forgets_the_import_is_told_so_by_lightning(shell, tmp_path):
+    """As docs/lightning.md says: there is nothing in which Lightning would let us register the name beforehand."""
+    text = script("README.md", "RingStrategy").replace("strategy=RingStrategy()", 'strategy="ring"')
+    (tmp_path / "train.py").write_text(text.replace("from ring_plugins.lightning import RingStrategy\n", ""))
+    assert "You selected an invalid strategy name: `strategy='ring'`" in shell("python train.py", status=1)
+    (tmp_path / "train.py").write_text("import ring_plugins.lightning\n" + (tmp_path / "train.py").read_text())
+    assert "2 ranks on 1 host, started by this script" in shell("python train.py")
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, MissingDependency
 from ring_plugins.core.base.install import pip_command
+from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.progress_line import ProgressLine
 from ring_plugins.core.linux.interfaces import address_towards, reserve_port
 from ring_plugins.launcher.control import Driver, DriverConnection
@@ -53,7 +54,8 @@ def run(
     Args:
         function: the function; it may come from a notebook or be a closure.
         args, kwargs: arguments of the function, the same on every rank.
-        num_proc: number of ranks; by default as many tasks as Spark can run at the same time.
+        num_proc: number of ranks; by default as many tasks as Spark can run at the same time when this is called, which
+            a line says. With dynamic allocation that may be less than later.
         env: variables to set for the ranks.
         start_timeout: seconds to wait until Spark has slots for all ranks.
         timeout: seconds for the whole call, None for no limit.
@@ -105,12 +107,15 @@ def _wait_for_slots(context: SparkContext, wanted: int | None, start_timeout: fl
         slots = int(scala.maxNumConcurrentTasks(profile))
         if slots >= (wanted or 1):
             line.remove()
+            if wanted is None:
+                logger.info(f"Spark can run {slots} tasks at the same time: starting {slots} ranks; num_proc= chooses")
             return wanted or slots
         text = f"Spark can run {slots} tasks at the same time, waiting for slots for {wanted or 1} ranks"
         line.show(lambda text=text: text)  # type: ignore[misc]
         if time.monotonic() > deadline:
+            asked = "no number of ranks was asked for" if wanted is None else f"num_proc={wanted}"
             raise LaunchError(
-                f"num_proc={wanted}, but after {start_timeout:g} s Spark can run {slots} tasks at the same time, and a "
+                f"{asked}, but after {start_timeout:g} s Spark can run {slots} tasks at the same time, and a "
                 "barrier needs a slot for each rank. Ask Spark for more executors or cores, or start fewer ranks."
             )
         time.sleep(0.2)

@@ -28,6 +28,14 @@ def test_a_profile_of_your_own(tmp_path):
     assert re.search(r"^16 ranks reach \d+\.\d%; 90% ", said.output, re.MULTILINE), said.output
 
 
+def test_ranks_that_would_use_no_network_are_said_to_be_on_one_host():
+    said = CliRunner().invoke(app, ["plan", "--model", "resnet-50", "--network", "10gbit", "-n", "8"]).output
+    assert "All 8 ranks are assumed to be on one host (--per-host 8), where they use no network" in " ".join(
+        said.split()
+    )
+    assert "not hidden: communication that backward does not hide" in " ".join(said.split())
+
+
 def test_what_cannot_be_used_is_a_usage_error():
     for wrong in (["plan"], ["plan", "--model", "vgg"], ["plan", "--model", "vgg-16", "--network", "x"]):
         assert CliRunner().invoke(app, wrong).exit_code == 2

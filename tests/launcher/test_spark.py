@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.launcher.outcomes import pack_call, results
 from tests.documents import blocks
 from tests.java import java_environment
@@ -31,6 +32,26 @@ def spark_home(directory: Path) -> Path:
     for entry in Path(pyspark.__file__).parent.iterdir():
         (home / entry.name).symlink_to(entry)
     return home
+
+
+def test_the_number_of_ranks_that_spark_chooses_is_said(monkeypatch, caplog):
+    spark_run = importlib.import_module("ring_plugins.spark.run")
+    slots = [0, 0, 3]
+    profiles = SimpleNamespace(defaultResourceProfile=lambda: None)
+    scala = SimpleNamespace(
+        resourceProfileManager=lambda: profiles,
+        maxNumConcurrentTasks=lambda profile: slots.pop(0) if len(slots) > 1 else slots[0],
+    )
+    context = SimpleNamespace(_jsc=SimpleNamespace(sc=lambda: scala))
+    monkeypatch.setattr(spark_run.logger, "propagate", True)
+    with caplog.at_level("INFO", logger="ring_plugins"):
+        assert spark_run._wait_for_slots(context, None, 30.0) == 3
+    assert "starting 3 ranks; num_proc= chooses" in caplog.text
+    slots[:] = [0]
+    with pytest.raises(LaunchError, match="^no number of ranks was asked for, but after 0 s Spark can run 0 tasks"):
+        spark_run._wait_for_slots(context, None, 0.0)
+    with pytest.raises(LaunchError, match="^num_proc=4, but after 0 s"):
+        spark_run._wait_for_slots(context, 4, 0.0)
 
 
 def test_tasks_become_ranks_and_report_to_the_driver(monkeypatch):
