@@ -124,6 +124,8 @@ def differences(own: Report, other: Report | str) -> list[str]:
     for name in ("ring_plugins", *PACKAGES):
         if name in mine and theirs.get(name) != mine[name]:
             remedy = f"pip install {name}=={mine[name]} there"
+            if name == "ring_plugins":  # pip may know no release of it
+                remedy = f"install it there from what it was installed from on {here}, a clone or a Git URL"
             found.append(f"{name} {theirs.get(name, 'is missing')}, but {mine[name]} on {here}: {remedy}.")
     missing = [path for path in other["missing"] if path not in own["missing"]]
     if missing:

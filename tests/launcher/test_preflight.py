@@ -24,7 +24,7 @@ OWN = {
         ({"python": "3.11.2"}, []),
         ({"packages": {**OWN["packages"], "jax": "0.4"}}, []),  # what is not here is not used
         ({"python": "3.10.1"}, ["Python 3.10.1, but 3.11.7 on host1"]),
-        ({"ring_plugins": "0.0.9"}, ["ring_plugins 0.0.9, but 0.1.0 on host1: pip install ring_plugins==0.1.0 there"]),
+        ({"ring_plugins": "0.0.9"}, ["ring_plugins 0.0.9, but 0.1.0 on host1: install it there from what it was"]),
         (
             {"ring_plugins": None, "trouble": "ModuleNotFoundError: no"},
             ["cannot be imported (ModuleNotFoundError: no)"],

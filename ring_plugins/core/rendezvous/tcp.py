@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ring_plugins.core.base.errors import LaunchError, MissingDependency
+from ring_plugins.core.base.install import pip_command
 from ring_plugins.core.base.log import flush_output, logger
 from ring_plugins.core.linux.interfaces import address_towards
 from ring_plugins.core.net.network_choice import choose, measure, own_interfaces, read_interfaces, unmeasured
@@ -185,7 +186,7 @@ def _open_store(generation: int) -> Store | None:
             provider = _load_provider()
         except ImportError as error:
             raise MissingDependency(
-                f"torchrun's processes meet through torch, which is not installed ({error}): pip install torch."
+                f"torchrun's processes meet through torch, which is not installed ({error}): {pip_command('torch')}"
             ) from error
     return provider.open_store(generation)
 
