@@ -1,5 +1,6 @@
 """The launcher: it starts the missing ranks, or joins those that run already."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +68,12 @@ def join_world(environment: RingEnvironment) -> world.World:
         ring.shutdown()
     if not world.is_initialized():
         ring.init(ranks=environment.world_size() if not environment.creates_processes_externally else None)
+    if world.current() not in _announced:  # the script may have called init() itself
+        _announced.add(world.current())
         set_rank_zero()
         rank_zero_info(f"ring_plugins: {world.current().summary}")
     return world.current()
+
+
+#: Worlds of which rank 0 has said how many ranks train.
+_announced: weakref.WeakSet[world.World] = weakref.WeakSet()

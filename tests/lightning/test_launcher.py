@@ -1,9 +1,13 @@
 """How ranks are started: by the Trainer, mpirun, torchrun, SLURM, or forked as in a notebook."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+import ring_plugins as ring
+from ring_plugins.lightning import launcher
 from tests.launch import Launcher, Result, run_ranks
 
 WORKER = Path(__file__).with_name("launch_worker.py")
@@ -45,6 +49,18 @@ def test_under_a_launcher_its_counts_win(launcher: Launcher) -> None:
     assert "started with 2 processes on this node" in three[0]
     assert "`num_nodes=2`" in nodes[0]
     assert "started with 1 node. " in nodes[0]
+
+
+def test_the_ranks_of_a_script_that_called_init_itself_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(launcher, "rank_zero_info", said.append)
+    alone: Any = SimpleNamespace(world_size=lambda: 1, creates_processes_externally=False)
+    ring.init()
+    try:
+        assert launcher.join_world(alone) is launcher.join_world(alone)
+    finally:
+        ring.shutdown()
+    assert said == ["ring_plugins: 1 rank on 1 host"]
 
 
 FORKED = """
