@@ -16,7 +16,7 @@ LAYERS = [
     {"control"},
     {"rendezvous", "collectives"},
     {"gradients", "gpu", "observe"},
-    {"world", "functions", "exit_hooks"},
+    {"world", "functions", "exit_hooks", "healing"},
 ]
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
 #: Rooms of the lowest layer and files of the highest may import each other.

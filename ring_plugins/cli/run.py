@@ -26,6 +26,13 @@ class Starter(str, Enum):
     PYTHON = "python"
 
 
+class OnFailure(str, Enum):
+    """Values of --on-failure."""
+
+    END = "end"
+    CONTINUE = "continue"
+
+
 _WHERE, _HOW, _OUT, _MPI = "Where", "How", "Output", "mpirun"
 
 
@@ -95,6 +102,24 @@ def run(
             "--with", help="What starts the ranks. `python` needs no MPI, and works on one host.", rich_help_panel=_HOW
         ),
     ] = Starter.AUTO,
+    on_failure: Annotated[
+        OnFailure,
+        typer.Option(
+            "--on-failure",
+            envvar="RING_ON_FAILURE",
+            help="What happens when a rank is killed or crashes. `continue` lets the others go on, on one host.",
+            rich_help_panel=_HOW,
+        ),
+    ] = OnFailure.END,
+    min_ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--min-ranks",
+            envvar="RING_MIN_RANKS",
+            help="With `--on-failure continue`, the job ends when fewer ranks than this are left; 1 by default.",
+            rich_help_panel=_HOW,
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the command and exit.", rich_help_panel=_HOW)
     ] = False,
@@ -127,7 +152,8 @@ def run(
     """Run a program on several ranks, on this host or several.
 
     Wraps the installed mpirun (Open MPI, MPICH or Intel MPI) and prints the command it runs. Without mpirun it starts
-    the ranks of one host itself. All ranks on all hosts end when one of them fails and when this command ends.
+    the ranks of one host itself. All ranks on all hosts end when one of them fails and when this command ends; with
+    `--on-failure continue` the others go on when one is killed.
 
     **Examples**
 
@@ -156,6 +182,8 @@ def run(
                 mpirun=mpirun,
                 mpirun_options=tuple(shlex.split(mpirun_options)),
                 starter=starter.value,
+                on_failure=on_failure.value,
+                min_ranks=min_ranks,
             )
         )
         if dry_run:

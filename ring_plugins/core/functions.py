@@ -20,6 +20,7 @@ from ring_plugins.core.arrays.memory import HostMemory, OnDevice, host_array, ho
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.healing import repeated
 from ring_plugins.core.collectives.validation import check_rank, check_splits, exchange_rows, rows_of, scatter_rows
 from ring_plugins.core.world import current
 
@@ -170,7 +171,7 @@ def all_gather(x: Any, *, wait: bool = True) -> Any:
         )
         return result
 
-    return _run(communicator, "all_gather", run, wait)
+    return _run(communicator, "all_gather", lambda: repeated(run), wait)
 
 
 @_all_or_none

@@ -13,6 +13,7 @@ import hmac
 import itertools
 import os
 import socket
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,9 +21,16 @@ from typing import Any, NamedTuple
 
 from ring_plugins.core import exit_hooks
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import ArgumentError, LaunchError, NotInitialized, SharedMemoryError
+from ring_plugins.core.base.errors import (
+    ArgumentError,
+    LaunchError,
+    NotInitialized,
+    PeerFailed,
+    SharedMemoryError,
+)
 from ring_plugins.core.base.log import logger, set_rank
 from ring_plugins.core.collectives.api import Activity, Communicator
+from ring_plugins.core.collectives.healing import HealingCommunicator
 from ring_plugins.core.collectives.host import Gather, HostCommunicator
 from ring_plugins.core.collectives.messages import Messenger
 from ring_plugins.core.collectives.single import SingleCommunicator
@@ -31,6 +39,7 @@ from ring_plugins.core.control import ControlClient, ControlServer
 from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.failure_detector import FailureDetector, Peer
 from ring_plugins.core.control.liveness import Liveness, LocalPeers
+from ring_plugins.core.control.membership import Membership
 from ring_plugins.core.control.monitor import MonitorThread
 from ring_plugins.core.control.tcp_liveness import TcpLiveness
 from ring_plugins.core.control.wait import Wait
@@ -39,6 +48,7 @@ from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gpu.connection import choose_interface
 from ring_plugins.core.gpu.stream import Streams
 from ring_plugins.core.gpu.watchdog import GpuWatchdog
+from ring_plugins.core.healing import FailurePolicy, check_policies, prepare_to_continue, what_was_lost
 from ring_plugins.core.linux import thread_count
 from ring_plugins.core.linux.interfaces import own_addresses
 from ring_plugins.core.linux.shared_memory import is_available, shared_memory_domain
@@ -62,6 +72,7 @@ class _Member(NamedTuple):
         addresses: of its host; empty if all ranks are on one host.
         records: whether rank 0 writes a timeline of the whole job.
         kernel, container, cores, quota: as in `thread_count.Cores`.
+        policy: its `FailurePolicy`.
     """
 
     domain: str
@@ -75,22 +86,29 @@ class _Member(NamedTuple):
     container: str
     cores: str
     quota: float | None
+    policy: list[Any]
 
 
 class World:
     """A connected job. `init` makes it; a process has one at a time.
 
     Attributes:
-        topology: rank, host and counts of this process.
+        topology: rank, host and counts of this process; new when ranks are lost.
+        world_rank: the rank with which this process started.
+        world_ranks: of all ranks that are left, those with which they started.
+        heals: whether the job goes on when ranks are lost.
         communicator: of all ranks, for the public functions.
         launcher: "mpi", "rendezvous", "spawned" or "single".
         failure_detector, channel, observers: the failure detector, the control channel, and the observing services;
             None in a job of one rank.
     """
 
-    def __init__(self, rendezvous: Rendezvous, launcher: str) -> None:
-        self._rendezvous = rendezvous
+    def __init__(self, rendezvous: Rendezvous, launcher: str, policy: FailurePolicy) -> None:
+        self._rendezvous, self._policy = rendezvous, policy
         self._pid = os.getpid()
+        self.world_rank, self.world_ranks = rendezvous.rank, tuple(range(rendezvous.size))
+        self.heals = policy.continues and rendezvous.size > 1
+        self._membership: Membership | None = None
         self.launcher = launcher
         record = detect()
         self._started_by = "this script" if record.kind == "single" else record.by
@@ -119,6 +137,9 @@ class World:
                 "RING_VIRTUAL_NODES needs a launcher that connects hosts: start the job with mpirun or torchrun."
             )
         self.topology = find_topology(rank, self._nodes, [member.host for member in members])
+        if any(member.policy[0] for member in members):
+            shares_memory = len(set(self._nodes)) == 1 and all(member.liveness for member in members)
+            check_policies([member.policy for member in members], shares_memory or size == 1, self.topology.summary)
         self._cores = [thread_count.Cores(one.kernel, one.container, one.cores, one.quota) for one in members]
         self._local_peers = self._watch_local_peers(own, members) if any(one.liveness for one in members) else None
         #: Communicators still in use, by creation order, which is the same on all ranks.
@@ -132,6 +153,9 @@ class World:
             self._monitor = self._make_monitor(server, members)
             # Before the last exchange, so that no rank's script goes on while another rank is not yet watched.
             self._monitor.start()
+        if self.heals:
+            assert self._local_peers is not None
+            self._membership = Membership(self._local_peers)
         self.communicator = self.new_communicator("ring", gather=rendezvous.gather)
         self._rank_marker = RankMarker(rank) if size > 1 else None
 
@@ -155,6 +179,7 @@ class World:
             own_addresses() if self._rendezvous.transport is not None else [],
             config.TIMELINE.is_set(),
             *thread_count.own_cores(),
+            list(self._policy),
         )
         return [_Member(*item) for item in self._rendezvous.gather(member)]
 
@@ -181,7 +206,8 @@ class World:
             raise SharedMemoryError(problem or problems[0])
         if own is None:
             return None
-        return LocalPeers(own, others, host if any(member.domain != domain for member in members) else "")
+        where = host if any(member.domain != domain for member in members) else ""
+        return LocalPeers(own, others, where, self._policy.min_ranks)
 
     def _make_monitor(self, server: ControlServer | None, members: Sequence[_Member]) -> MonitorThread:
         """Set up what runs beside the job: control channel, failure detector, and the monitor thread's services."""
@@ -222,9 +248,11 @@ class World:
             ArgumentError: `ranks` are not distinct ranks of this job.
         """
         size = self.topology.size
-        members = tuple(range(size)) if ranks is None else tuple(ranks)
-        if len(set(members)) != len(members) or not all(0 <= rank < size for rank in members):
+        members = self.world_ranks if ranks is None else tuple(ranks)
+        if len(set(members)) != len(members) or not set(members) <= set(self.world_ranks):
             raise ArgumentError(f"ranks={list(members)} are not distinct ranks of a job of {size}.")
+        if len(members) != size:
+            self.refuse_to_heal(f"{name}, a group of some ranks,")
         if gather is None and len(members) != size:
             raise ArgumentError(
                 f"ranks={list(members)} are only some of the job's {size}; pass gather, which exchanges "
@@ -234,18 +262,70 @@ class World:
             communicator: Communicator = SingleCommunicator(name, members[0])
         else:
             with on_all_or_none(self.communicator, f"the construction of {name}") if gather is None else _NOTHING:
-                communicator = HostCommunicator(
+                communicator = (HealingCommunicator if self.heals else HostCommunicator)(
                     name,
-                    self.topology.rank,
-                    self._nodes[self.topology.rank],
+                    self.world_rank,
+                    self._nodes[self.world_rank],
                     2 * next(self._tags),
                     gather or self.communicator.all_gather_object,
                     self.failure_detector,
                     self._rendezvous.transport,
                     check_gather if gather else self.communicator.check,
                 )
+            if isinstance(communicator, HealingCommunicator):
+                communicator.go_on_after(self._go_on_without)
         self._communicators[next(self._made)] = communicator
         return communicator
+
+    # Going on without ranks that were lost --------------------------------------------------------
+
+    def refuse_to_heal(self, what: str) -> None:
+        """Refuse what would not survive the loss of a rank, in a job that is to go on after one.
+
+        Args:
+            what: begins the error's text, "Keras" for example.
+
+        Raises:
+            ArgumentError: on_failure is "continue".
+        """
+        if self.heals:
+            raise ArgumentError(
+                f'{what} does not support on_failure="continue" yet: leave it out, and unset '
+                f"{config.ON_FAILURE.name}. The first rank that fails then ends the job."
+            )
+
+    @property
+    def view(self) -> int:
+        """How often the ranks of the job have changed."""
+        return self._membership.view if self._membership is not None else 0
+
+    def _go_on_without(self, wait: Wait) -> None:
+        """Agree with the other survivors on who is left, and let all communicators go on with them.
+
+        Raises:
+            PeerFailed: too few are left, or a rank has failed by an exception meanwhile.
+        """
+        assert self._membership is not None
+        assert self.failure_detector is not None
+        began = time.monotonic()
+        try:
+            lost = self._membership.agree(wait)
+        except PeerFailed:
+            self.failure_detector.aborted = True
+            raise
+        self.world_ranks = self._membership.ranks
+        for communicator in list(self._communicators.copy().values()):
+            if isinstance(communicator, HealingCommunicator):
+                communicator.keep(self.world_ranks)
+        hosts = [self._members[rank].host for rank in self.world_ranks]
+        nodes = [self._nodes[rank] for rank in self.world_ranks]
+        self.topology = find_topology(self.world_ranks.index(self.world_rank), nodes, hosts)
+        set_rank(self.topology.rank)
+        if self.channel is not None and self.world_rank == 0:
+            self.channel.tell(0, "ranks_lost", {"ranks": lost})
+        if self.topology.rank == 0:
+            pids = [member.pid for member in self._members]
+            logger.warning(what_was_lost(lost, pids, self.world_ranks, time.monotonic() - began))
 
     def new_device_communicator(
         self,
@@ -269,6 +349,7 @@ class World:
             DeviceError: there is no CUDA driver or no such GPU, or ranks would share one.
             MismatchError: the ranks have different releases of NCCL.
         """
+        self.refuse_to_heal("communication between GPUs")
         host = self.new_communicator(name, ranks, gather)
         wait = Wait(name, self.failure_detector)
         choose_interface()
@@ -281,12 +362,13 @@ class World:
         transport = self._rendezvous.transport
         if isinstance(transport, TcpTransport):  # on the network that was chosen for the job's data
             return [transport.address]
-        return self._members[self.topology.rank].addresses
+        return self._members[self.world_rank].addresses
 
     def messenger(self) -> Messenger:
         """The messages between this process and any other rank; made by the first call."""
         if self._messenger is None:
-            rank, members = self.topology.rank, self._members
+            self.refuse_to_heal("sending messages from rank to rank")
+            rank, members = self.world_rank, self._members
             near = [other for other, member in enumerate(members) if member.domain == members[rank].domain]
             addresses = self.addresses() if len(near) < len(members) else []
             self._messenger = Messenger(rank, self.derive_secret("messages"), near, addresses, self.failure_detector)
@@ -339,7 +421,7 @@ class World:
         Args:
             threads: how many threads this rank computes with.
         """
-        return self.topology.num_nodes > 1 or thread_count.share(self.topology.rank, self._cores) > threads
+        return self.topology.num_nodes > 1 or thread_count.share(self.world_rank, self._cores) > threads
 
     @property
     def summary(self) -> str:
@@ -403,7 +485,7 @@ _world: World | None = None
 _generation = 0  # how often this process has connected
 
 
-def init(ranks: int | None = None) -> World:
+def init(ranks: int | None = None, *, on_failure: str | None = None, min_ranks: int | None = None) -> World:
     """Join the other processes of the job; calling it again changes nothing.
 
     Under mpirun, torchrun, srun or another launcher the job consists of the ranks that it started. A script that was
@@ -411,12 +493,17 @@ def init(ranks: int | None = None) -> World:
 
     Args:
         ranks: how many processes a script that was started on its own becomes.
+        on_failure: what happens when a rank is killed or crashes: "end" ends the job, "continue" lets the others go on
+            without it, in the middle of the step; see docs/healing.md for what supports that. RING_ON_FAILURE by
+            default, and "end" without it.
+        min_ranks: the job ends, too, when fewer ranks than this are left. RING_MIN_RANKS by default, and 1 without it.
 
     Returns:
         The world, which most users need not keep.
 
     Raises:
-        ArgumentError: `ranks` is not a positive integer.
+        ArgumentError: `ranks` is not a positive integer, or `on_failure` or `min_ranks` is invalid or not supported
+            here.
         LaunchError: the processes cannot find each other, or this one is a child of a rank.
         MissingDependency: the launcher needs a package that is not installed.
     """
@@ -430,14 +517,17 @@ def init(ranks: int | None = None) -> World:
             f"this process was forked from rank {_world.topology.rank} (a data loader's worker?); call "
             "ring_plugins.init() in the ranks themselves."
         )
+    policy = FailurePolicy.chosen(on_failure, min_ranks)
     check_ancestors()
+    if policy.continues:
+        prepare_to_continue(ranks, policy, _generation)
     _check_timeline_directory(ranks)
     exit_hooks.install(lambda: _world, shutdown)
     rendezvous = connect(ranks, _generation)
     _generation += 1
     kind = detect().kind
     launcher = "single" if rendezvous.size == 1 else "spawned" if kind == "single" else kind
-    _world = World(rendezvous, launcher)
+    _world = World(rendezvous, launcher, policy)
     set_rank(rendezvous.rank)
     if rendezvous.rank == 0 and _generation == 1:
         _warn_of_misspelled_variables()

@@ -31,6 +31,7 @@ def connect() -> World:
     """Return the job's world, after `ring.init()` if the script has not called it."""
     if not is_initialized():
         init()
+    current().refuse_to_heal("Keras")
     _install_excepthook()
     return current()
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping
 
+from ring_plugins.core.base.errors import name_ranks
 from ring_plugins.core.control.parent_notifier import ParentNotifier
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment, ending, silent_end
@@ -36,9 +37,9 @@ def run(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
         notify: shows one line to the user.
 
     Returns:
-        The exit status: 0 only if every rank exited with 0.
+        The exit status: 0 only if every rank exited with 0, or, where losses are tolerated, all that were not killed.
     """
-    with Supervisor() as supervisor:
+    with Supervisor(plan.tolerates_losses) as supervisor:
         status, why = _run_mpirun(plan, supervisor) if plan.mpirun is not None else _run_ranks(plan, supervisor)
         if why:
             notify(why)
@@ -112,5 +113,9 @@ def _failed_rank(supervisor: Supervisor) -> str | None:
     failed = [(rank, process.returncode) for rank, process in enumerate(supervisor.processes) if process.returncode]
     if not failed or supervisor.signalled is not None:
         return None
+    if supervisor.has_succeeded():
+        lost = name_ranks([rank for rank, _ in failed])
+        return f"{lost} died, and the other {len(supervisor.processes) - len(failed)} ended normally."
+    failed = [one for one in failed if supervisor.ends_job(one[1])] or failed
     rank, code = min(failed, key=lambda one: (one[1] == 1, one[1] > 0))
     return f"rank {rank} {silent_end(code)}." if code < 0 else f"rank {rank} ended with {ending(code)}."

@@ -38,6 +38,8 @@ class Options:
     mpirun: str | None = None
     mpirun_options: tuple[str, ...] = ()
     starter: Literal["auto", "mpirun", "python"] = "auto"
+    on_failure: Literal["end", "continue"] = "end"
+    min_ranks: int | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class LaunchPlan:
             scheduler starts the ranks.
         provisional: those of the notices that hold only until the hosts' cores are known; `adapt` replaces them.
         is_local: whether all ranks run on this host.
+        tolerates_losses: whether the other ranks go on when one is killed.
     """
 
     job: JobSpec
@@ -60,6 +63,7 @@ class LaunchPlan:
     hosts: tuple[str, ...] = field(default=())
     provisional: tuple[str, ...] = ()
     is_local: bool = False
+    tolerates_losses: bool = False
 
 
 def make_plan(options: Options) -> LaunchPlan:
@@ -76,7 +80,12 @@ def make_plan(options: Options) -> LaunchPlan:
     ranks = options.ranks or (slots(hosts) if hosts else gpus() or available)
     shares = tuple(share(ranks, hosts)) if hosts else ()
     is_local = all(is_this_host(part.host) for part in shares)
-    launcher, missing = _choose_mpirun(options, is_local)
+    tolerates_losses = options.on_failure == "continue"
+    if tolerates_losses:
+        _check_that_losses_can_be_tolerated(options, ranks, is_local)
+        launcher, missing = None, ""
+    else:
+        launcher, missing = _choose_mpirun(options, is_local)
     most = max((part.ranks for part in shares), default=ranks)
     oversubscribed = (ranks if is_local else most) > available
     if oversubscribed and options.bind != "none":
@@ -92,6 +101,9 @@ def make_plan(options: Options) -> LaunchPlan:
     notices += provisional
     interface = options.interface or config.INTERFACE.get() or None
     environment = exported_variables(options.export, threads_per_rank(available, most), interface)
+    if tolerates_losses:
+        environment |= {config.ON_FAILURE.name: "continue", config.LOSSES_TOLERATED.name: "1"}
+        environment |= {config.MIN_RANKS.name: str(options.min_ranks)} if options.min_ranks is not None else {}
     if is_local:  # the ranks inherit what this process has
         environment = {name: value for name, value in environment.items() if value is not None}
     job = JobSpec(
@@ -108,7 +120,8 @@ def make_plan(options: Options) -> LaunchPlan:
         output_directory=str(Path(options.output_directory).absolute()) if options.output_directory else None,
         options=options.mpirun_options,
     )
-    return LaunchPlan(job, launcher, tuple(notices), tuple(part.host for part in job.shares), provisional, is_local)
+    hosts_to_reach = tuple(part.host for part in job.shares)
+    return LaunchPlan(job, launcher, tuple(notices), hosts_to_reach, provisional, is_local, tolerates_losses)
 
 
 def adapt(plan: LaunchPlan, cores_of: Mapping[str, int]) -> LaunchPlan:
@@ -153,6 +166,16 @@ def _check(options: Options) -> None:
         raise ArgumentError("-H and --hostfile both name hosts: give one of them.")
     if options.bind not in BINDINGS:
         raise ArgumentError(f"--bind {options.bind} is not one of {', '.join(BINDINGS)}.")
+
+
+def _check_that_losses_can_be_tolerated(options: Options, ranks: int, is_local: bool) -> None:
+    remedy = "leave out --on-failure continue, and unset RING_ON_FAILURE."
+    if not is_local:
+        raise ArgumentError(f"--on-failure continue works on this host only, not yet on several: {remedy}")
+    if options.starter == "mpirun" or options.mpirun is not None or options.mpirun_options:
+        raise ArgumentError(f"--on-failure continue does not work with mpirun, which ends all ranks: {remedy}")
+    if options.min_ranks is not None and not 1 <= options.min_ranks <= ranks:
+        raise ArgumentError(f"--min-ranks {options.min_ranks} is not between 1 and the {ranks} ranks of the job.")
 
 
 def _named_hosts(options: Options) -> Sequence[Host]:

@@ -32,6 +32,8 @@ _GRACE_SECONDS = 8.0
 _INTERRUPT_SECONDS = 3.0
 #: Seconds between two searches for orphans.
 _ORPHAN_SECONDS = 1.5
+#: To this a shell adds the signal that has killed its command, for its own exit status.
+_SHELL = 128
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -40,12 +42,17 @@ class Supervisor:
 
     Use it as a context manager in the main thread.
 
+    Args:
+        tolerates_losses: whether the others go on when a process is killed by a signal. One that fails by an exit
+            status still ends all.
+
     Attributes:
         processes: in the order of their start.
         signalled: the last signal that this process received, None if none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tolerates_losses: bool = False) -> None:
+        self._tolerates_losses = tolerates_losses
         self.processes: list[subprocess.Popen[bytes]] = []
         self.signalled: signal.Signals | None = None
         self._previous: dict[signal.Signals, Any] = {}
@@ -127,7 +134,7 @@ class Supervisor:
                 over = now
             if over is None and (trouble := find_trouble()) is not None:
                 over = now
-            if over is None and any(process.returncode for process in self.processes):
+            if over is None and any(self.ends_job(process.returncode) for process in self.processes):
                 over = now
             delay = _INTERRUPT_SECONDS if self.signalled == signal.SIGINT else 0.0
             # After a failure the ranks notify each other. After a signal, or if a rank never came, nobody does.
@@ -146,9 +153,22 @@ class Supervisor:
         _kill_all(self.processes)
         if self.signalled is not None:
             return 128 + self.signalled, trouble
+        if self.has_succeeded():
+            return (1 if trouble else 0), trouble
         codes = [process.returncode for process in self.processes]
-        bad = next((code for code in codes if code), 0)
+        bad = next(filter(self.ends_job, codes), 0) or next(filter(None, codes), 0)
         return (bad if bad >= 0 else 128 - bad) or (1 if trouble else 0), trouble
+
+    def has_succeeded(self) -> bool:
+        """Whether the job has: a process ended normally, and none in a way that ends the others."""
+        codes = [process.returncode for process in self.processes]
+        return 0 in codes and not any(map(self.ends_job, codes))
+
+    def ends_job(self, code: int | None) -> bool:
+        """Whether the others are to end after a process that has ended with this `returncode`; None if it runs."""
+        if not code or not self._tolerates_losses:
+            return bool(code)
+        return 0 < code <= _SHELL  # not a signal's, also as a shell tells that its command was killed
 
     def _kill_orphans_of_idle_processes(self, had_orphans: bool) -> bool:
         """Kill orphans once no rank runs any more: mpirun waits for every process that could still print.

@@ -72,6 +72,7 @@ def join_world(environment: RingEnvironment) -> world.World:
         _announced.add(world.current())
         set_rank_zero()
         rank_zero_info(f"ring_plugins: {world.current().summary}")
+    world.current().refuse_to_heal("RingStrategy")
     return world.current()
 
 

@@ -58,6 +58,7 @@ def create_process_group(options: Any, _backend_options: Any = None) -> RingProc
         # The script started its processes itself and gave torch their ranks.
         adopt(PrefixStore("world", store), rank, size)
     own = world.init()
+    own.refuse_to_heal('torch.distributed with the backend "ring"')
     if size > own.topology.size:
         raise LaunchError(
             f"torch.distributed was asked for {size} ranks, but ring_plugins runs {own.topology.size} "

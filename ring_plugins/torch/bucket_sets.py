@@ -16,10 +16,12 @@ from torch import nn
 from ring_plugins.core.arrays.codec import Compression
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.healing import HealingCommunicator
 from ring_plugins.core.collectives.validation import refusals_told
 from ring_plugins.core.gradients.arrival import ArrivalOrder
 from ring_plugins.core.gradients.fusion import BucketSizes
 from ring_plugins.core.gradients.overlap import ALWAYS, Overlap
+from ring_plugins.core.world import current
 from ring_plugins.torch.autograd import registrations
 from ring_plugins.torch.compared_options import ComparedOptions
 from ring_plugins.torch.device import TorchStreams, is_capturing
@@ -78,6 +80,8 @@ class BucketSets:
         self._sparse = set[nn.Parameter]()
         if isinstance(model, nn.Module) and gathers_sparse:
             self._sparse = sparse_parameters(model)
+        if self._sparse and isinstance(communicator, HealingCommunicator):
+            current().refuse_to_heal('gathering sparse gradients (sparse="densify" works)')
         kind = type(model).__name__ if isinstance(model, nn.Module) else f"{len(model)} parameters"
         self.claim = Claim(f"{communicator.name} (of {kind})")
         self._is_contested = False  # whether, on some rank, an older averager had one of the parameters

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import nn
 
 from ring_plugins.observe.drift import checksum
 
 
-def parameter_checksums(named: Iterable[tuple[str, nn.Parameter]]) -> tuple[list[str], list[int]]:
+def parameter_checksums(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[str], list[int]]:
     """Names and checksums of parameters; those on a GPU are computed there and fetched together.
 
     Args:

@@ -21,6 +21,7 @@ from ring_plugins.core.arrays.memory import Memory
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.collectives.api import Communicator, Work
+from ring_plugins.core.collectives.healing import HealingCommunicator
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import Bucket, BucketMemory, BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.gradients.overlap import Overlap
@@ -98,7 +99,9 @@ class GradientBuckets:
         options: ComparedOptions | None = None,
     ) -> None:
         self._options = options or ComparedOptions()
-        self._communicator, self.is_ordered, self.has_others = communicator, order is not None, False
+        # Where ranks may be lost, buckets are reduced when backward is over, in whatever order gradients came.
+        self._heals = isinstance(communicator, HealingCommunicator)
+        self._communicator, self.is_ordered, self.has_others = communicator, order is not None or self._heals, False
         gpu = communicator.device if isinstance(communicator, DeviceCommunicator) else None
         self._streams = None if gpu is None else streams(gpu)
         trained = [position for position, (_, p) in enumerate(named) if p.requires_grad]
@@ -264,6 +267,11 @@ class GradientBuckets:
 
     def _densified(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """The gradient as a dense one; None if it is to stay sparse, which is only noted."""
+        if self._gathers_sparse and self._heals:
+            raise ArgumentError(
+                f"the gradient of {self.names[i]} is sparse, which on_failure='continue' does not support: pass "
+                "sparse='densify'."
+            )
         if self._gathers_sparse:
             self._found_sparse.add(i)
             return None

@@ -23,10 +23,11 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError, StepSkipped
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.healing import HealingCommunicator
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketSizes
-from ring_plugins.core.gradients.overlap import Wanted, choose_overlap, chosen_overlap
+from ring_plugins.core.gradients.overlap import FixedOverlap, Wanted, choose_overlap, chosen_overlap
 from ring_plugins.core.gradients.tuning import BucketTuner, is_wanted
 from ring_plugins.core.world import constructed_by_all, current, has_room_to_overlap
 from ring_plugins.torch.autograd import Backward, current_task
@@ -35,6 +36,7 @@ from ring_plugins.torch.compared_options import Groups, options_error
 from ring_plugins.torch.device import TorchStreams, index_of, is_capturing, is_on_gpu, is_supported, memory_of, streams
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
 from ring_plugins.torch.gradient_hooks import GradientHooks, Group
+from ring_plugins.torch.healing import HealingCheck
 from ring_plugins.torch.ownership import Claim, refusal, still_there
 from ring_plugins.torch.skipped_steps import Failure, SkippableStep, SkippedSteps
 
@@ -112,6 +114,9 @@ class GradientAverager:
             codec = Compression.named(compression, error_feedback)
             chosen_overlap(overlap)
             self._communicator = communicator or _communicator_for(named_parameters(model))
+            self._healing: HealingCheck | None = None
+            if isinstance(self._communicator, HealingCommunicator):
+                self._healing = HealingCheck(self._communicator, overlap, autotune)
         self._streams: TorchStreams | None = None
         if isinstance(self._communicator, DeviceCommunicator):
             self._streams = streams(self._communicator.device)
@@ -145,7 +150,9 @@ class GradientAverager:
 
     def _first_buckets(self, overlap: Wanted) -> GradientBuckets:
         """Collective. A GPU's streams always overlap."""
-        if self._streams is None:
+        if self._healing is not None:
+            self._sets.overlap = FixedOverlap(False)
+        elif self._streams is None:
             has_room = has_room_to_overlap(torch.get_num_threads())
             self._sets.overlap = choose_overlap(overlap, has_room, self._communicator)
         self._sets.take_parameters()
@@ -334,6 +341,8 @@ class GradientAverager:
         if outcome.failed:
             self._skipping.decide(outcome.failed, failure, self._sets.parameters)
             return
+        if self._healing is not None:
+            self._healing.prove_equal(self._sets.named)
         if outcome.found_sparse:
             self._sets.leave_out(outcome.found_sparse)
         self.steps += 1

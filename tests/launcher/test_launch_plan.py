@@ -105,3 +105,27 @@ def test_threads_and_oversubscription_follow_the_smallest_host():
     oversubscribed = adapt(planned, {"a": 16, "b": 1})
     assert oversubscribed.job.oversubscribed
     assert "2 ranks share 1 cores of b" in oversubscribed.notices[0]
+
+
+def test_a_job_that_goes_on_after_losses_is_started_without_mpirun():
+    planned = make_plan(Options(COMMAND, ranks=3, on_failure="continue", min_ranks=2))
+    assert planned.mpirun is None and planned.tolerates_losses
+    variables = {"RING_ON_FAILURE": "continue", "RING_LOSSES_TOLERATED": "1", "RING_MIN_RANKS": "2"}
+    assert planned.job.environment.items() >= variables.items()
+    ordinary = make_plan(Options(COMMAND, ranks=3))
+    assert not ordinary.tolerates_losses and not ordinary.job.environment.keys() & variables.keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"hosts": "far1:2"}, "works on this host only"),
+        ({"starter": "mpirun"}, "does not work with mpirun"),
+        ({"mpirun": "/opt/mpirun"}, "does not work with mpirun"),
+        ({"ranks": 2, "min_ranks": 3}, "--min-ranks 3 is not between 1 and the 2 ranks"),
+        ({"ranks": 2, "min_ranks": 0}, "--min-ranks 0 is not between"),
+    ],
+)
+def test_where_losses_cannot_be_tolerated_the_plan_says_so(options, text):
+    with pytest.raises(ArgumentError, match=text):
+        make_plan(Options(COMMAND, on_failure="continue", **options))

@@ -31,3 +31,32 @@ def test_a_stopped_process_is_not_waited_for_after_a_failure(monkeypatch):
         supervisor.start(["sh", "-c", "exit 3"], os.environ)
         supervisor.wait()
         assert stopped.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("killed", ["kill -9 $$", "sh -c 'kill -9 $$'; exit $?"])  # also the command of a shell
+def test_a_killed_process_ends_the_others_only_if_losses_are_not_tolerated(killed, monkeypatch):
+    monkeypatch.setattr(supervision, "_GRACE_SECONDS", 0.0)
+    for tolerates, status in ((True, 0), (False, 137)):
+        with Supervisor(tolerates) as supervisor:
+            supervisor.start(["sh", "-c", killed], os.environ).wait()
+            going_on = supervisor.start(["sleep", "0.3" if tolerates else "3600"], os.environ)
+            assert supervisor.wait()[0] == status
+            assert going_on.returncode == (0 if tolerates else -signal.SIGKILL)
+            assert supervisor.has_succeeded() == tolerates
+
+
+def test_a_failed_process_ends_the_others_also_if_losses_are_tolerated(monkeypatch):
+    monkeypatch.setattr(supervision, "_GRACE_SECONDS", 0.0)
+    with Supervisor(tolerates_losses=True) as supervisor:
+        supervisor.start(["sh", "-c", "kill -9 $$"], os.environ)
+        supervisor.start(["sh", "-c", "exit 3"], os.environ)
+        going_on = supervisor.start(["sleep", "3600"], os.environ)
+        assert supervisor.wait()[0] == 3
+        assert going_on.returncode == -signal.SIGKILL
+
+
+def test_a_job_of_which_nobody_is_left_has_failed():
+    with Supervisor(tolerates_losses=True) as supervisor:
+        for _ in range(2):
+            supervisor.start(["sh", "-c", "kill -9 $$"], os.environ)
+        assert supervisor.wait()[0] == 137

@@ -241,6 +241,19 @@ AUTOTUNE = Variable(
     "1 tries other bucket sizes in the first steps and keeps the fastest, with PyTorch and Lightning: see "
     "[performance](performance.md#other-bucket-sizes)",
 )
+ON_FAILURE = Variable(
+    "RING_ON_FAILURE",
+    one_of("end", "continue"),
+    "end",
+    "`continue` lets the others go on when a rank is killed or crashes: see [healing](healing.md)",
+    shown_default="`end`",
+)
+MIN_RANKS = Variable(
+    "RING_MIN_RANKS",
+    WHOLE_NUMBER,
+    1,
+    "with how many ranks at least the job goes on, where RING_ON_FAILURE is `continue`: see [healing](healing.md)",
+)
 NCCL_LIBRARY = Variable(
     "RING_NCCL_LIBRARY",
     TEXT,
@@ -272,6 +285,7 @@ SHARE_GPU = Variable("RING_SHARE_GPU", SWITCH, False, "1 lets several ranks shar
 # Set by our launchers for the processes that they start.
 SPAWNED = Variable("RING_SPAWNED", TEXT, "", "")
 MEMBER = Variable("RING_MEMBER", TEXT, "", "")
+LOSSES_TOLERATED = Variable("RING_LOSSES_TOLERATED", TEXT, "", "")
 PARENT_NOTIFIER = Variable("RING_PARENT_NOTIFIER", TEXT, "", "")
 DRIVER = Variable("RING_DRIVER", TEXT, "", "")
 

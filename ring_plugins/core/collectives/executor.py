@@ -45,6 +45,7 @@ from ring_plugins.core.base.errors import ArgumentError, DeadlockError, Mismatch
 from ring_plugins.core.base.threads import HelperThread, wait_for_event
 from ring_plugins.core.collectives.api import Activity, FailureState, Statistics
 from ring_plugins.core.collectives.fingerprint import Fingerprint, MismatchAfterRefusal, after_refusals
+from ring_plugins.core.control.membership import MembersLost
 from ring_plugins.core.control.wait import PeerRefused, Wait, nap_precisely
 from ring_plugins.core.trace.recorder import recorder
 from ring_plugins.core.trace.steps import steps
@@ -75,6 +76,8 @@ class SerialExecutor:
         statistics: what was executed so far.
         failure: the error, if any, after which nothing is executed any more.
         goes_on_after_mismatch: whether members are in step after a `MismatchError` of a blocking call.
+        on_members_lost: called when members died in an operation; raises if the job cannot go on without them. None if
+            it cannot without any.
     """
 
     def __init__(self, name: str, wait: Wait, members: Members | None = None) -> None:
@@ -84,6 +87,7 @@ class SerialExecutor:
         self._lock = threading.RLock()
         self._is_running = False
         self.goes_on_after_mismatch = False
+        self.on_members_lost: Callable[[Wait], None] | None = None
         self._thread: _Thread | None = None
         #: The thread that is in `run_in_line`, 0 for none, and what it runs.
         self._in_line_thread, self._in_line = 0, ""
@@ -126,7 +130,7 @@ class SerialExecutor:
                 self._fail_by_mismatch(fingerprint.text, error, inside)
                 raise
             except (PeerFailed, DeadlockError) as error:  # which the other members raise too
-                self.failure.fail(error)
+                self._end_or_heal(error)
                 raise
             except BaseException as error:
                 if wait.begun or isinstance(error, RingError):
@@ -155,6 +159,19 @@ class SerialExecutor:
                     waited_ms=round(waited * 1e3, 3),
                 )
             return result
+
+    def _end_or_heal(self, error: RingError) -> None:
+        """Let nothing follow after an error, unless members died and the others agree to go on without them."""
+        if not isinstance(error, MembersLost):
+            self.failure.fail(error)
+            return
+        try:
+            if self.on_members_lost is None:  # a communicator that is still being made
+                raise PeerFailed(str(error), error.rank)
+            self.on_members_lost(self._wait)
+        except BaseException as reason:
+            self.failure.fail(reason)
+            raise
 
     def _fail_by_mismatch(self, text: str, error: MismatchError, inside: bool) -> None:
         """Break the communicator, unless all members have seen the error in a blocking call and are in step."""
@@ -237,6 +254,8 @@ class SerialExecutor:
                 self._in_line_thread, self._in_line = threading.get_ident(), description
                 with self._blocking(description):
                     return function()
+            except MembersLost:
+                raise  # the survivors go on together, and the caller repeats all of it
             except BaseException as error:
                 self.interrupt(description, error)
                 raise

@@ -93,6 +93,15 @@ class SharedMemoryBarrier:
         self._texts = [page[_TEXT:] for page in pages]
         self._fingerprint = Fingerprint(0, "start")
 
+    def keep(self, places: Sequence[int]) -> None:
+        """Go on with the members at `places`, which all stand at the same barrier; the others are gone."""
+        self._ranks = tuple(self._ranks[place] for place in places)
+        self._pages = [self._pages[place] for place in places]
+        self._addresses = [self._addresses[place] for place in places]
+        self._texts = [self._texts[place] for place in places]
+        self._position = list(places).index(self._position)
+        self._others = [page for i, page in enumerate(self._pages) if i != self._position]
+
     @property
     def parity(self) -> int:
         """0 or 1, alternating from barrier to barrier; equal on all members that are before the same one."""

@@ -105,6 +105,24 @@ class SharedMemoryGroup:
         for segment in segments:
             segment.close_file()
 
+    def keep(self, ranks: Sequence[int]) -> None:
+        """Go on with these members, which all stand at the same barrier; the others are gone.
+
+        Memory that they map stays where it is, so views of it stay valid. Barriers count on from where they are.
+        """
+        places = [self._ranks.index(rank) for rank in ranks]
+        own = self._ranks[self.position]
+        self.barriers.keep(places)
+        first, second = self._staging
+        self._staging = [first[place] for place in places], [second[place] for place in places]
+        self._typed_staging.clear()
+        self._small_kind = None
+        self.chunk_staging = [self.chunk_staging[place] for place in places]
+        for buffer in self._buffers:
+            buffer.keep(places)
+        self._ranks = tuple(ranks)
+        self.position, self.size = self._ranks.index(own), len(ranks)
+
     # Moving bytes ---------------------------------------------------------------------------------
 
     def _next_staging(self) -> list[Bytes]:
@@ -211,6 +229,11 @@ class SharedMemoryGroup:
     ) -> None:
         """As in `Reducer`; the codec is ignored, since nothing is sent to another host."""
         divisor = self.size if op is Op.AVERAGE else 1
+        if self.size == 1:  # the others are gone
+            self._arrive(fingerprint)
+            if source is not array:
+                np.copyto(array, source)
+            return
         if array.nbytes <= SMALL_BYTES:
             staged = self._next_small_staging(array.dtype, array.size)
             np.copyto(staged[self.position], source)

@@ -25,7 +25,7 @@ two fail at the same moment.
 Considered and rejected: heartbeats, and detectors that learn their intervals (phi accrual), declare a rank dead that
 holds the GIL in a long computation. A time-out on every operation, as torch has for NCCL and gloo, cannot tell a slow
 rank from a dead one; it is only the last resort here (RING_TIMEOUT). Agreement on the set of failed ranks (MPI's ULFM)
-is needed to go on without them; to end, or to restart all ranks, the first failure is enough.
+is needed to go on without them (membership.py); to end, or to restart all ranks, the first failure is enough.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from typing import Any, NamedTuple, Protocol
 from ring_plugins.core.base.errors import DeadlockError, PeerFailed, PeerLeft
 from ring_plugins.core.control.channel import EVERYONE, Channel
 from ring_plugins.core.control.liveness import LocalPeers
+from ring_plugins.core.control.membership import MembersLost
 from ring_plugins.core.control.parent_notifier import notify_parent
 from ring_plugins.core.net.auth import Disconnected
 
@@ -132,6 +133,15 @@ class FailureDetector:
         """Whether a rank's process is gone without having left."""
         local = self._local_peers is not None and self._local_peers.has_lost_a_process()
         return local or self._has_lost_a_process
+
+    def lost(self) -> frozenset[int]:
+        """Ranks that are gone without a word, if the job goes on without them."""
+        return self._local_peers.lost() if self._local_peers is not None else frozenset()
+
+    def members_lost(self, ranks: Sequence[int]) -> MembersLost:
+        """The error of an operation that only waits for ranks that are lost."""
+        assert self._local_peers is not None
+        return MembersLost(str(self._local_peers.death(ranks)), ranks[0])
 
     def check(self, communicator: str, missing: Sequence[int], what: str) -> None:
         """Raise if the operation that this rank waits in cannot complete any more.
@@ -234,6 +244,8 @@ class FailureDetector:
             return
         self._knowing[key] = knowing = {self.rank}
         self._channel.tell(0, "broken", {"key": key, "rank": self.rank, "text": text})
+        if self._local_peers is not None and self._local_peers.min_ranks:
+            return  # rank 0, which passes it on, may be lost; members on this host see it in shared memory
         end = time.monotonic() + _NOTICE
         while not knowing.issuperset(members) and self.failure() is None and time.monotonic() < end:
             time.sleep(0.001)
@@ -310,6 +322,8 @@ class FailureDetector:
         if how.code in _NETWORK_LOST:
             self.lose_network(rank, str(how))
             return
+        if self._local_peers is not None and self._local_peers.min_ranks and not how.is_invalid:
+            return  # the job may go on without it, see membership.py
         if how.is_invalid:
             self._report_lost(
                 rank,

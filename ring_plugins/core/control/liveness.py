@@ -6,8 +6,10 @@ zombie; and it is not our child, so we cannot wait for it.
 
 The idea: every process creates a small shared segment, which its peers map, and holds a POSIX record lock (fcntl(2)) on
 it as long as it lives. The kernel drops the lock when the process ends, however it ends. So a peer that can take the
-lock knows that the owner is gone. Record locks belong to the process, not to the open file, so forked children do not
-inherit them. In the segment the owner writes how it ends: it left, or it failed, and which rank failed first and why.
+lock knows that the owner is gone, and that nothing it wrote to shared memory is still to come. Record locks belong to
+the process, not to the open file, so forked children do not inherit them. In the segment the owner writes how it ends:
+it left, or it failed, and which rank failed first and why. Peers can read it as long as they map it, also when the
+owner is gone; agreement on a loss relies on that (membership.py).
 
 Considered and rejected: robust mutexes (set_robust_list(2)) give the same information, but depend on the layout of
 libpthread's structures. A pidfd (pidfd_open(2)) does so too, but needs Linux 5.3, and the segment is needed anyway for
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -28,8 +30,11 @@ from ring_plugins.core.linux.shared_memory import Address, Segment, publish
 RUNNING, LEFT, FAILED = 1, 2, 3
 
 #: Words (int64) at the start of a segment; the text of a cause begins at byte _CAUSE.
-_STATE, _PID, _ROOT_CAUSE_RANK, _CAUSE_LENGTH, _EXIT_STATUS = range(5)
-_CAUSE, _NBYTES = 1024, 8192
+_STATE, _PID, _ROOT_CAUSE_RANK, _CAUSE_LENGTH, _EXIT_STATUS, _VIEW = range(6)
+#: Between them one byte for each rank: whether it is a member of the view that the owner has decided on.
+_MEMBERS, _CAUSE, _NBYTES = 128, 1024, 8192
+#: Ranks of a job that can decide on a view.
+MOST_MEMBERS = _CAUSE - _MEMBERS
 
 
 class Liveness:
@@ -37,6 +42,7 @@ class Liveness:
 
     def __init__(self, segment: Segment, rank: int) -> None:
         self.rank = rank
+        self._is_gone = False
         self._segment = segment
         self._words = memoryview(segment.array[:_CAUSE]).cast("B").cast("q")
 
@@ -74,13 +80,35 @@ class Liveness:
         return self._words[_ROOT_CAUSE_RANK], bytes(text).decode(errors="replace")
 
     def has_died(self) -> bool:
-        """Whether this peer's process no longer exists."""
-        try:
-            fcntl.lockf(self._segment.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        fcntl.lockf(self._segment.fd, fcntl.LOCK_UN)
+        """Whether this peer's process no longer exists; once true, it stays so."""
+        if not self._is_gone:
+            try:
+                fcntl.lockf(self._segment.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:  # the owner has it, or another peer that is looking
+                return False
+            fcntl.lockf(self._segment.fd, fcntl.LOCK_UN)
+            self._is_gone = True
         return True
+
+    def is_lost(self) -> bool:
+        """Whether this peer's process is gone without having said why."""
+        # It may write how it ends between the first look and the second.
+        return self.state == RUNNING and self.has_died() and self.state == RUNNING
+
+    def decide(self, view: int, members: Sequence[int]) -> None:
+        """Publish the members of a view of the job."""
+        flags = self._segment.array[_MEMBERS:_CAUSE]
+        flags[:] = 0
+        flags[list(members)] = 1
+        publish()
+        self._words[_VIEW] = view
+
+    def decision(self, view: int) -> tuple[int, ...] | None:
+        """The members of a view, if this process has decided on that one last."""
+        if self._words[_VIEW] != view:
+            return None
+        publish()
+        return tuple(np.flatnonzero(self._segment.array[_MEMBERS:_CAUSE]).tolist())
 
     @property
     def exit_status(self) -> int:
@@ -115,32 +143,64 @@ class LocalPeers:
     Args:
         own, others: their liveness.
         host: its name, for messages; "" if the job has only this host.
+        min_ranks: with how many of these ranks the job goes on when others are lost; 0 if every loss is a failure.
 
     Attributes:
         own: of this process.
         others: of the other ranks, by rank.
+        min_ranks: as given.
     """
 
-    def __init__(self, own: Liveness, others: Sequence[Liveness], host: str = "") -> None:
-        self.own = own
+    def __init__(self, own: Liveness, others: Sequence[Liveness], host: str = "", min_ranks: int = 0) -> None:
+        self.own, self.min_ranks = own, min_ranks
         self.others = {peer.rank: peer for peer in others}
         self._where = f" on {host}" if host else ""
 
     def failure(self) -> PeerFailed | None:
-        """The failure of a local peer, if one has failed."""
-        for rank, other in self.others.items():
+        """The failure of a local peer, if one has failed, or so many are lost that the job cannot go on."""
+        lost: list[int] = []
+        others = self.others  # replaced by `forget`, in another thread
+        for rank, other in others.items():
+            if other.state == RUNNING and other.has_died() and other.state == RUNNING:  # it may write in between
+                lost.append(rank)
+                if not self.min_ranks:
+                    return self._death(lost, others)
             if other.state == FAILED:
                 root, text = other.root_cause
                 return PeerFailed(text, root)
-            if other.state == RUNNING and other.has_died():
-                if other.state != RUNNING:  # it wrote how it ended between the two checks
-                    return self.failure()
-                return PeerFailed(
-                    f"rank {rank} (process {other.pid}{self._where}) died without reporting an error; it was "
-                    "killed by a signal (out of memory? `kill -9`?) or crashed in native code.",
-                    rank,
-                )
-        return None
+        return self._death(lost, others) if lost and self._are_too_few(lost, others) else None
+
+    def lost(self) -> frozenset[int]:
+        """Ranks that are gone without a word; none if every loss is a failure."""
+        if not self.min_ranks:
+            return frozenset()
+        return frozenset(rank for rank, other in self.others.items() if other.is_lost())
+
+    def death(self, lost: Sequence[int]) -> PeerFailed:
+        """The failure of ranks that are lost; its text names the first."""
+        return self._death(lost, self.others)
+
+    def are_too_few(self, lost: Sequence[int]) -> bool:
+        """Whether the job cannot go on without these ranks."""
+        return self._are_too_few(lost, self.others)
+
+    def _are_too_few(self, lost: Sequence[int], others: Mapping[int, Liveness]) -> bool:
+        return 1 + len(others) - len(lost) < self.min_ranks
+
+    def _death(self, lost: Sequence[int], others: Mapping[int, Liveness]) -> PeerFailed:
+        rank = lost[0]
+        text = (
+            f"rank {rank} (process {others[rank].pid}{self._where}) died without reporting an error; it was "
+            "killed by a signal (out of memory? `kill -9`?) or crashed in native code."
+        )
+        if self.min_ranks and self._are_too_few(lost, others):
+            left = 1 + len(others) - len(lost)
+            text += f" Training cannot go on with {left} rank{'s' * (left != 1)}: min_ranks={self.min_ranks}."
+        return PeerFailed(text, rank)
+
+    def forget(self, lost: Collection[int]) -> None:
+        """Look no more at ranks without which the job goes on."""
+        self.others = {rank: other for rank, other in self.others.items() if rank not in lost}
 
     def has_lost_a_process(self) -> bool:
         """Whether a local peer's process is gone without having left."""

@@ -37,6 +37,7 @@ from ring_plugins.core.base.errors import (
     fresh,
     name_ranks,
 )
+from ring_plugins.core.control.membership import MembersLost
 
 if TYPE_CHECKING:
     from ring_plugins.core.control.failure_detector import FailureDetector
@@ -185,6 +186,7 @@ class Wait:
 
         Raises:
             PeerFailed, PeerLeft: a rank is gone.
+            MembersLost: only ranks are missing without which the job can go on.
             DeadlockError: ranks wait for each other in different operations.
             TimeoutExceeded: nothing happened for RING_TIMEOUT seconds.
         """
@@ -206,6 +208,8 @@ class Wait:
                     next_check = now + _CHECK_EVERY
                     self._check(now, started, on_main, ready, missing, what, receiving)
                 nap(_NAP if now - started < 1.0 else _LONG_NAP)
+        except MembersLost:
+            raise
         except PeerFailed as error:
             self._raise_reason(error, what)
             raise
@@ -228,16 +232,20 @@ class Wait:
         receiving: Callable[[int], bool] | None,
     ) -> None:
         self._check_failure(ready)
+        detector = self._failure_detector
+        dead = detector.lost() if detector is not None else frozenset()  # before looking who has arrived, or not
         absent = missing()
-        if self._failure_detector is not None:
+        if detector is not None:
             try:
                 lost = [rank for rank in absent if receiving is None or not receiving(rank)]
-                self._check_members(self._failure_detector, lost, what)
+                self._check_members(detector, lost, what)
+                if absent and dead.issuperset(absent):
+                    raise detector.members_lost(absent)
             except RingError:  # and no signal handler's exception
                 if ready():  # the peer did arrive before it ended
                     return
                 raise
-            self._check_refusals(self._failure_detector, absent, what, ready)
+            self._check_refusals(detector, absent, what, ready)
         if now - started > LONG:
             blocked_since = started if on_main else max(started, self.caller_blocked_since or now)
             long_waits[threading.get_ident()] = LongWait(
@@ -299,6 +307,8 @@ class Wait:
             if self._failure_detector is not None:
                 self._check_members(self._failure_detector, [rank], what)
                 self._check_refusals(self._failure_detector, [rank], what)
+                if rank in self._failure_detector.lost():
+                    raise PeerFailed(str(self._failure_detector.members_lost([rank])), rank)
             time.sleep(0.01)
 
 

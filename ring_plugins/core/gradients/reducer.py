@@ -13,8 +13,11 @@ from ring_plugins.core.arrays.codec import Compression, HalfCodec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory, Memory
 from ring_plugins.core.collectives.api import Communicator, Work
+from ring_plugins.core.collectives.healing import HealingCommunicator
+from ring_plugins.core.control.membership import MembersLost
 from ring_plugins.core.gradients.fusion import Bucket, BucketMemory, FusionPlan
-from ring_plugins.core.gradients.overlap import ALWAYS, Overlap
+from ring_plugins.core.gradients.overlap import ALWAYS, FixedOverlap, Overlap
+from ring_plugins.core.gradients.repetition import KeptInputs
 from ring_plugins.core.trace.recorder import recorder
 from ring_plugins.core.trace.steps import steps
 
@@ -30,6 +33,8 @@ class GradientReducer:
     Buckets are launched in the order of the plan on every rank, whatever order gradients become ready in, so that ranks
     never have to ask each other what comes next. A pass begins with the first `mark_ready` and ends with `finish`,
     which launches the buckets that are left. For a gradient that never became ready, `fill` decides what is sent.
+
+    Where ranks may be lost (`HealingCommunicator`), passes are reduced in line, and repeated after a loss.
 
     Args:
         buffer: the buckets' memory.
@@ -72,7 +77,8 @@ class GradientReducer:
         for bucket in self._buckets:
             for entry in bucket.entries:
                 self._bucket_of[entry] = bucket.index
-        self._overlap = overlap or ALWAYS
+        self._kept = KeptInputs() if isinstance(communicator, HealingCommunicator) else None
+        self._overlap = (overlap or ALWAYS) if self._kept is None else FixedOverlap(False)
         self.overlaps = self._overlap.now
         self.holds = False
         self.waited = 0.0
@@ -82,6 +88,8 @@ class GradientReducer:
 
     def _start_pass(self) -> None:
         self.is_under_way = False
+        if self._kept is not None:
+            self._kept.clear()
         self._ready = bytearray(len(self._bucket_of))
         self._missing = [len(bucket.entries) for bucket in self._buckets]
         self._next = 0
@@ -133,8 +141,8 @@ class GradientReducer:
                     self._launch(self._fill())
 
     def launch_rest(self) -> None:
-        """Launch what is left, without waiting."""
-        while self._next < len(self._buckets):
+        """Launch what is left, without waiting; nothing where passes are reduced in line because ranks may be lost."""
+        while self._kept is None and self._next < len(self._buckets):
             self._launch(self._fill())
 
     def finish(self) -> None:
@@ -144,8 +152,7 @@ class GradientReducer:
         self.begin()
         if self.overlaps:
             self.launch_rest()
-        while self._next < len(self._buckets):
-            self._reduce_in_line(self._fill())
+        self._reduce_rest_in_line(self._fill())
         self._wait()
 
     def abandon(self, fill: Fill = lambda bucket: None) -> None:
@@ -154,8 +161,9 @@ class GradientReducer:
         Args:
             fill: returns memory for direct tensors, of the right sizes; its values do not matter.
         """
-        while self._next < len(self._buckets):
+        while self._next < len(self._buckets) and self._kept is None:
             self._launch(fill)
+        self._reduce_rest_in_line(fill)
         self._wait()
 
     def forget_errors(self) -> None:
@@ -167,6 +175,15 @@ class GradientReducer:
         reduce = self._reduction(fill)
         self._works[index] = self._communicator.start(self._descriptions[index], reduce)
         self._next = index + 1
+
+    def _reduce_rest_in_line(self, fill: Fill | None) -> None:
+        while self._next < len(self._buckets):
+            try:
+                self._reduce_in_line(fill)
+            except MembersLost:
+                if self._kept is None:
+                    raise
+                self._next = 0  # the pass is repeated as a whole, see `repetition`
 
     def _reduce_in_line(self, fill: Fill | None) -> None:
         index = self._next
@@ -185,7 +202,7 @@ class GradientReducer:
         assert fill is not None  # whose object calls this
         self.is_under_way = True
         bucket = self._buckets[self._next]
-        memories = [self._buffer.memories[bucket.index], *(fill(bucket) or ())]
+        memories = self._memories_of(bucket, fill)
         communicator, op = self._communicator, self._op
 
         nbytes = sum(memory.nbytes for memory in memories)
@@ -210,6 +227,15 @@ class GradientReducer:
                 )
 
         return reduce
+
+    def _memories_of(self, bucket: Bucket, fill: Fill) -> Sequence[Any]:
+        """The memory of a bucket, with this rank's gradients."""
+        if self._kept is not None and (restored := self._kept.restored(bucket.index)) is not None:
+            return restored
+        memories: list[Any] = [self._buffer.memories[bucket.index], *(fill(bucket) or ())]
+        if self._kept is not None:
+            self._kept.keep(bucket.index, memories)
+        return memories
 
     def _codec(self, bucket: int, place: int, memory: Memory) -> HalfCodec | None:
         """The codec for memory sent between hosts; None sends it as it is. GPU memory has already been rounded."""

@@ -233,6 +233,10 @@ class SharedBuffer:
         self.array = self.parts[rank]
         self._start = address_of(self.array)
 
+    def keep(self, places: Sequence[int]) -> None:
+        """Drop the parts of all ranks but those at `places`."""
+        self.parts = [self.parts[place] for place in places]
+
     def offset_of(self, array: np.ndarray[Any, Any]) -> int | None:
         """Bytes from the start of this buffer to `array`, or None if it lies elsewhere."""
         offset = address_of(array) - self._start

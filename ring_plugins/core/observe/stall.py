@@ -209,12 +209,16 @@ class StallAggregator:
         self._pause, self._next_report, self._has_reported, self._has_aborted = self._warning, 0.0, False, False
         self._inquiry: _Inquiry | None = None
         self._inquiries = itertools.count(1)
+        self._lost: set[int] = set()
         channel.on("report_wait", self._note_wait)
+        channel.on("ranks_lost", self._note_lost)
         channel.on("end_wait", self._note_end)
         channel.on("report_snapshot", self._note_snapshot)
         channel.on("report_process_state", self._note_process_state)
 
     def _note_wait(self, sender: int, body: Body) -> None:
+        if sender in self._lost:  # sent before it died
+            return
         now = time.monotonic()
         self._waits[sender, body["number"]] = Waiting(
             sender,
@@ -229,6 +233,12 @@ class StallAggregator:
             body["on_gpu"],
             body["step"],
         )
+
+    def _note_lost(self, sender: int, body: Body) -> None:
+        """Forget the waits of ranks without which the job goes on."""
+        self._lost.update(body["ranks"])
+        for key in [key for key in self._waits if key[0] in self._lost]:
+            del self._waits[key]
 
     def _note_end(self, sender: int, body: Body) -> None:
         self._waits.pop((sender, body["number"]), None)

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -230,6 +230,23 @@ def _spawn(ranks: int) -> SharedMemoryRendezvous:
             )
         )
     return SharedMemoryRendezvous(segment, 0, ranks, children)
+
+
+def restart_under_ring_run(ranks: int, min_ranks: int) -> NoReturn:
+    """Replace this process by a `ring run` of its own command, whose ranks can each outlive any other.
+
+    The script runs again from its first line in every rank, as it does in all but the first where it spawns them.
+
+    Args:
+        ranks: of the job.
+        min_ranks: with how many of them the job goes on.
+    """
+    check_is_original_script()
+    again = command()
+    options = ["-n", str(ranks), "--with", "python", "--on-failure", "continue", "--min-ranks", str(min_ranks)]
+    flush_output()
+    os.chdir(_START_DIRECTORY)
+    os.execv(sys.executable, [sys.executable, "-m", "ring_plugins", "run", *options, "--", *again])
 
 
 def wait_for_children(failed: bool) -> int:

@@ -34,6 +34,9 @@ class Detector:
             if other is not self and key in other.states:
                 other.states[key].fail(PeerFailed(text, 0))
 
+    def lost(self):
+        return frozenset()
+
     def check(self, name, missing, what):
         self.asked.append((name, tuple(missing)))
         if self.error is not None:

@@ -128,6 +128,9 @@ def test_a_connection_found_closed_before_the_wait_still_gives_the_peers_reason(
     class Detector:
         aborted = False
 
+        def lost(self):
+            return frozenset()
+
         def check(self, communicator, missing, what):
             raise PeerFailed("rank 1 died without reporting an error", 1)
 
@@ -140,6 +143,9 @@ def test_a_connection_found_closed_before_the_wait_still_gives_the_peers_reason(
 def test_what_a_rank_sent_before_it_left_arrives_however_slowly():
     class Detector:  # for which rank 0 has left long ago
         aborted = False
+
+        def lost(self):
+            return frozenset()
 
         def check(self, communicator, missing, what):
             if 0 in missing:

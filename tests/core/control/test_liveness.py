@@ -1,6 +1,7 @@
 """How ranks of one host see each other end: forked children stand for other ranks."""
 
 import contextlib
+import fcntl
 import os
 import signal
 
@@ -56,6 +57,26 @@ def test_a_killed_rank_is_noticed_at_once_with_its_host_and_process():
         assert failure is not None and failure.rank == 1
         assert f"rank 1 (process {pid} on host1) died without reporting an error" in str(failure)
         assert peers.has_lost_a_process()
+
+
+def test_a_stopped_rank_is_not_lost():
+    with peer(lambda own: None) as (peers, _):
+        os.kill(peers.others[1].pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, peers.others[1].pid, os.WSTOPPED | os.WNOWAIT)
+        assert not peers.others[1].is_lost() and not peers.others[1].has_died()
+
+
+def test_a_rank_that_was_seen_dead_stays_so_while_another_peer_has_its_lock(monkeypatch):
+    with peer(lambda own: os.kill(os.getpid(), signal.SIGKILL)) as (peers, proceed):
+        proceed()
+        os.waitid(os.P_PID, peers.others[1].pid, os.WEXITED | os.WNOWAIT)
+        assert peers.others[1].is_lost()
+
+        def taken(*_):
+            raise BlockingIOError
+
+        monkeypatch.setattr(fcntl, "lockf", taken)
+        assert peers.others[1].is_lost()
 
 
 def test_a_rank_that_fails_reports_the_root_cause_once():

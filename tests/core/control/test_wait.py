@@ -16,6 +16,9 @@ class Detector:
     def __init__(self, error=None, after=0):
         self.error, self.after, self.aborted, self.asked = error, after, False, []
 
+    def lost(self):
+        return frozenset()
+
     def check(self, communicator, missing, what):
         self.asked.append((communicator, list(missing), what))
         if self.error is not None and len(self.asked) > self.after:

@@ -1,0 +1,118 @@
+"""A communicator that goes on when members die: `on_failure="continue"`.
+
+**When.** A member that died leaves the others stuck at the first barrier that it did not reach, in the same operation
+(core/control/membership.py says why). They agree on who is left, and every communicator of the job drops the dead one:
+its pages, its staging buffers, its part of shared buffers. What the others have mapped stays where it is, so a gradient
+that lives in a bucket is still there. Nothing is allocated or opened again, and nobody who holds the communicator
+notices, but that `rank`, `size` and `ranks` have changed.
+
+**What is repeated.** The operation has happened for nobody, but it may have overwritten memory that it works on in
+place. Here, operations are called again where they can be: from a copy of an all-reduce's input, and from arguments
+that nothing overwrites. What was called in `run_in_line` is repeated as a whole by its caller, who has the inputs (see
+`GradientReducer`). In other collectives the shapes depend on the number of ranks; callers that can make new ones use
+`repeated`, and for the rest `MembersLost` ends the job.
+
+**All at once.** When one communicator finds a loss, all are told, and none may be in the middle of an operation. So
+operations run in the thread that calls them, also those given to `start`. In a script that communicates in one thread,
+all survivors then stand at the same place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ring_plugins.core.arrays.codec import HalfCodec
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.collectives.api import Work
+from ring_plugins.core.collectives.executor import BackgroundWork
+from ring_plugins.core.collectives.host import HostCommunicator
+from ring_plugins.core.collectives.validation import check_rank
+from ring_plugins.core.control.membership import MembersLost
+from ring_plugins.core.control.wait import Wait
+
+T = TypeVar("T")
+
+
+def repeated(function: Callable[[], T]) -> T:
+    """Call a function whose inputs nothing overwrites, and again whenever members are lost in it."""
+    while True:
+        try:
+            return function()
+        except MembersLost:  # each time there is at least one member less
+            pass
+
+
+class HealingCommunicator(HostCommunicator):
+    """A `HostCommunicator` of one host that drops members which die. Arguments as there."""
+
+    _is_in_line = False
+
+    def go_on_after(self, on_members_lost: Callable[[Wait], None]) -> None:
+        """From now on, call a function when members have died in an operation.
+
+        Args:
+            on_members_lost: has the survivors agree, and calls `keep` of all their communicators; raises if they cannot
+                go on.
+        """
+        self._executor.on_members_lost = on_members_lost
+
+    def keep(self, ranks: Sequence[int]) -> None:
+        """Go on with the members among these world ranks."""
+        own = self.ranks[self.rank]
+        left = tuple(rank for rank in self.ranks if rank in ranks)
+        if self._node is None or left == self.ranks:  # closed, or nothing to do
+            return
+        self._node.keep(left)
+        self.ranks, self.rank, self.size = left, left.index(own), len(left)
+
+    # Repeated here --------------------------------------------------------------------------------
+
+    def all_reduce(self, memory: HostMemory, op: Op, codec: HalfCodec | None = None) -> None:
+        if self._is_in_line:
+            super().all_reduce(memory, op, codec)
+            return
+        source = np.array(memory.array if memory.source is None else memory.source)
+        repeated(lambda: super(HealingCommunicator, self).all_reduce(memory._replace(source=source), op, codec))
+
+    def broadcast(self, memory: HostMemory, root: int) -> None:
+        self._repeat_with(root, lambda root: super(HealingCommunicator, self).broadcast(memory, root))
+
+    def broadcast_object(self, item: Any, root: int = 0) -> Any:
+        return self._repeat_with(root, lambda root: super(HealingCommunicator, self).broadcast_object(item, root))
+
+    def barrier(self) -> None:
+        repeated(super().barrier)
+
+    def all_gather_object(self, item: Any) -> list[Any]:
+        return repeated(lambda: super(HealingCommunicator, self).all_gather_object(item))
+
+    def _repeat_with(self, root: int, function: Callable[[int], T]) -> T:
+        """As `repeated`, for a function of the root's rank, as long as the root is not lost."""
+        check_rank(root, self)
+        if self._is_in_line:
+            return function(root)
+        world_rank = self.ranks[root]
+        while True:
+            try:
+                return function(self.ranks.index(world_rank))
+            except MembersLost:
+                if world_rank not in self.ranks:
+                    raise
+
+    # In the caller's thread -----------------------------------------------------------------------
+
+    def start(self, description: str, function: Callable[[], T]) -> Work[T]:
+        work = BackgroundWork(description, function, lambda _: None, self.interrupt)
+        work.run()
+        return work
+
+    def run_in_line(self, description: str, function: Callable[[], T]) -> T:
+        self._is_in_line = True
+        try:
+            return super().run_in_line(description, function)
+        finally:
+            self._is_in_line = False

@@ -1,0 +1,127 @@
+"""Whether a job goes on when ranks are lost: what the user chose, where that works, and what is said of a loss.
+
+How it goes on: core/control/membership.py (who is left), core/collectives/healing.py (communicators),
+core/gradients/repetition.py (the step). `World` puts them together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ring_plugins.core.base import config
+from ring_plugins.core.base.errors import ArgumentError, name_ranks
+from ring_plugins.core.control.liveness import MOST_MEMBERS
+from ring_plugins.core.rendezvous import detect
+from ring_plugins.core.rendezvous.spawn import restart_under_ring_run
+
+_REMEDY = f'leave out on_failure="continue", and unset {config.ON_FAILURE.name}'
+
+
+class FailurePolicy(NamedTuple):
+    """What a job does when a rank is lost.
+
+    Attributes:
+        continues: whether the others go on.
+        min_ranks: with how many of them at least.
+    """
+
+    continues: bool
+    min_ranks: int
+
+    @classmethod
+    def chosen(cls, on_failure: str | None, min_ranks: int | None) -> FailurePolicy:
+        """The policy of `init`'s arguments, or of RING_ON_FAILURE and RING_MIN_RANKS where they are None.
+
+        Raises:
+            ArgumentError: an argument or a variable is invalid.
+        """
+        if on_failure not in (None, "end", "continue"):
+            raise ArgumentError(f'on_failure={on_failure!r} must be "end" or "continue".')
+        if min_ranks is not None and (isinstance(min_ranks, bool) or not isinstance(min_ranks, int) or min_ranks < 1):
+            raise ArgumentError(f"min_ranks={min_ranks!r} is not a positive number of ranks.")
+        continues = (on_failure or config.ON_FAILURE.get()) == "continue"
+        return cls(continues, (min_ranks or config.MIN_RANKS.get() or 1) if continues else 0)
+
+
+def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: int) -> None:
+    """Make sure that what started this process does not end it when another rank dies.
+
+    A script that is to spawn its ranks does not return from this: it starts again, under `ring run`.
+
+    Args:
+        ranks: that `init` is asked for.
+        policy: of this process; goes on after losses.
+        generation: how often this process has connected before.
+
+    Raises:
+        ArgumentError: what started this process would end it.
+        LaunchError: this script cannot be started again.
+    """
+    record = detect()
+    is_under_ring_run = config.LOSSES_TOLERATED.is_set()
+    if record.kind == "single" and (ranks is None or ranks == 1):
+        return
+    if record.kind == "single" and ranks is not None and not is_under_ring_run:
+        if policy.min_ranks > ranks:
+            raise ArgumentError(f"min_ranks={policy.min_ranks} is more than the {ranks} ranks of the job.")
+        # This process would be the parent of the other ranks, which could not outlive it.
+        restart_under_ring_run(ranks, policy.min_ranks)
+    if record.kind != "spawned" or not is_under_ring_run:
+        raise ArgumentError(
+            f'on_failure="continue" does not work under {record.by}, which ends all ranks when one dies. Start the job '
+            "on one host, with `ring run --on-failure continue -n 4 python train.py` or with plain python and "
+            f"init(ranks=4); or {_REMEDY}."
+        )
+    if generation:
+        raise ArgumentError('init() cannot be called again after shutdown() with on_failure="continue".')
+
+
+def check_policies(policies: Sequence[Sequence[Any]], shares_memory: bool, job: str) -> None:
+    """Check that all ranks want to go on after losses, and can.
+
+    Args:
+        policies: each rank's `FailurePolicy`.
+        shares_memory: whether all of them share memory.
+        job: the ranks and hosts, for the error.
+
+    Raises:
+        ArgumentError: on all ranks, if not.
+    """
+    size, (_, min_ranks) = len(policies), policies[0]
+    if len(set(map(tuple, policies))) > 1:
+        raise ArgumentError(
+            f"on_failure and min_ranks differ by rank: {list(map(tuple, policies))}. Pass the same to init() on all "
+            "ranks."
+        )
+    if not shares_memory or size > MOST_MEMBERS:
+        raise ArgumentError(
+            f'on_failure="continue" needs ranks of one host that share memory, at most {MOST_MEMBERS}, but these are '
+            f"{job}: {_REMEDY}."
+        )
+    if min_ranks > size > 1:
+        raise ArgumentError(f"min_ranks={min_ranks} is more than the {size} ranks of the job.")
+
+
+def what_was_lost(lost: Sequence[int], pids: Sequence[int], left: Sequence[int], seconds: float) -> str:
+    """The line that tells the user of a loss, and of the ranks' new numbers.
+
+    Args:
+        lost: world ranks.
+        pids: of all processes with which the job started, by world rank.
+        left: the world ranks that go on, in order.
+        seconds: that the agreement took.
+    """
+    gone = " and ".join(f"{name_ranks([rank])} (process {pids[rank]})" for rank in lost)
+    moved = ", ".join(f"{old} is now {new}" for new, old in enumerate(left) if old != new)
+    whose = "this rank" if len(lost) == 1 else "these ranks"
+    line = (
+        f"{gone} died; the job goes on with {len(left)} of its {len(pids)} ranks since {time.strftime('%H:%M:%S')}, "
+        f"after {seconds * 1e3:.0f} ms. Nobody takes over the data of {whose}."
+    )
+    if moved:
+        line += f" By the numbers with which ranks started, and which errors name: rank {moved}."
+    if 0 in lost:
+        line += " Reports of stalls, steps and timelines end with rank 0, which collected them."
+    return line

@@ -1,0 +1,62 @@
+"""Averaging where ranks may be lost: what is refused, and the proof that those that are left are still equal.
+
+The survivors average that step's gradients once more, without the rank that died (core/gradients/repetition).
+They have computed nothing else again, so their weights must be equal to the last bit, and so must be the averages with
+which they step. That is checked there and then, before the update: a job that went on with different weights would end
+with a useless model, and nobody would know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from ring_plugins.core.base.errors import DriftError
+from ring_plugins.core.collectives.healing import HealingCommunicator
+from ring_plugins.core.gradients.overlap import Wanted, chosen_overlap
+from ring_plugins.core.gradients.tuning import is_wanted
+from ring_plugins.core.world import current
+from ring_plugins.observe.drift import differing_weights
+from ring_plugins.torch.drift import parameter_checksums
+
+
+class HealingCheck:
+    """Compares all ranks after some were lost, for one averager.
+
+    Args:
+        communicator: the averager's.
+        overlap, autotune: as the averager got them.
+
+    Raises:
+        ArgumentError: averaging in this way cannot go on after a loss.
+    """
+
+    def __init__(self, communicator: HealingCommunicator, overlap: Wanted, autotune: bool | None) -> None:
+        self._communicator = communicator
+        if chosen_overlap(overlap) is True:
+            current().refuse_to_heal("averaging gradients while backward runs (overlap=True, RING_OVERLAP=1)")
+        if is_wanted(autotune):
+            current().refuse_to_heal("autotuning of bucket sizes (autotune=True, RING_AUTOTUNE=1)")
+        self._view = current().view
+
+    def prove_equal(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Compare weights and averages if ranks were lost since the last call; collective then.
+
+        Args:
+            named: (name, parameter) pairs, equal on all ranks, at the end of a backward.
+
+        Raises:
+            DriftError: on all ranks, if they differ. Not if RING_WEIGHT_CHECK=0.
+        """
+        view = current().view
+        if view == self._view:
+            return
+        self._view = view
+        trained = [(name, p.grad) for name, p in named if p.requires_grad]
+        averages = [(f"the gradient of {name}", average) for name, average in trained if average is not None]
+        found = differing_weights(
+            lambda: parameter_checksums([*named, *averages]), "after the loss of a rank", self._communicator
+        )
+        if found:
+            raise DriftError(f"{found} Continue from a checkpoint.")

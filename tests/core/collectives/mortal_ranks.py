@@ -1,0 +1,167 @@
+"""Ranks that can die, as threads of one process: every point of an operation can be tried in milliseconds.
+
+A thread that dies stops where it is and does nothing more. Its memory stays, and its `Mortal` says that it is gone, as
+the kernel's lock would.
+"""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from ring_plugins.core.collectives.healing import HealingCommunicator
+from ring_plugins.core.collectives.shm_barrier import _EPOCH, SharedMemoryBarrier
+from ring_plugins.core.control.failure_detector import FailureDetector, Peer
+from ring_plugins.core.control.liveness import FAILED, LEFT, RUNNING, LocalPeers
+from ring_plugins.core.control.membership import Membership
+
+
+class Mortal:
+    """A `Liveness` in ordinary memory."""
+
+    exit_status = 0
+
+    def __init__(self, rank):
+        self.rank, self.pid, self.state, self.is_dead = rank, 1000 + rank, RUNNING, False
+        self.root_cause, self.decided = (-1, ""), (0, ())
+
+    def has_died(self):
+        return self.is_dead
+
+    def is_lost(self):
+        return self.state == RUNNING and self.is_dead
+
+    def decide(self, view, members):
+        self.decided = view, tuple(members)
+
+    def decision(self, view):
+        return self.decided[1] if self.decided[0] == view else None
+
+    def fail(self, rank, text):
+        self.root_cause, self.state = (rank, text), FAILED
+
+    def leave(self):
+        self.state = LEFT
+
+
+class Silent:
+    """A control channel that nobody reads."""
+
+    def on(self, kind, handler):
+        pass
+
+    def tell(self, rank, kind, body):
+        pass
+
+    def flush(self, seconds):
+        return True
+
+
+class Rank:
+    """A rank as its own thread sees it.
+
+    Args:
+        rank: its number.
+        everyone: by rank, the `Mortal` of each.
+        gather: exchanges items among all.
+        over: set when the survivors are done.
+        min_ranks: as for `LocalPeers`.
+
+    Attributes:
+        view: ranks that are left.
+        barriers: how many this rank has come to.
+        dies: called at each barrier with its number; returns "before" or "in" to die there, None to live.
+    """
+
+    def __init__(self, rank, everyone, gather, over, min_ranks):
+        self.rank, self._everyone, self._gather, self._over = rank, everyone, gather, over
+        self.peers = LocalPeers(everyone[rank], [one for one in everyone if one.rank != rank], min_ranks=min_ranks)
+        membership = [Peer("host", one.pid, "domain") for one in everyone]
+        self.detector = FailureDetector(rank, membership, self.peers, Silent())
+        self._membership = Membership(self.peers)
+        self._communicators = []
+        self.barriers, self.dies = 0, lambda number: None
+
+    @property
+    def view(self):
+        return self._membership.ranks
+
+    def communicator(self, name):
+        """A new communicator of all ranks."""
+        tag = 2 * len(self._communicators)
+        made = HealingCommunicator(name, self.rank, "host", tag, self._gather, self.detector, None)
+        made.go_on_after(self._heal)
+        self._communicators.append(made)
+        return made
+
+    def _heal(self, wait):
+        self._membership.agree(wait)
+        for communicator in self._communicators:
+            communicator.keep(self.view)
+
+    def die(self):
+        """Do nothing more."""
+        self._everyone[self.rank].is_dead = True
+        self._over.wait(60)
+        raise Died
+
+    def close(self):
+        for communicator in self._communicators:
+            communicator.close()
+
+
+class Died(BaseException):
+    """Ends the thread of a rank that died, when nobody looks any more."""
+
+
+def on_mortal_ranks(monkeypatch, size, function, min_ranks=1):
+    """Call `function(rank)` on all `Rank`s at once; returns results by rank, None for those that died.
+
+    Raises:
+        Exception: the first error of a rank.
+    """
+    together, items, over = threading.Barrier(size), [None] * size, threading.Event()
+    everyone, own = [Mortal(rank) for rank in range(size)], threading.local()
+    synchronize = SharedMemoryBarrier.synchronize
+
+    def mortally(barrier, *args, **options):
+        rank = getattr(own, "rank", None)
+        if rank is not None:
+            rank.barriers += 1
+            how = rank.dies(rank.barriers)
+            if how == "in":
+                barrier._own[_EPOCH] += 1
+            if how:
+                rank.die()
+        synchronize(barrier, *args, **options)
+
+    monkeypatch.setattr(SharedMemoryBarrier, "synchronize", mortally)
+
+    def call(number):
+        def gather(item):
+            items[number] = item
+            together.wait(60)
+            gathered = list(items)
+            together.wait(60)
+            return gathered
+
+        rank = own.rank = Rank(number, everyone, gather, over, min_ranks)
+        try:
+            return function(rank)
+        except Died:
+            return None
+        except BaseException as error:
+            everyone[number].fail(number, f"rank {number} failed: {error!r}")
+            raise
+        finally:
+            living.discard(number)
+            if not living & {one.rank for one in everyone if not one.is_dead}:
+                over.set()
+            if not everyone[number].is_dead:
+                rank.close()
+
+    living = set(range(size))
+    with ThreadPoolExecutor(size) as threads:
+        futures = [threads.submit(call, number) for number in range(size)]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise errors[0]
+    return [future.result() for future in futures]

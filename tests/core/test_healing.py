@@ -1,0 +1,95 @@
+"""Where a job may go on when ranks are lost, and what is said of a loss."""
+
+import sys
+
+import pytest
+
+from ring_plugins.core import healing
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.control.liveness import MOST_MEMBERS
+from ring_plugins.core.healing import FailurePolicy, check_policies, prepare_to_continue, what_was_lost
+
+CONTINUE = FailurePolicy(True, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("restart", None), "on_failure='restart' must be"),
+        (("continue", 0), "min_ranks=0 is not a positive"),
+        (("continue", True), "min_ranks=True is not a positive"),
+        (("continue", "2"), "min_ranks='2' is not a positive"),
+    ],
+)
+def test_a_wrong_policy_is_refused(arguments, text):
+    with pytest.raises(ArgumentError, match=text):
+        FailurePolicy.chosen(*arguments)
+
+
+def test_the_variables_choose_what_the_arguments_do_not(monkeypatch):
+    assert FailurePolicy.chosen(None, 3) == (False, 0)
+    monkeypatch.setenv("RING_ON_FAILURE", "continue")
+    monkeypatch.setenv("RING_MIN_RANKS", "2")
+    assert FailurePolicy.chosen(None, None) == (True, 2)
+    assert FailurePolicy.chosen("end", None) == (False, 0)
+    assert FailurePolicy.chosen(None, 4) == (True, 4)
+
+
+def test_launchers_that_end_all_ranks_are_refused(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RING_LAUNCHER", "rendezvous")
+    with pytest.raises(
+        ArgumentError, match="which ends all ranks when one dies. Start the job on one host, with `ring"
+    ):
+        prepare_to_continue(None, CONTINUE, 0)
+
+
+def test_so_is_a_ring_run_that_was_not_told(monkeypatch):
+    monkeypatch.setenv("RING_SPAWNED", "5:0:2:0")
+    with pytest.raises(ArgumentError, match="ring run --on-failure continue"):
+        prepare_to_continue(None, CONTINUE, 0)
+    monkeypatch.setenv("RING_LOSSES_TOLERATED", "1")
+    prepare_to_continue(None, CONTINUE, 0)
+    with pytest.raises(ArgumentError, match="cannot be called again"):
+        prepare_to_continue(None, CONTINUE, 1)
+
+
+def test_a_script_starts_again_under_ring_run_unless_it_is_alone(monkeypatch):
+    started = []
+    monkeypatch.setattr(healing, "restart_under_ring_run", lambda *arguments: started.append(arguments) or sys.exit())
+    for name in ("RING_SPAWNED", "RANK", "WORLD_SIZE", "RING_LOSSES_TOLERATED"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RING_LAUNCHER", "single")
+    prepare_to_continue(None, CONTINUE, 0)
+    prepare_to_continue(1, CONTINUE, 0)
+    with pytest.raises(ArgumentError, match="min_ranks=5 is more than the 4 ranks"):
+        prepare_to_continue(4, FailurePolicy(True, 5), 0)
+    assert not started
+    with pytest.raises(SystemExit):
+        prepare_to_continue(4, FailurePolicy(True, 2), 0)
+    assert started == [(4, 2)]
+    monkeypatch.setenv("RING_LOSSES_TOLERATED", "1")  # as a script that a rank starts inherits it
+    with pytest.raises(ArgumentError, match="does not work under"):
+        prepare_to_continue(4, CONTINUE, 0)
+    assert len(started) == 1
+
+
+def test_all_ranks_must_want_it_and_be_able_to():
+    check_policies([[True, 1], [True, 1]], True, "")
+    with pytest.raises(ArgumentError, match=r"differ by rank: \[\(True, 1\), \(False, 0\)\]"):
+        check_policies([[True, 1], [False, 0]], True, "")
+    with pytest.raises(ArgumentError, match="these are 2 ranks on 2 hosts: leave out on_failure"):
+        check_policies([[True, 1], [True, 1]], False, "2 ranks on 2 hosts")
+    with pytest.raises(ArgumentError, match=f"at most {MOST_MEMBERS}"):
+        check_policies([[True, 1]] * (MOST_MEMBERS + 1), True, "")
+    with pytest.raises(ArgumentError, match="min_ranks=3 is more than the 2 ranks"):
+        check_policies([[True, 3], [True, 3]], True, "")
+
+
+def test_one_line_says_who_was_lost_and_how_ranks_are_numbered_now():
+    line = what_was_lost([0, 2], [10, 11, 12, 13], (1, 3), 0.0123)
+    assert line.startswith("rank 0 (process 10) and rank 2 (process 12) died; the job goes on with 2 of its 4 ranks")
+    assert "after 12 ms. Nobody takes over the data of these ranks." in line
+    assert "rank 1 is now 0, 3 is now 1." in line and "end with rank 0" in line
+    assert "is now" not in what_was_lost([3], [10, 11, 12, 13], (0, 1, 2), 0.0)

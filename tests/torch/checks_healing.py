@@ -1,0 +1,77 @@
+"""A training of which ranks are killed, as TEST_DEATHS says: {rank: [step, point]}. Reports what the survivors have."""
+
+import json
+import os
+import signal
+
+import torch
+
+import ring_plugins as ring
+from ring_plugins.core.collectives.shm_barrier import SharedMemoryBarrier
+from ring_plugins.core.world import current
+from ring_plugins.torch import DistributedOptimizer, broadcast_parameters
+from tests.worker import report
+
+STEPS = 8
+
+
+def gradient(step: int, rank: int) -> float:
+    """Of every parameter: its average over any of up to four ranks is exact."""
+    return 12.0 * ((7 * step + 3 * rank) % 5 - 2)
+
+
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_barrier(number: int, when: str) -> None:
+    """Die at this barrier from now on, counted from 1, before or after announcing the arrival."""
+    synchronize, seen = SharedMemoryBarrier.synchronize, []
+
+    def mortally(self: SharedMemoryBarrier, *args: object, **options: object) -> None:
+        seen.append(1)
+        if len(seen) == number and when == "in":
+            self._own[0] += 1
+        if len(seen) == number:
+            die()
+        synchronize(self, *args, **options)  # type: ignore[arg-type]
+
+    SharedMemoryBarrier.synchronize = mortally  # type: ignore[method-assign, assignment]
+
+
+def main() -> None:
+    ring.init(ranks=int(os.environ["TEST_RANKS"]), on_failure="continue", min_ranks=int(os.environ["TEST_MIN"]))
+    me = ring.rank()
+    step_of_death, point = json.loads(os.environ["TEST_DEATHS"]).get(str(me), (None, ""))
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(count)) for count in (10, 20_000, 300_000)])
+    broadcast_parameters(model)
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5), model.named_parameters(), bucket_bytes=4096
+    )
+    history, step = [], 0
+    optimizer.optimizer.register_step_pre_hook(
+        lambda *_: die() if point == "in step" and step == step_of_death else None
+    )
+    for step in range(STEPS):
+        if step == step_of_death and point == "exception":
+            raise ValueError("a bad sample")
+        if step == step_of_death and point == "in forward":
+            die()
+        if step == step_of_death and point.startswith("barrier"):
+            _, number, when = point.split()
+            die_in_barrier(int(number), when)
+        if step == step_of_death and point == "in backward":
+            model[1].register_post_accumulate_grad_hook(die)
+        optimizer.zero_grad()
+        (gradient(step, me) * sum(parameter.sum() for parameter in model)).backward()
+        averaged_over = current().world_ranks
+        optimizer.step()
+        mean = ring.all_reduce(torch.tensor([12.0 * me]))
+        history.append([averaged_over, current().world_ranks, float(mean)])
+        assert current().world_ranks[ring.rank()] == me and ring.size() == len(current().world_ranks)
+    weights = [sorted(set(parameter.tolist())) for parameter in model]
+    report("found", {"weights": weights, "history": history, "left": ring.all_gather_object(me)}, me)
+
+
+if __name__ == "__main__":
+    main()

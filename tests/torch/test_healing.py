@@ -1,0 +1,175 @@
+"""Ranks are killed in the middle of a training: the others end with the weights that a replay of the losses gives."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.launch import run_ranks
+from tests.torch.checks_healing import STEPS, gradient
+
+CHECKS = Path(__file__).with_name("checks_healing.py")
+
+
+def train(deaths, ranks=4, min_ranks=1, **options):
+    env = {"TEST_DEATHS": json.dumps(deaths), "TEST_MIN": str(min_ranks)}
+    return run_ranks(CHECKS, ranks, env=env, timeout=120, **options)
+
+
+def replayed(averaged_over):
+    """The weight of every parameter after one process has taken the same averages."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.5)
+    for step, ranks in enumerate(averaged_over):
+        weight.grad = torch.full((1,), sum(gradient(step, rank) for rank in ranks) / len(ranks))
+        optimizer.step()
+    return weight.tolist()
+
+
+def check_survivors(result, deaths, ranks=4):
+    left = [rank for rank in range(ranks) if rank not in deaths]
+    found = [result.reports[rank]["found"] for rank in left]
+    assert all(one == found[0] for one in found), str(result)
+    assert found[0]["left"] == left
+    averaged_over = [step[0] for step in found[0]["history"]]
+    assert found[0]["weights"] == [replayed(averaged_over)] * 3
+    for step, (in_backward, after_step, mean) in enumerate(found[0]["history"]):
+        assert set(after_step) <= set(in_backward) and mean == 12 * sum(after_step) / len(after_step)
+        alive = {rank for rank in range(ranks) if rank not in deaths or deaths[rank][0] >= step}
+        assert set(in_backward) <= alive
+    assert len(averaged_over) == STEPS
+    for rank in deaths:
+        assert f"rank {rank} (process " in result.output
+
+
+def test_two_ranks_are_killed_first_rank_0_and_the_others_train_on():
+    """The default suite's one job with real processes and signals; the points of a step are tried in threads."""
+    deaths = {0: [2, "barrier 2 in"], 2: [5, "in step"]}
+    result = train(deaths)
+    check_survivors(result, deaths)
+    assert "the job goes on with 3 of its 4 ranks" in result.output
+    assert "rank 1 is now 0, 3 is now 1" in result.output
+    assert "ring run: ranks 0, 2 died, and the other 2 ended normally." in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1, 3])
+@pytest.mark.parametrize("point", ["in forward", "in backward", "in step", *(f"barrier {n} in" for n in range(1, 8))])
+def test_a_rank_may_be_killed_anywhere_in_a_step(victim, point):
+    deaths = {victim: [3, point]}
+    check_survivors(train(deaths), deaths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        {0: [3, "in forward"], 1: [3, "in forward"]},
+        {0: [1, "in backward"], 1: [2, "barrier 3 in"], 2: [3, "barrier 1 before"]},
+        {1: [3, "barrier 2 before"], 0: [3, "barrier 3 before"]},
+        {3: [0, "in step"], 0: [7, "in step"]},
+    ],
+)
+def test_several_may_be_killed_at_once_or_in_a_row(deaths):
+    check_survivors(train(deaths), deaths)
+
+
+@pytest.mark.slow
+def test_the_job_ends_when_fewer_than_min_ranks_are_left():
+    result = train({1: [2, "in forward"], 0: [4, "in forward"]}, min_ranks=3, check=False)
+    assert result.returncode == 1 and not any("found" in report for report in result.reports.values())
+    assert "the job goes on with 3 of its 4 ranks" in result.output
+    assert "rank 0 (process " in result.output
+    assert "Training cannot go on with 2 ranks: min_ranks=3." in result.output
+
+
+@pytest.mark.slow
+def test_an_exception_ends_the_job_all_the_same():
+    result = train({1: [2, "exception"]}, check=False)
+    assert result.returncode == 1 and not any("found" in report for report in result.reports.values())
+    assert "rank 1 failed: ValueError: a bad sample" in result.output
+
+
+@pytest.mark.slow
+def test_ring_run_starts_such_a_job_too():
+    """As docs/healing.md starts train.py."""
+    command = [sys.executable, "-m", "ring_plugins", "run", "-n", "3", "--on-failure", "continue", "--min-ranks", "2"]
+    script = f"""
+        import os, runpy, sys
+        if "RING_SPAWNED" in os.environ:
+            sys.argv = ["checks"]
+            runpy.run_path({str(CHECKS)!r}, run_name="__main__")
+        else:
+            os.execv(sys.executable, {[*command, "--", sys.executable]!r} + sys.argv)
+    """
+    deaths = {2: [4, "in forward"]}
+    result = run_ranks(
+        script, 3, env={"TEST_DEATHS": json.dumps(deaths), "TEST_MIN": "2", "PYTHONPATH": os.getcwd()}, timeout=120
+    )
+    check_survivors(result, deaths, 3)
+
+
+@pytest.mark.slow
+def test_what_does_not_survive_a_loss_is_refused_with_a_remedy():
+    """One job of one launch, in which each refusal is caught: all ranks refuse alike."""
+    result = run_ranks(
+        """
+        import os, torch
+        import ring_plugins as ring
+        from ring_plugins.core import world
+        from ring_plugins.torch import DistributedOptimizer
+        from tests.worker import report
+
+        ring.init(ranks=2, on_failure="continue")
+
+        def refused(call):
+            try:
+                call()
+            except ring.ArgumentError as error:
+                return str(error)
+
+        def optimizer(**options):
+            model = torch.nn.Linear(2, 2)
+            named = list(model.named_parameters())
+            return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named, **options)
+
+        def backend():
+            import torch.distributed as dist
+            import ring_plugins.torch
+            store = dist.HashStore()
+            from ring_plugins.torch.backend import create_process_group
+            from types import SimpleNamespace
+            create_process_group(SimpleNamespace(store=store, group_rank=0, group_size=2, group_id="0"))
+
+        def lightning():
+            from ring_plugins.lightning.environment import RingEnvironment
+            from ring_plugins.lightning.launcher import join_world
+            join_world(RingEnvironment())
+
+        def keras():
+            from ring_plugins.keras.job import connect
+            connect()
+
+        from ring_plugins.torch import differentiable, GradientAverager
+        report("found", {
+            "overlap": refused(lambda: optimizer(overlap=True)),
+            "autotune": refused(lambda: optimizer(autotune=True)),
+            "shard": refused(lambda: optimizer(shard=True)),
+            "sparse": refused(lambda: GradientAverager(torch.nn.Embedding(4, 2, sparse=True))),
+            "backend": refused(backend), "lightning": refused(lightning), "keras": refused(keras),
+            "gradients": refused(lambda: differentiable.all_reduce(torch.zeros(2, requires_grad=True))),
+            "group": refused(lambda: world.current().new_communicator("one", [ring.rank()], lambda item: [item])),
+            "messages": refused(world.current().messenger),
+        })
+        optimizer().step()
+        """,
+        2,
+        timeout=120,
+    )
+    for rank in (0, 1):
+        found = result.reports[rank]["found"]
+        assert [name for name, text in found.items() if not text or "RING_ON_FAILURE" not in text] == []
+        assert found["shard"].startswith("a sharded optimizer, whose state is lost with a rank, does not support")
