@@ -314,7 +314,7 @@ class World:
             self.failure_detector.aborted = True
             raise
         self.world_ranks = self._membership.ranks
-        for communicator in list(self._communicators.copy().values()):
+        for communicator in self._in_use():
             if isinstance(communicator, HealingCommunicator):
                 communicator.keep(self.world_ranks)
         hosts = [self._members[rank].host for rank in self.world_ranks]
@@ -380,14 +380,21 @@ class World:
             self._of_devices[device] = self.new_device_communicator("ring on GPUs", device, streams)
         return self._of_devices[device]
 
+    def _in_use(self) -> list[Communicator[Any]]:
+        """The communicators still in use, for any thread."""
+        while True:
+            try:
+                return list(self._communicators.values())
+            except RuntimeError:  # another thread has just added one
+                pass
+
     def device_communicators(self) -> list[DeviceCommunicator]:
         """GPU communicators still in use."""
-        communicators = self._communicators.copy().values()
-        return [communicator for communicator in communicators if isinstance(communicator, DeviceCommunicator)]
+        return [communicator for communicator in self._in_use() if isinstance(communicator, DeviceCommunicator)]
 
     def activities(self) -> list[Activity]:
         """The last operation of this rank in each of its communicators."""
-        activities = [communicator.activity() for communicator in self._communicators.copy().values()]
+        activities = [communicator.activity() for communicator in self._in_use()]
         return [activity for activity in activities if activity is not None]
 
     def derive_secret(self, purpose: str) -> bytes:
@@ -442,7 +449,7 @@ class World:
 
     def operations(self) -> int:
         """How many operations this rank has finished."""
-        return sum(communicator.statistics.operations for communicator in self._communicators.copy().values())
+        return sum(communicator.statistics.operations for communicator in self._in_use())
 
     def leave(self, status: int) -> None:
         """Tell the other ranks that this one is about to leave with an exit status."""
@@ -464,7 +471,7 @@ class World:
             self._local_peers.own.leave()
         if self._monitor is not None:
             self._monitor.close()
-        for communicator in self._communicators.copy().values():
+        for communicator in self._in_use():
             communicator.close()
         self._rendezvous.close()
         if self._rank_marker is not None:
@@ -477,7 +484,7 @@ class World:
             self.channel.abandon()
         if self._messenger is not None:
             self._messenger.detach_after_fork()
-        for communicator in self._communicators.copy().values():
+        for communicator in self._in_use():
             communicator.detach_after_fork()
 
 

@@ -75,3 +75,21 @@ def test_a_new_communicator_needs_distinct_ranks_of_the_job(single):
 def test_an_invalid_number_of_ranks_is_refused(number):
     with pytest.raises(ArgumentError, match="ranks="):
         world.init(ranks=number)
+
+
+def test_a_communicator_may_be_made_while_the_monitor_thread_looks_at_them():
+    """Which otherwise ended the job: "dictionary changed size during iteration"."""
+
+    class Growing:
+        looks = 0
+
+        def values(self):
+            self.looks += 1
+            yield SingleCommunicator(f"{self.looks}")
+            if self.looks == 1:
+                raise RuntimeError("dictionary changed size during iteration")
+
+    one = object.__new__(world.World)
+    one._communicators = Growing()
+    assert [communicator.name for communicator in one._in_use()] == ["2"]
+    assert one.device_communicators() == [] and one.activities() == [] and one.operations() == 0
