@@ -29,6 +29,7 @@ def rank(variant: str) -> None:
     from ring_plugins.torch import DistributedOptimizer
 
     ring.init(ranks=2)
+    torch.manual_seed(0)  # equal weights on all ranks
     layers = [layer for _ in range(18) for layer in (nn.Linear(2100, 2100), nn.ReLU())]
     model: nn.Module = nn.Sequential(*layers, nn.Linear(2100, 10))
     nbytes = sum(p.numel() * 4 for p in model.parameters())
