@@ -188,6 +188,7 @@ _calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
 def _target() -> str | None:
     """The name under which XLA knows the handler; None if this version of JAX does not have the interface."""
     name = "ring_plugins"
+    jax.default_backend()  # starts it: a handler registered before would be refused then, and the backend with it
     try:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(ctypes.cast(_handler, ctypes.c_void_p)), platform="cpu")
     except Exception:  # other versions of the interface may raise anything

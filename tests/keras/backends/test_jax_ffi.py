@@ -1,22 +1,23 @@
 """Compiled JAX functions call Python on XLA's own memory."""
 
 import gc
-import os
 import weakref
 
 import pytest
 
-os.environ.setdefault("KERAS_BACKEND", "jax")
-jax = pytest.importorskip("jax")
 
-from ring_plugins.keras.backends import jax_ffi  # noqa: E402
-from ring_plugins.keras.backends.jax_ffi import HostCalls  # noqa: E402
+@pytest.fixture(autouse=True)
+def _needs_the_interface():
+    pytest.importorskip("jax")
+    from ring_plugins.keras.backends import jax_ffi
 
-pytestmark = pytest.mark.skipif(jax_ffi._target() is None, reason="this JAX lacks the foreign function interface")
+    if jax_ffi._target() is None:
+        pytest.skip("this JAX lacks the foreign function interface")
 
 
 def doubled(calls, key="double", factor=2):
     """A compiled function of one array; each call of this one traces anew."""
+    import jax
 
     def scale(arrays):
         arrays[0] *= factor
@@ -25,6 +26,10 @@ def doubled(calls, key="double", factor=2):
 
 
 def test_each_trace_calls_its_own_function_on_its_own_arrays():
+    import jax
+
+    from ring_plugins.keras.backends.jax_ffi import HostCalls
+
     calls, other = HostCalls(), HostCalls()
     twice, thrice = doubled(calls), doubled(other, factor=3)
     for _ in range(2):
@@ -34,6 +39,10 @@ def test_each_trace_calls_its_own_function_on_its_own_arrays():
 
 
 def test_new_traces_keep_nothing_that_an_earlier_one_kept(monkeypatch):
+    import jax
+
+    from ring_plugins.keras.backends.jax_ffi import HostCalls
+
     registered = []
     register = jax.ffi.register_ffi_target
     monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *a, **k: (registered.append(a), register(*a, **k)))
@@ -49,6 +58,10 @@ def test_new_traces_keep_nothing_that_an_earlier_one_kept(monkeypatch):
 
 
 def test_a_step_that_outlived_its_averaging_says_so():
+    import jax
+
+    from ring_plugins.keras.backends.jax_ffi import HostCalls
+
     calls = HostCalls()
     step = doubled(calls)
     assert step(jax.numpy.ones(3)).tolist() == [2.0] * 3
