@@ -13,6 +13,7 @@ import hmac
 import itertools
 import os
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -109,6 +110,7 @@ class World:
         self.world_rank, self.world_ranks = rendezvous.rank, tuple(range(rendezvous.size))
         self.heals = policy.continues and rendezvous.size > 1
         self._membership: Membership | None = None
+        self._in_collective = threading.RLock()
         self.launcher = launcher
         record = detect()
         self._started_by = "this script" if record.kind == "single" else record.by
@@ -273,7 +275,7 @@ class World:
                     check_gather if gather else self.communicator.check,
                 )
             if isinstance(communicator, HealingCommunicator):
-                communicator.go_on_after(self._go_on_without)
+                communicator.go_on_after(self._go_on_without, self._in_collective)
         self._communicators[next(self._made)] = communicator
         return communicator
 

@@ -13,26 +13,35 @@ that nothing overwrites. What was called in `run_in_line` is repeated as a whole
 `repeated`, and for the rest `MembersLost` ends the job.
 
 **All at once.** When one communicator finds a loss, all are told, and none may be in the middle of an operation. So
-operations run in the thread that calls them, also those given to `start`. In a script that communicates in one thread,
-all survivors then stand at the same place.
+operations run in the thread that calls them, also those given to `start`, and a second thread that calls one meanwhile
+is refused. All survivors then stand at the same place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from ring_plugins.core.arrays.codec import HalfCodec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.api import Work
-from ring_plugins.core.collectives.executor import BackgroundWork
+from ring_plugins.core.collectives.executor import BackgroundWork, Members, SerialExecutor
+from ring_plugins.core.collectives.fingerprint import Fingerprint
 from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.collectives.validation import check_rank
 from ring_plugins.core.control.membership import MembersLost
 from ring_plugins.core.control.wait import Wait
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVarTuple, Unpack
+
+    Ts = TypeVarTuple("Ts")
 
 T = TypeVar("T")
 
@@ -46,19 +55,54 @@ def repeated(function: Callable[[], T]) -> T:
             pass
 
 
+class _OneThreadExecutor(SerialExecutor):
+    """A `SerialExecutor` that refuses an operation while another thread is in one, of any communicator of the job."""
+
+    def __init__(self, name: str, wait: Wait, members: Members | None = None) -> None:
+        super().__init__(name, wait, members)
+        self.in_use = threading.RLock()
+
+    def run(self, fingerprint: Fingerprint, operation: Callable[[Unpack[Ts], Fingerprint], T], *args: Unpack[Ts]) -> T:
+        with self._alone(fingerprint.text):
+            return super().run(fingerprint, operation, *args)
+
+    def run_in_line(self, description: str, function: Callable[[], T]) -> T:
+        with self._alone(description):
+            return super().run_in_line(description, function)
+
+    @contextlib.contextmanager
+    def _alone(self, operation: str) -> Iterator[None]:
+        if not self.in_use.acquire(blocking=False):
+            error = ArgumentError(
+                f"{self._name}: {operation} was called while another thread was in a collective. "
+                'on_failure="continue" needs all collectives in one thread: a loss would interrupt both.'
+            )
+            self.refuse(operation, error)
+            raise error
+        try:
+            yield
+        finally:
+            self.in_use.release()
+
+
 class HealingCommunicator(HostCommunicator):
     """A `HostCommunicator` of one host that drops members which die. Arguments as there."""
 
     _is_in_line = False
+    _executor: _OneThreadExecutor
 
-    def go_on_after(self, on_members_lost: Callable[[Wait], None]) -> None:
+    def _new_executor(self, name: str, wait: Wait, members: Members) -> _OneThreadExecutor:
+        return _OneThreadExecutor(name, wait, members)
+
+    def go_on_after(self, on_members_lost: Callable[[Wait], None], in_use: threading.RLock) -> None:
         """From now on, call a function when members have died in an operation.
 
         Args:
             on_members_lost: has the survivors agree, and calls `keep` of all their communicators; raises if they cannot
                 go on.
+            in_use: held during every operation; the same for all communicators of a job.
         """
-        self._executor.on_members_lost = on_members_lost
+        self._executor.on_members_lost, self._executor.in_use = on_members_lost, in_use
 
     def keep(self, ranks: Sequence[int]) -> None:
         """Go on with the members among these world ranks."""

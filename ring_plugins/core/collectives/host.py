@@ -100,7 +100,7 @@ class HostCommunicator:
         wait.number = wait.entered = -1  # until all members have made it
         wait.check_construction = check_gather
         self._members = others = _Members(rank, self.ranks, name, members[0].tag, failure_detector)
-        self._executor = SerialExecutor(name, wait, others)
+        self._executor = self._new_executor(name, wait, others)
         if failure_detector is not None:
             failure_detector.watch(members[0].tag, self._executor.failure)
         self.statistics = self._executor.statistics
@@ -117,6 +117,9 @@ class HostCommunicator:
             raise
         wait.check_construction = lambda: None
         wait.number = wait.entered = 0
+
+    def _new_executor(self, name: str, wait: Wait, members: _Members) -> SerialExecutor:
+        return SerialExecutor(name, wait, members)
 
     def _connect(
         self,

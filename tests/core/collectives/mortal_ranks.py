@@ -77,7 +77,7 @@ class Rank:
         membership = [Peer("host", one.pid, "domain") for one in everyone]
         self.detector = FailureDetector(rank, membership, self.peers, Silent())
         self._membership = Membership(self.peers)
-        self._communicators = []
+        self._communicators, self._in_use = [], threading.RLock()
         self.barriers, self.dies = 0, lambda number: None
 
     @property
@@ -88,7 +88,7 @@ class Rank:
         """A new communicator of all ranks."""
         tag = 2 * len(self._communicators)
         made = HealingCommunicator(name, self.rank, "host", tag, self._gather, self.detector, None)
-        made.go_on_after(self._heal)
+        made.go_on_after(self._heal, self._in_use)
         self._communicators.append(made)
         return made
 

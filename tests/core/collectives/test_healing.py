@@ -3,12 +3,14 @@
 `on_mortal_ranks` runs the ranks as threads, of which one stops for ever at a chosen barrier.
 """
 
+import threading
+
 import numpy as np
 import pytest
 
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
-from ring_plugins.core.base.errors import PeerFailed
+from ring_plugins.core.base.errors import ArgumentError, PeerFailed
 from ring_plugins.core.collectives.healing import repeated
 from ring_plugins.core.collectives.shm_group import SMALL_BYTES, STAGING_BYTES
 from ring_plugins.core.control.membership import MembersLost
@@ -189,3 +191,27 @@ def test_a_work_runs_in_the_calling_thread_and_a_function_of_several_operations_
 
     expected = [UNIT] + [UNIT * 2] * 2
     assert on_mortal_ranks(monkeypatch, 3, run) == [expected, expected, None]
+
+
+def test_a_second_thread_is_refused_while_the_first_is_in_a_collective(monkeypatch):
+    refused = threading.Event()
+
+    def run(rank):
+        one, other = rank.communicator("one"), rank.communicator("other")
+        if rank.rank:
+            refused.wait(60)  # rank 0 waits for this one meanwhile
+            one.barrier()
+            return None
+        waiting = threading.Event()
+        first = threading.Thread(target=lambda: one.run_in_line("bucket 0", lambda: (waiting.set(), one.barrier())))
+        first.start()
+        waiting.wait(60)
+        try:
+            with pytest.raises(ArgumentError, match="other: barrier.* was called while another thread"):
+                other.barrier()
+        finally:
+            refused.set()
+            first.join()
+        return one.size
+
+    assert on_mortal_ranks(monkeypatch, 2, run)[0] == 2
