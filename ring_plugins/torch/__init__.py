@@ -13,10 +13,12 @@ from ring_plugins.observe.timeline import Timeline
 from ring_plugins.torch import functions
 from ring_plugins.torch.backend import register
 from ring_plugins.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
+from ring_plugins.torch.compiled import leave_out_of_compilation
 from ring_plugins.torch.differentiable import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from ring_plugins.torch.gradients import GradientAverager
 from ring_plugins.torch.optimizer import DistributedOptimizer
 
+leave_out_of_compilation()
 register()
 gpu_functions["torch"] = functions
 

@@ -331,13 +331,17 @@ class GradientAverager:
         self._backward.end()
         self._passes, self._accumulates = 0, False
         try:
-            at_once = self._skipping.step is not None or not buckets.is_ordered
-            outcome = buckets.finish(at_once) if failure is None else buckets.fail()
+            self._complete(buckets, failure)
         except BaseException as error:
             if not isinstance(error, RingError) and not self._has_failed():
                 # The others have the averages by now and step, so this pass cannot be made up for.
                 self._communicator.interrupt("the end of a backward", error)
             raise
+
+    def _complete(self, buckets: GradientBuckets, failure: Failure | None) -> None:
+        """Get the averages of a pass, and whatever else the ranks agree on at its end."""
+        at_once = self._skipping.step is not None or not buckets.is_ordered
+        outcome = buckets.finish(at_once) if failure is None else buckets.fail()
         if outcome.failed:
             self._skipping.decide(outcome.failed, failure, self._sets.parameters)
             return

@@ -39,6 +39,17 @@ class _NoAverager:
         )
 
 
+def _names_of(named_parameters: Any) -> dict[nn.Parameter, str]:
+    """Names by parameter, from pairs that a script gave, if any."""
+    try:
+        return {parameter: name for name, parameter in named_parameters or ()}
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"named_parameters={type(named_parameters).__name__} does not hold (name, parameter) pairs; pass "
+            "model.named_parameters()."
+        ) from error
+
+
 class DistributedOptimizer(WrappedOptimizer):
     """An optimizer that steps on gradients averaged over all ranks.
 
@@ -90,7 +101,7 @@ class DistributedOptimizer(WrappedOptimizer):
             if not isinstance(optimizer, Optimizer):
                 raise ArgumentError(f"optimizer={type(optimizer).__name__} is not a torch.optim.Optimizer.")
             self.optimizer = optimizer
-            self._names = {parameter: name for name, parameter in named_parameters or ()}
+            self._names = _names_of(named_parameters)
             if self._names and (lacking := [p for p in self._optimized() if p not in self._names]):
                 raise ArgumentError(
                     f"named_parameters lacks {len(lacking)} of the optimizer's parameters, the first of shape "

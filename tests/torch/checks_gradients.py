@@ -1043,6 +1043,31 @@ def compiled_model() -> None:
     optimizer.close()
 
 
+@check_among_several
+def a_compiled_step_with_backward_and_collectives_inside() -> None:
+    reference, model = Net(), Net()
+    plain = torch.optim.SGD(reference.parameters(), 0.1)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+
+    @torch.compile(backend="eager")  # Dynamo looks at every frame below, whatever it would then compile it to
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        value = loss(model, x, y)
+        value.backward()
+        optimizer.step()
+        return ring.all_reduce(value.detach()) * len(ring.all_gather_object("a rank")) / SIZE
+
+    for x, y in batches(3):
+        plain.zero_grad()
+        expected = loss(reference, x, y)
+        expected.backward()
+        plain.step()
+        assert torch.allclose(step(shard(x), shard(y)), expected.detach(), atol=1e-5)
+    assert close(model, reference, 2e-5)
+    assert same_everywhere(model.parameters())
+    optimizer.close()
+
+
 @check
 def bfloat16_model() -> None:
     model = nn.Linear(8, 8).to(torch.bfloat16)

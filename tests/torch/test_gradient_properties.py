@@ -213,6 +213,26 @@ def test_an_interrupt_after_the_averages_are_there_leaves_no_rank_a_step_behind(
     on_thread_ranks(2, rank_of)
 
 
+def test_an_exception_after_the_averages_ends_what_the_others_wait_for():
+    def rank_of(rank, communicator):
+        parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+        named = [("p", parameters[0]), ("q", parameters[1])]
+        averager = GradientAverager(named, communicator=communicator, autotune=False, bucket_bytes=1)
+        finish = averager._buckets.finish  # all ranks are in this process here, so each averager has another beside it
+        averager._buckets.finish = lambda at_once: finish(at_once)._replace(has_others=False)
+        if rank == 0:
+
+            def failing(buckets):
+                raise AssertionError("from what torch.compile made of this")
+
+            averager._sets.learn_order = failing
+        with pytest.raises(AssertionError if rank == 0 else RingError, match="made of this|by AssertionError"):
+            sum(parameters).sum().backward()
+        averager._hooks.remove()
+
+    on_thread_ranks(2, rank_of)
+
+
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(cases())
 def test_random_models_average_like_one_process(case):

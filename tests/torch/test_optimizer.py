@@ -34,6 +34,8 @@ def test_it_refuses_what_it_cannot_do():
     inner = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(ArgumentError, match="optimizer=Linear is not a torch.optim.Optimizer"):
         DistributedOptimizer(model)
+    with pytest.raises(ArgumentError, match="named_parameters=Linear does not hold .* pass model.named_parameters"):
+        DistributedOptimizer(inner, model)
     with pytest.raises(ArgumentError, match="named_parameters lacks 1 of the optimizer's parameters"):
         DistributedOptimizer(inner, [("only", model.weight)])
     with pytest.raises(ArgumentError, match="passes_per_step=0 is not a positive number"):
