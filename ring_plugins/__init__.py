@@ -38,10 +38,12 @@ from ring_plugins.core.functions import (
     local_size,
     node_rank,
     num_nodes,
+    on_membership_change,
     rank,
     reduce_scatter,
     size,
 )
+from ring_plugins.core.healing import MembershipChange
 from ring_plugins.core.rendezvous.tcp import register_store_loader
 from ring_plugins.core.world import init, is_initialized, shutdown
 from ring_plugins.launcher.function import run
@@ -73,6 +75,7 @@ __all__ = [
     "DeviceError",
     "DriftError",
     "LaunchError",
+    "MembershipChange",
     "MismatchError",
     "MissingDependency",
     "NotInitialized",
@@ -97,6 +100,7 @@ __all__ = [
     "local_size",
     "node_rank",
     "num_nodes",
+    "on_membership_change",
     "rank",
     "reduce_scatter",
     "run",

@@ -54,6 +54,7 @@ class Job(Protocol):
     """The part of the world that the hooks use."""
 
     topology: Topology
+    world_rank: int
     failure_detector: FailureDetector | None
 
     def is_mine(self) -> bool: ...
@@ -104,13 +105,13 @@ def install(current: Callable[[], Job | None], shutdown: Callable[[], None]) -> 
         if job is None or job.topology.size == 1 or not job.is_mine():
             previous(kind, error, trace)
             return
-        rank = job.topology.rank
+        rank = job.world_rank
         cause = consequence(job, error)
         if cause is not None:
             cause = _with_exit_status(cause)
         if cause is not None and logger.isEnabledFor(logging.ERROR):
             logger.error(f"rank {rank} ends because {cause}")
-        elif isinstance(error, KeyboardInterrupt) and rank > 0:
+        elif isinstance(error, KeyboardInterrupt) and job.topology.rank > 0:
             time.sleep(_SAME_ERROR)  # Ctrl-C reaches all ranks, and rank 0 shows it before the job ends
         elif cause is None and (other := _peer_with_same_error(job, error)) is not None:
             logger.error(f"rank {rank} failed at the same place as rank {other}: {summary(error)}")
@@ -147,7 +148,7 @@ def _peer_with_same_error(job: Job, error: BaseException) -> int | None:
         time.sleep(0.005)
     own = summary(error)
     prefix, _, other = str(failure or "").partition(" failed: ")
-    if failure is None or prefix != f"rank {failure.rank}" or failure.rank == job.topology.rank:
+    if failure is None or prefix != f"rank {failure.rank}" or failure.rank == job.world_rank:
         return None
     is_same = other.partition(":")[0] == own.partition(":")[0] and other.rpartition(" (")[2] == own.rpartition(" (")[2]
     return failure.rank if is_same else None
@@ -196,7 +197,7 @@ def _end_with_thread(job: Job | None, thread: str, error: BaseException) -> bool
     """End this process, and the job with it, because a helper thread has died; returns False outside a job."""
     if job is None or not job.is_mine():
         return False
-    rank = job.topology.rank
+    rank = job.world_rank
     try:
         logger.error(f"rank {rank} failed: its thread {thread} died:")
         sys.__excepthook__(type(error), error, error.__traceback__)

@@ -22,8 +22,10 @@ from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.healing import repeated
 from ring_plugins.core.collectives.validation import check_rank, check_splits, exchange_rows, rows_of, scatter_rows
+from ring_plugins.core.healing import MembershipChange
 from ring_plugins.core.world import current
 
+C = TypeVar("C", bound=Callable[[MembershipChange], object])
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
@@ -67,15 +69,44 @@ def num_nodes() -> int:
     return current().topology.num_nodes
 
 
+def on_membership_change(callback: C) -> C:
+    """Call a function whenever ranks were lost and the others go on; needs `init(on_failure="continue")`.
+
+    All ranks that are left call theirs at the same place, so it may use collectives: after the collective in which the
+    loss was found, or at the end of the backward, before the optimizer's step. For example:
+
+        @ring.on_membership_change
+        def fewer_samples(change):
+            for group in optimizer.param_groups:
+                group["lr"] *= change.size / change.size_before
+
+    Args:
+        callback: called with a `MembershipChange`, which has the attributes `lost`, `rank_before`, `size_before`,
+            `rank` and `size`. An exception that it raises comes out of that collective or backward.
+
+    Returns:
+        The callback.
+
+    Raises:
+        ArgumentError: it cannot be called.
+        NotInitialized: `init()` has not been called.
+    """
+    if not callable(callback):
+        raise ArgumentError(f"callback={callback!r} is not a function of one argument.")
+    current().changes.add(callback)
+    return callback
+
+
 def _all_or_none(collective: F) -> F:
     """Let `collective` tell the other ranks if this one does not take part, or only in its first half."""
 
     @wraps(collective)
     def telling(*args: Any, **options: Any) -> Any:
-        communicator = current().communicator
+        world = current()
+        communicator = world.communicator
         before = communicator.statistics.operations
         try:
-            return collective(*args, **options)
+            result = collective(*args, **options)
         except Exception as error:
             communicator.refuse(collective.__name__, error)
             raise
@@ -83,6 +114,9 @@ def _all_or_none(collective: F) -> F:
             if communicator.statistics.operations != before:  # some collectives exchange counts first
                 communicator.interrupt(collective.__name__, error)
             raise
+        if world.changes.untold:
+            world.tell_changes()
+        return result
 
     return cast("F", telling)
 
@@ -254,6 +288,7 @@ def all_to_all(x: Any, splits: Sequence[int] | None = None, *, wait: bool = True
     return _run(communicator, "all_to_all", run, wait)
 
 
+@_all_or_none
 def barrier() -> None:
     """Return when all ranks have called."""
     current().communicator.barrier()
@@ -267,6 +302,7 @@ def broadcast_object(item: Any, root: int = 0) -> Any:
     return communicator.broadcast_object(item, root)
 
 
+@_all_or_none
 def all_gather_object(item: Any) -> list[Any]:
     """Return the objects of all ranks, which must be picklable, in rank order."""
     return current().communicator.all_gather_object(item)

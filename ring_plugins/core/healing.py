@@ -7,7 +7,8 @@ core/gradients/repetition.py (the step). `World` puts them together.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ring_plugins.core.base import config
@@ -125,3 +126,56 @@ def what_was_lost(lost: Sequence[int], pids: Sequence[int], left: Sequence[int],
     if 0 in lost:
         line += " Reports of stalls, steps and timelines end with rank 0, which collected them."
     return line
+
+
+class MembershipChange(NamedTuple):
+    """How the ranks of a job changed, as `on_membership_change` tells it.
+
+    Attributes:
+        lost: the ranks that died, by the numbers with which they started, which error texts use as well.
+        rank_before, size_before: this rank, and the number of ranks, until then.
+        rank, size: since then.
+    """
+
+    lost: tuple[int, ...]
+    rank_before: int
+    size_before: int
+    rank: int
+    size: int
+
+
+class ChangeCallbacks:
+    """The script's functions that are called when the ranks of a job have changed.
+
+    A loss is found in the middle of an operation, when the script can do nothing. So changes are noted, and told when
+    that operation, or the backward that it belongs to, is over: at the same place on all ranks.
+
+    Attributes:
+        untold: changes of which the script does not know, oldest first.
+    """
+
+    def __init__(self) -> None:
+        self._callbacks: list[Callable[[MembershipChange], object]] = []
+        self._is_telling = False
+        self.untold: deque[MembershipChange] = deque()
+
+    def add(self, callback: Callable[[MembershipChange], object]) -> None:
+        """Call this at each change from now on, after those that were added before."""
+        self._callbacks.append(callback)
+
+    def remove(self, callback: Callable[[MembershipChange], object]) -> None:
+        """Undo one `add`."""
+        self._callbacks.remove(callback)
+
+    def tell(self) -> None:
+        """Call them. A change that is found while they run, in a collective of theirs, comes after that."""
+        if self._is_telling:
+            return
+        self._is_telling = True
+        try:
+            while self.untold:
+                change = self.untold.popleft()
+                for callback in list(self._callbacks):
+                    callback(change)
+        finally:
+            self._is_telling = False

@@ -49,7 +49,14 @@ from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gpu.connection import choose_interface
 from ring_plugins.core.gpu.stream import Streams
 from ring_plugins.core.gpu.watchdog import GpuWatchdog
-from ring_plugins.core.healing import FailurePolicy, check_policies, prepare_to_continue, what_was_lost
+from ring_plugins.core.healing import (
+    ChangeCallbacks,
+    FailurePolicy,
+    MembershipChange,
+    check_policies,
+    prepare_to_continue,
+    what_was_lost,
+)
 from ring_plugins.core.linux import thread_count
 from ring_plugins.core.linux.interfaces import own_addresses
 from ring_plugins.core.linux.shared_memory import is_available, shared_memory_domain
@@ -98,6 +105,7 @@ class World:
         world_rank: the rank with which this process started.
         world_ranks: of all ranks that are left, those with which they started.
         heals: whether the job goes on when ranks are lost.
+        changes: the script's functions that are to hear of that.
         communicator: of all ranks, for the public functions.
         launcher: "mpi", "rendezvous", "spawned" or "single".
         failure_detector, channel, observers: the failure detector, the control channel, and the observing services;
@@ -109,6 +117,7 @@ class World:
         self._pid = os.getpid()
         self.world_rank, self.world_ranks = rendezvous.rank, tuple(range(rendezvous.size))
         self.heals = policy.continues and rendezvous.size > 1
+        self.changes = ChangeCallbacks()
         self._membership: Membership | None = None
         self._in_collective = threading.RLock()
         self.launcher = launcher
@@ -319,15 +328,29 @@ class World:
         for communicator in self._in_use():
             if isinstance(communicator, HealingCommunicator):
                 communicator.keep(self.world_ranks)
+        before = self.topology
         hosts = [self._members[rank].host for rank in self.world_ranks]
         nodes = [self._nodes[rank] for rank in self.world_ranks]
         self.topology = find_topology(self.world_ranks.index(self.world_rank), nodes, hosts)
         set_rank(self.topology.rank)
+        change = MembershipChange(tuple(lost), before.rank, before.size, self.topology.rank, self.topology.size)
+        self.changes.untold.append(change)
         if self.channel is not None and self.world_rank == 0:
             self.channel.tell(0, "ranks_lost", {"ranks": lost})
         if self.topology.rank == 0:
             pids = [member.pid for member in self._members]
             logger.warning(what_was_lost(lost, pids, self.world_ranks, time.monotonic() - began))
+
+    def tell_changes(self) -> None:
+        """Tell the script of ranks that were lost; called where all ranks are at the same place, outside of operations.
+
+        An exception of its own functions is told to the other ranks.
+        """
+        try:
+            self.changes.tell()
+        except BaseException as error:
+            self.communicator.interrupt("a function given to on_membership_change", error)
+            raise
 
     def new_device_communicator(
         self,

@@ -346,7 +346,7 @@ class GradientAverager:
             self._skipping.decide(outcome.failed, failure, self._sets.parameters)
             return
         if self._healing is not None:
-            self._healing.prove_equal(self._sets.named)
+            self._healing.after_pass(self._sets.named)
         if outcome.found_sparse:
             self._sets.leave_out(outcome.found_sparse)
         self.steps += 1

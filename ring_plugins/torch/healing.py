@@ -40,8 +40,8 @@ class HealingCheck:
             current().refuse_to_heal("autotuning of bucket sizes (autotune=True, RING_AUTOTUNE=1)")
         self._view = current().view
 
-    def prove_equal(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Compare weights and averages if ranks were lost since the last call; collective then.
+    def after_pass(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """If ranks were lost since the last call, compare weights and averages, and tell the script; collective then.
 
         Args:
             named: (name, parameter) pairs, equal on all ranks, at the end of a backward.
@@ -60,3 +60,4 @@ class HealingCheck:
         )
         if found:
             raise DriftError(f"{found} Continue from a checkpoint.")
+        current().tell_changes()

@@ -14,7 +14,7 @@ class Job:
     """A rank of two, which records the calls."""
 
     def __init__(self, failure=None, aborted=True):
-        self.topology = SimpleNamespace(rank=1, size=2)
+        self.topology, self.world_rank = SimpleNamespace(rank=1, size=2), 1
         self.failure_detector = SimpleNamespace(aborted=aborted, has_lost_the_network=False, failure=lambda: failure)
         self.calls = []
 

@@ -10,6 +10,7 @@ from ring_plugins.core import functions
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.single import SingleCommunicator
+from ring_plugins.core.healing import ChangeCallbacks
 
 
 class Doubling(SingleCommunicator):
@@ -23,7 +24,7 @@ class Doubling(SingleCommunicator):
 @pytest.fixture(autouse=True)
 def world(monkeypatch):
     topology = SimpleNamespace(rank=5, size=8, local_rank=1, local_size=2, node_rank=2, num_nodes=4)
-    world = SimpleNamespace(communicator=Doubling("test"), topology=topology)
+    world = SimpleNamespace(communicator=Doubling("test"), topology=topology, changes=ChangeCallbacks())
     monkeypatch.setattr(functions, "current", lambda: world)
 
 

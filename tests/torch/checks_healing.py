@@ -48,7 +48,17 @@ def main() -> None:
     optimizer = DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5), model.named_parameters(), bucket_bytes=4096
     )
-    history, step = [], 0
+    history, changes, step = [], [], 0
+
+    @ring.on_membership_change
+    def told(change: ring.MembershipChange) -> None:
+        everybody = ring.all_gather_object([step, list(change.lost), change.size_before, change.size])
+        assert len(everybody) == ring.size() and all(one == everybody[0] for one in everybody)
+        assert change.rank == ring.rank() and change.rank_before >= change.rank
+        changes.append(everybody[0])
+        if os.environ.get("TEST_CALLBACK_RAISES") == str(me):
+            _ = 1 / 0
+
     optimizer.optimizer.register_step_pre_hook(
         lambda *_: die() if point == "in step" and step == step_of_death else None
     )
@@ -70,7 +80,9 @@ def main() -> None:
         history.append([averaged_over, current().world_ranks, float(mean)])
         assert current().world_ranks[ring.rank()] == me and ring.size() == len(current().world_ranks)
     weights = [sorted(set(parameter.tolist())) for parameter in model]
-    report("found", {"weights": weights, "history": history, "left": ring.all_gather_object(me)}, me)
+    report(
+        "found", {"weights": weights, "history": history, "changes": changes, "left": ring.all_gather_object(me)}, me
+    )
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from tests.torch.checks_healing import STEPS, gradient
 CHECKS = Path(__file__).with_name("checks_healing.py")
 
 
-def train(deaths, ranks=4, min_ranks=1, **options):
-    env = {"TEST_DEATHS": json.dumps(deaths), "TEST_MIN": str(min_ranks)}
+def train(deaths, ranks=4, min_ranks=1, env=None, **options):
+    env = {"TEST_DEATHS": json.dumps(deaths), "TEST_MIN": str(min_ranks), **(env or {})}
     return run_ranks(CHECKS, ranks, env=env, timeout=120, **options)
 
 
@@ -41,6 +41,10 @@ def check_survivors(result, deaths, ranks=4):
         alive = {rank for rank in range(ranks) if rank not in deaths or deaths[rank][0] >= step}
         assert set(in_backward) <= alive
     assert len(averaged_over) == STEPS
+    changes = found[0]["changes"]
+    assert sorted(lost for _, losses, _, _ in changes for lost in losses) == sorted(deaths)
+    assert [before - size for _, _, before, size in changes] == [len(losses) for _, losses, _, _ in changes]
+    assert all(step in (deaths[lost][0], deaths[lost][0] + 1) for step, losses, _, _ in changes for lost in losses)
     for rank in deaths:
         assert f"rank {rank} (process " in result.output
 
@@ -91,6 +95,14 @@ def test_an_exception_ends_the_job_all_the_same():
     result = train({1: [2, "exception"]}, check=False)
     assert result.returncode == 1 and not any("found" in report for report in result.reports.values())
     assert "rank 1 failed: ValueError: a bad sample" in result.output
+
+
+@pytest.mark.slow
+def test_an_exception_in_what_hears_of_a_loss_ends_the_job():
+    result = train({1: [2, "in forward"]}, check=False, env={"TEST_CALLBACK_RAISES": "3"})
+    assert result.returncode == 1 and not any("found" in report for report in result.reports.values())
+    assert "rank 3 was interrupted in a function given to on_membership_change by ZeroDivisionError" in result.output
+    assert "rank 3 failed:\nTraceback" in result.output  # the number with which it started, as in all errors
 
 
 @pytest.mark.slow

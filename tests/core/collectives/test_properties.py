@@ -14,6 +14,7 @@ from ring_plugins.core import functions
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.collectives import algorithms, butterfly
 from ring_plugins.core.collectives.single import SingleCommunicator
+from ring_plugins.core.healing import ChangeCallbacks
 from tests.core.collectives.simulated_hosts import Job, simulated_communicators
 
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"]
@@ -214,7 +215,7 @@ class Jobs:
         size = len(members)
 
         def call_all(communicator: Any) -> list[Any]:
-            THREAD.world = SimpleNamespace(communicator=communicator)
+            THREAD.world = SimpleNamespace(communicator=communicator, changes=ChangeCallbacks())
             results = [make(call, communicator.rank, size, salt) for salt, call in enumerate(sequence)]
             results = [result.wait() if hasattr(result, "wait") else result for result in results]
             for salt, (call, result) in enumerate(zip(sequence, results, strict=True)):
