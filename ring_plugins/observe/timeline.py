@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ring_plugins.core.observe.timeline import TimelineAggregator
+from ring_plugins.core.observe.timeline import TimelineAggregator, TimelineReporter
 from ring_plugins.core.trace.recorder import recorder
 from ring_plugins.core.world import current, is_initialized
 
@@ -37,6 +37,8 @@ class Timeline:
         aggregator = self._aggregator()
         if aggregator is not None:
             aggregator.start(self._directory)
+        elif (reporter := self._reporter()) is not None:
+            reporter.hold()
         if is_initialized() and current().observers is not None:
             _wait_until(lambda: recorder.on)
 
@@ -51,6 +53,8 @@ class Timeline:
         aggregator = self._aggregator()
         if aggregator is None:
             # Rank 0 switches the recording off. Waiting for that keeps what this rank does next out of the timeline.
+            if (reporter := self._reporter()) is not None:
+                reporter.release()
             _wait_until(lambda: not recorder.on)
             return None
         aggregator.stop()
@@ -69,6 +73,11 @@ class Timeline:
     def _aggregator() -> TimelineAggregator | None:
         observers = current().observers if is_initialized() else None
         return observers.timeline if observers is not None else None
+
+    @staticmethod
+    def _reporter() -> TimelineReporter | None:
+        observers = current().observers if is_initialized() else None
+        return observers.spans if observers is not None else None
 
 
 def _wait_until(reached: Callable[[], bool]) -> None:

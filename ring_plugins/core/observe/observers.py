@@ -35,6 +35,7 @@ class Observers:
         services: all of them, for the monitor thread.
         membership: where the ranks are.
         steps: sends this rank's steps to rank 0.
+        spans: sends this rank's part of a timeline there.
         all_steps, timeline: on rank 0, the steps and the timeline of all ranks.
 
     Raises:
@@ -55,8 +56,8 @@ class Observers:
         self.steps = StepReporter(channel, steps)
         self.all_steps: StepAggregator | None = None
         self.timeline: TimelineAggregator | None = None
-        self._spans = TimelineReporter(channel, membership[channel.rank].domain == membership[0].domain)
-        self.services: list[Service] = [StallWatch(channel, failure_detector, activities), self.steps, self._spans]
+        self.spans = TimelineReporter(channel, membership[channel.rank].domain == membership[0].domain)
+        self.services: list[Service] = [StallWatch(channel, failure_detector, activities), self.steps, self.spans]
         if channel.rank == 0:
             self.all_steps = StepAggregator(channel, membership, logger.warning)
             self.timeline = TimelineAggregator(channel, membership)
@@ -72,9 +73,9 @@ class Observers:
             if directory:
                 self.timeline.start(Path(directory))
         if records:
-            self._spans.start()  # not only when rank 0's message arrives, which may be after the first steps
+            self.spans.start()  # not only when rank 0's message arrives, which may be after the first steps
 
     def flush(self) -> None:
         """Send the spans that would be lost if this process ended; any thread may call it."""
         if recorder.on:
-            self._spans.flush()
+            self.spans.flush()

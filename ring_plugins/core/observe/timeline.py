@@ -64,6 +64,8 @@ class TimelineReporter:
         self._channel = channel
         self._clock = ClockOffset(channel, same_clock)
         self._began = self._next = 0.0
+        self._lock = threading.Lock()  # of the next two, which the script's thread changes
+        self._is_held = self._is_to_end = False
         channel.on("switch_recording", lambda sender, body: self._switch(body["on"]))
 
     def start(self) -> None:
@@ -73,11 +75,28 @@ class TimelineReporter:
         self._began = time.monotonic()
         recorder.on = True
 
+    def hold(self) -> None:
+        """Let the recording go on until `release`, if rank 0 ends it before: this rank may be in its last operation."""
+        with self._lock:
+            self._is_held, self._is_to_end = True, False
+
+    def release(self) -> None:
+        """End what `hold` began; called by any thread."""
+        with self._lock:
+            self._is_held = False
+            is_to_end = self._is_to_end
+        if is_to_end:
+            self._switch(False)
+
     def _switch(self, on: bool) -> None:
         if on and not recorder.on:  # with RING_TIMELINE it is on from the first operation
             self.start()
-        elif recorder.on and not on:
-            recorder.on = False
+        elif not on:
+            with self._lock:
+                self._is_to_end = True
+                if self._is_held or not recorder.on:
+                    return
+                recorder.on = False
             self.flush(droppable=False)
             self._channel.tell(0, "end_recording", {"uncertainty": self._clock.uncertainty, "lost": recorder.lost})
 
@@ -107,6 +126,7 @@ class TimelineReporter:
         while not self._clock.is_known and time.monotonic() < end:
             self._clock.ask(time.monotonic())
             self._channel.poll(0.02)
+        self.release()
         self._switch(False)
         self._channel.drain(_LAST_SPANS)
 

@@ -53,17 +53,21 @@ def test_steps_buckets_and_waits_of_all_ranks_on_one_clock(tmp_path):
         TRAIN
         + """
 from ring_plugins.core import world
+from ring_plugins.core.trace.recorder import recorder
 from ring_plugins.observe import timeline
 
 timeline._PATIENCE = 60.0  # on a busy machine, monitor threads may take seconds to switch the recording
-clock = world.current().observers._spans._clock
+clock = world.current().observers.spans._clock
 step()
 with Timeline(sys.argv[1]):
     while not clock.is_known or (ring.rank() and not clock.uncertainty):
         time.sleep(0.01)
     for _ in range(20):
         step()
-    ring.barrier()  # rank 0 ends the recording when it has left this one, which the other rank has entered by then
+    if ring.rank():  # is in an operation that rank 0 has left already
+        while not world.current().observers.spans._is_to_end:
+            time.sleep(0.001)
+        recorder.record("call", "the last", time.monotonic_ns(), time.monotonic_ns())
 step()
 """
     )
@@ -77,6 +81,7 @@ step()
         assert len(buckets) == 20 * 4
         operations = by_rank(events, "operation")[rank]
         assert sum("bucket" in e["args"]["part_of"] for e in operations) >= 20 * 4
+    assert "the last" in [e["name"] for e in by_rank(events, "call")[1]]
     # No rank leaves a barrier before all have arrived. Rank 0 begins while the other is still leaving an earlier one.
     calls: list[list[dict]] = [[], []]
     for rank in (0, 1):
@@ -230,6 +235,26 @@ def test_a_rank_records_and_sends_while_rank_0_asks_for_it():
     (_, kind, body), end = channel.take()
     assert (kind, body["rows"]) == ("report_spans", [["step", "step 0", 1, 2, {}]])
     assert end == (0, "end_recording", {"uncertainty": 0, "lost": recorder.lost})
+
+
+def test_a_rank_that_is_still_in_the_recorded_steps_records_to_their_end():
+    channel = FakeChannel(rank=1)
+    reporter = TimelineReporter(channel, same_clock=True)
+    for begins_first in (True, False):  # this rank's script, before rank 0's
+        if begins_first:
+            reporter.hold()
+        channel.receive(0, "switch_recording", {"on": True})
+        if not begins_first:
+            reporter.hold()
+        channel.receive(0, "switch_recording", {"on": False})
+        recorder.record("call", "in flight", 1, 2)
+        assert recorder.on and not channel.take()
+        reporter.release()
+        (_, kind, body), (_, last, _) = channel.take()
+        assert (kind, body["rows"], last) == ("report_spans", [["call", "in flight", 1, 2, {}]], "end_recording")
+        assert not recorder.on
+    reporter.close()
+    assert not channel.take()
 
 
 def test_the_offset_of_another_clock_is_within_its_uncertainty(monkeypatch):
