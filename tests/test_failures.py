@@ -10,7 +10,7 @@ import textwrap
 
 import pytest
 
-from tests.launch import Job, Result, run_ranks, start_ranks
+from tests.launch import Job, Result, run_ranks, slowness, start_ranks
 from tests.launchers import Launcher
 
 SECONDS = 10
@@ -85,7 +85,7 @@ def check_end(job: Job, *causes: str) -> Result:
 def run_failing(body: str, launcher: Launcher, *causes: str, steps: str = NUMPY) -> Result:
     """Run a script that fails by itself; the ten seconds begin when a rank first calls `goes_wrong()`."""
     result = run_ranks(script(body, steps), 2, launcher, timeout=60, check=False)
-    assert result.ended - min(result.values("wrong")) <= SECONDS, result
+    assert result.ended - min(result.values("wrong")) <= SECONDS * slowness(), result
     return check_causes(result, *causes)
 
 

@@ -93,7 +93,7 @@ def test_any_exception_in_line_breaks_the_communicator(executor, error):
 
 def test_time_in_line_blocks_the_script_once(executor):
     before = steps.waiting + steps.moving
-    executor.run_in_line("bucket 0", lambda: executor.run(OPERATION, lambda operation: time.sleep(0.05)))
+    executor.run_in_line("bucket 0", lambda: executor.run(OPERATION, lambda operation: time.sleep(0.3)))
     blocked = steps.waiting + steps.moving - before
     activity = executor.activity()
     assert activity.ended - activity.began <= blocked < 2 * (activity.ended - activity.began)
