@@ -13,12 +13,15 @@ from ring_plugins.core.base.errors import name_ranks
 from ring_plugins.core.control.parent_notifier import ParentNotifier
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment, ending, silent_end
-from ring_plugins.launcher import mpirun
+from ring_plugins.launcher import mpirun, preflight
+from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.launch_plan import LaunchPlan
-from ring_plugins.launcher.lingering import LingeringMpirun
+from ring_plugins.launcher.lingering import LingeringMpirun, OtherHosts
 from ring_plugins.launcher.lost_host import LostHost
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.supervision import Supervisor
+
+_DEAF = "ended every rank because the thread that reads mpirun's errors died; its traceback is above."
 
 
 def shell_command(plan: LaunchPlan) -> str:
@@ -62,14 +65,31 @@ def _run_mpirun(plan: LaunchPlan, supervisor: Supervisor) -> tuple[int, str | No
         )
         if lost is not None:
             lost.start()
-        status, why = supervisor.wait(LingeringMpirun(process.pid, plan.is_local, notifier.first_message))
+        others = _other_hosts(plan, process.pid)
+        if others is not None:
+            supervisor.own_helpers = others.pids
+        lingers = LingeringMpirun(process.pid, plan.is_local, notifier.first_message, others)
+
+        def find_trouble() -> str | None:
+            return _DEAF if lost is not None and lost.has_died else lingers()
+
+        status, why = supervisor.wait(find_trouble)
         stack.close()
+        if lost is not None and lost.has_died:
+            return status or 1, _DEAF
         cause = notifier.first_message() if supervisor.signalled is None else None
         if cause is None and lost is not None and lost.found:
             cause = "mpirun lost a host and ended the ranks of the others"
         # Open MPI 5 exits with 0 after it has lost a host. The cause is repeated as the last line: what the ranks
         # printed stands above mpirun's own banners.
         return status or (1 if cause else 0), why or (cause and f"{cause.rstrip('.')}.")
+
+
+def _other_hosts(plan: LaunchPlan, mpirun: int) -> OtherHosts | None:
+    """The hosts to ask whether ranks still run there, None if that is not possible."""
+    hosts = [part.host for part in plan.job.shares if part.ranks and not is_this_host(part.host)]
+    is_known = plan.mpirun is not None and plan.mpirun.uses_prrte and not plan.is_local and plan.job.shares
+    return OtherHosts(preflight.login(plan.job), hosts, mpirun) if is_known else None
 
 
 def _run_ranks(plan: LaunchPlan, supervisor: Supervisor) -> tuple[int, str | None]:

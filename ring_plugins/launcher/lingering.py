@@ -1,21 +1,29 @@
 """Notices that mpirun goes on although its job is over.
 
 Open MPI 5's mpirun now and then does not end when the last rank has ended, and would wait for ever
-(https://github.com/openpmix/prrte/issues/1839). Two signs show that nothing is left to wait for:
+(https://github.com/openpmix/prrte/issues/1839). Three signs show that nothing is left to wait for:
 
 - All ranks run on this host, where mpirun is their parent, and nothing below it has been alive for some seconds, though
   something was before.
 - A rank has failed, and half a minute later mpirun still runs, on whatever hosts. It ends the others itself, and the
   ranks give each other five seconds.
+- On several hosts, no rank has been alive here for some seconds, and the other hosts, asked twice, have none either.
+  Ranks there are nobody's children here, and how long they go on is theirs to choose. So they are asked less and less
+  often while some run.
 
-On several hosts, a job that ends well and whose mpirun lingers is still waited for: the other hosts' ranks are nobody's
-children here.
+Hosts are asked only where their names are known, and only for Open MPI 5: ranks of others are not told apart from
+other processes, and their launchers are not known to linger.
 """
 
 from __future__ import annotations
 
+import contextlib
+import re
+import shlex
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from ring_plugins.core.linux.process import children, descendants, state
 
@@ -25,7 +33,90 @@ IDLE_SECONDS = 10.0
 FAILED_SECONDS = 30.0
 #: Seconds between two looks, of some milliseconds each.
 _LOOK_EVERY = 1.0
+#: Seconds between two questions to the other hosts: at first, and at most.
+ASK_EVERY, _ASK_AT_MOST = 30.0, 600.0
+#: Seconds for a host to answer.
+_ANSWER_SECONDS = 20.0
 _OVER = ("Z", "X", "")
+
+_ANSWER = re.compile(r"^ring ranks: (\d+) (\d+)$", re.MULTILINE)
+
+
+def _question(mpirun: int) -> str:
+    """A command that prints how many daemons of a PRRTE job, and how many of its ranks, a host runs.
+
+    A job is named after its mpirun's process id. Daemons have its name on their command lines, with 0 behind the @, and
+    ranks and what they have started have it in their environments, with another number.
+    """
+    count = 'cat /proc/[0-9]*/{} 2>/dev/null | tr "\\0" "\\n" | grep -c "{}"'
+    daemons = count.format("cmdline", f"[-]{mpirun}@0$")  # the brackets keep this command from finding itself
+    ranks = count.format("environ", f"^PMIX_NAMESPACE=.*-{mpirun}@[1-9]")
+    return "sh -c " + shlex.quote(f'echo "ring ranks: $({daemons}) $({ranks})"')
+
+
+class OtherHosts:
+    """Asks hosts whether ranks of a job run there, without waiting for their answers.
+
+    Args:
+        login: ssh or what replaces it, with its options; gets a host and a command.
+        hosts: their names.
+        mpirun: process id of the job's mpirun.
+    """
+
+    def __init__(self, login: Sequence[str], hosts: Sequence[str], mpirun: int) -> None:
+        self._login, self._hosts, self._question = tuple(login), tuple(hosts), _question(mpirun)
+        self._asked: list[subprocess.Popen[str]] = []
+        self._deadline = 0.0
+
+    def pids(self) -> set[int]:
+        """Of processes that this one has started to ask, and which are no orphans of the job."""
+        return {process.pid for process in self._asked}
+
+    def ask(self) -> None:
+        """Ask all hosts."""
+        self._deadline = time.monotonic() + _ANSWER_SECONDS
+        for host in self._hosts:
+            with contextlib.suppress(OSError):  # then the host's answer is missing
+                self._asked.append(
+                    subprocess.Popen(
+                        [*self._login, host, self._question],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.DEVNULL,
+                        text=True,
+                        errors="replace",
+                    )
+                )
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether answers are still to be taken."""
+        return bool(self._asked)
+
+    def answers(self) -> list[tuple[int, int]] | None:
+        """Daemons and ranks of each host that has answered, None while some may still."""
+        if any(process.poll() is None for process in self._asked) and time.monotonic() < self._deadline:
+            return None
+        found = []
+        for process in self._asked:
+            process.kill()
+            printed, _ = process.communicate()
+            if answer := _ANSWER.search(printed):
+                found.append((int(answer[1]), int(answer[2])))
+        self._asked.clear()
+        return found
+
+    def has_no_rank(self, answers: list[tuple[int, int]], daemons_are_gone: bool) -> bool:
+        """Whether these answers show that the hosts run no rank any more.
+
+        Args:
+            answers: of `answers`.
+            daemons_are_gone: whether the logins that started the daemons are over. Otherwise an answer counts only if
+                the daemon could be seen, and so its ranks could be.
+        """
+        return len(answers) == len(self._hosts) and all(
+            not ranks and (daemons or daemons_are_gone) for daemons, ranks in answers
+        )
 
 
 class LingeringMpirun:
@@ -35,13 +126,17 @@ class LingeringMpirun:
         pid: of mpirun.
         is_local: whether all of its ranks run on this host.
         failure: returns the first failure that a rank of this host has told, None if there is none.
+        others: the other hosts of the job, None if they cannot be asked.
     """
 
-    def __init__(self, pid: int, is_local: bool, failure: Callable[[], str | None]) -> None:
-        self._pid, self._is_local, self._failure = pid, is_local, failure
+    def __init__(
+        self, pid: int, is_local: bool, failure: Callable[[], str | None], others: OtherHosts | None = None
+    ) -> None:
+        self._pid, self._is_local, self._failure, self._others = pid, is_local, failure, others
         self._next_look = 0.0
         self._had_processes = False
         self._idle_since = self._failed_since = 0.0
+        self._ask_at, self._pause, self._had_no_rank = 0.0, ASK_EVERY, False
 
     def __call__(self) -> str | None:
         """A line for the user; None while mpirun may go on."""
@@ -53,13 +148,43 @@ class LingeringMpirun:
             self._failed_since = now
         if self._failed_since and now - self._failed_since > FAILED_SECONDS:
             return f"mpirun still ran {FAILED_SECONDS:g} s after a rank had failed; ended it."
-        if any(state(pid) not in _OVER for pid in descendants(self._pid, children())):
+        alive = [pid for pid in descendants(self._pid, children()) if state(pid) not in _OVER]
+        if any(self._is_local or _is_rank(pid) for pid in alive):
             self._had_processes, self._idle_since = True, 0.0
             return None
         self._idle_since = self._idle_since or now
-        if self._is_local and self._had_processes and now - self._idle_since > IDLE_SECONDS:
+        if now - self._idle_since <= IDLE_SECONDS:
+            return None
+        if self._is_local and self._had_processes:
             return (
                 f"mpirun still ran {IDLE_SECONDS:g} s after the last of its processes had ended; ended it. "
                 "How they ended is unknown."
             )
+        if self._others is not None and self._is_over_elsewhere(self._others, now, daemons_are_gone=not alive):
+            return "mpirun still ran after the last rank had ended on all hosts; ended it. How they ended is unknown."
         return None
+
+    def _is_over_elsewhere(self, others: OtherHosts, now: float, daemons_are_gone: bool) -> bool:
+        """Whether the other hosts have twice in a row said that they run no rank, though some host did before."""
+        if not others.is_asking:
+            if now >= self._ask_at:
+                self._ask_at = now + self._pause
+                others.ask()
+            return False
+        answers = others.answers()
+        if answers is None:
+            return False
+        self._had_processes |= any(ranks for _, ranks in answers)
+        had_no_rank = self._had_no_rank
+        self._had_no_rank = self._had_processes and others.has_no_rank(answers, daemons_are_gone)
+        self._pause = ASK_EVERY if self._had_no_rank else min(2 * self._pause, _ASK_AT_MOST)
+        self._ask_at = now + self._pause
+        return had_no_rank and self._had_no_rank
+
+
+def _is_rank(pid: int) -> bool:
+    """Whether a process below mpirun is a rank or started by one, rather than a login on another host."""
+    try:
+        return b"PMIX_NAMESPACE=" in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return True  # it has just ended, or may not be read

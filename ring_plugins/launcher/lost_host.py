@@ -26,12 +26,13 @@ class LostHost:
     Attributes:
         stderr: for mpirun, as Popen takes it.
         found: whether mpirun has lost a host; final once the context is left.
+        has_died: whether its thread has died, so that nobody reads what mpirun prints.
     """
 
     def __init__(self) -> None:
-        self.found = False
+        self.found = self.has_died = False
         self._reading, self.stderr = os.pipe()
-        self._thread = HelperThread(self._copy, "ring:mpirun's errors")
+        self._thread = HelperThread(self._copy, "ring:mpirun's errors", outside_a_job=self._note_death)
 
     def __enter__(self) -> LostHost:  # noqa: PYI034 - typing.Self needs Python 3.11
         return self
@@ -60,3 +61,6 @@ class LostHost:
                         data = data[os.write(2, data) :]
                 except OSError:
                     shown = False  # standard error is closed; mpirun must not wait for it
+
+    def _note_death(self) -> None:
+        self.has_died = True

@@ -102,6 +102,11 @@ def _listening(hosts: int) -> Iterator[tuple[int, str]]:
         acceptor.close()
 
 
+def login(job: JobSpec) -> Sequence[str]:
+    """What runs a command on a host, given the host's name and the command: ssh, or what replaces it."""
+    return shlex.split(job.agent) if job.agent else _SSH
+
+
 def differences(own: Report, other: Report | str) -> list[str]:
     """Why a host cannot run ranks, each reason with its remedy.
 
@@ -163,8 +168,7 @@ def _ask(host: str | None, job: JobSpec, mpirun: Mpirun, port: int | None, secre
     if host is not None:
         paths = [name for name in ("PYTHONPATH", "LD_LIBRARY_PATH") if name in job.environment and name in os.environ]
         remote = shlex.join(["env", *(f"{name}={os.environ[name]}" for name in paths), *command])
-        agent = shlex.split(job.agent) if job.agent else _SSH
-        command = [*agent, host, f"cd {shlex.quote(os.getcwd())} 2>/dev/null; {remote}"]
+        command = [*login(job), host, f"cd {shlex.quote(os.getcwd())} 2>/dev/null; {remote}"]
     try:
         answer = subprocess.run(
             command,

@@ -49,12 +49,14 @@ class Supervisor:
     Attributes:
         processes: in the order of their start.
         signalled: the last signal that this process received, None if none.
+        own_helpers: returns the process ids of children that are no orphans of the job.
     """
 
     def __init__(self, tolerates_losses: bool = False) -> None:
         self._tolerates_losses = tolerates_losses
         self.processes: list[subprocess.Popen[bytes]] = []
         self.signalled: signal.Signals | None = None
+        self.own_helpers: Callable[[], set[int]] = set
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Supervisor:  # noqa: PYI034 - typing.Self needs Python 3.11
@@ -178,7 +180,8 @@ class Supervisor:
         """
         family = children()
         own = [process.pid for process in self.processes]
-        orphans = [pid for pid in family.get(os.getpid(), []) if pid not in own]
+        known = self.own_helpers().union(own)
+        orphans = [pid for pid in family.get(os.getpid(), []) if pid not in known]
         is_busy = any(family.get(pid) for pid in own)
         if had_orphans and not is_busy:
             for pid in [*orphans, *(below for orphan in orphans for below in descendants(orphan, family))]:

@@ -107,3 +107,27 @@ def test_everything_ends_on_both_hosts(cluster, ended):
     assert result.returncode != 0, result
     if ended == "rank":
         assert re.search(r"rank 3\b", result.output), result
+
+
+#: Its mpirun takes no notice of the ranks' end: it stands still.
+LINGERS = """
+import os, signal, time
+import ring_plugins as ring
+from mpi4py import MPI
+from tests.worker import report
+ring.init()
+report("sum", float(ring.all_reduce(1.0, ring.SUM)))
+rank = ring.rank()
+ring.shutdown()
+MPI.Finalize()
+if rank == 0:
+    os.kill(os.getppid(), signal.SIGSTOP)
+"""
+
+
+@pytest.mark.slow
+def test_an_mpirun_that_lingers_after_a_job_that_ended_well_is_ended(cluster):
+    result = cluster.start(ring_run(*TWO), LINGERS, 4).run(timeout=300, check=False)
+    assert result.values("sum") == [4.0] * 4
+    assert "mpirun still ran after the last rank had ended on all hosts; ended it." in result.stderr, result
+    assert result.returncode != 0

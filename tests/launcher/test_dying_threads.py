@@ -11,8 +11,14 @@ import pytest
 
 from ring_plugins.core import exit_hooks
 from ring_plugins.core.base import threads
-from ring_plugins.launcher import preflight, remote_ranks
+from ring_plugins.core.control import monitor
+from ring_plugins.core.gpu.connection import NcclConnection
+from ring_plugins.launcher import job, lost_host, preflight, remote_ranks
+from ring_plugins.launcher.hosts import Share
+from ring_plugins.launcher.launch_plan import LaunchPlan
+from ring_plugins.launcher.mpirun import JobSpec, Mpirun
 from ring_plugins.launcher.output import Relay
+from ring_plugins.torch import point_to_point
 from tests.core.collectives.test_messages import ranks
 
 
@@ -62,6 +68,20 @@ def test_a_rank_whose_driver_thread_dies_ends(died, monkeypatch):
     assert ended.is_set() and died.names == ["ring:driver"]
 
 
+def test_a_job_whose_mpirun_nobody_hears_ends(died, monkeypatch, tmp_path):
+    script = tmp_path / "mpirun"
+    script.write_text("#!/bin/sh\necho a line >&2\nexec sleep 30\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(lost_host, "os", SimpleNamespace(pipe=os.pipe, close=os.close, fdopen=os.fdopen, write=broken))
+    plan = LaunchPlan(
+        JobSpec(("/bin/true",), 2, shares=(Share("a", 1), Share("b", 1))), Mpirun(str(script), "Open MPI", "5.0.11")
+    )
+    lines: list[str] = []
+    assert job.run(plan, lines.append) != 0
+    assert died.names == ["ring:mpirun's errors"]
+    assert lines == ["ended every rank because the thread that reads mpirun's errors died; its traceback is above."]
+
+
 def test_messages_end_with_the_thread_that_moves_them(died, monkeypatch):
     with ranks(2) as ends:
         waiting = ends[0].receive(np.zeros(1), 1)
@@ -79,6 +99,30 @@ def test_a_dead_preflight_thread_is_told(died, monkeypatch):
         stack.enter_context(preflight._listening(1))
         assert died.seen.wait(10)
     assert died.names == ["ring:preflight"]
+
+
+def test_a_dead_thread_of_messages_between_gpus_is_told(died, monkeypatch):
+    monkeypatch.setattr(point_to_point.device, "set_device", broken)
+    point_to_point._ChannelThread(broken, "ring:messages-(0, 1, 7)", 0).join()
+    assert died.names == ["ring:messages-(0, 1, 7)"]
+
+
+def test_a_dead_abort_thread_of_a_gpu_is_told(died):
+    connection = SimpleNamespace(_name="gradients", _driver=SimpleNamespace(device=broken), _device=0, _aborting=None)
+    NcclConnection._start_abort(connection, None)
+    connection._aborting.join(10)
+    assert died.names == ["ring:abort gradients"]
+
+
+def test_a_dead_abort_thread_of_the_monitor_is_told(died, monkeypatch):
+    monkeypatch.setattr(monitor, "_GRACE", -1.0)
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    detector = SimpleNamespace(failure=lambda: "rank 1 died", aborted=False, failed=False, fail=lambda _: None, rank=0)
+    thread = SimpleNamespace(
+        _failure_detector=detector, _end_at=0.0, _closed=threading.Event(), _call=lambda _: None, _abort=broken
+    )
+    monitor.MonitorThread._end_after_failure(thread)
+    assert died.seen.wait(10) and died.names == ["ring:abort"]
 
 
 def test_an_abort_that_raises_is_tried_once_and_the_process_ends(monkeypatch):

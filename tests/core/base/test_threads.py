@@ -88,3 +88,32 @@ def test_all_threads_of_the_package_are_helper_threads():
         (file, name) for file, name in found if name in ("Thread", "Timer", "start_new_thread", "InheritableThread")
     }
     assert others == {("spark/run.py", "InheritableThread")}  # which hands its error to the thread that waits for it
+
+
+#: By file and by what its name is there, the test that raises in each thread.
+DEATH_TESTS = {
+    ("core/collectives/executor.py", "f'ring:{name}'"): "test_a_thread_that_dies_ends_the_job_on_all_ranks",
+    ("core/collectives/message_progress.py", "'ring:messages'"): "test_messages_end_with_the_thread_that_moves_them",
+    ("core/control/monitor.py", "'ring:abort'"): "test_a_dead_abort_thread_of_the_monitor_is_told",
+    ("core/control/monitor.py", "'ring:monitor'"): "test_a_thread_that_dies_ends_the_job_on_all_ranks",
+    ("core/exit_hooks.py", "_ABORTING"): "test_an_abort_that_raises_is_tried_once_and_the_process_ends",
+    ("core/gpu/connection.py", "f'ring:abort {self._name}'"): "test_a_dead_abort_thread_of_a_gpu_is_told",
+    ("core/net/listener.py", "'ring:listener'"): "test_a_thread_that_dies_ends_the_job_on_all_ranks",
+    ("launcher/lost_host.py", '"ring:mpirun\'s errors"'): "test_a_job_whose_mpirun_nobody_hears_ends",
+    ("launcher/output.py", "f'ring:output {rank}'"): "test_a_dead_output_thread_closes_its_ranks_pipe",
+    ("launcher/preflight.py", "'ring:preflight'"): "test_a_dead_preflight_thread_is_told",
+    ("launcher/remote_ranks.py", "'ring:driver'"): "test_a_rank_whose_driver_thread_dies_ends",
+    ("torch/point_to_point.py", "name"): "test_a_dead_thread_of_messages_between_gpus_is_told",
+}
+
+
+def test_every_thread_has_a_death_test():
+    found = {
+        (file.relative_to(PACKAGE).as_posix(), ast.unparse(node.args[1]))
+        for file in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("HelperThread")
+    }
+    assert found == DEATH_TESTS.keys()
+    tests = "".join(file.read_text() for file in Path(__file__).parents[2].rglob("test_*.py"))
+    assert [name for name in DEATH_TESTS.values() if f"def {name}(" not in tests] == []
