@@ -239,7 +239,10 @@ def reduce_scatter(x: Any, op: Op = Op.AVERAGE, *, wait: bool = True) -> Any:
         result = _empty(x, source.dtype, (lengths[communicator.rank], *trailing))
         each = prod(trailing)
         communicator.reduce_scatter(
-            HostMemory(source.reshape(-1), dtype), host_memory(result), [rows * each for rows in lengths], op
+            HostMemory(source.reshape(-1), dtype, None, _compared(source)),
+            host_memory(result),
+            [rows * each for rows in lengths],
+            op,
         )
         return result
 
@@ -351,7 +354,8 @@ def _in_place(
     """
     source, dtype = host_array(x)
     if out is x and wait and (flags := source.flags).c_contiguous and flags.writeable:
-        operate(HostMemory(source if source.ndim == 1 else source.reshape(-1), dtype), argument)
+        flat = source if source.ndim == 1 else source.reshape(-1)
+        operate(HostMemory(flat, dtype, None, _compared(source)), argument)
         return x
     result = _empty_like(x, source) if out is None else out
     memory, store = _writable(result, "out")
@@ -359,8 +363,10 @@ def _in_place(
         raise ArgumentError(
             f"out has {memory.array.size} elements of {memory.dtype}, but x has {source.size} of {dtype}."
         )
+    read = None
     if reads_source and source.flags.c_contiguous and not np.may_share_memory(source, memory.array):
-        memory = memory._replace(source=source.reshape(-1))
+        read = source.reshape(-1)
+    memory = HostMemory(memory.array, dtype, read, _compared(source))
 
     def run() -> Any:
         if out is not x and memory.source is None:
@@ -370,6 +376,11 @@ def _in_place(
         return result
 
     return _run(communicator, name, run, wait)
+
+
+def _compared(array: Array) -> tuple[int, ...]:
+    """The shape for a `HostMemory`; of one dimension or none, the number of elements says enough."""
+    return array.shape if array.ndim > 1 else ()
 
 
 def _run(communicator: Communicator, name: str, function: Callable[[], Any], wait: bool) -> Any:

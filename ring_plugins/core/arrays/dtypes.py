@@ -78,8 +78,10 @@ def check_reducible(dtype: str, op: Op) -> None:
     """Check that a reduction makes sense for a type.
 
     Raises:
-        ArgumentError: AVERAGE of integers or booleans, MIN or MAX of complex numbers.
+        ArgumentError: AVERAGE of integers or booleans, MIN or MAX of complex numbers, or no `Op` at all.
     """
+    if type(op) is not Op:
+        raise ArgumentError(f"op={op!r} is not one of {', '.join(f'ring_plugins.{one.name}' for one in Op)}.")
     if op is Op.AVERAGE and dtype not in (*FLOATS, *COMPLEX, *FLOATS8):
         raise ArgumentError(f"op=AVERAGE of dtype={dtype} would round; convert to float32 first, or use op=SUM.")
     if op in (Op.MIN, Op.MAX) and dtype in COMPLEX:

@@ -28,11 +28,14 @@ class HostMemory(NamedTuple):
         dtype: name of the element type.
         source: for `all_reduce`, an array of the same length that holds this rank's numbers, and is only read; `array`
             then takes the result only. By default the numbers are in `array` itself.
+        shape: which must be equal on all ranks; empty where only the number of elements must be. A sum of transposed
+            matrices would be wrong in silence.
     """
 
     array: Array
     dtype: str
     source: Array | None = None
+    shape: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:

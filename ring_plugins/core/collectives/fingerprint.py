@@ -30,16 +30,17 @@ class Fingerprint(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def fingerprint(kind: str, dtype: str = "", count: int = -1, detail: str = "") -> Fingerprint:
+def fingerprint(kind: str, dtype: str = "", count: int | tuple[int, ...] = -1, detail: str = "") -> Fingerprint:
     """The fingerprint of an operation.
 
     Args:
         kind: its name.
         dtype: element type, where it must agree.
-        count: elements, where they must agree; -1 where ranks may differ.
+        count: elements, or the shape, where they must agree; -1 where ranks may differ.
         detail: anything else that must agree, such as the reduction or the root.
     """
-    inner = ", ".join(filter(None, (f"{count} x {dtype}" if count >= 0 else dtype, detail)))
+    counts = count if isinstance(count, tuple) else (count,) if count >= 0 else ()
+    inner = ", ".join(filter(None, (" x ".join([*map(str, counts), dtype]), detail)))
     return _of(f"{kind}({inner})")
 
 

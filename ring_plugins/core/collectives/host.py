@@ -171,10 +171,12 @@ class HostCommunicator:
     # Collectives ----------------------------------------------------------------------------------
 
     def all_reduce(self, memory: HostMemory, op: Op, codec: HalfCodec | None = None) -> None:
-        array, dtype, source = memory
+        array, dtype, source, shape = memory
         check_reducible(dtype, op)
         self._executor.run(
-            fingerprint("all_reduce", dtype, array.size, op._value_ if codec is None else f"{op._value_} {codec}"),
+            fingerprint(
+                "all_reduce", dtype, shape or array.size, op._value_ if codec is None else f"{op._value_} {codec}"
+            ),
             self._reducer.all_reduce,
             array,
             array if source is None else source,
@@ -185,8 +187,8 @@ class HostCommunicator:
 
     def broadcast(self, memory: HostMemory, root: int) -> None:
         check_rank(root, self)
-        array, dtype, _ = memory
-        operation = fingerprint("broadcast", dtype, array.size, f"root {root}")
+        array, dtype, _, shape = memory
+        operation = fingerprint("broadcast", dtype, shape or array.size, f"root {root}")
         self._executor.run(operation, self._bytes.broadcast, array.view(np.uint8), root)
 
     def all_gather(self, mine: HostMemory, out: HostMemory, counts: Sequence[int]) -> None:
@@ -200,7 +202,7 @@ class HostCommunicator:
         parts = _split(full.array, counts, "counts")
         check_own_count(counts, out.array.size, self, "output")
         detail = ", ".join(filter(None, (op._value_, _counts_text(counts))))
-        operation = fingerprint("reduce_scatter", full.dtype, full.array.size, detail)
+        operation = fingerprint("reduce_scatter", full.dtype, full.shape or full.array.size, detail)
         self._executor.run(operation, self._reduce_scatter, parts, out.array, op, full.dtype)
 
     def _reduce_scatter(self, parts: list[Bytes], out: Array, op: Op, dtype: str, operation: Fingerprint) -> None:

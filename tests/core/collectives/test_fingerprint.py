@@ -5,6 +5,7 @@ from ring_plugins.core.collectives.fingerprint import fingerprint, mismatch
 
 def test_the_text_says_what_the_operation_is():
     assert fingerprint("all_reduce", "float32", 3, "sum").text == "all_reduce(3 x float32, sum)"
+    assert fingerprint("broadcast", "int8", (3, 2), "root 0").text == "broadcast(3 x 2 x int8, root 0)"
     assert fingerprint("all_to_all", "int8").text == "all_to_all(int8)"
     assert fingerprint("barrier").text == "barrier()"
 

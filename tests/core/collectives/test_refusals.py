@@ -27,9 +27,15 @@ def fails(call):
 # Refused by all, or seen by all: the job goes on.
 for _ in range(2):
     fails(lambda: ring.all_reduce(np.ones(3, np.int32)))
+    fails(lambda: ring.all_reduce(np.ones(3), "sum"))
     assert ring.all_reduce(np.ones(3), ring.SUM).tolist() == [2.0] * 3
 if "RING_VIRTUAL_NODES" not in os.environ:
     fails(lambda: ring.barrier() if rank else ring.all_reduce(np.ones(5)))
+    turned = np.ones((2, 3) if rank else (3, 2))  # as many elements, in another shape
+    fails(lambda: ring.all_reduce(turned))
+    fails(lambda: ring.all_reduce(turned, out=turned))
+    fails(lambda: ring.broadcast(turned))
+    fails(lambda: ring.reduce_scatter(np.ones((4, 3) if rank else (6, 2))))
     assert ring.all_reduce(np.ones(3), ring.SUM).tolist() == [2.0] * 3
 report("together", [name for name, _ in failed])
 failed.clear()
@@ -46,7 +52,7 @@ report("alone", failed)
 @pytest.mark.parametrize(("launcher", "nodes"), [("spawned", ""), ("torchrun", "1,1")])
 def test_a_refusal_reaches_the_rank_that_waits(launcher, nodes):
     result = run_ranks(SCRIPT, 2, launcher, env={"RING_VIRTUAL_NODES": nodes} if nodes else {}, timeout=60)
-    together = ["ArgumentError"] * 2 + ["MismatchError"] * (not nodes)
+    together = ["ArgumentError"] * 4 + ["MismatchError"] * (0 if nodes else 5)
     assert result.values("together") == [together] * 2
     (waited, again), (refused, broken) = result.values("alone")
     told = r"rank 1 refused the arguments of all_reduce: .*op=AVERAGE.* Rank 0 waits for it in ring: all_reduce\(4"
