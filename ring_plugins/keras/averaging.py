@@ -35,6 +35,7 @@ from ring_plugins.core.gradients.fusion import FIRST_BUCKET_BYTES, MIB, BucketSi
 from ring_plugins.core.gradients.overlap import chosen_overlap
 from ring_plugins.core.world import constructed_by_all
 from ring_plugins.keras.backends import Exchange, Settings, backend
+from ring_plugins.keras.healing import refuse_to_heal_overlapped
 from ring_plugins.keras.interrupted_fit import watch_fit
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.validation import warn_of_gpu_copies
@@ -132,6 +133,7 @@ class GradientAveraging:
         chosen_overlap(overlap)  # raises now if it is none of the choices
         self.settings.rounding  # noqa: B018 - raises now if `compression` is unknown
         topology = connect().topology
+        refuse_to_heal_overlapped(overlap)
         if topology.size > 1:
             warn_of_gpu_copies(topology.rank)
         self._variables: list[Any] = []

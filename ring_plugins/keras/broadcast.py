@@ -14,6 +14,7 @@ from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.overlap import Wanted, chosen_overlap
+from ring_plugins.core.world import current
 from ring_plugins.keras.averaging import (
     BUCKET_BYTES,
     GradientAveraging,
@@ -24,6 +25,7 @@ from ring_plugins.keras.averaging import (
 from ring_plugins.keras.backends import backend
 from ring_plugins.keras.batch_norm import SynchronizedBatchNorm
 from ring_plugins.keras.callback_list import arrange, call_when_over, enclosing_list, saves_weights
+from ring_plugins.keras.healing import LossWatch, check_equal
 from ring_plugins.keras.interrupted_fit import tell_interrupted
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.shard import continue_at
@@ -116,6 +118,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._batch_norm: SynchronizedBatchNorm | None = None
         self._stop: SynchronizedStop | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
+        self._losses: LossWatch | None = None
         self._is_fitting, self._has_begun = False, False
         self._passes_before, self._steps_until_check = 0, 0
         self._saves_weights = False
@@ -152,6 +155,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._communicator, stop = world.new_communicator("fit"), world.new_communicator("stop")
         self._communicators = [self._communicator, stop]
         self._stop = SynchronizedStop(stop)
+        self._losses = LossWatch(stop)
         self._drift = drift_check(self.drift_check_every, lambda: weight_checksums(self.model))
         model = self.model
         check_other_parallelism(model)
@@ -210,6 +214,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         if not self._is_fitting:
             return
         assert self._stop is not None
+        assert self._losses is not None
         self._steps_until_check -= 1
         if self._steps_until_check == 0:
             self._check_averaged()
@@ -217,6 +222,9 @@ class BroadcastCallback(keras.callbacks.Callback):
         if self._drift is not None:
             self._drift.after_step()
         self._stop.after_step(self._model, batch)
+        if self._losses.has_changed():  # before or in this exchange, after which all ranks know
+            check_equal(lambda: weight_checksums(self._model), self._communicator)
+            current().tell_changes()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._synchronize_state()

@@ -21,6 +21,8 @@ from ring_plugins.core.gradients.overlap import Wanted, choose_overlap
 from ring_plugins.core.gradients.reducer import GradientReducer
 from ring_plugins.core.linux.thread_count import threads_in_use
 from ring_plugins.core.world import has_room_to_overlap
+from ring_plugins.keras.healing import LossWatch, check_equal
+from ring_plugins.observe.drift import checksum
 
 T = TypeVar("T")
 
@@ -85,6 +87,7 @@ class HostBuckets:
         chosen = choose_overlap(overlap, has_room, communicator)
         self.reducer = GradientReducer(self._buffer, communicator, self._fill, compression=compression, overlap=chosen)
         self._communicator, self._in_place = communicator, in_place
+        self._losses = LossWatch(communicator)
         self._given: dict[int, Array] = {}
         self._forms: dict[int, tuple[np.dtype[Any], tuple[int, ...]]] = {}  # of all gradients of this pass
         #: The average of each entry; for a large gradient reduced in place, set in each pass.
@@ -137,6 +140,9 @@ class HostBuckets:
         finally:
             self._given, self._forms = {}, {}
         self._check_flags(forms)
+        if self._losses.has_changed():
+            names = [entry.name for entry in self.plan.entries]
+            check_equal(lambda: (names, [checksum(average) for average in self._averages]), self._communicator)
         return {i: self._averages[i].view(dtype).reshape(shape) for i, (dtype, shape) in forms.items()}
 
     def release(self) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from ring_plugins.core.base.errors import RingError
 from ring_plugins.core.gradients.fusion import BucketSizes, Entry
+from tests.core.collectives.mortal_ranks import on_mortal_ranks
 from tests.core.collectives.thread_ranks import on_thread_ranks
 
 
@@ -36,3 +37,37 @@ def test_a_step_that_was_cut_off_after_its_first_bucket_gives_nobody_old_average
             end_step()
 
     on_thread_ranks(2, rank_of)
+
+
+@pytest.mark.parametrize("how", ["before", "in"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_averages_of_a_pass_in_which_a_rank_dies_are_taken_over_the_same_ranks(monkeypatch, how, in_place):
+    """Small gradients lie in buckets; large ones are read in the framework's memory, or overwritten there."""
+    from ring_plugins.keras.buckets import HostBuckets
+
+    entries = [Entry("small", "float32", 3), Entry("large", "float32", 9000), Entry("small too", "float32", 2)]
+    seen = set()
+    for number in range(1, 8):
+
+        def rank_of(rank, number=number):
+            buckets = HostBuckets(entries, rank.communicator("gradients"), BucketSizes(64, 64), in_place=in_place)
+            if rank.rank == 1:
+                alive = rank.barriers
+                rank.dies = lambda barrier: how if barrier == alive + number else None
+            passes = []
+            for step in range(3):
+                value = np.float32(6 * ((0, 2, 1)[rank.rank] + 3 * step))
+                gradients = [np.full(entry.count, value) for entry in entries]
+                buckets.give([0, 1, 2], gradients)
+                averages = buckets.finish()
+                passes.append([sorted(set(averages[i].tolist())) for i in range(3)])
+            return passes, rank.view
+
+        found = on_mortal_ranks(monkeypatch, 3, rank_of)
+        (passes, view), other = found[0], found[2]
+        assert other == (passes, view)
+        for step, averages in enumerate(passes):
+            possible = [6.0 * (sum(values) / len(values) + 3 * step) for values in ((0, 2, 1), (0, 1))]
+            assert averages in [[[value]] * 3 for value in possible]
+            seen.add((step, possible.index(averages[0][0])))
+    assert {(0, 0), (0, 1)} <= seen  # it died in the first pass, and after it

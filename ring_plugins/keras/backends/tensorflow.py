@@ -70,6 +70,8 @@ class Exchange:
     def _plan(self) -> Buckets:
         """Create the buckets: on the GPUs if requested, unless compression is used, which rounds on the host."""
         entries, settings = list(self._entries), self._settings
+        if self._sparse:
+            connect().refuse_to_heal("Averaging sparse gradients")
         for i in self._sparse:
             entries[i] = replace(entries[i], count=0, layout=f"{entries[i].layout}, sparse")
         on_gpus = None if settings.compression else tensorflow_device.connect(settings.name, self.communicator)

@@ -1,0 +1,52 @@
+"""Training with Keras where ranks may be lost: what is refused, and the proof that those that are left are still equal.
+
+The survivors average the step's gradients once more, from the memory in which the framework or `KeptInputs` still has
+them (core/gradients/repetition.py), so a compiled step notices nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ring_plugins.core.base.errors import DriftError
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.gradients.overlap import Wanted, chosen_overlap
+from ring_plugins.core.world import current
+from ring_plugins.observe.drift import Checksums, differing_weights
+
+
+def refuse_to_heal_overlapped(overlap: Wanted) -> None:
+    """Refuse what cannot be repeated.
+
+    Raises:
+        ArgumentError: gradients are to be averaged while backward runs.
+    """
+    if chosen_overlap(overlap) is True:
+        current().refuse_to_heal("averaging gradients while backward runs (overlap=True, RING_OVERLAP=1)")
+
+
+class LossWatch:
+    """Notices once that ranks were lost, at a place to which all ranks come.
+
+    Args:
+        communicator: of all ranks.
+    """
+
+    def __init__(self, communicator: Communicator[Any]) -> None:
+        self._communicator, self._size = communicator, communicator.size
+
+    def has_changed(self) -> bool:
+        """Whether ranks were lost since the last call."""
+        before, self._size = self._size, self._communicator.size
+        return self._size != before
+
+
+def check_equal(checksums: Checksums, communicator: Communicator[Any]) -> None:
+    """Compare weights or averages among the ranks that are left. Collective.
+
+    Raises:
+        DriftError: on all ranks, if they differ. Not if RING_WEIGHT_CHECK=0.
+    """
+    found = differing_weights(checksums, "after the loss of a rank", communicator)
+    if found:
+        raise DriftError(f"{found} Continue from a checkpoint.")

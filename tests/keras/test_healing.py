@@ -1,0 +1,82 @@
+"""Ranks are killed in the middle of a `fit`: the others end with the weights that a replay of the losses gives."""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.launch import run_ranks
+
+CHECKS = Path(__file__).with_name("checks_healing.py")
+BACKENDS = ("tensorflow", "torch")
+STEPS, EPOCHS = 4, 2
+
+
+def gradient(step, rank):
+    """Of every weight: its average over any of up to four ranks is exact."""
+    return 12.0 * ((7 * step + 3 * rank) % 5 - 2)
+
+
+def fit(backend, deaths, ranks=3, **options):
+    env = {"TEST_DEATHS": json.dumps(deaths), "KERAS_BACKEND": backend}
+    return run_ranks(CHECKS, ranks, env=env, timeout=120, **options)
+
+
+def replayed(averaged_over):
+    """The weights after SGD with momentum 0.5 and rate 0.5 has taken the averages over these ranks."""
+    weight = velocity = np.float32(0)
+    for step, ranks in enumerate(averaged_over):
+        average = np.float32(sum(gradient(step % STEPS, rank) for rank in ranks) / len(ranks))
+        velocity = np.float32(0.5) * velocity - np.float32(0.5) * average
+        weight = weight + velocity
+    return float(weight)
+
+
+def check_survivors(result, deaths, ranks=3):
+    left = [rank for rank in range(ranks) if rank not in deaths]
+    found = [result.reports[rank]["found"] for rank in left]
+    assert all(one == found[0] for one in found), str(result)
+    assert found[0]["left"] == left
+    after_steps = found[0]["history"]
+    assert len(after_steps) == STEPS * EPOCHS
+    # A rank that died in a step took part in its averages, or did not; the same holds for all that are left.
+    every = list(range(ranks))
+    possible = [
+        [before, after] if before != after else [after] for before, after in itertools.pairwise([every, *after_steps])
+    ]
+    weights = {replayed(choice) for choice in itertools.product(*possible)}
+    (kernel,), (bias,) = found[0]["weights"]
+    assert kernel == bias
+    assert kernel in weights
+    assert [losses for losses, _ in found[0]["changes"]] == [[rank] for rank in deaths]
+    assert all(len(set(steps)) == 1 for _, steps in found[0]["changes"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("point", ["before the step", *(f"barrier {n} in" for n in (1, 2, 3, 5)), "barrier 2 before"])
+def test_a_rank_may_be_killed_anywhere_in_a_step(backend, point):
+    deaths = {1: [2, point]}
+    check_survivors(fit(backend, deaths), deaths)
+
+
+@pytest.mark.slow
+def test_one_rank_after_another_may_be_killed_until_rank_0_is_alone():
+    deaths = {2: [1, "barrier 2 in"], 1: [6, "before the step"]}
+    check_survivors(fit("torch", deaths), deaths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_job_ends_with_rank_0(backend):
+    result = fit(backend, {0: [2, "before the step"]}, check=False)
+    assert result.returncode == 1 and not any("found" in report for report in result.reports.values())
+    assert "only that one writes checkpoints, logs and the progress bar of Keras: the job ends" in result.output
+
+
+@pytest.mark.slow
+def test_jax_is_refused():
+    result = fit("jax", {}, check=False)
+    assert 'Keras on JAX does not support on_failure="continue" yet' in result.output
