@@ -46,6 +46,16 @@ def test_torch_loop():
 
 
 @pytest.mark.slow
+def test_survive():
+    """Three of its four ranks are killed, rank 0 among them, and it learns as if none had been."""
+    result = run_ranks(EXAMPLES / "survive.py", 1, "spawned", timeout=120)
+    closing_line = closing(result, r"^ranks 1, [\d.]+ s, validation accuracy ([\d.]+)$")
+    assert float(closing_line[1]) >= 0.96
+    assert re.findall(r"^epoch +\d+, ranks (\d)", result.stdout, re.MULTILINE) == list("443332221111"), result
+    assert "ring run: ranks 0, 1, 3 died, and the other 1 ended normally." in result.output, result
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("example", "option"), [("lightning_digits.py", "--devices"), ("torch_loop.py", "--ranks")])
 def test_one_process(example, option):
     check(run_ranks(EXAMPLES / example, 1, args=[option, "1"], timeout=120), ranks=1)
