@@ -17,6 +17,7 @@ import numpy as np
 
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory, OnDevice, host_array, host_memory
+from ring_plugins.core.arrays.result_memory import kept_results
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
@@ -357,7 +358,7 @@ def _in_place(
         flat = source if source.ndim == 1 else source.reshape(-1)
         operate(HostMemory(flat, dtype, None, _compared(source)), argument)
         return x
-    result = _empty_like(x, source) if out is None else out
+    result = _empty(x, source.dtype, source.shape) if out is None else out
     memory, store = _writable(result, "out")
     if memory.dtype != dtype or memory.array.size != source.size:
         raise ArgumentError(
@@ -388,20 +389,21 @@ def _run(communicator: Communicator, name: str, function: Callable[[], Any], wai
     return function() if wait else communicator.start(name, function)
 
 
-def _empty_like(x: Any, source: Array) -> Any:
-    """New memory with the shape and type of `x`, whose numbers are in `source`."""
-    if hasattr(x, "new_empty"):
-        return x.new_empty(x.shape)
-    if isinstance(x, np.ndarray):
-        return np.empty(x.shape, x.dtype)
-    return np.empty(source.shape, source.dtype)
-
-
 def _empty(x: Any, storage: np.dtype[Any], shape: tuple[int, ...]) -> Any:
-    """New memory of the type of `x` in another shape; of dtype `storage` if `x` has none."""
-    if hasattr(x, "new_empty"):
-        return x.new_empty(shape)
-    return np.empty(shape, x.dtype if isinstance(x, np.ndarray) else storage)
+    """New memory of the type of `x` in some shape; of dtype `storage` if `x` has none."""
+    is_tensor = hasattr(x, "new_empty")
+    # torch's own function, for tensors of torch's own class; others know best how to make one of theirs
+    over: Any = getattr(sys.modules.get(type(x).__module__), "from_numpy", None) if is_tensor else None
+    kept = kept_results.new(prod(shape) * storage.itemsize) if over is not None or not is_tensor else None
+    dtype = x.dtype if isinstance(x, np.ndarray) else storage
+    if kept is None:
+        return x.new_empty(shape) if is_tensor else np.empty(shape, dtype)
+    array = kept.view(dtype).reshape(shape)
+    if not is_tensor:
+        return array
+    result = over(array)
+    result = result if result.dtype is x.dtype else result.view(x.dtype)  # bfloat16, which numpy has not
+    return result if type(result) is type(x) else x.new_empty(shape)
 
 
 def _writable(result: Any, name: str) -> tuple[HostMemory, Callable[[], None]]:

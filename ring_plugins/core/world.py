@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ring_plugins.core import exit_hooks
+from ring_plugins.core.arrays.result_memory import kept_results
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import (
     ArgumentError,
@@ -611,6 +612,7 @@ def shutdown() -> None:
     world, _world = _world, None
     if world is not None and world.is_mine():
         world.close()
+        kept_results.clear()
         set_rank(None)
 
 

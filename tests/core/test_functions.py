@@ -1,5 +1,6 @@
 """The public functions on a communicator of one rank; `collectives/test_host.py` runs them on several."""
 
+import resource
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from ring_plugins.core import functions
 from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.arrays.result_memory import SMALLEST
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.healing import ChangeCallbacks
@@ -41,6 +43,56 @@ def test_the_result_is_new_and_of_the_type_of_x():
         assert float(result.sum()) == 12
         assert float(x.sum()) == 6
     assert functions.all_reduce(1.5, Op.SUM) == 3.0
+
+
+LARGE = 34 << 20  # bytes; malloc takes more than 32 MiB from the kernel anew each time
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        np.ones(LARGE // 4, np.float32),
+        torch.ones(LARGE // 4),
+        torch.zeros(LARGE // 2, dtype=torch.bfloat16),
+        np.ones((2, LARGE // 16)),
+    ],
+    ids=["numpy", "torch", "bfloat16", "float64"],
+)
+def test_large_results_take_memory_that_nobody_uses_and_no_page_faults(x):
+    for _ in range(3):  # one result is in use while the next one comes
+        result = functions.all_reduce(x, Op.SUM)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    for _ in range(3):
+        result = functions.all_reduce(x, Op.SUM)
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    assert faults < LARGE // 4096 // 4, f"{faults} page faults"
+    assert type(result) is type(x)
+    assert (result.dtype, result.shape) == (x.dtype, x.shape)
+    assert bool((result == 2 * x).all())
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+def test_a_later_call_never_changes_a_result(monkeypatch, collective, kind):
+    monkeypatch.setattr(functions.current(), "communicator", SingleCommunicator("test"))
+    call = getattr(functions, collective)
+    arguments = {"broadcast": [0]}.get(collective, [])
+    results = [call(kind(np.full(SMALLEST // 4, number, np.float32)), *arguments) for number in range(5)]
+    assert [set(result.tolist()) for result in results] == [{float(number)} for number in range(5)]
+    parts = [result[5:9] for result in results]
+    del results
+    for _ in range(5):
+        call(kind(np.full(SMALLEST // 4, -1, np.float32)), *arguments)
+    assert [set(part.tolist()) for part in parts] == [{float(number)} for number in range(5)]
+
+
+def test_tensors_of_a_users_class_make_their_own_results():
+    class Own(torch.Tensor):
+        pass
+
+    x = torch.ones(SMALLEST // 4).as_subclass(Own)
+    for _ in range(3):
+        assert type(functions.all_reduce(x, Op.SUM)) is Own
 
 
 def test_out_takes_the_result_whatever_its_strides():
