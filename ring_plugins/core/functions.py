@@ -98,7 +98,7 @@ def on_membership_change(callback: C) -> C:
     return callback
 
 
-def _all_or_none(collective: F) -> F:
+def all_or_none(collective: F) -> F:
     """Let `collective` tell the other ranks if this one does not take part, or only in its first half."""
 
     @wraps(collective)
@@ -122,7 +122,7 @@ def _all_or_none(collective: F) -> F:
     return cast("F", telling)
 
 
-@_all_or_none
+@all_or_none
 def all_reduce(x: Any, op: Op = Op.AVERAGE, *, out: Any = None, wait: bool = True) -> Any:
     """Combine `x` of all ranks; every rank gets the same bits.
 
@@ -150,7 +150,7 @@ def all_reduce(x: Any, op: Op = Op.AVERAGE, *, out: Any = None, wait: bool = Tru
         return _on_gpu(x, error).all_reduce(x, op, out, wait)
 
 
-@_all_or_none
+@all_or_none
 def broadcast(x: Any, root: int = 0, *, out: Any = None, wait: bool = True) -> Any:
     """Return the root's `x` on every rank.
 
@@ -173,7 +173,7 @@ def broadcast(x: Any, root: int = 0, *, out: Any = None, wait: bool = True) -> A
         return _on_gpu(x, error).broadcast(x, root, out, wait)
 
 
-@_all_or_none
+@all_or_none
 def all_gather(x: Any, *, wait: bool = True) -> Any:
     """Concatenate `x` of all ranks along the first dimension.
 
@@ -209,7 +209,7 @@ def all_gather(x: Any, *, wait: bool = True) -> Any:
     return _run(communicator, "all_gather", lambda: repeated(run), wait)
 
 
-@_all_or_none
+@all_or_none
 def reduce_scatter(x: Any, op: Op = Op.AVERAGE, *, wait: bool = True) -> Any:
     """Combine `x` of all ranks and give each rank one part of the result.
 
@@ -250,7 +250,7 @@ def reduce_scatter(x: Any, op: Op = Op.AVERAGE, *, wait: bool = True) -> Any:
     return _run(communicator, "reduce_scatter", run, wait)
 
 
-@_all_or_none
+@all_or_none
 def all_to_all(x: Any, splits: Sequence[int] | None = None, *, wait: bool = True) -> Any:
     """Send part i of `x` to rank i, and receive a part from every rank.
 
@@ -292,13 +292,13 @@ def all_to_all(x: Any, splits: Sequence[int] | None = None, *, wait: bool = True
     return _run(communicator, "all_to_all", run, wait)
 
 
-@_all_or_none
+@all_or_none
 def barrier() -> None:
     """Return when all ranks have called."""
     current().communicator.barrier()
 
 
-@_all_or_none
+@all_or_none
 def broadcast_object(item: Any, root: int = 0) -> Any:
     """Return the root's object, which must be picklable, on every rank."""
     communicator = current().communicator
@@ -306,7 +306,7 @@ def broadcast_object(item: Any, root: int = 0) -> Any:
     return communicator.broadcast_object(item, root)
 
 
-@_all_or_none
+@all_or_none
 def all_gather_object(item: Any) -> list[Any]:
     """Return the objects of all ranks, which must be picklable, in rank order."""
     return current().communicator.all_gather_object(item)

@@ -14,6 +14,7 @@ from ring_plugins.core.arrays.memory import HostMemory, host_array
 from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.keras.averaging import optimizers_of
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.validation import check_root
@@ -35,10 +36,11 @@ def broadcast_variables(model: Any, root_rank: int = 0) -> None:
         MismatchError: the models differ among ranks.
     """
     world = connect()
-    check_root(root_rank, world)
-    if world.topology.size > 1:
-        build_optimizer(model)
-        broadcast_state(model, root_rank, world.communicator)
+    with on_all_or_none(world.communicator, "broadcast_variables"):
+        check_root(root_rank, world)
+        if world.topology.size > 1:
+            build_optimizer(model)
+            broadcast_state(model, root_rank, world.communicator)
 
 
 def build_optimizer(model: Any) -> None:

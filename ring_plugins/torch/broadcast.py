@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
-from ring_plugins.core.functions import all_gather_object, broadcast, broadcast_object, rank
+from ring_plugins.core.functions import all_gather_object, all_or_none, broadcast, broadcast_object, rank
 from ring_plugins.core.world import current
 from ring_plugins.torch import device
 from ring_plugins.torch.averaging_check import expect_averaging
@@ -20,6 +20,7 @@ from ring_plugins.torch.sharded_optimizer import is_sharded
 from ring_plugins.torch.tensors import Target
 
 
+@all_or_none
 def broadcast_parameters(
     parameters: nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], root: int = 0
 ) -> None:
@@ -42,6 +43,7 @@ def broadcast_parameters(
     expect_averaging()
 
 
+@all_or_none
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -> None:
     """Give every rank's optimizer the root's state and options; collective.
 

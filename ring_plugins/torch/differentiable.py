@@ -37,6 +37,7 @@ _Call = Callable[[torch.Tensor], torch.Tensor]
 _calls = 0
 
 
+@functions.all_or_none
 def all_reduce(x: torch.Tensor, op: Op = Op.AVERAGE) -> torch.Tensor:
     """Combine `x` of all ranks; the gradient of the sum, or average, is the sum, or average, of the ranks' gradients.
 
@@ -55,6 +56,7 @@ def all_reduce(x: torch.Tensor, op: Op = Op.AVERAGE) -> torch.Tensor:
     return _apply("all_reduce", x, lambda x: functions.all_reduce(x, op), lambda gradient: all_reduce(gradient, op))
 
 
+@functions.all_or_none
 def all_gather(x: torch.Tensor) -> torch.Tensor:
     """Concatenate `x` of all ranks along the first dimension; a row's gradient sums all ranks' gradients of it.
 
@@ -78,6 +80,7 @@ def all_gather(x: torch.Tensor) -> torch.Tensor:
     return _apply("all_gather", x, forward, backward)
 
 
+@functions.all_or_none
 def reduce_scatter(x: torch.Tensor, op: Op = Op.AVERAGE) -> torch.Tensor:
     """Combine `x` of all ranks and give each rank a part of the rows; the gradient gathers the gradients of the parts.
 
@@ -98,6 +101,7 @@ def reduce_scatter(x: torch.Tensor, op: Op = Op.AVERAGE) -> torch.Tensor:
     )
 
 
+@functions.all_or_none
 def broadcast(x: torch.Tensor, root: int = 0) -> torch.Tensor:
     """Return the root's `x` on every rank; its gradient is the sum of the ranks' gradients, the others' are zeros.
 
@@ -119,6 +123,7 @@ def broadcast(x: torch.Tensor, root: int = 0) -> torch.Tensor:
     return _apply("broadcast", x, lambda x: functions.broadcast(x, root), backward)
 
 
+@functions.all_or_none
 def all_to_all(x: torch.Tensor, splits: Sequence[int] | None = None) -> torch.Tensor:
     """Send part i of `x` to rank i and receive a part from every rank; gradients go back the same way.
 

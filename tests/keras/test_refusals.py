@@ -36,6 +36,9 @@ def dtype():
     known = keras.Variable(np.ones(3, np.float32))
     optimizer([known]).apply([keras.ops.ones(3, "float16" if refuses else "float32")], [known])
 
+def broadcast_root():
+    rk.broadcast_variables(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]), 7 if refuses else 0)
+
 try:
     globals()[sys.argv[1]]()
     outcome = None
@@ -49,6 +52,7 @@ else:
 """
 
 CASES = {
+    "broadcast_root": "refused the arguments of broadcast_variables: ",
     "construction": "refused the arguments of the construction of a DistributedOptimizer: optimizer=str",
     "unknown_variable": "refused the arguments of averaging gradients: variable ",
     "dtype": "refused the arguments of averaging gradients: the gradient of ",
@@ -56,7 +60,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.slow] * (name == "broadcast_root")) for name in CASES]
+)
 @pytest.mark.parametrize(
     "backend", ["jax", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensorflow", "torch"))]
 )

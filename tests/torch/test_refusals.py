@@ -1,9 +1,17 @@
 """What one rank refuses reaches the ranks that wait for it, in process groups and averagers too."""
 
+import importlib
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+import ring_plugins.torch as rt
+from ring_plugins.core import functions
+from ring_plugins.core.collectives.single import SingleCommunicator
+from ring_plugins.core.healing import ChangeCallbacks
+from ring_plugins.torch import differentiable
 from tests.launch import run_ranks
 
 SCRIPT = """
@@ -102,3 +110,32 @@ def test_what_one_rank_refuses_reaches_the_other(case: str, launcher: str, nodes
     assert refused is not None and refused[0] not in ("PeerRefused", "PeerFailed"), refused
     assert waited is not None and waited[0] == "PeerRefused", (waited, refused)
     assert re.match(f"rank 1 refused the arguments of ({CASES[case]}): ", waited[1]), waited
+
+
+WHOLE = torch.ones(2, dtype=torch.int64)  # which has no gradient
+#: What each function of `ring_plugins.torch` refuses.
+WRONG = {
+    **dict.fromkeys(["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"], WHOLE),
+    "broadcast_optimizer_state": "adam",
+    "broadcast_parameters": None,
+}
+
+
+def test_every_function_tells_the_other_ranks_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+
+    class Telling(SingleCommunicator):
+        def refuse(self, operation: str, error: BaseException) -> None:
+            told.append(operation)
+
+    topology = SimpleNamespace(rank=0, size=2)
+    world = SimpleNamespace(
+        communicator=Telling("test"), topology=topology, changes=ChangeCallbacks(), refuse_to_heal=lambda what: None
+    )
+    for module in (functions, importlib.import_module("ring_plugins.torch.broadcast"), differentiable):
+        monkeypatch.setattr(module, "current", lambda: world)
+    assert sorted(WRONG) == [name for name in rt.__all__ if name.islower()]
+    for name, argument in WRONG.items():
+        with pytest.raises((ValueError, TypeError, AttributeError)):
+            getattr(rt, name)(argument)
+    assert told == list(WRONG)
