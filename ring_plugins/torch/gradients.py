@@ -136,6 +136,8 @@ class GradientAverager:
         self._finalizer.atexit = False  # type: ignore[misc, unused-ignore]
         self._skipping = SkippedSteps(self._communicator)
         self._backward = Backward(next(_order), self._launch_rest, self._backward_ended, self._hooks.stop_counting)
+        #: Whether it averaged, and was closed.
+        self.is_closed = False
         #: Reductions of all gradients so far.
         self.steps = 0
         if self._communicator.size > 1 or communicator is not None:
@@ -524,11 +526,18 @@ class GradientAverager:
             self._communicator.check()
 
     def close(self) -> None:
-        """Remove the hooks; gradients stay as they are. The object cannot be used afterwards."""
+        """Remove the hooks; gradients stay as they are. The object cannot be used afterwards.
+
+        If a backward raised here, and the script caught it, the ranks that wait for its gradients raise now.
+        """
+        if self._has_failed() or self._backward.is_running:
+            cause = RingError("its averager was closed before the gradients were averaged")
+            self._communicator.interrupt("a backward", cause)
         self._finalizer.detach()
         self._hooks.remove()
         self._claim.drop()
         self._sets.drop_all()
+        self.is_closed = self.is_closed or self._buckets is not None
         self._buckets = None
         self._communicator.close()
 

@@ -177,7 +177,13 @@ class DistributedOptimizer(WrappedOptimizer):
 
         Raises:
             MismatchError: the closure returned a loss on some ranks only.
+            RingError: after `close`, unless the last averages have not been used yet.
         """
+        if self.averager.is_closed and (closure is not None or self.averager.steps == self._reductions_so_far):
+            raise RingError(
+                "this DistributedOptimizer has been closed and averages no gradients, so the ranks would drift apart. "
+                "Build a new one on all ranks, or step its inner optimizer: optimizer.optimizer.step()."
+            )
         if self._drift is not None and self._is_sharded:
             self._drift.after_step()  # before the step, which gives all ranks the same weights
         if closure is None:
@@ -254,7 +260,7 @@ class DistributedOptimizer(WrappedOptimizer):
         return self.averager.waited_seconds
 
     def close(self) -> None:
-        """Stop averaging; the wrapped optimizer remains usable."""
+        """Stop averaging; the wrapped optimizer remains usable. This one steps on averages that it has, and no more."""
         if self._drift is not None:
             self._drift.close()
         if isinstance(self.optimizer, ShardedOptimizer):

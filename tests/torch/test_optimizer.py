@@ -66,3 +66,54 @@ def test_a_copy_has_the_state_but_steps_only_when_it_is_wrapped_anew():
         anew.step()
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
+
+
+class Two(SingleCommunicator):
+    """Stands for two ranks with the same gradients."""
+
+    def __init__(self):
+        super().__init__("two")
+        self.size, self.ranks, self.told = 2, (0, 1), []
+
+    def all_gather_object(self, item):
+        return 2 * super().all_gather_object(item)
+
+    def interrupt(self, operation, cause):
+        self.told.append(str(cause))
+
+
+@pytest.fixture
+def two(monkeypatch):
+    made = Two()
+    monkeypatch.setattr(gradients, "_communicator_for", lambda named: made)
+    monkeypatch.setenv("RING_WEIGHT_CHECK", "0")
+    return made
+
+
+def test_a_closed_optimizer_uses_the_averages_it_has_and_then_steps_no_more(two):
+    model = nn.Linear(2, 1)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.close()
+    optimizer.step()
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RingError, match="has been closed and averages no gradients"):
+        optimizer.step()
+    with pytest.raises(RingError, match="has been closed"):
+        optimizer.step(lambda: torch.ones(()))
+    optimizer.zero_grad()
+    optimizer.optimizer.step()
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_ranks_that_wait_for_a_pass_that_raised_are_told_when_it_is_closed(raises, two):
+    model = nn.Linear(2, 1)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    if raises:
+        model.weight.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(torch.ones(1, 2)).sum().backward()
+    else:
+        model(torch.ones(1, 2)).sum().backward()
+    optimizer.close()
+    assert two.told == ["its averager was closed before the gradients were averaged"] * raises
