@@ -6,7 +6,7 @@ from tests.launch import REPOSITORY
 
 PACKAGE = REPOSITORY / "ring_plugins"
 PAGE = (REPOSITORY / "docs" / "security.md").read_text()
-LISTENS = re.compile(r"create_server\(|\.listen\(|TCPStore\(|HTTPServer\(")
+LISTENS = re.compile(r"create_server\(|\.listen\(|AF_UNIX, socket\.SOCK_DGRAM|TCPStore\(|HTTPServer\(")
 UNPICKLES = re.compile(r"pickle\.loads?\(|Unpickler|\.recv\(\)|torch\.load\(|np\.load\(|marshal\.|_comm\.allgather\(")
 RUNS_TEXT = re.compile(r"(?<![\w.])(?:eval|exec)\(")
 

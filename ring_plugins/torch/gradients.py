@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -528,9 +529,10 @@ class GradientAverager:
     def close(self) -> None:
         """Remove the hooks; gradients stay as they are. The object cannot be used afterwards.
 
-        If a backward raised here, and the script caught it, the ranks that wait for its gradients raise now.
+        If a backward raised here, and the script caught it, the ranks that wait for its gradients raise now. While an
+        exception is handled, as in Lightning's teardown, it probably ends the job, and says more than this one could.
         """
-        if self._has_failed() or self._backward.is_running:
+        if (self._has_failed() or self._backward.is_running) and sys.exc_info()[1] is None:
             cause = RingError("its averager was closed before the gradients were averaged")
             self._communicator.interrupt("a backward", cause)
         self._finalizer.detach()
