@@ -354,10 +354,14 @@ def _in_place(
         The result, or its `Work` if `wait` is False.
     """
     source, dtype = host_array(x)
-    if out is x and wait and (flags := source.flags).c_contiguous and flags.writeable:
-        flat = source if source.ndim == 1 else source.reshape(-1)
-        operate(HostMemory(flat, dtype, None, _compared(source)), argument)
+    flags = source.flags
+    if out is x and wait and flags.c_contiguous and flags.writeable:
+        operate(HostMemory(_flat(source), dtype, None, _compared(source)), argument)
         return x
+    if out is None and wait and reads_source and flags.c_contiguous:
+        result = _empty(x, source.dtype, source.shape)
+        operate(HostMemory(_flat(host_array(result)[0]), dtype, _flat(source), _compared(source)), argument)
+        return result
     result = _empty(x, source.dtype, source.shape) if out is None else out
     memory, store = _writable(result, "out")
     if memory.dtype != dtype or memory.array.size != source.size:
@@ -365,8 +369,8 @@ def _in_place(
             f"out has {memory.array.size} elements of {memory.dtype}, but x has {source.size} of {dtype}."
         )
     read = None
-    if reads_source and source.flags.c_contiguous and not np.may_share_memory(source, memory.array):
-        read = source.reshape(-1)
+    if reads_source and flags.c_contiguous and not np.may_share_memory(source, memory.array):
+        read = _flat(source)
     memory = HostMemory(memory.array, dtype, read, _compared(source))
 
     def run() -> Any:
@@ -382,6 +386,11 @@ def _in_place(
 def _compared(array: Array) -> tuple[int, ...]:
     """The shape for a `HostMemory`; of one dimension or none, the number of elements says enough."""
     return array.shape if array.ndim > 1 else ()
+
+
+def _flat(array: Array) -> Array:
+    """A contiguous array in one dimension. Most have one, and small messages save the time of `reshape`."""
+    return array if array.ndim == 1 else array.reshape(-1)
 
 
 def _run(communicator: Communicator, name: str, function: Callable[[], Any], wait: bool) -> Any:
@@ -412,7 +421,7 @@ def _writable(result: Any, name: str) -> tuple[HostMemory, Callable[[], None]]:
     if not array.flags.writeable:
         raise ArgumentError(f"{name} is read-only memory and cannot take the result; pass a writable copy.")
     if array.flags.c_contiguous:
-        return HostMemory(array if array.ndim == 1 else array.reshape(-1), dtype), lambda: None
+        return HostMemory(_flat(array), dtype), lambda: None
     staged = np.ascontiguousarray(array)
     return HostMemory(staged.reshape(-1), dtype), lambda: np.copyto(array, staged)
 
