@@ -134,7 +134,7 @@ class MembershipChange(NamedTuple):
     Attributes:
         lost: the ranks that died, by the numbers with which they started, which error texts use as well.
         rank_before, size_before: this rank, and the number of ranks, until then.
-        rank, size: since then.
+        rank, size: since then, until the next change. If several ranks died in one step, that may have come already.
     """
 
     lost: tuple[int, ...]

@@ -161,17 +161,13 @@ def test_what_does_not_survive_a_loss_is_refused_with_a_remedy():
             from ring_plugins.lightning.launcher import join_world
             join_world(RingEnvironment())
 
-        def keras():
-            from ring_plugins.keras.job import connect
-            connect()
-
         from ring_plugins.torch import differentiable, GradientAverager
         report("found", {
             "overlap": refused(lambda: optimizer(overlap=True)),
             "autotune": refused(lambda: optimizer(autotune=True)),
             "shard": refused(lambda: optimizer(shard=True)),
             "sparse": refused(lambda: GradientAverager(torch.nn.Embedding(4, 2, sparse=True))),
-            "backend": refused(backend), "lightning": refused(lightning), "keras": refused(keras),
+            "backend": refused(backend), "lightning": refused(lightning),
             "gradients": refused(lambda: differentiable.all_reduce(torch.zeros(2, requires_grad=True))),
             "group": refused(lambda: world.current().new_communicator("one", [ring.rank()], lambda item: [item])),
             "messages": refused(world.current().messenger),
