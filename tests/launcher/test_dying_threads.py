@@ -134,7 +134,11 @@ def test_an_abort_that_raises_is_tried_once_and_the_process_ends(monkeypatch):
             broken()
 
     job = SimpleNamespace(
-        topology=SimpleNamespace(rank=0), is_mine=lambda: True, fail=lambda error: told.append(str(error)), abort=abort
+        topology=SimpleNamespace(rank=0),
+        world_rank=0,
+        is_mine=lambda: True,
+        fail=lambda error: told.append(str(error)),
+        abort=abort,
     )
     monkeypatch.setattr(os, "_exit", ends.append)
     monkeypatch.setattr(exit_hooks, "_ABORT", 10.0)
