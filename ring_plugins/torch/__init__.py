@@ -17,6 +17,7 @@ from ring_plugins.torch.compiled import leave_out_of_compilation
 from ring_plugins.torch.differentiable import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from ring_plugins.torch.gradients import GradientAverager
 from ring_plugins.torch.optimizer import DistributedOptimizer
+from ring_plugins.torch.sampler import ElasticSampler
 
 leave_out_of_compilation()
 register()
@@ -25,6 +26,7 @@ gpu_functions["torch"] = functions
 __all__ = [
     "BalanceMonitor",
     "DistributedOptimizer",
+    "ElasticSampler",
     "GradientAverager",
     "Timeline",
     "all_gather",
