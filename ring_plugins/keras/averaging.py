@@ -38,7 +38,7 @@ from ring_plugins.keras.backends import Exchange, Settings, backend
 from ring_plugins.keras.healing import refuse_to_heal_overlapped
 from ring_plugins.keras.interrupted_fit import watch_fit
 from ring_plugins.keras.job import connect
-from ring_plugins.keras.validation import warn_of_gpu_copies
+from ring_plugins.keras.validation import check_equal_optimizers, warn_of_gpu_copies
 
 #: Smaller than the core's: reductions larger than 4 MiB cost as much per byte, and typical Keras models (ResNet-50 has
 #: 100 MB of gradients, most others less) fill enough buckets of this size to overlap with backward.
@@ -198,6 +198,7 @@ class GradientAveraging:
         with constructed_by_all(f"preparing {self.settings.name}"):
             entries = [_entry(i, variable) for i, variable in enumerate(variables)]
             self.exchange = backend().Exchange(variables, entries, self.settings)
+            check_equal_optimizers(self.optimizer, self.exchange.communicator)
 
     # A step -----------------------------------------------------------------------------------------
 

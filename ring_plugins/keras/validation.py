@@ -101,6 +101,48 @@ def check_equal_learning_rates(optimizer: Any, communicator: Communicator) -> No
         )
 
 
+def check_equal_optimizers(optimizer: Any, communicator: Communicator) -> None:
+    """Check that the optimizer and its options, such as the learning rate, are the same on all ranks. Collective.
+
+    Does nothing where a rank cannot know them: in a step that JAX traces, the rate is a value without a number.
+
+    Raises:
+        MismatchError: they differ.
+    """
+    by_rank = communicator.all_gather_object(_options_of(optimizer))
+    if None in by_rank or all(options == by_rank[0] for options in by_rank):
+        return
+    names = dict.fromkeys(name for options in by_rank for name in options)
+    name = next(name for name in names if len({options.get(name) for options in by_rank}) > 1)
+    values = ", ".join(
+        f"rank {rank}: {options.get(name, 'none')}" for rank, options in zip(communicator.ranks, by_rank, strict=True)
+    )
+    raise MismatchError(
+        f"the optimizer's {name} differs among ranks ({values}), so their weights would drift apart. Make the same "
+        "optimizer on all ranks."
+    )
+
+
+def _options_of(optimizer: Any) -> dict[str, str] | None:
+    """The class and the options of an optimizer by name, those inside options too; None if they are not known now."""
+    try:
+        with backend().at_once():
+            options = optimizer.get_config()
+    except Exception:  # of any framework: a value that is traced has no number, a rate may be any function
+        return None
+    return {"class": type(optimizer).__name__, **_flattened(options, "")}
+
+
+def _flattened(options: dict[str, Any], prefix: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, value in options.items():
+        if isinstance(value, dict):
+            found |= _flattened(value, f"{prefix}{name}.")
+        elif name not in ("name", "registered_name"):  # which may count the optimizers of a process
+            found[prefix + name] = repr(value)
+    return found
+
+
 class SynchronizedStop:
     """Stops all ranks after the same step, and detects epochs of different lengths.
 

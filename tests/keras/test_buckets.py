@@ -71,3 +71,34 @@ def test_averages_of_a_pass_in_which_a_rank_dies_are_taken_over_the_same_ranks(m
             assert averages in [[[value]] * 3 for value in possible]
             seen.add((step, possible.index(averages[0][0])))
     assert {(0, 0), (0, 1)} <= seen  # it died in the first pass, and after it
+
+
+def test_optimizers_with_other_options_are_refused_by_name():
+    import keras
+
+    from ring_plugins.core.base.errors import MismatchError
+    from ring_plugins.keras.validation import check_equal_optimizers
+
+    def rate(rank):
+        return keras.optimizers.schedules.ExponentialDecay(0.1, 10 + rank, 0.9)
+
+    different = {
+        r"learning_rate differs among ranks \(rank 0: 0.1\d*, rank 1: 0.2": lambda r: keras.optimizers.SGD(
+            0.1 * (1 + r)
+        ),
+        "learning_rate.config.decay_steps": lambda r: keras.optimizers.SGD(rate(r)),
+        r"class differs among ranks \(rank 0: SGD, rank 1: Adam\)": lambda r: getattr(
+            keras.optimizers, ("SGD", "Adam")[r]
+        )(),
+        "inner_optimizer.config.momentum": lambda r: keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.1, r / 2)
+        ),
+    }
+
+    def rank_of(rank, communicator):
+        check_equal_optimizers(keras.optimizers.Adam(rate(0), name=f"adam_{rank}"), communicator)
+        for text, make in different.items():
+            with pytest.raises(MismatchError, match=text):
+                check_equal_optimizers(make(rank), communicator)
+
+    on_thread_ranks(2, rank_of)

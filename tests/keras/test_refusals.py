@@ -72,3 +72,33 @@ def test_what_one_rank_refuses_reaches_the_other(backend: str, case: str) -> Non
     assert refused is not None and refused[0] not in ("PeerRefused", "PeerFailed"), refused
     assert waited is not None and "PeerRefused" in waited[0] + waited[1], (waited, refused)
     assert f"rank 1 {CASES[case]}" in waited[1], (waited, refused)
+
+
+RATES = """
+import ring_plugins as ring
+ring.init(ranks=2)
+import keras, numpy as np
+import ring_plugins.keras as rk
+from tests.worker import report
+
+weight = keras.Variable(np.ones(3, np.float32))
+optimizer = rk.DistributedOptimizer(keras.optimizers.SGD(0.1 * (1 + ring.rank())))
+optimizer.build([weight])
+step = lambda: optimizer.apply([keras.ops.ones(3, "float32")], [weight])
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+    step = tf.function(step)
+try:
+    step()
+except Exception as error:  # TensorFlow wraps those that are raised while it traces
+    report("found", f"{type(error).__name__}: {error}")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
+def test_a_loop_of_the_scripts_own_refuses_learning_rates_that_differ(backend):
+    result = run_ranks(RATES, 2, env={"KERAS_BACKEND": backend}, timeout=120)
+    for found in result.values("found"):
+        assert "MismatchError: the optimizer's learning_rate differs among ranks (rank 0: 0.1" in found
+    assert len(result.values("found")) == 2

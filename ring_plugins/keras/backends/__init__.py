@@ -6,6 +6,7 @@ imported, and only that module imports the framework.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Sequence
@@ -95,6 +96,9 @@ class Backend(Protocol):
         self, variables: Sequence[Any], entries: Sequence[Entry], settings: Settings
     ) -> Exchange:
         """Create the `Exchange` of an optimizer. Collective."""
+
+    def at_once(self) -> contextlib.AbstractContextManager[Any]:
+        """Let what is computed inside be computed now, also while a step is traced, if the framework can."""
 
     def opaque(self, function: Callable[..., T]) -> Callable[..., T]:
         """Keep the framework's compiler from tracing a function that calls collectives."""

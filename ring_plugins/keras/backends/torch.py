@@ -106,6 +106,11 @@ class Exchange:
         self._averager.close()
 
 
+def at_once() -> contextlib.AbstractContextManager[Any]:
+    """See the protocol."""
+    return contextlib.nullcontext()
+
+
 def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
     """See the protocol. A compiled update would call the collectives while it is traced."""
     hidden: Callable[..., Any] = torch.compiler.disable(function)
