@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
@@ -114,7 +115,9 @@ class RingFabricLogic(RingParallelLogic):
 
     @override
     def setup_optimizer(self, optimizer: Any) -> Any:
-        return self._sharded([optimizer])[0]
+        optimizer = self._sharded([optimizer])[0]
+        self._backward_sync_control.compare_options(optimizer)
+        return optimizer
 
     @override
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -172,6 +175,7 @@ class BackwardSyncControl:
     def __init__(self) -> None:
         # A module may define equality, so it cannot be a key; there are few of them.
         self._averagers: list[tuple[Module, GradientAverager]] = []
+        self._optimizers: list[Any] = []
 
     def add(self, module: Module, averager: GradientAverager) -> None:
         """Remember the averager of `module`; a module that is set up twice keeps the second."""
@@ -181,6 +185,18 @@ class BackwardSyncControl:
                 del self._averagers[index]
                 break
         self._averagers.append((module, averager))
+
+    def compare_options(self, optimizer: Any) -> None:
+        """Compare the options of an optimizer among ranks from now on, with the gradients of the modules it updates.
+
+        It takes the place of earlier ones that updated some of its parameters.
+        """
+        updated = _parameters_of(optimizer)
+        self._optimizers = [other for other in self._optimizers if not updated & _parameters_of(other)] + [optimizer]
+        for module, averager in self._averagers:
+            own = {id(parameter) for parameter in module.parameters()}
+            using = [other for other in self._optimizers if own & _parameters_of(other)]
+            averager.compare_options(functools.partial(_groups_of, using))
 
     def named_parameters(self) -> list[tuple[str, Parameter]]:
         """The parameters of all modules."""
@@ -217,3 +233,12 @@ class BackwardSyncControl:
         for _, averager in self._averagers:
             averager.close()
         self._averagers.clear()
+        self._optimizers.clear()
+
+
+def _groups_of(optimizers: list[Any]) -> list[dict[str, Any]]:
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def _parameters_of(optimizer: Any) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -131,3 +131,39 @@ def test_weights_that_differ_are_reported_after_the_first_step_and_before_a_chec
     result = run_ranks(DIFFERS)
     for when in ("after the first step", "before a checkpoint"):
         assert result.stderr.count(f"{when} the weights of rank") == 1, result
+
+
+RATES = """
+import torch
+import ring_plugins
+ring_plugins.init(ranks=2)
+from lightning.fabric import Fabric
+import ring_plugins.lightning
+from tests.worker import report
+
+fabric = Fabric(accelerator="cpu", devices=2, strategy="ring")
+fabric.launch()
+model = torch.nn.Linear(4, 1)
+other = torch.nn.Linear(4, 1)
+model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+other, second = fabric.setup(other, torch.optim.Adam(other.parameters(), 0.1))
+for step in range(3):
+    fabric.backward(other(torch.ones(2, 4)).sum())
+    second.step()
+    if step == 2:
+        optimizer.param_groups[0]["lr"] *= 1 + fabric.global_rank
+    try:
+        fabric.backward(model(torch.ones(2, 4)).sum())
+    except ring_plugins.MismatchError as error:
+        report("found", [step, str(error)])
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_learning_rates_that_differ_are_an_error_in_that_step() -> None:
+    found = run_ranks(RATES).values("found")
+    assert len(found) == 2
+    for step, text in found:
+        assert step == 2
+        assert "rank 0: lr=0.1" in text and "rank 1: lr=0.2" in text
