@@ -41,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     budget = item.config.getoption("--budget")
+    if getattr(item, "execution_count", 1) > 1:
+        return  # a test that has failed runs once more, or its failure would count as a test left out
     if budget is not None and time.monotonic() - item.config.stash[STARTED] > budget:
         pytest.skip(OVER_BUDGET)
 
