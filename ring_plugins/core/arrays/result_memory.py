@@ -8,8 +8,9 @@ time and 25,601 page faults, into existing memory 9 ms and none (benchmarks/resu
 DLPack capsules and the tensors that torch makes from numpy's arrays all refer to what they were made from, so the lease
 lives as long as any of them. Once it is gone, nobody has a way to the memory, and the next result may take it.
 
-A size is kept from its second use on, so a result that is needed once costs nothing for good. The memory that was used
-longest ago goes first when there is more than `LIMIT`; a lease that somebody still holds keeps its own alive.
+What is kept follows what is needed: a size from its second use on, each memory until `_REMEMBERED` results have gone
+by without it, and never more than `LIMIT`; what was used longest ago goes first. A lease that somebody still holds
+keeps its own memory alive.
 
 Considered and rejected: mallopt(3) with a higher M_TRIM_THRESHOLD. It changes how the whole process frees memory.
 """
@@ -17,22 +18,23 @@ Considered and rejected: mallopt(3) with a higher M_TRIM_THRESHOLD. It changes h
 from __future__ import annotations
 
 import ctypes
+import mmap
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from ring_plugins.core.arrays.memory import CACHE_LINE
 from ring_plugins.core.base.types import Bytes
 
 #: Smaller results come from malloc, which keeps what it needs for them.
 SMALLEST = 1024 * 1024
 #: Bytes that are kept, those of results in use included.
 LIMIT = 256 * 1024 * 1024
-#: Calls in which a size has to come again to be kept.
+#: Within so many results a size has to come again to be kept, and a memory to be used again to stay.
 _REMEMBERED = 64
 
 
@@ -43,6 +45,7 @@ class ResultMemory:
         self._lock = threading.RLock()  # a signal handler may come in between
         self._blocks: list[_Block] = []  # used longest ago first
         self._sizes: deque[int] = deque(maxlen=_REMEMBERED)
+        self._results = 0
 
     def new(self, nbytes: int) -> Bytes | None:
         """Uninitialized memory that nobody else sees, or None if malloc's will do."""
@@ -51,16 +54,20 @@ class ResultMemory:
         with self._lock:
             came_before = nbytes in self._sizes
             self._sizes.append(nbytes)
+            self._results += 1
+            while self._blocks and self._blocks[0].used <= self._results - _REMEMBERED:
+                del self._blocks[0]
             if not came_before:
                 return None
-            block = next((block for block in self._blocks if block.is_free(nbytes)), None)
+            block = next((block for block in reversed(self._blocks) if block.is_free(nbytes)), None)
             if block is None:
                 block = _Block(nbytes)
             else:
                 self._blocks.remove(block)
             self._blocks.append(block)
-            while sum(block.memory.nbytes for block in self._blocks) > LIMIT:
+            while sum(block.nbytes for block in self._blocks) > LIMIT:
                 del self._blocks[0]
+            block.used = self._results
             return block.lease()
 
     def clear(self) -> None:
@@ -71,19 +78,23 @@ class ResultMemory:
 
 
 class _Block:
+    """Pages of its own. Kept in malloc's heap, 36 MiB of blocks held up 160 MiB of holes between them."""
+
     def __init__(self, nbytes: int) -> None:
-        whole = np.empty(nbytes + CACHE_LINE, np.uint8)  # on huge pages, if it is large
-        start = -whole.ctypes.data % CACHE_LINE
-        self.memory = whole[start : start + nbytes]
+        self._pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel without huge pages
+            self._pages.madvise(mmap.MADV_HUGEPAGE)
+        self.nbytes = nbytes
         self._type = ctypes.c_char * nbytes
         self._lease: Callable[[], Any] = lambda: None
+        self.used = 0  # by which result
 
     def is_free(self, nbytes: int) -> bool:
         """Whether it has this size and nobody refers to it."""
-        return self.memory.nbytes == nbytes and self._lease() is None
+        return self.nbytes == nbytes and self._lease() is None
 
     def lease(self) -> Bytes:
-        lease = self._type.from_buffer(self.memory)
+        lease = self._type.from_buffer(self._pages)
         self._lease = weakref.ref(lease)
         return np.frombuffer(lease, np.uint8)
 

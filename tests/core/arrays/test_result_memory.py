@@ -27,7 +27,8 @@ def test_memory_that_nobody_refers_to_is_used_again(memory):
     assert first.flags.writeable
     seen = address(first)
     assert seen % CACHE_LINE == 0
-    assert address(memory.new(SIZE)) != seen  # `first` still has it
+    second = memory.new(SIZE)
+    assert address(second) != seen  # `first` still has it
     del first
     assert address(memory.new(SIZE)) == seen
 
@@ -89,3 +90,14 @@ def test_what_was_used_longest_ago_goes_first_and_stays_valid(memory, monkeypatc
     assert set(map(address, both)) == kept
     memory.clear()
     assert memory.new(SIZE) is None
+
+
+def test_memory_is_kept_for_as_many_results_as_are_needed_at_once(memory):
+    many = [memory.new(SIZE) for _ in range(8)]  # once, as when several all-reduces are under way
+    del many
+    for _ in range(64):
+        assert memory.new(SIZE) is not None
+    assert len(memory._blocks) == 1
+    for i in range(64):
+        memory.new(SIZE + CACHE_LINE * (1 + i))
+    assert memory._blocks == []
