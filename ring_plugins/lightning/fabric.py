@@ -52,6 +52,7 @@ class RingFabricLogic(RingParallelLogic):
         overlap: bool | Literal["auto"] = "auto",
         timeout: timedelta | None = None,
         start_method: StartMethod | None = None,
+        **unknown: Any,
     ) -> None:
         self._keep_arguments(locals())
         super().__init__(

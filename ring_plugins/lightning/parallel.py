@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,21 @@ from ring_plugins.torch.sharded_optimizer import Shard, shard_optimizer
 T = TypeVar("T")
 StartMethod = Literal["popen", "fork", "forkserver", "spawn"]
 _AVERAGER_ARGUMENTS = ("bucket_bytes", "sparse", "autotune", "compression", "error_feedback", "overlap")
+
+#: Arguments of other data-parallel strategies, with what to do instead.
+_ARGUMENTS_OF_OTHERS = {
+    "find_unused_parameters": "leave it out: parameters without gradients need no option",
+    "static_graph": "leave it out: nothing depends on the graph",
+    "gradient_as_bucket_view": "leave it out: small gradients always are views of their bucket",
+    "bucket_cap_mb": "pass bucket_bytes=25 * 2**20 for 25 MiB",
+    "ddp_comm_hook": "pass compression='fp16' or 'bf16' to send gradients in 16 bits; other hooks are not supported",
+    "process_group_backend": "leave it out: GPUs use NCCL, and CPUs shared memory and sockets",
+    "model_averaging_period": "leave it out: gradients are averaged in every step",
+    "num_nodes": "pass it to the Trainer or Fabric, and start one process a rank by mpirun, torchrun or srun",
+}
+_ARGUMENTS_OF_OTHERS["ddp_comm_state"] = _ARGUMENTS_OF_OTHERS["ddp_comm_wrapper"] = _ARGUMENTS_OF_OTHERS[
+    "ddp_comm_hook"
+]
 
 #: Stands for Lightning's ``ParallelStrategy``, which `packages` puts after our logic in the order of base classes. To a
 #: type checker it is Any, since there are two such classes.
@@ -67,8 +83,19 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
     _num_nodes = 1
 
     def _keep_arguments(self, arguments: Mapping[str, Any]) -> None:
-        """Keep the constructor's arguments: all of them, those of `GradientAverager`, and those of the processes."""
-        self.arguments = {key: value for key, value in arguments.items() if key not in ("self", "__class__")}
+        """Keep the constructor's arguments: all of them, those of `GradientAverager`, and those of the processes.
+
+        Raises:
+            ArgumentError: there are some in `unknown`.
+        """
+        strategy = f"Ring{'Fabric' if 'precision' in arguments else ''}Strategy"
+        self.arguments = {
+            name: value for name, value in arguments.items() if name not in ("self", "__class__", "unknown")
+        }
+        for name, value in arguments["unknown"].items():
+            similar = difflib.get_close_matches(name, self.arguments, 1) or [f"one of {', '.join(self.arguments)}"]
+            remedy = _ARGUMENTS_OF_OTHERS.get(name, f"did you mean {similar[0]}?")
+            raise ArgumentError(f"{strategy} has no argument {name} (given: {value!r}): {remedy}")
         self._averager_arguments = {name: arguments[name] for name in _AVERAGER_ARGUMENTS}
         self._shard = arguments["shard_optimizer"]
         self._timeout, self._start_method = arguments["timeout"], arguments["start_method"]

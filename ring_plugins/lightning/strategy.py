@@ -106,6 +106,7 @@ class RingTrainerLogic(RingParallelLogic):
         skip_step_on: SkipStepOn = None,
         timeout: timedelta | None = None,
         start_method: StartMethod | None = None,
+        **unknown: Any,
     ) -> None:
         self._keep_arguments(locals())
         super().__init__(

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.lightning import RingFabricStrategy, RingStrategy
 from ring_plugins.lightning.parallel import devices_of_node
 
 
@@ -39,3 +40,25 @@ def test_fewer_gpus_than_ranks_are_refused(monkeypatch):
 def test_several_nodes_need_a_launcher():
     with pytest.raises(ArgumentError, match=r"num_nodes=2.*mpirun, torchrun or srun"):
         lightning.pytorch.Trainer(strategy="ring", devices=2, num_nodes=2, accelerator="cpu", logger=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            {"find_unused_parameters": True},
+            r"RingStrategy has no argument find_unused_parameters \(given: True\): leave it",
+        ),
+        ({"ddp_comm_state": None}, "ddp_comm_state .*compression='fp16'"),
+        ({"bucket_size": 5}, r"bucket_size \(given: 5\): did you mean bucket_bytes\?"),
+        ({"zzz": 5}, r"zzz .*did you mean one of accelerator, .*start_method\?"),
+    ],
+)
+def test_an_argument_of_another_strategy_is_refused_with_what_to_do(arguments, text):
+    with pytest.raises(ArgumentError, match=text):
+        RingStrategy(**arguments)
+
+
+def test_fabric_refuses_arguments_too():
+    with pytest.raises(ArgumentError, match="RingFabricStrategy has no argument static_graph"):
+        RingFabricStrategy(static_graph=True)
