@@ -7,6 +7,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ring_plugins.core.world import current
+from ring_plugins.lightning.healing import broadcast_from_rank_0
+
 # Small buffers travel together; large ones need no second copy of all of them.
 _COALESCED_BYTES = 64 * 1024 * 1024
 
@@ -43,12 +46,15 @@ class BufferBroadcast:
 
 
 def _broadcast(tensors: Iterable[Tensor]) -> None:
-    is_root = dist.get_rank() == 0
+    heals = current().heals
     with torch.no_grad():
         for batch in _batches(tensors):
-            flat = torch.cat([tensor.reshape(-1) for tensor in batch])
-            dist.broadcast(flat, src=0)
-            if not is_root:
+            if heals:
+                flat = broadcast_from_rank_0(batch)
+            else:
+                flat = torch.cat([tensor.reshape(-1) for tensor in batch])
+                dist.broadcast(flat, src=0)
+            if current().topology.rank > 0:
                 parts = torch.split(flat, [tensor.numel() for tensor in batch])
                 torch._foreach_copy_(batch, [part.view_as(own) for part, own in zip(parts, batch, strict=True)])
 

@@ -8,6 +8,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 import ring_plugins as ring
 from ring_plugins.core import world
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.lightning.environment import RingEnvironment, set_rank_zero
 from ring_plugins.lightning.failure import has_failed, report_failure
 from ring_plugins.lightning.process_group import destroy_process_group
@@ -67,12 +68,18 @@ def join_world(environment: RingEnvironment) -> world.World:
         destroy_process_group()
         ring.shutdown()
     if not world.is_initialized():
-        ring.init(ranks=environment.world_size() if not environment.creates_processes_externally else None)
+        ranks = None if environment.creates_processes_externally else environment.world_size()
+        ring.init(ranks=ranks, **environment.failure_policy)
     if world.current() not in _announced:  # the script may have called init() itself
         _announced.add(world.current())
         set_rank_zero()
         rank_zero_info(f"ring_plugins: {world.current().summary}")
-    world.current().refuse_to_heal("RingStrategy")
+    wanted = environment.failure_policy.get("on_failure")
+    if wanted is not None and (wanted == "continue") != world.current().heals and world.current().topology.size > 1:
+        raise ArgumentError(
+            f"RingStrategy(on_failure={wanted!r}), but init() was called before with another on_failure; pass the same "
+            "to both, or to init() alone."
+        )
     return world.current()
 
 

@@ -15,10 +15,11 @@ from typing_extensions import override
 
 from ring_plugins.core import world
 from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.lightning import healing
 from ring_plugins.lightning.environment import RingEnvironment, set_rank_zero, warn_about_launcher
 from ring_plugins.lightning.failure import has_failed
 from ring_plugins.lightning.launcher import join_world
-from ring_plugins.lightning.process_group import all_gather, all_reduce, ensure_process_group
+from ring_plugins.lightning.process_group import all_gather, all_reduce, ensure_process_group, op_of
 from ring_plugins.torch.sharded_optimizer import Shard, shard_optimizer
 
 T = TypeVar("T")
@@ -69,6 +70,7 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
 
     package: ClassVar[Package]
     accelerator_type: ClassVar[type]
+    can_heal: ClassVar[bool] = False  # whether it supports on_failure="continue"
 
     cluster_environment: RingEnvironment
     parallel_devices: list[torch.device] | None
@@ -131,26 +133,48 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Stack the tensors of all ranks along a new first dimension; at world size 1 return `tensor` itself."""
-        return tensor if self.world_size == 1 else all_gather(tensor, group, sync_grads)
+        if self.world_size == 1:
+            return tensor
+        if self._heals:
+            if sync_grads or group is not None:
+                world.current().refuse_to_heal("all_gather with sync_grads=True or a group")
+            return healing.all_gather(tensor)
+        return all_gather(tensor, group, sync_grads)
 
     @override
     def barrier(self, name: str | None = None) -> None:
         """Wait until every rank has called; return at once if a failure made that impossible."""
         if world.is_initialized() and not has_failed():
             world.current().communicator.barrier()
+            _tell_losses()
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return the object of rank `src`, pickled, on every rank."""
         if not world.is_initialized() or self.world_size == 1 or has_failed():
             return obj
+        if self._heals:
+            item = healing.broadcast_object(obj, src)
+            _tell_losses()
+            return item
         result: T = world.current().communicator.broadcast_object(obj, root=src)
         return result
 
     def _reduce(self, tensor: Any, group: Any | None, reduce_op: Any) -> Any:
         # As Lightning's own strategies do, before the processes are launched: a callback may log in ``setup``.
-        is_single = self.world_size == 1 or has_failed() or not dist.is_initialized()
-        return tensor if is_single or not isinstance(tensor, Tensor) else all_reduce(tensor, group, reduce_op)
+        is_single = self.world_size == 1 or has_failed() or not (self._heals or dist.is_initialized())
+        if is_single or not isinstance(tensor, Tensor):
+            return tensor
+        if not self._heals:
+            return all_reduce(tensor, group, reduce_op)
+        if group is not None:
+            world.current().refuse_to_heal("reducing among the ranks of a group")
+        return healing.all_reduce(tensor, op_of(reduce_op))
+
+    @property
+    def _heals(self) -> bool:
+        """Whether the job goes on when ranks are lost."""
+        return world.is_initialized() and world.current().heals
 
     def _sharded(self, optimizers: Sequence[Any], named_parameters: Iterable[tuple[str, Tensor]] = ()) -> list[Any]:
         """The optimizers, sharded if the user wants that; collective then."""
@@ -196,7 +220,15 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
                 f"The accelerator chose {self.root_device}, but ring_plugins averages gradients only in the memory of"
                 " CPUs and CUDA GPUs. Pass `accelerator='cpu'` or `accelerator='gpu'`."
             )
-        ensure_process_group(own_world, self._timeout)
+        if own_world.heals and not self.can_heal:
+            own_world.refuse_to_heal("RingFabricStrategy")
+        if not own_world.heals:  # a process group would keep its number of ranks
+            ensure_process_group(own_world, self._timeout)
+
+
+def _tell_losses() -> None:
+    if world.current().changes.untold:
+        world.current().tell_changes()
 
 
 def devices_of_node(devices: list[torch.device], local_world_size: int) -> list[torch.device]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
+from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, NotInitialized
 from ring_plugins.core.world import World
 from ring_plugins.torch.backend import register
@@ -33,6 +34,15 @@ _REDUCTIONS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
+}
+
+
+_OPS = {
+    dist.ReduceOp.AVG: Op.AVERAGE,
+    dist.ReduceOp.SUM: Op.SUM,
+    dist.ReduceOp.MIN: Op.MIN,
+    dist.ReduceOp.MAX: Op.MAX,
+    dist.ReduceOp.PRODUCT: Op.PRODUCT,
 }
 
 
@@ -143,6 +153,18 @@ def all_gather(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> T
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, tensor.detach(), group=group)
     return torch.stack(gathered)
+
+
+def op_of(reduce_op: Any) -> Op:
+    """Our name for a reduction.
+
+    Raises:
+        ArgumentError: If there is none.
+    """
+    operation = _operation(reduce_op)
+    if operation not in _OPS:
+        raise ArgumentError(f"reduce_op={reduce_op!r} is not known. Choose one of: {', '.join(_REDUCTIONS)}.")
+    return _OPS[operation]
 
 
 def _operation(reduce_op: Any) -> Any:

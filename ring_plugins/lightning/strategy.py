@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import Module
 from typing_extensions import override
 
+from ring_plugins.core import world
+from ring_plugins.core.healing import FailurePolicy
 from ring_plugins.lightning.buffers import BufferBroadcast
 from ring_plugins.lightning.environment import RingEnvironment
 from ring_plugins.lightning.failure import (
@@ -22,6 +24,7 @@ from ring_plugins.lightning.failure import (
     report_failure,
     set_exit_status,
 )
+from ring_plugins.lightning.healing import LossFollower
 from ring_plugins.lightning.launcher import RingLauncher
 from ring_plugins.lightning.parallel import RingParallelLogic, StartMethod
 from ring_plugins.lightning.shared_step import SharedStep, SkipStepOn, exceptions_to_skip
@@ -69,6 +72,9 @@ class RingTrainerLogic(RingParallelLogic):
         skip_step_on: An exception, or a tuple of them, such as ``torch.cuda.OutOfMemoryError``: a step in which any
             rank's ``training_step`` or backward raises it is skipped by all ranks, with a warning. Only for automatic
             optimization.
+        on_failure: What happens when a rank is killed: "end" ends the job, "continue" lets the others go on without it,
+            in the middle of the step; as `ring_plugins.init` does by default. See docs/healing.md.
+        min_ranks: With how many ranks at least they go on, 1 by default.
         timeout: For calls through torch.distributed; by default torch's, 30 minutes.
         start_method: How a script that was started alone starts the other ranks: "popen" runs the script again; with
             "fork", "forkserver" and "spawn" they run only ``fit``, ``validate``, ``test`` or ``predict``. By default
@@ -82,6 +88,7 @@ class RingTrainerLogic(RingParallelLogic):
     # again. What it would have brought, permission to train compiled modules, is one line in `packages`.
 
     strategy_name = "ring"
+    can_heal = True
     model: Module | None
     lightning_module: Any
     optimizers: list[Any]
@@ -104,6 +111,8 @@ class RingTrainerLogic(RingParallelLogic):
         broadcast_buffers: bool = True,
         drift_check_every: int | None = None,
         skip_step_on: SkipStepOn = None,
+        on_failure: Literal["end", "continue"] | None = None,
+        min_ranks: int | None = None,
         timeout: timedelta | None = None,
         start_method: StartMethod | None = None,
         **unknown: Any,
@@ -116,6 +125,9 @@ class RingTrainerLogic(RingParallelLogic):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+        FailurePolicy.chosen(on_failure, min_ranks)  # raises if one is invalid
+        self.cluster_environment.failure_policy = {"on_failure": on_failure, "min_ranks": min_ranks}
+        self._follower: LossFollower | None = None
         self._broadcast_buffers = broadcast_buffers
         self._skip_step_on = exceptions_to_skip(skip_step_on)
         self._shared_step: SharedStep | None = None
@@ -130,8 +142,8 @@ class RingTrainerLogic(RingParallelLogic):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are several ranks; Lightning then injects samplers and synchronizes logged values."""
-        return self.world_size > 1
+        """Whether there are or were several ranks; Lightning then injects samplers and synchronizes logged values."""
+        return self.world_size > 1 or self._heals
 
     @property
     def waited_seconds(self) -> float:
@@ -157,6 +169,10 @@ class RingTrainerLogic(RingParallelLogic):
     @override
     def setup(self, trainer: Any) -> None:
         is_fitting = trainer.state.fn == "fit"
+        if self._heals:
+            if self._layer_sync:
+                world.current().refuse_to_heal("Trainer(sync_batchnorm=True)")
+            self._follower = LossFollower(self, trainer, self.lightning_module)
         if is_fitting and self.is_distributed and self._layer_sync:
             self._applied_layer_sync = for_device(self._layer_sync, self.root_device)
             self.model = self._applied_layer_sync.apply(self.model)
@@ -348,6 +364,9 @@ class RingTrainerLogic(RingParallelLogic):
         if self._drift is not None:
             self._drift.close()
             self._drift = None
+        if self._follower is not None:
+            self._follower.close()
+            self._follower = None
         if self._applied_layer_sync is not None:
             self.model = self._applied_layer_sync.revert(self.model)
             self._applied_layer_sync = None
@@ -357,7 +376,7 @@ class RingTrainerLogic(RingParallelLogic):
     def __getstate__(self) -> dict[str, Any]:
         # Hooks and communication threads stay in the process they belong to.
         state: dict[str, Any] = super().__getstate__()
-        state["_averager"] = state["_shared_step"] = state["_drift"] = None
+        state["_averager"] = state["_shared_step"] = state["_drift"] = state["_follower"] = None
         return state
 
 

@@ -2,39 +2,19 @@
 
 import json
 import os
-import signal
 from typing import Any
 
 import keras
 import numpy as np
 
 import ring_plugins as ring
-from ring_plugins.core.collectives.shm_barrier import SharedMemoryBarrier
 from ring_plugins.core.world import current
 from ring_plugins.keras import BroadcastCallback, MetricAverageCallback
 from tests.keras.test_healing import EPOCHS, STEPS, gradient
+from tests.mortal import die, die_in_barrier
 from tests.worker import report
 
 UNITS = 300_000  # so that one gradient is large and the other small
-
-
-def die(*_: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_in_barrier(number: int, when: str) -> None:
-    """Die at this barrier from now on, counted from 1, before or after announcing the arrival."""
-    synchronize, seen = SharedMemoryBarrier.synchronize, []
-
-    def mortally(self: SharedMemoryBarrier, *args: object, **options: object) -> None:
-        seen.append(1)
-        if len(seen) == number and when == "in":
-            self._own[0] += 1
-        if len(seen) == number:
-            die()
-        synchronize(self, *args, **options)  # type: ignore[arg-type]
-
-    SharedMemoryBarrier.synchronize = mortally  # type: ignore[method-assign, assignment]
 
 
 class Dies(keras.callbacks.Callback):

@@ -54,7 +54,7 @@ def test_under_a_launcher_its_counts_win(launcher: Launcher) -> None:
 def test_the_ranks_of_a_script_that_called_init_itself_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(launcher, "rank_zero_info", said.append)
-    alone: Any = SimpleNamespace(world_size=lambda: 1, creates_processes_externally=False)
+    alone: Any = SimpleNamespace(world_size=lambda: 1, creates_processes_externally=False, failure_policy={})
     ring.init()
     try:
         assert launcher.join_world(alone) is launcher.join_world(alone)

@@ -2,14 +2,13 @@
 
 import json
 import os
-import signal
 
 import torch
 
 import ring_plugins as ring
-from ring_plugins.core.collectives.shm_barrier import SharedMemoryBarrier
 from ring_plugins.core.world import current
 from ring_plugins.torch import DistributedOptimizer, broadcast_parameters
+from tests.mortal import die, die_in_barrier
 from tests.worker import report
 
 STEPS = 8
@@ -18,25 +17,6 @@ STEPS = 8
 def gradient(step: int, rank: int) -> float:
     """Of every parameter: its average over any of up to four ranks is exact."""
     return 12.0 * ((7 * step + 3 * rank) % 5 - 2)
-
-
-def die(*_: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_in_barrier(number: int, when: str) -> None:
-    """Die at this barrier from now on, counted from 1, before or after announcing the arrival."""
-    synchronize, seen = SharedMemoryBarrier.synchronize, []
-
-    def mortally(self: SharedMemoryBarrier, *args: object, **options: object) -> None:
-        seen.append(1)
-        if len(seen) == number and when == "in":
-            self._own[0] += 1
-        if len(seen) == number:
-            die()
-        synchronize(self, *args, **options)  # type: ignore[arg-type]
-
-    SharedMemoryBarrier.synchronize = mortally  # type: ignore[method-assign, assignment]
 
 
 def main() -> None:

@@ -1,0 +1,25 @@
+"""How a rank under test dies at a certain point."""
+
+import os
+import signal
+
+from ring_plugins.core.collectives.shm_barrier import SharedMemoryBarrier
+
+
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_barrier(number: int, when: str) -> None:
+    """Die at this barrier from now on, counted from 1, before or after announcing the arrival."""
+    synchronize, seen = SharedMemoryBarrier.synchronize, []
+
+    def mortally(self: SharedMemoryBarrier, *args: object, **options: object) -> None:
+        seen.append(1)
+        if len(seen) == number and when == "in":
+            self._own[0] += 1
+        if len(seen) == number:
+            die()
+        synchronize(self, *args, **options)  # type: ignore[arg-type]
+
+    SharedMemoryBarrier.synchronize = mortally  # type: ignore[method-assign, assignment]
