@@ -46,9 +46,10 @@ def test_torch_loop():
 
 
 @pytest.mark.slow
-def test_survive():
+@pytest.mark.parametrize("example", ["survive.py", "lightning_survive.py"])
+def test_survive(example):
     """Three of its four ranks are killed, rank 0 among them, and it learns as if none had been."""
-    result = run_ranks(EXAMPLES / "survive.py", 1, "spawned", timeout=120)
+    result = run_ranks(EXAMPLES / example, 1, "spawned", timeout=120)
     closing_line = closing(result, r"^ranks 1, [\d.]+ s, validation accuracy ([\d.]+)$")
     assert float(closing_line[1]) >= 0.96
     assert re.findall(r"^epoch +\d+, ranks (\d)", result.stdout, re.MULTILINE) == list("443332221111"), result
