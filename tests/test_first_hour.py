@@ -200,7 +200,7 @@ def test_ranks_that_a_program_starts_with_multiprocessing_join_their_own_job(sta
                 print(f"{[os.getpid()] * 2}")
             ring.barrier()
     """
-    status, out, err = finish(start(script))
+    status, out, err = finish(start(script, launcher))
     assert status == 0, err
     assert len(out.splitlines()) == 3 and len(set(out.splitlines())) == 1
 

@@ -129,6 +129,15 @@ def raise_open_file_limit(wanted: int = 65536) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def loaded_libraries() -> list[str]:
+    """The paths of the shared libraries that this process has loaded, in alphabetical order."""
+    try:
+        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+    except OSError:  # no /proc
+        return []
+    return sorted({"/" + line.partition("/")[2] for line in lines if ".so" in line})
+
+
 def boot_id() -> str:
     """Identifies the running kernel, also from inside a container; the host's name if it has no boot id."""
     try:

@@ -28,7 +28,7 @@ from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
-from ring_plugins.core.linux.process import boot_id, cpu_quota
+from ring_plugins.core.linux.process import boot_id, cpu_quota, loaded_libraries
 
 _CPUS = Path("/sys/devices/system/cpu")
 OPENMP_VARIABLE = "OMP_NUM_THREADS"
@@ -263,11 +263,7 @@ def _set_linear_algebra(threads: int) -> Applied:
 
 def _loaded_linear_algebra() -> Iterator[tuple[Callable[[], int], Callable[[int], object]]]:
     """The functions that get and set the numbers of threads, of the loaded libraries for linear algebra."""
-    try:
-        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
-    except OSError:
-        return
-    for path in sorted({"/" + line.partition("/")[2] for line in lines if ".so" in line}):
+    for path in loaded_libraries():
         for part, functions in _LINEAR_ALGEBRA.items():
             if part not in Path(path).name:
                 continue

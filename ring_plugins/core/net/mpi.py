@@ -14,12 +14,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import MissingDependency, PeerFailed, RingError, name_ranks
 from ring_plugins.core.base.install import pip_command
 from ring_plugins.core.base.types import Bytes
+from ring_plugins.core.linux.process import loaded_libraries
 
 #: Most bytes of a message: counts are 32-bit before MPI 4.
 _LARGEST = 1 << 30
@@ -233,6 +235,7 @@ class MpiTransport:
 
     def abort(self, code: int) -> None:
         """End every process of the job."""
+        _abort_without_banner(self.mpi, code)
         self.mpi.COMM_WORLD.Abort(code)
 
     def close(self) -> None:
@@ -245,6 +248,27 @@ class MpiTransport:
             yield
         except self.mpi.Exception as error:
             raise RingError(f"MPI on rank {self.rank}: {error}") from error
+
+
+def _abort_without_banner(module: Any, code: int) -> None:
+    """End the job as Open MPI 5's MPI_Abort does, without the ten lines that it prints below the cause first.
+
+    MPI_Abort prints its banner and then calls PMIx_Abort, a public function of the library by which ranks talk to
+    mpirun. mpirun's own banner, which it prints once no rank is left, remains. Returns where MPI_Abort has to do it:
+    under another MPI, if libpmix is not a library of its own, or if the user asked MPI_Abort for a stack or a delay.
+    """
+    name, version = module.get_vendor()
+    if (
+        name != "Open MPI"
+        or version[0] < 5
+        or any(variable.startswith("OMPI_MCA_mpi_abort") for variable in os.environ)
+    ):
+        return
+    for path in loaded_libraries():
+        if Path(path).name.startswith("libpmix.so"):
+            pmix = ctypes.CDLL(path)
+            if pmix.PMIx_Initialized() and pmix.PMIx_Abort(code, None, None, ctypes.c_size_t(0)) == 0:
+                os._exit(code)  # as MPI_Abort does; what was printed has been flushed
 
 
 def _pieces(data: Bytes) -> list[Bytes]:

@@ -115,3 +115,30 @@ def test_more_than_two_gibibytes_between_hosts():
     """
     result = run_ranks(script, 2, "mpirun", env={"RING_VIRTUAL_NODES": "2"}, timeout=180)
     assert result.values("gathered") == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("vendor", "variables", "libraries", "uses_pmix"),
+    [
+        (("Open MPI", (5, 0, 11)), {}, ["/lib/libc.so.6", "/lib/libpmix.so.2"], True),
+        (("Open MPI", (5, 0, 11)), {"OMPI_MCA_mpi_abort_delay": "60"}, ["/lib/libpmix.so.2"], False),
+        (("Open MPI", (5, 0, 11)), {}, ["/lib/libc.so.6"], False),
+        (("Open MPI", (4, 1, 6)), {}, ["/lib/libpmix.so.2"], False),
+        (("MPICH", (5, 0, 0)), {}, ["/lib/libpmix.so.2"], False),
+    ],
+)
+def test_open_mpi_5_aborts_without_its_banner_unless_the_user_asked_it_for_more(
+    monkeypatch, vendor, variables, libraries, uses_pmix
+):
+    ended, comm = [], FakeComm()
+    comm.Abort = lambda code: ended.append(("MPI_Abort", code))
+    pmix = SimpleNamespace(PMIx_Initialized=lambda: 1, PMIx_Abort=lambda *_: 0)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(mpi, "loaded_libraries", lambda: libraries)
+    monkeypatch.setattr(mpi.ctypes, "CDLL", lambda path: pmix)
+    monkeypatch.setattr(mpi.os, "_exit", lambda code: ended.append((pmix, code)))
+    transport = object.__new__(mpi.MpiTransport)
+    transport.mpi = SimpleNamespace(COMM_WORLD=comm, get_vendor=lambda: vendor)
+    transport.abort(3)
+    assert ended[0] == (pmix if uses_pmix else "MPI_Abort", 3)
