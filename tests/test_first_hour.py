@@ -177,7 +177,8 @@ def test_a_data_loader_without_a_guard_ends_the_job_and_shows_the_guard(start, l
     assert 'if __name__ == "__main__":\n        main()' in err
 
 
-def test_ranks_that_a_program_starts_with_multiprocessing_join_their_own_job(start):
+@pytest.mark.parametrize("launcher", ["spawned", pytest.param("mpirun", marks=pytest.mark.slow)])
+def test_ranks_that_a_program_starts_with_multiprocessing_join_their_own_job(start, launcher):
     script = """
         import multiprocessing, os
         import ring_plugins as ring
@@ -264,6 +265,7 @@ def test_a_mistake_on_all_ranks_prints_one_traceback(start, launcher):
     assert status == 1
     assert err.count("Traceback (most recent call last)") == 1, err
     assert err.count("NameError: name 'undefined_name' is not defined\n") == 1
+    assert "MPI_ABORT was invoked" not in err, "only mpirun's own banner stands below the cause"
 
 
 def test_the_cause_is_the_last_line_of_a_job_under_mpirun(start, tmp_path):

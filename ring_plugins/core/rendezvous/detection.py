@@ -28,6 +28,9 @@ _DETECTORS: dict[str, Callable[[], LaunchRecord | None]] = {
     "slurm": slurm.detect,
     "single": lambda: LaunchRecord("single", "nothing", 0, 1, 0, 1),
 }
+#: The variables that tell a rank from all others, of MPI and of all launchers.
+_MPI = mpi.IDENTITY
+_LAUNCHERS = (*tcp.VARIABLES, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", *_MPI, *slurm.IDENTITY)
 
 
 def detect() -> LaunchRecord:
@@ -47,7 +50,11 @@ def detect() -> LaunchRecord:
             named = f": {', '.join(missing)}" if missing else ""
             raise LaunchError(f"RING_LAUNCHER={forced}, but the variables that {forced} sets are missing{named}.")
         return record
-    return next(record for detector in _DETECTORS.values() if (record := detector()) is not None)
+    record = next(record for detector in _DETECTORS.values() if (record := detector()) is not None)
+    if record.kind == "mpi" and _is_inherited(_MPI) and not _is_inherited(_LAUNCHERS):
+        # a child of an MPI rank, which cannot join MPI in its place, but was given a rank of another job
+        return tcp.detect() or record
+    return record
 
 
 def connect(ranks: int | None, generation: int) -> Rendezvous:
@@ -75,7 +82,7 @@ def connect(ranks: int | None, generation: int) -> Rendezvous:
             stacklevel=4,
         )
     if found.size > 1:
-        os.environ[config.MEMBER.name] = f"{os.getpid()} {found.rank} {_identity()}"
+        os.environ[config.MEMBER.name] = f"{os.getpid()} {found.rank} {_identity(_LAUNCHERS)} {_identity(_MPI)}"
     return found
 
 
@@ -127,11 +134,8 @@ def _check_that_this_is_the_rank(record: LaunchRecord) -> None:
     Raises:
         LaunchError: a process with these variables has joined a job, and this process descends from it.
     """
-    if record.kind not in ("mpi", "rendezvous"):
-        return
-    pid, _, rest = config.MEMBER.get().partition(" ")
-    rank, _, identity = rest.partition(" ")
-    if pid and pid != str(os.getpid()) and identity == _identity():
+    if record.kind in ("mpi", "rendezvous") and _is_inherited(_MPI if record.kind == "mpi" else _LAUNCHERS):
+        pid, rank, *_ = config.MEMBER.get().split()
         raise LaunchError(
             f"this process inherited the variables of {record.by} from rank {rank} (process {pid}), but is not that "
             "rank: it is a child of it (a data loader's worker, or a script that the rank started). Call "
@@ -140,8 +144,13 @@ def _check_that_this_is_the_rank(record: LaunchRecord) -> None:
         )
 
 
-def _identity() -> str:
+def _is_inherited(names: tuple[str, ...]) -> bool:
+    """Whether a process from which this one descends has joined a job with the same values of these variables."""
+    pid, *_, everything, of_mpi = config.MEMBER.get().split() or ("", "", "")
+    return pid not in ("", str(os.getpid())) and _identity(names) == (of_mpi if names is _MPI else everything)
+
+
+def _identity(names: tuple[str, ...]) -> str:
     """Of the place that a launcher gave to this process: another launch, or another rank, has another one."""
-    names = [*tcp.VARIABLES, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", *mpi.IDENTITY, *slurm.IDENTITY]
     text = "\n".join(f"{name}={os.environ.get(name, '')}" for name in names)
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]

@@ -154,6 +154,27 @@ def test_a_child_of_a_rank_is_not_the_rank(environment, monkeypatch):
     assert launch.connect(None, 0) is joined
 
 
+def test_a_child_of_an_mpi_rank_joins_the_job_whose_rank_it_was_given(monkeypatch):
+    """MPI would wait for ever for a process that claims to be a rank that it has already."""
+    for name, value in OPEN_MPI.items():
+        monkeypatch.setenv(name, value)
+    joined, own = (Rendezvous(rank, 8, lambda payload: [payload] * 8, None) for rank in (3, 1))
+    monkeypatch.setattr(detection.mpi, "connect", lambda record: joined)
+    monkeypatch.setattr(detection.tcp, "connect", lambda record, generation: own)
+    monkeypatch.setenv("RING_MEMBER", "")
+    assert launch.connect(None, 0) is joined
+    monkeypatch.setattr(detection.os, "getpid", lambda: -1)
+    monkeypatch.setenv("MASTER_PORT", "4321")
+    with pytest.raises(LaunchError, match="is a child of it"):  # no rank of another job
+        launch.connect(None, 0)
+    for name, value in {**RENDEZVOUS, "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert launch.connect(None, 0) is own
+    monkeypatch.setenv("PMIX_NAMESPACE", "another")  # mpirun, with these variables set for good
+    monkeypatch.setenv("RING_MEMBER", "17 0 1 2")
+    assert launch.connect(None, 0) is joined
+
+
 def test_slurm_tasks_agree_on_a_port_without_talking(monkeypatch):
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
