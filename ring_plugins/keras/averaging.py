@@ -118,13 +118,12 @@ class GradientAveraging:
         error_feedback: bool = False,
         overlap: bool | Literal["auto"] = "auto",
     ) -> None:
-        if bucket_bytes < 1:
-            raise ArgumentError(f"bucket_bytes={bucket_bytes!r} is not a positive number of bytes.")
+        sizes = BucketSizes(bucket_bytes).checked()
         self.optimizer = optimizer
         self.exchange: Exchange | None = None
         self.settings = Settings(
             f"gradients {next(_numbers)}",
-            BucketSizes(bucket_bytes, min(FIRST_BUCKET_BYTES, bucket_bytes)),
+            sizes._replace(first_bucket_bytes=min(FIRST_BUCKET_BYTES, bucket_bytes)),
             compression,
             error_feedback,
             self.accumulation_steps > 1,

@@ -88,7 +88,7 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
         """Keep the constructor's arguments: all of them, those of `GradientAverager`, and those of the processes.
 
         Raises:
-            ArgumentError: there are some in `unknown`.
+            ArgumentError: there are some in `unknown`, or one has a type that fails only once the ranks are started.
         """
         strategy = f"Ring{'Fabric' if 'precision' in arguments else ''}Strategy"
         self.arguments = {
@@ -98,6 +98,14 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
             similar = difflib.get_close_matches(name, self.arguments, 1) or [f"one of {', '.join(self.arguments)}"]
             remedy = _ARGUMENTS_OF_OTHERS.get(name, f"did you mean {similar[0]}?")
             raise ArgumentError(f"{strategy} has no argument {name} (given: {value!r}): {remedy}")
+        environment, timeout = arguments["cluster_environment"], arguments["timeout"]
+        if not isinstance(environment, RingEnvironment | None):
+            raise ArgumentError(
+                f"{strategy}(cluster_environment={type(environment).__name__}()) has to be a RingEnvironment. Leave it "
+                "out: RingEnvironment finds mpirun, torchrun, SLURM or a plain start by itself."
+            )
+        if not isinstance(timeout, timedelta | None):
+            raise ArgumentError(f"{strategy}(timeout={timeout!r}) has to be a timedelta, such as timedelta(minutes=5).")
         self._averager_arguments = {name: arguments[name] for name in _AVERAGER_ARGUMENTS}
         self._shard = arguments["shard_optimizer"]
         self._timeout, self._start_method = arguments["timeout"], arguments["start_method"]
@@ -111,6 +119,11 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
         self._num_nodes = num_nodes
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """The backend of torch.distributed, None while there is no process group, as with ``DDPStrategy``."""
+        return str(dist.get_backend()) if dist.is_initialized() else None
 
     @property
     def num_processes(self) -> int:

@@ -1,8 +1,13 @@
 """The device of each rank, and settings that need a launcher."""
 
+import inspect
+
 import lightning.pytorch
 import pytest
 import torch
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy
 
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.lightning import RingFabricStrategy, RingStrategy
@@ -52,9 +57,14 @@ def test_several_nodes_need_a_launcher():
         ({"ddp_comm_state": None}, "ddp_comm_state .*compression='fp16'"),
         ({"bucket_size": 5}, r"bucket_size \(given: 5\): did you mean bucket_bytes\?"),
         ({"zzz": 5}, r"zzz .*did you mean one of accelerator, .*start_method\?"),
+        (
+            {"cluster_environment": LightningEnvironment()},
+            r"cluster_environment=LightningEnvironment\(\)\) has to be a RingEnvironment\. Leave it out",
+        ),
+        ({"timeout": 30}, r"timeout=30\) has to be a timedelta"),
     ],
 )
-def test_an_argument_of_another_strategy_is_refused_with_what_to_do(arguments, text):
+def test_an_argument_that_cannot_work_is_refused_with_what_to_do(arguments, text):
     with pytest.raises(ArgumentError, match=text):
         RingStrategy(**arguments)
 
@@ -62,3 +72,24 @@ def test_an_argument_of_another_strategy_is_refused_with_what_to_do(arguments, t
 def test_fabric_refuses_arguments_too():
     with pytest.raises(ArgumentError, match="RingFabricStrategy has no argument static_graph"):
         RingFabricStrategy(static_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("ours", "ddp", "lacking"),
+    [
+        (RingStrategy, DDPStrategy, {"configure_ddp", "determine_ddp_device_ids", "setup_distributed"}),
+        (RingFabricStrategy, FabricDDPStrategy, set()),
+    ],
+)
+def test_what_is_public_in_ddp_strategy_exists_but_for_what_makes_its_wrapper(ours, ddp, lacking):
+    """docs/lightning.md names what is lacking. Attributes that can be set there can be set here."""
+    public = {name for name in dir(ddp) if not name.startswith("_")}
+    assert {name for name in public if not hasattr(ours, name)} == lacking
+    for name in public - lacking:
+        theirs, own = inspect.getattr_static(ddp, name), inspect.getattr_static(ours, name)
+        if isinstance(theirs, property):
+            assert isinstance(own, property) and (theirs.fset is None or own.fset is not None), name
+        elif inspect.isfunction(theirs):
+            required = [p for p in inspect.signature(theirs).parameters.values() if p.default is p.empty]
+            inspect.signature(own).bind(*(None for p in required if p.kind is p.POSITIONAL_OR_KEYWORD))
+    assert ours().process_group_backend is None, "as DDPStrategy before the ranks are connected"

@@ -26,6 +26,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
 from ring_plugins.core.arrays.dtypes import STORAGE
@@ -61,12 +62,12 @@ class BucketSizes(NamedTuple):
         """These sizes.
 
         Raises:
-            ArgumentError: they are not positive.
+            ArgumentError: one is not a positive number.
         """
-        if self.bucket_bytes < 1 or self.first_bucket_bytes < 1:
-            raise ArgumentError(
-                f"bucket_bytes={self.bucket_bytes} and first_bucket_bytes={self.first_bucket_bytes} must be positive."
-            )
+        given: dict[str, Any] = {"bucket_bytes": self.bucket_bytes, "first_bucket_bytes": self.first_bucket_bytes}
+        for name, size in given.items():
+            if not isinstance(size, Real) or size < 1:
+                raise ArgumentError(f"{name}={size!r} is not a positive number of bytes.")
         return self
 
     def __str__(self) -> str:

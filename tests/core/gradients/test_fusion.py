@@ -68,9 +68,10 @@ def test_different_plans_are_an_error():
         plan(1).check_equal(two)
 
 
-def test_sizes_must_be_positive():
-    with pytest.raises(ArgumentError, match="bucket_bytes=0"):
-        plan(1, bucket_bytes=0)
+@pytest.mark.parametrize("size", [0, "25"])
+def test_sizes_must_be_positive_numbers(size):
+    with pytest.raises(ArgumentError, match=f"bucket_bytes={size!r} is not a positive number of bytes"):
+        plan(1, bucket_bytes=size)
 
 
 def test_buffer_gives_each_bucket_its_memory():
