@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -194,14 +195,22 @@ def timeline() -> None:
 
 
 def stall_report() -> None:
-    """A report as a terminal shows it."""
-    kept = (RESULTS / "stall_report.txt").read_text().rstrip().splitlines()
+    colors = {"missing": "#f2a541", "likely": "#7bd389"}
+    terminal("stall_report", lambda line: colors.get(line.strip().partition(":")[0]))
+
+
+def survive() -> None:
+    """What `python examples/survive.py` prints."""
+    terminal("survive", lambda line: "#f2a541" if "died;" in line else "#7bd389" if "validation" in line else None)
+
+
+def terminal(name: str, color_of: Callable[[str], str | None]) -> None:
+    """The kept text of this name as a terminal shows it; a line that goes on keeps its color."""
+    kept = (RESULTS / f"{name}.txt").read_text().rstrip().splitlines()
     indents = [" " * (len(line) - len(line.lstrip()) + 4) for line in kept]
-    lines = [
-        part
-        for line, indent in zip(kept, indents, strict=True)
-        for part in textwrap.wrap(line, 92, subsequent_indent=indent)
-    ]
+    wrapped = [textwrap.wrap(line, 92, subsequent_indent=indent) for line, indent in zip(kept, indents, strict=True)]
+    lines = [part for parts in wrapped for part in parts]
+    colors = [color_of(line) or "#d8dee9" for line, parts in zip(kept, wrapped, strict=True) for _ in parts]
     wide, high = 0.083 * max(map(len, lines)) + 0.4, 0.22 * len(lines) + 0.5
     figure = plt.figure(figsize=(wide, high))
     figure.add_artist(
@@ -209,20 +218,18 @@ def stall_report() -> None:
             (0.012, 0.04), 0.976, 0.92, "round,pad=0,rounding_size=0.012", facecolor="#1e2530", edgecolor=INK
         )
     )
-    for i, line in enumerate(lines):
-        words = line.strip().partition(":")[0]
-        color = {"missing": "#f2a541", "likely": "#7bd389"}.get(words, "#d8dee9")
+    for i, (line, color) in enumerate(zip(lines, colors, strict=True)):
         figure.text(
             0.2 / wide, 1 - (0.36 + 0.22 * i) / high, line, family="monospace", fontsize=9.8, color=color, va="center"
         )
-    save(figure, "stall_report")
+    save(figure, name)
 
 
 if __name__ == "__main__":
     os.environ["SOURCE_DATE_EPOCH"] = "0"  # no date in files: the same results give the same file
     matplotlib.rcParams.update(STYLE)
     PICTURES.mkdir(parents=True, exist_ok=True)
-    for draw in (steps, messages, scaling, between_hosts, many_hosts, compression, timeline, stall_report):
+    for draw in (steps, messages, scaling, between_hosts, many_hosts, compression, timeline, stall_report, survive):
         draw()
     print(f"wrote {PICTURES}")
     tables.write()

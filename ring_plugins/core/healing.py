@@ -122,7 +122,7 @@ def what_was_lost(lost: Sequence[int], pids: Sequence[int], left: Sequence[int],
         f"after {seconds * 1e3:.0f} ms. Nobody takes over the data of {whose}."
     )
     if moved:
-        line += f" By the numbers with which ranks started, and which errors name: rank {moved}."
+        line += f" Renumbered, though errors keep the old numbers: rank {moved}."
     if 0 in lost:
         line += " Reports of stalls, steps and timelines end with rank 0, which collected them."
     return line
