@@ -1,0 +1,85 @@
+"""Train on scanned digits with Keras while ranks are killed: the others finish the step and go on.
+
+    python examples/keras_survive.py                          # four processes; one is killed in epochs 3, 6 and 9
+    python examples/keras_survive.py --kill                   # nobody is killed, to compare the accuracy
+    KERAS_BACKEND=tensorflow python examples/keras_survive.py # the default is torch
+
+The only argument for that is `ring.init(on_failure="continue")`. Rank 0 has to live, since it writes for Keras. `fit`
+is called once an epoch, so that `shard` deals all data to the ranks that are left.
+"""
+
+import argparse
+import os
+import signal
+import time
+
+os.environ.setdefault("KERAS_BACKEND", "torch")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+from keras import layers
+from sklearn.datasets import load_digits
+
+import ring_plugins as ring
+from ring_plugins.keras import BroadcastCallback, MetricAverageCallback, shard
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--ranks", type=int, default=4, help="number of processes")
+parser.add_argument("--kill", type=int, nargs="*", default=[3, 6, 9], help="epochs in which the last rank is killed")
+arguments = parser.parse_args()
+
+batch_size = 16  # per rank
+epochs = 12
+validation_digits = 360  # a fifth of the 1,797
+
+started = time.perf_counter()
+ring.init(ranks=arguments.ranks, on_failure="continue")
+keras.utils.set_random_seed(1)
+
+scans = load_digits()
+images = (scans.images / 16).astype("float32")[..., np.newaxis]  # 8 x 8 pixels of 0 to 16
+order = np.random.default_rng(1).permutation(len(images))  # the same on every rank
+training, validation = order[validation_digits:], order[:validation_digits]
+
+model = keras.Sequential(
+    [
+        keras.Input((8, 8, 1)),
+        layers.Conv2D(32, 3, padding="same", activation="relu"),
+        layers.MaxPooling2D(2),
+        layers.Flatten(),
+        layers.Dropout(0.3),  # every rank drops different neurons
+        layers.Dense(128, activation="relu"),
+        layers.Dense(10),
+    ]
+)
+model.compile(
+    optimizer=keras.optimizers.Adam(1e-3 * ring.size()),
+    loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    metrics=["accuracy"],
+)
+
+
+class Killer(keras.callbacks.Callback):
+    """Kills the last rank in the middle of an epoch."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 5 and 0 < ring.rank() == ring.size() - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+for epoch in range(1, epochs + 1):
+    history = model.fit(
+        shard((images[training], scans.target[training]), batch_size=batch_size, seed=epoch),
+        validation_data=shard((images[validation], scans.target[validation]), shuffle=False, remainder="keep"),
+        shuffle=False,  # shard shuffles, in the same order on all ranks
+        verbose=0,
+        callbacks=[BroadcastCallback(), MetricAverageCallback(), *([Killer()] if epoch in arguments.kill else [])],
+    ).history
+    if ring.rank() == 0:
+        print(f"epoch {epoch:2}, ranks {ring.size()}, accuracy {history['val_accuracy'][-1]:.3f}")
+
+if ring.rank() == 0:
+    seconds, accuracy = time.perf_counter() - started, history["val_accuracy"][-1]
+    print(f"ranks {ring.size()}, {seconds:.1f} s, validation accuracy {accuracy:.3f}")
+ring.shutdown()
