@@ -23,6 +23,7 @@ def test_too_few_open_files_are_a_warning(monkeypatch):
 
 
 def test_nccl_is_missed_only_where_it_is_wanted(monkeypatch):
+    monkeypatch.setattr(host, "installed", lambda name: "")
     monkeypatch.setattr(host, "find_nccl", lambda: (None, "NCCL is needed"))
     monkeypatch.setattr(host, "gpu_names", list)
     monkeypatch.delenv("RING_NCCL_LIBRARY", raising=False)

@@ -118,11 +118,9 @@ def open_nccl() -> tuple[ctypes.CDLL, str]:
     )
 
 
-def nccl_candidates() -> Iterator[str]:
+def nccl_candidates() -> list[str]:
     """Paths to try, best first; the last one is the bare name, which the system's loader resolves."""
-    yield from _mapped()
-    yield from _in_wheels()
-    yield NCCL_SONAME
+    return list(dict.fromkeys([*_mapped(), *_in_wheels(), NCCL_SONAME]))  # two wheels may own one file
 
 
 def _mapped() -> list[str]:

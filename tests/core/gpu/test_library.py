@@ -50,7 +50,7 @@ def test_a_library_that_the_process_has_mapped_comes_first(wheel, tmp_path):
 
 def test_wheels_come_before_the_system(monkeypatch, wheel):
     monkeypatch.setattr(library, "_mapped", list)
-    assert list(library.nccl_candidates()) == [wheel[0], "libnccl.so.2"]
+    assert library.nccl_candidates() == [wheel[0], "libnccl.so.2"]
 
 
 def test_the_variable_overrides_the_search(monkeypatch, wheel, tmp_path):
