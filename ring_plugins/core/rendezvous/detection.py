@@ -78,8 +78,9 @@ def connect(ranks: int | None, generation: int) -> Rendezvous:
         found = Rendezvous(0, 1, lambda payload: [payload], None)
     if ranks is not None and ranks != found.size and found.rank == 0:
         warnings.warn(
-            f"init(ranks={ranks}) was requested, but {record.by} started {found.size} ranks: using those.",
-            stacklevel=4,
+            f"init(ranks={ranks}) was requested, but {record.by} started {found.size} "
+            f"{'rank: using that' if found.size == 1 else 'ranks: using those'}. The launcher's own option decides.",
+            stacklevel=3,
         )
     if found.size > 1:
         os.environ[config.MEMBER.name] = f"{os.getpid()} {found.rank} {_identity(_LAUNCHERS)} {_identity(_MPI)}"

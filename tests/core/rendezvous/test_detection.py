@@ -154,6 +154,21 @@ def test_a_child_of_a_rank_is_not_the_rank(environment, monkeypatch):
     assert launch.connect(None, 0) is joined
 
 
+def test_another_number_of_ranks_than_asked_for_is_said_at_the_caller_of_init(monkeypatch):
+    for name, value in RENDEZVOUS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RING_MEMBER", "")
+    alone = Rendezvous(0, 1, lambda payload: [payload], None)
+    monkeypatch.setattr(detection.tcp, "connect", lambda record, generation: alone)
+
+    def init():
+        launch.connect(2, 0)
+
+    with pytest.warns(UserWarning, match="started 1 rank: using that") as caught:
+        init()
+    assert caught[0].filename == __file__
+
+
 def test_a_child_of_an_mpi_rank_joins_the_job_whose_rank_it_was_given(monkeypatch):
     """MPI would wait for ever for a process that claims to be a rank that it has already."""
     for name, value in OPEN_MPI.items():
