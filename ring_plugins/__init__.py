@@ -47,6 +47,7 @@ from ring_plugins.core.healing import MembershipChange
 from ring_plugins.core.rendezvous.tcp import register_store_loader
 from ring_plugins.core.world import init, is_initialized, shutdown
 from ring_plugins.launcher.function import run
+from ring_plugins.other_names import no_attribute
 
 # Under torchrun, whose agent may hold MASTER_PORT, ranks meet through torch's store, also in scripts without torch.
 register_store_loader(lambda: importlib.import_module("ring_plugins.torch.rendezvous"))
@@ -57,7 +58,7 @@ _RENAMED = {"is_initialised": "is_initialized", "NotInitialised": "NotInitialize
 
 def __getattr__(name: str) -> object:
     if name not in _RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise no_attribute(__name__, name)
     warnings.warn(f"ring_plugins.{name} is now ring_plugins.{_RENAMED[name]}.", DeprecationWarning, stacklevel=2)
     return globals()[_RENAMED[name]]
 

@@ -3,6 +3,7 @@
 import os
 
 from ring_plugins.core.base.install import missing
+from ring_plugins.other_names import no_attribute
 
 try:
     import keras as _keras  # noqa: F401 - everything below needs it, and it imports its backend
@@ -37,3 +38,7 @@ __all__ = [
     "synchronize_batch_norm",
     "undistribute",
 ]
+
+
+def __getattr__(name: str) -> object:
+    raise no_attribute(__name__, name)

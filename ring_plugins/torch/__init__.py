@@ -1,6 +1,7 @@
 """PyTorch: averaged gradients for plain loops, and the "ring" backend of torch.distributed."""
 
 from ring_plugins.core.base.install import missing
+from ring_plugins.other_names import no_attribute
 
 try:
     import torch as _torch  # noqa: F401 - everything below needs it
@@ -37,3 +38,7 @@ __all__ = [
     "broadcast_parameters",
     "reduce_scatter",
 ]
+
+
+def __getattr__(name: str) -> object:
+    raise no_attribute(__name__, name)

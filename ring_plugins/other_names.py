@@ -1,0 +1,34 @@
+"""What a module answers to a name that stands elsewhere here, or that Horovod has: an AttributeError with the remedy.
+
+Scripts that come from Horovod import one module as `hvd` and find everything in it.
+"""
+
+import sys
+
+#: Names of Horovod's, with what to write instead where the name alone does not tell.
+_HOROVOD = {
+    "BroadcastGlobalVariablesCallback": "ring_plugins.keras.BroadcastCallback()",
+    "Compression": "compression='fp16' as an argument of what averages",
+    "DistributedGradientTape": "ring_plugins.keras.DistributedOptimizer(optimizer)",
+    "SyncBatchNormalization": "ring_plugins.keras.BroadcastCallback(synchronized_batch_norm=True)",
+    "allgather": "ring_plugins.all_gather(x)",
+    "allgather_object": "ring_plugins.all_gather_object(x)",
+    "allreduce": "ring_plugins.all_reduce(x)",
+    "allreduce_async": "work = ring_plugins.all_reduce(x, wait=False)",
+    "alltoall": "ring_plugins.all_to_all(x)",
+    "callbacks": "ring_plugins.keras, which has the callbacks itself",
+    "reducescatter": "ring_plugins.reduce_scatter(x)",
+    "synchronize": "work.wait()",
+}
+
+
+def no_attribute(module: str, name: str) -> AttributeError:
+    """The error for a name that a module lacks."""
+    package = module.partition(".")[0]
+    if module != package and name in getattr(sys.modules.get(package), "__all__", ()):
+        remedy = f": it is {package}.{name}"
+    elif name in _HOROVOD:
+        remedy = f": write {_HOROVOD[name]} (docs/from_horovod.md)"
+    else:
+        remedy = ""
+    return AttributeError(f"module {module!r} has no attribute {name!r}{remedy}", name=name)
