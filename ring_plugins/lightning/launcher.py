@@ -73,7 +73,9 @@ def join_world(environment: RingEnvironment) -> world.World:
     if world.current() not in _announced:  # the script may have called init() itself
         _announced.add(world.current())
         set_rank_zero()
-        rank_zero_info(f"ring_plugins: {world.current().summary}")
+        is_alone = world.current().topology.size == 1 and not environment.creates_processes_externally
+        more = "; pass devices= to start more" if is_alone else ""
+        rank_zero_info(f"ring_plugins: {world.current().summary}{more}")
     wanted = environment.failure_policy.get("on_failure")
     if wanted is not None and (wanted == "continue") != world.current().heals and world.current().topology.size > 1:
         raise ArgumentError(

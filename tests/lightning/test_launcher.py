@@ -60,7 +60,7 @@ def test_the_ranks_of_a_script_that_called_init_itself_are_said_once(monkeypatch
         assert launcher.join_world(alone) is launcher.join_world(alone)
     finally:
         ring.shutdown()
-    assert said == ["ring_plugins: 1 rank on 1 host"]
+    assert said == ["ring_plugins: 1 rank on 1 host; pass devices= to start more"]
 
 
 FORKED = """
