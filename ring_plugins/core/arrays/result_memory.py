@@ -81,7 +81,10 @@ class _Block:
     """Pages of its own. Kept in malloc's heap, 36 MiB of blocks held up 160 MiB of holes between them."""
 
     def __init__(self, nbytes: int) -> None:
-        self._pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self._pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"No memory for a result of {nbytes:,} bytes: {error.strerror}.") from error
         with suppress(OSError):  # a kernel without huge pages
             self._pages.madvise(mmap.MADV_HUGEPAGE)
         self.nbytes = nbytes

@@ -128,8 +128,8 @@ def limit_memory():
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 20), resource.RLIM_INFINITY))
 
 x = np.ones(1 << 25, np.uint8)
-ring.all_gather(x)  # threads and staging buffers
-ring.all_gather(x, wait=False).wait()
+# Threads and staging buffers. The results are held, so that the next call has to find memory of its own.
+held = [ring.all_gather(x), ring.all_gather(x, wait=False).wait()]
 ring.barrier()
 if rank == 1:
     limit_memory()
