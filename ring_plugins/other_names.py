@@ -7,17 +7,25 @@ import sys
 
 #: Names of Horovod's, with what to write instead where the name alone does not tell.
 _HOROVOD = {
+    "Adasum": "op=hvd.Average: Adasum does not exist here",
     "BroadcastGlobalVariablesCallback": "ring_plugins.keras.BroadcastCallback()",
     "Compression": "compression='fp16' as an argument of what averages",
     "DistributedGradientTape": "ring_plugins.keras.DistributedOptimizer(optimizer)",
+    "ProcessSet": 'torch.distributed.new_group(ranks) of init_process_group("ring"), with PyTorch',
+    "SyncBatchNorm": 'torch.nn.SyncBatchNorm after torch.distributed.init_process_group("ring")',
     "SyncBatchNormalization": "ring_plugins.keras.BroadcastCallback(synchronized_batch_norm=True)",
+    "add_process_set": 'torch.distributed.new_group(ranks) of init_process_group("ring"), with PyTorch',
     "allgather": "ring_plugins.all_gather(x)",
     "allgather_object": "ring_plugins.all_gather_object(x)",
     "allreduce": "ring_plugins.all_reduce(x)",
     "allreduce_async": "work = ring_plugins.all_reduce(x, wait=False)",
     "alltoall": "ring_plugins.all_to_all(x)",
+    "broadcast_global_variables": "ring_plugins.keras.broadcast_variables(model)",
     "callbacks": "ring_plugins.keras, which has the callbacks itself",
+    "elastic": 'ring_plugins.init(on_failure="continue"), with which a job goes on without a rank that is killed',
     "reducescatter": "ring_plugins.reduce_scatter(x)",
+    "sparse_allreduce_async": "DistributedOptimizer, which averages sparse gradients",
+    "start_timeline": "RING_TIMELINE=directory, before the job starts",
     "synchronize": "work.wait()",
 }
 

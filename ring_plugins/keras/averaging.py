@@ -195,7 +195,7 @@ class GradientAveraging:
         self._variables = list(variables)
         self._indices, self._dtypes = {id(variable): i for i, variable in enumerate(variables)}, {}
         with constructed_by_all(f"preparing {self.settings.name}"):
-            entries = [_entry(i, variable) for i, variable in enumerate(variables)]
+            entries = [describe_gradient(i, variable) for i, variable in enumerate(variables)]
             self.exchange = backend().Exchange(variables, entries, self.settings)
             check_equal_optimizers(self.optimizer, self.exchange.communicator)
 
@@ -347,7 +347,7 @@ def make_train_function(model: Any) -> None:
     backend().make_train_function(model, averaging_of(model.optimizer) if model.optimizer is not None else None)
 
 
-def _entry(index: int, variable: Any) -> Entry:
+def describe_gradient(index: int, variable: Any) -> Entry:
     """Describe a variable's gradient, without its path: automatic layer names have a counter per process."""
     dtype = keras.backend.standardize_dtype(variable.dtype)
     if dtype not in STORAGE:

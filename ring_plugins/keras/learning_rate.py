@@ -165,28 +165,32 @@ class LearningRateWarmupCallback(_RateCallback):
         self.warmup_epochs, self.verbose, self.scaling = warmup_epochs, verbose, scaling
         self._is_over = self._has_said_rate = False
 
+    def _multipliers(self) -> tuple[float, float]:
+        """The multipliers of the base at the first step and after warm-up."""
+        return 1.0, scale_for(self.scaling, connect().topology.size)
+
     def _multiplier(self, epoch: float) -> float | None:
-        scale = scale_for(self.scaling, connect().topology.size)
+        first, full = self._multipliers()
         if epoch >= self.warmup_epochs:
-            return scale
-        return 1.0 + (scale - 1.0) * max(epoch, 0.0) / self.warmup_epochs
+            return full
+        return first + (full - first) * max(epoch, 0.0) / self.warmup_epochs
 
     def _start(self, optimizer: Any, epoch: int) -> None:
         super()._start(optimizer, epoch)
         self._say_rate()
         self._is_over = False
         if self._rate is not None:
-            self._rate.scale = scale_for(self.scaling, connect().topology.size)
+            _, self._rate.scale = self._multipliers()
 
     def _say_rate(self) -> None:
         """Print the rate after warm-up on rank 0, once; warn if the script may have multiplied it too."""
         topology = connect().topology
-        scale = scale_for(self.scaling, topology.size)
-        if self._has_said_rate or topology.rank != 0 or scale == 1.0:
+        lowest, highest = self._multipliers()
+        if self._has_said_rate or topology.rank != 0 or lowest == highest:
             return
         self._has_said_rate = True
-        base = f"{self._rate.base:g}" if self._rate is not None else "the schedule's"
-        full = f"{self._rate.base * scale:g}" if self._rate is not None else f"{scale:g} times that"
+        base = f"{self._rate.base * lowest:g}" if self._rate is not None else "the schedule's"
+        full = f"{self._rate.base * highest:g}" if self._rate is not None else f"{highest:g} times that"
         text = f"learning rate: {base} for one process, {full} for {topology.size} ranks after warm-up"
         if was_size_asked():
             logger.warning(

@@ -43,6 +43,26 @@ def broadcast_variables(model: Any, root_rank: int = 0) -> None:
             broadcast_state(model, root_rank, world.communicator)
 
 
+def broadcast_all(variables: Sequence[Any], root_rank: int) -> None:
+    """Broadcast variables. Collective.
+
+    Args:
+        variables: of Keras or TensorFlow.
+        root_rank: the rank whose values all ranks get.
+
+    Raises:
+        ArgumentError: `root_rank` is not a rank.
+        MismatchError: the variables differ among ranks.
+    """
+    world = connect()
+    with on_all_or_none(world.communicator, "broadcast_variables"):
+        check_root(root_rank, world)
+        if world.topology.size > 1:
+            check_equal(variables, world.communicator)
+            for variable in variables:
+                variable.assign(_broadcast(variable, root_rank, world.communicator))
+
+
 def build_optimizer(model: Any) -> None:
     """Create the compiled optimizer's state before the first step, so that it can be broadcast."""
     optimizer = getattr(model, "optimizer", None)  # not set before compile()
@@ -86,7 +106,7 @@ def check_equal(variables: Sequence[Any], communicator: Communicator) -> None:
     kinds = [(tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for v in variables]
     if len(set(communicator.all_gather_object(zlib.crc32(repr(kinds).encode())))) == 1:
         return
-    paths = [variable.path for variable in variables]
+    paths = [getattr(variable, "path", variable.name) for variable in variables]
     by_rank = communicator.all_gather_object(list(zip(paths, kinds, strict=True)))
     for i in range(max(map(len, by_rank))):
         at_i = [found[i] if i < len(found) else None for found in by_rank]

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
@@ -62,17 +62,12 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -
     if current().topology.size == 1:
         return
     state: Any = optimizer.state_dict() if rank() == root else None
-    leaves, tree = tree_flatten(state)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    placeholders = [_Placeholder(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    placeholders, tree = broadcast_object((placeholders, tree), root)
+    described = broadcast_object(tree_map_only(torch.Tensor, _Placeholder, state), root)
     if rank() != root:
-        tensors = [leaf.empty() for leaf in placeholders if isinstance(leaf, _Placeholder)]
-    _broadcast(tensors, root)
+        state = tree_map_only(_Placeholder, _Placeholder.empty, described)
+    _broadcast([leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)], root)
     if rank() != root:
-        filled = iter(tensors)
-        leaves = [next(filled) if isinstance(leaf, _Placeholder) else leaf for leaf in placeholders]
-        optimizer.load_state_dict(tree_unflatten(leaves, tree))
+        optimizer.load_state_dict(state)
 
 
 class _Placeholder:

@@ -1,0 +1,87 @@
+"""Horovod's Keras callbacks, with its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ring_plugins import keras as ring_keras
+from ring_plugins.core.functions import local_rank  # noqa: F401 - Horovod's module has it, too
+from ring_plugins.horovod.basics import size
+
+BestModelCheckpoint = ring_keras.BestModelCheckpoint
+
+__all__ = [
+    "BestModelCheckpoint",
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]
+
+
+class BroadcastGlobalVariablesCallback(ring_keras.BroadcastCallback):
+    """`ring_plugins.keras.BroadcastCallback`; `device` and `local_variables` have no effect."""
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: object = None) -> None:
+        super().__init__(root_rank)
+
+
+class MetricAverageCallback(ring_keras.MetricAverageCallback):
+    """`ring_plugins.keras.MetricAverageCallback`; `device` and `process_set` have no effect."""
+
+    def __init__(self, device: str = "", process_set: object = None) -> None:
+        super().__init__()
+
+
+class LearningRateWarmupCallback(ring_keras.LearningRateWarmupCallback):
+    """Raises the rate from `initial_lr` / size to `initial_lr`, which scripts have multiplied by the size.
+
+    Args:
+        initial_lr: the rate for all ranks.
+        warmup_epochs, momentum_correction, steps_per_epoch, verbose: as for `ring_plugins.keras`'s.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: float = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        super().__init__(
+            warmup_epochs, momentum_correction, steps_per_epoch, verbose, initial_learning_rate=float(initial_lr)
+        )
+
+    def _multipliers(self) -> tuple[float, float]:
+        return 1 / size(), 1.0
+
+
+class LearningRateScheduleCallback(ring_keras.LearningRateScheduleCallback):
+    """Multiplies `initial_lr`, which scripts have multiplied by the size, in a range of epochs.
+
+    Args:
+        initial_lr: the rate for all ranks.
+        multiplier, start_epoch, end_epoch, staircase, momentum_correction, steps_per_epoch: as for
+            `ring_plugins.keras`'s.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__(
+            multiplier,
+            start_epoch,
+            end_epoch,
+            staircase,
+            momentum_correction,
+            steps_per_epoch,
+            initial_learning_rate=float(initial_lr),
+        )

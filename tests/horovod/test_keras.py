@@ -1,0 +1,168 @@
+"""A training script for Horovod's Keras, and a loop with a tape for its TensorFlow, against one process."""
+
+import pytest
+
+from tests.launch import run_ranks
+
+FIT = """
+import keras
+import numpy as np
+import ring_plugins as ring
+from tests.worker import report
+ring.init(ranks=2)
+import ring_plugins.horovod.MODULE as hvd
+
+hvd.init()
+keras.utils.set_random_seed(hvd.rank())
+rng = np.random.default_rng(0)
+x, y = rng.normal(size=(32, 4)).astype("float32"), rng.normal(size=(32, 2)).astype("float32")
+mine = slice(hvd.rank(), None, hvd.size())
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(2)])
+rate = 0.05 * hvd.size()
+optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(rate), compression=hvd.Compression.none)
+model.compile(loss="mse", optimizer=optimizer, metrics=["mae"])
+rates = []
+
+class Rates(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        rates.append(round(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)), 6))
+
+callbacks = [
+    hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+    hvd.callbacks.MetricAverageCallback(),
+    hvd.callbacks.LearningRateWarmupCallback(initial_lr=rate, warmup_epochs=2, verbose=1),
+    hvd.callbacks.LearningRateScheduleCallback(initial_lr=rate, multiplier=0.1, start_epoch=3),
+    Rates(),
+]
+history = model.fit(x[mine], y[mine], batch_size=8, epochs=4, callbacks=callbacks, verbose=1 if hvd.rank() == 0 else 0)
+report("rates", rates)
+report("loss", history.history["loss"][-1])
+report("bits", [hash(value.tobytes()) for value in model.get_weights()])
+report("functions", [
+    float(hvd.allreduce(np.float32(hvd.rank()), name="x")), hvd.allreduce(hvd.rank(), average=False).tolist(),
+    hvd.allgather(np.ones(1 + hvd.rank(), np.float32)).shape[0], hvd.broadcast(np.array([hvd.rank()]), 1).tolist(),
+])
+try:
+    hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=4)
+except ring.ArgumentError as error:
+    report("refused", str(error))
+path = f"{TMP!r}/model{hvd.rank()}.keras"
+model.save(path)
+loaded = hvd.load_model(path)
+loaded.fit(x[mine], y[mine], batch_size=8, epochs=1, verbose=0)
+report("loaded", [hash(value.tobytes()) for value in loaded.get_weights()])
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "backend"),
+    [
+        ("tensorflow.keras", "tensorflow"),
+        pytest.param("keras", "torch", marks=pytest.mark.slow),
+        pytest.param("keras", "jax", marks=pytest.mark.slow),
+    ],
+)
+def test_a_script_for_horovod_with_keras(tmp_path, module, backend):
+    script = FIT.replace("MODULE", module).replace("{TMP!r}", str(tmp_path))
+    result = run_ranks(script, 2, env={"KERAS_BACKEND": backend, "PYTHONHASHSEED": "0"})
+    warmed = [0.05, 0.0625, 0.075, 0.0875, 0.1, 0.1, 0.01, 0.01]
+    assert result.values("rates") == [pytest.approx(warmed)] * 2
+    assert result.values("functions") == [[0.5, 1, 3, [1]]] * 2
+    for key in ("loss", "bits", "loaded"):
+        assert result.values(key)[0] == result.values(key)[1], key
+    assert all("gradient_accumulation_steps=4" in text for text in result.values("refused"))
+    assert "learning rate: 0.05 for one process, 0.1 for 2 ranks after warm-up" in " ".join(result.output.split())
+    assert "multiplied twice" not in result.output
+
+
+TAPE = """
+import keras
+import numpy as np
+import tensorflow as tf
+import ring_plugins as ring
+from tests.worker import report
+ring.init(ranks=2)
+import ring_plugins.horovod.tensorflow as hvd
+
+hvd.init()
+rank = hvd.rank()
+keras.utils.set_random_seed(rank)
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(2)])
+optimizer = keras.optimizers.SGD(0.1)
+optimizer.build(model.trainable_variables)
+hvd.broadcast_variables(model.variables, root_rank=0)
+hvd.broadcast_variables(optimizer.variables, root_rank=0)
+
+@tf.function
+def step(x, y):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+    tape = hvd.DistributedGradientTape(tape)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+    return hvd.allreduce(loss, name="loss")
+
+rng = np.random.default_rng(0)
+x, y = rng.normal(size=(6, 8, 4)).astype("float32"), rng.normal(size=(6, 8, 2)).astype("float32")
+start = model.get_weights()
+losses = [float(step(x[i, rank::2], y[i, rank::2])) for i in range(6)]
+trained = model.get_weights()
+report("bits", [hash(value.tobytes()) for value in trained])
+report("losses", losses)
+model.set_weights(start)
+alone = []
+for i in range(6):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(model(x[i]) - y[i]))
+    alone.append(float(loss))
+    for variable, gradient in zip(model.trainable_variables, tape.gradient(loss, model.trainable_variables)):
+        variable.assign_sub(0.1 * gradient)
+report("apart", max(float(np.abs(a - b).max()) for a, b in zip(trained, model.get_weights())))
+report("losses apart", float(np.abs(np.array(losses) - alone).max()))
+
+# Averages that a script keeps are not overwritten by the next step's.
+variable = tf.Variable([1.0, 2.0])
+kept = []
+for factor in (1.0, 10.0):
+    with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+        loss = tf.reduce_sum(variable * variable) * (rank + 1) * factor
+    kept.append(tape.gradient(loss, variable))
+report("kept", [gradient.numpy().tolist() for gradient in kept])
+
+# Sparse, unused, and structures
+table, unused = tf.Variable(tf.ones((4, 2))), tf.Variable(1.0)
+with tf.GradientTape() as tape:
+    loss = tf.reduce_sum(tf.gather(table, [rank, rank + 1]))
+found = hvd.DistributedGradientTape(tape).gradient(loss, {"table": table, "unused": unused})
+report("sparse", tf.convert_to_tensor(found["table"]).numpy().tolist())
+report("unused", found["unused"] is None)
+
+with tf.GradientTape() as tape:
+    loss = tf.reduce_sum(hvd.allreduce(variable * (rank + 1), op=hvd.Sum))
+report("gradient", tape.gradient(loss, variable).numpy().tolist())
+refused = []
+for call in (
+    lambda: hvd.DistributedGradientTape(tape, op=hvd.Sum),
+    lambda: hvd.allreduce(tf.IndexedSlices(tf.ones((1, 2)), [0], [4, 2])),
+    lambda: hvd.broadcast_global_variables,
+):
+    try:
+        call()
+    except (ring.ArgumentError, AttributeError) as error:
+        refused.append(str(error))
+report("refused", refused)
+"""
+
+
+def test_a_loop_for_horovod_with_tensorflow():
+    result = run_ranks(TAPE, 2, env={"KERAS_BACKEND": "tensorflow", "PYTHONHASHSEED": "0"})
+    assert result.values("bits")[0] == result.values("bits")[1]
+    assert max(result.values("apart") + result.values("losses apart")) < 1e-6
+    assert result.values("kept") == [[[3, 6], [30, 60]]] * 2
+    assert result.values("sparse") == [[[0.5, 0.5], [1, 1], [0.5, 0.5], [0, 0]]] * 2
+    assert result.values("unused") == [True, True]
+    assert result.values("gradient") == [[2, 2], [4, 4]]
+    for texts in result.values("refused"):
+        assert len(texts) == 3, texts
+        assert "hvd.Sum" in texts[0] and "convert_to_tensor" in texts[1] and "broadcast_variables" in texts[2]
+    assert "AutoGraph" not in result.output

@@ -1,0 +1,138 @@
+"""A training script and every function of `ring_plugins.horovod.torch`, against one process."""
+
+import pytest
+
+from tests.launch import run_ranks
+
+SCRIPT = """
+import os
+import torch
+import ring_plugins as ring
+from tests.worker import report
+if os.environ["TEST_STARTS"] == "spawned":
+    ring.init(ranks=2)
+import ring_plugins.horovod.torch as hvd
+
+hvd.init()
+rank, size = hvd.rank(), hvd.size()
+report("place", [rank, size, hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()])
+
+# Training, as scripts for Horovod do it
+torch.manual_seed(rank)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * hvd.size(), momentum=0.9)
+compression = hvd.Compression.none
+optimizer = hvd.DistributedOptimizer(
+    optimizer, named_parameters=model.named_parameters(), compression=compression, op=hvd.Average, num_groups=2
+)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+start = [p.detach().clone() for p in model.parameters()]
+data = torch.randn(5, 12, 4, generator=torch.Generator().manual_seed(1))
+for batch in data:
+    optimizer.zero_grad()
+    model(batch[rank::size]).square().mean().backward()
+    optimizer.synchronize()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    scheduler.step()
+trained = [p.detach().clone() for p in model.parameters()]
+report("bits", [hash(p.numpy().tobytes()) for p in trained])
+
+with torch.no_grad():
+    for parameter, value in zip(model.parameters(), start):
+        parameter.copy_(value)
+alone = torch.optim.SGD(model.parameters(), lr=0.1 * size, momentum=0.9)
+scheduler = torch.optim.lr_scheduler.StepLR(alone, 2)
+for batch in data:
+    alone.zero_grad()
+    model(batch).square().mean().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    alone.step()
+    scheduler.step()
+report("apart", max(float((a - b).abs().max()) for a, b in zip(trained, model.parameters())))
+
+# Functions
+x = torch.arange(4.0) + rank
+report("average", hvd.allreduce(x, name="loss"))
+report("sum", hvd.allreduce(x, average=False))
+report("scaled", hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5))
+report("largest", hvd.allreduce(x, op=hvd.Max))
+report("half", hvd.allreduce(x, compression=hvd.Compression.fp16))
+report("kept", x)
+handles = [hvd.allreduce_async_(y, op=hvd.Sum, name=f"y{i}") for i, y in enumerate((x.clone(), x.clone() * 2))]
+report("in place", [hvd.synchronize(handle).tolist() for handle in handles])
+report("polled", hvd.poll(handles[0]))
+report("grouped", [y.tolist() for y in hvd.grouped_allreduce([x, x * 2], op=hvd.Sum)])
+report("gathered", hvd.allgather(torch.full((1 + rank, 2), float(rank))))
+report("broadcast", hvd.broadcast(x, 1))
+report("broadcast in place", hvd.broadcast_(torch.nn.Parameter(x.clone()), 1).detach())
+rows, counts = hvd.alltoall(torch.arange(3.0) + 10 * rank, splits=torch.tensor([1, 2]))
+report("alltoall", [rows.tolist(), counts.tolist()])
+report("reducescatter", hvd.reducescatter(torch.arange(3.0), op=hvd.Sum))
+report("objects", [hvd.allgather_object(rank), hvd.broadcast_object({"rank": rank}, root_rank=1)])
+
+# Gradients pass through
+weight = torch.ones(2, requires_grad=True)
+hvd.allreduce(weight * (rank + 1), op=hvd.Sum).sum().backward()
+report("gradient", weight.grad)
+report("needs none", hvd.allreduce(weight.detach()).requires_grad)
+
+# What is refused
+refused = []
+for call in (
+    lambda: hvd.join(),
+    lambda: hvd.Adasum,
+    lambda: hvd.elastic,
+    lambda: hvd.allreduce(x, process_set=[0]),
+    lambda: hvd.allreduce(x, average=True, op=hvd.Sum),
+    lambda: hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), op=hvd.Sum),
+    lambda: hvd.init(comm=[0, 1]),
+):
+    try:
+        call()
+    except (ring.ArgumentError, AttributeError) as error:
+        refused.append(str(error))
+report("refused", refused)
+try:
+    hvd.allreduce(x, name=f"rank{rank}")
+except ring.MismatchError as error:
+    report("names", str(error))
+"""
+
+
+@pytest.mark.parametrize(
+    "launcher", ["spawned", pytest.param("mpirun", marks=pytest.mark.slow), pytest.param("torchrun", marks=pytest.mark.slow)]
+)
+def test_a_script_for_horovod(launcher):
+    result = run_ranks(SCRIPT, 2, launcher, env={"TEST_STARTS": launcher, "PYTHONHASHSEED": "0"})
+    assert result.values("place") == [[rank, 2, rank, 2, 0, 1] for rank in range(2)]
+    assert result.values("bits")[0] == result.values("bits")[1]
+    assert max(result.values("apart")) < 1e-6
+    for key, expected in {
+        "average": [0.5, 1.5, 2.5, 3.5],
+        "sum": [1, 3, 5, 7],
+        "scaled": [1, 3, 5, 7],
+        "largest": [1, 2, 3, 4],
+        "half": [0.5, 1.5, 2.5, 3.5],
+        "in place": [[1, 3, 5, 7], [2, 6, 10, 14]],
+        "polled": True,
+        "grouped": [[1, 3, 5, 7], [2, 6, 10, 14]],
+        "gathered": [[0, 0], [1, 1], [1, 1]],
+        "broadcast": [1, 2, 3, 4],
+        "broadcast in place": [1, 2, 3, 4],
+        "objects": [[0, 1], {"rank": 1}],
+        "needs none": False,
+    }.items():
+        assert result.values(key) == [expected, expected], key
+    assert result.values("kept") == [[0, 1, 2, 3], [1, 2, 3, 4]]
+    assert result.values("alltoall") == [[[0, 10], [1, 1]], [[1, 2, 11, 12], [2, 2]]]
+    assert result.values("reducescatter") == [[0, 2], [4]]
+    assert result.values("gradient") == [[2, 2], [4, 4]], "the sum's gradient is the sum of the ranks' gradients"
+    for texts in result.values("refused"):
+        assert len(texts) == 7, texts
+        assert "drop_last" in texts[0] and "Adasum" in texts[1] and 'on_failure="continue"' in texts[2]
+        assert "process_set=[0]" in texts[3] and "pass only op" in texts[4] and "hvd.Sum" in texts[5]
+    assert all("rank 0: name='rank0', rank 1: name='rank1'" in text for text in result.values("names"))
