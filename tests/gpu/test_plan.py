@@ -62,7 +62,8 @@ def test_the_survivor_of_a_killed_peer_hears_of_it(stand_in):
 @both
 def test_the_cost_on_the_host_is_measured(stand_in):
     result = run("host_cost", stand_in)
-    assert len(facts(result, "host us a bucket")[0]) == 6
+    (costs,) = facts(result, "host us a bucket")
+    assert costs.keys() >= {"main, 1 tensor", "main, 10 tensors", "torch's group", "thread, 1 tensor"}
     assert [fact["how"] for fact in facts(result, "calls of a step")] == ["plain", "ring", "DDP"]
 
 
