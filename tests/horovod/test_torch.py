@@ -103,9 +103,10 @@ except ring.MismatchError as error:
 """
 
 
-@pytest.mark.parametrize(
-    "launcher", ["spawned", pytest.param("mpirun", marks=pytest.mark.slow), pytest.param("torchrun", marks=pytest.mark.slow)]
-)
+MORE = [pytest.param(launcher, marks=pytest.mark.slow) for launcher in ("mpirun", "torchrun")]
+
+
+@pytest.mark.parametrize("launcher", ["spawned", *MORE])
 def test_a_script_for_horovod(launcher):
     result = run_ranks(SCRIPT, 2, launcher, env={"TEST_STARTS": launcher, "PYTHONHASHSEED": "0"})
     assert result.values("place") == [[rank, 2, rank, 2, 0, 1] for rank in range(2)]
