@@ -50,7 +50,8 @@ from ring_plugins.lightning import RingStrategy
 class Model(BoringModel):
     def on_train_end(self):
         trainer = self.trainer
-        print(f"rank {trainer.global_rank} of {trainer.world_size}: {trainer.global_step} steps", flush=True)
+        text = f"rank {trainer.global_rank} of {trainer.world_size}: {trainer.global_step} steps"
+        print(text + "\\n", end="", flush=True)  # in one piece, since the other rank prints at the same time
 
 model = Model()
 before = model.layer.weight.detach().clone()

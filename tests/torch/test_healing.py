@@ -156,18 +156,13 @@ def test_what_does_not_survive_a_loss_is_refused_with_a_remedy():
             from types import SimpleNamespace
             create_process_group(SimpleNamespace(store=store, group_rank=0, group_size=2, group_id="0"))
 
-        def lightning():
-            from ring_plugins.lightning.environment import RingEnvironment
-            from ring_plugins.lightning.launcher import join_world
-            join_world(RingEnvironment())
-
         from ring_plugins.torch import differentiable, GradientAverager
         report("found", {
             "overlap": refused(lambda: optimizer(overlap=True)),
             "autotune": refused(lambda: optimizer(autotune=True)),
             "shard": refused(lambda: optimizer(shard=True)),
             "sparse": refused(lambda: GradientAverager(torch.nn.Embedding(4, 2, sparse=True))),
-            "backend": refused(backend), "lightning": refused(lightning),
+            "backend": refused(backend),
             "gradients": refused(lambda: differentiable.all_reduce(torch.zeros(2, requires_grad=True))),
             "group": refused(lambda: world.current().new_communicator("one", [ring.rank()], lambda item: [item])),
             "messages": refused(world.current().messenger),
