@@ -210,13 +210,15 @@ def refuse_join(device: Any = -1) -> NoReturn:
     )
 
 
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+def allgather_object(obj: Any, name: str | None = None, process_set: Any = None) -> list[Any]:
     """The objects of all ranks, in rank order."""
+    check_process_set(process_set)
     check_name("allgather_object", name)
     return ring.all_gather_object(obj)
 
 
-def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
+def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: Any = None) -> Any:
     """The root's object, on every rank."""
+    check_process_set(process_set)
     check_name("broadcast_object", name)
     return ring.broadcast_object(obj, root_rank)

@@ -108,6 +108,10 @@ class DistributedOptimizer(_DistributedOptimizer):
             **options,
         )
 
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Average at the end of every so many backwards from now on. All ranks do it between the same steps."""
+        self.averager.set_passes_per_step(passes)
+
     def skip_synchronize(self) -> contextlib.AbstractContextManager[None]:
         """Do nothing: a step after `synchronize()` averages nothing twice."""
         return contextlib.nullcontext()

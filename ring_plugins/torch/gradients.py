@@ -108,8 +108,7 @@ class GradientAverager:
         with on_all_or_none(communicator, _CONSTRUCTING) if communicator else constructed_by_all(_CONSTRUCTING):
             if sparse not in ("gather", "densify"):
                 raise ArgumentError(f'sparse={sparse!r} must be "gather" or "densify".')
-            if isinstance(passes_per_step, bool) or not isinstance(passes_per_step, int) or passes_per_step < 1:
-                raise ArgumentError(f"passes_per_step={passes_per_step!r} is not a positive number.")
+            _check_passes(passes_per_step)
             model = parameters if isinstance(parameters, nn.Module) else list(parameters)
             sizes = BucketSizes(bucket_bytes, first_bucket_bytes).checked()
             codec = Compression.named(compression, error_feedback)
@@ -188,6 +187,15 @@ class GradientAverager:
         self._sets.replace_list(list(parameters))
         if self._buckets is not None:
             self._sets.take_parameters()
+
+    def set_passes_per_step(self, passes: int) -> None:
+        """Replace `passes_per_step`, on all ranks between the same steps; passes so far count for no step.
+
+        Raises:
+            ArgumentError: `passes` is not a positive number.
+        """
+        _check_passes(passes)
+        self._passes_per_step, self._passes = passes, 0
 
     def compare_options(self, groups: Groups) -> None:
         """From now on, raise `MismatchError` at the end of backward on all ranks if their learning rates differ.
@@ -542,6 +550,11 @@ class GradientAverager:
         self.is_closed = self.is_closed or self._buckets is not None
         self._buckets = None
         self._communicator.close()
+
+
+def _check_passes(passes: Any) -> None:
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+        raise ArgumentError(f"passes_per_step={passes!r} is not a positive number.")
 
 
 def _discard(

@@ -54,6 +54,23 @@ for batch in data:
     scheduler.step()
 report("apart", max(float((a - b).abs().max()) for a, b in zip(trained, model.parameters())))
 
+# Two backwards a step
+with torch.no_grad():
+    for parameter, value in zip(model.parameters(), start):
+        parameter.copy_(value)
+optimizer.set_backward_passes_per_step(2)
+optimizer.zero_grad()
+for batch in data[:2]:
+    model(batch[rank::size]).square().mean().backward()
+twice = [p.grad.clone() for p in model.parameters()]
+model.zero_grad()
+for p in model.parameters():
+    p.grad = None
+optimizer.close()
+for batch in data[:2]:
+    model(batch).square().mean().backward()
+report("twice apart", max(float((a - p.grad).abs().max()) for a, p in zip(twice, model.parameters())))
+
 # Functions
 x = torch.arange(4.0) + rank
 report("average", hvd.allreduce(x, name="loss"))
@@ -111,7 +128,7 @@ def test_a_script_for_horovod(launcher):
     result = run_ranks(SCRIPT, 2, launcher, env={"TEST_STARTS": launcher, "PYTHONHASHSEED": "0"})
     assert result.values("place") == [[rank, 2, rank, 2, 0, 1] for rank in range(2)]
     assert result.values("bits")[0] == result.values("bits")[1]
-    assert max(result.values("apart")) < 1e-6
+    assert max(result.values("apart") + result.values("twice apart")) < 1e-6
     for key, expected in {
         "average": [0.5, 1.5, 2.5, 3.5],
         "sum": [1, 3, 5, 7],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ring_plugins import keras as ring_keras
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.functions import local_rank  # noqa: F401 - Horovod's module has it, too
 from ring_plugins.horovod.basics import size
 
@@ -56,14 +57,21 @@ class LearningRateWarmupCallback(ring_keras.LearningRateWarmupCallback):
     def _multipliers(self) -> tuple[float, float]:
         return 1 / size(), 1.0
 
+    def _multiplier(self, epoch: float) -> float | None:
+        return super()._multiplier(epoch + 1 / self._steps())  # the full rate in the last step of warm-up
+
 
 class LearningRateScheduleCallback(ring_keras.LearningRateScheduleCallback):
     """Multiplies `initial_lr`, which scripts have multiplied by the size, in a range of epochs.
 
     Args:
         initial_lr: the rate for all ranks.
-        multiplier, start_epoch, end_epoch, staircase, momentum_correction, steps_per_epoch: as for
-            `ring_plugins.keras`'s.
+        multiplier: a function of the epoch, or 1. Another number is refused: Horovod 0.28 raises it to the power of the
+            epochs since `start_epoch`, and earlier versions multiply by it.
+        start_epoch, end_epoch, staircase, momentum_correction, steps_per_epoch: as for `ring_plugins.keras`'s.
+
+    Raises:
+        ArgumentError: `multiplier` is such a number, or as for `ring_plugins.keras`'s.
     """
 
     def __init__(
@@ -76,6 +84,12 @@ class LearningRateScheduleCallback(ring_keras.LearningRateScheduleCallback):
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
     ) -> None:
+        if not callable(multiplier) and multiplier != 1:
+            raise ArgumentError(
+                f"multiplier={multiplier!r} has meant two things in Horovod. Pass multiplier=lambda epoch: "
+                f"{multiplier!r} for a rate that is multiplied once, or lambda epoch: {multiplier!r} ** (epoch - "
+                f"{start_epoch!r}) for one that decays in every epoch, as with Horovod 0.28."
+            )
         super().__init__(
             multiplier,
             start_epoch,

@@ -210,17 +210,21 @@ def _averaged(exchange: Exchange, gradients: Sequence[Any]) -> list[Any]:
 
 
 @_as_it_is
-def broadcast_variables(variables: Iterable[Any], root_rank: int, inplace: bool = False) -> None:
+def broadcast_variables(
+    variables: Iterable[Any], root_rank: int, process_set: Any = None, inplace: bool = False
+) -> None:
     """Give all ranks the root's values of variables.
 
     Args:
         variables: `model.variables`, `optimizer.variables`, or `optimizer.variables()` of older Keras versions.
         root_rank: whose values all get.
+        process_set: all processes.
         inplace: has no effect; variables are always overwritten.
 
     Raises:
         MismatchError: the variables differ among ranks.
     """
+    check_process_set(process_set)
     broadcast_all(list(variables() if callable(variables) else variables), root_rank)
 
 
