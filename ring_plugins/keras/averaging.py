@@ -38,7 +38,9 @@ from ring_plugins.keras.backends import Exchange, Settings, backend
 from ring_plugins.keras.healing import refuse_to_heal_overlapped
 from ring_plugins.keras.interrupted_fit import watch_fit
 from ring_plugins.keras.job import connect
+from ring_plugins.keras.state import optimizers_of
 from ring_plugins.keras.validation import check_equal_optimizers, warn_of_gpu_copies
+from ring_plugins.observe.training import announce_training
 
 #: Smaller than the core's: reductions larger than 4 MiB cost as much per byte, and typical Keras models (ResNet-50 has
 #: 100 MB of gradients, most others less) fill enough buckets of this size to overlap with backward.
@@ -85,6 +87,7 @@ def DistributedOptimizer(  # noqa: N802 - known by this name
             raise ArgumentError(f"optimizer={type(optimizer).__name__} is not a keras.optimizers.Optimizer.")
         if connect().topology.size > 1 and averaging_of(optimizer) is None:
             GradientAveraging(optimizer, bucket_bytes, compression, error_feedback, overlap).install()
+            announce_training()
     return optimizer
 
 
@@ -108,6 +111,7 @@ class GradientAveraging:
     Attributes:
         settings: settings of the exchange.
         exchange: averages the gradients; None until the optimizer's variables are known.
+        is_compared: whether a `fit` without `BroadcastCallback` has compared the ranks' weights after its first step.
     """
 
     def __init__(
@@ -121,6 +125,7 @@ class GradientAveraging:
         sizes = BucketSizes(bucket_bytes).checked()
         self.optimizer = optimizer
         self.exchange: Exchange | None = None
+        self.is_compared = False
         self.settings = Settings(
             f"gradients {next(_numbers)}",
             sizes._replace(first_bucket_bytes=min(FIRST_BUCKET_BYTES, bucket_bytes)),
@@ -326,13 +331,6 @@ def averaging_of(optimizer: Any) -> GradientAveraging | None:
     """The averaging installed on this optimizer."""
     found: GradientAveraging | None = vars(optimizer).get(_ATTRIBUTE)
     return found
-
-
-def optimizers_of(model: Any) -> list[Any]:
-    """The optimizer that the model was compiled with, and others that are its attributes, as in GANs."""
-    held = [getattr(model, "optimizer", None), *vars(model).values()]
-    found = [optimizer for optimizer in held if isinstance(optimizer, keras.optimizers.Optimizer)]
-    return list({id(optimizer): optimizer for optimizer in found}.values())
 
 
 def communication_of(model: Any) -> tuple[float, int]:

@@ -20,7 +20,6 @@ from ring_plugins.keras.averaging import (
     GradientAveraging,
     averaging_of,
     make_train_function,
-    optimizers_of,
 )
 from ring_plugins.keras.backends import backend
 from ring_plugins.keras.batch_norm import SynchronizedBatchNorm
@@ -29,7 +28,13 @@ from ring_plugins.keras.healing import LossWatch, check_equal
 from ring_plugins.keras.interrupted_fit import tell_interrupted
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.shard import continue_at
-from ring_plugins.keras.state import average_variables, broadcast_state, build_optimizer, weight_checksums
+from ring_plugins.keras.state import (
+    average_variables,
+    broadcast_state,
+    build_optimizer,
+    optimizers_of,
+    weight_checksums,
+)
 from ring_plugins.keras.validation import (
     SynchronizedStop,
     check_equal_epochs,

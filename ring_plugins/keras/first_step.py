@@ -13,9 +13,9 @@ import keras
 from ring_plugins.core.base.errors import DriftError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.world import current
-from ring_plugins.keras.averaging import averaging_of, optimizers_of
+from ring_plugins.keras.averaging import averaging_of
 from ring_plugins.keras.callback_list import check_first_step
-from ring_plugins.keras.state import weight_checksums
+from ring_plugins.keras.state import optimizers_of, weight_checksums
 from ring_plugins.observe.drift import differing_weights, is_check_wanted
 from ring_plugins.observe.training import announce_training
 

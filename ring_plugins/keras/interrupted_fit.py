@@ -3,6 +3,9 @@
 `BroadcastCallback` does that itself. For an optimizer of the script's own in a `fit` without that callback, the first
 step finds the running `fit` on the stack, and puts a callback into its list. Later calls of `fit` may run a step that
 is compiled already, so `make_train_function`, which each of them calls first, is replaced on the model.
+
+The same callback compares the ranks' weights once, after the first step: without `BroadcastCallback` nothing may have
+made them equal.
 """
 
 from __future__ import annotations
@@ -16,14 +19,19 @@ from typing import Any, Protocol
 
 import keras
 
+from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.world import current
 from ring_plugins.keras.callback_list import call_when_freed
+from ring_plugins.keras.state import weight_checksums
+from ring_plugins.observe.drift import differing_weights, is_check_wanted
 
 
 class Averaging(Protocol):
     """What `averaging.GradientAveraging` does; see there."""
 
     exchange: Any
+    is_compared: bool
 
     @property
     def is_installed(self) -> bool: ...
@@ -91,25 +99,51 @@ def _add(callbacks: Any, model: Any, averaging: Averaging) -> None:
             watch.abandon()
     if any(getattr(callback, "tells_interruptions", False) for callback in callbacks.callbacks):
         return
-    watch = _Watch(averaging)
+    is_compared = averaging.is_compared or any(getattr(one, "compares_weights", False) for one in callbacks.callbacks)
+    averaging.is_compared = True
+    # A communicator of its own, on which `abandon` reaches ranks that already compare.
+    comparing = None if is_compared or not is_check_wanted() else current().new_communicator("first step")
+    watch = _Watch(averaging, comparing)
     watch.set_model(model)
     _watching.add(watch)
     callbacks.callbacks = [*callbacks.callbacks, watch]  # Keras may be iterating over the old list
+    # Keras 3.15.1, callbacks/callback_list.py:82: a list whose callbacks have no batch hooks calls them in a thread.
+    callbacks._async_train = False
     call_when_freed(callbacks, watch.abandon).atexit = False  # type: ignore[misc, unused-ignore]
 
 
 class _Watch(keras.callbacks.Callback):
-    """Notices whether `fit` comes to its end.
+    """Notices whether `fit` comes to its end, and compares the weights after its first step.
 
-    Attributes:
+    Args:
         averaging: of the optimizer.
+        comparing: communicator for the comparison, None if there is to be none.
     """
 
     tells_interruptions = True
 
-    def __init__(self, averaging: Averaging) -> None:
+    def __init__(self, averaging: Averaging, comparing: Communicator[Any] | None) -> None:
         super().__init__()
         self.averaging = averaging
+        self._comparing = comparing
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._comparing is None:
+            return
+        found = differing_weights(lambda: weight_checksums(self._model), "after the first step", self._comparing)
+        if found and self._comparing.rank == 0:
+            logger.warning(
+                f"{found} Add ring_plugins.keras.BroadcastCallback() to fit(callbacks=...) on all ranks, or call "
+                "ring_plugins.keras.broadcast_variables(model) before fit: ranks that begin with different weights "
+                "train different models, although their gradients are averaged. If they differ on purpose, "
+                "RING_WEIGHT_CHECK=0 switches this comparison off."
+            )
+        self._end_comparison()
+
+    def _end_comparison(self) -> None:
+        if self._comparing is not None:
+            self._comparing.close()
+            self._comparing = None
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         _watching.discard(self)
@@ -119,7 +153,8 @@ class _Watch(keras.callbacks.Callback):
         if self not in _watching:
             return
         _watching.discard(self)
-        if self.averaging.exchange is not None:
-            tell_interrupted([self.averaging.exchange.communicator])
+        exchange = self.averaging.exchange
+        tell_interrupted([one for one in (exchange and exchange.communicator, self._comparing) if one is not None])
+        self._end_comparison()
         self.averaging.release()
         self._model.train_function = None  # traced with the averaging; the next fit makes both anew

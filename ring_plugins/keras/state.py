@@ -15,7 +15,6 @@ from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import on_all_or_none
-from ring_plugins.keras.averaging import optimizers_of
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.validation import check_root
 from ring_plugins.observe.drift import checksum
@@ -61,6 +60,13 @@ def broadcast_all(variables: Sequence[Any], root_rank: int) -> None:
             check_equal(variables, world.communicator)
             for variable in variables:
                 variable.assign(_broadcast(variable, root_rank, world.communicator))
+
+
+def optimizers_of(model: Any) -> list[Any]:
+    """The optimizer that the model was compiled with, and others that are its attributes, as in GANs."""
+    held = [getattr(model, "optimizer", None), *vars(model).values()]
+    found = [optimizer for optimizer in held if isinstance(optimizer, keras.optimizers.Optimizer)]
+    return list({id(optimizer): optimizer for optimizer in found}.values())
 
 
 def build_optimizer(model: Any) -> None:

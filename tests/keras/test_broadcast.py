@@ -82,6 +82,19 @@ def test_a_forgotten_broadcast_callback_is_named_after_the_first_step(seen):
         assert found["averaged"] == found["not forgotten"] == ["none", []]
 
 
+@on_ranks("forgotten_broadcast_of_an_own_optimizer", "torch", slow=("tensorflow", "jax"))
+def test_a_forgotten_broadcast_is_named_where_the_optimizer_is_the_scripts_own(seen):
+    for rank, (different, equal) in enumerate(seen):
+        found = [line for line in different if "differ" in line]
+        assert len(found) == (rank == 0), different
+        assert all(
+            line.startswith("after the first step the weights of rank 0 differ from those of rank 1: ")
+            and "Add ring_plugins.keras.BroadcastCallback() to fit" in line
+            for line in found
+        )
+        assert not [line for line in equal if "differ" in line]
+
+
 @on_ranks("weights_that_drift_before_a_checkpoint", "torch", slow=("tensorflow", "jax"))
 def test_weights_that_differ_are_reported_before_they_are_saved(seen):
     for rank, (without, saving) in enumerate(seen):

@@ -68,6 +68,21 @@ def forgotten_broadcast() -> Any:
 
 
 @behavior
+def forgotten_broadcast_of_an_own_optimizer() -> Any:
+    """The script's own optimizer averages, and nothing broadcasts: what is logged for different and equal weights."""
+    texts = []
+    for seed in (ring.rank(), 1):
+        keras.utils.set_random_seed(seed)
+        model = keras.Sequential([keras.Input((5,)), layers.Dense(1)])
+        model.compile(optimizer=DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+        with logged() as lines:
+            fit(model, [], steps=3)
+            fit(model, [], steps=3)
+        texts.append(lines)
+    return texts
+
+
+@behavior
 def weights_that_drift_before_a_checkpoint() -> Any:
     class Drift(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
