@@ -48,6 +48,8 @@ _ABORTING = "ring:abort"
 _DIED = " died without reporting an error"
 #: Seconds for which a failed rank waits for another rank to report the same error.
 _SAME_ERROR = 0.3
+#: Seconds that it leaves to that rank to print the traceback, if failures were reported before anything was printed.
+_PRINTING = 1.0
 
 
 class Job(Protocol):
@@ -106,7 +108,8 @@ def install(current: Callable[[], Job | None], shutdown: Callable[[], None]) -> 
             previous(kind, error, trace)
             return
         rank = job.world_rank
-        cause = consequence(job, error)
+        is_reported = job.failure_detector is not None and job.failure_detector.failed
+        cause, other = consequence(job, error), None
         if cause is not None:
             cause = _with_exit_status(cause)
         if cause is not None and logger.isEnabledFor(logging.ERROR):
@@ -123,6 +126,8 @@ def install(current: Callable[[], Job | None], shutdown: Callable[[], None]) -> 
         if cause is not None:
             detector = job.failure_detector
             time.sleep(_AFTER_NETWORK if detector is not None and detector.has_lost_the_network else _AFTER_PEER)
+        elif other is not None and is_reported:
+            time.sleep(_PRINTING)
         job.abort()
 
     sys.excepthook = uncaught
@@ -140,15 +145,21 @@ def _peer_with_same_error(job: Job, error: BaseException) -> int | None:
 
     A mistake in a script makes all ranks fail at about the same time. One traceback is enough, so every rank but 0
     gives the others a moment to report theirs.
+
+    A rank reports its failure after it has printed the traceback, so the others may rely on it. But Lightning's
+    strategy reports as soon as it sees the exception. Each rank then finds the others' reports before any has printed,
+    and only a lower rank may be relied on.
     """
-    if job.failure_detector is None:
+    detector = job.failure_detector
+    if detector is None:
         return None
+    highest = job.world_rank if detector.failed else job.topology.size
     deadline = time.monotonic() + (_SAME_ERROR if job.topology.rank else 0.0)
-    while (failure := job.failure_detector.failure()) is None and time.monotonic() < deadline:
+    while ((failure := detector.failure()) is None or failure.rank > highest) and time.monotonic() < deadline:
         time.sleep(0.005)
     own = summary(error)
     prefix, _, other = str(failure or "").partition(" failed: ")
-    if failure is None or prefix != f"rank {failure.rank}" or failure.rank == job.world_rank:
+    if failure is None or prefix != f"rank {failure.rank}" or failure.rank == job.world_rank or failure.rank > highest:
         return None
     is_same = other.partition(":")[0] == own.partition(":")[0] and other.rpartition(" (")[2] == own.rpartition(" (")[2]
     return failure.rank if is_same else None

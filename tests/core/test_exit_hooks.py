@@ -8,14 +8,17 @@ import pytest
 
 from ring_plugins.core import exit_hooks
 from ring_plugins.core.base.errors import PeerFailed
+from ring_plugins.core.control.failure_detector import summary
 
 
 class Job:
     """A rank of two, which records the calls."""
 
-    def __init__(self, failure=None, aborted=True):
-        self.topology, self.world_rank = SimpleNamespace(rank=1, size=2), 1
-        self.failure_detector = SimpleNamespace(aborted=aborted, has_lost_the_network=False, failure=lambda: failure)
+    def __init__(self, failure=None, aborted=True, rank=1, failed=False):
+        self.topology, self.world_rank = SimpleNamespace(rank=rank, size=2), rank
+        self.failure_detector = SimpleNamespace(
+            aborted=aborted, failed=failed, has_lost_the_network=False, failure=lambda: failure
+        )
         self.calls = []
 
     def is_mine(self):
@@ -35,6 +38,7 @@ def uncaught(monkeypatch):
     monkeypatch.setattr(exit_hooks, "_installed", False)
     monkeypatch.setattr(exit_hooks, "_failed", False)
     monkeypatch.setattr(exit_hooks, "_AFTER_PEER", 0.0)
+    monkeypatch.setattr(exit_hooks, "_PRINTING", 0.0)
     monkeypatch.setattr(exit_hooks.atexit, "register", lambda *_: None)
     monkeypatch.setattr(exit_hooks.os, "register_at_fork", lambda **_: None)
     monkeypatch.setattr(sys, "exit", sys.exit)
@@ -61,6 +65,19 @@ def test_a_peers_failure_is_one_line_without_a_traceback(uncaught, capsys):
     assert uncaught(job, error) == []
     assert job.calls == [error, "abort"]
     assert "rank 1 ends because rank 0 failed: out of memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rank", "failed", "shows"),
+    [(0, False, False), (1, False, False), (0, True, True), (1, True, False)],
+    ids=["relies on 1", "relies on 0", "1 may rely on it", "relies on 0 though it has reported"],
+)
+def test_one_of_two_ranks_with_the_same_error_shows_it(uncaught, rank, failed, shows):
+    """Also where both have reported it before either has printed it, as under Lightning."""
+    error = ValueError("no data")
+    other = 1 - rank
+    job = Job(PeerFailed(f"rank {other} failed: {summary(error)}", other), aborted=False, rank=rank, failed=failed)
+    assert uncaught(job, error) == ([error] if shows else [])
 
 
 def test_a_peers_failure_is_shown_as_an_exception_if_the_logger_is_silenced(uncaught, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 
 from ring_plugins.lightning.failure import set_exit_status
 from tests.launch import Job, Launcher, Result, start_ranks
+from tests.launchers import LAUNCHERS
 
 # Ranks that start before Lightning is imported import it in parallel. Without these lines the Trainer starts them, as
 # in most scripts.
@@ -71,6 +72,17 @@ def test_an_exception_on_one_rank(launcher: Launcher) -> None:
     if launcher == "spawned":
         assert re.search(r"rank 0 ends because rank 1 failed: ValueError: the first cause", result.stderr)
         assert result.reports[0]["on_exception"] == "PeerFailed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_an_exception_on_all_ranks_shows_one_traceback(launcher: Launcher) -> None:
+    """Each rank reports its failure before it prints it, so none may rely on any other to show it."""
+    with start_ranks(training("batch_idx == 6", "raise ValueError('the first cause')"), launcher=launcher) as job:
+        job.pids()
+        result = ends_in_time(job)
+    assert re.search(r"Traceback.*training_step.*ValueError: the first cause", result.stderr, re.DOTALL), result
+    assert result.stderr.count("\nTraceback") <= (2 if launcher == "torchrun" else 1), result
 
 
 @pytest.mark.slow
