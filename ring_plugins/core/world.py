@@ -8,7 +8,6 @@ the failure detector, and the monitor thread with its services. The first commun
 from __future__ import annotations
 
 import contextlib
-import errno
 import hmac
 import itertools
 import os
@@ -63,6 +62,7 @@ from ring_plugins.core.linux.interfaces import own_addresses
 from ring_plugins.core.linux.shared_memory import is_available, shared_memory_domain
 from ring_plugins.core.net.tcp import TcpTransport
 from ring_plugins.core.observe.observers import Observers
+from ring_plugins.core.observe.timeline import FILE_NAME
 from ring_plugins.core.rendezvous import Rendezvous, connect, detect, leave
 from ring_plugins.core.rendezvous.claim import RankMarker, check_ancestors
 from ring_plugins.core.rendezvous.topology import find_topology, virtual_nodes
@@ -590,13 +590,12 @@ def _check_timeline_directory(ranks: int | None) -> None:
         return
     try:
         Path(name).mkdir(parents=True, exist_ok=True)
-        if not os.access(name, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        (Path(name) / FILE_NAME).open("a").close()  # to root, os.access allows everything
     except OSError as error:
         raise ArgumentError(
             f"{config.TIMELINE.name}={name!r}: rank 0 cannot write there ({error.strerror}); name a directory that it "
             "can create, or unset the variable."
-        ) from error
+        ) from None  # one traceback, not one for each parent that `mkdir` has tried
 
 
 def _warn_of_misspelled_variables() -> None:

@@ -10,6 +10,7 @@ Three MPI implementations are known. Their launchers have different options for 
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import shutil
@@ -155,9 +156,14 @@ def resolve_program(command: Sequence[str]) -> tuple[str, ...]:
     A Python script that is not executable is run by this Python.
 
     Raises:
-        LaunchError: there is no such program.
+        LaunchError: there is no such program, or it is a Python that reads its script from standard input.
     """
     program, *arguments = command
+    if _reads_its_script_from_standard_input(program, arguments):
+        raise LaunchError(
+            f"{shlex.join(command)!r} reads its script from standard input, which reaches one rank at most, and the "
+            "job would wait for the others for ever: save the script as a file, and name that."
+        )
     found = shutil.which(program)
     if found:
         # A path that the user gave stays as it is; one found on PATH may be relative to this directory.
@@ -167,6 +173,12 @@ def resolve_program(command: Sequence[str]) -> tuple[str, ...]:
     raise LaunchError(
         f"there is no program {program!r} here; the words after the options are the command of each rank."
     )
+
+
+def _reads_its_script_from_standard_input(program: str, arguments: Sequence[str]) -> bool:
+    """Whether a command is `python` or `python -`, perhaps with options before the dash."""
+    options = itertools.takewhile(lambda word: word.startswith("-") and word[:2] not in ("-c", "-m"), arguments)
+    return Path(program).name.startswith("python") and (not arguments or "-" in options)
 
 
 def command_line(mpirun: Mpirun, job: JobSpec) -> list[str]:

@@ -8,6 +8,7 @@ from ring_plugins.core import world
 from ring_plugins.core.base import log
 from ring_plugins.core.base.errors import ArgumentError, NotInitialized
 from ring_plugins.core.collectives.single import SingleCommunicator
+from ring_plugins.core.observe.timeline import FILE_NAME
 from ring_plugins.core.rendezvous import Rendezvous
 
 
@@ -27,6 +28,16 @@ def test_init_again_changes_nothing(single):
     assert world.init() is made is world.current()
     assert (made.launcher, made.topology.rank, made.topology.size) == ("single", 0, 1)
     assert isinstance(made.communicator, SingleCommunicator) and made.failure_detector is None
+
+
+def test_a_timeline_that_cannot_be_written_is_refused_even_for_root(monkeypatch, tmp_path):
+    (tmp_path / FILE_NAME).mkdir()
+    monkeypatch.setattr(world, "_world", None)
+    monkeypatch.setenv("RING_TIMELINE", str(tmp_path))
+    monkeypatch.setenv("RING_LAUNCHER", "single")
+    with pytest.raises(ArgumentError, match=r"RING_TIMELINE=.*: rank 0 cannot write there \(Is a directory\)") as found:
+        world.init(ranks=2)
+    assert found.value.__suppress_context__, "one traceback"
 
 
 def test_a_misspelled_variable_is_named_once(monkeypatch, capsys):

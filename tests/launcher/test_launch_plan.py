@@ -94,6 +94,17 @@ def test_a_script_that_is_no_program_is_run_by_this_python(tmp_path):
     assert mpirun.resolve_program(["sh", "-c", "x"])[0].endswith("/sh")
 
 
+@pytest.mark.parametrize("words", [["python"], ["python3", "-", "a"], ["python", "-u", "-"]])
+def test_a_python_that_reads_its_script_from_standard_input_is_refused(words):
+    with pytest.raises(LaunchError, match="reads its script from standard input.* save the script as a file"):
+        mpirun.resolve_program(words)
+
+
+@pytest.mark.parametrize("words", [["-c", "x", "-"], ["-mpackage", "-"], ["train.py", "-"], ["-V"]])
+def test_a_python_with_a_script_is_not(words):
+    assert mpirun.resolve_program([sys.executable, *words]) == (sys.executable, *words)
+
+
 def test_threads_and_oversubscription_follow_the_smallest_host():
     shares = (Share("a", 2), Share("b", 2))
     job = JobSpec(("/bin/true",), 4, shares, environment={"OMP_NUM_THREADS": "9"})

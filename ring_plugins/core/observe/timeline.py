@@ -35,6 +35,9 @@ from ring_plugins.core.trace.recorder import Span, recorder
 Row = tuple[str, str, int, int, dict[str, Any]]
 Event = dict[str, Any]
 
+#: In the directory that the user names.
+FILE_NAME = "timeline.json"
+
 #: Requests for the time that are sent quickly at first, and answers that are kept.
 _FIRST, _KEPT = 8, 16
 #: Seconds between the first requests, and between later ones, since clocks drift apart.
@@ -242,7 +245,7 @@ class TimelineAggregator:
                 return None
             file.write("\n]\n")
             file.close()
-            return self._directory / "timeline.json"
+            return self._directory / FILE_NAME
 
     def tick(self, now: float) -> None:
         with self._lock:
@@ -280,7 +283,7 @@ class TimelineAggregator:
 
     def _open(self) -> None:
         assert self._directory is not None
-        self._file = (self._directory / "timeline.json").open("w")
+        self._file = (self._directory / FILE_NAME).open("w")
         lines = [
             json.dumps(event) for rank, peer in enumerate(self._membership) for event in name_events(rank, peer.host)
         ]
@@ -297,7 +300,7 @@ class TimelineAggregator:
             if self._file.tell() > _LARGEST:
                 self._file.write("\n]\n")
                 self._file.close()
-                (self._directory / "timeline.json").replace(self._directory / "timeline.previous.json")
+                (self._directory / FILE_NAME).replace(self._directory / "timeline.previous.json")
                 self._open()
 
 

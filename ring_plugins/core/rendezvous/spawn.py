@@ -186,6 +186,10 @@ def _join(record: LaunchRecord) -> SharedMemoryRendezvous:
     return found
 
 
+#: Where a shell puts what can be read once: `python /dev/stdin < train.py`, `python <(cat train.py)`.
+_STREAMS = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
+
+
 def command() -> list[str]:
     """The command that started this process.
 
@@ -198,10 +202,12 @@ def command() -> list[str]:
             "only a script can spawn ranks, not a notebook or an interactive session: put the training into a function "
             "and call ring_plugins.run(function, ranks=2) without init()."
         )
-    if not arguments or getattr(sys.modules["__main__"], "__file__", "") == "<stdin>" or sys.argv[:1] == ["-"]:
+    script = getattr(sys.modules["__main__"], "__file__", None) or ""
+    if not arguments or script == "<stdin>" or sys.argv[:1] == ["-"] or script.startswith(_STREAMS):
+        # No launcher helps: mpirun passes standard input to rank 0 alone, and Open MPI 5 does not let it end.
         raise LaunchError(
-            "only a script can spawn ranks, and this one came from standard input, which the other ranks cannot read "
-            "again: save it as a file and run that, or start it with mpirun or torchrun."
+            "only a script can spawn ranks, and this one came from standard input or another stream, which the other "
+            "ranks cannot read again: save it as a file and run that."
         )
     return [sys.executable, *arguments]
 
