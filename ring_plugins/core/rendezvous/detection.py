@@ -107,7 +107,8 @@ def _check_that_nobody_is_missing(record: LaunchRecord, ranks: int | None) -> No
         return
     alone = "; RING_LAUNCHER=single makes it a job of its own"
     present = [f"{name}={os.environ[name]}" for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)]
-    if (integer("WORLD_SIZE") or 1) > 1 or (present and integer("WORLD_SIZE") is None):
+    is_one_of_several = (integer("WORLD_SIZE") or 1) > 1 or (integer("RANK") or 0) > 0
+    if is_one_of_several or (present and integer("WORLD_SIZE") is None):
         missing = _missing(tcp.VARIABLES)
         raise LaunchError(
             f"{' and '.join(present)} {'are' if len(present) > 1 else 'is'} set, but {' and '.join(missing)} "

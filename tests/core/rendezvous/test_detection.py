@@ -79,6 +79,7 @@ HALF_SET = [
     ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "but MASTER_PORT is not"),
     ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": ""}, "but MASTER_PORT is not"),
     ({"RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}, "RANK=1 is set, but WORLD_SIZE is not"),
+    ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK=1 and WORLD_SIZE=1 are set, but MASTER_ADDR and MASTER_PORT are not"),
 ]
 
 
