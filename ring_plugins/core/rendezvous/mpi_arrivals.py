@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from ring_plugins.core.base import progress_line
 from ring_plugins.core.base.errors import name_ranks
@@ -39,6 +40,8 @@ if os.getppid() == parent:
     show(parent, *arguments)
 """
 _EVERY = 0.2
+#: Fields of /proc/PID/stat behind the name: the parent, and when the process started, since ids are used again.
+_PARENT, _START = 1, 19
 
 
 class ShownArrivals:
@@ -55,9 +58,9 @@ class ShownArrivals:
 
     def __enter__(self) -> None:
         one = self._record
-        job = os.environ.get("PMIX_NAMESPACE")
+        job = _job()
         if not job or one.size is None or one.size < 2 or one.local_rank is None or one.local_size is None:
-            return  # MPICH gives the ranks nothing that tells their job from another on the host
+            return
         with contextlib.suppress(OSError):  # from an earlier init()
             self._mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             self._mark.bind(_name(job, one.local_rank))
@@ -103,6 +106,25 @@ def _text(came: Sequence[int], size: int, local_size: int) -> str:
     rest = f"local {name_ranks(missing)} and for" if missing else "the ranks of"
     here = f"{len(came)} of the {local_size} ranks on {socket.gethostname()} have come"
     return f"{here}, waiting for {rest} other hosts to reach init()"
+
+
+def _job() -> str:
+    """What tells this job from others on this host, "" if nothing does.
+
+    Open MPI's mpirun gives its ranks a name. Hydra, which MPICH and Intel MPI have, does not, but the ranks of a host
+    descend from one proxy.
+    """
+    if name := os.environ.get("PMIX_NAMESPACE"):
+        return name
+    pid = os.getppid()
+    with contextlib.suppress(OSError, ValueError, IndexError):  # another user's /proc, or an ancestor that has ended
+        while pid > 1:
+            name, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").partition("(")[2].rpartition(")")
+            fields = rest.split()
+            if name == "hydra_pmi_proxy":
+                return f"{name} {pid} {fields[_START]}"
+            pid = int(fields[_PARENT])
+    return ""
 
 
 def _has_come(job: str, rank: int) -> bool:

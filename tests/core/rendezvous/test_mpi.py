@@ -1,5 +1,8 @@
 """Jobs started by mpirun."""
 
+import shutil
+import subprocess
+import sys
 import time
 
 import pytest
@@ -136,6 +139,19 @@ def test_a_rank_that_is_late_is_named_while_mpi_waits_for_it(tmp_path):
         result = job.wait(60)
     assert result.returncode == 0
     assert "ring_plugins: 1 of 2 ranks have come, waiting for rank 1 to reach init(), after" in result.stderr
+
+
+def test_ranks_that_hydra_has_started_find_their_job_by_its_proxy(tmp_path, monkeypatch):
+    """Also a rank that is started through a shell. MPICH exports nothing that names a job."""
+    monkeypatch.delenv("PMIX_NAMESPACE", raising=False)
+    assert mpi_arrivals._job() == ""
+    proxy = tmp_path / "hydra_pmi_proxy"
+    proxy.symlink_to(shutil.which("sh"))
+    script = "from ring_plugins.core.rendezvous import mpi_arrivals; print(mpi_arrivals._job())"
+    ranks = '"$0" -c "$1"; sh -c \'"$0" -c "$1"; true\' "$0" "$1"; true'
+    command = [str(proxy), "-c", ranks, sys.executable, script]
+    found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.splitlines()
+    assert len(found) == 2 and found[0] == found[1] and found[0].startswith("hydra_pmi_proxy "), found
 
 
 def test_the_text_about_ranks_on_several_hosts(monkeypatch):
