@@ -40,7 +40,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ring_plugins.core.base.errors import DeadlockError, PeerFailed, PeerLeft
 from ring_plugins.core.control.channel import EVERYONE, Channel
-from ring_plugins.core.control.liveness import LocalPeers
+from ring_plugins.core.control.liveness import SILENT_ENDS, LocalPeers
 from ring_plugins.core.control.membership import MembersLost
 from ring_plugins.core.control.parent_notifier import notify_parent
 from ring_plugins.core.net.auth import Disconnected
@@ -333,8 +333,7 @@ class FailureDetector:
             return
         self._report_lost(
             rank,
-            f"rank {rank} (process {peer.pid} on {peer.host}) died without reporting an error; it was "
-            "killed by a signal (out of memory? `kill -9`?) or crashed in native code.",
+            f"rank {rank} (process {peer.pid} on {peer.host}) died without reporting an error; {SILENT_ENDS}.",
         )
 
     def _report_lost(self, rank: int, text: str, network: bool = False) -> None:

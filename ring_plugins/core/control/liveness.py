@@ -35,6 +35,8 @@ _STATE, _PID, _ROOT_CAUSE_RANK, _CAUSE_LENGTH, _EXIT_STATUS, _VIEW = range(6)
 _MEMBERS, _CAUSE, _NBYTES = 128, 1024, 8192
 #: Ranks of a job that can decide on a view.
 MOST_MEMBERS = _CAUSE - _MEMBERS
+#: How a process can end that says nothing, where nobody who knows its exit status can be asked.
+SILENT_ENDS = "it was killed by a signal (out of memory? `kill -9`?), crashed in native code, or called os._exit"
 
 
 class Liveness:
@@ -189,10 +191,7 @@ class LocalPeers:
 
     def _death(self, lost: Sequence[int], others: Mapping[int, Liveness]) -> PeerFailed:
         rank = lost[0]
-        text = (
-            f"rank {rank} (process {others[rank].pid}{self._where}) died without reporting an error; it was "
-            "killed by a signal (out of memory? `kill -9`?) or crashed in native code."
-        )
+        text = f"rank {rank} (process {others[rank].pid}{self._where}) died without reporting an error; {SILENT_ENDS}."
         if self.min_ranks and self._are_too_few(lost, others):
             left = 1 + len(others) - len(lost)
             text += f" Training cannot go on with {left} rank{'s' * (left != 1)}: min_ranks={self.min_ranks}."

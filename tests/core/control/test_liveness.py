@@ -56,6 +56,7 @@ def test_a_killed_rank_is_noticed_at_once_with_its_host_and_process():
         failure = peers.failure()
         assert failure is not None and failure.rank == 1
         assert f"rank 1 (process {pid} on host1) died without reporting an error" in str(failure)
+        assert str(failure).endswith("crashed in native code, or called os._exit.")
         assert peers.has_lost_a_process()
 
 
