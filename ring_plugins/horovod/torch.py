@@ -1,8 +1,8 @@
 """`import ring_plugins.horovod.torch as hvd`: what scripts use of `horovod.torch`.
 
 Three things differ. Gradients are averaged when `backward()` returns, so `synchronize()` has nothing to do. Operations
-match by their order, not by name; names are compared. Tensors that require a gradient may have any number of rows in
-`allgather`, and so on, but only Average and Sum pass gradients.
+match by their order, not by name; names are compared. In `allreduce` of a tensor that requires a gradient, only Average
+and Sum pass one.
 """
 
 from __future__ import annotations
