@@ -1,7 +1,7 @@
 """All-reduce training: one core that averages gradients for PyTorch, Lightning and Keras, and collectives on arrays.
 
-`ring_plugins.init()` joins the processes that mpirun, torchrun or srun started, or spawns further ranks of a plain
-script; the functions below then work on arrays of all ranks.
+`ring_plugins.init()` joins the processes that mpirun, torchrun or srun started. In a script that was started with plain
+`python`, `init(ranks=2)` starts the second process. The other functions then work on arrays of all ranks.
 """
 
 import importlib

@@ -132,9 +132,9 @@ class MembershipChange(NamedTuple):
     """How the ranks of a job changed, as `on_membership_change` tells it.
 
     Attributes:
-        lost: the ranks that died, by the numbers with which they started, which error texts use as well.
-        rank_before, size_before: this rank, and the number of ranks, until then.
-        rank, size: since then, until the next change. If several ranks died in one step, that may have come already.
+        lost: the ranks that died, numbered as at the start of the job, as in error texts.
+        rank_before, size_before: this process's rank, and the number of ranks, before the change.
+        rank, size: the same after the change. If several ranks died in one step, the next change may have come already.
     """
 
     lost: tuple[int, ...]

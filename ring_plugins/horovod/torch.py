@@ -121,8 +121,8 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[tuple[str, Any]], 
     """Give all ranks the root's parameters, in place.
 
     Args:
-        params: `model.state_dict()` or `model.named_parameters()`; what is no tensor stays as it is.
-        root_rank: whose values all get.
+        params: `model.state_dict()` or `model.named_parameters()`; values that are not tensors do not change.
+        root_rank: the rank whose values all ranks get.
     """
     named = params.items() if isinstance(params, Mapping) else params
     try:

@@ -54,8 +54,8 @@ def run(
     Args:
         function: the function; it may come from a notebook or be a closure.
         args, kwargs: arguments of the function, the same on every rank.
-        num_proc: number of ranks; by default as many tasks as Spark can run at the same time when this is called, which
-            a line says. With dynamic allocation that may be less than later.
+        num_proc: number of ranks; by default the number of tasks that Spark can run at the same time when this is
+            called, which is logged. With dynamic allocation Spark may be able to run more of them later.
         env: variables to set for the ranks.
         start_timeout: seconds to wait until Spark has slots for all ranks.
         timeout: seconds for the whole call, None for no limit.

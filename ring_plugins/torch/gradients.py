@@ -67,7 +67,7 @@ class GradientAverager:
         bucket_bytes: size at which a bucket is closed, 25 MiB by default.
         first_bucket_bytes: the same for the first one, 1 MiB by default, so that communication starts early.
         sparse: "gather" keeps sparse gradients sparse, "densify" makes them dense.
-        passes_per_step: number of backwards of which only the last communicates; the others accumulate.
+        passes_per_step: number of backward passes per step, of which only the last communicates; the others accumulate.
         autotune: whether to try other bucket sizes in the first steps and keep the fastest; as RING_AUTOTUNE says by
             default. Rank 0's choice counts. A process with several averagers in host memory tries none.
         compression: "fp16" or "bf16" sends float32 and float64 gradients in 16 bits: between hosts on the CPU (exact
@@ -80,8 +80,8 @@ class GradientAverager:
             Nothing else may use it. If one is given, gradients go through it even if it has only one rank, which
             shows what averaging costs without a peer; otherwise a single rank gets no hooks.
 
-    All ranks construct it together. Its gradients must not be computed by several threads at once; backwards of models
-    with averagers of their own may run side by side.
+    All ranks construct it together. Its gradients must not be computed by several threads at once. If several models
+    have an averager each, their backward passes may run at the same time.
 
     Raises:
         MismatchError: the models differ among ranks; the text names the first parameter that does.

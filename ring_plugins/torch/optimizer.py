@@ -61,8 +61,8 @@ class DistributedOptimizer(WrappedOptimizer):
         optimizer: any torch optimizer.
         named_parameters: `model.named_parameters()`, for names in error messages; equal on all ranks. By
             default the parameters are numbered in the order of the parameter groups.
-        backward_passes_per_step: call `backward()` this often before `step()`; only the last is followed by
-            communication. The gradients of the passes are summed, as torch does.
+        backward_passes_per_step: number of `backward()` calls before each `step()`, of which only the last
+            communicates. The gradients of the passes are summed, as torch does.
         bucket_bytes: size of the buckets in bytes, 25 MiB by default.
         sparse: "gather" keeps sparse gradients sparse, "densify" makes them dense.
         autotune: whether to try other bucket sizes in the first steps and keep the fastest; as RING_AUTOTUNE says by

@@ -1,4 +1,4 @@
-"""A sampler that deals an epoch's samples to the ranks that are there, also after some were lost."""
+"""A sampler that divides an epoch's samples among the ranks, and after a loss the rest among those that remain."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from ring_plugins.core.world import current
 
 
 class ElasticSampler(Sampler[int]):
-    """Deals each epoch's samples to all ranks, and what is left of them to the ranks that remain after a loss.
+    """Divides each epoch's samples among all ranks, and when ranks are lost, the rest among those that remain.
 
-    All ranks walk through one order of the samples. Each draw takes one sample for every rank, so ranks that have drawn
-    equally often stand at the same place, and need no message to deal anew: they go on with the new number of ranks.
-    No sample is drawn twice in an epoch. Unseen are those that a lost rank had drawn and not averaged, among them what
-    its loader had fetched ahead, and up to `size() - 1` at the end of an epoch, so that all ranks have equally many.
+    All ranks go through the samples in one order, and each draw takes one sample for every rank. So ranks that have
+    drawn equally often are at the same place, and after a loss they go on with the new number of ranks, without a
+    message. No sample is drawn twice in an epoch. Two kinds of samples are not trained on: those that a lost rank had
+    drawn but not yet averaged, including those that its loader had fetched ahead, and up to `size() - 1` at the end of
+    an epoch, so that all ranks have equally many.
 
     Args:
         data: the dataset; its length is read at the start of each epoch.
-        shuffle: whether the order is random, another one in each epoch.
-        seed: of the order, equal on all ranks.
+        shuffle: whether the order is random, and differs in each epoch for which `set_epoch` is called.
+        seed: seed of the order, equal on all ranks.
     """
 
     def __init__(self, data: Sized, shuffle: bool = True, seed: int = 0) -> None:
