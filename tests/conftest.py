@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch import hear_interrupts
+from tests.launch import forget_shared_launches, hear_interrupts
 from tests.launchers import LAUNCHERS, find_mpirun
 
 DEFAULT_RANKS = (2,)
@@ -42,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     budget = item.config.getoption("--budget")
     if getattr(item, "execution_count", 1) > 1:
+        forget_shared_launches()
         return  # a test that has failed runs once more, or its failure would count as a test left out
     if budget is not None and time.monotonic() - item.config.stash[STARTED] > budget:
         pytest.skip(OVER_BUDGET)

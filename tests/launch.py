@@ -5,6 +5,7 @@ session, process group or parent. Processes are killed by process id, never by n
 """
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -72,6 +73,21 @@ class Result:
             f"--- standard output\n{self.stdout}\n--- standard error\n{self.stderr}\n"
             + "".join(f"--- rank {rank} reported {values}\n" for rank, values in sorted(self.reports.items()))
         )
+
+
+_shared_launches: list[Any] = []
+
+
+def shared(launch: Callable[..., Result]) -> Callable[..., Result]:
+    """Make tests share what this function launched; a test that failed and runs once more launches anew."""
+    cached = functools.cache(launch)
+    _shared_launches.append(cached)
+    return cached
+
+
+def forget_shared_launches() -> None:
+    for launch in _shared_launches:
+        launch.cache_clear()
 
 
 def run_ranks(

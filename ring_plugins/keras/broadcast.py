@@ -10,7 +10,7 @@ from typing import Any, Literal
 import keras
 
 from ring_plugins.core.arrays.codec import Compression
-from ring_plugins.core.base.errors import ArgumentError, RingError
+from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.overlap import Wanted, chosen_overlap
@@ -298,7 +298,8 @@ class BroadcastCallback(keras.callbacks.Callback):
         if self._is_fitting:
             active = self._active()
             averagers = [averaging.exchange.communicator for averaging in active if averaging.exchange]
-            tell_interrupted((*averagers, *self._communicators))
+            mismatch = self._stop.mismatch if self._stop is not None else ""
+            tell_interrupted((*averagers, *self._communicators), MismatchError(mismatch) if mismatch else None)
             for averaging in active:  # those that the script itself has distributed stay installed
                 averaging.release()
         self._restore()

@@ -44,10 +44,16 @@ _watching: weakref.WeakSet[_Watch] = weakref.WeakSet()
 _REPLACED = "make_train_function"
 
 
-def tell_interrupted(communicators: Iterable[Communicator[Any]]) -> None:
-    """Let ranks that wait for this one in the next step raise; called after an exception that ended `fit`."""
+def tell_interrupted(communicators: Iterable[Communicator[Any]], cause: Exception | None = None) -> None:
+    """Let ranks that wait for this one in the next step raise; called after an exception that ended `fit`.
+
+    Args:
+        communicators: of the steps.
+        cause: the exception, if it is known.
+    """
     # Not an interruption: a rank that raises in the same step, but later, still gets its averages before that.
-    cause = RuntimeError("an exception ended fit(), and the script caught it. All ranks may call fit() again.")
+    if cause is None:
+        cause = RuntimeError("an exception ended fit(), and the script caught it. All ranks may call fit() again.")
     for communicator in communicators:
         communicator.refuse("the next step", cause)
 

@@ -158,6 +158,8 @@ class SynchronizedStop:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._steps = 0
+        #: The text of the error that this raised, "" if none. The error itself would keep the frames of `fit` alive.
+        self.mismatch = ""
 
     def after_step(self, model: Any, batch: int) -> None:
         """Set `model.stop_training` on all ranks if any rank has set it. Collective.
@@ -191,10 +193,11 @@ class SynchronizedStop:
             model.stop_training = True
 
     def _mismatch(self) -> MismatchError:
-        return MismatchError(
+        self.mismatch = (
             f"epochs differ in length among ranks; this rank has taken {self._steps} steps. Give every rank the same "
             "amount of data, as ring_plugins.keras.shard does, or pass steps_per_epoch to fit()."
         )
+        return MismatchError(self.mismatch)
 
 
 @functools.lru_cache(maxsize=1)

@@ -58,8 +58,15 @@ def environment(backend: str, **more: str) -> dict[str, str]:
 
 
 @functools.cache
-def launch(backend: str, ranks: int, names: tuple[str, ...]) -> Result | LaunchFailed:
-    """Run behaviors and scenarios in one launch. A failure is cached too, for every test that needs the launch."""
+def launch(backend: str, ranks: int, names: tuple[str, ...], attempt: int) -> Result | LaunchFailed:
+    """Run behaviors and scenarios in one launch. A failure is cached too, for every test that needs the launch.
+
+    Args:
+        backend: of Keras.
+        ranks: number of ranks.
+        names: of the behaviors and scenarios.
+        attempt: 1, or which attempt this is of a test that failed; another attempt is another launch.
+    """
     script = START + "from tests.keras.worker import main\nmain()\n"
     try:
         return run_ranks(script, ranks, env=environment(backend, TEST_ONLY=",".join(names)), timeout=850)

@@ -1,6 +1,5 @@
 """Averaged gradients on one to three ranks; the checks themselves are in checks_gradients.py."""
 
-import functools
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from ring_plugins.torch import GradientAverager
-from tests.launch import Result, run_ranks
+from tests.launch import Result, run_ranks, shared
 from tests.launchers import Launcher
 
 CHECKS = Path(__file__).with_name("checks_gradients.py")
@@ -80,7 +79,7 @@ LAUNCHES = [
 ]
 
 
-@functools.cache
+@shared
 def outcome(launch: Launch) -> Result:
     env = {"RING_VIRTUAL_NODES": launch.nodes, "TEST_GPU_STAND_IN": launch.gpu, "TEST_ONLY": ",".join(launch.only)}
     env |= {"RING_OVERLAP": launch.overlap, "RING_NCCL_REGISTER": launch.registered}

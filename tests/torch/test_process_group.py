@@ -1,12 +1,11 @@
 """The "ring" backend of torch.distributed: the checks of checks_process_group.py under several kinds of launch."""
 
-import functools
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from tests.launch import Launcher, Result, run_ranks
+from tests.launch import Launcher, Result, run_ranks, shared
 from tests.torch.checks_process_group import CHECKS, is_done
 
 
@@ -36,7 +35,7 @@ def parameters(launch: Launch, *more: str) -> Any:
     return pytest.param(launch, *more, marks=marks, id="-".join([str(launch), *more]))
 
 
-@functools.cache
+@shared
 def launched(launch: Launch) -> Result:
     env = {"RING_VIRTUAL_NODES": launch.nodes, "TEST_GPU_STAND_IN": launch.gpu}
     if launch.launcher == "spawned":

@@ -1,12 +1,11 @@
 """Sharded optimizers on one to five ranks; the checks themselves are in checks_sharded_optimizer.py."""
 
-import functools
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.launch import Result, run_ranks
+from tests.launch import Result, run_ranks, shared
 
 CHECKS = Path(__file__).with_name("checks_sharded_optimizer.py")
 NAMES = re.findall(r"@check(\w*)\ndef (\w+)", CHECKS.read_text())
@@ -22,7 +21,7 @@ LAUNCHES = [
 QUICK = "fifty_steps_equal_those_without_sharding", "state_in_the_ordinary_format", "whole_tensors_on_one_rank"
 
 
-@functools.cache
+@shared
 def outcome(ranks: int, nodes: str) -> Result:
     only = ",".join(QUICK) if nodes else ""
     launcher = "mpirun" if nodes else "spawned"

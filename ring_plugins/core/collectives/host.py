@@ -350,7 +350,7 @@ class _Members:
             if isinstance(error, ArgumentError):
                 text = f"rank {self._rank} refused the arguments of {operation}: {error}"
             else:
-                reason = f"{type(error).__name__}: {error}".rstrip(": ")
+                reason = f"{type(error).__name__}: {error}".rstrip(": .")
                 text = f"rank {self._rank} could not take part in {operation}: {reason}."
             self._failure_detector.refuse(self._key, number, before, text)
 

@@ -1,12 +1,11 @@
 """Interrupted waits, inside a host and between hosts; the checks themselves are in checks_interruption.py."""
 
-import functools
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.launch import Result, run_ranks
+from tests.launch import Result, run_ranks, shared
 
 CHECKS = Path(__file__).with_name("checks_interruption.py")
 NAMES = re.findall(r"@check\ndef (\w+)", CHECKS.read_text())
@@ -15,7 +14,7 @@ AFTERWARDS = "the_job_goes_on_after_shutdown_and_init"
 LAUNCHES = [("spawned", ""), ("torchrun", "1,1,1"), ("mpirun", "1,2")]
 
 
-@functools.cache
+@shared
 def outcome(launcher: str, nodes: str) -> Result:
     return run_ranks(CHECKS, 3, launcher, env={"RING_VIRTUAL_NODES": nodes}, check=False)
 
