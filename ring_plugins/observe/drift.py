@@ -137,7 +137,8 @@ def _unequal(sums: Sequence[int], communicator: Communicator) -> list[list[int]]
     if extremes[0] == -extremes[1]:
         return None
     by_rank: list[list[int]] = communicator.all_gather_object([int(value) for value in sums])
-    return by_rank
+    # With on_failure="continue", the rank that differed may have died since.
+    return None if all(of_rank == by_rank[0] for of_rank in by_rank) else by_rank
 
 
 def difference(names: Sequence[str], by_rank: Sequence[Sequence[int]], ranks: Sequence[int], step: int) -> str:

@@ -97,9 +97,10 @@ class SkippedSteps:
             except RingError as error:
                 current().fail(error)
                 raise
-        failures = zip(self._communicator.ranks, self._communicator.all_gather_object(failure), strict=True)
-        failed = {rank: found for rank, found in failures if found is not None}
+        failures = self._communicator.all_gather_object(failure)  # from now on, `ranks` lacks those that died in it
+        failed = {r: found for r, found in zip(self._communicator.ranks, failures, strict=True) if found is not None}
         reasons = "; ".join(f"rank {rank}: {found.reason}" for rank, found in failed.items())
+        reasons = reasons or "the rank that could not has died"
         if not all(found.wants_to_skip for found in failed.values()):
             self.give_up(f"on {name_ranks(list(failed))}")
         self._note(reasons, parameters)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.observe.drift import checksum, chosen_interval, difference
+from ring_plugins.observe.drift import _unequal, checksum, chosen_interval, difference
+from tests.core.collectives.mortal_ranks import on_mortal_ranks
 from tests.launch import run_ranks
 
 TORCH = """
@@ -121,3 +122,18 @@ def test_the_interval_is_the_argument_or_the_variable(monkeypatch):
     monkeypatch.setenv("RING_DRIFT_CHECK", "often")
     with pytest.raises(ArgumentError, match="RING_DRIFT_CHECK='often'"):
         chosen_interval(None)
+
+
+def test_ranks_are_equal_if_the_one_that_differed_dies_while_they_compare(monkeypatch):
+    def run(rank):
+        ring = rank.communicator("ring")
+        first, reduce = rank.barriers, ring.all_reduce
+
+        def die_after(*args):
+            reduce(*args)
+            rank.dies = lambda _: "before" if rank.rank == 1 else None
+
+        ring.all_reduce = die_after
+        return _unequal([7 + (rank.rank == 1)], ring), rank.barriers > first + 1
+
+    assert on_mortal_ranks(monkeypatch, 3, run) == [(None, True), None, (None, True)]
