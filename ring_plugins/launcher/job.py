@@ -111,13 +111,16 @@ def _run_ranks(plan: LaunchPlan, supervisor: Supervisor) -> tuple[int, str | Non
         relay.start()
 
         def find_missing_rank() -> str | None:
-            """A rank that exited before init(), where the others wait for it."""
-            arrived = [rendezvous.has_arrived(rank) for rank in range(job.ranks)]
+            """A rank that ended before or in init(), where the others wait for it."""
+            rounds = [rendezvous.rounds(rank) for rank in range(job.ranks)]
             for rank, process in enumerate(supervisor.processes):
-                if any(arrived) and not arrived[rank] and process.poll() is not None:
+                if rounds[rank] < max(rounds) and (code := process.poll()) is not None:
+                    if rendezvous.rounds(rank) == max(rounds):  # it came meanwhile, and ended
+                        continue
                     return (
-                        f"rank {rank} ended ({ending(process.returncode)}) before it reached ring_plugins.init(), "
-                        "where the others wait for it; its own output says why."
+                        f"rank {rank} {silent_end(code) if code < 0 else f'ended ({ending(code)})'} before it "
+                        f"{'completed' if rounds[rank] else 'reached'} ring_plugins.init(), where the others wait for "
+                        f"it{'' if code < 0 else '; its own output says why'}."
                     )
             return None
 

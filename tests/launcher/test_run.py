@@ -73,6 +73,24 @@ def test_a_command_behind_a_shell_and_a_rank_that_never_comes(tmp_path):
     assert "rank 1 ended (exit status 0) before it reached ring_plugins.init()" in result.stderr
 
 
+@pytest.mark.parametrize("on_failure", ["continue", pytest.param("end", marks=pytest.mark.slow)])
+def test_a_rank_that_is_killed_in_init_ends_the_job_at_once_under_its_name(on_failure):
+    script = """
+        import os, signal
+        import ring_plugins as ring
+        from ring_plugins.core.world import World
+        if os.environ["LOCAL_RANK"] == "1":
+            World._watch_local_peers = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        ring.init()
+        print("joined")
+    """
+    options = ["-n", "2", "--with", "python", "--on-failure", on_failure]
+    result = run_ranks(script, 2, ring_run(*options), check=False, timeout=30)  # before RING_START_TIMEOUT
+    assert result.returncode and "joined" not in result.output, result
+    assert "rank 1 was killed by SIGKILL" in result.stderr
+    assert "before it completed ring_plugins.init(), where the others wait for it." in result.stderr
+
+
 ENDLESS = """
     import os, subprocess, sys, time
     import ring_plugins as ring

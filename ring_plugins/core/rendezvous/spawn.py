@@ -116,8 +116,12 @@ class SharedMemoryRendezvous:
 
     def has_arrived(self, rank: int) -> bool:
         """Whether a rank has ever called `gather`."""
-        words = self.segment.array[2 * rank * _SLOT : (2 * rank + 2) * _SLOT : _SLOT]
-        return bool(words.any())
+        return self.rounds(rank) > 0
+
+    def rounds(self, rank: int) -> int:
+        """How often a rank has called `gather`, as any process sees it that maps the segment."""
+        slots = self.segment.array[2 * rank * _SLOT : (2 * rank + 2) * _SLOT].reshape(2, _SLOT)
+        return int(np.ascontiguousarray(slots[:, :8]).view(np.int64).max())
 
     def _slot(self, rank: int) -> tuple[Any, Any]:
         start = (2 * rank + self._round % 2) * _SLOT
