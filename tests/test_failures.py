@@ -180,7 +180,7 @@ def test_sigkill_to_the_process_that_the_user_started(launcher):
         pytest.param("spawned", 1, TORCH, id="spawned-1-torch"),
         pytest.param("spawned", 0, NUMPY, id="spawned-0"),
         pytest.param("mpirun", 1, NUMPY, id="mpirun-1"),
-        pytest.param("torchrun", 0, NUMPY, id="torchrun-0"),
+        slow("torchrun", 0, NUMPY, id="torchrun-0"),
         slow("mpirun", 1, TORCH, id="mpirun-1-torch"),
     ],
 )

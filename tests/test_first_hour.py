@@ -84,7 +84,9 @@ def test_ranks_share_the_cores_if_nothing_is_exported(start, launcher):
     assert err.count("each of the 2 ranks on this host computes with") == 1
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher", [pytest.param(name, marks=[pytest.mark.slow] * (name != "spawned")) for name in LAUNCHERS]
+)
 def test_a_process_of_multiprocessing_does_not_join_in_the_place_of_its_rank(start, launcher):
     script = """
         import multiprocessing, os

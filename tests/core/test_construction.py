@@ -99,7 +99,7 @@ CASES = {
 
 
 #: What runs by default: each start takes 5 s.
-QUICK = "init", "an averager's buckets", "a group's communicator"
+QUICK = "init", "an averager's buckets"
 
 
 @pytest.mark.parametrize(
@@ -119,6 +119,7 @@ def test_an_interrupted_construction_reaches_the_other_rank(case: str, nodes: st
     assert re.search(told, waited[1], re.DOTALL), waited
 
 
+@pytest.mark.slow
 def test_memory_that_one_rank_cannot_map_is_an_error_on_all() -> None:
     script = """
 from ring_plugins.core.base.errors import SharedMemoryError

@@ -72,6 +72,7 @@ def documented(*words):
     return [{"torchrun": "-m torch.distributed.run", "python": sys.executable}.get(word, word) for word in command]
 
 
+@pytest.mark.slow
 def test_torchrun(cluster):
     program, *options = documented("torchrun", "--node-rank")
     job = everywhere(cluster, [sys.executable, *program.split(), *options], ranks=4)

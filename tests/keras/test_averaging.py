@@ -5,7 +5,7 @@ import pytest
 from tests.keras.launches import BACKENDS, on_ranks
 
 
-@on_ranks("accumulation_is_reduced_once_an_update", "tensorflow", "torch", slow=("jax",))
+@on_ranks("accumulation_is_reduced_once_an_update", "torch", slow=("tensorflow", "jax"))
 def test_accumulated_gradients_are_reduced_once_an_update(seen):
     first, second = seen
     assert first == second
@@ -58,7 +58,7 @@ def test_gradients_of_frozen_variables_are_averaged(seen):
         assert found["is_frozen"]
 
 
-@on_ranks("inside_xla", "tensorflow")
+@on_ranks("inside_xla", slow=("tensorflow",))
 def test_collectives_inside_xla_are_refused_and_fit_continues_without_xla(seen):
     first, second = seen
     for found in (first, second):

@@ -68,7 +68,7 @@ def test_a_fit_that_raises_is_undone_at_once(seen):
     assert first["together"] == second["together"]
 
 
-@on_ranks("forgotten_broadcast", *BACKENDS)
+@on_ranks("forgotten_broadcast", "torch", "jax", slow=("tensorflow",))
 def test_a_forgotten_broadcast_callback_is_named_after_the_first_step(seen):
     for rank, found in enumerate(seen):
         error, _ = found["different"]

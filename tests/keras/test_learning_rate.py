@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.keras.launches import BACKENDS, on_ranks
+from tests.keras.launches import on_ranks
 
 
 @on_ranks("warm_up", "torch", "jax", slow=("tensorflow",))
@@ -12,7 +12,7 @@ def test_warm_up_rises_with_every_step_and_restarts_in_the_next_fit(seen):
         assert found["again"] == pytest.approx([0.1, 0.125, 0.15, 0.175] + [0.2] * 4)
 
 
-@on_ranks("warm_up_of_a_schedule", *BACKENDS)
+@on_ranks("warm_up_of_a_schedule", "torch", "jax", slow=("tensorflow",))
 def test_warm_up_of_a_schedule(seen):
     for found in seen:
         assert found["rates"] == pytest.approx(found["expected"])

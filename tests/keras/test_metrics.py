@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.keras.launches import BACKENDS, on_ranks
+from tests.keras.launches import on_ranks
 
 
-@on_ranks("metrics_of_uneven_shards", *BACKENDS)
+@on_ranks("metrics_of_uneven_shards", "torch", "jax", slow=("tensorflow",))
 def test_metrics_are_those_of_all_data(seen):
     for found in seen:
         assert found["evaluate"] == pytest.approx(found["expected"], rel=1e-6)

@@ -61,7 +61,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=[pytest.mark.slow] * (name == "broadcast_root")) for name in CASES]
+    "case", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("dtype", "shape"))) for name in CASES]
 )
 @pytest.mark.parametrize(
     "backend", ["jax", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensorflow", "torch"))]

@@ -33,7 +33,8 @@ def test_a_script_started_alone_starts_the_other_ranks(package: str) -> None:
     assert result.values("rank_before") == [0, 1]
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
 def test_under_a_launcher_its_counts_win(launcher: Launcher) -> None:
     result = run_ranks(WORKER, launcher=launcher)
     check_training(result, "lightning")

@@ -65,12 +65,13 @@ OVERLAPPED += ("sparse_gradients_gathered_or_densified", "averagers_that_were_dr
 LAUNCHES = [
     Launch("spawned", 1),
     Launch("spawned", 2),
-    Launch("spawned", 2, only=OVERLAPPED, overlap="1"),
+    Launch("spawned", 2, only=(EQUALITY, SWITCH), overlap="1"),
     Launch("spawned", 2, overlap="1", slow=True),
     Launch("spawned", 3, only=(EQUALITY, SWITCH), overlap="1", slow=True),
     Launch("spawned", 4, only=(EQUALITY, SWITCH), overlap="0", slow=True),
     Launch("spawned", 5, only=(EQUALITY, SWITCH), overlap="0", slow=True),
-    Launch("spawned", 2, gpu="GPU"),
+    Launch("spawned", 2, gpu="GPU", only=(EQUALITY, SWITCH, "unused_parameters")),
+    Launch("spawned", 2, gpu="GPU", slow=True),
     # Three ranks on two nodes: two of them share memory, and the nodes have different numbers of ranks.
     Launch("mpirun", 3, "1,2", only=BETWEEN_HOSTS, slow=True),
     Launch("mpirun", 3, "1,2", slow=True),

@@ -23,7 +23,7 @@ class Launch(NamedTuple):
 LAUNCHES = [
     Launch("spawned", 1),
     Launch("spawned", 2),
-    Launch("spawned", 2, gpu="stand-in"),
+    Launch("spawned", 2, gpu="stand-in", slow=True),
     Launch("mpirun", 3, nodes="2", slow=True),
     Launch("spawned", 4, slow=True),
     Launch("torchrun", 2, nodes="2", slow=True),

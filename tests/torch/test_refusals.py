@@ -92,7 +92,7 @@ CASES = {
 
 
 #: What runs by default: each start takes 3 s.
-QUICK = "reduce_in_background", "gather_shapes", "averager_argument", "loss_shape"
+QUICK = "reduce_in_background", "averager_argument"
 
 
 @pytest.mark.parametrize(

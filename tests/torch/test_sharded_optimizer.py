@@ -53,6 +53,7 @@ def test_training_continues_on_another_number_of_ranks_with_the_same_bits(tmp_pa
     assert continued[0] != {made}
 
 
+@pytest.mark.slow
 def test_a_rank_that_gathers_the_state_alone_is_told_that_all_must():
     script = """
     import os

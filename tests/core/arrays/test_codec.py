@@ -123,6 +123,7 @@ for name in ("fp16", "bf16"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_between_hosts_half_the_bytes_travel_and_all_ranks_get_the_same_bits():
     result = run_ranks(BETWEEN_HOSTS, 4, "mpirun", env={"RING_VIRTUAL_NODES": "2"})

@@ -99,7 +99,11 @@ def test_rounded_numbers_are_the_same_on_all_ranks(ranks_per_host):
 
 @pytest.mark.parametrize("feedback", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("ranks_per_host", [(1,) * 3, (2, 1, 2), (1,) * 5, (1,) * 6, (1,) * 7], ids=str)
+@pytest.mark.parametrize(
+    "ranks_per_host",
+    [(1,) * 3, (2, 1, 2), *(pytest.param((1,) * n, marks=pytest.mark.slow) for n in (5, 6, 7))],
+    ids=str,
+)
 def test_the_average_of_equal_flags_is_exact_where_numbers_travel_in_16_bits(ranks_per_host, dtype, feedback):
     with simulated_hosts(ranks_per_host) as on_all:
 
@@ -118,7 +122,7 @@ def test_the_average_of_equal_flags_is_exact_where_numbers_travel_in_16_bits(ran
         assert on_all(reduce) == [None] * sum(ranks_per_host)
 
 
-@pytest.mark.parametrize("number", [12, 18, 37])
+@pytest.mark.parametrize("number", [12, 18, pytest.param(37, marks=pytest.mark.slow)])
 def test_many_hosts(number):
     """12 hosts exchange in groups of 4 and 3, 18 in three groups each, 37 around a ring."""
     with simulated_hosts((1,) * number) as on_all:

@@ -106,6 +106,7 @@ def check_equality(**more):
     return result
 
 
+@pytest.mark.slow
 def test_tensorflow_by_nccl_equals_one_process():
     result = check_equality(TEST_GPU_STAND_IN="1")
     for name in ("plain", "two steps", "XLA"):
