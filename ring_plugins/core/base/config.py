@@ -166,8 +166,8 @@ WEIGHT_CHECK = Variable(
     "RING_WEIGHT_CHECK",
     SWITCH,
     True,
-    "0 switches off the comparison of all ranks' weights after the first step and before checkpoints "
-    "([observing](observing.md))",
+    "0 switches off the comparison of all ranks' weights after the first step, and with Lightning and Keras before "
+    "checkpoints ([observing](observing.md#do-all-ranks-still-have-the-same-weights))",
 )
 START_TIMEOUT = Variable(
     "RING_START_TIMEOUT",
@@ -202,28 +202,30 @@ SECRET = Variable(
     "RING_SECRET",
     TEXT,
     "",
-    "secret that all ranks of a job on several hosts under torchrun or srun should share; other launchers need none: "
-    "see [security](security.md#set-a-secret)",
+    "secret of a job on several hosts under torchrun, srun and other launchers without MPI, the same on all ranks: see "
+    "[security](security.md#set-a-secret)",
     shown_default="none",
 )
 LAUNCHER = Variable(
     "RING_LAUNCHER",
     one_of("mpi", "rendezvous", "slurm", "spawned", "single", synonyms={"grown": "spawned", "alone": "single"}),
     "",
-    "`mpi`, `rendezvous`, `slurm` or `single` overrides the launcher that `init()` detects",
+    "`mpi`, `slurm`, `rendezvous` (the variables of torchrun) or `single` (no launcher) overrides what `init()` "
+    "detects",
     shown_default="detected",
 )
 SHARED_MEMORY = Variable(
     "RING_SHARED_MEMORY",
     SWITCH,
     True,
-    "0 sends data between ranks of one host over MPI or sockets too",
+    "0 sends data between ranks of one host over sockets or MPI, as between hosts; slower",
 )
 VIRTUAL_NODES: Variable[tuple[int, ...]] = Variable(
     "RING_VIRTUAL_NODES",
     COUNTS,
     (),
-    "`2` or `1,2` treats the ranks of one host as if they were on several, for debugging; needs mpirun or torchrun",
+    "for debugging: `2` treats the ranks of each host as if they were on two hosts, `1,2` as one rank on one host and "
+    "two on another; needs mpirun or torchrun",
     shown_default="none",
 )
 OVERLAP = Variable(
@@ -245,20 +247,20 @@ ON_FAILURE = Variable(
     "RING_ON_FAILURE",
     one_of("end", "continue"),
     "end",
-    "`continue` lets the others go on when a rank is killed or crashes: see [healing](healing.md)",
+    "`continue` lets the other ranks go on when one is killed or crashes: see [healing](healing.md)",
     shown_default="`end`",
 )
 MIN_RANKS = Variable(
     "RING_MIN_RANKS",
     WHOLE_NUMBER,
     1,
-    "with how many ranks at least the job goes on, where RING_ON_FAILURE is `continue`: see [healing](healing.md)",
+    "the fewest ranks with which a job goes on if RING_ON_FAILURE is `continue`: see [healing](healing.md)",
 )
 NCCL_LIBRARY = Variable(
     "RING_NCCL_LIBRARY",
     TEXT,
     "",
-    "path of the NCCL to use; by default the one already in the process, else the wheel's, else the system's",
+    "path of the NCCL to use; by default the one already in the process, else that of pip, else the system's",
     shown_default="found",
 )
 TENSORFLOW_NCCL = Variable(
@@ -310,8 +312,8 @@ def page() -> str:
 
 def _page() -> Iterator[str]:
     yield "# Environment variables\n"
-    yield "None is needed. Set them before the job starts. Rank 0 warns of misspelled names when the job starts, and"
-    yield "`ring doctor` names them and invalid values.\n"
+    yield "None is needed. Set them before the job starts. Rank 0 warns of misspelled names then, and `ring doctor`"
+    yield "reports misspelled names and invalid values.\n"
     yield "| variable | default | meaning |"
     yield "|---|---|---|"
     for variable in ALL.values():
