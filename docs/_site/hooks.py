@@ -127,7 +127,8 @@ def command_line() -> str:
         function: Any = command.callback
         hints = typing.get_type_hints(function, include_extras=True)
         parameters = inspect.signature(function).parameters.values()
-        rows = [row(one.name, one.default, *typing.get_args(hints[one.name])) for one in parameters]
+        told = [(one, typing.get_args(hints[one.name])) for one in parameters]
+        rows = [row(one.name, one.default, *kind) for one, kind in told if not getattr(kind[1], "hidden", False)]
         text = inspect.cleandoc(function.__doc__ or "").replace("**Examples**", "Examples:")
         sections.append(
             f"## ring {command.name}\n\n{text}\n\n| argument or option | meaning |\n|---|---|\n" + "\n".join(rows)
@@ -155,5 +156,9 @@ def row(name: str, default: Any, kind: Any, information: Any, *_: Any) -> str:
     unit = {int: "number", float: "number"}.get(kinds[0], choices)
     text = " ".join((information.help or "").split()).replace("|", "\\|")
     shown = default.value if isinstance(default, Enum) else default
-    is_worth_saying = shown not in (None, False, True, "", ()) and default is not inspect.Parameter.empty
-    return f"| {names} {unit} | {text}{f' Default: `{shown}`.' if is_worth_saying and 'efault' not in text else ''} |"
+    is_worth_saying = shown not in (None, False, "", ()) and default is not inspect.Parameter.empty
+    if is_worth_saying and "efault" not in text:
+        text += " On by default." if default is True else f" Default: `{shown}`."
+    if getattr(information, "envvar", None):
+        text += f" Variable: `{information.envvar}`."
+    return f"| {names} {unit} | {text} |"

@@ -46,7 +46,7 @@ def bench(
     plane: Annotated[MemoryKind | None, typer.Option(hidden=True, help="Former name of --memory.")] = None,
     smallest: Annotated[str, typer.Option(help="Bytes of the first message.")] = "64",
     largest: Annotated[str, typer.Option(help="Bytes of the last message.")] = "64M",
-    factor: Annotated[int, typer.Option(min=2, help="Ratio of one size to the previous one.")] = 4,
+    factor: Annotated[int, typer.Option(min=2, help="Each size is this many times the previous one.")] = 4,
     seconds: Annotated[float, typer.Option(min=0.01, help="Approximate time to spend on each size.")] = 2.0,
     only: Annotated[
         str | None,

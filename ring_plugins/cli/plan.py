@@ -54,10 +54,12 @@ def plan(
     overlap: Annotated[
         bool,
         typer.Option(
-            help="Whether communication proceeds during backward; on CPUs it does not if every core computes."
+            help="Whether communication runs during backward; on CPUs of which every core computes, it does not."
         ),
     ] = True,
-    target: Annotated[float, typer.Option(min=0.01, max=0.999, help="Efficiency for which to find the network.")] = 0.9,
+    target: Annotated[
+        float, typer.Option(min=0.01, max=0.999, help="Efficiency for which to find the rate that the network needs.")
+    ] = 0.9,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     png: Annotated[Path | None, typer.Option(help="Draw efficiency by ranks into this file.")] = None,
 ) -> None:

@@ -50,11 +50,18 @@ def run(
         ),
     ] = None,
     hosts: Annotated[
-        str | None, typer.Option("-H", "--hosts", help="`host1:2,host2:2`", rich_help_panel=_WHERE)
+        str | None,
+        typer.Option(
+            "-H", "--hosts", help="Hosts, with the number of ranks on each: `host1:2,host2:2`.", rich_help_panel=_WHERE
+        ),
     ] = None,
     hostfile: Annotated[
         str | None,
-        typer.Option("--hostfile", help="Lines such as `host1 slots=2`, `host1:2` or `host1`.", rich_help_panel=_WHERE),
+        typer.Option(
+            "--hostfile",
+            help="File of hosts, with lines such as `host1 slots=2`, `host1:2` or `host1`.",
+            rich_help_panel=_WHERE,
+        ),
     ] = None,
     interface: Annotated[
         str | None,
@@ -107,7 +114,7 @@ def run(
         typer.Option(
             "--on-failure",
             envvar="RING_ON_FAILURE",
-            help="What happens when a rank is killed or crashes. `continue` lets the others go on, on one host.",
+            help="What happens when a rank is killed or crashes. `continue` lets the others go on, on one host only.",
             rich_help_panel=_HOW,
         ),
     ] = OnFailure.END,
@@ -116,7 +123,7 @@ def run(
         typer.Option(
             "--min-ranks",
             envvar="RING_MIN_RANKS",
-            help="With `--on-failure continue`, the job ends when fewer ranks than this are left; 1 by default.",
+            help="With `--on-failure continue`, the fewest ranks with which the job goes on; 1 by default.",
             rich_help_panel=_HOW,
         ),
     ] = None,
@@ -152,8 +159,8 @@ def run(
     """Run a program on several ranks, on this host or several.
 
     Wraps the installed mpirun (Open MPI, MPICH or Intel MPI) and prints the command it runs. Without mpirun it starts
-    the ranks of one host itself. All ranks on all hosts end when one of them fails and when this command ends; with
-    `--on-failure continue` the others go on when one is killed.
+    the ranks of one host itself. When a rank fails, or this command ends, all ranks on all hosts end. With
+    `--on-failure continue`, the other ranks go on when one is killed.
 
     **Examples**
 
