@@ -32,7 +32,8 @@ _USUAL_MESSAGE = "0.02 to 0.2"
 #: Packages whose versions must be equal on all ranks; a difference in any other package is only a warning.
 _MUST_AGREE = ("ring_plugins", "NCCL", "torch", "keras", "tensorflow", "jax")
 _UNBIND = (
-    "--bind-to none (ring run and mpirun), or one core per rank: mpirun --map-by ppr:N:node:PE=CORES --bind-to core"
+    "mpirun --bind-to none, or ring run, which does not bind; or one core per rank: mpirun --map-by "
+    "ppr:N:node:PE=CORES --bind-to core"
 )
 
 
