@@ -69,28 +69,35 @@ def _combine(target: Array, sources: Sequence[Array], ufunc: Callable[..., Array
 
 
 def reduce_everywhere(
-    arrays: Sequence[Array], op: Op, dtype: str, divisor: float = 1, source: Array | None = None
+    arrays: Sequence[Array], position: int, op: Op, dtype: str, divisor: float = 1, source: Array | None = None
 ) -> None:
-    """Combine `arrays` and leave the result in every one of them, piece by piece.
+    """Combine `arrays` in their order and leave the result in every one of them, piece by piece.
 
-    The last array takes the sum first: if another core wrote it, reading and writing it at once moves its cache lines
-    to this core for good. Reading them now and invalidating the other core's copies later takes several times as long.
+    Another member's array takes the sum first: if another core wrote it, reading and writing it at once moves its cache
+    lines to this core for good. Reading them now and invalidating the other core's copies later takes several times as
+    long.
 
     Args:
-        arrays: at least two 1-d storage arrays of the same length.
+        arrays: those of all members, at least two 1-d storage arrays of the same length.
+        position: which of them is this member's own.
         op, dtype, divisor: as in `reduce_into`.
-        source: combined instead of the first array, and only read.
+        source: combined instead of the own array, and only read.
     """
-    *others, last = arrays
-    step = 2 * PIECE_BYTES // len(arrays) // last.itemsize
-    for start in range(0, last.size, step):
-        end = start + step
-        piece = last[start:end]
-        rest = [other[start:end] for other in others]
-        terms = rest if source is None else [source[start:end], *rest[1:]]
-        reduce_into(piece, [piece, *terms], op, dtype, divisor)
-        for copy in rest:
-            np.copyto(copy, piece)
+    step = 2 * PIECE_BYTES // len(arrays) // arrays[0].itemsize
+    for start in range(0, arrays[0].size, step):
+        pieces = [array[start : start + step] for array in arrays]
+        terms = list(pieces)
+        if source is not None:
+            terms[position] = source[start : start + step]
+        target = pieces[0] if position else pieces[-1]
+        if position or len(arrays) == 2 or dtype in _CONVERSIONS:
+            reduce_into(target, terms, op, dtype, divisor)
+        else:  # the last array is still to be read when the first terms are combined
+            reduce_into(pieces[0], terms[:-1], op, dtype)
+            reduce_into(target, [pieces[0], target], op, dtype, divisor)
+        for piece in pieces:
+            if piece is not target:
+                np.copyto(piece, target)
 
 
 def divide(piece: Array, divisor: float) -> None:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from ring_plugins.core.base.errors import MismatchError, name_ranks
 
+#: Arrays of one operation that its text lists; a checksum stands for the others.
+_LISTED = 3
 #: In the text of an operation that follows refused calls.
 _REFUSED = " refused call"
 
@@ -42,6 +44,22 @@ def fingerprint(kind: str, dtype: str = "", count: int | tuple[int, ...] = -1, d
     counts = count if isinstance(count, tuple) else (count,) if count >= 0 else ()
     inner = ", ".join(filter(None, (" x ".join([*map(str, counts), dtype]), detail)))
     return _of(f"{kind}({inner})")
+
+
+@lru_cache(maxsize=256)
+def fingerprint_of_several(kind: str, arrays: tuple[tuple[str, int], ...], detail: str) -> Fingerprint:
+    """The fingerprint of one operation on several arrays.
+
+    Args:
+        kind: its name.
+        arrays: dtype and number of elements of each.
+        detail: as in `fingerprint`.
+    """
+    texts = [f"{count} x {dtype}" for dtype, count in arrays]
+    if len(texts) > _LISTED:
+        others = ", ".join(texts[_LISTED:]).encode()
+        texts[_LISTED:] = [f"{len(texts) - _LISTED} more ({zlib.crc32(others):08x})"]
+    return _of(f"{kind}({', '.join([*texts, detail])})")
 
 
 def after_refusals(operation: Fingerprint, refusals: int) -> Fingerprint:

@@ -122,6 +122,15 @@ class HealingCommunicator(HostCommunicator):
         source = np.array(memory.array if memory.source is None else memory.source)
         repeated(lambda: super(HealingCommunicator, self).all_reduce(memory._replace(source=source), op, codec))
 
+    def all_reduce_coalesced(
+        self, memories: Sequence[HostMemory], op: Op, codecs: Sequence[HalfCodec | None] | None = None
+    ) -> None:
+        if self._is_in_line:
+            super().all_reduce_coalesced(memories, op, codecs)
+            return
+        for memory, codec in zip(memories, codecs or [None] * len(memories), strict=True):
+            self.all_reduce(memory, op, codec)
+
     def broadcast(self, memory: HostMemory, root: int) -> None:
         self._repeat_with(root, lambda root: super(HealingCommunicator, self).broadcast(memory, root))
 

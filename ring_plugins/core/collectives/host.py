@@ -23,7 +23,7 @@ from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingErro
 from ring_plugins.core.base.types import Array, Bytes
 from ring_plugins.core.collectives.api import REMEDY, Activity, ByteCollectives, Reducer, Work
 from ring_plugins.core.collectives.executor import SerialExecutor
-from ring_plugins.core.collectives.fingerprint import Fingerprint, fingerprint
+from ring_plugins.core.collectives.fingerprint import Fingerprint, fingerprint, fingerprint_of_several
 from ring_plugins.core.collectives.hierarchical import HierarchicalAllReduce
 from ring_plugins.core.collectives.hierarchical_collectives import HierarchicalCollectives
 from ring_plugins.core.collectives.net_group import NetworkGroup
@@ -183,6 +183,30 @@ class HostCommunicator:
             op,
             dtype,
             codec,
+        )
+
+    def all_reduce_coalesced(
+        self, memories: Sequence[HostMemory], op: Op, codecs: Sequence[HalfCodec | None] | None = None
+    ) -> None:
+        codecs = codecs or [None] * len(memories)
+        if len(memories) == 1 or not isinstance(self._reducer, SharedMemoryGroup):
+            for memory, codec in zip(memories, codecs, strict=True):
+                self.all_reduce(memory, op, codec)
+            return
+        for memory in memories:
+            check_reducible(memory.dtype, op)
+        details = {str(codec) for codec in codecs if codec is not None}
+        self._executor.run(
+            fingerprint_of_several(
+                "all_reduce",
+                tuple((memory.dtype, memory.array.size) for memory in memories),
+                " ".join([op._value_, *sorted(details)]),
+            ),
+            self._reducer.all_reduce_coalesced,
+            [memory.array for memory in memories],
+            [memory.array if memory.source is None else memory.source for memory in memories],
+            op,
+            [memory.dtype for memory in memories],
         )
 
     def broadcast(self, memory: HostMemory, root: int) -> None:

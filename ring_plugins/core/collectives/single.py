@@ -39,6 +39,12 @@ class SingleCommunicator:
         if memory.source is not None:
             np.copyto(memory.array, memory.source)
 
+    def all_reduce_coalesced(
+        self, memories: Sequence[HostMemory], op: Op, codecs: Sequence[HalfCodec | None] | None = None
+    ) -> None:
+        for memory in memories:
+            self.all_reduce(memory, op)
+
     def broadcast(self, memory: HostMemory, root: int) -> None:
         check_rank(root, self)
 

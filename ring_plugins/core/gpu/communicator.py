@@ -151,6 +151,13 @@ class DeviceCommunicator:
                     "ncclAllReduce", memory.pointer, memory.pointer, memory.size * width, kind, operation
                 )
 
+    def all_reduce_coalesced(
+        self, memories: Sequence[DeviceMemory], op: Op, codecs: Sequence[HalfCodec | None] | None = None
+    ) -> None:
+        with self.group():
+            for memory in memories:
+                self.all_reduce(memory, op)
+
     @_tells_refusals
     def broadcast(self, memory: DeviceMemory, root: int) -> None:
         check_rank(root, self, "root")

@@ -28,7 +28,7 @@ Fill = Callable[[Bucket], Sequence[Memory] | None]
 class GradientReducer:
     """Launches the reduction of each bucket as soon as all its gradients, and all earlier buckets, are ready.
 
-    Without overlap, `finish` reduces all buckets in the calling thread instead (see `overlap`). Ranks may differ in it.
+    Without overlap, `finish` reduces all buckets in the calling thread instead, by one operation (see `overlap`).
 
     Buckets are launched in the order of the plan on every rank, whatever order gradients become ready in, so that ranks
     never have to ask each other what comes next. A pass begins with the first `mark_ready` and ends with `finish`,
@@ -45,7 +45,7 @@ class GradientReducer:
         op: the reduction.
         compression: how host memory is compressed between hosts; None sends it as it is.
         holds_last: whether the last bucket always waits for `launch_rest`, which tells that backward has not raised.
-        overlap: tells in every pass whether reductions overlap backward; they do by default.
+        overlap: tells in every pass whether reductions overlap backward, the same on all ranks; they do by default.
 
     Attributes:
         overlaps: whether reductions overlap the computation of gradients in this pass.
@@ -72,7 +72,8 @@ class GradientReducer:
         self._early = len(self._buckets) - holds_last
         self._compression = compression
         self._codecs: dict[tuple[int, int], HalfCodec] = {}
-        self._descriptions = [_describe(bucket, buffer.plan) for bucket in self._buckets]
+        self._descriptions = [_describe([bucket], buffer.plan) for bucket in self._buckets]
+        self._description = _describe(self._buckets, buffer.plan)  # of all buckets, reduced as one
         self._bucket_of = [0] * len(buffer.plan.entries)
         for bucket in self._buckets:
             for entry in bucket.entries:
@@ -93,7 +94,7 @@ class GradientReducer:
         self._ready = bytearray(len(self._bucket_of))
         self._missing = [len(bucket.entries) for bucket in self._buckets]
         self._next = 0
-        self._works: dict[int, Work[None]] = {}  # by bucket; none for those that are reduced in line
+        self._works: list[Work[None]] = []  # none for buckets that are reduced in line
         self._bytes_before = self.reduced_bytes
         self._ready_at: dict[int, int] = {}  # by bucket, while the recorder is on
         self._first_ready_at = 0
@@ -142,8 +143,7 @@ class GradientReducer:
 
     def launch_rest(self) -> None:
         """Launch what is left, without waiting; nothing where passes are reduced in line because ranks may be lost."""
-        while self._kept is None and self._next < len(self._buckets):
-            self._launch(self._fill())
+        self._launch_rest(self._fill())
 
     def finish(self) -> None:
         """Launch what is left and wait until every bucket is reduced, or reduce in line what is left."""
@@ -161,8 +161,8 @@ class GradientReducer:
         Args:
             fill: returns memory for direct tensors, of the right sizes; its values do not matter.
         """
-        while self._next < len(self._buckets) and self._kept is None:
-            self._launch(fill)
+        self.begin()
+        self._launch_rest(fill)
         self._reduce_rest_in_line(fill)
         self._wait()
 
@@ -170,11 +170,15 @@ class GradientReducer:
         """Drop the rounding errors that would be added to the next pass."""
         self._codecs.clear()
 
-    def _launch(self, fill: Fill | None) -> None:
-        index = self._next
-        reduce = self._reduction(fill)
-        self._works[index] = self._communicator.start(self._descriptions[index], reduce)
-        self._next = index + 1
+    def _launch_rest(self, fill: Fill | None) -> None:
+        """Other ranks may reduce the same pass in line, so what is one operation there is one here."""
+        while self._kept is None and self._next < len(self._buckets):
+            self._launch(fill, 1 if self.overlaps else len(self._buckets))
+
+    def _launch(self, fill: Fill | None, count: int = 1) -> None:
+        description, reduce = self._reduction(fill, count)
+        self._works.append(self._communicator.start(description, reduce))
+        self._next += count
 
     def _reduce_rest_in_line(self, fill: Fill | None) -> None:
         while self._next < len(self._buckets):
@@ -186,47 +190,44 @@ class GradientReducer:
                 self._next = 0  # the pass is repeated as a whole, see `repetition`
 
     def _reduce_in_line(self, fill: Fill | None) -> None:
-        index = self._next
-        reduce = self._reduction(fill)
+        description, reduce = self._reduction(fill, len(self._buckets) - self._next)
 
         def count_and_reduce() -> None:
-            self._next = index + 1  # an exception before this leaves the bucket to `abandon`, which can still send it
+            self._next = len(self._buckets)  # an exception before this leaves them to `abandon`, which can still send
             reduce()
 
         started = time.perf_counter()
-        self._communicator.run_in_line(self._descriptions[index], count_and_reduce)
+        self._communicator.run_in_line(description, count_and_reduce)
         self.waited += time.perf_counter() - started
 
-    def _reduction(self, fill: Fill | None) -> Callable[[], None]:
-        """Fill the next bucket; returns the function that reduces it."""
+    def _reduction(self, fill: Fill | None, count: int) -> tuple[str, Callable[[], None]]:
+        """Fill the next `count` buckets; returns the description of their reduction, and the function that does it."""
         assert fill is not None  # whose object calls this
         self.is_under_way = True
-        bucket = self._buckets[self._next]
-        memories = self._memories_of(bucket, fill)
+        first, launched = self._next, monotonic_ns() if recorder.on else 0
+        filled = [self._memories_of(bucket, fill) for bucket in self._buckets[first : first + count]]
+        nbytes = [sum(memory.nbytes for memory in memories) for memories in filled]
+        ready = [self._ready_at.get(first + i, launched) for i in range(count)] if launched else []
+        memories = [memory for of_bucket in filled for memory in of_bucket]
+        codecs = self._codecs_of(first, filled)
         communicator, op = self._communicator, self._op
-
-        nbytes = sum(memory.nbytes for memory in memories)
-        launched = monotonic_ns() if recorder.on else 0
-        ready = self._ready_at.get(bucket.index, launched)
-        self.reduced_bytes += nbytes
+        self.reduced_bytes += sum(nbytes)
 
         def reduce() -> None:
             started = monotonic_ns() if launched else 0
-            with communicator.group():
-                for place, memory in enumerate(memories):
-                    communicator.all_reduce(memory, op, self._codec(bucket.index, place, memory))
-            if launched:
+            communicator.all_reduce_coalesced(memories, op, codecs)
+            for i, since in enumerate(ready):
                 recorder.record(
                     "bucket",
-                    f"bucket {bucket.index}",
-                    ready,
+                    f"bucket {first + i}",
+                    since,
                     monotonic_ns(),
                     launched=launched,
                     started=started,
-                    nbytes=nbytes,
+                    nbytes=nbytes[i],
                 )
 
-        return reduce
+        return self._descriptions[first] if count == 1 else self._description, reduce
 
     def _memories_of(self, bucket: Bucket, fill: Fill) -> Sequence[Any]:
         """The memory of a bucket, with this rank's gradients."""
@@ -237,10 +238,19 @@ class GradientReducer:
             self._kept.keep(bucket.index, memories)
         return memories
 
-    def _codec(self, bucket: int, place: int, memory: Memory) -> HalfCodec | None:
-        """The codec for memory sent between hosts; None sends it as it is. GPU memory has already been rounded."""
-        compression = self._compression
-        if compression is None or not isinstance(memory, HostMemory) or not compression.applies_to(memory.dtype):
+    def _codecs_of(self, first: int, filled: Sequence[Sequence[Any]]) -> list[HalfCodec | None] | None:
+        """The codecs for the memory of buckets from `first` on; None where all is sent between hosts as it is."""
+        if self._compression is None:
+            return None
+        return [
+            self._codec(self._compression, first + i, place, memory)
+            for i, memories in enumerate(filled)
+            for place, memory in enumerate(memories)
+        ]
+
+    def _codec(self, compression: Compression, bucket: int, place: int, memory: Memory) -> HalfCodec | None:
+        """The codec for one memory; None sends it as it is. GPU memory has already been rounded."""
+        if not isinstance(memory, HostMemory) or not compression.applies_to(memory.dtype):
             return None
         codec = self._codecs.setdefault((bucket, place), HalfCodec(compression))
         codec.begin(memory.array)
@@ -250,7 +260,7 @@ class GradientReducer:
         """Wait for every bucket, and begin anew; if `fill` raised before, the pass is still under way."""
         try:
             started = time.perf_counter()
-            for work in self._works.values():
+            for work in self._works:
                 work.wait()
             self.waited += time.perf_counter() - started
             self.passes += 1
@@ -258,18 +268,19 @@ class GradientReducer:
             steps.end_step(self.reduced_bytes - self._bytes_before)
         except BaseException as error:
             # Nobody will wait for the buckets under way, whose memory the next pass writes to.
-            under_way = [index for index, work in self._works.items() if not work.done()]
+            under_way = [work for work in self._works if not work.done()]
             if under_way:
-                self._communicator.interrupt(self._descriptions[under_way[0]], error)
+                self._communicator.interrupt(under_way[0].description, error)
             raise
         finally:
             self._start_pass()
 
 
-def _describe(bucket: Bucket, plan: FusionPlan) -> str:
-    """The description for reports: the bucket's number, the number of buckets, and its contents."""
-    names = [plan.entries[i].name for i in bucket.entries]
+def _describe(buckets: Sequence[Bucket], plan: FusionPlan) -> str:
+    """The description for reports: the buckets' numbers, the number of all buckets, and their contents."""
+    names = [plan.entries[i].name for bucket in buckets for i in bucket.entries]
+    numbers = f"bucket {buckets[0].index}" if len(buckets) == 1 else f"buckets 0 to {len(buckets) - 1}"
     if not names:
-        return f"bucket {bucket.index} of {len(plan.buckets)}"
+        return f"{numbers} of {len(plan.buckets)}"
     contents = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}, {len(names)} gradients"
-    return f"bucket {bucket.index} of {len(plan.buckets)} ({contents})"
+    return f"{numbers} of {len(plan.buckets)} ({contents})"

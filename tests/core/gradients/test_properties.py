@@ -1,13 +1,18 @@
 """Random plans, and random orders of gradients through a reducer, with ranks as threads."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ring_plugins.core.arrays.dtypes import STORAGE
-from ring_plugins.core.arrays.memory import CACHE_LINE
+from ring_plugins.core.arrays.memory import CACHE_LINE, HostMemory
+from ring_plugins.core.collectives.shm_group import ROUND_BYTES, SMALL_BYTES
+from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.gradients.fusion import BucketSizes, Entry, FusionBuffer, FusionPlan
+from ring_plugins.core.gradients.overlap import FixedOverlap
 from ring_plugins.core.gradients.reducer import GradientReducer
 from tests.core.collectives.thread_ranks import on_thread_ranks
 
@@ -50,6 +55,61 @@ def test_every_tensor_and_flag_has_its_own_place_in_one_bucket(entries, sizes, c
         assert taken.max(initial=0) <= 1
         is_open = sum(entries[i].count for i in bucket.entries[:-1]) * STORAGE[bucket.dtype].itemsize
         assert is_open < max(sizes.bucket_bytes, sizes.first_bucket_bytes)
+
+
+@settings(deadline=None, derandomize=True, max_examples=25)
+@given(
+    st.integers(1, 5),
+    st.lists(
+        st.builds(
+            Entry,
+            name=st.just("w"),
+            dtype=st.sampled_from(["float32", "float64", "float16", "bfloat16", "complex64"]),
+            count=st.sampled_from([0, 1, 7, 500, SMALL_BYTES // 4 + 1, ROUND_BYTES // 4 + 3]),
+        ),
+        max_size=5,
+    ),
+    st.lists(sizes, min_size=2, max_size=2),
+)
+def test_averages_have_the_same_bits_however_tensors_are_put_into_buckets_and_these_are_reduced(size, entries, sizes):
+    def rank_of(rank, communicator):
+        random = np.random.default_rng(rank)
+        given = [random.standard_normal(2 * each.count).astype(np.float32) for each in entries]
+        for each, values in zip(entries, given, strict=True):
+            if each.dtype == "bfloat16":
+                values.view(np.uint32)[...] = values.view(np.uint32) >> 16
+        given = [
+            values.view(np.uint32).astype(np.uint16)[: each.count]
+            if each.dtype == "bfloat16"
+            else values.view(STORAGE[each.dtype])
+            if each.dtype == "complex64"
+            else values[: each.count].astype(STORAGE[each.dtype])
+            for each, values in zip(entries, given, strict=True)
+        ]
+        found = []
+        for some, overlaps in itertools.product(sizes, (True, False)):
+            plan = FusionPlan(entries, some, control=2)
+            buffer, direct = FusionBuffer(plan, communicator), [values.copy() for values in given]
+
+            def fill(bucket, plan=plan, buffer=buffer, direct=direct):
+                array = buffer.memories[bucket.index].array
+                for i, offset in zip(bucket.entries, bucket.offsets, strict=True):
+                    if offset >= 0:
+                        array[offset : offset + entries[i].count] = given[i]
+                return [HostMemory(direct[i], bucket.dtype) for i in bucket.direct]
+
+            GradientReducer(buffer, communicator, fill, overlap=FixedOverlap(overlaps)).finish()
+            averages = {}
+            for bucket in plan.buckets:
+                array = buffer.memories[bucket.index].array
+                for i, offset in zip(bucket.entries, bucket.offsets, strict=True):
+                    average = direct[i] if offset < 0 else array[offset : offset + entries[i].count]
+                    averages[i] = average.tobytes()
+            found.append([averages[i] for i in range(len(entries))])
+        return found
+
+    by_rank = on_thread_ranks(size, rank_of) if size > 1 else [rank_of(0, SingleCommunicator("alone"))]
+    assert all(averages == by_rank[0][0] for found in by_rank for averages in found)
 
 
 passes = st.lists(st.tuples(st.randoms(use_true_random=False), st.booleans()), min_size=1, max_size=3)

@@ -132,19 +132,19 @@ def test_an_exception_while_buckets_are_under_way_breaks_the_communicator():
     made, log = reducer(3)
 
     class UnderWay:
-        def __init__(self, is_done):
-            self.done = lambda: is_done
+        def __init__(self, description, is_done):
+            self.description, self.done = description, lambda: is_done
 
         def wait(self):
             if not self.done():
                 raise KeyboardInterrupt
 
-    made._communicator.start = lambda description, function: UnderWay(description.startswith("bucket 0"))
+    made._communicator.start = lambda text, function: UnderWay(text, text.startswith("bucket 0"))
     made._communicator.interrupt = lambda operation, cause: log.append((operation, type(cause)))
     with pytest.raises(KeyboardInterrupt):
         made.finish()
     assert log[-1] == ("bucket 1 of 3 (1)", KeyboardInterrupt)
-    made._communicator.start = lambda description, function: UnderWay(True)
+    made._communicator.start = lambda text, function: UnderWay(text, True)
     made.finish()
     assert log[-1] == "fill 2"  # nothing is under way any more
 
@@ -157,24 +157,28 @@ def test_an_exception_after_buckets_were_reduced_in_line_is_raised_as_it_is():
         made.finish()
 
 
-def test_without_overlap_all_buckets_are_reduced_in_line_in_the_end():
+FILLED = [f"fill {i}" for i in range(4)]
+
+
+def test_without_overlap_all_buckets_are_reduced_in_line_in_the_end_by_one_operation():
     made, log = reducer(overlap=FixedOverlap(False))
     for entry in range(4):
         made.mark_ready(entry)
     assert log == []
     made.finish()
-    assert log == [said for i in range(4) for said in (f"fill {i}", f"bucket {i} in line")]
+    assert log == [*FILLED, "buckets 0 to 3 in line"]
     assert made.passes == 1
     assert made.reduced_bytes == made._buffer.plan.nbytes
 
 
-def test_without_overlap_what_is_left_can_still_be_launched():
+def test_without_overlap_buckets_can_still_be_launched_or_abandoned_as_the_one_operation_of_the_other_ranks():
     made, log = reducer(overlap=FixedOverlap(False))
     made.mark_ready(3)
     made.launch_rest()
-    assert [said for said in log if said.startswith("bucket")] == [f"bucket {i}" for i in range(4)]
+    assert log == [*FILLED, "buckets 0 to 3"]
     made.finish()
-    assert len(log) == 8
+    made.abandon()
+    assert log[5:] == ["buckets 0 to 3"]
 
 
 def test_a_pass_keeps_its_way_until_it_ends():
@@ -185,9 +189,9 @@ def test_a_pass_keeps_its_way_until_it_ends():
     made.mark_ready(0)
     assert log == []
     made.finish()
-    assert log == ["fill 0", "bucket 0 in line", "fill 1", "bucket 1 in line"]
+    assert log == ["fill 0", "fill 1", "buckets 0 to 1 in line"]
     made.mark_ready(1)
-    assert log[4:] == ["fill 0", "bucket 0"]
+    assert log[3:] == ["fill 0", "bucket 0"]
 
 
 def test_a_bucket_that_could_not_be_filled_in_line_is_still_under_way():
@@ -202,7 +206,7 @@ def test_a_bucket_that_could_not_be_filled_in_line_is_still_under_way():
         made.finish()
     assert made.is_under_way
     made.abandon()
-    assert log == ["bucket 0 in line", "bucket 1"]
+    assert log == ["buckets 0 to 1"]
 
 
 def test_an_exception_before_a_bucket_begins_in_line_leaves_it_to_be_abandoned():
@@ -212,4 +216,4 @@ def test_an_exception_before_a_bucket_begins_in_line_leaves_it_to_be_abandoned()
         made.finish()
     assert made.is_under_way
     made.abandon()
-    assert [said for said in log if said.startswith("bucket")] == ["bucket 0", "bucket 1"]
+    assert log[2:] == ["buckets 0 to 1"]
