@@ -1,11 +1,11 @@
 """Train on scanned digits with Keras while ranks are killed: the others finish the step and go on.
 
-    python examples/keras_survive.py                          # four processes; one is killed in epochs 3, 6 and 9
-    python examples/keras_survive.py --kill                   # nobody is killed, to compare the accuracy
-    KERAS_BACKEND=tensorflow python examples/keras_survive.py # the default is torch
+    python examples/keras_survive.py                   # four processes; rank 0 is killed in epochs 3, 6 and 9
+    python examples/keras_survive.py --kill            # nobody is killed, to compare the accuracy
+    KERAS_BACKEND=jax python examples/keras_survive.py # or tensorflow; the default is torch
 
-The only argument for that is `ring.init(on_failure="continue")`. Rank 0 has to live, since it writes for Keras. `fit`
-is called once an epoch, so that `shard` deals all data to the ranks that are left.
+The only argument for that is `ring.init(on_failure="continue")`. The lowest rank that is left becomes rank 0, and
+prints. `fit` is called once an epoch, so that `shard` deals all data to the ranks that are left.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from ring_plugins.keras import BroadcastCallback, MetricAverageCallback, shard
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--ranks", type=int, default=4, help="number of processes")
-parser.add_argument("--kill", type=int, nargs="*", default=[3, 6, 9], help="epochs in which the last rank is killed")
+parser.add_argument("--kill", type=int, nargs="*", default=[3, 6, 9], help="epochs in which rank 0 is killed")
 arguments = parser.parse_args()
 
 batch_size = 16  # per rank
@@ -61,10 +61,10 @@ model.compile(
 
 
 class Killer(keras.callbacks.Callback):
-    """Kills the last rank in the middle of an epoch."""
+    """Kills rank 0 in the middle of an epoch, unless it is the last."""
 
     def on_train_batch_begin(self, batch, logs=None):
-        if batch == 5 and 0 < ring.rank() == ring.size() - 1:
+        if batch == 5 and ring.rank() == 0 and ring.size() > 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
 

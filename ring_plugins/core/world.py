@@ -119,7 +119,6 @@ class World:
         self.world_rank, self.world_ranks = rendezvous.rank, tuple(range(rendezvous.size))
         self.heals = policy.continues and rendezvous.size > 1
         self.changes = ChangeCallbacks()
-        self._why_rank_0 = ""
         self._membership: Membership | None = None
         self._in_collective = threading.RLock()
         self.launcher = launcher
@@ -307,14 +306,6 @@ class World:
                 f"{config.ON_FAILURE.name}. The first rank that fails then ends the job."
             )
 
-    def keep_rank_0(self, why: str) -> None:
-        """Let the job end if the rank dies that started as rank 0.
-
-        Args:
-            why: ends the error's text.
-        """
-        self._why_rank_0 = why
-
     @property
     def view(self) -> int:
         """How often the ranks of the job have changed."""
@@ -331,8 +322,6 @@ class World:
         began = time.monotonic()
         try:
             lost = self._membership.agree(wait)
-            if self._why_rank_0 and 0 in lost:
-                raise PeerFailed(f"rank 0 (process {self._members[0].pid}) died, {self._why_rank_0}.", 0)
         except PeerFailed:
             self.failure_detector.aborted = True
             raise

@@ -13,6 +13,7 @@ from ring_plugins.core.arrays.codec import Compression
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.healing import repeated
 from ring_plugins.core.gradients.overlap import Wanted, chosen_overlap
 from ring_plugins.core.world import current
 from ring_plugins.keras.averaging import (
@@ -24,7 +25,7 @@ from ring_plugins.keras.averaging import (
 from ring_plugins.keras.backends import backend
 from ring_plugins.keras.batch_norm import SynchronizedBatchNorm
 from ring_plugins.keras.callback_list import arrange, call_when_over, enclosing_list, saves_weights
-from ring_plugins.keras.healing import LossWatch, check_equal
+from ring_plugins.keras.healing import LossWatch, Root, check_equal
 from ring_plugins.keras.interrupted_fit import tell_interrupted
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.shard import continue_at
@@ -43,6 +44,7 @@ from ring_plugins.keras.validation import (
     check_other_parallelism,
     check_root,
 )
+from ring_plugins.keras.writers import HeldWriter
 from ring_plugins.observe.drift import DriftCheck, chosen_interval, differing_weights, drift_check
 from ring_plugins.observe.training import announce_training
 
@@ -61,7 +63,8 @@ class BroadcastCallback(keras.callbacks.Callback):
     The callback moves itself to the end of the list, after callbacks that restore a state or decide to stop.
 
     Args:
-        root_rank: the rank that broadcasts its state and writes files.
+        root_rank: the rank that broadcasts its state and writes files. If it is lost and the job goes on, the lowest
+            rank that is left does so.
         average_gradients: False only broadcasts, so the weights of the ranks will diverge.
         moving_statistics: "average" makes the non-trainable weights (moving means and variances of
             BatchNormalization) equal by averaging them before each validation and at the end of each epoch; "local"
@@ -124,6 +127,8 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._stop: SynchronizedStop | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
         self._losses: LossWatch | None = None
+        self._root: Root | None = None
+        self._writers: list[HeldWriter] = []
         self._is_fitting, self._has_begun = False, False
         self._passes_before, self._steps_until_check = 0, 0
         self._saves_weights = False
@@ -139,10 +144,13 @@ class BroadcastCallback(keras.callbacks.Callback):
         world = connect()
         check_root(self.root_rank, world)
         callbacks = enclosing_list(self)
+        self._root, self._writers = Root(self.root_rank), []
         if callbacks is not None and world.topology.size > 1:
             self._saves_weights = saves_weights(callbacks)
             self._first.set_model(model)
-            arrange(callbacks, self._first, self, world.topology.rank == self.root_rank, self.write_on_root_only)
+            self._writers = arrange(
+                callbacks, self._first, self, self._root.is_here, self.write_on_root_only, world.heals
+            )
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         world = connect()
@@ -166,7 +174,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         check_other_parallelism(model)
         check_equal_steps(self.params, self._communicator)
         # If the root restored a backup, all ranks continue from there.
-        model._initial_epoch = self._communicator.broadcast_object(model._initial_epoch, self.root_rank)
+        model._initial_epoch = repeated(self._initial_epoch)
         continue_at(model._initial_epoch or 0)
         # A script may give the callback that saves to one rank only.
         self._saves_weights = any(self._communicator.all_gather_object(self._saves_weights))
@@ -175,12 +183,20 @@ class BroadcastCallback(keras.callbacks.Callback):
         else:
             self._start()
 
+    def _initial_epoch(self) -> Any:
+        """The root's first epoch, on all ranks."""
+        assert self._root is not None
+        self._settle_writers()  # one of them may restore a backup
+        root = self._root.rank_in(self._communicator)
+        return self._communicator.broadcast_object(self._model._initial_epoch, root)
+
     def _start(self) -> None:
         """Broadcast the root's state and install the averaging."""
         model = self.model
         build_optimizer(model)
-        broadcast_state(model, self.root_rank, self._communicator)
-        backend().offset_seed(self._communicator, self.root_rank)
+        assert self._root is not None
+        broadcast_state(model, self._root, self._communicator)
+        backend().offset_seed(self._communicator, self._root)
         if self.average_gradients:
             for optimizer in optimizers_of(model):
                 if averaging_of(optimizer) is None:
@@ -219,7 +235,6 @@ class BroadcastCallback(keras.callbacks.Callback):
         if not self._is_fitting:
             return
         assert self._stop is not None
-        assert self._losses is not None
         self._steps_until_check -= 1
         if self._steps_until_check == 0:
             self._check_averaged()
@@ -227,9 +242,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         if self._drift is not None:
             self._drift.after_step()
         self._stop.after_step(self._model, batch)
-        if self._losses.has_changed():  # before or in this exchange, after which all ranks know
-            check_equal(lambda: weight_checksums(self._model), self._communicator)
-            current().tell_changes()
+        self._after_exchange()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._synchronize_state()
@@ -239,10 +252,15 @@ class BroadcastCallback(keras.callbacks.Callback):
             return
         assert self._stop is not None
         self._stop.after_epoch(self._model)
+        self._after_exchange()
         if self._model.optimizer is not None:
             check_equal_learning_rates(self._model.optimizer, self._communicator)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        if self._is_fitting and self._writers:
+            assert self._stop is not None
+            self._stop.after_epoch(self._model)
+            self._after_exchange()
         self._restore()
 
     # Helpers ----------------------------------------------------------------------------------------
@@ -253,6 +271,19 @@ class BroadcastCallback(keras.callbacks.Callback):
 
     def _passes(self) -> int:
         return sum(averaging.passes for averaging in self._active())
+
+    def _after_exchange(self) -> None:
+        """Do what is due after ranks were lost; all ranks know of that after an exchange."""
+        self._settle_writers()
+        assert self._losses is not None
+        if self._losses.has_changed():
+            if self.average_gradients:
+                check_equal(lambda: weight_checksums(self._model), self._communicator)
+            current().tell_changes()
+
+    def _settle_writers(self) -> None:
+        for writer in self._writers:
+            writer.settle()
 
     def _check_averaged(self) -> None:
         """Check that the first update was averaged."""
@@ -268,8 +299,9 @@ class BroadcastCallback(keras.callbacks.Callback):
         """Warn on the root if the ranks' weights differ, although their gradients are averaged."""
         if not self.average_gradients:
             return
+        assert self._root is not None
         found = differing_weights(lambda: weight_checksums(self._model), when, self._communicator)
-        if found and self._communicator.rank == self.root_rank:
+        if found and self._root.is_here():
             logger.warning(
                 f"{found} A rank made a different update: a train_step or an optimizer that draws random numbers, or "
                 "weights that no averaged optimizer updates. If they differ on purpose, RING_WEIGHT_CHECK=0 switches "
@@ -285,6 +317,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         if self._saves_weights and self._steps_until_check <= 0:
             self._compare_weights("at the end of this epoch, before checkpoints are saved,")
         self._stop.after_epoch(self._model)  # raises if another rank is still in its epoch
+        self._after_exchange()
         variables = list(self.model.non_trainable_weights) if self.moving_statistics == "average" else []
         for averaging in self._active():
             variables += averaging.accumulators()

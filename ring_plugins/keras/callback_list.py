@@ -1,4 +1,4 @@
-"""Work with Keras's list of callbacks: find it, put ours first and last, remove writers, detect its end."""
+"""Work with Keras's list of callbacks: find it, put ours first and last, leave writing to one rank, detect its end."""
 
 from __future__ import annotations
 
@@ -9,15 +9,7 @@ from typing import Any
 
 import keras
 
-#: Callbacks that only write files or to the terminal. Only one rank needs them.
-WRITERS: tuple[type[Any], ...] = (
-    keras.callbacks.BackupAndRestore,
-    keras.callbacks.CSVLogger,
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.ProgbarLogger,
-    keras.callbacks.RemoteMonitor,
-    keras.callbacks.TensorBoard,
-)
+from ring_plugins.keras.writers import WRITERS, HeldWriter
 
 
 def enclosing_list(callback: Any) -> Any | None:
@@ -36,22 +28,36 @@ def enclosing_list(callback: Any) -> Any | None:
     return None
 
 
-def arrange(callbacks: Any, first: Any, last: Any, is_writer_rank: bool, written_by_one: bool) -> None:
-    """Move `first` to the start and `last` to the end, and remove the writers on ranks that do not write.
+def arrange(
+    callbacks: Any, first: Any, last: Any, writes_here: Callable[[], bool], written_by_one: bool, heals: bool
+) -> list[HeldWriter]:
+    """Move `first` to the start and `last` to the end, and leave writing to one rank.
 
     Args:
         callbacks: a `CallbackList`; it gets a new list, since Keras is iterating over the old one.
         first: callback that synchronizes the state before the others read it.
         last: callback that must run after all others.
-        is_writer_rank: whether this rank writes.
-        written_by_one: whether only one rank writes.
+        writes_here: whether this rank is the one that writes now.
+        written_by_one: whether only one rank writes checkpoints and logs; only one shows a progress bar anyway.
+        heals: whether another rank takes over if that one is lost, so that all keep the writers.
+
+    Returns:
+        The writers that are kept for that.
     """
-    kept = [
-        callback
-        for callback in callbacks.callbacks
-        if callback not in (first, last) and (is_writer_rank or not _only_writes(callback, written_by_one))
-    ]
+    held: list[HeldWriter] = []
+    kept = []
+    for callback in callbacks.callbacks:
+        if callback in (first, last):
+            continue
+        if not isinstance(callback, WRITERS if written_by_one else keras.callbacks.ProgbarLogger):
+            kept.append(callback)
+        elif heals:
+            held.append(HeldWriter(callback, writes_here))
+            kept.append(held[-1])
+        elif writes_here():
+            kept.append(callback)
     callbacks.callbacks = [first, *kept, last]
+    return held
 
 
 def check_first_step(callback: Any, check: Callable[[], Any]) -> None:
@@ -101,7 +107,3 @@ def call_when_over(callback: Any, undo: Callable[[], None]) -> weakref.finalize[
 def call_when_freed(callbacks: Any, undo: Callable[[], None]) -> weakref.finalize[..., Any]:
     """As `call_when_over`, for a list that is known."""
     return weakref.finalize(callbacks, undo)
-
-
-def _only_writes(callback: Any, written_by_one: bool) -> bool:
-    return isinstance(callback, WRITERS if written_by_one else keras.callbacks.ProgbarLogger)

@@ -1,4 +1,4 @@
-"""Training with Keras where ranks may be lost: what is refused, and the proof that those that are left are still equal.
+"""Training with Keras where ranks may be lost: who takes over from the root, and the proof that the others are equal.
 
 The survivors average the step's gradients once more, from the memory in which the framework or `KeptInputs` still has
 them (core/gradients/repetition.py), so a compiled step notices nothing.
@@ -6,6 +6,7 @@ them (core/gradients/repetition.py), so a compiled step notices nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ring_plugins.core.base.errors import DriftError
@@ -23,6 +24,29 @@ def refuse_to_heal_overlapped(overlap: Wanted) -> None:
     """
     if chosen_overlap(overlap) is True:
         current().refuse_to_heal("averaging gradients while backward runs (overlap=True, RING_OVERLAP=1)")
+
+
+class Root:
+    """The rank whose state all ranks get, and that writes; if it is lost, the lowest of those that are left.
+
+    Args:
+        rank: as the script numbers the ranks now.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._world_rank = current().world_ranks[rank]
+
+    def is_here(self) -> bool:
+        """Whether it is this process now."""
+        world = current()
+        return self._among(world.world_ranks) == world.world_rank
+
+    def rank_in(self, communicator: Communicator[Any]) -> int:
+        """Its rank in a communicator now."""
+        return communicator.ranks.index(self._among(communicator.ranks))
+
+    def _among(self, ranks: Sequence[int]) -> int:
+        return self._world_rank if self._world_rank in ranks else ranks[0]
 
 
 class LossWatch:

@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
-import keras
-
 from ring_plugins.core.base.log import flush_output
 from ring_plugins.core.world import World, current, init, is_initialized
 
@@ -33,18 +31,8 @@ def connect() -> World:
     """Return the job's world, after `ring.init()` if the script has not called it."""
     if not is_initialized():
         init()
-    if current().heals:
-        _prepare_to_heal(current())
     _install_excepthook()
     return current()
-
-
-def _prepare_to_heal(world: World) -> None:
-    """Let the job end with rank 0, and refuse a backend whose steps run beside the script."""
-    if keras.backend.backend() == "jax":
-        # The callback exchanges flags after a step. On JAX the step may still run then, in another order on each rank.
-        world.refuse_to_heal("Keras on JAX")
-    world.keep_rank_0("and only that one writes checkpoints, logs and the progress bar of Keras: the job ends")
 
 
 def capture_exceptions(function: Callable[..., T]) -> Callable[..., T]:

@@ -49,6 +49,7 @@ class _RateCallback(keras.callbacks.Callback):
         self.momentum_correction = momentum_correction
         self._rate: Rate | None = None
         self._epoch = 0
+        self._size = 0  # ranks of the job when the rate was last computed
         self._started = False
         self._over: weakref.finalize[..., Any] | None = None
         self._multiplied: Any = None  # the optimizer whose schedule this callback multiplies
@@ -89,20 +90,32 @@ class _RateCallback(keras.callbacks.Callback):
 
     def _start(self, optimizer: Any, epoch: int) -> None:
         """Find or create the optimizer's rate, when the number of the first epoch is known."""
-        self._rate = None
+        self._rate, self._size = None, connect().topology.size
         if has_schedule(optimizer):
-            steps, epochs = self._steps(), int((self.params or {}).get("epochs") or 1)
-            wanted = [self._multiplier(epoch + step / steps) for step in range((epochs - epoch) * steps + 1)]
-            multiply_schedule(optimizer, self, [1.0 if multiplier is None else multiplier for multiplier in wanted])
-            self._multiplied = optimizer
-            make_train_function(self.model)
+            self._multiply(optimizer, epoch, 0)
             return
         resumed = epoch > 0 and int(keras.ops.convert_to_numpy(optimizer.iterations)) > 0
         so_far = self._multiplier(epoch - 1 / self._steps()) if resumed else None
         self._rate = Rate.of(optimizer, self.initial_learning_rate, so_far or 1.0)
 
+    def _multiply(self, optimizer: Any, epoch: int, batch: int) -> None:
+        """Multiply a scheduled rate from this batch on."""
+        steps, epochs = self._steps(), int((self.params or {}).get("epochs") or 1)
+        wanted = [self._multiplier(epoch + step / steps) for step in range(batch, (epochs - epoch) * steps + 1)]
+        multiply_schedule(optimizer, self, [1.0 if multiplier is None else multiplier for multiplier in wanted])
+        self._multiplied = optimizer
+        make_train_function(self.model)
+
+    def _follow_losses(self, batch: int) -> bool:
+        """Whether the rate must be set because ranks were lost; a scheduled rate is multiplied anew."""
+        self._size = connect().topology.size
+        if self._multiplied is not None:
+            self._multiply(self._multiplied, self._epoch, batch)
+        return False
+
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        if self._rate is None or not self._sets_at(batch):
+        is_due = self._size != connect().topology.size and self._follow_losses(batch)
+        if self._rate is None or not (self._sets_at(batch) or is_due):
             return
         multiplier = self._multiplier(self._epoch + (batch / self._steps() if batch else 0.0))
         if multiplier is not None:
@@ -134,7 +147,7 @@ class LearningRateWarmupCallback(_RateCallback):
 
     The rate may be a number or a `LearningRateSchedule`, whose values are multiplied. `ReduceLROnPlateau` and schedule
     callbacks still take effect. Training that resumes at `initial_epoch` with a loaded optimizer continues with its
-    rate.
+    rate. If ranks are lost and the job goes on, the rate follows the number of those that are left.
 
     Args:
         warmup_epochs: epochs until the full rate; 0 uses the full rate from the first step.
@@ -181,6 +194,18 @@ class LearningRateWarmupCallback(_RateCallback):
         self._is_over = False
         if self._rate is not None:
             _, self._rate.scale = self._multipliers()
+
+    def _follow_losses(self, batch: int) -> bool:
+        before = scale_for(self.scaling, self._size)
+        super()._follow_losses(batch)
+        after = scale_for(self.scaling, self._size)
+        if self._rate is not None:
+            self._rate.scale = after
+            if self._is_over:  # others may have set the rate since
+                self._rate.rescale(innermost(self.model.optimizer), after / before, self.momentum_correction)
+        if connect().topology.rank == 0 and after != before:
+            logger.info(f"learning rate after warm-up: {after / before:.3g} times what it was, for {self._size} ranks")
+        return False
 
     def _say_rate(self) -> None:
         """Print the rate after warm-up on rank 0, once; warn if the script may have multiplied it too."""
@@ -260,6 +285,10 @@ class LearningRateScheduleCallback(_RateCallback):
     def _sets_at(self, batch: int) -> bool:
         return batch == 0 or not self.staircase
 
+    def _follow_losses(self, batch: int) -> bool:
+        super()._follow_losses(batch)
+        return self._scale() == 1.0 and self.scaling != "none"
+
 
 def scale_for(scaling: Scaling, size: int) -> float:
     """The factor by which the rate grows with the number of ranks.
@@ -317,8 +346,16 @@ class Rate:
         """
         current = _read(optimizer)
         self._follow(current)
-        new = float(np.float32(self.base * multiplier))
-        self._last = new
+        self._assign(optimizer, current, self.base * multiplier, momentum_correction)
+
+    def rescale(self, optimizer: Any, factor: float, momentum_correction: bool) -> None:
+        """Multiply the rate, whoever has set it; the base stays. Arguments as for `set`."""
+        current = _read(optimizer)
+        self._follow(current)
+        self._assign(optimizer, current, current * factor, momentum_correction)
+
+    def _assign(self, optimizer: Any, current: float, wanted: float, momentum_correction: bool) -> None:
+        new = self._last = float(np.float32(wanted))
         if new == current:
             return
         optimizer.learning_rate = new

@@ -142,10 +142,13 @@ def _summed(metrics: list[Any], communicator: Communicator) -> Iterator[None]:
     variables = [variable for metric in metrics for variable in metric.variables]
     own = [value_of(variable) for variable in variables]
     try:
-        for variable, value in zip(variables, own, strict=True):
-            total = value.astype(np.float64 if value.dtype.kind not in "iu" else np.int64).reshape(-1)
-            communicator.all_reduce(HostMemory(total, total.dtype.name), Op.SUM)
-            variable.assign(total.reshape(value.shape).astype(value.dtype))
+        ranks: tuple[int, ...] = ()
+        while ranks != communicator.ranks:  # all sums must be of the same ranks, if one is lost meanwhile
+            ranks = communicator.ranks
+            for variable, value in zip(variables, own, strict=True):
+                total = value.astype(np.float64 if value.dtype.kind not in "iu" else np.int64).reshape(-1)
+                communicator.all_reduce(HostMemory(total, total.dtype.name), Op.SUM)
+                variable.assign(total.reshape(value.shape).astype(value.dtype))
         yield
     finally:
         for variable, value in zip(variables, own, strict=True):

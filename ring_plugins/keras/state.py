@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,11 @@ from ring_plugins.core.arrays.memory import HostMemory, host_array
 from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.healing import repeated
 from ring_plugins.core.collectives.validation import on_all_or_none
+from ring_plugins.core.control.membership import MembersLost
+from ring_plugins.core.world import current
+from ring_plugins.keras.healing import Root
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.validation import check_root
 from ring_plugins.observe.drift import checksum
@@ -39,7 +44,7 @@ def broadcast_variables(model: Any, root_rank: int = 0) -> None:
         check_root(root_rank, world)
         if world.topology.size > 1:
             build_optimizer(model)
-            broadcast_state(model, root_rank, world.communicator)
+            broadcast_state(model, Root(root_rank), world.communicator)
 
 
 def broadcast_all(variables: Sequence[Any], root_rank: int) -> None:
@@ -76,16 +81,17 @@ def build_optimizer(model: Any) -> None:
         optimizer.build(model.trainable_variables)
 
 
-def broadcast_state(model: Any, root: int, communicator: Communicator) -> None:
+def broadcast_state(model: Any, root: Root, communicator: Communicator) -> None:
     """Broadcast the root's weights, optimizer state and, offset by rank, seeds. Collective.
 
     Args:
         model: a built Keras model.
-        root: the rank whose values all ranks get.
+        root: whose values all ranks get.
         communicator: communicator of all ranks.
 
     Raises:
         MismatchError: models or optimizers differ; the message names the first variable that differs.
+        PeerFailed: the root was lost meanwhile, and nobody else has all of its weights and optimizer state.
     """
     state = list(model.weights)
     for optimizer in optimizers_of(model):
@@ -94,12 +100,34 @@ def broadcast_state(model: Any, root: int, communicator: Communicator) -> None:
     # The states of the seed generators of dropout and the like.
     seeds = [variable for variable in model.variables if id(variable) not in weights]
     check_equal([*state, *seeds], communicator)
-    for variable in state:
-        variable.assign(_broadcast(variable, root, communicator))
-    for variable in seeds:
-        seed = _broadcast(variable, root, communicator)
-        seed.reshape(-1)[0] += (communicator.rank - root) % communicator.size * _SEED_STRIDE
-        variable.assign(seed)
+    while not _has_broadcast(state, seeds, root, communicator):
+        pass
+
+
+def _has_broadcast(state: Sequence[Any], seeds: Sequence[Any], root: Root, communicator: Communicator) -> bool:
+    """Broadcast them from the rank that is the root now; returns whether it is still there at the end."""
+    is_equal = current().heals and _is_equal(state, communicator)
+    source = communicator.ranks[root.rank_in(communicator)]
+    try:
+        for variable in state:
+            variable.assign(_broadcast(variable, communicator.ranks.index(source), communicator))
+        for variable in seeds:
+            rank = communicator.ranks.index(source)
+            seed = _broadcast(variable, rank, communicator)
+            rank = communicator.ranks.index(source)  # ranks before it may have been lost
+            seed.reshape(-1)[0] += (communicator.rank - rank) % communicator.size * _SEED_STRIDE
+            variable.assign(seed)
+    except MembersLost:
+        if not is_equal:
+            raise
+        return False
+    return True
+
+
+def _is_equal(variables: Sequence[Any], communicator: Communicator) -> bool:
+    """Whether all ranks have the same values. Collective."""
+    checksums = [checksum(value_of(variable)) for variable in variables]
+    return all(other == checksums for other in communicator.all_gather_object(checksums))
 
 
 def check_equal(variables: Sequence[Any], communicator: Communicator) -> None:
@@ -141,9 +169,9 @@ def average_variables(variables: Sequence[Any], communicator: Communicator) -> N
         memory = HostMemory(array.reshape(-1), dtype)
         if memory.dtype in FLOATS:
             communicator.all_reduce(memory, Op.AVERAGE)
+            variable.assign(value)
         else:
-            communicator.broadcast(memory, 0)
-        variable.assign(value)
+            variable.assign(repeated(functools.partial(_broadcast, variable, 0, communicator)))
 
 
 def value_of(variable: Any) -> Array:

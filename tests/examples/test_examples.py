@@ -48,10 +48,10 @@ def test_torch_loop():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "killed"),
-    [("survive.py", "0, 1, 3"), ("lightning_survive.py", "0, 1, 3"), ("keras_survive.py", "1, 2, 3")],
+    [("survive.py", "0, 1, 3"), ("lightning_survive.py", "0, 1, 3"), ("keras_survive.py", "0, 1, 2")],
 )
 def test_survive(example, killed):
-    """Three of its four ranks are killed, rank 0 among them if it may, and it learns as if none had been."""
+    """Three of its four ranks are killed, rank 0 among them, and it learns as if none had been."""
     result = run_ranks(EXAMPLES / example, 1, "spawned", timeout=120)
     closing_line = closing(result, r"^ranks 1, [\d.]+ s, validation accuracy ([\d.]+)$")
     assert float(closing_line[1]) >= 0.96

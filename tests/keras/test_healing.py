@@ -10,7 +10,7 @@ import pytest
 from tests.launch import run_ranks
 
 CHECKS = Path(__file__).with_name("checks_healing.py")
-BACKENDS = ("tensorflow", "torch")
+BACKENDS = ("tensorflow", "torch", "jax")
 STEPS, EPOCHS = 4, 2
 
 
@@ -19,8 +19,8 @@ def gradient(step, rank):
     return 12.0 * ((7 * step + 3 * rank) % 5 - 2)
 
 
-def fit(backend, deaths, ranks=3, **options):
-    env = {"TEST_DEATHS": json.dumps(deaths), "KERAS_BACKEND": backend}
+def fit(backend, deaths, ranks=3, environment=None, **options):
+    env = {"TEST_DEATHS": json.dumps(deaths), "KERAS_BACKEND": backend, **(environment or {})}
     return run_ranks(CHECKS, ranks, env=env, timeout=120, **options)
 
 
@@ -63,20 +63,40 @@ def test_a_rank_may_be_killed_anywhere_in_a_step(backend, point):
 
 
 @pytest.mark.slow
-def test_one_rank_after_another_may_be_killed_until_rank_0_is_alone():
-    deaths = {2: [1, "barrier 2 in"], 1: [6, "before the step"]}
-    check_survivors(fit("torch", deaths), deaths)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("point", ["before the step", "barrier 2 in", "barrier 3 before"])
+def test_so_may_rank_0(backend, point):
+    deaths = {0: [2, point]}
+    check_survivors(fit(backend, deaths), deaths)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_job_ends_with_rank_0(backend):
-    result = fit(backend, {0: [2, "before the step"]}, check=False)
-    assert result.returncode == 1 and not any("found" in report for report in result.reports.values())
-    assert "only that one writes checkpoints, logs and the progress bar of Keras: the job ends" in result.output
+def test_one_rank_after_another_may_be_killed_until_one_is_left(backend):
+    deaths = {0: [1, "barrier 2 in"], 1: [6, "before the step"]}
+    check_survivors(fit(backend, deaths), deaths)
 
 
 @pytest.mark.slow
-def test_jax_is_refused():
-    result = fit("jax", {}, check=False)
-    assert 'Keras on JAX does not support on_failure="continue" yet' in result.output
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_next_rank_writes_again_what_rank_0_was_writing(backend, tmp_path):
+    deaths = {0: [4, "while saving"]}  # at the end of the first epoch
+    result = fit(backend, deaths, environment={"TEST_FILES": str(tmp_path)})
+    check_survivors(result, deaths)
+    files = ["1.keras", "2.keras", "backup", "best.keras", "log.csv"]
+    assert result.reports[1]["saved"] == [True, *files]
+    assert [line.partition(",")[0] for line in (tmp_path / "log.csv").read_text().splitlines()] == ["epoch", "0", "1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rate", ["number", "schedule"])
+@pytest.mark.parametrize("step", [2, 5])
+def test_the_rate_follows_the_ranks_that_are_left(backend, rate, step):
+    result = fit(backend, {0: [step, "before the step"]}, environment={"TEST_RATE": rate})
+    full = [3.0] * (step + 1) + [2.0] * (STEPS * EPOCHS - step - 1)
+    read_after = rate == "schedule"  # the update that counts the step
+    at = range(read_after, len(full) + read_after)
+    expected = [0.5 + 0.5 * (multiple - 1) * min(1, i / STEPS) for i, multiple in zip(at, full, strict=True)]
+    for rank in (1, 2):
+        assert result.reports[rank]["found"]["rates"] == pytest.approx(expected)

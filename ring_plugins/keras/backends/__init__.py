@@ -20,6 +20,7 @@ from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.fusion import BucketSizes, Entry
 from ring_plugins.core.gradients.overlap import Wanted
+from ring_plugins.keras.healing import Root
 
 _KNOWN = ("tensorflow", "torch", "jax")
 
@@ -142,7 +143,7 @@ class Backend(Protocol):
             The result as a tensor.
         """
 
-    def offset_seed(self, communicator: Communicator, root: int) -> None:
+    def offset_seed(self, communicator: Communicator, root: Root) -> None:
         """Seed the framework's global generator differently on each rank, if layers use it. Collective."""
 
 

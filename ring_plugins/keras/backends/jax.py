@@ -19,9 +19,11 @@ from jax.experimental import io_callback
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.fusion import Entry
+from ring_plugins.core.world import current
 from ring_plugins.keras.backends import Settings
 from ring_plugins.keras.backends.jax_ffi import HostCalls
 from ring_plugins.keras.buckets import HostBuckets, call_weakly
+from ring_plugins.keras.healing import Root
 from ring_plugins.keras.job import capture_exceptions, connect, restore_exceptions
 
 #: Gradients of at least this many bytes are reduced in place. A separate reduction costs some microseconds, but saves
@@ -127,7 +129,12 @@ def make_train_function(model: Any, averaging: Any) -> None:
     @functools.wraps(train_function)
     def step_with_original_errors(state: Any, iterator: Any) -> Any:
         with restore_exceptions():
-            return train_function(state, iterator)
+            results = train_function(state, iterator)
+            if current().heals:
+                # JAX returns before the step is over. But after a loss all ranks must stand at the same collective, so
+                # those that the callbacks call come after the step's.
+                jax.block_until_ready(results)
+            return results
 
     model.train_function = step_with_original_errors
 
@@ -159,5 +166,5 @@ def host_call_with_gradient(
     return called(own, count)
 
 
-def offset_seed(communicator: Communicator, root: int) -> None:
+def offset_seed(communicator: Communicator, root: Root) -> None:
     """See the protocol. No-op: on this backend layers use only seed generators."""

@@ -26,6 +26,7 @@ from ring_plugins.core.gradients.fusion import Entry
 from ring_plugins.keras.backends import Settings, tensorflow_device
 from ring_plugins.keras.backends.tensorflow_xla import compiled_around, refuse_inside_xla
 from ring_plugins.keras.buckets import Buckets, HostBuckets, call_weakly
+from ring_plugins.keras.healing import Root
 from ring_plugins.keras.job import capture_exceptions, connect, restore_exceptions
 
 
@@ -273,5 +274,5 @@ def host_call_with_gradient(
     return call(own)
 
 
-def offset_seed(communicator: Communicator, root: int) -> None:
+def offset_seed(communicator: Communicator, root: Root) -> None:
     """See the protocol. No-op: on this backend layers use only seed generators."""

@@ -12,9 +12,11 @@ import torch
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.healing import repeated
 from ring_plugins.core.gradients.fusion import Entry
 from ring_plugins.keras.backends import Settings
 from ring_plugins.keras.buckets import unequal_gradients
+from ring_plugins.keras.healing import Root
 from ring_plugins.torch.gradients import GradientAverager
 
 
@@ -183,8 +185,9 @@ def _array(tensor: torch.Tensor) -> Array:
     return array
 
 
-def offset_seed(communicator: Communicator, root: int) -> None:
+def offset_seed(communicator: Communicator, root: Root) -> None:
     """See the protocol. torch's dropout uses the global generator. The root keeps its state."""
-    digest: int = communicator.broadcast_object(zlib.crc32(torch.get_rng_state().numpy().tobytes()), root)
-    if communicator.rank != root:
+    own = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+    digest: int = repeated(lambda: communicator.broadcast_object(own, root.rank_in(communicator)))
+    if not root.is_here():
         torch.manual_seed(digest + communicator.rank)

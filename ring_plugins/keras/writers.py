@@ -1,0 +1,200 @@
+"""Who writes: progress bar, checkpoints and logs belong to one rank, also after that rank is lost.
+
+In most jobs the callbacks that only write are removed from the lists of all ranks but one. A job that goes on when
+ranks are lost (`on_failure="continue"`) keeps them everywhere, each in a `HeldWriter`:
+
+- On the rank that writes, it passes every call on at once.
+- On the others, it holds the calls back until the next exchange of all ranks, at the end of each batch and epoch. Who
+  comes to that has written. The calls are then made up for with all writing switched off, so that the callback counts
+  batches and remembers the best result as if it had written.
+- If the writer dies before the exchange, its file may be missing or half written. The rank that takes over makes up
+  for the calls with writing switched on: no step lies between, so it writes the same.
+
+A writer's file is continued, not begun anew: a half-written line of a `CSVLogger` is cut off, and a `TensorBoard` adds
+a file to the same directory.
+
+Considered and rejected: to begin using a callback that was idle so far. `ModelCheckpoint(save_best_only=True)` would
+replace the best model by the next one, and the file that the dead rank was writing would stay broken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+#: Callbacks that only write files or to the terminal. Only one rank needs them.
+WRITERS: tuple[type[Any], ...] = (
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.ProgbarLogger,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+)
+_PHASES = ("epoch", "train", "train_batch", "test", "test_batch", "predict", "predict_batch")
+_HOOKS = [f"on_{phase}_{when}" for phase in _PHASES for when in ("begin", "end")]
+
+
+class HeldWriter(keras.callbacks.Callback):
+    """A callback that writes, on a rank that may or may not be the one that writes now.
+
+    Args:
+        writer: an instance of one of `WRITERS`.
+        writes_here: whether this rank is the one that writes now.
+    """
+
+    def __init__(self, writer: Any, writes_here: Callable[[], bool]) -> None:
+        super().__init__()
+        self.writer = writer
+        self._kind = next(kind for kind in WRITERS if isinstance(writer, kind))
+        self._writes_here, self._has_written = writes_here, writes_here()
+        self._is_fitting = False
+        self._held: deque[tuple[str, tuple[Any, ...]]] = deque()
+        self._lock = threading.RLock()  # Keras may call the hooks of test batches in another thread
+
+    def set_params(self, params: Any) -> None:
+        super().set_params(params)
+        self.writer.set_params(params)
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        self.writer.set_model(model)
+
+    def settle(self) -> None:
+        """Make up for the calls that were held back: all ranks, and so the one that writes, have made theirs."""
+        with self._lock:
+            if self._writes_here():
+                self._take_over()
+            while self._held:
+                name, args = self._held.popleft()
+                self._call(name, args)
+
+    def _call_or_hold(self, name: str, args: tuple[Any, ...]) -> None:
+        with self._lock:
+            self._is_fitting |= name == "on_train_begin"
+            if self._writes_here():
+                self.settle()
+                getattr(self.writer, name)(*args)
+            elif self._is_fitting and getattr(self._kind, name) is not getattr(keras.callbacks.Callback, name):
+                self._held.append((name, tuple(dict(arg) if isinstance(arg, dict) else arg for arg in args)))
+
+    def _take_over(self) -> None:
+        if not self._has_written:
+            self._has_written = True
+            if self._is_fitting and not any(name == "on_train_begin" for name, _ in self._held):
+                _continue(self.writer)
+
+    def _call(self, name: str, args: tuple[Any, ...]) -> None:
+        if self._has_written:
+            getattr(self.writer, name)(*args)
+            if isinstance(self.writer, keras.callbacks.CSVLogger):
+                _drop_repeated_line(self.writer)
+        else:
+            with _without_writing(self.writer) as is_called:
+                if is_called:  # as the class of Keras defines it: what a subclass adds may write
+                    getattr(self._kind, name)(self.writer, *args)
+
+
+def _hook(name: str) -> Callable[..., None]:
+    def call(self: HeldWriter, *args: Any, **options: Any) -> None:
+        self._call_or_hold(name, (*args, *options.values()))
+
+    return call
+
+
+for _name in _HOOKS:
+    setattr(HeldWriter, _name, _hook(_name))
+
+
+# Without writing ----------------------------------------------------------------------------------
+
+
+class _Unsaved:
+    """A model that is not saved when it should be."""
+
+    def __init__(self, model: Any) -> None:
+        self._ring_model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ring_model, name)
+
+    def save(self, *_: Any, **__: Any) -> None:
+        pass
+
+    save_weights = save
+
+
+@contextlib.contextmanager
+def _without_writing(writer: Any) -> Iterator[bool]:
+    """Let hooks of `writer` only count inside this block; yields whether it has anything to count.
+
+    Names of attributes are those of Keras 3.15.1.
+    """
+    changed: dict[str, Any] = {}
+    if isinstance(writer, keras.callbacks.ModelCheckpoint):
+        changed = {"_model": _Unsaved(writer._model), "verbose": 0}
+    elif isinstance(writer, keras.callbacks.BackupAndRestore):
+        # The state of all ranks comes from the rank that writes, which restores it.
+        changed = {"_load_model": _nothing, "_save_model": _nothing, "delete_checkpoint": False}
+    elif isinstance(writer, keras.callbacks.ProgbarLogger):
+        changed = {"verbose": 0}
+    elif isinstance(writer, keras.callbacks.TensorBoard):
+        nowhere = writer.summary.create_noop_writer()
+        changed = {"_model": _Unsaved(writer._model), "_should_trace": False, "_should_write_train_graph": False}
+        changed["_writers"] = {"train": nowhere, "val": nowhere}
+    before = dict(vars(writer))
+    vars(writer).update(changed)
+    try:
+        yield bool(changed)
+    finally:
+        for name in changed:
+            if name in before:
+                vars(writer)[name] = before[name]
+            else:
+                vars(writer).pop(name, None)
+
+
+def _nothing() -> None:
+    pass
+
+
+# Taking over --------------------------------------------------------------------------------------
+
+
+def _continue(writer: Any) -> None:
+    """Let `writer` write from now on, in the middle of a `fit`."""
+    if isinstance(writer, keras.callbacks.CSVLogger):
+        _continue_lines(writer)
+    elif isinstance(writer, keras.callbacks.ProgbarLogger):
+        writer._reset_progbar()  # the one until now shows nothing
+        writer._maybe_init_progbar()
+
+
+def _continue_lines(logger: Any) -> None:
+    """Open the file of a `CSVLogger` behind its last whole line."""
+    header = ""
+    if os.path.exists(logger.filename):
+        with open(logger.filename, "r+b") as file:
+            text = file.read()
+            file.truncate(text.rfind(b"\n") + 1)
+        header = text.decode().partition("\n")[0].strip() if b"\n" in text else ""
+    appends, logger.append = logger.append, True
+    keras.callbacks.CSVLogger.on_train_begin(logger)
+    logger.append = appends
+    logger.keys = header.split(logger.sep)[1:] or None
+
+
+def _drop_repeated_line(logger: Any) -> None:
+    """Remove the last line of a `CSVLogger`'s file if the rank before had written it, too."""
+    if logger.csv_file is None or logger.csv_file.closed:
+        return
+    with open(logger.filename, "r+b") as file:
+        lines = file.read().splitlines(keepends=True)
+        if len(lines) > 1 and lines[-1] == lines[-2]:
+            file.truncate(sum(map(len, lines[:-1])))
