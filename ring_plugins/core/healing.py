@@ -15,6 +15,7 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, name_ranks
 from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.rendezvous import detect
+from ring_plugins.core.rendezvous.slots import hold_slot
 from ring_plugins.core.rendezvous.spawn import restart_under_ring_run
 
 _REMEDY = f'leave out on_failure="continue", and unset {config.ON_FAILURE.name}'
@@ -49,7 +50,8 @@ class FailurePolicy(NamedTuple):
 def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: int) -> None:
     """Make sure that what started this process does not end it when another rank dies.
 
-    A script that is to spawn its ranks does not return from this: it starts again, under `ring run`.
+    A script that is to spawn its ranks does not return from this: it starts again, under `ring run`. Nor does one that
+    mpirun, torchrun or srun has started: its ranks start again, and this process holds its place in the launcher's job.
 
     Args:
         ranks: that `init` is asked for.
@@ -69,14 +71,20 @@ def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: in
             raise ArgumentError(f"min_ranks={policy.min_ranks} is more than the {ranks} ranks of the job.")
         # This process would be the parent of the other ranks, which could not outlive it.
         restart_under_ring_run(ranks, policy.min_ranks)
+    if generation:
+        raise ArgumentError('init() cannot be called again after shutdown() with on_failure="continue".')
+    if record.kind in ("mpi", "rendezvous"):
+        if record.size == 1:
+            return
+        if record.size is not None and policy.min_ranks > record.size:
+            raise ArgumentError(f"min_ranks={policy.min_ranks} is more than the {record.size} ranks of the job.")
+        hold_slot(record, policy.min_ranks, _REMEDY)
     if record.kind != "spawned" or not is_under_ring_run:
         raise ArgumentError(
             f'on_failure="continue" does not work under {record.by}, which ends all ranks when one dies. Start the job '
-            "on one host, with `ring run --on-failure continue -n 4 python train.py` or with plain python and "
-            f"init(ranks=4); or {_REMEDY}."
+            "on one host, with `ring run --on-failure continue -n 4 python train.py`, with plain python and "
+            f"init(ranks=4), or with mpirun, torchrun or srun; or {_REMEDY}."
         )
-    if generation:
-        raise ArgumentError('init() cannot be called again after shutdown() with on_failure="continue".')
 
 
 def check_policies(policies: Sequence[Sequence[Any]], shares_memory: bool, job: str) -> None:

@@ -48,11 +48,22 @@ def children() -> dict[int, list[int]]:
 
 def state(pid: int) -> str:
     """The letter of a process's state in proc(5), such as "T" for stopped; "" if there is no such process."""
+    return _status(pid)[0]
+
+
+def parent(pid: int) -> int:
+    """The parent of a process, 0 if there is no such process, or the parent is outside of this container."""
+    return int(_status(pid)[1])
+
+
+def _status(pid: int) -> tuple[str, str]:
+    """State and parent of a process in proc(5), ("", "0") if there is no such process."""
     try:
         # The name, in parentheses, may contain anything.
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        found = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
-        return ""
+        return "", "0"
+    return (found[0], found[1]) if len(found) > 1 else ("", "0")
 
 
 def descendants(pid: int, family: dict[int, list[int]]) -> list[int]:

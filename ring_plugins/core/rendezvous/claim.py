@@ -26,6 +26,7 @@ from typing import Any
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.linux.process import parent
 
 _NAME = "ring_plugins/rank"
 #: The variables by which launchers tell processes their ranks, and which job they belong to.
@@ -121,13 +122,4 @@ def _ranks_above() -> Iterator[tuple[int, str]]:
             for file in Path(f"/proc/{pid}/fd").iterdir():
                 if os.readlink(file) == f"/memfd:{_NAME} (deleted)":
                     yield pid, file.read_text()
-        pid = _parent(pid)
-
-
-def _parent(pid: int) -> int:
-    """The parent of a process, 0 if it cannot be read."""
-    try:
-        # The name, in parentheses, may contain anything.
-        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
+        pid = parent(pid)

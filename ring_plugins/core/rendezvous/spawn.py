@@ -44,7 +44,8 @@ _GRACE = 8.0
 _EXIT = 1.0
 #: More ranks than this for each usable processor are more likely a slip of the hand than a test.
 _CROWDED = 4
-_START_DIRECTORY = os.getcwd()
+#: Where the script was started, which may have changed directory since.
+START_DIRECTORY = os.getcwd()
 
 #: What started this process as rank 0, for messages. A process that `ring_plugins.run` started changes it.
 started_by = "ring run"
@@ -236,27 +237,38 @@ def _spawn(ranks: int) -> SharedMemoryRendezvous:
         environment = shared | child_environment(segment, rank, ranks, os.getpid())
         children.append(
             subprocess.Popen(
-                again, env=environment, cwd=_START_DIRECTORY, pass_fds=[segment.fd], stdin=subprocess.DEVNULL
+                again, env=environment, cwd=START_DIRECTORY, pass_fds=[segment.fd], stdin=subprocess.DEVNULL
             )
         )
     return SharedMemoryRendezvous(segment, 0, ranks, children)
 
 
-def restart_under_ring_run(ranks: int, min_ranks: int) -> NoReturn:
-    """Replace this process by a `ring run` of its own command, whose ranks can each outlive any other.
-
-    The script runs again from its first line in every rank, as it does in all but the first where it spawns them.
+def ring_run(ranks: int, min_ranks: int) -> list[str]:
+    """The command that runs this script under `ring run`, on ranks of this host of which each can outlive any other.
 
     Args:
         ranks: of the job.
         min_ranks: with how many of them the job goes on.
+
+    Raises:
+        LaunchError: this script cannot be started again.
+    """
+    # -H: a scheduler may have allocated further hosts.
+    where = ["-n", str(ranks), "-H", f"localhost:{ranks}", "--with", "python"]
+    on_failure = ["--on-failure", "continue", "--min-ranks", str(min_ranks)]
+    return [sys.executable, "-m", "ring_plugins", "run", *where, *on_failure, "--", *command()]
+
+
+def restart_under_ring_run(ranks: int, min_ranks: int) -> NoReturn:
+    """Replace this process by `ring_run` of its own command.
+
+    The script runs again from its first line in every rank, as it does in all but the first where it spawns them.
     """
     check_is_original_script()
-    again = command()
-    options = ["-n", str(ranks), "--with", "python", "--on-failure", "continue", "--min-ranks", str(min_ranks)]
+    again = ring_run(ranks, min_ranks)
     flush_output()
-    os.chdir(_START_DIRECTORY)
-    os.execv(sys.executable, [sys.executable, "-m", "ring_plugins", "run", *options, "--", *again])
+    os.chdir(START_DIRECTORY)
+    os.execv(sys.executable, again)
 
 
 def wait_for_children(failed: bool) -> int:

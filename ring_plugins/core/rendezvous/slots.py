@@ -1,0 +1,167 @@
+"""How a job goes on without a rank under launchers that end all processes as soon as one dies: mpirun, torchrun, srun.
+
+No process that such a launcher has started may die with a rank. So when `init(on_failure="continue")` finds one of
+these launchers, each of its processes replaces itself by a tiny one that holds its slot (slot_holder.py). The first
+slot's starts `ring run` with as many ranks, and the script begins anew in those. The launcher sees processes that live
+as long as the job does, and all end with its exit status:
+
+    mpirun ── holder of slot 0 ── ring run ── rank 0, rank 1, rank 2
+           ├─ holder of slot 1
+           └─ holder of slot 2
+
+The ranks get none of the launcher's variables, and are found as ranks of `ring run`. They may use all cores that the
+launcher has bound any slot to.
+
+Considered and rejected: a holder in every slot with its own rank below it. Those ranks would have to meet by the
+launcher's own means, MPI among them, which ends the job when a rank is gone (MPICH, also with -disable-auto-cleanup) or
+calls it failed (Open MPI). Options of the launchers (Open MPI's --enable-recovery, srun's --kill-on-bad-exit=0
+--no-kill) would be for the user to set, and torchrun and MPICH have none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from ring_plugins.core.base import config
+from ring_plugins.core.base.errors import ArgumentError, LaunchError
+from ring_plugins.core.base.log import flush_output
+from ring_plugins.core.linux.process import parent
+from ring_plugins.core.net.mpi import world_size_if_initialized
+from ring_plugins.core.rendezvous import mpi, slot_holder, slurm, spawn
+from ring_plugins.core.rendezvous.claim import check_is_original_script
+from ring_plugins.core.rendezvous.record import LaunchRecord
+
+#: What tells a job from others of the same launcher, and is equal in all of its slots.
+_JOB = (
+    "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+)  # fmt: skip
+_TORCHRUN = ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+#: Variables by which launchers tell their processes who they are. The ranks are others.
+_PREFIXES = (
+    "OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "MPIR_", "MV2_COMM_WORLD_", "HYDI_", "HYDRA_", "I_MPI_",
+    "TORCHELASTIC_", "SLURM_",
+)  # fmt: skip
+_NAMES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK",
+    "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", config.LAUNCHER.name,
+)  # fmt: skip
+#: Those that tell of the whole job, or are the user's own.
+_KEPT = (
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NAME",
+    "SLURM_ARRAY_",
+    "SLURM_SUBMIT_",
+    "SLURM_RESTART_COUNT",
+    "OMPI_ALLOW_",
+    "PRTE_ALLOW_",
+)
+
+
+def hold_slot(record: LaunchRecord, min_ranks: int, remedy: str) -> NoReturn:
+    """Replace this process by one that holds its launcher's slot, while the ranks run under a `ring run`.
+
+    Args:
+        record: of this process, which a launcher has started with others.
+        min_ranks: with how many ranks the job goes on.
+        remedy: what to do where this does not work, for errors.
+
+    Raises:
+        ArgumentError: this does not work here; the text says why.
+    """
+    assert record.rank is not None
+    size = _size_on_this_host(record, remedy)
+    refused = f'on_failure="continue" does not work under {record.by} if'
+    if world_size_if_initialized():
+        raise ArgumentError(
+            f"{refused} the script initializes MPI itself, since the job's ranks start anew in init(): leave out "
+            f"mpi4py; or {remedy}."
+        )
+    try:
+        check_is_original_script()
+        again = spawn.ring_run(size, min_ranks)
+    except LaunchError as error:
+        raise ArgumentError(f"{refused} the script cannot start again: {error}") from error
+    names = _own_variables(record)
+    pid = _launcher({name: os.environ[name] for name in names if name in os.environ})
+    started = slot_holder.start_time(pid)
+    if not started:
+        raise ArgumentError(
+            f"{refused} its processes are in containers of their own, where they cannot see it. Run {record.by} inside "
+            f"of one container, or start the job there with `ring run`; or {remedy}."
+        )
+    job = _digest([os.geteuid(), pid, started, *(os.environ.get(name, "") for name in _JOB)])
+    common = [_digest([again, spawn.START_DIRECTORY]), str(pid), started, str(config.START_TIMEOUT.get())]
+    own = ["first", job, str(size), *common, *again] if record.rank == 0 else ["other", job, str(record.rank), *common]
+    flush_output()
+    os.chdir(spawn.START_DIRECTORY)
+    holder = [sys.executable, "-I", "-S", slot_holder.__file__]
+    os.execve(sys.executable, [*holder, *own], environment_of_ranks(os.environ))
+
+
+def environment_of_ranks(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment without the variables by which a launcher tells its processes who they are."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_KEPT) or not (name.startswith(_PREFIXES) or name in _NAMES)
+    }
+
+
+def _size_on_this_host(record: LaunchRecord, remedy: str) -> int:
+    """The number of ranks, all of which are on this host.
+
+    Raises:
+        ArgumentError: they are not, or the launcher does not say so.
+    """
+    local = record.local_size
+    if record.kind == "mpi" and local is None and os.environ.get("SLURM_STEP_NUM_NODES") == "1":
+        local = record.size  # `srun --mpi=pmix`
+    if record.kind == "rendezvous" and record.by != "srun" and "TORCHELASTIC_RUN_ID" not in os.environ:
+        local = None  # LOCAL_WORLD_SIZE may be anything
+    if record.size is not None and record.size == local and not config.VIRTUAL_NODES.get():
+        return record.size
+    here = f", which were to act as several (unset {config.VIRTUAL_NODES.name})" if config.VIRTUAL_NODES.get() else ""
+    raise ArgumentError(
+        f'on_failure="continue" does not work under {record.by} if it does not start all ranks on this host{here}. It '
+        "works on one host: with mpirun, torchrun or srun, with `ring run --on-failure continue -n 4 python train.py`, "
+        f"or with plain python and init(ranks=4); or {remedy}."
+    )
+
+
+def _own_variables(record: LaunchRecord) -> tuple[str, ...]:
+    """The variables that tell a process of this launcher from all others."""
+    if record.kind == "mpi":
+        return mpi.IDENTITY
+    return slurm.IDENTITY if record.by == "srun" else _TORCHRUN
+
+
+def _launcher(own: Mapping[str, str]) -> int:
+    """Process id of the launcher: the nearest ancestor that does not have the variables which it gave to this process.
+
+    Between them may be a shell, a profiler, or whatever else the launcher was told to start. The launcher may be
+    another user's (SLURM's daemon), so that its environment cannot be read. 0 if it is outside of this container.
+
+    Args:
+        own: the variables.
+    """
+    pid = os.getppid()
+    while pid > 0:
+        try:
+            found = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            return pid
+        if not all(os.fsencode(f"{name}={value}") in found for name, value in own.items()):
+            return pid
+        pid = parent(pid)
+    return 0
+
+
+def _digest(values: list[object]) -> str:
+    return hashlib.sha256(json.dumps(values).encode("utf-8", "surrogateescape")).hexdigest()[:16]
