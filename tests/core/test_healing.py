@@ -42,14 +42,25 @@ def test_the_variables_choose_what_the_arguments_do_not(monkeypatch):
     assert FailurePolicy.chosen(None, 4) == (True, 4)
 
 
-def test_launchers_that_end_all_ranks_are_refused(monkeypatch):
+def test_a_launchers_processes_hold_their_slots(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("RING_LAUNCHER", "rendezvous")
-    with pytest.raises(
-        ArgumentError, match="which ends all ranks when one dies. Start the job on one host, with `ring"
-    ):
+    with pytest.raises(ArgumentError, match="RANK and MASTER_ADDR if it does not start all ranks on this host"):
         prepare_to_continue(None, CONTINUE, 0)
+    held = []
+    monkeypatch.setattr(healing, "hold_slot", lambda *arguments: held.append(arguments) or sys.exit())
+    with pytest.raises(ArgumentError, match="min_ranks=5 is more than the 2 ranks"):
+        prepare_to_continue(None, FailurePolicy(True, 5), 0)
+    with pytest.raises(ArgumentError, match="cannot be called again"):
+        prepare_to_continue(None, CONTINUE, 1)
+    assert not held
+    with pytest.raises(SystemExit):
+        prepare_to_continue(None, FailurePolicy(True, 2), 0)
+    assert held[0][0].size == 2 and held[0][1] == 2
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    prepare_to_continue(None, CONTINUE, 0)
+    assert len(held) == 1
 
 
 def test_so_is_a_ring_run_that_was_not_told(monkeypatch):

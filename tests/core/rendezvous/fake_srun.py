@@ -1,0 +1,51 @@
+"""As `srun --kill-on-bad-exit=1` on one host: `fake_srun.py 3 python train.py` runs three tasks of a step."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+KILL_WAIT = 3.0
+
+
+def main() -> int:
+    size, command = int(sys.argv[1]), sys.argv[2:]
+    step = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": str(size),
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_JOB_NODELIST": "node[1-2]",  # of the allocation, which may be larger than the step
+        "SLURM_STEP_TASKS_PER_NODE": str(size),
+    }
+    tasks = [
+        subprocess.Popen(command, env={**os.environ, **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)})
+        for rank in range(size)
+    ]
+    asked: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: asked.append(number))
+    signal.signal(signal.SIGUSR1, lambda number, _: send(tasks, number))
+    end = 0.0
+    while any(task.poll() is None for task in tasks):
+        if not end and (asked or any(task.returncode for task in tasks)):
+            end = time.monotonic() + KILL_WAIT
+            send(tasks, signal.SIGTERM)
+        if end and time.monotonic() > end:
+            send(tasks, signal.SIGKILL)
+        time.sleep(0.02)
+    codes = [task.returncode if task.returncode >= 0 else 128 - task.returncode for task in tasks]
+    return max(codes)
+
+
+def send(tasks: list[subprocess.Popen[bytes]], number: int) -> None:
+    for task in tasks:
+        if task.poll() is None:
+            task.send_signal(number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
