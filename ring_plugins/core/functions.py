@@ -300,7 +300,15 @@ def barrier() -> None:
 
 @all_or_none
 def broadcast_object(item: Any, root: int = 0) -> Any:
-    """Return the root's object, which must be picklable, on every rank."""
+    """Return the root's object on every rank.
+
+    Args:
+        item: a picklable object; the other ranks' are ignored.
+        root: a rank.
+
+    Raises:
+        ArgumentError: `root` is not a rank.
+    """
     communicator = current().communicator
     check_rank(root, communicator)
     return communicator.broadcast_object(item, root)
@@ -308,7 +316,11 @@ def broadcast_object(item: Any, root: int = 0) -> Any:
 
 @all_or_none
 def all_gather_object(item: Any) -> list[Any]:
-    """Return the objects of all ranks, which must be picklable, in rank order."""
+    """Return the objects of all ranks, in rank order.
+
+    Args:
+        item: this rank's object, which must be picklable.
+    """
     return current().communicator.all_gather_object(item)
 
 

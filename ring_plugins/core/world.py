@@ -526,13 +526,12 @@ def init(ranks: int | None = None, *, on_failure: str | None = None, min_ranks: 
 
     Args:
         ranks: how many processes a script that was started on its own becomes.
-        on_failure: what happens when a rank is killed or crashes: "end" ends the job, "continue" lets the others go on
-            without it, in the middle of the step; see docs/healing.md for what supports that. RING_ON_FAILURE by
-            default, and "end" without it.
-        min_ranks: the job ends, too, when fewer ranks than this are left. RING_MIN_RANKS by default, and 1 without it.
+        on_failure: what happens when a rank is killed or crashes: "end" ends the job; "continue" lets the other ranks
+            finish the step and go on (docs/healing.md says where that works). The default is RING_ON_FAILURE, or "end".
+        min_ranks: the fewest ranks with which a job goes on. The default is RING_MIN_RANKS, or 1.
 
     Returns:
-        The world, which most users need not keep.
+        The connected job. Scripts need not keep it.
 
     Raises:
         ArgumentError: `ranks` is not a positive integer, or `on_failure` or `min_ranks` is invalid or not supported

@@ -334,7 +334,7 @@ def averaging_of(optimizer: Any) -> GradientAveraging | None:
 
 
 def communication_of(model: Any) -> tuple[float, int]:
-    """Seconds waited for communication and bytes reduced, in all of a model's optimizers that average."""
+    """Return the seconds waited for communication and the bytes reduced so far, summed over a model's optimizers."""
     active: Iterable[GradientAveraging] = filter(None, map(averaging_of, optimizers_of(model)))
     totals = [(averaging.waited_seconds, averaging.reduced_bytes) for averaging in active]
     return sum(seconds for seconds, _ in totals), sum(nbytes for _, nbytes in totals)

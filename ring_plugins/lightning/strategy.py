@@ -72,9 +72,9 @@ class RingTrainerLogic(RingParallelLogic):
         skip_step_on: An exception, or a tuple of them, such as ``torch.cuda.OutOfMemoryError``: a step in which any
             rank's ``training_step`` or backward raises it is skipped by all ranks, with a warning. Only for automatic
             optimization.
-        on_failure: What happens when a rank is killed: "end" ends the job, "continue" lets the others go on without it,
-            in the middle of the step. RING_ON_FAILURE by default, and "end" without it. See docs/healing.md.
-        min_ranks: The smallest number of ranks with which they go on. RING_MIN_RANKS by default, and 1 without it.
+        on_failure: What happens when a rank is killed: "end" ends the job; "continue" lets the other ranks finish the
+            step and go on (docs/healing.md). The default is RING_ON_FAILURE, or "end".
+        min_ranks: The fewest ranks with which a job goes on. The default is RING_MIN_RANKS, or 1.
         timeout: For calls through torch.distributed; by default torch's, 30 minutes.
         start_method: How a script that was started alone starts the other ranks: "popen" runs the script again; with
             "fork", "forkserver" and "spawn" they run only ``fit``, ``validate``, ``test`` or ``predict``. By default

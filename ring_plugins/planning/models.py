@@ -175,7 +175,7 @@ def reference(name: str, rate: float | None = None) -> Profile:
     """The profile of a reference model.
 
     Args:
-        name: a key of `REFERENCES`.
+        name: "inception-v3", "resnet-50", "resnet-101", "vgg-16" or "gpt2-small".
         rate: samples per second of one device, instead of the published rate.
 
     Raises:

@@ -108,9 +108,9 @@ def parse(text: str, transport: str = "tcp") -> Network:
     """Parse the description of a network.
 
     Args:
-        text: "25gbit", "800mbit", a name in `PRESETS`, or a file that `ring bench --json` or `ring doctor --json` wrote
-            on at least two hosts.
-        transport: a name in `TRANSPORTS`; ignored for a measured file.
+        text: "25gbit", "800mbit"; "gigabit", "aws-p3", "aws-p3dn", "aws-p4d", "ib-fdr", "ib-edr", "ib-hdr" or "ib-ndr";
+            or a file that `ring bench --json` or `ring doctor --json` wrote on at least two hosts.
+        transport: "rdma", "tcp", "cpu" or "ring", as for `ring plan`; ignored for a measured file.
 
     Raises:
         ArgumentError: the text is none of these.

@@ -112,7 +112,12 @@ def needed_gigabits(
     sizes: BucketSizes | None = None,
     overlap: bool = True,
 ) -> float:
-    """The lowest rate in Gbit/s that reaches an efficiency; infinite if no rate is enough."""
+    """The lowest rate in Gbit/s that reaches an efficiency; infinite if no rate is enough.
+
+    Args:
+        efficiency: throughput relative to that without communication, from 0 to 1.
+        profile, network, ranks, per_host, sizes, overlap: as for `predict`; of the network, only the transport counts.
+    """
 
     def enough(gigabits: float) -> bool:
         return predict(profile, network.at(gigabits), ranks, per_host, sizes, overlap=overlap).efficiency >= efficiency

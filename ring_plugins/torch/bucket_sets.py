@@ -230,7 +230,7 @@ class BucketSets:
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds in which backward was over and communication was not."""
+        """Seconds that the script has waited for communication after its backwards."""
         return self._waited_before + sum(buckets.reducer.waited for buckets in self.kept.values())
 
     @property

@@ -59,8 +59,8 @@ class GradientAverager:
     Frozen parameters take no part. Every backward first looks at the parameters again, so freezing,
     unfreezing and adding parameters work, if all ranks do it in the same step.
 
-    Keep a reference: an averager that nobody refers to stops averaging and is released. A parameter has one averager. A
-    newer one takes over from one that was closed or dropped; while the older is in use, using the newer is an error.
+    Keep a reference: an averager that nothing refers to stops averaging. A parameter has one averager. A newer one
+    takes over from one that was closed or is no longer referred to; to use both is an error.
 
     Args:
         parameters: a module, or (name, parameter) pairs, equal on all ranks and in the same order.
@@ -169,7 +169,7 @@ class GradientAverager:
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds in which backward was over and communication was not."""
+        """Seconds that the script has waited for communication after its backwards."""
         return self._sets.waited_seconds
 
     @property
@@ -189,7 +189,7 @@ class GradientAverager:
             self._sets.take_parameters()
 
     def set_passes_per_step(self, passes: int) -> None:
-        """Replace `passes_per_step`, on all ranks between the same steps; passes so far count for no step.
+        """Replace `passes_per_step`, on all ranks between the same two steps. Passes since the last step do not count.
 
         Raises:
             ArgumentError: `passes` is not a positive number.
@@ -537,8 +537,8 @@ class GradientAverager:
     def close(self) -> None:
         """Remove the hooks; gradients stay as they are. The object cannot be used afterwards.
 
-        If a backward raised here, and the script caught it, the ranks that wait for its gradients raise now. While an
-        exception is handled, as in Lightning's teardown, it probably ends the job, and says more than this one could.
+        If a backward raised here, and the script caught that, the ranks that wait for its gradients raise now. Not
+        while an exception is being handled, as in Lightning's teardown: that one probably ends the job, and says more.
         """
         if (self._has_failed() or self._backward.is_running) and sys.exc_info()[1] is None:
             cause = RingError("its averager was closed before the gradients were averaged")

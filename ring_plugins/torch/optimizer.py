@@ -256,11 +256,11 @@ class DistributedOptimizer(WrappedOptimizer):
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds in which backward was over and communication was not."""
+        """Seconds that the script has waited for communication after its backwards."""
         return self.averager.waited_seconds
 
     def close(self) -> None:
-        """Stop averaging; the wrapped optimizer remains usable. This one steps on averages that it has, and no more."""
+        """Stop averaging. A `step` on averages that are already there still works; so does the wrapped optimizer."""
         if self._drift is not None:
             self._drift.close()
         if isinstance(self.optimizer, ShardedOptimizer):
