@@ -132,7 +132,7 @@ def what_was_lost(lost: Sequence[int], pids: Sequence[int], left: Sequence[int],
     if moved:
         line += f" Renumbered, though errors keep the old numbers: rank {moved}."
     if 0 in lost:
-        line += " Reports of stalls, steps and timelines end with rank 0, which collected them."
+        line += " Timelines end with rank 0, which collected them."
     return line
 
 

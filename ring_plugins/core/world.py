@@ -62,6 +62,7 @@ from ring_plugins.core.linux.interfaces import own_addresses
 from ring_plugins.core.linux.shared_memory import is_available, shared_memory_domain
 from ring_plugins.core.net.tcp import TcpTransport
 from ring_plugins.core.observe.observers import Observers
+from ring_plugins.core.observe.succession import Succession
 from ring_plugins.core.observe.timeline import FILE_NAME
 from ring_plugins.core.rendezvous import Rendezvous, connect, detect, leave
 from ring_plugins.core.rendezvous.claim import RankMarker, check_ancestors
@@ -167,7 +168,12 @@ class World:
             self._monitor.start()
         if self.heals:
             assert self._local_peers is not None
-            self._membership = Membership(self._local_peers)
+            self._membership = membership = Membership(self._local_peers)
+            assert self._monitor is not None
+            assert self.observers is not None
+            if isinstance(self.channel, ControlClient):
+                stalls, peers = self.observers.stalls, self.observers.membership
+                self._monitor.add(Succession(self.channel, stalls, self._local_peers, peers, lambda: membership.ranks))
         self.communicator = self.new_communicator("ring", gather=rendezvous.gather)
         self._rank_marker = RankMarker(rank) if size > 1 else None
 

@@ -204,7 +204,8 @@ class LearningRateWarmupCallback(_RateCallback):
             if self._is_over:  # others may have set the rate since
                 self._rate.rescale(innermost(self.model.optimizer), after / before, self.momentum_correction)
         if connect().topology.rank == 0 and after != before:
-            logger.info(f"learning rate after warm-up: {after / before:.3g} times what it was, for {self._size} ranks")
+            ranks = "1 rank" if self._size == 1 else f"{self._size} ranks"
+            logger.info(f"learning rate after warm-up: {after / before:.3g} times what it was, for {ranks}")
         return False
 
     def _say_rate(self) -> None:

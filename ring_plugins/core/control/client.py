@@ -46,6 +46,21 @@ class ControlClient(Channel):
         self._next_try = 0.0
         self._failed_attempts = 0
 
+    def reconnect(self, address: dict[str, Any]) -> None:
+        """Connect to the server that takes the place of a lost rank 0; called by the thread that polls.
+
+        Args:
+            address: of that server, on this host.
+        """
+        if self._pending is not None:
+            self._selector.unregister(self._pending)
+            self._pending.close()
+            self._pending = None
+        if self._server is not None:
+            self._forget(self._server)
+        self._address, self._secret, self._same_host = address, bytes.fromhex(address["secret"]), True
+        self._ended, self._began, self._next_try, self._failed_attempts = False, time.monotonic(), 0.0, 0
+
     def poll(self, seconds: float) -> None:
         is_connecting = self._server is None and not self._ended and not self._closed
         if is_connecting and self._pending is None and time.monotonic() >= self._next_try:

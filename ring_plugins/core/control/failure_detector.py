@@ -122,6 +122,11 @@ class FailureDetector:
         channel.on("left", lambda sender, body: self._note_left(body["ranks"]))
         channel.on_lost, channel.on_left = self._note_lost, lambda rank: self._note_left([rank])
 
+    @property
+    def _peers_that_go_on(self) -> LocalPeers | None:
+        """All ranks, if they share memory and go on without those that are lost, among them perhaps rank 0."""
+        return self._local_peers if self._local_peers is not None and self._local_peers.min_ranks else None
+
     # The other ranks ------------------------------------------------------------------------------
 
     def failure(self) -> PeerFailed | None:
@@ -244,7 +249,7 @@ class FailureDetector:
             return
         self._knowing[key] = knowing = {self.rank}
         self._channel.tell(0, "broken", {"key": key, "rank": self.rank, "text": text})
-        if self._local_peers is not None and self._local_peers.min_ranks:
+        if self._peers_that_go_on is not None:
             return  # rank 0, which passes it on, may be lost; members on this host see it in shared memory
         end = time.monotonic() + _NOTICE
         while not knowing.issuperset(members) and self.failure() is None and time.monotonic() < end:
@@ -276,11 +281,15 @@ class FailureDetector:
             number, before: which operation it is: operations finished, and calls refused since.
             text: says what was refused and why.
         """
-        if os.getpid() == self._pid:
+        if os.getpid() == self._pid and self._peers_that_go_on is not None:
+            self._peers_that_go_on.own.refuse((key, number, before), text)
+        elif os.getpid() == self._pid:
             self._channel.tell(0, "refused", {"operation": [key, number, before], "rank": self.rank, "text": text})
 
     def refusal(self, key: int, number: int, before: int, missing: Sequence[int]) -> str:
         """Why one of `missing` refused an operation, "" if none did."""
+        if key >= 0 and (peers := self._peers_that_go_on) is not None:
+            return next(filter(None, (peers.refusal(rank, (key, number, before)) for rank in missing)), "")
         refusals = self._refusals.get((key, number, before)) if key >= 0 else None
         return next((refusals[rank] for rank in missing if rank in refusals), "") if refusals else ""
 
@@ -322,7 +331,7 @@ class FailureDetector:
         if how.code in _NETWORK_LOST:
             self.lose_network(rank, str(how))
             return
-        if self._local_peers is not None and self._local_peers.min_ranks and not how.is_invalid:
+        if self._peers_that_go_on is not None and not how.is_invalid:
             return  # the job may go on without it, see membership.py
         if how.is_invalid:
             self._report_lost(

@@ -9,7 +9,9 @@ it as long as it lives. The kernel drops the lock when the process ends, however
 lock knows that the owner is gone, and that nothing it wrote to shared memory is still to come. Record locks belong to
 the process, not to the open file, so forked children do not inherit them. In the segment the owner writes how it ends:
 it left, or it failed, and which rank failed first and why. Peers can read it as long as they map it, also when the
-owner is gone; agreement on a loss relies on that (membership.py).
+owner is gone; agreement on a loss relies on that (membership.py). In a job that goes on after losses it also has what
+would otherwise pass through rank 0, which may be lost: the operations that the owner refused, and the address of the
+control channel if the owner takes over from rank 0.
 
 Considered and rejected: robust mutexes (set_robust_list(2)) give the same information, but depend on the layout of
 libpthread's structures. A pidfd (pidfd_open(2)) does so too, but needs Linux 5.3, and the segment is needed anyway for
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
@@ -30,9 +33,13 @@ from ring_plugins.core.linux.shared_memory import Address, Segment, publish
 RUNNING, LEFT, FAILED = 1, 2, 3
 
 #: Words (int64) at the start of a segment; the text of a cause begins at byte _CAUSE.
-_STATE, _PID, _ROOT_CAUSE_RANK, _CAUSE_LENGTH, _EXIT_STATUS, _VIEW = range(6)
+_STATE, _PID, _ROOT_CAUSE_RANK, _CAUSE_LENGTH, _EXIT_STATUS, _VIEW, _ADDRESS_LENGTH = range(7)
 #: Between them one byte for each rank: whether it is a member of the view that the owner has decided on.
-_MEMBERS, _CAUSE, _NBYTES = 128, 1024, 8192
+_MEMBERS, _CAUSE, _ADDRESS, _REFUSALS = 128, 1024, 8192, 9216
+#: Refusals that peers can still read, and bytes of each: its number from 1, the operation (three words), the length of
+#: the text, and the text.
+_SLOTS, _SLOT = 16, 1024
+_NBYTES = _REFUSALS + _SLOTS * _SLOT
 #: Ranks of a job that can decide on a view.
 MOST_MEMBERS = _CAUSE - _MEMBERS
 #: How a process can end that says nothing, where nobody who knows its exit status can be asked.
@@ -47,6 +54,8 @@ class Liveness:
         self._is_gone = False
         self._segment = segment
         self._words = memoryview(segment.array[:_CAUSE]).cast("B").cast("q")
+        self._slots = segment.array[_REFUSALS:_NBYTES].reshape(_SLOTS, _SLOT)
+        self._refused, self._lock = 0, threading.Lock()
 
     @classmethod
     def create(cls, rank: int) -> Liveness:
@@ -112,6 +121,52 @@ class Liveness:
         publish()
         return tuple(np.flatnonzero(self._segment.array[_MEMBERS:_CAUSE]).tolist())
 
+    def refuse(self, operation: tuple[int, int, int], text: str) -> None:
+        """Tell peers that this process takes no part in an operation.
+
+        Args:
+            operation: three numbers that mean the same operation on all ranks.
+            text: why; cut off if it is longer than about a thousand characters.
+        """
+        data = np.frombuffer(text.encode()[: _SLOT - 5 * 8], dtype=np.uint8)
+        with self._lock:
+            slot = self._slots[self._refused % _SLOTS]
+            self._refused += 1
+            words = slot[: 5 * 8].view(np.int64)
+            words[0] = 0
+            publish()
+            words[1:5] = *operation, data.size
+            slot[5 * 8 : 5 * 8 + data.size] = data
+            publish()
+            words[0] = self._refused
+
+    def refusal(self, operation: tuple[int, int, int]) -> str:
+        """Why this peer refused an operation, "" if it did not."""
+        for slot in self._slots:
+            words = slot[: 5 * 8].view(np.int64)
+            number = int(words[0])
+            publish()
+            if number and tuple(words[1:4].tolist()) == operation:
+                text = bytes(slot[5 * 8 : 5 * 8 + int(words[4])]).decode(errors="replace")
+                publish()
+                if words[0] == number:
+                    return text
+        return ""
+
+    def announce(self, address: str) -> None:
+        """Tell peers where this process listens."""
+        data = np.frombuffer(address.encode(), dtype=np.uint8)
+        self._segment.array[_ADDRESS : _ADDRESS + data.size] = data
+        publish()
+        self._words[_ADDRESS_LENGTH] = data.size
+
+    @property
+    def announced(self) -> str:
+        """Where this peer listens, "" if it has not said so."""
+        length = self._words[_ADDRESS_LENGTH]
+        publish()
+        return bytes(self._segment.array[_ADDRESS : _ADDRESS + length]).decode()
+
     @property
     def exit_status(self) -> int:
         """What this process passed to `sys.exit`; to be read after `state`."""
@@ -131,7 +186,7 @@ class Liveness:
     def fail(self, root_rank: int, text: str) -> None:
         """Tell peers that this process failed because of `root_rank`; only the first call counts."""
         if self.state == RUNNING:
-            data = np.frombuffer(text.encode()[: _NBYTES - _CAUSE], dtype=np.uint8)
+            data = np.frombuffer(text.encode()[: _ADDRESS - _CAUSE], dtype=np.uint8)
             self._segment.array[_CAUSE : _CAUSE + data.size] = data
             self._words[_CAUSE_LENGTH] = data.size
             self._words[_ROOT_CAUSE_RANK] = root_rank
@@ -214,6 +269,11 @@ class LocalPeers:
         """The exit status with which a local peer left; 0 for ranks of other hosts."""
         other = self.others.get(rank)
         return other.exit_status if other is not None else 0
+
+    def refusal(self, rank: int, operation: tuple[int, int, int]) -> str:
+        """Why a local peer refused an operation, "" if it did not."""
+        other = self.others.get(rank)
+        return other.refusal(operation) if other is not None else ""
 
     def has_ended(self, rank: int) -> bool:
         """Whether a local peer left normally and its process is gone too."""

@@ -34,6 +34,7 @@ class Observers:
     Attributes:
         services: all of them, for the monitor thread.
         membership: where the ranks are.
+        stalls: reports this rank's long waits to rank 0.
         steps: sends this rank's steps to rank 0.
         spans: sends this rank's part of a timeline there.
         all_steps, timeline: on rank 0, the steps and the timeline of all ranks.
@@ -57,7 +58,8 @@ class Observers:
         self.all_steps: StepAggregator | None = None
         self.timeline: TimelineAggregator | None = None
         self.spans = TimelineReporter(channel, membership[channel.rank].domain == membership[0].domain)
-        self.services: list[Service] = [StallWatch(channel, failure_detector, activities), self.steps, self.spans]
+        self.stalls = StallWatch(channel, failure_detector, activities)
+        self.services: list[Service] = [self.stalls, self.steps, self.spans]
         if channel.rank == 0:
             self.all_steps = StepAggregator(channel, membership, logger.warning)
             self.timeline = TimelineAggregator(channel, membership)

@@ -102,6 +102,10 @@ class StallWatch:
                 self._reported[key] = reported
                 self._channel.tell(0, "report_wait", {"number": number, **_wait_body(wait, now, is_blocked)})
 
+    def report_again(self) -> None:
+        """Report the waits that last to another rank, which takes the place of rank 0."""
+        self._reported.clear()
+
     def close(self) -> None:
         pass
 
@@ -275,7 +279,11 @@ class StallAggregator:
         for rank in asked:
             self._channel.tell(rank, "request_snapshot", {"inquiry": number})
             peer = self._membership[rank]
-            neighbors = [r for r, p in enumerate(self._membership) if p.domain == peer.domain and r != rank]
+            neighbors = [
+                r
+                for r, p in enumerate(self._membership)
+                if p.domain == peer.domain and r != rank and r not in self._lost
+            ]
             for neighbor in neighbors[:_LOOKING]:
                 request = {"inquiry": number, "rank": rank, "pid": peer.pid}
                 self._channel.tell(neighbor, "request_process_state", request)
