@@ -27,9 +27,11 @@ from ring_plugins.core.gradients.fusion import Bucket, BucketMemory, BucketSizes
 from ring_plugins.core.gradients.overlap import Overlap
 from ring_plugins.core.gradients.reducer import GradientReducer
 from ring_plugins.torch.compared_options import COUNT, ComparedOptions, differ, options_error
-from ring_plugins.torch.device import index_of, is_capturing, is_on_gpu, memory_of, streams
+from ring_plugins.torch.device import index_of, is_capturing, is_on_gpu, streams
 from ring_plugins.torch.device_buckets import DeviceBuckets, HalfBuckets
+from ring_plugins.torch.intact_gradients import IntactGradients
 from ring_plugins.torch.sparse import average_sparse
+from ring_plugins.torch.tensor_memory import dense_memory, is_dense, is_shared, memory_like
 
 Named = tuple[str, nn.Parameter]
 
@@ -157,6 +159,7 @@ class GradientBuckets:
         self.reducer = GradientReducer(
             self._buffer, communicator, self._fill, op, compression, holds_last=True, overlap=overlap
         )
+        self._intact = IntactGradients(self.reducer.kept) if self.reducer.kept is not None else None
 
     def _allocate(self, compression: Compression | None) -> tuple[BucketMemory, list[torch.Tensor]]:
         """The buckets' memory, and each bucket as a 1-d tensor."""
@@ -214,7 +217,7 @@ class GradientBuckets:
                 gradient = self._densified(i, gradient)
             if gradient is None:
                 zero_flags.append(place)
-                zeros = _memory_like(parameter).zero_() if view is None else view.zero_()
+                zeros = memory_like(parameter).zero_() if view is None else view.zero_()
                 self._absent[i] = zeros
                 if view is None:
                     direct.append(zeros)
@@ -236,9 +239,18 @@ class GradientBuckets:
             self._write_control(bucket)
         for i in moved:
             self.parameters[i].grad = self.views[i]
+        return self._memories(bucket, direct, source + (gradients or []), to + (small.views if gradients else []))
+
+    def _memories(
+        self, bucket: Bucket, direct: list[torch.Tensor], moved: list[torch.Tensor], views: list[torch.Tensor]
+    ) -> list[Memory]:
+        """The memory of a bucket's direct gradients; others have been moved to these views."""
         if self._half is not None:
             return self._half.pack(bucket, direct)
-        return [_dense_memory(gradient) for gradient in direct]
+        if self._intact is not None:
+            self._intact.moved(bucket, moved, views)
+            return [*self._intact.memories(bucket, direct, self.parameters, self._absent)]
+        return [dense_memory(gradient) for gradient in direct]
 
     def _scale_down(self, bucket: Bucket, direct: list[torch.Tensor]) -> None:
         """Divide a bucket that was just filled by the number of ranks, if its reduction does not."""
@@ -277,7 +289,7 @@ class GradientBuckets:
             return None
         parameter = self.parameters[i]
         with torch.no_grad():
-            parameter.grad = _memory_like(parameter).copy_(gradient.to_dense())
+            parameter.grad = memory_like(parameter).copy_(gradient.to_dense())
         return parameter.grad
 
     def launch_rest(self) -> None:
@@ -441,7 +453,7 @@ class GradientBuckets:
         zeros = [whole[:count] for count in counts]
         with torch.no_grad():
             self._write_control(bucket)
-        return [_dense_memory(zero) for zero in zeros] if self._half is None else self._half.pack(bucket, zeros)
+        return [dense_memory(zero) for zero in zeros] if self._half is None else self._half.pack(bucket, zeros)
 
     def release(self) -> None:
         """Give the memory back; gradients in it stay valid."""
@@ -456,6 +468,7 @@ class _Small:
         parameters, views: by entry, see `GradientBuckets`.
 
     Attributes:
+        views: of these gradients.
         others: the bucket's other gradients, as pairs of place and entry.
     """
 
@@ -463,13 +476,13 @@ class _Small:
         self, bucket: Bucket, parameters: Sequence[nn.Parameter], views: Sequence[torch.Tensor | None]
     ) -> None:
         pairs = [(parameters[i], view) for i in bucket.entries if (view := views[i]) is not None]
-        self._parameters, self._views = [parameter for parameter, _ in pairs], [view for _, view in pairs]
+        self._parameters, self.views = [parameter for parameter, _ in pairs], [view for _, view in pairs]
         self.others = [(place, i) for place, i in enumerate(bucket.entries) if views[i] is None]
 
     def gradients(self) -> list[torch.Tensor] | None:
         """All gradients if they are new and dense; nothing if all are in the bucket already; None for any mixture."""
         gradients = list(map(_gradient_of, self._parameters))
-        in_place = sum(map(operator.is_, gradients, self._views))
+        in_place = sum(map(operator.is_, gradients, self.views))
         if in_place == len(gradients):
             return []
         if in_place or any(map(operator.is_, gradients, itertools.repeat(None))) or any(map(_is_sparse, gradients)):
@@ -480,8 +493,8 @@ class _Small:
         """Move what `gradients` returned into the bucket, if there is anything."""
         if not gradients:
             return
-        torch._foreach_copy_(self._views, gradients)
-        for parameter, view in zip(self._parameters, self._views, strict=True):
+        torch._foreach_copy_(self.views, gradients)
+        for parameter, view in zip(self._parameters, self.views, strict=True):
             parameter.grad = view
 
 
@@ -504,49 +517,17 @@ def _entry(name: str, parameter: nn.Parameter, gpu: int | None, compression: Com
 def _view_of(bucket: torch.Tensor, offset: int, parameter: nn.Parameter) -> torch.Tensor:
     """The gradient's place in the bucket."""
     flat = bucket[offset : offset + parameter.numel()]
-    if parameter.numel() and _is_dense(parameter):
+    if parameter.numel() and is_dense(parameter):
         return flat.as_strided(parameter.shape, parameter.stride())
     return flat.view(parameter.shape)
 
 
-def _memory_like(parameter: nn.Parameter) -> torch.Tensor:
-    """Uninitialized memory for a gradient."""
-    if _is_dense(parameter):
-        return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
-    return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-
-
 def _laid_out(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
     """The gradient in the layout of all ranks and in memory that nothing shares; a copy if autograd's is neither."""
-    expected = parameter.stride() if _is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
+    expected = parameter.stride() if is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
     lazy = gradient.is_conj() or gradient.is_neg()
-    if gradient.stride() != expected or gradient.requires_grad or lazy or _is_shared(gradient):
+    if gradient.stride() != expected or gradient.requires_grad or lazy or is_shared(gradient):
         with torch.no_grad():
-            parameter.grad = _memory_like(parameter).copy_(gradient)
+            parameter.grad = memory_like(parameter).copy_(gradient)
         return parameter.grad
     return gradient
-
-
-def _dense_memory(tensor: torch.Tensor) -> Memory:
-    """The memory of a dense tensor, in the order in which its elements lie there."""
-    return memory_of(tensor.detach().as_strided((tensor.numel(),), (1,)))
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a stretch of memory without gaps or overlaps, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _is_shared(gradient: torch.Tensor) -> bool:
-    """Whether other tensors lie in the gradient's memory and would see it change.
-
-    For `p.view(-1) + f(x)` autograd hands `p` a view of the gradient that the backward of `f` has yet to read.
-    """
-    storage = gradient.untyped_storage()
-    uses: int = torch._C._storage_Use_Count(storage._cdata)
-    return uses > 2  # the gradient itself, and `storage`

@@ -53,6 +53,7 @@ class GradientReducer:
         waited: seconds that `finish` waited for reductions, or ran them.
         reduced_bytes: bytes reduced.
         passes: passes finished.
+        kept: what `fill` may tell how to restore a bucket; None where no rank may be lost.
         is_under_way: whether a pass has begun and not been finished.
     """
 
@@ -78,8 +79,8 @@ class GradientReducer:
         for bucket in self._buckets:
             for entry in bucket.entries:
                 self._bucket_of[entry] = bucket.index
-        self._kept = KeptInputs() if isinstance(communicator, HealingCommunicator) else None
-        self._overlap = (overlap or ALWAYS) if self._kept is None else FixedOverlap(False)
+        self.kept = KeptInputs() if isinstance(communicator, HealingCommunicator) else None
+        self._overlap = (overlap or ALWAYS) if self.kept is None else FixedOverlap(False)
         self.overlaps = self._overlap.now
         self.holds = False
         self.waited = 0.0
@@ -89,8 +90,8 @@ class GradientReducer:
 
     def _start_pass(self) -> None:
         self.is_under_way = False
-        if self._kept is not None:
-            self._kept.clear()
+        if self.kept is not None:
+            self.kept.clear()
         self._ready = bytearray(len(self._bucket_of))
         self._missing = [len(bucket.entries) for bucket in self._buckets]
         self._next = 0
@@ -172,7 +173,7 @@ class GradientReducer:
 
     def _launch_rest(self, fill: Fill | None) -> None:
         """Other ranks may reduce the same pass in line, so what is one operation there is one here."""
-        while self._kept is None and self._next < len(self._buckets):
+        while self.kept is None and self._next < len(self._buckets):
             self._launch(fill, 1 if self.overlaps else len(self._buckets))
 
     def _launch(self, fill: Fill | None, count: int = 1) -> None:
@@ -185,7 +186,7 @@ class GradientReducer:
             try:
                 self._reduce_in_line(fill)
             except MembersLost:
-                if self._kept is None:
+                if self.kept is None:
                     raise
                 self._next = 0  # the pass is repeated as a whole, see `repetition`
 
@@ -231,11 +232,11 @@ class GradientReducer:
 
     def _memories_of(self, bucket: Bucket, fill: Fill) -> Sequence[Any]:
         """The memory of a bucket, with this rank's gradients."""
-        if self._kept is not None and (restored := self._kept.restored(bucket.index)) is not None:
+        if self.kept is not None and (restored := self.kept.restored(bucket)) is not None:
             return restored
         memories: list[Any] = [self._buffer.memories[bucket.index], *(fill(bucket) or ())]
-        if self._kept is not None:
-            self._kept.keep(bucket.index, memories)
+        if self.kept is not None:
+            self.kept.keep(bucket, memories)
         return memories
 
     def _codecs_of(self, first: int, filled: Sequence[Sequence[Any]]) -> list[HalfCodec | None] | None:
