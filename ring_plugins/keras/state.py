@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -58,13 +59,37 @@ def broadcast_all(variables: Sequence[Any], root_rank: int) -> None:
         ArgumentError: `root_rank` is not a rank.
         MismatchError: the variables differ among ranks.
     """
+    with _broadcasting(variables, root_rank) as communicator:
+        for variable in variables:
+            variable.assign(_broadcast(variable, root_rank, communicator))
+
+
+def broadcast_values(variables: Sequence[Any], values: Sequence[Array], root_rank: int) -> list[Array]:
+    """Broadcast what variables hold, where they cannot be read or assigned: in a host call. Collective.
+
+    Args:
+        variables, root_rank: as for `broadcast_all`.
+        values: of the variables.
+
+    Returns:
+        The root's values.
+
+    Raises:
+        ArgumentError, MismatchError: as for `broadcast_all`.
+    """
+    with _broadcasting(variables, root_rank) as communicator:
+        return [_broadcast_value(np.array(value, order="C"), root_rank, communicator) for value in values]
+
+
+@contextlib.contextmanager
+def _broadcasting(variables: Sequence[Any], root_rank: int) -> Iterator[Communicator]:
+    """Check what all ranks give, and let the others know if this rank raises."""
     world = connect()
     with on_all_or_none(world.communicator, "broadcast_variables"):
         check_root(root_rank, world)
         if world.topology.size > 1:
             check_equal(variables, world.communicator)
-            for variable in variables:
-                variable.assign(_broadcast(variable, root_rank, world.communicator))
+        yield world.communicator
 
 
 def optimizers_of(model: Any) -> list[Any]:
@@ -188,7 +213,11 @@ def weight_checksums(model: Any) -> tuple[list[str], list[int]]:
 
 
 def _broadcast(variable: Any, root: int, communicator: Communicator) -> Array:
-    value = value_of(variable)
+    return _broadcast_value(value_of(variable), root, communicator)
+
+
+def _broadcast_value(value: Array, root: int, communicator: Communicator) -> Array:
+    """Overwrite an array with the root's."""
     array, dtype = host_array(value)
     communicator.broadcast(HostMemory(array.reshape(-1), dtype), root)
     return value

@@ -41,7 +41,7 @@ from ring_plugins.horovod.basics import refuse_join as join
 from ring_plugins.keras.averaging import BUCKET_BYTES, describe_gradient
 from ring_plugins.keras.backends import Exchange, Settings, backend
 from ring_plugins.keras.job import capture_exceptions, connect
-from ring_plugins.keras.state import broadcast_all
+from ring_plugins.keras.state import broadcast_all, broadcast_values
 from ring_plugins.other_names import no_attribute
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def _averaged(exchange: Exchange, gradients: Sequence[Any]) -> list[Any]:
 def broadcast_variables(
     variables: Iterable[Any], root_rank: int, process_set: Any = None, inplace: bool = False
 ) -> None:
-    """Give all ranks the root's values of variables.
+    """Give all ranks the root's values of variables, now or whenever the `tf.function` that is being traced runs.
 
     Args:
         variables: `model.variables`, `optimizer.variables`, or `optimizer.variables()` of older Keras versions.
@@ -225,7 +225,40 @@ def broadcast_variables(
         MismatchError: the variables differ among ranks.
     """
     check_process_set(process_set)
-    broadcast_all(list(variables() if callable(variables) else variables), root_rank)
+    these = list(variables() if callable(variables) else variables)
+    if tf.executing_eagerly() or not these:
+        broadcast_all(these, root_rank)
+        return
+    connect()
+
+    def call(*values: Any) -> list[Any]:
+        return broadcast_values(these, values, root_rank)
+
+    own = [tf.convert_to_tensor(variable) for variable in these]
+    values = tf.numpy_function(capture_exceptions(call), own, [value.dtype for value in own])
+    for variable, value in zip(these, tf.nest.flatten(values), strict=True):
+        variable.assign(tf.ensure_shape(value, variable.shape))
+
+
+class _Variables(list[Any]):
+    """`optimizer.variables` which scripts may call, as they had to before Keras 2.11: `optimizer.variables()`.
+
+    Keras 2 has the same list for the same reason; the optimizers of Keras 3 have lost it.
+    """
+
+    def __call__(self) -> _Variables:
+        return self
+
+
+def _make_variables_callable(kind: Any) -> None:
+    read = kind.variables.fget
+    kind.variables = property(lambda optimizer: _Variables(read(optimizer)), doc=kind.variables.__doc__)
+
+
+if keras.backend.backend() == "tensorflow":
+    # Scripts read the list before this package sees their optimizer, so the classes must have it.
+    for _kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
+        _make_variables_callable(_kind)
 
 
 @_as_it_is
