@@ -91,6 +91,45 @@ report("alltoall", [rows.tolist(), counts.tolist()])
 report("reducescatter", hvd.reducescatter(torch.arange(3.0), op=hvd.Sum))
 report("objects", [hvd.allgather_object(rank), hvd.broadcast_object({"rank": rank}, root_rank=1)])
 
+# Handles of every kind
+begun = {
+    "grouped": hvd.grouped_allreduce_async([x, x * 2], op=hvd.Sum, name="g"),
+    "grouped in place": hvd.grouped_allreduce_async_([x.clone()], op=hvd.Max, postscale_factor=2.0),
+    "gathered": hvd.allgather_async(torch.full((1 + rank, 2), float(rank))),
+    "all gathered": hvd.grouped_allgather_async([torch.tensor([rank]), torch.tensor([2.0] * rank)]),
+    "broadcast": hvd.broadcast_async(x, 1),
+    "alltoall": hvd.alltoall_async(torch.arange(4.0) + 10 * rank),
+    "scattered": hvd.reducescatter_async(torch.arange(2.0), prescale_factor=4.0),
+    "all scattered": hvd.grouped_reducescatter_async([torch.arange(2.0), torch.arange(4.0)], op=hvd.Sum),
+    "sparse": hvd.sparse_allreduce_async(torch.diag(torch.tensor([1.0, rank])).to_sparse(), "s", hvd.Average),
+}
+
+def plain(result):
+    if isinstance(result, (list, tuple)):
+        return [plain(one) for one in result]
+    return result.to_dense().tolist()
+
+report("begun", {key: plain(hvd.synchronize(handle)) for key, handle in begun.items()})
+report("over", all(map(hvd.poll, begun.values())))
+report("lists", plain([
+    hvd.grouped_allgather([torch.tensor([rank])]), hvd.grouped_reducescatter([torch.arange(2.0)]),
+    hvd.grouped_allreduce_([x.clone()], average=False),
+]))
+report("dtype of splits", str(hvd.alltoall(x, splits=torch.tensor([1, 3]))[1].dtype))
+
+# Gradients have Horovod's factors
+def gradient_of(function):
+    weight = torch.ones(2, requires_grad=True)
+    result = function(weight * (rank + 1))
+    (result * torch.arange(1.0, 1 + len(result))).sum().backward()
+    return weight.grad
+
+report("factors", plain([gradient_of(function) for function in (
+    hvd.allreduce, hvd.allgather, lambda w: hvd.broadcast(w, 1), hvd.alltoall, hvd.reducescatter,
+    lambda w: hvd.reducescatter(w, op=hvd.Sum), lambda w: hvd.alltoall(w, splits=[2, 0])[0],
+    lambda w: torch.cat(hvd.grouped_allreduce([w, w])),
+)]))
+
 # Gradients pass through
 weight = torch.ones(2, requires_grad=True)
 hvd.allreduce(weight * (rank + 1), op=hvd.Sum).sum().backward()
@@ -148,6 +187,26 @@ def test_a_script_for_horovod(launcher):
     assert result.values("kept") == [[0, 1, 2, 3], [1, 2, 3, 4]]
     assert result.values("alltoall") == [[[0, 10], [1, 1]], [[1, 2, 11, 12], [2, 2]]]
     assert result.values("reducescatter") == [[0, 2], [4]]
+    for rank, begun in enumerate(result.values("begun")):
+        assert begun == {
+            "grouped": [[1, 3, 5, 7], [2, 6, 10, 14]],
+            "grouped in place": [[2, 4, 6, 8]],
+            "gathered": [[0, 0], [1, 1], [1, 1]],
+            "all gathered": [[0, 1], [2]],
+            "broadcast": [1, 2, 3, 4],
+            "alltoall": [[[0, 1, 10, 11], [2, 2]], [[2, 3, 12, 13], [2, 2]]][rank],
+            "scattered": [4 * rank],
+            "all scattered": [[[0], [0, 2]], [[2], [4, 6]]][rank],
+            "sparse": [[1, 0], [0, 0.5]],
+        }
+    assert result.values("over") == [True, True]
+    assert result.values("lists") == [[[[0, 1]], [[rank]], [[1, 3, 5, 7]]] for rank in range(2)]
+    assert result.values("dtype of splits") == ["torch.int64"] * 2
+    # The derivatives of the sum of both losses: allgather and broadcast divided by two, reducescatter times two.
+    assert result.values("factors") == [
+        [[1, 2], [1, 2], [0, 0], [1, 1], [1, 1], [2, 2], [1, 2], [4, 6]],
+        [[2, 4], [6, 8], [2, 4], [4, 4], [2, 2], [4, 4], [6, 8], [8, 12]],
+    ]
     assert result.values("gradient") == [[2, 2], [4, 4]], "the sum's gradient is the sum of the ranks' gradients"
     for texts in result.values("refused"):
         assert len(texts) == 7, texts
