@@ -17,7 +17,7 @@ import numpy as np
 
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory, OnDevice, host_array, host_memory
-from ring_plugins.core.arrays.result_memory import kept_results
+from ring_plugins.core.arrays.result_memory import SMALLEST, kept_results
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
@@ -142,7 +142,8 @@ def all_reduce(x: Any, op: Op = Op.AVERAGE, *, out: Any = None, wait: bool = Tru
         MismatchError: ranks gave different shapes, dtypes or ops.
         PeerFailed: another rank is gone.
     """
-    _refuse_gradient(x, "all_reduce")
+    if getattr(x, "requires_grad", False):
+        _refuse_gradient(x, "all_reduce")
     communicator = current().communicator
     try:
         return _in_place(communicator, "all_reduce", x, out, wait, communicator.all_reduce, op, reads_source=True)
@@ -371,6 +372,13 @@ def _in_place(
         operate(HostMemory(_flat(source), dtype, None, _compared(source)), argument)
         return x
     if out is None and wait and reads_source and flags.c_contiguous:
+        if type(x) is np.ndarray and x.dtype is source.dtype and source.nbytes < SMALLEST:
+            result = np.empty(source.shape, source.dtype)  # as below, in fewer calls: small messages are called often
+            if source.ndim == 1:
+                operate(HostMemory(result, dtype, source), argument)
+            else:
+                operate(HostMemory(result.reshape(-1), dtype, source.reshape(-1), _compared(source)), argument)
+            return result
         result = _empty(x, source.dtype, source.shape)
         operate(HostMemory(_flat(host_array(result)[0]), dtype, _flat(source), _compared(source)), argument)
         return result

@@ -47,25 +47,22 @@ def reduce_into(target: Array, sources: Sequence[Array], op: Op, dtype: str, div
         if divisor != 1:
             divide(target, divisor)
         return
-    ufunc = _UFUNC[op]
-    if target.nbytes <= PIECE_BYTES:
-        _combine(target, sources, ufunc, divisor)
+    if target.nbytes > PIECE_BYTES:
+        step = PIECE_BYTES // target.itemsize
+        for start in range(0, target.size, step):
+            end = start + step
+            reduce_into(target[start:end], [source[start:end] for source in sources], op, dtype, divisor)
         return
-    step = PIECE_BYTES // target.itemsize
-    for start in range(0, target.size, step):
-        end = start + step
-        _combine(target[start:end], [source[start:end] for source in sources], ufunc, divisor)
-
-
-def _combine(target: Array, sources: Sequence[Array], ufunc: Callable[..., Array], divisor: float) -> None:
     if len(sources) == 1:
         np.copyto(target, sources[0])
     else:
+        ufunc = _UFUNC[op]
         ufunc(sources[0], sources[1], out=target)
         for source in sources[2:]:
             ufunc(target, source, out=target)
     if divisor != 1:
-        divide(target, divisor)
+        divide_by, operand = _division(divisor, target.dtype)
+        divide_by(target, operand, target)
 
 
 def reduce_everywhere(

@@ -108,13 +108,12 @@ class SerialExecutor:
         if thread is not None and not inside and not thread.is_idle():
             return self._run_behind(fingerprint, operation, *args)
         with self._lock:
-            self.failure.check()
-            self._refuse_nesting(fingerprint.text)
-            wait, statistics = self._wait, self.statistics
+            failure, wait, statistics = self.failure, self._wait, self.statistics
+            if failure.error is not None or self._is_running:
+                self._refuse_now(fingerprint.text)
             fingerprint = after_refusals(fingerprint, wait.refused) if wait.refused else fingerprint
-            work = thread.current if thread is not None and inside else None
-            part_of = work.description if work is not None else self._in_line
-            wait.part_of = "" if fingerprint.text.startswith(part_of) else part_of
+            part_of = work.description if inside and thread and (work := thread.current) else self._in_line
+            wait.part_of = part_of if part_of and not fingerprint.text.startswith(part_of) else ""
             wait.number = number = statistics.operations
             wait.entered = number + 1
             waited_before = wait.waited_for_arrival
@@ -140,7 +139,8 @@ class SerialExecutor:
                 raise
             finally:
                 self._is_running = False
-            self.failure.check()  # a member may have overwritten the memory before it was read
+            if failure.error is not None:
+                failure.check()  # a member may have overwritten the memory before it was read
             self._ended = ended = time.monotonic()
             statistics.operations += 1
             wait.refused = 0
@@ -149,16 +149,19 @@ class SerialExecutor:
             if not inside:
                 steps.add_blocked_time(ended - began, waited)
             if recorder.on:
-                recorder.record(
-                    "operation" if inside else "call",
-                    fingerprint.text,
-                    int(began * 1e9),
-                    int(ended * 1e9),
-                    communicator=self._name,
-                    part_of=wait.part_of,
-                    waited_ms=round(waited * 1e3, 3),
-                )
+                self._record("operation" if inside else "call", fingerprint.text, began, ended, waited)
             return result
+
+    def _record(self, kind: str, text: str, began: float, ended: float, waited: float) -> None:
+        recorder.record(
+            kind,
+            text,
+            int(began * 1e9),
+            int(ended * 1e9),
+            communicator=self._name,
+            part_of=self._wait.part_of,
+            waited_ms=round(waited * 1e3, 3),
+        )
 
     def _end_or_heal(self, error: RingError) -> None:
         """Let nothing follow after an error, unless members died and the others agree to go on without them."""
@@ -202,13 +205,13 @@ class SerialExecutor:
             if self._members is not None and self.failure.error is None:
                 self._members.refuse(self.statistics.operations, before, operation, error)
 
-    def _refuse_nesting(self, text: str) -> None:
-        if self._is_running:
-            assert self._fingerprint is not None
-            raise RingError(
-                f"{self._name}: {text} was called inside {self._fingerprint.text}, by a signal handler? Only set a "
-                "variable there, and call collectives from the training loop, where all ranks come to the same place."
-            )
+    def _refuse_now(self, text: str) -> None:
+        self.failure.check()
+        assert self._fingerprint is not None
+        raise RingError(
+            f"{self._name}: {text} was called inside {self._fingerprint.text}, by a signal handler? Only set a "
+            "variable there, and call collectives from the training loop, where all ranks come to the same place."
+        )
 
     def _run_behind(
         self, fingerprint: Fingerprint, operation: Callable[[Unpack[Ts], Fingerprint], T], *args: Unpack[Ts]

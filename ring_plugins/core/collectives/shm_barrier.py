@@ -54,7 +54,7 @@ from ring_plugins.core.base.types import Bytes
 from ring_plugins.core.collectives.fingerprint import Fingerprint, mismatch
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.linux import futex
-from ring_plugins.core.linux.shared_memory import publish
+from ring_plugins.core.linux.shared_memory import is_weakly_ordered, publish
 
 #: Bytes of a control page.
 PAGE = 4096
@@ -136,7 +136,8 @@ class SharedMemoryBarrier:
         if epoch <= 0:
             raise RingError(f"{self._name}: this rank takes part no more.")
         self._wait.begun = True
-        publish()
+        if is_weakly_ordered:
+            publish()
         self._own[_EPOCH] = epoch
         others = self._others
         for page in others:
@@ -151,7 +152,8 @@ class SharedMemoryBarrier:
                 break
         else:
             self._wait_for(epoch, arrival, meanwhile)
-        publish()
+        if is_weakly_ordered:
+            publish()
 
     def _wait_for(self, epoch: int, arrival: bool, meanwhile: Callable[[], None] | None) -> None:
         self._wait.until(
@@ -163,7 +165,10 @@ class SharedMemoryBarrier:
         )
 
     def _have_arrived(self, epoch: int) -> bool:
-        if all(page[_EPOCH] >= epoch for page in self._pages):  # this rank's own thread may have been interrupted
+        for page in self._pages:  # with this rank's own, whose thread may have been interrupted
+            if page[_EPOCH] < epoch:
+                break
+        else:
             return True
         self.raise_reported()
         return False

@@ -111,7 +111,6 @@ class SharedMemoryGroup:
         first, second = PAGE + ROUND_BYTES, PAGE + 2 * ROUND_BYTES
         #: By staging buffer, then by member.
         self._staging = [array[PAGE:first] for array in arrays], [array[first:second] for array in arrays]
-        self._typed_staging: dict[np.dtype[Any], tuple[list[Array], list[Array]]] = {}
         self._small_kind: tuple[np.dtype[Any], int] | None = None
         self._small_staging: tuple[list[Array], ...] = ()
         self.chunk_staging = [array[second:] for array in arrays]
@@ -145,7 +144,6 @@ class SharedMemoryGroup:
         self.barriers.keep(places)
         first, second = self._staging
         self._staging = [first[place] for place in places], [second[place] for place in places]
-        self._typed_staging.clear()
         self._small_kind = None
         self.chunk_staging = [self.chunk_staging[place] for place in places]
         for buffer in self._buffers:
@@ -265,8 +263,11 @@ class SharedMemoryGroup:
                 np.copyto(array, source)
             return
         if array.nbytes <= SMALL_BYTES:
-            staged = self._next_small_staging(array.dtype, array.size)
-            np.copyto(staged[self.position], source)
+            kind = array.dtype, array.size
+            if kind != self._small_kind:
+                self._take_small_staging(*kind)
+            staged = self._small_staging[self.barriers.parity]
+            staged[self.position][...] = source
             self._arrive(fingerprint)
             reduce_into(array, staged, op, dtype, divisor)
             return
@@ -307,22 +308,12 @@ class SharedMemoryGroup:
             end += -end % CACHE_LINE
         return staged
 
-    def _next_small_staging(self, storage: np.dtype[Any], size: int) -> list[Array]:
-        """As `_next_typed_staging`, the first `size` elements; kept for the next operation, often as small."""
-        if self._small_kind != (storage, size):
-            self._next_typed_staging(storage)
-            self._small_staging = tuple([whole[:size] for whole in buffers] for buffers in self._typed_staging[storage])
-            self._small_kind = storage, size
-        return self._small_staging[self.barriers.parity]
-
-    def _next_typed_staging(self, storage: np.dtype[Any]) -> list[Array]:
-        """Everyone's staging buffers for the next use, as arrays of one type; cached, since making views takes time."""
-        typed = self._typed_staging.get(storage)
-        if typed is None:
-            first, second = self._staging
-            typed = [whole.view(storage) for whole in first], [whole.view(storage) for whole in second]
-            self._typed_staging[storage] = typed
-        return typed[self.barriers.parity]
+    def _take_small_staging(self, storage: np.dtype[Any], size: int) -> None:
+        """Make views of everyone's staging buffers, and keep them for the next operation, often as small."""
+        self._small_staging = tuple(
+            [whole[: size * storage.itemsize].view(storage) for whole in buffers] for buffers in self._staging
+        )
+        self._small_kind = storage, size
 
     def _reduce_large(
         self,

@@ -275,7 +275,9 @@ def _publish_ordered() -> None:
     """Does nothing: x86 makes stores visible in program order."""
 
 
-publish = _publish_ordered if platform.machine() in ("x86_64", "AMD64", "i686") else _publish_weakly_ordered
+#: Whether `publish` does anything, for callers to whom even the call matters.
+is_weakly_ordered = platform.machine() not in ("x86_64", "AMD64", "i686")
+publish = _publish_weakly_ordered if is_weakly_ordered else _publish_ordered
 
 if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("ring_plugins runs on little-endian machines only.")
