@@ -1,6 +1,6 @@
 """What a launcher's process becomes when `slots.hold_slot` has taken over its job: a process that must not die.
 
-Runs as a script of its own, by an isolated Python without site-packages, so that it takes 8 MB and no time; it imports
+Runs as a script of its own, by an isolated Python without site-packages, so that it takes 6 MB and no time; it imports
 nothing of this package. All of a job's holders meet at an abstract Unix socket:
 
 - the first listens. When all others have come, it starts `ring run`, whose exit status it sends to them in one byte;
