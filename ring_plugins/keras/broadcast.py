@@ -44,7 +44,7 @@ from ring_plugins.keras.validation import (
     check_other_parallelism,
     check_root,
 )
-from ring_plugins.keras.writers import HeldWriter
+from ring_plugins.keras.writers import HeldWriter, warn_of_lone_writers
 from ring_plugins.observe.drift import DriftCheck, chosen_interval, differing_weights, drift_check
 from ring_plugins.observe.training import announce_training
 
@@ -178,6 +178,8 @@ class BroadcastCallback(keras.callbacks.Callback):
         continue_at(model._initial_epoch or 0)
         # A script may give the callback that saves to one rank only.
         self._saves_weights = any(self._communicator.all_gather_object(self._saves_weights))
+        if world.heals and self.write_on_root_only:
+            warn_of_lone_writers(self._writers, self._communicator)
         if any(self._communicator.all_gather_object(backend().is_lazy(model))):
             backend().before_first_step(model, self._start)
         else:
@@ -257,7 +259,7 @@ class BroadcastCallback(keras.callbacks.Callback):
             check_equal_learning_rates(self._model.optimizer, self._communicator)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        if self._is_fitting and self._writers:
+        if self._is_fitting and current().heals:  # a writer may still be lost while it completes its files
             assert self._stop is not None
             self._stop.after_epoch(self._model)
             self._after_exchange()

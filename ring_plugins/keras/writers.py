@@ -23,10 +23,13 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+
+from ring_plugins.core.base.log import logger
+from ring_plugins.core.collectives.api import Communicator
 
 #: Callbacks that only write files or to the terminal. Only one rank needs them.
 WRITERS: tuple[type[Any], ...] = (
@@ -110,6 +113,23 @@ def _hook(name: str) -> Callable[..., None]:
 
 for _name in _HOOKS:
     setattr(HeldWriter, _name, _hook(_name))
+
+
+def warn_of_lone_writers(writers: Sequence[HeldWriter], communicator: Communicator[Any]) -> None:
+    """Warn, on a rank whose callbacks would have no successor because other ranks lack them. Collective."""
+    kinds = [type(held.writer).__name__ for held in writers if held._kind is not keras.callbacks.ProgbarLogger]
+    everywhere = set(kinds).intersection(*communicator.all_gather_object(kinds))
+    lone = sorted(set(kinds) - everywhere - _warned)
+    _warned.update(lone)
+    if lone:
+        logger.warning(
+            f"{' and '.join(lone)} of rank {communicator.ranks[communicator.rank]} would end with that rank: other "
+            "ranks do not have it. Give it to all ranks; only one of them writes."
+        )
+
+
+#: What `warn_of_lone_writers` has warned of.
+_warned: set[str] = set()
 
 
 # Without writing ----------------------------------------------------------------------------------

@@ -81,7 +81,8 @@ def main() -> None:
     callbacks: list[Any] = [dies, BroadcastCallback(), MetricAverageCallback()]
     if "TEST_RATE" in os.environ:
         callbacks.append(LearningRateWarmupCallback(1))
-    if files := os.environ.get("TEST_FILES"):
+    files = os.environ.get("TEST_FILES")
+    if files and (me == 0 or "TEST_LONE" not in os.environ):
         callbacks += [
             keras.callbacks.ModelCheckpoint(f"{files}/{{epoch}}.keras"),
             keras.callbacks.ModelCheckpoint(f"{files}/best.keras", monitor="mae", mode="max", save_best_only=True),
@@ -100,7 +101,7 @@ def main() -> None:
     weights = [sorted(set(np.ravel(weight).tolist())) for weight in model.get_weights()]
     found = {"weights": weights, "history": dies.history, "changes": changes, "metrics": fitted.history}
     found["rates"] = dies.rates
-    if files and ring.rank() == 0:
+    if files and ring.rank() == 0 and "TEST_LONE" not in os.environ:
         saved = keras.models.load_model(f"{files}/{EPOCHS}.keras", compile=False)
         same = [(a == b).all() for a, b in zip(saved.get_weights(), model.get_weights(), strict=True)]
         report("saved", [all(same), *sorted(os.listdir(files))], me)

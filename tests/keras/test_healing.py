@@ -89,6 +89,16 @@ def test_the_next_rank_writes_again_what_rank_0_was_writing(backend, tmp_path):
 
 
 @pytest.mark.slow
+def test_writers_that_only_rank_0_has_end_with_it_and_a_warning_says_so(tmp_path):
+    deaths = {0: [5, "before the step"]}
+    result = fit("torch", deaths, environment={"TEST_FILES": str(tmp_path), "TEST_LONE": "1"})
+    assert "BackupAndRestore and CSVLogger and ModelCheckpoint of rank 0 would end with that rank" in result.output
+    assert (tmp_path / "1.keras").exists()
+    assert not (tmp_path / "2.keras").exists()
+    check_survivors(result, deaths)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rate", ["number", "schedule"])
 @pytest.mark.parametrize("step", [2, 5])
