@@ -1,0 +1,399 @@
+"""Random deaths in jobs with `on_failure="continue"`: the others must go on whole, or end as the documentation says.
+
+    python -m tests.campaigns.healing --runs 300 --seed 1             # about ten minutes
+    python -m tests.campaigns.healing --only 1:17                     # run 17 of seed 1 again, with all it printed
+    python -m tests.campaigns.healing --runs 300 --seed 1 --keep      # also writes benchmarks/results
+
+A run is drawn from its seed and number alone. Its ranks are forked (tests/forked_ranks.py), train, and kill or stop
+themselves at the points that were drawn. Then it is judged:
+
+    went on   the others finished every step, with the weights of a replay of the membership log in one process, to the
+              last bit; they agree on that log, and it has nobody who was gone, and lacks nobody who was not
+    ended     every rank ended with an error that names the dead or stopped one, where docs/healing.md says so
+    hang      a rank still ran after a minute
+    left      a process or a file stayed behind
+    wrong     anything else
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import random
+import signal
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # the ranks are forked
+
+import torch
+
+import ring_plugins as ring
+from ring_plugins.core.control.membership import Membership
+from ring_plugins.core.world import World, current
+from ring_plugins.torch import DistributedOptimizer, broadcast_parameters
+from tests.forked_ranks import Ended, run_forked
+from tests.mortal import die, die_in_barrier
+
+RESULT = Path(__file__).parent.parent.parent / "benchmarks" / "results" / "healing_campaign.json"
+STEPS, HANGS = 8, 60.0
+#: Seconds that ranks wait for one that is stopped, and for which a rank is stopped: less, or more.
+TIMEOUT, STOPS = "4", (0.3, 6.0)
+COUNTS = (10, 20_000, 600_000)
+#: Times whole numbers, it has exact averages over up to 6 ranks.
+UNIT = 60.0
+#: Where a rank dies, and how often that is drawn.
+POINTS = {
+    "forward": 1, "between gradients": 1, "reduction": 3, "update": 1, "collective": 2, "broadcast": 0.7,
+    "skipped step": 2, "healing": 2, "stop": 0.5,
+}  # fmt: skip
+COLLECTIVES = ("all_reduce", "all_gather", "barrier", "all_gather_object", "broadcast_object")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a rank does to itself.
+
+    Attributes:
+        rank, step: which, and when.
+        point: one of `POINTS`.
+        number: of the barrier, counted from the beginning of the reduction, collective or step.
+        when: "before" or "in" that barrier; in healing, "before" it, once it has "decided", or when it is "over".
+    """
+
+    rank: int
+    step: int
+    point: str
+    number: int
+    when: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run.
+
+    Attributes:
+        seed, number: it was drawn from.
+        ranks: of the job.
+        faults: at most one for each rank.
+        in_place: whether gradients accumulate in the memory in which they are averaged.
+        skips: in which step, and which rank cannot compute its gradients.
+        stops: seconds for which a rank is stopped.
+    """
+
+    seed: int
+    number: int
+    ranks: int
+    faults: tuple[Fault, ...]
+    in_place: bool
+    skips: tuple[int, int]
+    stops: float
+
+
+def draw(seed: int, number: int) -> Plan:
+    """The plan of a run."""
+    drawn = random.Random(f"{seed}:{number}")
+    ranks = drawn.randint(2, 6)
+    skips = drawn.randrange(1, STEPS - 1), drawn.randrange(ranks)
+    point = drawn.choices(list(POINTS), list(POINTS.values()))[0]
+    most = ranks - 1
+    victims = drawn.sample(range(ranks), ranks)
+    first = drawn.choice([0, ranks - 1, ranks // 2, victims[0]])
+    victims = [first, *(rank for rank in victims if rank != first)]
+    count = drawn.choice([1, 1, min(2, most), min(2, most), drawn.randint(1, most), most])
+    if point == "healing":
+        count = max(count, min(2, most))
+    step = skips[0] if point == "skipped step" else drawn.randrange(STEPS)
+    faults = []
+    at_once = drawn.random() < 0.5
+    for place, victim in enumerate(victims[: 1 if point == "stop" else count]):
+        own = point if place == 0 else drawn.choice([point, "forward", "reduction", "collective"])
+        if point == "healing":
+            own = "healing" if place else drawn.choice(["forward", "reduction", "update"])
+        when = step if place == 0 or at_once or own in ("healing", "skipped step") else drawn.randrange(STEPS)
+        side = drawn.choice(["before", "decided", "over"] if own == "healing" else ["before", "in"])
+        faults.append(Fault(victim, when, own, drawn.randint(1, 4), side))
+    return Plan(seed, number, ranks, tuple(faults), drawn.random() < 0.3, skips, drawn.choice(STOPS))
+
+
+# A rank -------------------------------------------------------------------------------------------
+
+
+def gradient(step: int, rank: int) -> float:
+    """The factor of all gradients of a rank in a step."""
+    return UNIT * ((7 * step + 3 * rank) % 5 - 2)
+
+
+def patterns() -> list[torch.Tensor]:
+    """What the gradients of each parameter are multiples of."""
+    return [(torch.arange(count) % 3 + 1).float() for count in COUNTS]
+
+
+def checksums(model: Sequence[torch.Tensor]) -> list[str]:
+    """Of the weights."""
+    return [hashlib.blake2b(one.detach().numpy().tobytes(), digest_size=8).hexdigest() for one in model]
+
+
+def die_in_healing(when: str) -> None:
+    """Die in the first agreement on who is left, see `Fault.when`."""
+    agree, go_on, decide = Membership.agree, World._go_on_without, None
+    if when == "before":
+        Membership.agree = lambda *_: die()  # type: ignore[method-assign, assignment, return-value]
+    elif when == "over":
+        World._go_on_without = lambda *args: (go_on(*args), die())  # type: ignore[method-assign, assignment, return-value]
+    else:
+        own = current()._membership._peers.own  # type: ignore[union-attr]
+        decide = own.decide
+        own.decide = lambda *args: (decide(*args), die())  # type: ignore[method-assign, assignment, return-value]
+        Membership.agree = lambda *args: (agree(*args), die())  # type: ignore[method-assign, assignment, return-value]
+
+
+class Mortal:
+    """A rank that may have a fault."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self._fault = next((fault for fault in plan.faults if fault.rank == rank), None)
+        self.step = 0
+
+    def at(self, point: str) -> None:
+        """Do what is planned for this point of the step."""
+        fault = self._fault
+        if fault is None or fault.step != self.step:
+            return
+        if fault.point == "stop" and point == ("forward", "update", "collective", "broadcast")[fault.number - 1]:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if fault.point != point:
+            return
+        if point in ("forward", "between gradients", "update"):
+            die()
+        self._fault = None
+        if point == "healing":
+            die_in_healing(fault.when)
+        else:
+            die_in_barrier(fault.number, fault.when)
+
+
+def train(plan: Plan, rank: int) -> dict[str, Any]:
+    """What a rank does."""
+    ring.init(on_failure="continue")
+    mortal, me = Mortal(plan, rank), rank
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(count)) for count in COUNTS])
+    broadcast_parameters(model)
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5), model.named_parameters(), bucket_bytes=4096
+    )
+    model[1].register_post_accumulate_grad_hook(lambda _: mortal.at("between gradients"))
+    optimizer.optimizer.register_step_pre_hook(lambda *_: mortal.at("update"))
+    factors, history, told = patterns(), [], []
+    ring.on_membership_change(lambda change: told.extend(change.lost))
+    for step in range(STEPS):
+        mortal.step = step
+        mortal.at("healing")
+        mortal.at("forward")
+        mortal.at("skipped step")
+        averaged: Sequence[int] | None = None
+        with optimizer.skip_step_on(MemoryError) as outcome:
+            optimizer.zero_grad(set_to_none=not plan.in_place)
+            if plan.skips == (step, me):
+                raise MemoryError("no room")
+            loss = sum((p * (gradient(step, me) * factor)).sum() for p, factor in zip(model, factors, strict=True))
+            mortal.at("reduction")
+            loss.backward()  # type: ignore[union-attr]
+            averaged = current().world_ranks
+            optimizer.step()
+        mortal.at("collective")
+        value = collective(COLLECTIVES[step % len(COLLECTIVES)], me)
+        after = current().world_ranks
+        mortal.at("broadcast")
+        if step % 2:
+            root = torch.full((5,), float(me))
+            ring.broadcast(root, ring.size() - 1)
+        history.append([None if outcome.skipped else averaged, after, value])
+        assert current().world_ranks[ring.rank()] == me and ring.size() == len(current().world_ranks)
+    left = ring.all_gather_object(me)
+    return {"history": history, "weights": checksums(list(model)), "left": left, "told": told}
+
+
+def collective(name: str, me: int) -> Any:
+    """A public function's result, as a number or a list."""
+    if name == "all_reduce":
+        return float(ring.all_reduce(torch.tensor([UNIT * me])))
+    if name == "all_gather":
+        return ring.all_gather(torch.tensor([float(me)])).tolist()
+    if name == "barrier":
+        return ring.barrier()
+    if name == "all_gather_object":
+        return ring.all_gather_object(me)
+    with contextlib.suppress(ring.PeerFailed):  # the root may die, but rank 0 of those that are left is another then
+        return ring.broadcast_object(f"from {me}", 0)[:5]
+    return "from "
+
+
+def expected(name: str, ranks: Sequence[int]) -> Any:
+    """What `collective` returns if these ranks took part."""
+    if name == "all_reduce":
+        return UNIT * sum(ranks) / len(ranks)
+    return {"barrier": None, "broadcast_object": "from "}.get(name, list(ranks))
+
+
+# Judging ------------------------------------------------------------------------------------------
+
+
+def replayed(history: Sequence[Any]) -> list[str]:
+    """The checksums of the weights after one process has taken the same averages."""
+    model = [torch.nn.Parameter(torch.zeros(count)) for count in COUNTS]
+    optimizer = torch.optim.SGD(model, lr=0.5, momentum=0.5)
+    factors = patterns()
+    for step, (ranks, *_) in enumerate(history):
+        if ranks is not None:
+            average = sum(gradient(step, rank) for rank in ranks) / len(ranks)
+            for parameter, factor in zip(model, factors, strict=True):
+                parameter.grad = average * factor
+            optimizer.step()
+    return checksums(model)
+
+
+def judge(plan: Plan, job: Ended) -> tuple[str, str]:
+    """The verdict, and why where it is a bad one."""
+    if job.left:
+        return "left", ", ".join(job.left)
+    if None in job.codes.values():
+        return "hang", f"{job.codes}"
+    alive = [rank for rank in range(plan.ranks) if rank not in job.killed]
+    unplanned = job.killed - {fault.rank for fault in plan.faults}
+    if unplanned or not alive:
+        return "wrong", f"killed: {sorted(job.killed)}"
+    if any(job.codes[rank] for rank in alive):
+        return _judge_end(plan, job, alive)
+    found = [job.found[rank] for rank in alive]
+    history = found[0]["history"]
+    problem = next((why for bad, why in _problems(plan, alive, found, history) if bad), "")
+    return ("wrong", problem) if problem else ("went on", "")
+
+
+def _problems(plan: Plan, alive: list[int], found: list[Any], history: list[Any]) -> list[tuple[bool, str]]:
+    problems = [
+        (any(one["history"] != history for one in found), "the histories differ"),
+        (any(one["weights"] != replayed(history) for one in found), "the weights are not those of the replay"),
+        (any(one["left"] != alive for one in found), f"left: {found[0]['left']}, alive: {alive}"),
+        (any(one["told"] != found[0]["told"] for one in found), "ranks were told of different losses"),
+        (not set(found[0]["told"]).isdisjoint(alive), f"told of the loss of {found[0]['told']}"),
+        (len(history) != STEPS, f"{len(history)} steps"),
+    ]
+    died = {fault.rank: fault.step for fault in plan.faults if fault.rank not in alive}
+    before = tuple(range(plan.ranks))
+    for step, (averaged, after, value) in enumerate(history):
+        earlier = [rank for rank, when in died.items() if when < step - 1]  # it may have died at the next barrier
+        problems += [
+            (averaged is not None and not set(averaged) <= set(before), f"step {step}: a lost rank came back"),
+            (not set(alive) <= set(after), f"step {step}: {after} lacks a rank that lives"),
+            (not {r for r in range(plan.ranks) if r in alive or died[r] > step} <= set(after), f"step {step}: too few"),
+            (bool(set(earlier) & set(after)), f"step {step}: {after} has ranks that were gone"),
+            (value != expected(COLLECTIVES[step % len(COLLECTIVES)], after), f"step {step}: {value} over {after}"),
+            (plan.skips[0] == step and plan.skips[1] in alive and averaged is not None, f"step {step}: not skipped"),
+            (plan.skips[0] != step and averaged is None, f"step {step}: skipped"),
+        ]
+        before = after
+    return problems
+
+
+def _judge_end(plan: Plan, job: Ended, alive: list[int]) -> tuple[str, str]:
+    """A job may end if the root of a broadcast dies, or if a rank is stopped for longer than RING_TIMEOUT."""
+    faults = [fault for fault in plan.faults if fault.point in ("broadcast", "stop")]
+    may_end = any(fault.rank in job.killed or plan.stops > float(TIMEOUT) for fault in faults)
+    if may_end and all(job.codes[rank] == 1 for rank in alive) and f"rank {faults[0].rank}" in job.output:
+        return "ended", ""
+    return "wrong", f"ended with {job.codes}"
+
+
+def run(plan: Plan) -> dict[str, Any]:
+    """Run a plan; returns a line of the result."""
+    is_stopped = any(fault.point == "stop" for fault in plan.faults)
+    environment = {"RING_TIMEOUT": TIMEOUT} if is_stopped else {}
+    job = run_forked(plan.ranks, lambda rank: train(plan, rank), HANGS, environment, plan.stops)
+    verdict, why = judge(plan, job)
+    return {
+        "plan": asdict(plan), "verdict": verdict, "why": why, "seconds": job.seconds, "killed": len(job.killed),
+        "output": "" if verdict in ("went on", "ended") else job.output,
+    }  # fmt: skip
+
+
+# The campaign -------------------------------------------------------------------------------------
+
+
+def summary(lines: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By the point of the first fault: numbers of jobs, of ranks that died, and of verdicts; seconds of a job."""
+    rows: dict[str, dict[str, Any]] = {}
+    for point in POINTS:
+        of_point = [line for line in lines if line["plan"]["faults"] and _point(line) == point]
+        if not of_point:
+            continue
+        verdicts = Counter(line["verdict"] for line in of_point)
+        rows[point] = {
+            "jobs": len(of_point),
+            "deaths": sum(line["killed"] for line in of_point),
+            "went on": verdicts.pop("went on", 0),
+            "ended": verdicts.pop("ended", 0),
+            "bad": sum(verdicts.values()),
+            "seconds": round(statistics.median(line["seconds"] for line in of_point), 2),
+        }
+    return rows
+
+
+def _point(line: dict[str, Any]) -> str:
+    points = [fault["point"] for fault in line["plan"]["faults"]]
+    return "healing" if "healing" in points else str(points[0])
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """The summary as text."""
+    text = [f"{'point':<18} {'jobs':>5} {'deaths':>7} {'went on':>8} {'ended':>6} {'bad':>4} {'median s':>9}"]
+    for point, row in rows.items():
+        numbers = (row[name] for name in ("jobs", "deaths", "went on", "ended", "bad", "seconds"))
+        text.append("{:<18} {:>5} {:>7} {:>8} {:>6} {:>4} {:>9}".format(point, *numbers))
+    return "\n".join(text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no run begins")
+    parser.add_argument("--only", help="SEED:NUMBER of a run to repeat")
+    parser.add_argument("--keep", action="store_true", help=f"write {RESULT.name}")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.only:
+        line = run(draw(*map(int, options.only.split(":"))))
+        print(line.pop("output"), json.dumps(line, indent=1), sep="\n")
+        return int(line["verdict"] not in ("went on", "ended"))
+    lines, end = [], time.monotonic() + options.seconds
+    for number in range(options.runs):
+        if time.monotonic() > end:
+            break
+        lines.append(line := run(draw(options.seed, number)))
+        if line["verdict"] not in ("went on", "ended"):
+            print(f"{options.seed}:{number} {line['verdict']}: {line['why']}\n{line['output']}", flush=True)
+    rows = summary(lines)
+    print(table(rows))
+    bad = sum(row["bad"] for row in rows.values())
+    print(f"{len(lines)} jobs, {sum(row['deaths'] for row in rows.values())} deaths, {bad} bad")
+    if options.keep:
+        cores = f"{os.cpu_count()} cores, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
+        kept = {"machine": cores, "seed": options.seed, "load": os.getloadavg()[0], "points": rows}
+        RESULT.write_text(json.dumps(kept, indent=1) + "\n")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

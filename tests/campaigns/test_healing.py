@@ -1,0 +1,63 @@
+"""The short form of the healing campaign, and the drawing and judging of its runs."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.campaigns.healing import COUNTS, POINTS, STEPS, Fault, Plan, checksums, draw, judge, replayed
+from tests.forked_ranks import Ended
+
+
+@pytest.mark.parametrize("runs", [4, pytest.param(80, marks=pytest.mark.slow)])
+def test_random_deaths_leave_the_others_whole(runs):
+    command = [sys.executable, "-m", "tests.campaigns.healing", "--runs", str(runs), "--seed", "5"]  # ranks are forked
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60 * runs, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"{runs} jobs, " in result.stdout
+
+
+def test_a_run_is_drawn_from_its_seed_and_number_alone():
+    plans = [draw(1, number) for number in range(300)]
+    assert plans == [draw(1, number) for number in range(300)]
+    assert {fault.point for plan in plans for fault in plan.faults} == set(POINTS)
+    assert {len(plan.faults) for plan in plans} == {1, 2, 3, 4, 5} and {plan.ranks for plan in plans} == {2, 3, 4, 5, 6}
+    assert all(len({fault.rank for fault in plan.faults}) == len(plan.faults) < plan.ranks for plan in plans)
+
+
+PLAN = Plan(1, 1, 3, (Fault(1, 3, "forward", 1, "in"),), False, (6, 0), 0.3)
+
+
+def job(weights=None, averaged=None, told=(1,)):
+    """A job of which rank 1 died in step 3."""
+    history = []
+    for step in range(STEPS):
+        ranks = [0, 1, 2] if step < 3 else [0, 2]
+        value = {0: 60.0 * sum(ranks) / len(ranks), 2: None, 4: "from "}.get(step % 5, ranks)
+        history.append([None if step == 6 else ranks, ranks, value])
+    if averaged:
+        history[averaged[0]][0] = averaged[1]
+    found = {"history": history, "weights": weights or replayed(history), "left": [0, 2], "told": list(told)}
+    return Ended({0: 0, 1: -9, 2: 0}, {0: found, 2: found}, "", 1.0)
+
+
+def test_a_job_that_went_on_is_compared_with_the_replay_of_its_log():
+    assert judge(PLAN, job()) == ("went on", "")
+    other = checksums([torch.zeros(count) for count in COUNTS])
+    assert judge(PLAN, job(weights=other)) == ("wrong", "the weights are not those of the replay")
+    assert judge(PLAN, job(averaged=(6, [0, 2])))[1] == "step 6: not skipped"
+    assert judge(PLAN, job(averaged=(5, [0, 1, 2])))[1] == "step 5: a lost rank came back"
+    assert judge(PLAN, job(told=(2,)))[1] == "told of the loss of [2]"
+
+
+def test_a_hang_an_unplanned_end_and_what_stays_behind_are_bad():
+    assert judge(PLAN, Ended({0: None, 1: -9, 2: 0}, {}, "", 1.0))[0] == "hang"
+    assert judge(PLAN, Ended({0: 1, 1: -9, 2: 1}, {}, "rank 1 died", 1.0)) == (
+        "wrong",
+        "ended with {0: 1, 1: -9, 2: 1}",
+    )
+    assert judge(PLAN, Ended({0: 0, 1: -9, 2: 0}, {}, "", 1.0, ["process 7"])) == ("left", "process 7")
+    broadcast = Plan(1, 1, 3, (Fault(1, 3, "broadcast", 1, "in"),), False, (6, 0), 0.3)
+    assert judge(broadcast, Ended({0: 1, 1: -9, 2: 1}, {}, "rank 1 died", 1.0)) == ("ended", "")
+    assert judge(broadcast, Ended({0: 1, 1: -9, 2: 1}, {}, "died", 1.0))[0] == "wrong"

@@ -1,0 +1,157 @@
+"""Jobs whose ranks are forked from this process, which has imported everything: a job takes less than a second.
+
+For campaigns of hundreds of jobs, and measurements of hundreds of deaths. Nobody supervises the ranks but the caller,
+as `ring run --on-failure continue` would, which lets the others go on when a rank is killed. This process must not have
+computed with several threads, since OpenMP does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ring_plugins.core import world
+from ring_plugins.core.base import config
+from ring_plugins.core.linux.process import children, descendants
+from ring_plugins.core.linux.shared_memory import Segment
+from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment
+
+#: Printing where it hangs must not take longer.
+_TRACES = 1.0
+
+
+@dataclass
+class Ended:
+    """How the ranks of a job ended.
+
+    Attributes:
+        codes: by rank, the exit status, or minus the signal that killed it; None if it hung and was killed.
+        found: by rank, what its function returned; nothing for those that ended otherwise.
+        output: what all ranks printed, and where those that hung were.
+        seconds: from the first fork to the last end.
+        left: processes and files that stayed behind.
+    """
+
+    codes: dict[int, int | None]
+    found: dict[int, Any]
+    output: str
+    seconds: float
+    left: list[str] = field(default_factory=list)
+
+    @property
+    def killed(self) -> set[int]:
+        """The ranks that were killed with SIGKILL."""
+        return {rank for rank, code in self.codes.items() if code == -signal.SIGKILL}
+
+
+def run_forked(
+    ranks: int,
+    function: Callable[[int], Any],
+    seconds: float,
+    environment: Mapping[str, str] | None = None,
+    resume_after: float | None = None,
+) -> Ended:
+    """Run `function(rank)` on forked ranks that call `init(on_failure="continue")`, and wait for all of them.
+
+    Args:
+        ranks: of the job.
+        function: returns what JSON can hold.
+        seconds: after which a job hangs, and is ended.
+        environment: variables of the ranks.
+        resume_after: seconds after which a rank that has stopped itself (SIGSTOP) gets SIGCONT.
+    """
+    before = set(os.listdir("/dev/shm"))
+    segment = Segment.create(SharedMemoryRendezvous.nbytes(ranks))
+    with TemporaryDirectory() as name:
+        began, directory = time.monotonic(), Path(name)
+        pids: dict[int, int] = {}
+        for rank in range(ranks):
+            variables = {
+                **(environment or {}),
+                **child_environment(segment, rank, ranks, os.getpid()),
+                config.LOSSES_TOLERATED.name: "1",
+            }
+            pid = os.fork()
+            if not pid:
+                _be(rank, function, variables, directory)
+            pids[pid] = rank
+        codes = _wait(pids, began + seconds, resume_after)
+        ended = time.monotonic()
+        family = [pid for pid in descendants(os.getpid(), children()) if Path(f"/proc/{pid}/exe").exists()]
+        for pid in family:
+            os.kill(pid, signal.SIGKILL)
+        files = [file for rank in range(ranks) if (file := directory / f"{rank}.json").exists()]
+        found = {int(file.stem): json.loads(file.read_text()) for file in files}
+        output = "".join((directory / f"{rank}.txt").read_text(errors="replace") for rank in range(ranks))
+    segment.close_file()
+    left = [f"process {pid}" for pid in family]
+    left += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - before if "ring" in name]
+    return Ended(codes, found, output, ended - began, left)
+
+
+def _be(rank: int, function: Callable[[int], Any], variables: Mapping[str, str], directory: Path) -> None:
+    """Be a rank, in a forked child; does not return."""
+    status = 1
+    try:
+        os.environ.update(variables)
+        output = os.open(directory / f"{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+        try:
+            found = function(rank)
+            (directory / "new").mkdir(exist_ok=True)
+            file = directory / "new" / f"{rank}.json"
+            file.write_text(json.dumps(found))
+            file.rename(directory / file.name)
+            world.shutdown()
+            status = 0
+        except Exception:
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+            world.shutdown()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _wait(pids: Mapping[int, int], deadline: float, resume_after: float | None) -> dict[int, int | None]:
+    """Wait for forked ranks, given by process id; returns how each ended."""
+    codes: dict[int, int | None] = {}
+    resumed: dict[int, float] = {}
+    left = dict(pids)
+    while left and time.monotonic() < deadline:
+        for pid, rank in list(left.items()):
+            done, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
+            if done and os.WIFSTOPPED(status):
+                resumed[pid] = time.monotonic() + (resume_after or 0.0)
+            elif done:
+                codes[rank] = os.waitstatus_to_exitcode(status)
+                del left[pid]
+        for pid, when in list(resumed.items()):
+            if time.monotonic() >= when:
+                os.kill(pid, signal.SIGCONT)
+                del resumed[pid]
+        time.sleep(0.001)
+    for pid in left:
+        os.kill(pid, signal.SIGUSR1)
+    if left:
+        time.sleep(_TRACES)
+    for pid, rank in left.items():
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        codes[rank] = None
+    return dict(sorted(codes.items()))
