@@ -84,6 +84,7 @@ def test_a_script_for_horovod_with_keras(tmp_path, module, backend):
 
 
 TAPE = """
+import functools
 import keras
 import numpy as np
 import tensorflow as tf
@@ -168,10 +169,43 @@ report("unused", found["unused"] is None)
 with tf.GradientTape() as tape:
     loss = tf.reduce_sum(hvd.allreduce(variable * (rank + 1), op=hvd.Sum))
 report("gradient", tape.gradient(loss, variable).numpy().tolist())
+
+# Values and gradients of operations, eagerly and in a function
+weight = tf.Variable([1.0, 1.0])
+
+def with_gradient(function):
+    with tf.GradientTape() as tape:
+        result = function(weight * (rank + 1.0))
+        loss = tf.reduce_sum(result * tf.range(1.0, 1.0 + tf.cast(tf.shape(result)[0], tf.float32)))
+    return result, tape.gradient(loss, weight)
+
+operations = (
+    hvd.allreduce, hvd.allgather, functools.partial(hvd.broadcast, root_rank=1), hvd.alltoall, hvd.reducescatter,
+    functools.partial(hvd.reducescatter, op=hvd.Sum, prescale_factor=0.5),
+    lambda x: hvd.alltoall(x, splits=[2, 0])[0],
+    lambda x: tf.concat(hvd.grouped_allgather([x, x]), 0),
+    lambda x: tf.concat(hvd.grouped_reducescatter([x, x], compression=hvd.Compression.fp16), 0),
+)
+
+def values_and_gradients():
+    return [with_gradient(operation) for operation in operations]
+
+eager, traced = values_and_gradients(), tf.function(values_and_gradients)()
+for key, found in (("eager", eager), ("traced", traced)):
+    report(key, [[one.numpy().tolist() for one in pair] for pair in found])
+report("splits", hvd.alltoall(tf.range(3), splits=tf.constant([1, 2]))[1].numpy().tolist())
+report("unequal", hvd.allgather(tf.ones((1 + rank, 2))).shape[0])
+rows = hvd.allreduce(tf.IndexedSlices(tf.ones((1, 2)), [rank], [4, 2]))
+report("rows", [rows.values.numpy().tolist(), rows.indices.numpy().tolist()])
+with tf.GradientTape() as tape:
+    loss = tf.reduce_sum(tf.gather(table, [rank]))
+dense = hvd.DistributedGradientTape(tape, sparse_as_dense=True).gradient(loss, table)
+report("dense", dense.numpy()[:2].tolist())
+report("objects", [hvd.broadcast_object({"rank": rank}, root_rank=1), hvd.allgather_object(rank)])
 refused = []
 for call in (
     lambda: hvd.DistributedGradientTape(tape, op=hvd.Sum),
-    lambda: hvd.allreduce(tf.IndexedSlices(tf.ones((1, 2)), [0], [4, 2])),
+    lambda: hvd.allreduce(rows, op=hvd.Max),
     lambda: hvd.broadcast_global_variables,
 ):
     try:
@@ -191,6 +225,36 @@ def test_a_loop_for_horovod_with_tensorflow():
     assert result.values("sparse") == [[[0.5, 0.5], [1, 1], [0.5, 0.5], [0, 0]]] * 2
     assert result.values("unused") == [True, True]
     assert result.values("gradient") == [[2, 2], [4, 4]]
+    for key in ("eager", "traced"):  # the factors of Horovod 0.28: see collectives.py
+        assert result.values(key) == [
+            [
+                [[1.5, 1.5], [1, 2]],
+                [[1, 1, 2, 2], [1, 2]],
+                [[2, 2], [0, 0]],
+                [[1, 2], [1, 1]],
+                [[1.5], [1, 1]],
+                [[1.5], [1, 1]],
+                [[1, 1, 2, 2], [1, 2]],
+                [[1, 1, 2, 2] * 2, [6, 8]],
+                [[1.5, 1.5], [3, 3]],
+            ],
+            [
+                [[1.5, 1.5], [2, 4]],
+                [[1, 1, 2, 2], [6, 8]],
+                [[2, 2], [2, 4]],
+                [[1, 2], [4, 4]],
+                [[1.5], [2, 2]],
+                [[1.5], [2, 2]],
+                [[], [6, 8]],
+                [[1, 1, 2, 2] * 2, [20, 24]],
+                [[1.5, 1.5], [6, 6]],
+            ],
+        ], key
+    assert result.values("splits") == [[1, 1], [2, 2]]
+    assert result.values("unequal") == [3, 3]
+    assert result.values("rows") == [[[[0.5, 0.5]] * 2, [0, 1]]] * 2
+    assert result.values("dense") == [[[0.5, 0.5]] * 2] * 2
+    assert result.values("objects") == [[{"rank": 1}, [0, 1]]] * 2
     for texts in result.values("refused"):
         assert len(texts) == 3, texts
         assert "hvd.Sum" in texts[0] and "convert_to_tensor" in texts[1] and "broadcast_variables" in texts[2]

@@ -7,37 +7,34 @@ these. Functions of TensorFlow 1 (sessions, hooks) do not exist here.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ring_plugins.horovod import basics
 from ring_plugins.horovod import keras as horovod_keras
 
 # isort: split
 import keras
-import numpy as np
 import tensorflow as tf
 
-import ring_plugins as ring
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.validation import refusals_told
-from ring_plugins.core.functions import all_or_none
 from ring_plugins.core.gradients.fusion import BucketSizes
 from ring_plugins.core.world import constructed_by_all
 from ring_plugins.horovod.basics import *  # noqa: F403 - Horovod has these names in every module
 from ring_plugins.horovod.basics import (
     Average,
     Compression,
-    Sum,
     check_averages,
     check_compression,
-    check_name,
     check_process_set,
-    op_of,
     size,
 )
 from ring_plugins.horovod.basics import refuse_join as join
+from ring_plugins.horovod.tensorflow import collectives
+from ring_plugins.horovod.tensorflow.collectives import *  # noqa: F403 - all its public functions are Horovod's
+from ring_plugins.horovod.tensorflow.collectives import as_it_is
 from ring_plugins.keras.averaging import BUCKET_BYTES, describe_gradient
 from ring_plugins.keras.backends import Exchange, Settings, backend
 from ring_plugins.keras.job import capture_exceptions, connect
@@ -47,30 +44,19 @@ from ring_plugins.other_names import no_attribute
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 DistributedOptimizer = horovod_keras.DistributedOptimizer
 
 __all__ = [
     "DistributedGradientTape",
     "DistributedOptimizer",
-    "allgather",
-    "allreduce",
-    "broadcast",
     "broadcast_variables",
-    "grouped_allreduce",
     "join",
 ]
-__all__ += basics.__all__
+__all__ += basics.__all__ + collectives.__all__
 
 
 def __getattr__(name: str) -> object:
     raise no_attribute(__name__, name)
-
-
-def _as_it_is(function: F) -> F:
-    """Keep AutoGraph, which rewrites what a `tf.function` calls, from rewriting this function."""
-    return cast("F", tf.autograph.experimental.do_not_convert(function))
 
 
 class DistributedGradientTape:
@@ -81,8 +67,9 @@ class DistributedGradientTape:
         compression: `Compression.none` or `Compression.fp16`.
         op: `Average`; no other reduction of gradients is supported.
         process_set: all processes.
-        device_dense, device_sparse, sparse_as_dense, gradient_predivide_factor, num_groups, groups,
-            scale_local_gradients: have no effect.
+        sparse_as_dense: whether sparse gradients are made dense.
+        device_dense, device_sparse, gradient_predivide_factor, num_groups, groups, scale_local_gradients: have no
+            effect.
 
     Raises:
         ArgumentError: an argument is not supported, or Keras does not run on TensorFlow.
@@ -109,6 +96,7 @@ class DistributedGradientTape:
                 f"KERAS_BACKEND={keras.backend.backend()!r}, but DistributedGradientTape needs Keras on TensorFlow."
             )
         self._tape, self._compression = gradtape, check_compression(compression)
+        self._sparse_as_dense = sparse_as_dense
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tape, name)
@@ -120,7 +108,7 @@ class DistributedGradientTape:
     def __exit__(self, *exception: object) -> None:
         self._tape.__exit__(*exception)
 
-    @_as_it_is
+    @as_it_is
     def gradient(self, target: Any, sources: Any, *arguments: Any, **options: Any) -> Any:
         """The tape's gradients of `target`, averaged over all ranks.
 
@@ -137,12 +125,16 @@ class DistributedGradientTape:
         own = self._tape.gradient(target, sources, *arguments, **options)
         if size() == 1:
             return own
-        pairs = zip(tf.nest.flatten(sources), tf.nest.flatten(own), strict=True)
+        gradients = tf.nest.flatten(own)
+        if self._sparse_as_dense:
+            gradients = [None if one is None else tf.convert_to_tensor(one) for one in gradients]
+        pairs = zip(tf.nest.flatten(sources), gradients, strict=True)
         present = {i: pair for i, pair in enumerate(pairs) if pair[1] is not None}
         if not present:
             return own
         self._check_dtypes(present)
-        exchange = _exchange_for({i: variable for i, (variable, _) in present.items()}, self._compression)
+        settings = (self._compression, self._sparse_as_dense)
+        exchange = _exchange_for({i: variable for i, (variable, _) in present.items()}, settings)
         averages = _averaged(exchange, [gradient for _, gradient in present.values()])
         found = dict(zip(present, averages, strict=True))
         return tf.nest.pack_sequence_as(sources, [found.get(i) for i in range(len(tf.nest.flatten(sources)))])
@@ -158,19 +150,20 @@ class DistributedGradientTape:
                 )
 
 
-#: By identity of the variables that have gradients: what averages them. Scripts make a new tape for every step.
-_exchanges: dict[tuple[int, ...], Exchange] = {}
+#: By settings, and identity of the variables that have gradients: what averages them. Scripts make a new tape for every
+#: step.
+_exchanges: dict[tuple[Any, ...], Exchange] = {}
 
 
-def _exchange_for(variables: dict[int, Any], compression: Any) -> Exchange:
+def _exchange_for(variables: dict[int, Any], settings: tuple[Any, bool]) -> Exchange:
     """What averages the gradients of these variables, made at their first step; collective then.
 
     Args:
         variables: by their number among the tape's sources. If other variables than before have a gradient, on all
             ranks, that is another exchange; if only on some ranks, it is a MismatchError.
-        compression: as for `Settings`.
+        settings: the tape's compression and whether it makes sparse gradients dense.
     """
-    key = tuple(map(id, variables.values()))
+    key = (*settings, *map(id, variables.values()))
     if key not in _exchanges:
         with constructed_by_all("the first gradients of a DistributedGradientTape"):
             if wrong := [one for one in variables.values() if not isinstance(one, (tf.Variable, keras.Variable))]:
@@ -180,14 +173,14 @@ def _exchange_for(variables: dict[int, Any], compression: Any) -> Exchange:
                 )
             entries = [describe_gradient(i, variable) for i, variable in variables.items()]
             sizes = BucketSizes(BUCKET_BYTES).checked()
-            settings = Settings(f"gradients of tape {len(_exchanges)}", sizes, compression)
-            _exchanges[key] = backend().Exchange(list(variables.values()), entries, settings)
+            chosen = Settings(f"gradients of tape {len(_exchanges)}", sizes, settings[0])
+            _exchanges[key] = backend().Exchange(list(variables.values()), entries, chosen)
         for variable in variables.values():  # whose identity another may have afterwards
             weakref.finalize(variable, _forget, key)
     return _exchanges[key]
 
 
-def _forget(key: tuple[int, ...]) -> None:
+def _forget(key: tuple[Any, ...]) -> None:
     if (exchange := _exchanges.pop(key, None)) is not None:
         exchange.release()
 
@@ -209,7 +202,7 @@ def _averaged(exchange: Exchange, gradients: Sequence[Any]) -> list[Any]:
     return copies
 
 
-@_as_it_is
+@as_it_is
 def broadcast_variables(
     variables: Iterable[Any], root_rank: int, process_set: Any = None, inplace: bool = False
 ) -> None:
@@ -259,107 +252,3 @@ if keras.backend.backend() == "tensorflow":
     # Scripts read the list before this package sees their optimizer, so the classes must have it.
     for _kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         _make_variables_callable(_kind)
-
-
-@_as_it_is
-@all_or_none
-def allreduce(
-    tensor: Any,
-    average: bool | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = Compression.none,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    name: str | None = None,
-    process_set: Any = None,
-) -> Any:
-    """Combine a tensor of all ranks. Average and Sum pass gradients.
-
-    Args:
-        tensor: dense, of equal shape and dtype on all ranks.
-        average: Horovod's older argument: False sums.
-        device_dense, device_sparse: have no effect.
-        compression: `Compression.fp16` sends floats in 16 bits.
-        op: `Average`, `Sum`, `Min`, `Max` or `Product`.
-        prescale_factor, postscale_factor: factors before and after.
-        name: compared among the ranks.
-        process_set: all processes.
-
-    Raises:
-        ArgumentError, MismatchError: as `ring_plugins.all_reduce`.
-    """
-    check_process_set(process_set)
-    reduction = op_of(average, op)
-    if isinstance(tensor, tf.IndexedSlices):
-        raise ArgumentError("tensor is a tf.IndexedSlices; pass tf.convert_to_tensor(tensor).")
-    tensor = tf.convert_to_tensor(tensor)
-    is_sent_in_half = check_compression(compression) and tensor.dtype.is_floating
-    sent = tf.cast(tensor, tf.float16) if is_sent_in_half else tensor
-
-    def reduce(x: Any) -> Any:
-        return _host_call(lambda x: ring.all_reduce(x, reduction), x, x.shape, "allreduce", name)
-
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def reduced(x: Any) -> tuple[Any, Callable[[Any], Any]]:
-        def gradient(upstream: Any) -> Any:
-            if reduction not in (Average, Sum):
-                raise ArgumentError(f"op={reduction} of hvd.allreduce passes no gradient; only Average and Sum do.")
-            return reduce(upstream)
-
-        return reduce(x), gradient
-
-    scaled = sent if prescale_factor == 1.0 else sent * tf.cast(prescale_factor, sent.dtype)
-    result = reduced(scaled)
-    result = result if postscale_factor == 1.0 else result * tf.cast(postscale_factor, sent.dtype)
-    return tf.cast(result, tensor.dtype)
-
-
-@_as_it_is
-@all_or_none
-def grouped_allreduce(tensors: Sequence[Any], *arguments: Any, **options: Any) -> list[Any]:
-    """Combine several tensors of all ranks; further arguments as for `allreduce`."""
-    return [allreduce(tensor, *arguments, **options) for tensor in tensors]
-
-
-@_as_it_is
-@all_or_none
-def allgather(tensor: Any, name: str | None = None, process_set: Any = None) -> Any:
-    """Concatenate the tensors of all ranks, whose first dimensions may differ; a gradient through it is an error."""
-    check_process_set(process_set)
-    tensor = tf.convert_to_tensor(tensor)
-    return _without_gradient(ring.all_gather, tensor, [None, *tensor.shape[1:]], "allgather", name)
-
-
-@_as_it_is
-@all_or_none
-def broadcast(tensor: Any, root_rank: int, name: str | None = None, process_set: Any = None) -> Any:
-    """The root's tensor, on every rank; a gradient through it is an error."""
-    check_process_set(process_set)
-    tensor = tf.convert_to_tensor(tensor)
-    return _without_gradient(lambda x: ring.broadcast(x, root_rank), tensor, tensor.shape, "broadcast", name)
-
-
-def _without_gradient(collective: Callable[[Any], Any], tensor: Any, shape: Any, kind: str, name: str | None) -> Any:
-    """A collective whose gradient raises, instead of being None, which optimizers skip in silence."""
-
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def call(x: Any) -> tuple[Any, Callable[[Any], Any]]:
-        def gradient(upstream: Any) -> Any:
-            raise ArgumentError(f"hvd.{kind} passes no gradient on TensorFlow; give it tf.stop_gradient(tensor).")
-
-        return _host_call(collective, x, shape, kind, name), gradient
-
-    return call(tensor)
-
-
-def _host_call(collective: Callable[[Any], Any], x: Any, shape: Any, kind: str, name: str | None) -> Any:
-    """Call a collective on the host, now or whenever the `tf.function` that is being traced runs."""
-    connect()
-
-    def call(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        check_name(kind, name)
-        return np.asarray(collective(array))
-
-    return tf.ensure_shape(tf.numpy_function(capture_exceptions(call), [x], x.dtype), shape)

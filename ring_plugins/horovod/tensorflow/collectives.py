@@ -1,0 +1,303 @@
+"""Horovod's operations on TensorFlow's tensors, and their gradients.
+
+Gradients have the factors of Horovod 0.28, for which its scripts chose their learning rates. With n ranks, those of
+`allgather` and `broadcast` are 1/n times, and those of `reducescatter` n times the gradients of the sum of all ranks'
+losses. They are made of the same operations, so second derivatives exist, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import tensorflow as tf
+
+import ring_plugins as ring
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.functions import all_or_none
+from ring_plugins.horovod.basics import (
+    Average,
+    Compression,
+    Sum,
+    check_compression,
+    check_name,
+    check_process_set,
+    op_of,
+    rank,
+    size,
+)
+from ring_plugins.keras.job import capture_exceptions, connect, restore_exceptions
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "broadcast",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "reducescatter",
+]
+
+
+def as_it_is(function: F) -> F:
+    """Keep AutoGraph, which rewrites what a `tf.function` calls, from rewriting this function."""
+    return cast("F", tf.autograph.experimental.do_not_convert(function))
+
+
+@as_it_is
+@all_or_none
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: Any = None,
+    ignore_name_scope: bool = False,
+) -> Any:
+    """Combine a tensor of all ranks. Average and Sum pass gradients.
+
+    Args:
+        tensor: of equal shape and dtype on all ranks. The rows of `tf.IndexedSlices` of all ranks are concatenated.
+        average: Horovod's older argument: False sums.
+        device_dense, device_sparse, ignore_name_scope: have no effect.
+        compression: `Compression.fp16` sends floats in 16 bits, but for `tf.IndexedSlices`.
+        op: `Average`, `Sum`, `Min`, `Max` or `Product`; for `tf.IndexedSlices` one of the first two.
+        prescale_factor, postscale_factor: factors before and after, not for `tf.IndexedSlices`.
+        name: compared among the ranks.
+        process_set: all processes.
+
+    Raises:
+        ArgumentError, MismatchError: as `ring_plugins.all_reduce`.
+    """
+    check_process_set(process_set)
+    reduction = op_of(average, op)
+    factors = (prescale_factor, postscale_factor)
+    if isinstance(tensor, tf.IndexedSlices):
+        return _reduced_rows(tensor, reduction, factors, name)
+    return _scaled(tensor, compression, factors, lambda x: _reduced(x, reduction, name))
+
+
+@as_it_is
+@all_or_none
+def grouped_allreduce(tensors: Sequence[Any], *arguments: Any, **options: Any) -> list[Any]:
+    """Combine several tensors of all ranks; further arguments as for `allreduce`."""
+    return [allreduce(tensor, *arguments, **options) for tensor in tensors]
+
+
+def _reduced(x: Any, op: Op, name: str | None) -> Any:
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def reduced(x: Any) -> tuple[Any, Callable[[Any], Any]]:
+        def gradient(upstream: Any) -> Any:
+            _check_has_gradient("allreduce", op)
+            return _reduced(tf.convert_to_tensor(upstream), op, name)
+
+        (result,) = _host_call(lambda x: ring.all_reduce(x, op), [x], [(x.dtype, x.shape)], "allreduce", name)
+        return result, gradient
+
+    return reduced(x)
+
+
+def _reduced_rows(slices: Any, op: Op, factors: tuple[float, float], name: str | None) -> Any:
+    if op not in (Average, Sum) or factors != (1.0, 1.0):
+        raise ArgumentError(
+            f"tensor is a tf.IndexedSlices, for which op={op}, prescale_factor={factors[0]} and postscale_factor="
+            f"{factors[1]} are not supported; pass tf.convert_to_tensor(tensor)."
+        )
+    values, indices = allgather(slices.values, name), allgather(slices.indices, name)
+    if op is Average:
+        values /= tf.cast(size(), values.dtype)
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+@as_it_is
+@all_or_none
+def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None) -> Any:
+    """Concatenate the tensors of all ranks, whose first dimensions may differ; averages gradients."""
+    check_process_set(process_set)
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def gathered(x: Any) -> tuple[Any, Callable[[Any], Any]]:
+        def gradient(upstream: Any) -> Any:
+            averages = _reduced(tf.convert_to_tensor(upstream), Average, name)
+            own = tf.reshape(tf.shape(x), [-1])[:1] if x.shape.rank != 0 else tf.constant([1])
+            (counts,) = _host_call(ring.all_gather, [own], [(own.dtype, [None])], "allgather", name)
+            start = tf.reduce_sum(counts[: rank()])
+            return tf.reshape(averages[start : start + own[0]], tf.shape(x))
+
+        (result,) = _host_call(ring.all_gather, [x], [(x.dtype, _any_rows(x))], "allgather", name)
+        return result, gradient
+
+    return gathered(tf.convert_to_tensor(tensor))
+
+
+@as_it_is
+@all_or_none
+def grouped_allgather(tensors: Sequence[Any], *arguments: Any, **options: Any) -> list[Any]:
+    """`allgather` several tensors; further arguments as there."""
+    return [allgather(tensor, *arguments, **options) for tensor in tensors]
+
+
+@as_it_is
+@all_or_none
+def broadcast(
+    tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None
+) -> Any:
+    """The root's tensor, on every rank; its gradient is the average of the ranks' gradients."""
+    check_process_set(process_set)
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def received(x: Any) -> tuple[Any, Callable[[Any], Any]]:
+        def gradient(upstream: Any) -> Any:
+            averages = _reduced(tf.convert_to_tensor(upstream), Average, name)
+            return averages if rank() == root_rank else averages * 0
+
+        types = [(x.dtype, x.shape)]
+        (result,) = _host_call(lambda x: ring.broadcast(x, root_rank), [x], types, "broadcast", name)
+        return result, gradient
+
+    return received(tf.convert_to_tensor(tensor))
+
+
+@as_it_is
+@all_or_none
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: Any = None,
+) -> Any:
+    """Send some rows to each rank; gradients go back the same way.
+
+    Args:
+        tensor: of at least one dimension.
+        splits: how many rows each rank gets, in a list or tensor; equal parts by default.
+        name: compared among the ranks.
+        ignore_name_scope: has no effect.
+        process_set: all processes.
+
+    Returns:
+        The rows that came, in rank order; with `splits` also how many came from each rank.
+
+    Raises:
+        ArgumentError, MismatchError: as `ring_plugins.all_to_all`.
+    """
+    check_process_set(process_set)
+    sent = [] if splits is None else [tf.cast(splits, tf.int32)]
+    rows, received = _exchanged(tf.convert_to_tensor(tensor), sent, name)
+    return rows if splits is None else (rows, received)
+
+
+def _exchanged(x: Any, sent: list[Any], name: str | None) -> Any:
+    """The rows that came, and how many from each rank; `sent` holds how many go to each rank, or nothing."""
+
+    def exchange(rows: Any, *sent: Any) -> tuple[Any, Any]:
+        received = ring.all_to_all(rows, sent[0].tolist() if sent else None)
+        counts = sent[0] if sent else np.full(size(), len(rows) // size(), np.int32)
+        return received, ring.all_to_all(counts)
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def exchanged(x: Any) -> tuple[Any, Callable[..., Any]]:
+        types = [(x.dtype, _any_rows(x)), (tf.int32, [None])]
+        rows, received = _host_call(exchange, [x, *sent], types, "alltoall", name)
+
+        def gradient(upstream: Any, _: Any) -> Any:
+            return _exchanged(tf.convert_to_tensor(upstream), [received], name)[0]
+
+        return (rows, received), gradient
+
+    return exchanged(x)
+
+
+@as_it_is
+@all_or_none
+def reducescatter(
+    tensor: Any,
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: Op = Average,
+    name: str | None = None,
+    process_set: Any = None,
+    ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """Combine a tensor of all ranks and keep this rank's rows; the first ranks get one more if it does not divide.
+
+    Average and Sum pass gradients: with Average the concatenation of the ranks' gradients, with Sum n times that.
+    """
+    check_process_set(process_set)
+    reduction = op_of(None, op)
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def scattered(x: Any) -> tuple[Any, Callable[[Any], Any]]:
+        def gradient(upstream: Any) -> Any:
+            _check_has_gradient("reducescatter", reduction)
+            gathered = allgather(tf.convert_to_tensor(upstream), name)
+            return gathered * tf.cast(size(), gathered.dtype) if reduction is Sum else gathered
+
+        types = [(x.dtype, _any_rows(x))]
+        (result,) = _host_call(lambda x: ring.reduce_scatter(x, reduction), [x], types, "reducescatter", name)
+        return result, gradient
+
+    return _scaled(tensor, compression, (prescale_factor, postscale_factor), scattered)
+
+
+@as_it_is
+@all_or_none
+def grouped_reducescatter(tensors: Sequence[Any], *arguments: Any, **options: Any) -> list[Any]:
+    """`reducescatter` several tensors; further arguments as there."""
+    return [reducescatter(tensor, *arguments, **options) for tensor in tensors]
+
+
+def _scaled(tensor: Any, compression: Any, factors: tuple[float, float], reduce: Callable[[Any], Any]) -> Any:
+    """A reduction of what is sent for a tensor, between two factors, in the tensor's dtype."""
+    tensor = tf.convert_to_tensor(tensor)
+    sent = tf.cast(tensor, tf.float16) if check_compression(compression) and tensor.dtype.is_floating else tensor
+    before, after = (tf.cast(factor, sent.dtype) for factor in factors)
+    result = reduce(sent if factors[0] == 1.0 else sent * before)
+    return tf.cast(result if factors[1] == 1.0 else result * after, tensor.dtype)
+
+
+def _check_has_gradient(kind: str, op: Op) -> None:
+    if op not in (Average, Sum):
+        raise ArgumentError(f"op={op} of hvd.{kind} passes no gradient; only Average and Sum do.")
+
+
+def _any_rows(tensor: Any) -> Any:
+    """The shape of a tensor with any number of rows; numbers count as one row each."""
+    return None if tensor.shape.rank is None else [None, *tensor.shape[1:]]
+
+
+def _host_call(
+    collective: Callable[..., Any], inputs: list[Any], results: list[tuple[Any, Any]], kind: str, name: str | None
+) -> list[Any]:
+    """Call a collective on the host, now or whenever the `tf.function` that is being traced runs.
+
+    Args:
+        collective: called with arrays.
+        inputs: tensors.
+        results: dtype and shape of each result.
+        kind, name: of the operation, as for `check_name`.
+    """
+    connect()
+
+    def call(*arrays: np.ndarray[Any, Any]) -> Any:
+        check_name(kind, name)
+        found = collective(*arrays)
+        return [np.asarray(one) for one in (found if isinstance(found, tuple) else (found,))]
+
+    with restore_exceptions():
+        found = tf.numpy_function(capture_exceptions(call), inputs, [dtype for dtype, _ in results])
+    pairs = zip(tf.nest.flatten(found), results, strict=True)
+    return [tf.ensure_shape(one, shape) for one, (_, shape) in pairs]
