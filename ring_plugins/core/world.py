@@ -533,7 +533,8 @@ def init(ranks: int | None = None, *, on_failure: str | None = None, min_ranks: 
     Args:
         ranks: how many processes a script that was started on its own becomes.
         on_failure: what happens when a rank is killed or crashes: "end" ends the job; "continue" lets the other ranks
-            finish the step and go on (docs/healing.md says where that works). The default is RING_ON_FAILURE, or "end".
+            finish the step and go on (docs/healing.md says where that works; the script may start again in this call).
+            The default is RING_ON_FAILURE, or "end".
         min_ranks: the fewest ranks with which a job goes on. The default is RING_MIN_RANKS, or 1.
 
     Returns:

@@ -201,6 +201,9 @@ def test_what_cannot_work_is_refused(monkeypatch):
     monkeypatch.setattr(spawn, "command", lambda: ["python", "train.py"])
     monkeypatch.setattr(slots, "_launcher", lambda own: 0)
     refused(one_host, "containers of their own")
+    refused(LaunchRecord("mpi", "mpirun (PMIx)", 1, 4, 1), "if it does not start all ranks on this host")
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "1")
+    refused(LaunchRecord("mpi", "mpirun (PMIx)", 1, 4, 1), "containers of their own")  # as far as any other here
     monkeypatch.setenv("RING_VIRTUAL_NODES", "2")
     refused(one_host, "unset RING_VIRTUAL_NODES")
 
