@@ -3,6 +3,7 @@
 import pytest
 
 import ring_plugins
+import ring_plugins.horovod.torch
 import ring_plugins.torch
 
 
@@ -12,6 +13,10 @@ import ring_plugins.torch
         (ring_plugins.torch, "init", "has no attribute 'init': it is ring_plugins.init"),
         (ring_plugins.torch, "allreduce", r"write ring_plugins\.all_reduce\(x\) \(docs/from_horovod\.md\)"),
         (ring_plugins, "allreduce", r"write ring_plugins\.all_reduce\(x\)"),
+        (ring_plugins.horovod.torch, "Adasum", r"write op=hvd\.Average: Adasum does not exist here"),
+        (ring_plugins.horovod.torch, "add_process_set", "new_group"),
+        (ring_plugins.horovod.torch, "compression", "compression='fp16'"),
+        (ring_plugins.torch, "join", "drop_last=True"),
         (ring_plugins.torch, "nothing", "has no attribute 'nothing'$"),
     ],
 )

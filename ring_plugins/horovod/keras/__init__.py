@@ -92,6 +92,11 @@ def DistributedOptimizer(  # noqa: N802 - known by this name
             f"gradient_accumulation_steps={backward_passes_per_step!r}, whose update is the mean over these steps "
             "(Horovod's is the sum unless average_aggregated_gradients=True)."
         )
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ArgumentError(
+            f"optimizer={type(optimizer).__name__} of {type(optimizer).__module__} is not of Keras 3; pass one of "
+            "keras.optimizers. In a loop, ring_plugins.horovod.tensorflow.DistributedGradientTape serves any optimizer."
+        )
     return ring_keras.DistributedOptimizer(optimizer, compression=check_compression(compression))
 
 
