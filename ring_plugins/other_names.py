@@ -12,7 +12,7 @@ _HOROVOD = {
     "BroadcastGlobalVariablesHook": "ring_plugins.keras.broadcast_variables(model) before the first step",
     "Compression": "compression='fp16' as an argument of what averages",
     "DistributedGradientTape": "ring_plugins.keras.DistributedOptimizer(optimizer)",
-    "PartialDistributedGradientTape": "DistributedGradientTape for shared variables, and tf.GradientTape for the others",
+    "PartialDistributedGradientTape": "DistributedGradientTape for shared variables, tf.GradientTape for the others",
     "ProcessSet": 'torch.distributed.new_group(ranks) of init_process_group("ring"), with PyTorch',
     "SyncBatchNorm": 'torch.nn.SyncBatchNorm after torch.distributed.init_process_group("ring")',
     "SyncBatchNormalization": "ring_plugins.keras.BroadcastCallback(synchronized_batch_norm=True)",
