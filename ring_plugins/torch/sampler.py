@@ -15,9 +15,9 @@ class ElasticSampler(Sampler[int]):
 
     All ranks go through the samples in one order, and each draw takes one sample for every rank. So ranks that have
     drawn equally often are at the same place, and after a loss they go on with the new number of ranks, without a
-    message. No sample is drawn twice in an epoch. Two kinds of samples are not trained on: those that a lost rank had
-    drawn but not yet averaged, including those that its loader had fetched ahead, and up to `size() - 1` at the end of
-    an epoch, so that all ranks have equally many.
+    message. No sample is drawn twice in an epoch. Two kinds of samples are not trained on: one batch of each lost rank,
+    for the step without it that the others had begun, with those that its loader had fetched ahead; and up to
+    `size() - 1` at the end of an epoch, so that all ranks have equally many.
 
     Args:
         data: the dataset; its length is read at the start of each epoch.

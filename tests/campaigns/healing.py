@@ -24,6 +24,7 @@ import json
 import os
 import platform
 import random
+import re
 import signal
 import statistics
 import sys
@@ -57,6 +58,8 @@ POINTS = {
     "forward": 1, "between gradients": 1, "reduction": 3, "update": 1, "collective": 2, "broadcast": 0.7,
     "skipped step": 2, "healing": 2, "stop": 0.5,
 }  # fmt: skip
+#: A rank prints this, and the root, if the root of a broadcast died.
+_ROOT = "no broadcast from"
 COLLECTIVES = ("all_reduce", "all_gather", "barrier", "all_gather_object", "broadcast_object")
 
 
@@ -163,6 +166,7 @@ class Mortal:
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self._fault = next((fault for fault in plan.faults if fault.rank == rank), None)
+        self._dies_in_barrier = False
         self.step = 0
 
     def at(self, point: str) -> None:
@@ -180,7 +184,13 @@ class Mortal:
         if point == "healing":
             die_in_healing(fault.when)
         else:
+            self._dies_in_barrier = True
             die_in_barrier(fault.number, fault.when)
+
+    def over(self) -> None:
+        """Die if the operation that has just ended had fewer barriers than that."""
+        if self._dies_in_barrier:
+            die()
 
 
 def train(plan: Plan, rank: int) -> dict[str, Any]:
@@ -209,15 +219,17 @@ def train(plan: Plan, rank: int) -> dict[str, Any]:
             loss = sum((p * (gradient(step, me) * factor)).sum() for p, factor in zip(model, factors, strict=True))
             mortal.at("reduction")
             loss.backward()  # type: ignore[union-attr]
+            mortal.over()
             averaged = current().world_ranks
             optimizer.step()
+        mortal.over()
         mortal.at("collective")
         value = collective(COLLECTIVES[step % len(COLLECTIVES)], me)
+        mortal.over()
         after = current().world_ranks
         mortal.at("broadcast")
-        if step % 2:
-            root = torch.full((5,), float(me))
-            ring.broadcast(root, ring.size() - 1)
+        broadcast(current().world_ranks[-1], me)
+        mortal.over()
         history.append([None if outcome.skipped else averaged, after, value])
         assert current().world_ranks[ring.rank()] == me and ring.size() == len(current().world_ranks)
     left = ring.all_gather_object(me)
@@ -237,6 +249,17 @@ def collective(name: str, me: int) -> Any:
     with contextlib.suppress(ring.PeerFailed):  # the root may die, but rank 0 of those that are left is another then
         return ring.broadcast_object(f"from {me}", 0)[:5]
     return "from "
+
+
+def broadcast(root: int, me: int) -> None:
+    """From the rank that started as `root`."""
+    told = torch.full((5,), float(me))
+    try:
+        told = ring.broadcast(told, current().world_ranks.index(root))
+    except ring.PeerFailed:
+        print(f"{_ROOT} {root}", flush=True)
+        raise
+    assert set(told.tolist()) == {root}
 
 
 def expected(name: str, ranks: Sequence[int]) -> Any:
@@ -309,9 +332,10 @@ def _problems(plan: Plan, alive: list[int], found: list[Any], history: list[Any]
 
 def _judge_end(plan: Plan, job: Ended, alive: list[int]) -> tuple[str, str]:
     """A job may end if the root of a broadcast dies, or if a rank is stopped for longer than RING_TIMEOUT."""
-    faults = [fault for fault in plan.faults if fault.point in ("broadcast", "stop")]
-    may_end = any(fault.rank in job.killed or plan.stops > float(TIMEOUT) for fault in faults)
-    if may_end and all(job.codes[rank] == 1 for rank in alive) and f"rank {faults[0].rank}" in job.output:
+    lost_roots = {root for root in job.killed if job.output.count(f"{_ROOT} {root}\n") == len(alive)}
+    overdue = {fault.rank for fault in plan.faults if fault.point == "stop" and plan.stops > float(TIMEOUT)}
+    is_named = any(re.search(rf"\brank {rank}\b", job.output) for rank in lost_roots | overdue)
+    if is_named and all(job.codes[rank] == 1 for rank in alive):
         return "ended", ""
     return "wrong", f"ended with {job.codes}"
 

@@ -1,4 +1,4 @@
-"""ElasticSampler, with ranks that take turns in this process and are lost between steps."""
+"""ElasticSampler, with ranks that take turns in this process and are lost between steps, and with killed ranks."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -7,6 +7,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from ring_plugins.torch import ElasticSampler, sampler
+from tests.launch import run_ranks
 
 
 class Job:
@@ -58,3 +59,56 @@ def test_epochs_have_different_orders_that_ranks_share(monkeypatch):
         assert sorted(shares[0] + shares[1]) == list(range(20))
         orders.append(shares[0])
     assert orders[0] != orders[1]
+
+
+KILLED = """
+    import os, sys
+    import torch
+    from torch.utils.data import DataLoader
+    import ring_plugins as ring
+    from ring_plugins.core.world import current
+    from ring_plugins.torch import DistributedOptimizer, ElasticSampler, broadcast_parameters
+    from tests.mortal import die, die_in_barrier
+    from tests.worker import report
+
+    ring.init(ranks=4, on_failure="continue")
+    me, model = ring.rank(), torch.nn.Linear(1, 1)
+    broadcast_parameters(model)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    sampler = ElasticSampler(range(101))
+    loader = DataLoader(torch.arange(101.0), 3, sampler=sampler, num_workers=int(os.environ["TEST_WORKERS"]))
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        averaged_over = []
+        for step, batch in enumerate(loader):
+            report(f"drawn {epoch} {step}", batch.int(), me)
+            if (me, epoch, step) == (0, 0, 2):
+                die()
+            if (me, epoch, step) == (2, 0, 5):
+                die_in_barrier(2, "in")
+            optimizer.zero_grad()
+            model(batch[:, None]).sum().backward()
+            averaged_over.append(list(current().world_ranks))
+            optimizer.step()
+        report(f"averaged over {epoch}", averaged_over, me)
+"""
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_killed_ranks_cost_their_last_batch_and_no_sample_is_trained_on_twice(workers):
+    result = run_ranks(KILLED, 4, env={"TEST_WORKERS": str(workers)}, timeout=90)
+    survivors = [result.reports[rank] for rank in (1, 3)]
+    for epoch in range(2):
+        averaged_over = survivors[0][f"averaged over {epoch}"]
+        assert averaged_over == survivors[1][f"averaged over {epoch}"]
+        trained = Counter(
+            sample
+            for step, ranks in enumerate(averaged_over)
+            for rank in ranks
+            for sample in result.reports[rank][f"drawn {epoch} {step}"]
+        )
+        assert set(trained.values()) == {1} and trained.keys() <= set(range(101)) and averaged_over[-1] == [1, 3]
+        # One batch of each: that in which rank 0 died, and the one after that in which rank 2 died, which counted.
+        # Loaders had fetched two further batches per worker. One sample is left that two ranks cannot share.
+        least, most = (2 * 3, 2 * 3 * (1 + 2 * workers)) if epoch == 0 else (0, 0)
+        assert least <= 101 - len(trained) <= most + 1
