@@ -375,7 +375,7 @@ def _in_place(
         if type(x) is np.ndarray and x.dtype is source.dtype and source.nbytes < SMALLEST:
             result = np.empty(source.shape, source.dtype)  # as below, in fewer calls: small messages are called often
             if source.ndim == 1:
-                operate(HostMemory(result, dtype, source), argument)
+                operate(tuple.__new__(HostMemory, (result, dtype, source, ())), argument)
             else:
                 operate(HostMemory(result.reshape(-1), dtype, source.reshape(-1), _compared(source)), argument)
             return result

@@ -143,16 +143,16 @@ class BucketSets:
         """
         self._take_registered()
         trained = tuple(map(_requires_grad, self.parameters))
-        if trained not in self.kept:
-            self._make(trained, passes)
-        buckets = self.kept[trained]
+        buckets = self.kept.get(trained)  # looked up once: it may be thousands of parameters
+        if buckets is None:
+            buckets = self._make(trained, passes)
         buckets.has_others = bool(self.claim.others())
         if buckets.is_ordered == (self._hooks.arrivals is not None):
             self._hooks.arrivals = None if buckets.is_ordered else []
             self._put_hooks()
         return buckets
 
-    def _make(self, trained: _Trained, passes: int) -> None:
+    def _make(self, trained: _Trained, passes: int) -> GradientBuckets:
         if len(self.kept) >= _KEPT:
             self._drop(next(iter(self.kept)))
         order = self._order.of(_positions(trained))
@@ -176,6 +176,7 @@ class BucketSets:
         self._is_contested = any(self._communicator.all_gather_object(conflict))
         if not self._hooks.fit(buckets):
             self._put_hooks()
+        return buckets
 
     def settle_ownership(self) -> None:
         """Take over from older averagers of these parameters if they are gone on all ranks; collective then.

@@ -366,11 +366,8 @@ class GradientBuckets:
         return self._shares(self._control)
 
     def _shares(self, control: torch.Tensor) -> tuple[float, ...]:
-        size = self._communicator.size
-        return tuple(
-            (share if self._scale == 1.0 else share / size) if share > self._any_rank_has_it else 0.0
-            for share in control.real.tolist()
-        )
+        least, divisor = self._any_rank_has_it, 1 if self._scale == 1.0 else self._communicator.size
+        return tuple([share / divisor if share > least else 0.0 for share in control.real.tolist()])
 
     def check_late(self) -> float:
         """The share of ranks whose backward raised in an earlier pass, as far as a GPU has told by now.

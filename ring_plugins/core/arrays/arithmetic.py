@@ -58,8 +58,9 @@ def reduce_into(target: Array, sources: Sequence[Array], op: Op, dtype: str, div
     else:
         ufunc = _UFUNC[op]
         ufunc(sources[0], sources[1], out=target)
-        for source in sources[2:]:
-            ufunc(target, source, out=target)
+        if len(sources) > 2:
+            for source in sources[2:]:
+                ufunc(target, source, out=target)
     if divisor != 1:
         divide_by, operand = _division(divisor, target.dtype)
         divide_by(target, operand, target)

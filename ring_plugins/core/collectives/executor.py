@@ -117,9 +117,8 @@ class SerialExecutor:
             wait.number = number = statistics.operations
             wait.entered = number + 1
             waited_before = wait.waited_for_arrival
-            self._fingerprint = fingerprint
+            self._fingerprint, wait.begun = fingerprint, False
             self._began = began = time.monotonic()
-            wait.begun = False
             try:
                 self._is_running = True
                 result = operation(*args, fingerprint)
@@ -147,7 +146,8 @@ class SerialExecutor:
             statistics.working += ended - began
             waited = wait.waited_for_arrival - waited_before
             if not inside:
-                steps.add_blocked_time(ended - began, waited)
+                steps.waiting += waited
+                steps.moving += ended - began - waited
             if recorder.on:
                 self._record("operation" if inside else "call", fingerprint.text, began, ended, waited)
             return result

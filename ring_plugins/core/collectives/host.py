@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -172,11 +173,8 @@ class HostCommunicator:
 
     def all_reduce(self, memory: HostMemory, op: Op, codec: HalfCodec | None = None) -> None:
         array, dtype, source, shape = memory
-        check_reducible(dtype, op)
         self._executor.run(
-            fingerprint(
-                "all_reduce", dtype, shape or array.size, op._value_ if codec is None else f"{op._value_} {codec}"
-            ),
+            _all_reduce(dtype, shape or array.size, op, "" if codec is None else str(codec)),
             self._reducer.all_reduce,
             array,
             array if source is None else source,
@@ -404,6 +402,13 @@ class _Closed:
 
 
 _CLOSED: Any = _Closed()
+
+
+@lru_cache(maxsize=4096)
+def _all_reduce(dtype: str, count: int | tuple[int, ...], op: Op, codec: str) -> Fingerprint:
+    """Check an all-reduce and fingerprint it: one look-up for a small message."""
+    check_reducible(dtype, op)
+    return fingerprint("all_reduce", dtype, count, f"{op._value_} {codec}" if codec else op._value_)
 
 
 def _pickled(item: Any) -> Bytes:

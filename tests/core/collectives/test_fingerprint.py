@@ -1,6 +1,6 @@
 import itertools
 
-from ring_plugins.core.collectives.fingerprint import fingerprint, mismatch
+from ring_plugins.core.collectives.fingerprint import fingerprint, fingerprint_of_several, mismatch
 
 
 def test_the_text_says_what_the_operation_is():
@@ -28,3 +28,15 @@ def test_equal_operations_are_the_same_object():
 def test_a_mismatch_groups_ranks_by_what_they_call():
     said = str(mismatch("ring", {0: "barrier()", 1: "broadcast()", 2: "barrier()"}))
     assert "ranks disagree in ring: ranks 0, 2 call barrier(), but rank 1 calls broadcast()." in said
+
+
+def test_several_arrays_are_listed_as_far_as_people_read_and_compared_to_the_last():
+    arrays = [("float32", count) for count in range(5)]
+    one = fingerprint_of_several("all_reduce", tuple(arrays), "average")
+    assert one.text.startswith("all_reduce(0 x float32, 1 x float32, 2 x float32, 2 more (")
+    other = fingerprint_of_several("all_reduce", (*arrays[:4], ("float32", 9)), "average")
+    assert one.code != other.code
+    assert one.text != other.text
+    assert fingerprint_of_several("all_reduce", (("float32", 3),), "sum") == fingerprint(
+        "all_reduce", "float32", 3, "sum"
+    )

@@ -8,8 +8,14 @@ import pytest
 
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import MismatchError
-from ring_plugins.core.collectives.fingerprint import fingerprint
-from ring_plugins.core.collectives.shm_group import SMALL_BYTES, STAGING_BYTES, SharedMemoryGroup, create_segment
+from ring_plugins.core.collectives.fingerprint import fingerprint, fingerprint_of_several
+from ring_plugins.core.collectives.shm_group import (
+    ROUND_BYTES,
+    SMALL_BYTES,
+    STAGING_BYTES,
+    SharedMemoryGroup,
+    create_segment,
+)
 from ring_plugins.core.control.wait import Wait
 
 SIZE = 3
@@ -168,3 +174,37 @@ def test_all_gather_in_place_does_not_write_the_own_part(on_all, nbytes):
 
     for result in on_all(gather):
         assert np.array_equal(result, [np.arange(nbytes) % 251 + rank for rank in range(SIZE)])
+
+
+def test_several_arrays_share_their_barriers(on_all):
+    counts = [5, 0, SMALL_BYTES // 4 + 1, 7, ROUND_BYTES // 4 - SMALL_BYTES // 4 - 64]
+    operation = fingerprint_of_several("all_reduce", tuple(("float32", count) for count in counts), "sum")
+
+    def reduce_all(group, counts):
+        buffer = group.allocate(4 * SMALL_BYTES, fingerprint("allocate", "bytes", 4 * SMALL_BYTES))
+        arrays = [numbers(count, group.position) for count in counts]
+        arrays.append(buffer.array.view(np.float32))
+        arrays[-1][:] = numbers(SMALL_BYTES, group.position)
+        before = group.barriers._own[0]
+        group.all_reduce_coalesced(arrays, arrays, Op.SUM, ["float32"] * len(arrays), operation)
+        group.release(buffer)
+        return arrays, group.barriers._own[0] - before
+
+    for more, barriers in ([], 2), ([ROUND_BYTES // 4], 3):
+        for arrays, found in on_all(lambda group, more=more: reduce_all(group, counts + more)):
+            assert found == barriers
+            assert all(np.array_equal(array, total(array.size)) for array in arrays)
+
+
+def test_several_small_arrays_take_one_barrier(on_all):
+    counts, operation = [3, 0, 70], fingerprint_of_several("all_reduce", (("float32", 73),), "sum")
+
+    def reduce_all(group):
+        arrays = [numbers(count, group.position) for count in counts]
+        before = group.barriers._own[0]
+        group.all_reduce_coalesced(arrays, arrays, Op.SUM, ["float32"] * 3, operation)
+        return arrays, group.barriers._own[0] - before
+
+    for arrays, barriers in on_all(reduce_all):
+        assert barriers == 1
+        assert all(np.array_equal(array, total(array.size)) for array in arrays)
