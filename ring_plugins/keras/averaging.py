@@ -139,7 +139,7 @@ class GradientAveraging:
         topology = connect().topology
         refuse_to_heal_overlapped(overlap)
         if topology.size > 1:
-            warn_of_gpu_copies(topology.rank)
+            warn_of_gpu_copies(topology.rank, compression is not None)
         self._variables: list[Any] = []
         self._indices: dict[int, int] = {}  # id of a variable -> its index
         self._dtypes: dict[int, Any] = {}  # index of a variable -> the dtype of its gradient

@@ -16,7 +16,7 @@ import numpy as np
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import ArgumentError, DeadlockError, MismatchError
+from ring_plugins.core.base.errors import ArgumentError, DeadlockError, MismatchError, name_ranks
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.world import World
 from ring_plugins.keras.backends import backend
@@ -201,27 +201,24 @@ class SynchronizedStop:
 
 
 @functools.lru_cache(maxsize=1)
-def warn_of_gpu_copies(rank: int) -> None:
+def warn_of_gpu_copies(rank: int, is_compressed: bool = False) -> None:
     """Warn once, on rank 0, if gradients leave the GPU to be averaged.
 
-    On torch, NCCL reduces them on the GPU. On TensorFlow it does so only on request, since that path has never run on
-    a GPU (`backends/tensorflow_device.py`). XLA could call NCCL on its own stream from JAX's compiled step, since its
-    foreign function interface passes pointers and the stream; that is not built (`backends/jax_ffi.py` is for CPUs).
+    On torch, NCCL reduces them on the GPU. On TensorFlow and JAX it does so only on request, since these paths have
+    never run on a GPU (`backends/tensorflow_device.py`, `backends/jax_device.py`), and without compression.
     """
     backend_name = keras.backend.backend()
-    if backend_name == "tensorflow" and config.TENSORFLOW_NCCL.get():
-        return
-    if rank != 0 or backend_name not in ("tensorflow", "jax") or not _computes_on_gpus(backend_name):
+    switch = {"tensorflow": config.TENSORFLOW_NCCL, "jax": config.JAX_NCCL}.get(backend_name)
+    if switch is None or (switch.get() and not is_compressed) or rank != 0 or not _computes_on_gpus(backend_name):
         return
     warning = (
         f"ring_plugins averages gradients of the {backend_name} backend in CPU memory: each step copies all of them "
         "from the GPU and back (twice over PCIe: 10 ms or more per step for 100 MB of gradients at 20 GB/s). "
-        "KERAS_BACKEND=torch averages them on the GPUs."
+        f"KERAS_BACKEND=torch averages them on the GPUs. {switch.name}=1 does so on this backend too, without "
+        "compression, but has not been tried on a GPU yet."
     )
     if backend_name == "jax":
-        warning += " On one host with several GPUs, keras.distribution.DataParallel keeps them there too."
-    else:
-        warning += " RING_TENSORFLOW_NCCL=1 does so on TensorFlow too, but has not been tried on a GPU yet."
+        warning += " On one host with several GPUs, keras.distribution.DataParallel keeps them there as well."
     warnings.warn(warning, stacklevel=2)
 
 
@@ -233,6 +230,27 @@ def _computes_on_gpus(backend_name: str) -> bool:
     import tensorflow as tf
 
     return bool(tf.config.list_physical_devices("GPU"))  # logical devices would initialize TensorFlow here
+
+
+def all_use_nccl(is_here: bool, framework: str, variable: str, communicator: Communicator) -> bool:
+    """Whether NCCL averages a framework's gradients on all ranks. Collective.
+
+    Args:
+        is_here: whether this rank requests that and has a GPU.
+        framework, variable: their names, for the error.
+        communicator: communicator of all ranks.
+
+    Raises:
+        MismatchError: some ranks do, and others do not.
+    """
+    where = communicator.all_gather_object(is_here)
+    if len(set(where)) > 1:
+        lacking = [rank for rank, is_there in zip(communicator.ranks, where, strict=True) if not is_there]
+        raise MismatchError(
+            f"{name_ranks(lacking)}: no GPU for {framework}, or no {variable}=1, unlike other ranks. Set the variable "
+            "on all ranks or on none, and give each rank a GPU."
+        )
+    return all(where)
 
 
 def _check_equal(value: Any, communicator: Communicator, problem: str, remedy: str) -> None:

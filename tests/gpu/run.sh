@@ -29,7 +29,7 @@ part() { # seconds, name, command
   echo "== $name"
   timeout -k 5 "$limit" "$@" >"$OUT/$name.log" 2>&1; status=$?
   echo "{\"part\": \"$name\", \"status\": $status, \"seconds\": $((SECONDS - began))}" | tee -a "$OUT/facts.jsonl"
-  grep -h '^FACT\|Error\|passed\|failed\|ms a step\|ring / ' "$OUT/$name.log" | tail -16
+  grep -h '^FACT\|Error\|passed\|failed\|skipped\|ms a step\|ring / ' "$OUT/$name.log" | tail -16
 }
 
 versions() {
@@ -75,9 +75,10 @@ C)
   fi
   ;;
 D)
-  part 180 compiled "$python" tests/gpu/compiled_models.py
-  part 120 keras_on_torch "$python" tests/gpu/keras_on_torch.py
-  part 90 keras_on_tensorflow "$python" -m pytest -m gpu -q tests/keras
+  part 150 compiled "$python" tests/gpu/compiled_models.py
+  part 90 keras_on_torch "$python" tests/gpu/keras_on_torch.py
+  part 90 keras_on_tensorflow "$python" -m pytest -m gpu -q -rs tests/keras/backends/test_tensorflow_device.py
+  part 90 keras_on_jax "$python" -m pytest -m gpu -q -rs tests/keras/backends/test_jax_device.py
   RING_NCCL_REGISTER=1 part 150 registered_equals_ddp "$python" tests/gpu/equals_ddp.py
   ;;
 esac

@@ -65,5 +65,6 @@ def test_a_warning_names_the_cost_of_copies_from_gpus(seen):
     found, on_another_rank = seen
     assert "RING_TENSORFLOW_NCCL=1" in found["tensorflow"]
     assert "keras.distribution.DataParallel" in found["jax"]
-    assert found["tensorflow by NCCL"] == found["torch"] == ""
+    assert "RING_JAX_NCCL=1" in found["jax"] and found["compressed"] == found["jax"]
+    assert found["tensorflow by NCCL"] == found["jax by NCCL"] == found["torch"] == ""
     assert set(on_another_rank.values()) == {""}

@@ -269,6 +269,12 @@ TENSORFLOW_NCCL = Variable(
     False,
     "1 averages gradients of Keras on TensorFlow in GPU memory; not yet tested on a GPU: see [gpu](gpu.md#use)",
 )
+JAX_NCCL = Variable(
+    "RING_JAX_NCCL",
+    SWITCH,
+    False,
+    "1 averages gradients of Keras on JAX in GPU memory; not yet tested on a GPU: see [gpu](gpu.md#use)",
+)
 NCCL_REPORT = Variable(
     "RING_NCCL_REPORT",
     SWITCH,

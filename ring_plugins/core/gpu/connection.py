@@ -98,6 +98,9 @@ class NcclConnection:
         if share:
             allow_shared_gpu(nccl.version, host.ranks[host.rank])
         log = nccl_log()
+        # `ncclCommSplit` would save this bootstrap, but all ranks of the older communicator must call it, with nothing
+        # under way there. A group is made by its members alone, while other threads reduce gradients. And where split
+        # communicators share channels, aborting one may break all.
         unique_id = host.broadcast_object(nccl.unique_id() if host.rank == 0 else None, root=0)
         communicator = ctypes.c_void_p()
         with self._driver.device(self._device):

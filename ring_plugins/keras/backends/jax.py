@@ -1,7 +1,8 @@
 """JAX: the compiled step makes one host call between backward and update.
 
-On CPUs XLA calls Python on its own buffers (`jax_ffi.py`); elsewhere `io_callback` is used, which copies. XLA makes the
-call when all gradients are ready, so communication does not overlap with backward.
+On CPUs XLA calls Python on its own buffers (`jax_ffi.py`). On GPUs NCCL reduces them on request (`jax_device.py`).
+Otherwise `io_callback` is used, which copies. XLA makes the host call when all gradients are ready, so communication
+does not overlap with backward.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.fusion import Entry
 from ring_plugins.core.world import current
-from ring_plugins.keras.backends import Settings
+from ring_plugins.keras.backends import Settings, jax_device
 from ring_plugins.keras.backends.jax_ffi import HostCalls
 from ring_plugins.keras.buckets import HostBuckets, call_weakly
 from ring_plugins.keras.healing import Root
@@ -36,10 +37,16 @@ class Exchange:
 
     def __init__(self, variables: Sequence[Any], entries: Sequence[Entry], settings: Settings) -> None:
         self.communicator = connect().new_communicator(settings.name)
-        sizes = settings.sizes._replace(direct_bytes=_DIRECT_BYTES)
-        self.buckets = HostBuckets(
-            entries, self.communicator, sizes, settings.rounding, in_place=True, overlap=settings.overlap
-        )
+        # Compression rounds on the host.
+        on_gpus = None if settings.compression else jax_device.connect(settings.name, self.communicator)
+        self.buckets: HostBuckets | jax_device.DeviceBuckets
+        if on_gpus is not None:
+            self.buckets = jax_device.DeviceBuckets(entries, on_gpus, settings.sizes)
+        else:
+            sizes = settings.sizes._replace(direct_bytes=_DIRECT_BYTES)
+            self.buckets = HostBuckets(
+                entries, self.communicator, sizes, settings.rounding, in_place=True, overlap=settings.overlap
+            )
         self._calls = HostCalls()
         self.waited_seconds = 0.0
 
@@ -53,6 +60,8 @@ class Exchange:
 
     def average(self, gradients: dict[int, Any]) -> dict[int, Any]:
         """See the protocol."""
+        if isinstance(self.buckets, jax_device.DeviceBuckets):
+            return self.buckets.average(gradients)
         indices, given = list(gradients), list(gradients.values())
         reduce = functools.partial(call_weakly(self._reduce), indices)
 
@@ -73,6 +82,7 @@ class Exchange:
 
     def _reduce(self, indices: list[int], arrays: list[Array]) -> None:
         """Overwrite flat arrays with their averages."""
+        assert isinstance(self.buckets, HostBuckets)
         started = time.perf_counter()
         self.buckets.give(indices, arrays)
         averages = self.buckets.finish()

@@ -6,6 +6,10 @@ handler, and results may share the operands' memory. Handlers are usually compil
 interface's C declarations (xla/ffi/api/c_api.h, version 0.3, shipped with jaxlib 0.10), of which only the first fields
 are needed.
 
+On a CPU the operands are computed when XLA calls (`HostCalls`). On a GPU they are not: XLA calls while it queues a
+step's kernels, and passes the stream. What the function queues there, or orders with it, runs in its turn
+(`DeviceCalls`).
+
 XLA never lets go of a handler. So one handler serves all compiled steps of the process, and each call carries the
 number of its function, which lives as long as the averaging that it belongs to.
 """
@@ -22,10 +26,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from ring_plugins.core.base.errors import DeviceError
 from ring_plugins.keras.buckets import averaging_is_over
 from ring_plugins.keras.job import capture_exceptions
 
-Function = Callable[[list[np.ndarray[Any, Any]]], None]
+#: Of a host call: overwrites arrays. Of a call on a GPU: takes the handle of XLA's stream, and addresses.
+HostFunction = Callable[[list[np.ndarray[Any, Any]]], None]
+DeviceFunction = Callable[[int, list[int]], None]
 
 _numbers = itertools.count()
 #: The trace of the last call, and the smallest result of that call.
@@ -67,7 +74,32 @@ class _ErrorArguments(ctypes.Structure):
     ]
 
 
+class _MessageArguments(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("extension_start", ctypes.c_void_p),
+        ("error", ctypes.c_void_p),
+        ("message", ctypes.c_char_p),
+    ]
+
+
+class _DestroyArguments(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_size_t), ("extension_start", ctypes.c_void_p), ("error", ctypes.c_void_p)]
+
+
+class _StreamArguments(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("extension_start", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+        ("stream", ctypes.c_void_p),
+    ]
+
+
 _MakeError = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_ErrorArguments))
+_GetMessage = ctypes.CFUNCTYPE(None, ctypes.POINTER(_MessageArguments))
+_DestroyError = ctypes.CFUNCTYPE(None, ctypes.POINTER(_DestroyArguments))
+_GetStream = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_StreamArguments))
 
 
 class _Api(ctypes.Structure):
@@ -77,6 +109,10 @@ class _Api(ctypes.Structure):
         ("api_version", _Version),
         ("internal_api", ctypes.c_void_p),
         ("make_error", _MakeError),
+        ("get_message", _GetMessage),
+        ("destroy_error", _DestroyError),
+        ("register_handler", ctypes.c_void_p),
+        ("get_stream", _GetStream),
     ]
 
 
@@ -130,31 +166,39 @@ class _Buffer(ctypes.Structure):
 class HostCalls:
     """What compiled steps call for one owner, which keeps this object; a step that is called without it raises."""
 
+    platform = "cpu"
+
     def __init__(self) -> None:
         self._calls: dict[Hashable, _Call] = {}
 
-    def in_place(self, key: Hashable, function: Function, operands: Sequence[Any]) -> list[Any] | None:
-        """Make XLA call `function` on the memory of `operands`, in a step that runs on the CPU.
+    def _call(self, function: Any, kinds: _Kinds) -> _Call:
+        return _HostCall(function, kinds)
+
+    def in_place(self, key: Hashable, function: Any, operands: Sequence[Any]) -> list[Any] | None:
+        """Make XLA call `function` on the memory of `operands`, in a step that runs on the platform.
 
         Several calls in one compiled function run in the order in which they were traced, on all ranks.
 
         Args:
             key: of the function; a new trace with the same key and operands like these calls the first function.
-            function: overwrites its arguments, 1-d arrays of the operands' dtypes; keeps no owner alive.
+            function: overwrites its arguments, 1-d arrays of the operands' dtypes (on a GPU: XLA's stream and the
+                operands' addresses); keeps no owner alive.
             operands: traced JAX values.
 
         Returns:
             The operands after the call; None if this version of JAX does not have the interface.
         """
-        target = _target()
+        target = find_target(self.platform)
         if target is None or not all(operand.size for operand in operands):
             return None  # empty memory has no address
         kinds = tuple((np.dtype(one.dtype), int(np.prod(one.shape, dtype=np.int64))) for one in operands)
-        call = self._calls.setdefault((key, kinds), _Call(function, kinds))
+        call = self._calls.setdefault((key, kinds), self._call(function, kinds))
         _calls[call.number] = call
         global _last_call
         trace = _current_trace()
         before = [_last_call[1]] if _last_call is not None and _last_call[0] == trace else []
+        if any(operand is one for operand in operands for one in before):
+            before = []  # the order is given, and XLA would copy what a call both overwrites and reads
         shapes = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands]
         aliases = {i: i for i in range(len(shapes))}
         foreign = jax.ffi.ffi_call(target, shapes, has_side_effect=True, input_output_aliases=aliases)
@@ -164,11 +208,33 @@ class HostCalls:
         return results
 
 
+class DeviceCalls(HostCalls):
+    """What steps call that are compiled for GPUs; the functions may only queue work, in order with XLA's stream."""
+
+    def __init__(self, platform: str) -> None:
+        super().__init__()
+        self.platform = platform
+
+    def _call(self, function: Any, kinds: _Kinds) -> _Call:
+        return _DeviceCall(function, kinds)
+
+
+_Kinds = Sequence[tuple[np.dtype[Any], int]]
+
+
 class _Call:
     """A function and the dtype and length of each of its arguments."""
 
-    def __init__(self, function: Function, kinds: Sequence[tuple[np.dtype[Any], int]]) -> None:
+    def __init__(self, function: Any, kinds: _Kinds) -> None:
         self.number, self._function, self._kinds = next(_numbers), function, kinds
+
+    def run(self, frame: _Frame) -> None:
+        """Call the function for one call of XLA's."""
+        raise NotImplementedError
+
+
+class _HostCall(_Call):
+    _function: HostFunction
 
     def run(self, frame: _Frame) -> None:
         arrays = []
@@ -180,17 +246,45 @@ class _Call:
         self._function(arrays)
 
 
+class _DeviceCall(_Call):
+    _function: DeviceFunction
+
+    def run(self, frame: _Frame) -> None:
+        pointers = [_data(frame.arguments, i) for i in range(len(self._kinds))]
+        if pointers != [_data(frame.results, i) for i in range(len(self._kinds))]:
+            raise DeviceError("XLA gave a result other memory than the operand that it was to overwrite.")
+        self._function(stream_of(frame), pointers)
+
+
+def stream_of(frame: _Frame) -> int:
+    """Handle of the CUDA stream on which XLA runs a step.
+
+    Raises:
+        DeviceError: XLA has none here.
+    """
+    api = frame.api.contents
+    arguments = _StreamArguments(ctypes.sizeof(_StreamArguments), None, frame.context, None)
+    error = api.get_stream(ctypes.byref(arguments))
+    if error:
+        message = _MessageArguments(ctypes.sizeof(_MessageArguments), None, error, None)
+        api.get_message(ctypes.byref(message))
+        text = (message.message or b"").decode(errors="replace")
+        api.destroy_error(ctypes.byref(_DestroyArguments(ctypes.sizeof(_DestroyArguments), None, error)))
+        raise DeviceError(f"XLA has no CUDA stream for this step: {text}")
+    return int(arguments.stream or 0)
+
+
 #: All calls by number; their owners keep them.
 _calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
 
 
 @functools.cache
-def _target() -> str | None:
+def find_target(platform: str = "cpu") -> str | None:
     """The name under which XLA knows the handler; None if this version of JAX does not have the interface."""
     name = "ring_plugins"
     jax.default_backend()  # starts it: a handler registered before would be refused then, and the backend with it
     try:
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(ctypes.cast(_handler, ctypes.c_void_p)), platform="cpu")
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(ctypes.cast(_handler, ctypes.c_void_p)), platform=platform)
     except Exception:  # other versions of the interface may raise anything
         return None
     return name

@@ -27,7 +27,7 @@ from ring_plugins.core.arrays import memory as dlpack
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import DeviceMemory, Memory
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError, name_ranks
+from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gpu import load_driver
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
@@ -36,6 +36,7 @@ from ring_plugins.core.gradients.reducer import GradientReducer
 from ring_plugins.core.trace.steps import steps
 from ring_plugins.core.world import current
 from ring_plugins.keras.buckets import unequal_gradients
+from ring_plugins.keras.validation import all_use_nccl
 
 #: TensorFlow's name for the GPU of this rank, and DLPack's device type.
 GPU, KIND = "GPU:0", dlpack.CUDA
@@ -52,15 +53,8 @@ def connect(name: str, host: Communicator) -> DeviceCommunicator | None:
         MismatchError: some ranks request NCCL and have a GPU, and others do not.
     """
     is_here = config.TENSORFLOW_NCCL.get() and bool(tf.config.list_logical_devices(GPU.partition(":")[0]))
-    where = host.all_gather_object(is_here)
-    if not any(where):
+    if not all_use_nccl(is_here, "TensorFlow", "RING_TENSORFLOW_NCCL", host):
         return None
-    if not all(where):
-        lacking = [rank for rank, is_there in zip(host.ranks, where, strict=True) if not is_there]
-        raise MismatchError(
-            f"{name_ranks(lacking)}: no GPU for TensorFlow, or no RING_TENSORFLOW_NCCL=1, unlike other ranks. Set the "
-            "variable on all ranks or on none, and give each rank a GPU."
-        )
     driver = load_driver()
     with tf.init_scope(), tf.device(GPU):
         index = driver.device_of(_tensor_of(tf.zeros([1]))[0].pointer)

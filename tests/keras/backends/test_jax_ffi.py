@@ -11,7 +11,7 @@ def _needs_the_interface():
     pytest.importorskip("jax")
     from ring_plugins.keras.backends import jax_ffi
 
-    if jax_ffi._target() is None:
+    if jax_ffi.find_target() is None:
         pytest.skip("this JAX lacks the foreign function interface")
 
 

@@ -1,5 +1,6 @@
 """NCCL reduces TensorFlow's gradients; stand-ins for GPU and NCCL use CPU tensors."""
 
+import importlib.util
 import os
 
 import pytest
@@ -115,6 +116,9 @@ def test_tensorflow_by_nccl_equals_one_process():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU here")
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("keras", "tensorflow"))), reason="Keras on TensorFlow is not installed"
+)
 def test_the_same_on_a_card():
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
     shares = "1" if torch.cuda.device_count() < 2 else "0"

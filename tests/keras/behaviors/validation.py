@@ -120,21 +120,22 @@ def rates_that_differ() -> Any:
 def warnings_of_gpu_copies() -> Any:
     """The warnings of all backends on a machine with GPUs."""
 
-    def text(backend: str, by_nccl: str = "0") -> str:
+    def text(backend: str, by_nccl: str = "0", is_compressed: bool = False) -> str:
         validation.warn_of_gpu_copies.cache_clear()
         with (
             warnings.catch_warnings(record=True) as caught,
             mock.patch.object(validation, "_computes_on_gpus", return_value=True),
             mock.patch.object(keras.backend, "backend", return_value=backend),
-            mock.patch.dict(os.environ, RING_TENSORFLOW_NCCL=by_nccl),
+            mock.patch.dict(os.environ, RING_TENSORFLOW_NCCL=by_nccl, RING_JAX_NCCL=by_nccl),
         ):
             warnings.simplefilter("always")
-            validation.warn_of_gpu_copies(ring.rank())
+            validation.warn_of_gpu_copies(ring.rank(), is_compressed)
         validation.warn_of_gpu_copies.cache_clear()
         return " ".join(str(warning.message) for warning in caught)
 
     found = {backend: text(backend) for backend in ("tensorflow", "torch", "jax")}
-    return {**found, "tensorflow by NCCL": text("tensorflow", "1")}
+    by_nccl = {f"{backend} by NCCL": text(backend, "1") for backend in ("tensorflow", "jax")}
+    return {**found, **by_nccl, "compressed": text("jax", "1", is_compressed=True)}
 
 
 @behavior

@@ -1,0 +1,253 @@
+"""NCCL reduces the buffers of JAX's compiled steps, in order with XLA's stream; stand-ins for GPU, NCCL and XLA."""
+
+import ctypes
+import importlib.util
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from tests import gpu_stand_in
+from tests.keras.launches import START, environment
+from tests.launch import run_ranks
+
+JAX_ON_CUDA = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+
+
+class Xla:
+    """Calls the handler as XLA does, with frames of its own and one stream."""
+
+    def __init__(self, stream):
+        from ring_plugins.keras.backends import jax_ffi as ffi
+
+        self.ffi, self.stream, self.errors = ffi, stream, []
+
+        def get_stream(arguments):
+            arguments[0].stream = self.stream or None
+            return None if self.stream else 7
+
+        def get_message(arguments):
+            arguments[0].message = b"no stream here"
+
+        def make_error(arguments):
+            self.errors.append(arguments[0].message.decode())
+            return 8
+
+        size = ctypes.sizeof
+        version = ffi._Version(size(ffi._Version), None, 0, 3)
+        functions = (
+            ffi._MakeError(make_error),
+            ffi._GetMessage(get_message),
+            ffi._DestroyError(lambda arguments: None),
+        )
+        self.api = ffi._Api(size(ffi._Api), None, version, None, *functions, None, ffi._GetStream(get_stream))
+
+    def call(self, number, arrays):
+        ffi, size = self.ffi, ctypes.sizeof
+        buffers = [ffi._Buffer(size(ffi._Buffer), None, 11, array.ctypes.data) for array in arrays]
+        values = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))
+        both = ffi._Values(size(ffi._Values), None, len(buffers), None, values)
+        attribute = ffi._Scalar(5, ctypes.pointer(ctypes.c_int64(number)))
+        attributes = ffi._Attributes(
+            size(ffi._Attributes), None, 1, None, None, (ctypes.POINTER(ffi._Scalar) * 1)(ctypes.pointer(attribute))
+        )
+        frame = ffi._Frame(size(ffi._Frame), None, ctypes.pointer(self.api), 1, ffi._EXECUTE, both, both, attributes)
+        return ffi._handler(ctypes.byref(frame))
+
+
+class Step:
+    """A traced step of two buckets, of a large gradient and of two small ones, and what XLA calls in it."""
+
+    def __init__(self, monkeypatch):
+        import jax
+
+        from ring_plugins.core.collectives.single import SingleCommunicator
+        from ring_plugins.core.control.wait import Wait
+        from ring_plugins.core.gpu import cuda, nccl
+        from ring_plugins.core.gpu.communicator import DeviceCommunicator
+        from ring_plugins.core.gradients.fusion import BucketSizes, Entry
+        from ring_plugins.keras.backends import jax_device
+
+        self.library = gpu_stand_in.StandInDriver()
+        self.nccl = gpu_stand_in.StandInNccl(self.library)
+        driver, streams = cuda.Driver(self.library), jax_device.XlaStreams()
+        monkeypatch.setattr(jax_device, "load_driver", lambda: driver)
+        monkeypatch.setattr(self.library, "cuCtxSynchronize", None)  # nobody waits for the GPU
+        self.communicator = DeviceCommunicator(
+            "gradients", 0, SingleCommunicator("gradients"), streams, Wait("gradients", None),
+            nccl.Nccl(self.nccl, "stand-in"), driver,
+        )  # fmt: skip
+        entries = [Entry("a", "float32", 3), Entry("b", "float32", 4), Entry("c", "float32", 40)]
+        connection = jax_device.Connection(self.communicator, streams)
+        self.buckets = jax_device.DeviceBuckets(entries, connection, BucketSizes(28, 28, 100))
+        ones = {i: jax.numpy.ones(entry.count) for i, entry in enumerate(entries)}
+        self.program = jax.make_jaxpr(self.buckets.average)(ones)
+        numbers = {key: call.number for (key, _), call in self.buckets._calls._calls.items()}
+        self.first, self.second, self.averages = numbers["bucket", 0], numbers["bucket", 1], numbers["averages"]
+        with driver.device(0):
+            self.stream = driver.new_stream(0)
+        self.work = self.library.streams[self.stream].work  # what XLA has queued
+        self.xla = Xla(self.stream)
+
+
+@pytest.fixture
+def step(monkeypatch):
+    pytest.importorskip("jax")
+    pytest.importorskip("keras")
+    made = Step(monkeypatch)
+    yield made
+    made.buckets.release()
+
+
+def test_nccl_reduces_in_order_with_xlas_stream_and_the_host_does_not_wait(step, monkeypatch):
+    large, small, gate, seen = np.zeros(40, "float32"), np.zeros(7, "float32"), threading.Event(), []
+
+    def double(self, send, receive, count, kind, op):
+        gpu_stand_in.memory(receive, count, kind).array[:] *= 2
+
+    monkeypatch.setattr(gpu_stand_in.Communicator, "all_reduce", double)
+    for number in range(2):
+        gate.clear()
+        step.work.put(gate.wait)
+        step.work.put(lambda: large.fill(1))
+        assert step.xla.call(step.first, [large]) is None
+        step.work.put(lambda: small.fill(3))
+        assert step.xla.call(step.second, [small]) is None
+        assert step.xla.call(step.averages, [large, small]) is None
+        step.work.put(lambda: seen.append((large.copy(), small.copy())))
+        assert len(seen) == number and step.communicator.oldest is not None  # the GPU has done nothing yet
+        gate.set()
+        step.library.streams[step.stream].drain()
+        assert seen[-1][0].tolist() == [2] * 40 and seen[-1][1].tolist() == [6] * 7
+    assert [calls for calls in step.nccl.log if calls == ["all_reduce"]] == [["all_reduce"]] * 4
+    assert (step.buckets.reducer.passes, step.buckets.reducer.reduced_bytes) == (2, 2 * 47 * 4)
+    assert step.xla.errors == []
+
+
+def test_the_compiled_program_overwrites_gradients_and_scales_them_in_float32(step):
+    text = str(step.program)
+    assert text.count("ffi_call[") == 3 and "((0, 0), (1, 1))" in text.replace("\n", "")
+
+
+def test_without_a_stream_the_step_fails_with_xlas_words(step):
+    step.xla.stream = 0
+    assert step.xla.call(step.first, [np.zeros(40, "float32")]) == 8
+    assert step.xla.errors == ["DeviceError: XLA has no CUDA stream for this step: no stream here"]
+
+
+def test_memory_that_xla_has_moved_ends_the_job(step):
+    large, small = np.ones(40, "float32"), np.ones(7, "float32")
+    assert step.xla.call(step.first, [large]) is None
+    assert step.xla.call(step.second, [small]) is None
+    assert step.xla.call(step.averages, [large, small.copy()]) == 8
+    assert "XLA has moved gradients that NCCL works on; set RING_JAX_NCCL=0" in step.xla.errors[0]
+    assert step.xla.call(step.first, [large]) == 8
+    assert "is out of step with the other ranks" in step.xla.errors[1]
+
+
+def test_a_missing_gradient_is_refused(step):
+    import jax
+
+    from ring_plugins.core.base.errors import ArgumentError
+
+    with pytest.raises(ArgumentError, match="no gradient for b. RING_JAX_NCCL=1 needs one for every variable"):
+        step.buckets.average({0: jax.numpy.ones(3), 2: jax.numpy.ones(40)})
+
+
+FIT = (
+    START
+    + """
+if not os.environ["TEST_GPU_STAND_IN"]:
+    cards = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = cards[ring.local_rank() % len(cards)]
+
+import keras
+import numpy as np
+
+from ring_plugins.keras import BroadcastCallback, DistributedOptimizer
+from ring_plugins.keras.averaging import averaging_of
+from ring_plugins.keras.backends import jax_device, jax_ffi
+from tests.gpu_stand_in import CALLERS_STREAM, install
+from tests.worker import report
+
+rank, size = ring.rank(), ring.size()
+launched = []
+if os.environ["TEST_GPU_STAND_IN"]:
+    launched = install()[0].log
+    jax_device.PLATFORM, jax_device.computes_on_gpus = "cpu", lambda: True
+    jax_ffi.stream_of = lambda frame: CALLERS_STREAM
+rng = np.random.default_rng(0)
+x, y = rng.normal(size=(48, 5)).astype("float32"), rng.normal(size=(48, 1)).astype("float32")
+seen = []
+
+
+class Look(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        buckets = averaging_of(self.model.optimizer).exchange.buckets
+        seen.append((type(buckets).__name__, len(buckets.plan.buckets)))
+
+
+def fitted(averages, steps=None, **options):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(40, "tanh"), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=steps), "mse", **options)
+    batches, callbacks = [(x[i : i + 12], y[i : i + 12]) for i in range(0, 48, 12)], []
+    if averages:
+        model.optimizer = DistributedOptimizer(model.optimizer, bucket_bytes=100)
+        batches = [[part[rank * 12 // size : (rank + 1) * 12 // size] for part in batch] for batch in batches]
+        callbacks = [BroadcastCallback(), Look()]
+    mine = [np.concatenate(parts) for parts in zip(*batches)]
+    model.fit(*mine, batch_size=len(mine[0]) // 4, shuffle=False, epochs=2, verbose=0, callbacks=callbacks)
+    return np.concatenate([np.ravel(weight) for weight in model.get_weights()])
+
+
+for name, options in {
+    "compiled": {}, "eager": {"run_eagerly": True}, "accumulated": {"steps": 2},
+}.items():
+    alone = fitted(False, **options)
+    launched.clear()
+    ours = fitted(True, **options)
+    report(name, float(np.abs(ours - alone).max()))
+    report(name + " equal", len(set(ring.all_gather_object(ours.tobytes()))))
+    report(name + " by NCCL", sum(call == ["all_reduce"] for call in launched))
+report("seen", seen)
+"""
+)
+
+
+def check_equality(**more):
+    result = run_ranks(FIT, 2, env=environment("jax", RING_JAX_NCCL="1", **more), timeout=250)
+    for name in ("compiled", "eager", "accumulated"):
+        assert max(result.values(name)) < 1e-5
+        assert result.values(f"{name} equal") == [1, 1]
+    assert {tuple(entry) for entry in result.values("seen")[0]} == {("DeviceBuckets", 3)}
+    return result
+
+
+@pytest.mark.slow
+def test_jax_by_nccl_equals_one_process():
+    pytest.importorskip("jax")
+    result = check_equality(TEST_GPU_STAND_IN="1")
+    calls = [result.values(f"{name} by NCCL") for name in ("compiled", "eager", "accumulated")]
+    assert calls == [[8 * 3] * 2, [8 * 3] * 2, [4 * 3] * 2]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU here")
+@pytest.mark.skipif(
+    not (importlib.util.find_spec("keras") and any(map(importlib.util.find_spec, JAX_ON_CUDA))),
+    reason="Keras, or JAX for CUDA, is not installed",
+)
+def test_the_same_on_a_card():
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
+    check_equality(
+        TEST_GPU_STAND_IN="",
+        XLA_FLAGS="",
+        JAX_PLATFORMS="cuda",
+        JAX_DEFAULT_MATMUL_PRECISION="highest",
+        XLA_PYTHON_CLIENT_PREALLOCATE="false",
+        CUDA_VISIBLE_DEVICES=visible,
+        RING_SHARE_GPU="1" if torch.cuda.device_count() < 2 else "0",
+    )
