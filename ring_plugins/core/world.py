@@ -121,6 +121,7 @@ class World:
         self.heals = policy.continues and rendezvous.size > 1
         self.changes = ChangeCallbacks()
         self._membership: Membership | None = None
+        self._succession: Succession | None = None
         self._in_collective = threading.RLock()
         self.launcher = launcher
         record = detect()
@@ -173,7 +174,8 @@ class World:
             assert self.observers is not None
             if isinstance(self.channel, ControlClient):
                 stalls, peers = self.observers.stalls, self.observers.membership
-                self._monitor.add(Succession(self.channel, stalls, self._local_peers, peers, lambda: membership.ranks))
+                self._succession = Succession(self.channel, stalls, self._local_peers, peers, lambda: membership.ranks)
+                self._monitor.add(self._succession)
         self.communicator = self.new_communicator("ring", gather=rendezvous.gather)
         self._rank_marker = RankMarker(rank) if size > 1 else None
 
@@ -514,6 +516,8 @@ class World:
         """In a forked child: disturb neither the parent nor its peers."""
         if self.channel is not None:
             self.channel.abandon()
+        if self._succession is not None:
+            self._succession.detach_after_fork()
         if self._messenger is not None:
             self._messenger.detach_after_fork()
         for communicator in self._in_use():

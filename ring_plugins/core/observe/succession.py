@@ -65,6 +65,11 @@ class Succession:
         if self._collector is not None:
             self._collector.server.close()
 
+    def detach_after_fork(self) -> None:
+        """In a forked child: close the sockets, which are the parent's."""
+        if self._collector is not None:
+            self._collector.server.abandon()
+
     def _follow(self, leader: int) -> None:
         peer = self._peers.own if leader == self._peers.own.rank else self._peers.others.get(leader)
         if peer is self._peers.own and self._collector is None:
