@@ -71,8 +71,8 @@ class BucketSizes(NamedTuple):
         return self
 
     def __str__(self) -> str:
-        direct = "none" if self.direct_bytes is None else f"those of {self.direct_bytes / MIB:g} MiB and more"
-        return f"buckets of {self.bucket_bytes / MIB:g} MiB, tensors reduced alone: {direct}"
+        direct = "no tensors" if self.direct_bytes is None else f"tensors of {self.direct_bytes / MIB:g} MiB and more"
+        return f"buckets of {self.bucket_bytes / MIB:g} MiB, {direct} alone"
 
 
 DEFAULT_SIZES = BucketSizes()

@@ -154,11 +154,11 @@ class MeasuredOverlap:
         if self._communicator.rank == 0:
             times_of = {self._expected: statistics.median(expected), not self._expected: statistics.median(other)}
             kept, left = times_of[self.now] * 1e3, times_of[not self.now] * 1e3
-            way = "while backward runs" if self.now else "when backward is over"
-            doubt = ", which was not shorter in enough of the trials" if left < kept else ""
+            ways = "after backward", "while backward runs"
+            doubt = ", which was not reliably shorter" if left < kept else ""
             logger.info(
-                f"gradients are averaged {way}: {kept:.1f} ms a step, against {left:.1f} ms the other way{doubt}. "
-                "`overlap` and RING_OVERLAP choose."
+                f"gradients are averaged {ways[self.now]}: {kept:.1f} ms a step, against {left:.1f} ms "
+                f"{ways[not self.now]}{doubt}. To choose yourself, set `overlap` or RING_OVERLAP."
             )
 
 

@@ -110,7 +110,7 @@ class BucketTuner:
         compared = f"{medians[1] * 1e3:.2f} ms per step against {medians[0] * 1e3:.2f} ms with the default"
         if gain >= _GAIN and wins >= len(ratios) - 1:
             return self._candidates[1], f"{self._candidates[1]}; {compared}, shorter in {wins} of {len(ratios)} trials"
-        return self._default, f"the default stays: {self._default}; {self._candidates[1]} took {compared}"
+        return self._default, f"the default stays ({self._default}): {self._candidates[1]}, took {compared}"
 
     def adopt(self, decision: tuple[BucketSizes, str]) -> None:
         """Adopt what rank 0 decided, and begin the next round."""
@@ -139,7 +139,7 @@ class BucketTuner:
         self._candidates = list(distinct.values())
         if len(self._candidates) == 1:
             if self._rounds == 3:
-                self._best, self.summary = default, f"the default stays: {default}; nothing else was faster"
+                self._best, self.summary = default, f"the default stays ({default}): nothing else was faster"
             self._next_round()
             return
         self._times, self._turn = [[] for _ in self._candidates], []

@@ -124,17 +124,16 @@ def test_one_line_tells_what_was_decided(monkeypatch):
     monkeypatch.setattr(overlap.logger, "info", said.append)
     steps(MeasuredOverlap(True, Answers()), lambda overlaps, _: 0.002 if overlaps else 0.001)
     assert said[0] == (
-        "gradients are averaged when backward is over: 1.0 ms a step, against 2.0 ms the other way. `overlap` and "
-        "RING_OVERLAP choose."
+        "gradients are averaged after backward: 1.0 ms a step, against 2.0 ms while backward runs. To choose yourself, "
+        "set `overlap` or RING_OVERLAP."
     )
     steps(MeasuredOverlap(False, Answers()), lambda overlaps, _: 0.001 if overlaps else 0.002)
     assert said[1].startswith("gradients are averaged while backward runs: 1.0 ms a step, against 2.0 ms")
     # Other programs made two turns of the expected way long: its median is longer, and it is kept all the same.
     steps(MeasuredOverlap(True, Answers()), lambda overlaps, i: 0.001 if not overlaps or i % 16 < 8 else 0.003)
     assert said[2].startswith(
-        "gradients are averaged while backward runs: 2.0 ms a step, against 1.0 ms the other way, "
+        "gradients are averaged while backward runs: 2.0 ms a step, against 1.0 ms after backward, which was not "
     )
-    assert ", which was not shorter in enough of the trials." in said[2]
 
 
 def test_what_is_known_decides_first_and_rank_0_chooses():
