@@ -78,7 +78,7 @@ D)
   part 150 compiled "$python" tests/gpu/compiled_models.py
   part 90 keras_on_torch "$python" tests/gpu/keras_on_torch.py
   part 90 keras_on_tensorflow "$python" -m pytest -m gpu -q -rs tests/keras/backends/test_tensorflow_device.py
-  part 90 keras_on_jax "$python" -m pytest -m gpu -q -rs tests/keras/backends/test_jax_device.py
+  part 110 keras_on_jax "$python" -m pytest -m gpu -q -rs tests/keras/backends/test_jax_device.py
   RING_NCCL_REGISTER=1 part 150 registered_equals_ddp "$python" tests/gpu/equals_ddp.py
   ;;
 esac

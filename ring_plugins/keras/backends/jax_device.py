@@ -83,10 +83,15 @@ def connect(name: str, host: Communicator) -> Connection | None:
 
     Raises:
         MismatchError: some ranks request NCCL and have a GPU, and others do not.
+        ArgumentError: this version of JAX passes no pointers.
     """
-    is_here = config.JAX_NCCL.get() and computes_on_gpus() and find_target(PLATFORM) is not None
-    if not all_use_nccl(is_here, "JAX", "RING_JAX_NCCL", host):
+    if not all_use_nccl(config.JAX_NCCL.get() and computes_on_gpus(), "JAX", "RING_JAX_NCCL", host):
         return None
+    if find_target(PLATFORM) is None:
+        raise ArgumentError(
+            f"RING_JAX_NCCL=1 needs the foreign function interface of JAX 0.5 or newer, and this is {jax.__version__}; "
+            "upgrade JAX, or set RING_JAX_NCCL=0 on all ranks."
+        )
     with jax.ensure_compile_time_eval():  # the step may be under construction
         device = load_driver().device_of(jax.numpy.zeros(1).unsafe_buffer_pointer())
     streams = XlaStreams()
@@ -230,5 +235,6 @@ class DeviceBuckets:
 
 def _scaled(gradient: Any, factor: float) -> Any:
     """Multiply in float32 or wider, because JAX would round the factor to the gradient's dtype."""
-    wide = jax.numpy.promote_types(gradient.dtype, "float32")
-    return (gradient.astype(wide) * factor).astype(gradient.dtype)
+    if gradient.dtype.itemsize > 2:
+        return gradient * factor
+    return (gradient.astype("float32") * factor).astype(gradient.dtype)

@@ -126,9 +126,31 @@ def test_nccl_reduces_in_order_with_xlas_stream_and_the_host_does_not_wait(step,
     assert step.xla.errors == []
 
 
-def test_the_compiled_program_overwrites_gradients_and_scales_them_in_float32(step):
-    text = str(step.program)
-    assert text.count("ffi_call[") == 3 and "((0, 0), (1, 1))" in text.replace("\n", "")
+def test_the_traced_program_lets_calls_overwrite_gradients(step):
+    assert str(step.program).count("ffi_call[") == 3 and "((0, 0), (1, 1))" in str(step.program)
+
+
+def test_gradients_are_scaled_without_rounding_the_factor():
+    jax = pytest.importorskip("jax")
+    from ring_plugins.keras.backends import jax_device
+
+    numbers = jax.random.uniform(jax.random.key(0), 4096, "bfloat16", 1, 2)  # which would round 1/3
+    ratios = np.asarray(jax_device._scaled(numbers, 1 / 3), "float64") * 3 / np.asarray(numbers, "float64")
+    assert abs(ratios.mean() - 1) < 2e-4
+
+
+def test_a_jax_without_the_interface_is_refused(monkeypatch):
+    pytest.importorskip("jax")
+    from ring_plugins.core.base.errors import ArgumentError
+    from ring_plugins.core.collectives.single import SingleCommunicator
+    from ring_plugins.keras.backends import jax_device
+
+    monkeypatch.setenv("RING_JAX_NCCL", "1")
+    assert jax_device.connect("gradients", SingleCommunicator("gradients")) is None  # there is no GPU
+    monkeypatch.setattr(jax_device, "computes_on_gpus", lambda: True)
+    monkeypatch.setattr(jax_device, "find_target", lambda platform: None)
+    with pytest.raises(ArgumentError, match="needs the foreign function interface of JAX 0.5 or newer"):
+        jax_device.connect("gradients", SingleCommunicator("gradients"))
 
 
 def test_without_a_stream_the_step_fails_with_xlas_words(step):
