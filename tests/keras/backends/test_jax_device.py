@@ -185,6 +185,8 @@ if not os.environ["TEST_GPU_STAND_IN"]:
     cards = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = cards[ring.local_rank() % len(cards)]
 
+import time
+
 import keras
 import numpy as np
 
@@ -195,9 +197,10 @@ from tests.gpu_stand_in import CALLERS_STREAM, install
 from tests.worker import report
 
 rank, size = ring.rank(), ring.size()
-launched = []
+library, launched = None, []
 if os.environ["TEST_GPU_STAND_IN"]:
-    launched = install()[0].log
+    library = install()[0]
+    launched = library.log
     jax_device.PLATFORM, jax_device.computes_on_gpus = "cpu", lambda: True
     jax_ffi.stream_of = lambda frame: CALLERS_STREAM
 rng = np.random.default_rng(0)
@@ -235,6 +238,22 @@ for name, options in {
     report(name + " equal", len(set(ring.all_gather_object(ours.tobytes()))))
     report(name + " by NCCL", sum(call == ["all_reduce"] for call in launched))
 report("seen", seen)
+
+# A gradient on some ranks only.
+optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1))
+variables = [keras.Variable(np.ones(3, "float32")), keras.Variable(np.ones(2, "float32"))]
+optimizer.build(variables)
+optimizer.apply([np.ones(3, "float32"), np.ones(2, "float32")], variables)
+if library is not None:
+    library.cuda.waits_at_once = False  # only the GPU waits
+try:
+    optimizer.apply([np.ones(3, "float32"), None if rank == 1 else np.ones(2, "float32")], variables)
+    began = time.monotonic()
+    while time.monotonic() < began + 30:
+        averaging_of(optimizer).exchange.buckets._communicator.check()
+        time.sleep(0.05)
+except Exception as error:
+    report("refused", str(error))
 """
 )
 
@@ -245,6 +264,8 @@ def check_equality(**more):
         assert max(result.values(name)) < 1e-5
         assert result.values(f"{name} equal") == [1, 1]
     assert {tuple(entry) for entry in result.values("seen")[0]} == {("DeviceBuckets", 3)}
+    assert "no gradient for variable 1" in result.values("refused")[1]
+    assert result.values("refused")[0].startswith("rank 1 refused the arguments of averaging gradients")
     return result
 
 
