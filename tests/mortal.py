@@ -3,7 +3,9 @@
 import os
 import signal
 
+from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.collectives.shm_barrier import SharedMemoryBarrier
+from ring_plugins.core.world import current
 
 
 def die(*_: object) -> None:
@@ -23,3 +25,6 @@ def die_in_barrier(number: int, when: str) -> None:
         synchronize(self, *args, **options)  # type: ignore[arg-type]
 
     SharedMemoryBarrier.synchronize = mortally  # type: ignore[method-assign, assignment]
+    for communicator in current()._in_use():  # which keep the bound method
+        if isinstance(communicator, HostCommunicator) and communicator._node is not None:
+            communicator._node._synchronize = communicator._node.barriers.synchronize

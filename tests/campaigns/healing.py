@@ -205,13 +205,14 @@ def train(plan: Plan, rank: int) -> dict[str, Any]:
     model[1].register_post_accumulate_grad_hook(lambda _: mortal.at("between gradients"))
     optimizer.optimizer.register_step_pre_hook(lambda *_: mortal.at("update"))
     factors, history, told = patterns(), [], []
+    log = averages_log(optimizer)
     ring.on_membership_change(lambda change: told.extend(change.lost))
     for step in range(STEPS):
         mortal.step = step
         mortal.at("healing")
         mortal.at("forward")
         mortal.at("skipped step")
-        averaged: Sequence[int] | None = None
+        log.clear()
         with optimizer.skip_step_on(MemoryError) as outcome:
             optimizer.zero_grad(set_to_none=not plan.in_place)
             if plan.skips == (step, me):
@@ -220,7 +221,6 @@ def train(plan: Plan, rank: int) -> dict[str, Any]:
             mortal.at("reduction")
             loss.backward()  # type: ignore[union-attr]
             mortal.over()
-            averaged = current().world_ranks
             optimizer.step()
         mortal.over()
         mortal.at("collective")
@@ -230,10 +230,21 @@ def train(plan: Plan, rank: int) -> dict[str, Any]:
         mortal.at("broadcast")
         broadcast(current().world_ranks[-1], me)
         mortal.over()
-        history.append([None if outcome.skipped else averaged, after, value])
+        assert len(log) == (not outcome.skipped)
+        history.append([None if outcome.skipped else log[0], after, value])
         assert current().world_ranks[ring.rank()] == me and ring.size() == len(current().world_ranks)
     left = ring.all_gather_object(me)
     return {"history": history, "weights": checksums(list(model)), "left": left, "told": told}
+
+
+def averages_log(optimizer: DistributedOptimizer) -> list[tuple[int, ...]]:
+    """A list that gets the members at the end of each pass; the next death may be found in the same backward."""
+    log: list[tuple[int, ...]] = []
+    check = optimizer.averager._healing
+    assert check is not None
+    after_pass = check.after_pass
+    check.after_pass = lambda named: (log.append(current().world_ranks), after_pass(named))  # type: ignore[method-assign, assignment, func-returns-value, return-value]
+    return log
 
 
 def collective(name: str, me: int) -> Any:
