@@ -35,6 +35,7 @@ def test_a_broken_pipe_is_ignored(monkeypatch):
 
 def test_a_script_that_configures_logging_does_not_silence_the_reason_why_a_rank_ends(monkeypatch):
     monkeypatch.setattr("sys.stderr", stream := io.StringIO())
+    monkeypatch.setattr(logging, "_handlerList", [])  # dictConfig closes all: absl's would close pytest's own stream
     handlers = log.logger.handlers[:]
     logging.config.dictConfig({"version": 1, "disable_existing_loggers": True, "loggers": {"mine": {"level": "INFO"}}})
     try:
