@@ -1,6 +1,7 @@
 """Train a small convolutional network on scanned digits with Keras, on several processes.
 
-    python examples/keras_digits.py --ranks 2                        # starts the second process itself
+    python examples/keras_digits.py                                  # starts the second process itself
+    python examples/keras_digits.py --ranks 1                        # one process, nothing to communicate
     mpirun -n 2 python examples/keras_digits.py                      # mpirun starts the processes
     KERAS_BACKEND=torch mpirun -n 2 python examples/keras_digits.py  # or jax; the default is TensorFlow
 
@@ -30,7 +31,7 @@ from ring_plugins.keras import (
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument(
-    "--ranks", type=int, default=1, help="number of processes, unless a launcher has started them already"
+    "--ranks", type=int, default=2, help="number of processes, unless a launcher has started them already"
 )
 arguments = parser.parse_args()
 

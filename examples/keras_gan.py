@@ -1,8 +1,8 @@
 """Train a small GAN on scanned digits with Keras, on several processes: two optimizers in one `train_step`.
 
-    python examples/keras_gan.py --ranks 2                    # starts the second process itself
-    KERAS_BACKEND=torch python examples/keras_gan.py --ranks 2
-    mpirun -n 2 python examples/keras_gan.py
+    python examples/keras_gan.py                           # starts the second process itself
+    mpirun -n 2 python examples/keras_gan.py               # mpirun starts the processes
+    KERAS_BACKEND=torch python examples/keras_gan.py       # the default is TensorFlow; this `train_step` is not for JAX
 
 Both optimizers are attributes of the model, so `BroadcastCallback` finds both. `train_step` needs no change.
 """
@@ -21,7 +21,7 @@ import ring_plugins as ring
 from ring_plugins.keras import BroadcastCallback, MetricAverageCallback, shard
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--ranks", type=int, default=1, help="processes, unless a launcher has started them already")
+parser.add_argument("--ranks", type=int, default=2, help="processes, unless a launcher has started them already")
 parser.add_argument("--epochs", type=int, default=40)
 arguments = parser.parse_args()
 

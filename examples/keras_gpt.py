@@ -1,8 +1,8 @@
 """Train a small GPT on the source code of Python's standard library with Keras, resume it, and let it write.
 
-    python examples/keras_gpt.py --ranks 2                    # a few minutes on two cores
-    python examples/keras_gpt.py --ranks 2 --epochs 4         # resumes from gpt.keras after the epochs it has seen
-    KERAS_BACKEND=jax python examples/keras_gpt.py --ranks 2  # or torch; the default is TensorFlow
+    python examples/keras_gpt.py                       # two processes, a few minutes on two cores
+    python examples/keras_gpt.py --epochs 4            # resumes from gpt.keras after the epochs it has seen
+    KERAS_BACKEND=jax python examples/keras_gpt.py     # or torch; the default is TensorFlow
     mpirun -n 8 --hostfile hosts python examples/keras_gpt.py --epochs 20
 
 The model reads bytes, so there is no tokenizer. With several hosts, gpt.keras must be where rank 0 runs.
@@ -24,7 +24,7 @@ import ring_plugins as ring
 from ring_plugins.keras import BroadcastCallback, LearningRateWarmupCallback, MetricAverageCallback, shard
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--ranks", type=int, default=1, help="processes, unless a launcher has started them already")
+parser.add_argument("--ranks", type=int, default=2, help="processes, unless a launcher has started them already")
 parser.add_argument("--epochs", type=int, default=2, help="in all, over resumed runs")
 parser.add_argument("--checkpoint", type=Path, default=Path("gpt.keras"))
 parser.add_argument("--files", type=int, default=40, help="modules of the standard library to learn from")

@@ -4,7 +4,8 @@
     python examples/lightning_gpt.py --steps 2000             # resumes from gpt.ckpt, and goes on to step 2,000
     mpirun -n 8 --hostfile hosts python examples/lightning_gpt.py --steps 20000
 
-The model reads bytes, so there is no tokenizer. With several hosts, gpt.ckpt must be on shared storage.
+The model reads bytes, so there is no tokenizer. gpt.ckpt is written every 100 steps and at the end. With several hosts, it
+must be on shared storage.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from ring_plugins.lightning import RingStrategy
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--devices", type=int, default=2, help="processes, unless a launcher has started them already")
 parser.add_argument("--steps", type=int, default=500, help="in all, over resumed runs")
-parser.add_argument("--checkpoint", type=Path, default=Path("gpt.ckpt"))
+parser.add_argument("--checkpoint", type=Path, default=Path("gpt.ckpt"), help="a file whose name ends with .ckpt")
 parser.add_argument("--files", type=int, default=150, help="modules of the standard library to learn from")
 arguments = parser.parse_args()
 
@@ -98,21 +99,24 @@ class GPT(L.LightningModule):
 L.seed_everything(1, verbose=False)
 model = GPT()
 loader = DataLoader(Sources(arguments.files), batch_size, shuffle=True, drop_last=True)
+checkpoints = L.pytorch.callbacks.ModelCheckpoint(
+    arguments.checkpoint.parent, arguments.checkpoint.stem, every_n_train_steps=100, enable_version_counter=False
+)
 trainer = L.Trainer(
     strategy=RingStrategy(),
     accelerator="cpu",
     devices=arguments.devices,
     max_steps=arguments.steps,
     gradient_clip_val=1.0,
+    callbacks=[checkpoints],
     logger=False,
-    enable_checkpointing=False,
     enable_model_summary=False,
     log_every_n_steps=10,
 )
 resumed = arguments.checkpoint if arguments.checkpoint.exists() else None
 trainer.fit(model, loader, ckpt_path=resumed)
 loss = trainer.callback_metrics.get("loss")
-trainer.save_checkpoint(arguments.checkpoint)  # all ranks call it, rank 0 writes
+trainer.save_checkpoint(arguments.checkpoint)  # the last step; all ranks call it, rank 0 writes
 
 if trainer.is_global_zero:
     print(
