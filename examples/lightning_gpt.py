@@ -4,8 +4,8 @@
     python examples/lightning_gpt.py --steps 2000             # resumes from gpt.ckpt, and goes on to step 2,000
     mpirun -n 8 --hostfile hosts python examples/lightning_gpt.py --steps 20000
 
-The model reads bytes, so there is no tokenizer. gpt.ckpt is written every 100 steps and at the end. With several hosts, it
-must be on shared storage.
+The model reads bytes, so there is no tokenizer. gpt.ckpt is written every 100 steps and at the end. With several
+hosts, it must be on shared storage.
 """
 
 import argparse

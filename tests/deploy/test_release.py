@@ -1,4 +1,4 @@
-"""What is published: one version everywhere, and a wheel and an sdist that `twine check` accepts and that run an example."""
+"""What is published: one version everywhere, and a wheel and an sdist that pass `twine check` and run an example."""
 
 import importlib.metadata
 import re
@@ -66,8 +66,8 @@ def test_wheel_and_sdist(tmp_path, monkeypatch):
     assert run(python, "script.py").split() == ["2.0", str(tmp_path / "venv")]
     assert __version__ in run(tmp_path / "venv" / "bin" / "ring", "--version")
 
-    # An example of the sdist with the wheel, and with torch and scikit-learn as they are installed here. A path in a .pth
-    # file comes last, and .pth files of that directory (an editable install) are not read.
+    # An example of the sdist with the wheel, and with torch and scikit-learn as they are installed here. A path in a
+    # .pth file comes last, and .pth files of that directory (an editable install) are not read.
     (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     (packages / "lent.pth").write_text(sysconfig.get_path("purelib"))
     assert "ranks 2, " in run(python, unpacked / "examples" / "torch_loop.py")

@@ -103,7 +103,9 @@ def test_keras_gpt_resumes_and_writes(backend, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["tensorflow", "torch"])
 def test_keras_gan(backend):
-    result = run_ranks(EXAMPLES / "keras_gan.py", 2, args=["--epochs", "1"], env={"KERAS_BACKEND": backend}, timeout=280)
+    result = run_ranks(
+        EXAMPLES / "keras_gan.py", 2, args=["--epochs", "1"], env={"KERAS_BACKEND": backend}, timeout=280
+    )
     closing(result, r"^ranks 2, epochs 1, critic_loss [\d.]+, generator_loss [\d.]+$")
 
 

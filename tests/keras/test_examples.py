@@ -11,7 +11,8 @@ EXAMPLES = REPOSITORY / "examples"
 
 
 def accuracy(result: Result, ranks: int) -> float:
-    line = rf"^ranks {ranks}, .*[\d.]+ s, validation accuracy ([\d.]+)(?:, \d+% of a step spent waiting for communication)?$"
+    waiting = r"(?:, \d+% of a step spent waiting for communication)?"
+    line = rf"^ranks {ranks}, .*[\d.]+ s, validation accuracy ([\d.]+){waiting}$"
     found = re.findall(line, result.stdout, re.MULTILINE)
     assert len(found) == 1, f"one rank, and only one, must print the closing line\n{result}"
     return float(found[0])
