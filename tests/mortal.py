@@ -12,6 +12,17 @@ def die(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def end_at(point: str) -> None:
+    """Do what a test's `point` says: "barrier 2 in", "SIGTERM", or anything else to die at once."""
+    if point.startswith("barrier"):
+        _, number, when = point.split()
+        die_in_barrier(int(number), when)
+    elif point == "SIGTERM":
+        os.kill(os.getpid(), signal.SIGTERM)
+    else:
+        die()
+
+
 def die_in_barrier(number: int, when: str) -> None:
     """Die at this barrier from now on, counted from 1, before or after announcing the arrival."""
     synchronize, seen = SharedMemoryBarrier.synchronize, []

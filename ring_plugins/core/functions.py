@@ -71,7 +71,7 @@ def num_nodes() -> int:
 
 
 def on_membership_change(callback: C) -> C:
-    """Call a function whenever ranks were lost and the others go on; needs `init(on_failure="continue")`.
+    """Call a function whenever ranks were lost or left and the others go on; needs `init(on_failure="continue")`.
 
     All ranks that are left call theirs at the same place, so it may use collectives: after the collective in which the
     loss was found, or at the end of the backward, before the optimizer's step. For example:
@@ -82,8 +82,8 @@ def on_membership_change(callback: C) -> C:
                 group["lr"] *= change.size / change.size_before
 
     Args:
-        callback: called with a `MembershipChange`, which has the attributes `lost`, `rank_before`, `size_before`,
-            `rank` and `size`. An exception that it raises comes out of that collective or backward.
+        callback: called with a `MembershipChange`, which has the attributes `lost`, `left`, `rank_before`,
+            `size_before`, `rank` and `size`. An exception that it raises comes out of that collective or backward.
 
     Returns:
         The callback.

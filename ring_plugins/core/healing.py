@@ -122,12 +122,32 @@ def what_was_lost(lost: Sequence[int], pids: Sequence[int], left: Sequence[int],
         left: the world ranks that go on, in order.
         seconds: that the agreement took.
     """
-    gone = " and ".join(f"{name_ranks([rank])} (process {pids[rank]})" for rank in lost)
+    return _who_goes_on("died", lost, pids, left, f", after {seconds * 1e3:.0f} ms")
+
+
+def who_left(leaving: Sequence[int], pids: Sequence[int], left: Sequence[int]) -> str:
+    """The line that tells the user of ranks that left the job because they were told to end; arguments as above."""
+    return _who_goes_on("left on SIGTERM", leaving, pids, left)
+
+
+def too_few_left(leaving: Sequence[int], pids: Sequence[int], left: Sequence[int], min_ranks: int) -> str:
+    """The line that tells the user that all end because too many were told to."""
+    return (
+        f"{_named(leaving, pids)} got SIGTERM. All ranks end after this step, since training cannot go on with "
+        f"{len(left)} rank{'s' * (len(left) != 1)}: min_ranks={min_ranks}."
+    )
+
+
+def _named(ranks: Sequence[int], pids: Sequence[int]) -> str:
+    return " and ".join(f"{name_ranks([rank])} (process {pids[rank]})" for rank in ranks)
+
+
+def _who_goes_on(how: str, lost: Sequence[int], pids: Sequence[int], left: Sequence[int], after: str = "") -> str:
     moved = ", ".join(f"{old} is now {new}" for new, old in enumerate(left) if old != new)
     whose = "this rank" if len(lost) == 1 else "these ranks"
     line = (
-        f"{gone} died; the job goes on with {len(left)} of its {len(pids)} ranks since {time.strftime('%H:%M:%S')}, "
-        f"after {seconds * 1e3:.0f} ms. Nobody takes over the data of {whose}."
+        f"{_named(lost, pids)} {how}; the job goes on with {len(left)} of its {len(pids)} ranks since "
+        f"{time.strftime('%H:%M:%S')}{after}. Nobody takes over the data of {whose}."
     )
     if moved:
         line += f" Renumbered, though errors keep the old numbers: rank {moved}."
@@ -143,6 +163,7 @@ class MembershipChange(NamedTuple):
         lost: the ranks that died, numbered as at the start of the job, as in error texts.
         rank_before, size_before: this process's rank, and the number of ranks, before the change.
         rank, size: the same after the change. If several ranks died in one step, the next change may have come already.
+        left: the ranks that left because they got SIGTERM, numbered as `lost`.
     """
 
     lost: tuple[int, ...]
@@ -150,6 +171,7 @@ class MembershipChange(NamedTuple):
     size_before: int
     rank: int
     size: int
+    left: tuple[int, ...] = ()
 
 
 class ChangeCallbacks:

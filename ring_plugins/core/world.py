@@ -12,12 +12,14 @@ import hmac
 import itertools
 import os
 import socket
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from ring_plugins.core import exit_hooks
 from ring_plugins.core.arrays.result_memory import kept_results
@@ -55,8 +57,11 @@ from ring_plugins.core.healing import (
     MembershipChange,
     check_policies,
     prepare_to_continue,
+    too_few_left,
     what_was_lost,
+    who_left,
 )
+from ring_plugins.core.leaving import TERMINATED, Notice
 from ring_plugins.core.linux import thread_count
 from ring_plugins.core.linux.interfaces import own_addresses
 from ring_plugins.core.linux.shared_memory import is_available, shared_memory_domain
@@ -66,6 +71,7 @@ from ring_plugins.core.observe.succession import Succession
 from ring_plugins.core.observe.timeline import FILE_NAME
 from ring_plugins.core.rendezvous import Rendezvous, connect, detect, leave
 from ring_plugins.core.rendezvous.claim import RankMarker, check_ancestors
+from ring_plugins.core.rendezvous.spawn import note_leaving
 from ring_plugins.core.rendezvous.topology import find_topology, virtual_nodes
 
 _NOTHING = contextlib.nullcontext()
@@ -108,6 +114,7 @@ class World:
         world_ranks: of all ranks that are left, those with which they started.
         heals: whether the job goes on when ranks are lost.
         changes: the script's functions that are to hear of that.
+        notice: whether this process was told to end, if the job goes on without it then.
         communicator: of all ranks, for the public functions.
         launcher: "mpi", "rendezvous", "spawned" or "single".
         failure_detector, channel, observers: the failure detector, the control channel, and the observing services;
@@ -123,6 +130,7 @@ class World:
         self._membership: Membership | None = None
         self._succession: Succession | None = None
         self._in_collective = threading.RLock()
+        self.notice = Notice()
         self.launcher = launcher
         record = detect()
         self._started_by = "this script" if record.kind == "single" else record.by
@@ -178,6 +186,8 @@ class World:
                 self._monitor.add(self._succession)
         self.communicator = self.new_communicator("ring", gather=rendezvous.gather)
         self._rank_marker = RankMarker(rank) if size > 1 else None
+        if self.heals:
+            self.notice.install()
 
     def _give_up(self, error: BaseException) -> None:
         """Tell the other ranks that this one does not join, because of an exception, and close what is open."""
@@ -333,6 +343,13 @@ class World:
         except PeerFailed:
             self.failure_detector.aborted = True
             raise
+        self._follow_members(lost=lost)
+        if self.topology.rank == 0:
+            logger.warning(what_was_lost(lost, self._pids, self.world_ranks, time.monotonic() - began))
+
+    def _follow_members(self, lost: Sequence[int] = (), left: Sequence[int] = ()) -> None:
+        """Let all that this process has of the job follow its members, without ranks that died or left."""
+        assert self._membership is not None
         self.world_ranks = self._membership.ranks
         for communicator in self._in_use():
             if isinstance(communicator, HealingCommunicator):
@@ -342,13 +359,53 @@ class World:
         nodes = [self._nodes[rank] for rank in self.world_ranks]
         self.topology = find_topology(self.world_ranks.index(self.world_rank), nodes, hosts)
         set_rank(self.topology.rank)
-        change = MembershipChange(tuple(lost), before.rank, before.size, self.topology.rank, self.topology.size)
+        after = self.topology
+        change = MembershipChange(tuple(lost), before.rank, before.size, after.rank, after.size, tuple(left))
         self.changes.untold.append(change)
         if self.channel is not None and self.world_rank == 0:
-            self.channel.tell(0, "ranks_lost", {"ranks": lost})
+            self.channel.tell(0, "ranks_lost", {"ranks": [*lost, *left]})
+
+    @property
+    def _pids(self) -> list[int]:
+        """Of all processes, by world rank."""
+        return [member.pid for member in self._members]
+
+    def let_leave(self) -> None:
+        """Let ranks leave that were told to end.
+
+        All ranks call this where they are at the same place, outside of operations, if one of them was told. Those that
+        stay call `tell_changes` then.
+
+        Raises:
+            SystemExit: on ranks that leave, and on all if too few would be left.
+        """
+        asked = self.communicator.all_gather_object(self.world_rank if self.notice.given else None)
+        leaving = [rank for rank in asked if rank is not None]
+        left = [rank for rank in self.world_ranks if rank not in leaving]
+        if not leaving:  # it has died meanwhile
+            return
+        if len(left) < self._policy.min_ranks:
+            if self.topology.rank == 0:
+                logger.warning(too_few_left(leaving, self._pids, left, self._policy.min_ranks))
+            self._exit_from_job(TERMINATED)
+        assert self._membership is not None
+        assert self._local_peers is not None
+        if self.world_rank in leaving:
+            self._local_peers.own.leave()
+            note_leaving()
+            self._exit_from_job(0)
+        # The next barriers do not wait for those that leave, which may still read what was gathered.
+        gone = partial(self._local_peers.are_gone, leaving)
+        Wait("membership", self.failure_detector).until(gone, lambda: leaving, lambda: "ranks that leave the job")
+        self._membership.drop(leaving)
+        self._follow_members(left=leaving)
         if self.topology.rank == 0:
-            pids = [member.pid for member in self._members]
-            logger.warning(what_was_lost(lost, pids, self.world_ranks, time.monotonic() - began))
+            logger.warning(who_left(leaving, self._pids, self.world_ranks))
+
+    def _exit_from_job(self, status: int) -> NoReturn:
+        """Leave the job now: what the script still does on its way out is not part of it."""
+        self.close()
+        sys.exit(status)
 
     def tell_changes(self) -> None:
         """Tell the script of ranks that were lost; called where all ranks are at the same place, outside of operations.
@@ -499,6 +556,7 @@ class World:
         if self._closed or not self.is_mine():
             return
         self._closed = True
+        self.notice.close()
         if self._messenger is not None:
             self._messenger.close()
         if self._local_peers is not None:

@@ -243,8 +243,7 @@ class BroadcastCallback(keras.callbacks.Callback):
             self._compare_weights("after the first step")
         if self._drift is not None:
             self._drift.after_step()
-        self._stop.after_step(self._model, batch)
-        self._after_exchange()
+        self._after_exchange(self._stop.after_step(self._model, batch))
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._synchronize_state()
@@ -253,16 +252,14 @@ class BroadcastCallback(keras.callbacks.Callback):
         if not self._is_fitting:
             return
         assert self._stop is not None
-        self._stop.after_epoch(self._model)
-        self._after_exchange()
+        self._after_exchange(self._stop.after_epoch(self._model))
         if self._model.optimizer is not None:
             check_equal_learning_rates(self._model.optimizer, self._communicator)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self._is_fitting and current().heals:  # a writer may still be lost while it completes its files
             assert self._stop is not None
-            self._stop.after_epoch(self._model)
-            self._after_exchange()
+            self._after_exchange(self._stop.after_epoch(self._model))
         self._restore()
 
     # Helpers ----------------------------------------------------------------------------------------
@@ -274,8 +271,10 @@ class BroadcastCallback(keras.callbacks.Callback):
     def _passes(self) -> int:
         return sum(averaging.passes for averaging in self._active())
 
-    def _after_exchange(self) -> None:
-        """Do what is due after ranks were lost; all ranks know of that after an exchange."""
+    def _after_exchange(self, anyone_leaves: bool) -> None:
+        """Do what is due after ranks were lost or if some leave; all ranks know of that after an exchange."""
+        if anyone_leaves:
+            current().let_leave()
         self._settle_writers()
         assert self._losses is not None
         if self._losses.has_changed():
@@ -318,8 +317,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._is_synchronized = True
         if self._saves_weights and self._steps_until_check <= 0:
             self._compare_weights("at the end of this epoch, before checkpoints are saved,")
-        self._stop.after_epoch(self._model)  # raises if another rank is still in its epoch
-        self._after_exchange()
+        self._after_exchange(self._stop.after_epoch(self._model))  # raises if another rank is still in its epoch
         variables = list(self.model.non_trainable_weights) if self.moving_statistics == "average" else []
         for averaging in self._active():
             variables += averaging.accumulators()

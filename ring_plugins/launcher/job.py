@@ -109,6 +109,7 @@ def _run_ranks(plan: LaunchPlan, supervisor: Supervisor) -> tuple[int, str | Non
                 stderr=err,
             )
         relay.start()
+        supervisor.has_left = rendezvous.has_left
 
         def find_missing_rank() -> str | None:
             """A rank that ended before or in init(), where the others wait for it."""
@@ -133,12 +134,18 @@ def _failed_rank(supervisor: Supervisor) -> str | None:
 
     Ranks that end because of another exit with status 1, so any other end is the likelier cause.
     """
-    failed = [(rank, process.returncode) for rank, process in enumerate(supervisor.processes) if process.returncode]
-    if not failed or supervisor.signalled is not None:
+    everyone = range(len(supervisor.processes))
+    left = [rank for rank in everyone if supervisor.has_left(rank)]
+    codes = [(rank, supervisor.processes[rank].returncode) for rank in everyone if rank not in left]
+    failed = [(rank, code) for rank, code in codes if code]
+    dead = [rank for rank, _ in failed]
+    if not (failed or left) or supervisor.signalled is not None:
         return None
     if supervisor.has_succeeded():
-        lost = name_ranks([rank for rank, _ in failed])
-        return f"{lost} died, and the other {len(supervisor.processes) - len(failed)} ended normally."
+        told = [f"{name_ranks(ranks)} {how}" for ranks, how in ((left, "left"), (dead, "died")) if ranks]
+        return f"{', '.join(told)}, and the other {len(codes) - len(failed)} ended normally."
+    if not failed:
+        return None
     failed = [one for one in failed if supervisor.ends_job(one[1])] or failed
     rank, code = min(failed, key=lambda one: (one[1] == 1, one[1] > 0))
     return f"rank {rank} {silent_end(code)}." if code < 0 else f"rank {rank} ended with {ending(code)}."

@@ -50,6 +50,8 @@ class Supervisor:
         processes: in the order of their start.
         signalled: the last signal that this process received, None if none.
         own_helpers: returns the process ids of children that are no orphans of the job.
+        has_left: whether the process of an index has left the job before its end, as it was told to. Its exit status
+            does not matter.
     """
 
     def __init__(self, tolerates_losses: bool = False) -> None:
@@ -57,6 +59,7 @@ class Supervisor:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.signalled: signal.Signals | None = None
         self.own_helpers: Callable[[], set[int]] = set
+        self.has_left: Callable[[int], bool] = lambda index: False
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Supervisor:  # noqa: PYI034 - typing.Self needs Python 3.11
@@ -136,7 +139,7 @@ class Supervisor:
                 over = now
             if over is None and (trouble := find_trouble()) is not None:
                 over = now
-            if over is None and any(self.ends_job(process.returncode) for process in self.processes):
+            if over is None and any(map(self.ends_job, self._codes())):
                 over = now
             delay = _INTERRUPT_SECONDS if self.signalled == signal.SIGINT else 0.0
             # After a failure the ranks notify each other. After a signal, or if a rank never came, nobody does.
@@ -157,14 +160,21 @@ class Supervisor:
             return 128 + self.signalled, trouble
         if self.has_succeeded():
             return (1 if trouble else 0), trouble
-        codes = [process.returncode for process in self.processes]
+        codes = self._codes()
         bad = next(filter(self.ends_job, codes), 0) or next(filter(None, codes), 0)
         return (bad if bad >= 0 else 128 - bad) or (1 if trouble else 0), trouble
 
     def has_succeeded(self) -> bool:
         """Whether the job has: a process ended normally, and none in a way that ends the others."""
-        codes = [process.returncode for process in self.processes]
+        codes = self._codes()
         return 0 in codes and not any(map(self.ends_job, codes))
+
+    def _codes(self) -> list[int | None]:
+        """The `returncode` of each process, None if it runs or has left."""
+        return [
+            None if process.returncode is None or self.has_left(index) else process.returncode
+            for index, process in enumerate(self.processes)
+        ]
 
     def ends_job(self, code: int | None) -> bool:
         """Whether the others are to end after a process that has ended with this `returncode`; None if it runs."""

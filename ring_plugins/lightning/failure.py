@@ -63,11 +63,18 @@ def keep_sigterm_handler_from_broadcasting(trainer: Any) -> None:
     training batch all ranks read rank 0's flag (pytorch/loops/training_epoch_loop.py:259-272), and a rank that is the
     only one to get the signal stops and reports that.
 
+    In a ``fit`` that goes on without ranks that are lost, nothing stops: the rank leaves after its step.
+
     Called once the Trainer has registered its handlers; the Trainer restores the previous ones.
     """
     connector = trainer._signal_connector
     handlers: list[Any] = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
     notifier = connector._sigterm_notifier_fn
+    notice = world.current().notice if world.is_initialized() else None
+    if notice is not None and notice.is_installed and trainer.state.fn == "fit":
+        handlers[:] = [handler for handler in handlers if handler != notifier]
+        connector.received_sigterm = False  # of which the notice was taken, too
+        return
     handlers[:] = [_flag_setter(connector) if handler == notifier else handler for handler in handlers]
 
 

@@ -39,9 +39,9 @@ Named = tuple[str, nn.Parameter]
 #: Read attributes of many tensors without a step of Python for each.
 _gradient_of, _is_sparse = operator.attrgetter("grad"), operator.attrgetter("is_sparse")
 #: Control numbers of a pass: the shares of ranks whose backward raised, of those that found sparse gradients, and of
-#: those with other averagers. The options of the optimizers follow.
-_FAILED, _SPARSE, _OTHERS = 0, 1, 2
-_OPTIONS = 3
+#: those with other averagers, and of those that were told to leave. The options of the optimizers follow.
+_FAILED, _SPARSE, _OTHERS, _LEAVING = 0, 1, 2, 3
+_OPTIONS = 4
 _CONTROL = _OPTIONS + COUNT
 
 
@@ -53,12 +53,14 @@ class Outcome(NamedTuple):
         found_sparse: parameters found to have sparse gradients. Pass them as `known_sparse` from now on.
         has_others: whether `GradientBuckets.has_others` was true on some rank.
         options_differ: whether the options of the optimizers are not the same on all ranks.
+        anyone_leaves: whether `GradientBuckets.is_leaving` was true on some rank.
     """
 
     failed: float
     found_sparse: list[nn.Parameter]
     has_others: bool = False
     options_differ: bool = False
+    anyone_leaves: bool = False
 
 
 class GradientBuckets:
@@ -83,6 +85,7 @@ class GradientBuckets:
         views: by entry the gradient's place in its bucket, None for those that are reduced in place.
         is_ordered: whether buckets fill in the order in which gradients really come.
         has_others: what to tell the other ranks in this pass: whether this one has other averagers.
+        is_leaving: the same: whether this one is to leave after it.
 
     Raises:
         MismatchError: the parameters differ among ranks.
@@ -104,7 +107,8 @@ class GradientBuckets:
         self._options = options or ComparedOptions()
         # Where ranks may be lost, buckets are reduced when backward is over, in whatever order gradients came.
         self._heals = isinstance(communicator, HealingCommunicator)
-        self._communicator, self.is_ordered, self.has_others = communicator, order is not None or self._heals, False
+        self._communicator, self.is_ordered = communicator, order is not None or self._heals
+        self.has_others = self.is_leaving = False
         gpu = communicator.device if isinstance(communicator, DeviceCommunicator) else None
         self._streams = None if gpu is None else streams(gpu)
         trained = [position for position, (_, p) in enumerate(named) if p.requires_grad]
@@ -277,6 +281,8 @@ class GradientBuckets:
                 self._control[_SPARSE] = 1
             if self.has_others:
                 self._control[_OTHERS] = 1
+            if self.is_leaving:
+                self._control[_LEAVING] = 1
 
     def _densified(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """The gradient as a dense one; None if it is to stay sparse, which is only noted."""
@@ -320,7 +326,7 @@ class GradientBuckets:
         self.reducer.finish()
         if self._half is not None:
             self._half.unpack()
-        failed, any_sparse, has_others, *options = self._read_control(at_once)
+        failed, any_sparse, has_others, anyone_leaves, *options = self._read_control(at_once)
         if failed:
             self._forget_pass()
             return Outcome(failed, [])
@@ -330,7 +336,7 @@ class GradientBuckets:
         self._wait_for_sparse()
         found = self._agree_on_sparse() if any_sparse else []
         self._assign_absent(found)
-        return Outcome(0.0, [self.parameters[i] for i in found], has_others > 0, differ(options))
+        return Outcome(0.0, [self.parameters[i] for i in found], has_others > 0, differ(options), anyone_leaves > 0)
 
     def fail(self) -> Outcome:
         """Finish a pass that this rank cannot, and tell the others so; gradients are useless then."""
@@ -378,7 +384,7 @@ class GradientBuckets:
         """
         if self._late_control is None:
             return 0.0
-        failed, sparse, _, *options = self._shares(self._late_control)
+        failed, sparse, _, _, *options = self._shares(self._late_control)
         if sparse:
             self._refuse_late_sparse()
         if differ(options) and not failed:

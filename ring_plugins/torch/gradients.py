@@ -342,20 +342,29 @@ class GradientAverager:
         self._backward.end()
         self._passes, self._accumulates = 0, False
         try:
-            self._complete(buckets, failure)
+            anyone_leaves = self._complete(buckets, failure)
         except BaseException as error:
             if not isinstance(error, RingError) and not self._has_failed():
                 # The others have the averages by now and step, so this pass cannot be made up for.
                 self._communicator.interrupt("the end of a backward", error)
             raise
+        if anyone_leaves:
+            current().let_leave()
+            current().tell_changes()
 
-    def _complete(self, buckets: GradientBuckets, failure: Failure | None) -> None:
-        """Get the averages of a pass, and whatever else the ranks agree on at its end."""
+    def _complete(self, buckets: GradientBuckets, failure: Failure | None) -> bool:
+        """Get the averages of a pass, and whatever else the ranks agree on at its end.
+
+        Returns:
+            Whether a rank is to leave now.
+        """
+        if self._healing is not None:
+            buckets.is_leaving = current().notice.given
         at_once = self._skipping.step is not None or not buckets.is_ordered
         outcome = buckets.finish(at_once) if failure is None else buckets.fail()
         if outcome.failed:
             self._skipping.decide(outcome.failed, failure, self._sets.parameters)
-            return
+            return False
         if self._healing is not None:
             self._healing.after_pass(self._sets.named)
         if outcome.found_sparse:
@@ -374,6 +383,7 @@ class GradientAverager:
             self._stop_tuning()
         elif self._tuner is not None and self._sets.overlap.finished:
             self._tune(self._tuner)
+        return outcome.anyone_leaves
 
     # A backward that raised ---------------------------------------------------------------------------
 

@@ -13,7 +13,9 @@ from ring_plugins.core.healing import (
     MembershipChange,
     check_policies,
     prepare_to_continue,
+    too_few_left,
     what_was_lost,
+    who_left,
 )
 
 CONTINUE = FailurePolicy(True, 1)
@@ -111,6 +113,16 @@ def test_one_line_says_who_was_lost_and_how_ranks_are_numbered_now():
     assert "after 12 ms. Nobody takes over the data of these ranks." in line
     assert "rank 1 is now 0, 3 is now 1." in line and "end with rank 0" in line
     assert "is now" not in what_was_lost([3], [10, 11, 12, 13], (0, 1, 2), 0.0)
+
+
+def test_one_line_says_who_left_or_why_all_end():
+    line = who_left([0, 2], [10, 11, 12, 13], (1, 3))
+    assert line.startswith("rank 0 (process 10) and rank 2 (process 12) left on SIGTERM; the job goes on with 2 of its")
+    assert "rank 1 is now 0, 3 is now 1." in line
+    assert too_few_left([3], [10, 11, 12, 13], [1], 2) == (
+        "rank 3 (process 13) got SIGTERM. All ranks end after this step, since training cannot go on with 1 rank: "
+        "min_ranks=2."
+    )
 
 
 def test_changes_are_told_in_order_and_one_that_comes_meanwhile_after_that():

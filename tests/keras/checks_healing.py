@@ -15,7 +15,7 @@ import ring_plugins as ring
 from ring_plugins.core.world import current
 from ring_plugins.keras import BroadcastCallback, LearningRateWarmupCallback, MetricAverageCallback
 from tests.keras.test_healing import EPOCHS, STEPS, gradient
-from tests.mortal import die, die_in_barrier
+from tests.mortal import die, end_at
 from tests.worker import report
 
 UNITS = 300_000  # so that one gradient is large and the other small
@@ -51,11 +51,7 @@ class Dies(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self.step == self.step_of_death and self.point != "while saving":
-            if self.point.startswith("barrier"):
-                _, number, when = self.point.split()
-                die_in_barrier(int(number), when)
-            else:
-                die()
+            end_at(self.point)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.history.append(current().world_ranks)
@@ -76,7 +72,9 @@ def main() -> None:
         metrics=["mae"],
         jit_compile=keras.backend.backend() == "jax",
     )
-    ring.on_membership_change(lambda change: changes.append([list(change.lost), ring.all_gather_object(dies.step)]))
+    ring.on_membership_change(
+        lambda change: changes.append([[*change.lost, *change.left], ring.all_gather_object(dies.step)])
+    )
     steps = np.array([gradient(step, me) for step in range(STEPS)], np.float32)[:, None]
     callbacks: list[Any] = [dies, BroadcastCallback(), MetricAverageCallback()]
     if "TEST_RATE" in os.environ:

@@ -72,6 +72,17 @@ def test_so_may_rank_0(backend, point):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_leaves_after_the_batch_in_which_it_gets_sigterm(backend):
+    deaths = {0: [2, "SIGTERM"]}
+    result = fit(backend, deaths)
+    check_survivors(result, deaths)
+    assert "rank 0 (process " in result.output and "left on SIGTERM" in result.output
+    assert "ring run: rank 0 left, and the other 2 ended normally." in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_one_rank_after_another_may_be_killed_until_one_is_left(backend):
     deaths = {0: [1, "barrier 2 in"], 1: [6, "before the step"]}
     check_survivors(fit(backend, deaths), deaths)

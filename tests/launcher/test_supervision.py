@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -60,3 +61,14 @@ def test_a_job_of_which_nobody_is_left_has_failed():
         for _ in range(2):
             supervisor.start(["sh", "-c", "kill -9 $$"], os.environ)
         assert supervisor.wait()[0] == 137
+
+
+def test_a_process_that_has_left_does_not_count():
+    """Neither for the success of the job nor against it."""
+    for others, status in (([0], 0), ([-9], 137)):
+        with Supervisor(tolerates_losses=True) as supervisor:
+            supervisor.has_left = lambda index: index == 0
+            for code in (1, *others):
+                ending = f"sys.exit({code})" if code >= 0 else f"os.kill(os.getpid(), {-code})"
+                supervisor.start([sys.executable, "-c", f"import os, sys; {ending}"], os.environ)
+            assert supervisor.wait() == (status, None)

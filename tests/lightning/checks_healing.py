@@ -17,7 +17,7 @@ from ring_plugins.core.world import current
 from ring_plugins.lightning import RingStrategy
 from tests.keras.test_healing import gradient
 from tests.lightning.test_healing import EPOCHS, SAMPLES, STEPS
-from tests.mortal import die, die_in_barrier
+from tests.mortal import die, end_at
 from tests.worker import report
 
 warnings.simplefilter("ignore")
@@ -47,12 +47,10 @@ class Model(L.LightningModule):
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         self.indices.setdefault(self.current_epoch, []).extend(batch.tolist())
-        if self.global_step == self.step_of_death:
-            if self.point.startswith("barrier"):
-                _, number, when = self.point.split()
-                die_in_barrier(int(number), when)
-            elif self.point == "in step":
-                die()
+        if self.global_step == self.step_of_death and (
+            self.point in ("in step", "SIGTERM") or self.point.startswith("barrier")
+        ):
+            end_at(self.point)
         # As many steps of the replay as there were optimizer steps, whatever share of the data is left.
         return gradient(self.global_step % STEPS, self.me) * (self.large.sum() + self.small.sum())
 

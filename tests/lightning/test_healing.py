@@ -98,6 +98,18 @@ def test_a_rank_may_be_killed_between_steps(tmp_path, victim, point):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_leaves_after_the_step_in_which_it_gets_sigterm(tmp_path, victim):
+    deaths = {victim: [2, "SIGTERM"]}
+    result = fit(tmp_path, deaths)
+    found = check_survivors(result, deaths)
+    left = [rank for rank in range(3) if rank != victim]
+    assert found["history"] == [[0, 1, 2]] * 2 + [left] * (len(found["history"]) - 2)
+    assert "left on SIGTERM" in result.output and "the other 2 ended normally." in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.slow
 def test_one_rank_after_another_may_be_killed_until_one_is_alone(tmp_path):
     deaths = {0: [1, "barrier 2 in"], 2: [5, "in step"]}
     check_survivors(fit(tmp_path, deaths), deaths)

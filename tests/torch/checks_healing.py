@@ -1,7 +1,11 @@
-"""A training of which ranks are killed, as TEST_DEATHS says: {rank: [step, point]}. Reports what the survivors have."""
+"""A training of which ranks are killed, as TEST_DEATHS says: {rank: [step, point]}. Reports what the survivors have.
+
+At the point "SIGTERM" a rank gets that signal in its forward, and leaves after the step.
+"""
 
 import json
 import os
+import signal
 
 import torch
 
@@ -22,7 +26,8 @@ def gradient(step: int, rank: int) -> float:
 def main() -> None:
     ring.init(ranks=int(os.environ["TEST_RANKS"]), on_failure="continue", min_ranks=int(os.environ["TEST_MIN"]))
     me = ring.rank()
-    step_of_death, point = json.loads(os.environ["TEST_DEATHS"]).get(str(me), (None, ""))
+    deaths = json.loads(os.environ["TEST_DEATHS"])
+    step_of_death, point = deaths.get(str(me), (None, ""))
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(count)) for count in (10, 20_000, 300_000)])
     broadcast_parameters(model)
     optimizer = DistributedOptimizer(
@@ -32,7 +37,9 @@ def main() -> None:
 
     @ring.on_membership_change
     def told(change: ring.MembershipChange) -> None:
-        everybody = ring.all_gather_object([step, list(change.lost), change.size_before, change.size])
+        gone = [*change.lost, *change.left]
+        assert bool(change.left) == ("SIGTERM" in {deaths[str(rank)][1] for rank in gone})
+        everybody = ring.all_gather_object([step, gone, change.size_before, change.size])
         assert len(everybody) == ring.size() and all(one == everybody[0] for one in everybody)
         # Of two losses in one step the first is told when the second is known, too.
         assert change.rank_before >= change.rank >= ring.rank()
@@ -48,6 +55,8 @@ def main() -> None:
             raise ValueError("a bad sample")
         if step == step_of_death and point == "in forward":
             die()
+        if step == step_of_death and point == "SIGTERM":
+            os.kill(os.getpid(), signal.SIGTERM)
         if step == step_of_death and point.startswith("barrier"):
             _, number, when = point.split()
             die_in_barrier(int(number), when)

@@ -1,7 +1,10 @@
 """Ranks are killed in the middle of a training: the others end with the weights that a replay of the losses gives."""
 
+import itertools
 import json
 import os
+import re
+import signal
 import sys
 from pathlib import Path
 
@@ -34,29 +37,69 @@ def check_survivors(result, deaths, ranks=4):
     found = [result.reports[rank]["found"] for rank in left]
     assert all(one == found[0] for one in found), str(result)
     assert found[0]["left"] == left
+    # A rank that leaves takes part in its last step, at whose averages it is gone.
+    leaving = [[rank for rank, death in deaths.items() if death == [step, "SIGTERM"]] for step in range(STEPS)]
+    # One that dies while ranks leave took part in that step, or did not.
+    dying = [[rank for rank, (when, _) in deaths.items() if when == step and leaving[step]] for step in range(STEPS)]
     averaged_over = [step[0] for step in found[0]["history"]]
-    assert found[0]["weights"] == [replayed(averaged_over)] * 3
+    possible = [
+        [sorted({*ranks, *leaving[step]}), sorted({*ranks, *leaving[step], *dying[step]})]
+        for step, ranks in enumerate(averaged_over)
+    ]
+    assert found[0]["weights"] in [[replayed(choice)] * 3 for choice in itertools.product(*possible)]
     for step, (in_backward, after_step, mean) in enumerate(found[0]["history"]):
         assert set(after_step) <= set(in_backward) and mean == 12 * sum(after_step) / len(after_step)
         alive = {rank for rank in range(ranks) if rank not in deaths or deaths[rank][0] >= step}
-        assert set(in_backward) <= alive
+        assert set(in_backward) <= alive - set(leaving[step])
     assert len(averaged_over) == STEPS
     changes = found[0]["changes"]
     assert sorted(lost for _, losses, _, _ in changes for lost in losses) == sorted(deaths)
     assert [before - size for _, _, before, size in changes] == [len(losses) for _, losses, _, _ in changes]
-    assert all(step in (deaths[lost][0], deaths[lost][0] + 1) for step, losses, _, _ in changes for lost in losses)
+    assert all(
+        step == deaths[lost][0] or (step == deaths[lost][0] + 1 and deaths[lost][1] != "SIGTERM")
+        for step, losses, _, _ in changes
+        for lost in losses
+    )
     for rank in deaths:
         assert f"rank {rank} (process " in result.output
 
 
-def test_two_ranks_are_killed_first_rank_0_and_the_others_train_on():
+def test_two_ranks_are_killed_first_rank_0_and_one_leaves_and_the_last_one_trains_on():
     """The default suite's one job with real processes and signals; the points of a step are tried in threads."""
-    deaths = {0: [2, "barrier 2 in"], 2: [5, "in step"]}
+    deaths = {0: [2, "barrier 2 in"], 2: [5, "in step"], 3: [6, "SIGTERM"]}
     result = train(deaths)
     check_survivors(result, deaths)
     assert "the job goes on with 3 of its 4 ranks" in result.output
     assert "rank 1 is now 0, 3 is now 1" in result.output
-    assert "ring run: ranks 0, 2 died, and the other 2 ended normally." in result.output
+    assert re.search(r"rank 3 \(process \d+\) left on SIGTERM; the job goes on with 1 of its 4 ranks", result.output)
+    assert "ring run: rank 3 left, ranks 0, 2 died, and the other 1 ended normally." in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        {0: [3, "SIGTERM"]},
+        {1: [2, "SIGTERM"], 3: [2, "SIGTERM"]},
+        {0: [2, "SIGTERM"], 1: [2, "barrier 2 in"], 2: [2, "barrier 4 before"]},
+        {1: [2, "SIGTERM"], 0: [2, "barrier 5 in"]},
+        {1: [2, "SIGTERM"], 0: [2, "barrier 6 before"]},
+        {3: [2, "SIGTERM"], 0: [2, "in step"], 2: [3, "SIGTERM"]},
+    ],
+)
+def test_ranks_may_leave_while_others_leave_or_die(deaths):
+    result = train(deaths)
+    check_survivors(result, deaths)
+    assert "left on SIGTERM" in result.output
+
+
+@pytest.mark.slow
+def test_the_job_ends_as_if_told_to_if_too_few_would_be_left():
+    result = train({1: [2, "SIGTERM"], 3: [2, "SIGTERM"]}, min_ranks=3, check=False)
+    assert result.returncode == 128 + signal.SIGTERM
+    assert not any("found" in report for report in result.reports.values())
+    assert "All ranks end after this step, since training cannot go on with 2 ranks: min_ranks=3." in result.output
+    assert "Traceback" not in result.output
 
 
 @pytest.mark.slow

@@ -252,6 +252,10 @@ class LocalPeers:
             text += f" Training cannot go on with {left} rank{'s' * (left != 1)}: min_ranks={self.min_ranks}."
         return PeerFailed(text, rank)
 
+    def are_gone(self, ranks: Collection[int]) -> bool:
+        """Whether these ranks have all left, failed or died."""
+        return all(self.others[rank].state != RUNNING or self.others[rank].has_died() for rank in ranks)
+
     def forget(self, lost: Collection[int]) -> None:
         """Look no more at ranks without which the job goes on."""
         self.others = {rank: other for rank, other in self.others.items() if rank not in lost}

@@ -28,7 +28,7 @@ MPI_Comm_agree (ULFM), which needs an MPI that offers it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ring_plugins.core.base.errors import PeerFailed
@@ -86,9 +86,13 @@ class Membership:
             )
         if peers.are_too_few(lost):
             raise peers.death(lost)
-        self.ranks, self.view = members, self.view + 1
-        peers.forget(lost)
+        self.drop(lost)
         return lost
+
+    def drop(self, ranks: Sequence[int]) -> None:
+        """Go on without these; all others call this between the same two operations."""
+        self.ranks, self.view = tuple(rank for rank in self.ranks if rank not in ranks), self.view + 1
+        self._peers.forget(ranks)
 
     def _decision(self, wait: Waiting) -> tuple[int, ...]:
         peers, view = self._peers, self.view + 1

@@ -38,6 +38,8 @@ from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous
 
 #: Bytes of a slot: two int64 words (round, length) and a payload.
 _SLOT = 8192
+#: Bytes behind the slots for what each rank notes for its parent.
+_NOTE = 64
 #: Seconds that children have to end once a rank has failed: they may still be reporting the failure.
 _GRACE = 8.0
 #: Seconds that the kernel may take to end a process whose connections it has closed.
@@ -82,7 +84,7 @@ class SharedMemoryRendezvous:
     @staticmethod
     def nbytes(size: int) -> int:
         """Bytes of a segment for this many ranks."""
-        return 2 * size * _SLOT
+        return 2 * size * _SLOT + size * _NOTE
 
     def gather(self, payload: Any) -> list[Any]:
         """Every rank's payload (anything JSON can hold) in rank order.
@@ -123,6 +125,18 @@ class SharedMemoryRendezvous:
         """How often a rank has called `gather`, as any process sees it that maps the segment."""
         slots = self.segment.array[2 * rank * _SLOT : (2 * rank + 2) * _SLOT].reshape(2, _SLOT)
         return int(np.ascontiguousarray(slots[:, :8]).view(np.int64).max())
+
+    def note_leaving(self) -> None:
+        """Let whoever started this rank know that it leaves before the others, as it was told to."""
+        self._notes[self.rank, 0] = 1
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has said so."""
+        return bool(self._notes[rank, 0])
+
+    @property
+    def _notes(self) -> Any:
+        return self.segment.array[2 * self.size * _SLOT :][: self.size * _NOTE].view(np.int64).reshape(self.size, -1)
 
     def _slot(self, rank: int) -> tuple[Any, Any]:
         start = (2 * rank + self._round % 2) * _SLOT
@@ -166,6 +180,12 @@ def connect(record: LaunchRecord, ranks: int) -> Rendezvous:
 def spawned_size() -> int:
     """Size of the job that this process spawned or joined, 0 if there is none."""
     return _rendezvous.size if _rendezvous is not None else 0
+
+
+def note_leaving() -> None:
+    """Let whoever started this rank know that it leaves before the others, as it was told to."""
+    if _rendezvous is not None:
+        _rendezvous.note_leaving()
 
 
 def _join(record: LaunchRecord) -> SharedMemoryRendezvous:
