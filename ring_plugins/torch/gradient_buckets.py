@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,7 @@ Named = tuple[str, nn.Parameter]
 
 #: Read attributes of many tensors without a step of Python for each.
 _gradient_of, _is_sparse = operator.attrgetter("grad"), operator.attrgetter("is_sparse")
+_address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 #: Control numbers of a pass: the shares of ranks whose backward raised, of those that found sparse gradients, and of
 #: those with other averagers, and of those that were told to leave. The options of the optimizers follow.
 _FAILED, _SPARSE, _OTHERS, _LEAVING = 0, 1, 2, 3
@@ -119,6 +120,7 @@ class GradientBuckets:
             self.entries[position] = entry
         self.names = [named[position][0] for position in positions]
         self.parameters = [named[position][1] for position in positions]
+        self._forms = [(parameter.dtype, parameter.shape) for parameter in self.parameters]
         entries = [_entry(*named[position], gpu, compression) for position in positions]
         # Where there are copies in 16 bits, NCCL reduces those, so registering the buckets would gain nothing.
         self._is_registered = gpu is not None and compression is None and config.NCCL_REGISTER.get()
@@ -129,7 +131,8 @@ class GradientBuckets:
         )
         self.plan.check_equal(communicator)
         self._half: HalfBuckets | None = None  # between GPUs; elsewhere the communicator rounds
-        self._buffer, tensors = self._allocate(compression)
+        self._buffer, self._tensors = self._allocate(compression)
+        tensors = self._tensors
         self.views: list[torch.Tensor | None] = [None] * len(self.parameters)
         #: NCCL sums gradients that were scaled before (see `core.gpu.communicator`); on the host the sum is divided.
         self._scale = 1.0 if gpu is None else 1 / communicator.size
@@ -212,6 +215,8 @@ class GradientBuckets:
         zero_flags: list[int] = []
         direct: list[torch.Tensor] = []
         small = self._small[bucket.index]
+        if small.has_moved():
+            small = self._small[bucket.index] = self._small_with_new_views(bucket)
         gradients = small.gradients()
         for place, i in small.others if gradients is not None else enumerate(bucket.entries):
             parameter, view = self.parameters[i], self.views[i]
@@ -231,9 +236,15 @@ class GradientBuckets:
                 source.append(gradient)
                 moved.append(i)
             else:
+                self._check_unchanged(i)
                 direct.append(_laid_out(parameter, gradient))
         with torch.no_grad():
-            small.take(gradients)
+            try:
+                small.take(gradients)
+            except RuntimeError:
+                for i in bucket.entries:
+                    self._check_unchanged(i)
+                raise
             if to:
                 torch._foreach_copy_(to, source)
             self._scale_down(bucket, direct)
@@ -243,8 +254,31 @@ class GradientBuckets:
                 flags[place] = 0
             self._write_control(bucket)
         for i in moved:
+            self._check_unchanged(i)
             self.parameters[i].grad = self.views[i]
         return self._memories(bucket, direct, source + (gradients or []), to + (small.views if gradients else []))
+
+    def _small_with_new_views(self, bucket: Bucket) -> _Small:
+        """New views of a bucket, after a script has given `p.grad.data` other memory; `model.half()` does that, too."""
+        for i, offset in zip(bucket.entries, bucket.offsets, strict=True):
+            if i not in bucket.direct:
+                self._check_unchanged(i)
+                self.views[i] = _view_of(self._tensors[bucket.index], offset, self.parameters[i])
+        return _Small(bucket, self.parameters, self.views)
+
+    def _check_unchanged(self, i: int) -> None:
+        """Check that a parameter is as it was when the buckets were planned.
+
+        Raises:
+            ArgumentError: its dtype or shape has changed.
+        """
+        parameter, form = self.parameters[i], self._forms[i]
+        if (parameter.dtype, parameter.shape) != form:
+            raise ArgumentError(
+                f"parameter {self.names[i]} was {form[0]} of shape {tuple(form[1])} when averaging was set up, and is "
+                f"{parameter.dtype} of shape {tuple(parameter.shape)} now. Convert the model before that, or set "
+                "averaging up anew on all ranks: close() what averages, and construct it again."
+            )
 
     def _memories(
         self, bucket: Bucket, direct: list[torch.Tensor], moved: list[torch.Tensor], views: list[torch.Tensor]
@@ -481,7 +515,12 @@ class _Small:
     ) -> None:
         pairs = [(parameters[i], view) for i in bucket.entries if (view := views[i]) is not None]
         self._parameters, self.views = [parameter for parameter, _ in pairs], [view for _, view in pairs]
+        self._addresses = list(map(_address, self.views))
         self.others = [(place, i) for place, i in enumerate(bucket.entries) if views[i] is None]
+
+    def has_moved(self) -> bool:
+        """Whether a view lies elsewhere than in the bucket: scripts have it as `p.grad`, and may replace its `data`."""
+        return list(map(_address, self.views)) != self._addresses
 
     def gradients(self) -> list[torch.Tensor] | None:
         """All gradients if they are new and dense; nothing if all are in the bucket already; None for any mixture."""

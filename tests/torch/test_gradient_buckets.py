@@ -73,6 +73,44 @@ def test_a_gradient_that_no_rank_has_stays_none():
     assert unused.grad is None
 
 
+def test_averages_reach_gradients_whose_data_a_script_has_replaced():
+    """`p.grad.data = ...` takes the tensor that was a view of the bucket to other memory."""
+
+    def rank_of(rank, communicator):
+        weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+        buckets = buckets_for(*weights, communicator=communicator)
+        found = []
+        for step in range(3):
+            for weight in weights:
+                weight.grad = torch.full((2,), step + rank + 1.0)
+            reduce_all(buckets)
+            found.append([weight.grad.tolist() for weight in weights])
+            weights[0].grad.data = torch.full((2,), 10.0 * (rank + 1))  # of which the next pass takes the average
+            reduce_all(buckets)
+            found.append([weight.grad.tolist() for weight in weights])
+        return found
+
+    found = on_thread_ranks(2, rank_of)
+    steps = ([[[1.5 + step] * 2] * 2, [[15.0] * 2, [1.5 + step] * 2]] for step in range(3))
+    assert found == [[one for both in steps for one in both]] * 2
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("direct_bytes", [1, 1 << 20])
+def test_a_model_that_was_converted_since_is_refused(set_to_none, direct_bytes):
+    """Averages would not reach it: its gradients were views of buckets for another dtype."""
+    model = nn.Linear(3, 2)
+    buckets = buckets_for(*model.parameters(), sizes=BucketSizes(direct_bytes=direct_bytes))
+    model(torch.ones(1, 3)).sum().backward()
+    reduce_all(buckets)
+    if set_to_none:
+        model.zero_grad()
+    model.double()
+    model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+    with pytest.raises(ArgumentError, match="was torch.float32 of shape .* and is torch.float64 of shape .* now"):
+        reduce_all(buckets)
+
+
 @pytest.mark.parametrize("gathers", [True, False])
 def test_sparse_gradients_are_found_in_the_first_pass_or_made_dense(gathers):
     table = nn.Embedding(5, 2, sparse=True)
