@@ -213,9 +213,10 @@ def terminal(name: str, color_of: Callable[[str], str | None]) -> None:
     colors = [color_of(line) or "#d8dee9" for line, parts in zip(kept, wrapped, strict=True) for _ in parts]
     wide, high = 0.083 * max(map(len, lines)) + 0.4, 0.22 * len(lines) + 0.5
     figure = plt.figure(figsize=(wide, high))
+    margin, frame = 0.1 / high, "round,pad=0,rounding_size=0.012"  # the same space above and below any number of lines
     figure.add_artist(
         matplotlib.patches.FancyBboxPatch(
-            (0.012, 0.04), 0.976, 0.92, "round,pad=0,rounding_size=0.012", facecolor="#1e2530", edgecolor=INK
+            (0.012, margin), 0.976, 1 - 2 * margin, frame, facecolor="#1e2530", edgecolor=INK
         )
     )
     for i, (line, color) in enumerate(zip(lines, colors, strict=True)):

@@ -29,6 +29,7 @@ PAGES = {
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".ipynb": "json", "": "dockerfile"}
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)#\s]*)(#[^)\s]*)?\)")
 OPTION = re.compile(r"(?<![\w\-])-{1,2}[A-Za-z][\w\-]*")
+PAGE = re.compile(r"\bdocs/([\w/]+)\.md\b")
 MARKER = re.compile(r"^<!-- (?:tested by|run by|not run|collected by|results:|end)[^\n]*-->\n", re.MULTILINE)
 
 
@@ -107,10 +108,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Names of strategies, and options that browsers do not break after their hyphens.
+    """Names of strategies, options that browsers do not break after their hyphens, and links from docstrings to pages.
 
-    Strategies exist once per package, so their signatures are those of the classes that hold their logic.
+    Strategies exist once per package, so their signatures are those of the classes that hold their logic. Docstrings
+    name pages as files of the repository, which is what a reader of the source can open.
     """
+    if page.file.src_uri.startswith("api/"):
+        parts = re.split(r"(<(pre|code|a)\b.*?</\2>)", html, flags=re.DOTALL)
+        del parts[2::3]  # the names of the elements
+        link = rf'<a href="{"../" * page.url.count("/")}\1/">\g<0></a>'
+        html = "".join(part if part.startswith(("<pre", "<code", "<a")) else PAGE.sub(link, part) for part in parts)
     html = re.sub(r"<code>[^<\n]+</code>", lambda code: OPTION.sub(r'<span class="option">\g<0></span>', code[0]), html)
     return re.sub(r"(>Ring)(?:Trainer|Fabric)Logic(</span>)", lambda m: f"{m[1]}{NAMES[m[0]]}{m[2]}", html)
 

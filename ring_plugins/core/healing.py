@@ -161,8 +161,10 @@ class MembershipChange(NamedTuple):
 
     Attributes:
         lost: the ranks that died, numbered as at the start of the job, as in error texts.
-        rank_before, size_before: this process's rank, and the number of ranks, before the change.
-        rank, size: the same after the change. If several ranks died in one step, the next change may have come already.
+        rank_before: this process's rank before the change.
+        size_before: the number of ranks before the change.
+        rank: this process's rank after the change.
+        size: the number of ranks after it. If several ranks died in one step, the next change may have come already.
         left: the ranks that left because they got SIGTERM, numbered as `lost`.
     """
 
