@@ -214,9 +214,7 @@ class GradientBuckets:
         moved: list[int] = []
         zero_flags: list[int] = []
         direct: list[torch.Tensor] = []
-        small = self._small[bucket.index]
-        if small.has_moved():
-            small = self._small[bucket.index] = self._small_with_new_views(bucket)
+        small = self._small_of(bucket)
         gradients = small.gradients()
         for place, i in small.others if gradients is not None else enumerate(bucket.entries):
             parameter, view = self.parameters[i], self.views[i]
@@ -239,12 +237,7 @@ class GradientBuckets:
                 self._check_unchanged(i)
                 direct.append(_laid_out(parameter, gradient))
         with torch.no_grad():
-            try:
-                small.take(gradients)
-            except RuntimeError:
-                for i in bucket.entries:
-                    self._check_unchanged(i)
-                raise
+            small.take(gradients, lambda: self._check_unchanged(*bucket.entries))
             if to:
                 torch._foreach_copy_(to, source)
             self._scale_down(bucket, direct)
@@ -253,32 +246,36 @@ class GradientBuckets:
             for place in zero_flags:
                 flags[place] = 0
             self._write_control(bucket)
+        self._check_unchanged(*moved)
         for i in moved:
-            self._check_unchanged(i)
             self.parameters[i].grad = self.views[i]
         return self._memories(bucket, direct, source + (gradients or []), to + (small.views if gradients else []))
 
-    def _small_with_new_views(self, bucket: Bucket) -> _Small:
-        """New views of a bucket, after a script has given `p.grad.data` other memory; `model.half()` does that, too."""
-        for i, offset in zip(bucket.entries, bucket.offsets, strict=True):
-            if i not in bucket.direct:
-                self._check_unchanged(i)
-                self.views[i] = _view_of(self._tensors[bucket.index], offset, self.parameters[i])
-        return _Small(bucket, self.parameters, self.views)
+    def _small_of(self, bucket: Bucket) -> _Small:
+        """The gradients that live in a bucket, with new views if a script has given `p.grad.data` other memory."""
+        small = self._small[bucket.index]
+        if small.has_moved():
+            for i, offset in zip(bucket.entries, bucket.offsets, strict=True):
+                if i not in bucket.direct:
+                    self._check_unchanged(i)  # `model.half()` converts gradients in this way, too
+                    self.views[i] = _view_of(self._tensors[bucket.index], offset, self.parameters[i])
+            small = self._small[bucket.index] = _Small(bucket, self.parameters, self.views)
+        return small
 
-    def _check_unchanged(self, i: int) -> None:
-        """Check that a parameter is as it was when the buckets were planned.
+    def _check_unchanged(self, *entries: int) -> None:
+        """Check that parameters are as they were when the buckets were planned.
 
         Raises:
-            ArgumentError: its dtype or shape has changed.
+            ArgumentError: the dtype or shape of one has changed.
         """
-        parameter, form = self.parameters[i], self._forms[i]
-        if (parameter.dtype, parameter.shape) != form:
-            raise ArgumentError(
-                f"parameter {self.names[i]} was {form[0]} of shape {tuple(form[1])} when averaging was set up, and is "
-                f"{parameter.dtype} of shape {tuple(parameter.shape)} now. Convert the model before that, or set "
-                "averaging up anew on all ranks: close() what averages, and construct it again."
-            )
+        for i in entries:
+            parameter, (dtype, shape) = self.parameters[i], self._forms[i]
+            if parameter.dtype != dtype or parameter.shape != shape:
+                raise ArgumentError(
+                    f"parameter {self.names[i]} was {dtype} of shape {tuple(shape)} when averaging was set up, and is "
+                    f"{parameter.dtype} of shape {tuple(parameter.shape)} now. Convert the model before that, or set "
+                    "averaging up anew on all ranks: close() what averages, and construct it again."
+                )
 
     def _memories(
         self, bucket: Bucket, direct: list[torch.Tensor], moved: list[torch.Tensor], views: list[torch.Tensor]
@@ -532,13 +529,22 @@ class _Small:
             return None
         return gradients
 
-    def take(self, gradients: list[torch.Tensor] | None) -> None:
-        """Move what `gradients` returned into the bucket, if there is anything."""
+    def take(self, gradients: list[torch.Tensor] | None, explain: Callable[[], None]) -> None:
+        """Move what `gradients` returned into the bucket, if there is anything.
+
+        Args:
+            gradients: see above.
+            explain: raises a better error than torch if the gradients do not fit any more.
+        """
         if not gradients:
             return
-        with torch.inference_mode():  # takes a third less than `no_grad` for small tensors
-            torch._foreach_copy_(self.views, gradients)
-        collections.deque(map(setattr, self._parameters, itertools.repeat("grad"), self.views), maxlen=0)
+        try:
+            with torch.inference_mode():  # takes a third less than `no_grad` for small tensors
+                torch._foreach_copy_(self.views, gradients)
+            collections.deque(map(setattr, self._parameters, itertools.repeat("grad"), self.views), maxlen=0)
+        except RuntimeError:
+            explain()
+            raise
 
 
 def _entry(name: str, parameter: nn.Parameter, gpu: int | None, compression: Compression | None) -> Entry:
