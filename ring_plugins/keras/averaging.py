@@ -21,6 +21,7 @@ averaging in `train_step` (which would miss optimizers that a user's own step ca
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -87,6 +88,7 @@ def DistributedOptimizer(  # noqa: N802 - known by this name
             raise ArgumentError(f"optimizer={type(optimizer).__name__} is not a keras.optimizers.Optimizer.")
         if connect().topology.size > 1 and averaging_of(optimizer) is None:
             GradientAveraging(optimizer, bucket_bytes, compression, error_feedback, overlap).install()
+            _forget_compiled_steps(optimizer)
             announce_training()
     return optimizer
 
@@ -96,7 +98,21 @@ def undistribute(optimizer: O) -> O:
     averaging = averaging_of(optimizer)
     if averaging is not None:
         averaging.remove()
+        _forget_compiled_steps(optimizer)
     return optimizer
+
+
+def _forget_compiled_steps(optimizer: Any) -> None:
+    """Let models that have trained with an optimizer compile their next step anew.
+
+    A compiled step, of an earlier `fit` or `train_on_batch`, holds the update as it was when it was traced. An
+    optimizer does not know its models, so they are looked for, which takes some 0.1 s, if it has made an update.
+    """
+    if not optimizer.built:
+        return
+    for model in [found for found in gc.get_objects() if issubclass(type(found), keras.Model)]:
+        if optimizer in optimizers_of(model) and getattr(model, "train_function", None) is not None:
+            model.train_function = None
 
 
 class GradientAveraging:

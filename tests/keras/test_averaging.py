@@ -38,6 +38,11 @@ def test_a_custom_training_loop(seen):
         assert found["found"] == pytest.approx(found["expected"])
 
 
+@on_ranks("wrapped_after_a_step", *BACKENDS)
+def test_steps_that_are_compiled_already_follow_their_optimizer(seen):
+    assert seen == [[False, True, False]] * 2
+
+
 @on_ranks("gradients_from_elsewhere", "torch")
 def test_gradients_that_bypass_the_hooks(seen):
     for found in seen:

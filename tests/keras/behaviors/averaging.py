@@ -9,7 +9,7 @@ import numpy as np
 from keras import layers
 
 import ring_plugins as ring
-from ring_plugins.keras import BroadcastCallback, DistributedOptimizer
+from ring_plugins.keras import BroadcastCallback, DistributedOptimizer, broadcast_variables, undistribute
 from ring_plugins.keras.averaging import averaging_of
 from tests.keras.behaviors import behavior, error_of, fit
 from tests.keras.scenarios import BACKEND, Run, dense, features
@@ -22,6 +22,23 @@ def accumulation_is_reduced_once_an_update() -> Any:
     averaging = averaging_of(model.optimizer)
     assert averaging is not None
     return {"updates": averaging.passes, "weights": [float(np.sum(value)) for value in model.get_weights()]}
+
+
+@behavior
+def wrapped_after_a_step() -> Any:
+    """Steps that are compiled already; `undistribute` between two of them, too."""
+    keras.utils.set_random_seed(0)
+    model = dense(keras.optimizers.SGD(0.1))
+    x = np.full((4, 5), ring.rank() + 1.0, "float32")
+    model.train_on_batch(x * 0, x[:, :1] * 0)
+    spreads = []
+    for wrap in (DistributedOptimizer, undistribute, DistributedOptimizer):
+        wrap(model.optimizer)
+        model.train_on_batch(x, x[:, :1])
+        rows = np.array(ring.all_gather_object([float(np.sum(value)) for value in model.get_weights()]))
+        spreads.append(bool(np.ptp(rows, axis=0).max() > 0))
+        broadcast_variables(model)
+    return spreads
 
 
 @behavior
