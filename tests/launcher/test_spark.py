@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,24 +13,13 @@ import pytest
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.launcher.outcomes import pack_call, results
 from tests.documents import blocks
-from tests.java import java_environment
+from tests.java import java_environment, spark_home
 from tests.launch import start_ranks
 from tests.launcher.cluster_jobs import check, script
 
 QUIET = """
 spark.sparkContext.setLogLevel("FATAL")
 """
-
-
-def spark_home(directory: Path) -> Path:
-    """The installed Spark under another directory: executors write their files beside the program."""
-    import pyspark
-
-    home = directory / "spark"
-    home.mkdir()
-    for entry in Path(pyspark.__file__).parent.iterdir():
-        (home / entry.name).symlink_to(entry)
-    return home
 
 
 def test_the_number_of_ranks_that_spark_chooses_is_said(monkeypatch, caplog):
