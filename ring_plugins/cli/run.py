@@ -31,6 +31,7 @@ class OnFailure(str, Enum):
 
     END = "end"
     CONTINUE = "continue"
+    REPLACE = "replace"
 
 
 _WHERE, _HOW, _OUT, _MPI = "Where", "How", "Output", "mpirun"
@@ -114,7 +115,8 @@ def run(
         typer.Option(
             "--on-failure",
             envvar="RING_ON_FAILURE",
-            help="What happens when a rank is killed or crashes. `continue` lets the others go on, on one host only.",
+            help="What happens when a rank is killed or crashes, on one host. `continue` lets the others go on; "
+            "`replace` also starts another process in its place.",
             rich_help_panel=_HOW,
         ),
     ] = OnFailure.END,
@@ -123,7 +125,7 @@ def run(
         typer.Option(
             "--min-ranks",
             envvar="RING_MIN_RANKS",
-            help="With `--on-failure continue`, the fewest ranks with which the job goes on; 1 by default.",
+            help="The fewest ranks with which `--on-failure continue` and `replace` go on; 1 by default.",
             rich_help_panel=_HOW,
         ),
     ] = None,
@@ -160,7 +162,7 @@ def run(
 
     Wraps the installed mpirun (Open MPI, MPICH or Intel MPI) and prints the command it runs. Without mpirun it starts
     the ranks of one host itself. When a rank fails, or this command ends, all ranks on all hosts end. With
-    `--on-failure continue`, the other ranks go on when one is killed.
+    `--on-failure continue`, the other ranks go on when one is killed; with `replace`, another process takes its place.
 
     **Examples**
 

@@ -98,12 +98,22 @@ def on_membership_change(callback: C) -> C:
     return callback
 
 
+#: What a process may call that is to join others and has not yet: it does nothing then.
+_BEFORE_JOINING = ("barrier", "broadcast_parameters", "broadcast_optimizer_state")
+
+
 def all_or_none(collective: F) -> F:
     """Let `collective` tell the other ranks if this one does not take part, or only in its first half."""
 
     @wraps(collective)
     def telling(*args: Any, **options: Any) -> Any:
         world = current()
+        if world.is_joining and collective.__name__ not in _BEFORE_JOINING:
+            raise ArgumentError(
+                f"{collective.__name__}() was called in a process that takes the place of a lost rank, before it has "
+                "joined the others, which are training. Have each rank compute what it needs by itself, or put it into "
+                "the TrainingState."
+            )
         communicator = world.communicator
         before = communicator.statistics.operations
         try:

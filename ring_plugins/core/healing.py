@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ring_plugins.core.base import config
@@ -18,7 +18,10 @@ from ring_plugins.core.rendezvous import detect
 from ring_plugins.core.rendezvous.slots import hold_slot
 from ring_plugins.core.rendezvous.spawn import restart_under_ring_run
 
-_REMEDY = f'leave out on_failure="continue", and unset {config.ON_FAILURE.name}'
+#: Process ids by world rank.
+Pids = Mapping[int, int] | Sequence[int]
+
+_REMEDY = f"leave out on_failure, and unset {config.ON_FAILURE.name}"
 
 
 class FailurePolicy(NamedTuple):
@@ -27,10 +30,17 @@ class FailurePolicy(NamedTuple):
     Attributes:
         continues: whether the others go on.
         min_ranks: with how many of them at least.
+        replaces: whether another process takes its place.
     """
 
     continues: bool
     min_ranks: int
+    replaces: bool = False
+
+    @property
+    def on_failure(self) -> str:
+        """As an argument of `init`."""
+        return "replace" if self.replaces else "continue" if self.continues else "end"
 
     @classmethod
     def chosen(cls, on_failure: str | None, min_ranks: int | None) -> FailurePolicy:
@@ -39,12 +49,13 @@ class FailurePolicy(NamedTuple):
         Raises:
             ArgumentError: an argument or a variable is invalid.
         """
-        if on_failure not in (None, "end", "continue"):
-            raise ArgumentError(f'on_failure={on_failure!r} must be "end" or "continue".')
+        if on_failure not in (None, "end", "continue", "replace"):
+            raise ArgumentError(f'on_failure={on_failure!r} must be "end", "continue" or "replace".')
         if min_ranks is not None and (isinstance(min_ranks, bool) or not isinstance(min_ranks, int) or min_ranks < 1):
             raise ArgumentError(f"min_ranks={min_ranks!r} is not a positive number of ranks.")
-        continues = (on_failure or config.ON_FAILURE.get()) == "continue"
-        return cls(continues, (min_ranks or config.MIN_RANKS.get() or 1) if continues else 0)
+        chosen = on_failure or config.ON_FAILURE.get()
+        continues = chosen != "end"
+        return cls(continues, (min_ranks or config.MIN_RANKS.get() or 1) if continues else 0, chosen == "replace")
 
 
 def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: int) -> None:
@@ -70,20 +81,20 @@ def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: in
         if policy.min_ranks > ranks:
             raise ArgumentError(f"min_ranks={policy.min_ranks} is more than the {ranks} ranks of the job.")
         # This process would be the parent of the other ranks, which could not outlive it.
-        restart_under_ring_run(ranks, policy.min_ranks)
+        restart_under_ring_run(ranks, policy.min_ranks, policy.on_failure)
     if generation:
-        raise ArgumentError('init() cannot be called again after shutdown() with on_failure="continue".')
+        raise ArgumentError(f'init() cannot be called again after shutdown() with on_failure="{policy.on_failure}".')
     if record.kind in ("mpi", "rendezvous"):
         if record.size == 1:
             return
         if record.size is not None and policy.min_ranks > record.size:
             raise ArgumentError(f"min_ranks={policy.min_ranks} is more than the {record.size} ranks of the job.")
-        hold_slot(record, policy.min_ranks, _REMEDY)
+        hold_slot(record, policy.min_ranks, policy.on_failure, _REMEDY)
     if record.kind != "spawned" or not is_under_ring_run:
         raise ArgumentError(
-            f'on_failure="continue" does not work under {record.by}, which ends all ranks when one dies. Start the job '
-            "on one host, with `ring run --on-failure continue -n 4 python train.py`, with plain python and "
-            f"init(ranks=4), or with mpirun, torchrun or srun; or {_REMEDY}."
+            f'on_failure="{policy.on_failure}" does not work under {record.by}, which ends all ranks when one dies. '
+            f"Start the job on one host, with `ring run --on-failure {policy.on_failure} -n 4 python train.py`, with "
+            f"plain python and init(ranks=4), or with mpirun, torchrun or srun; or {_REMEDY}."
         )
 
 
@@ -98,7 +109,7 @@ def check_policies(policies: Sequence[Sequence[Any]], shares_memory: bool, job: 
     Raises:
         ArgumentError: on all ranks, if not.
     """
-    size, (_, min_ranks) = len(policies), policies[0]
+    size, min_ranks = len(policies), policies[0][1]
     if len(set(map(tuple, policies))) > 1:
         raise ArgumentError(
             f"on_failure and min_ranks differ by rank: {list(map(tuple, policies))}. Pass the same to init() on all "
@@ -113,24 +124,42 @@ def check_policies(policies: Sequence[Sequence[Any]], shares_memory: bool, job: 
         raise ArgumentError(f"min_ranks={min_ranks} is more than the {size} ranks of the job.")
 
 
-def what_was_lost(lost: Sequence[int], pids: Sequence[int], left: Sequence[int], seconds: float) -> str:
+def what_was_lost(lost: Sequence[int], pids: Pids, left: Sequence[int], job: tuple[int, bool], seconds: float) -> str:
     """The line that tells the user of a loss, and of the ranks' new numbers.
 
     Args:
         lost: world ranks.
-        pids: of all processes with which the job started, by world rank.
+        pids: of all processes, by world rank.
         left: the world ranks that go on, in order.
+        job: how many ranks it started with, and whether other processes take the places of lost ones.
         seconds: that the agreement took.
     """
-    return _who_goes_on("died", lost, pids, left, f", after {seconds * 1e3:.0f} ms")
+    return _who_goes_on("died", lost, pids, left, job, f", after {seconds * 1e3:.0f} ms")
 
 
-def who_left(leaving: Sequence[int], pids: Sequence[int], left: Sequence[int]) -> str:
+def who_joined(seats: Mapping[int, int], pids: Pids, members: Sequence[int], seconds: float) -> str:
+    """The line that tells the user of processes that have joined.
+
+    Args:
+        seats: of their world ranks.
+        pids: by world rank.
+        members: the world ranks of all, in order.
+        seconds: that joining took.
+    """
+    who = " and ".join(f"{_named([rank], pids)} in the place of rank {seat}" for rank, seat in seats.items())
+    numbers = ", ".join(f"{old} is now {new}" for new, old in enumerate(members) if old != new)
+    return (
+        f"{who} joined; the job goes on with {len(members)} ranks since {time.strftime('%H:%M:%S')}, after "
+        f"{seconds * 1e3:.0f} ms." + (f" Errors keep the old numbers: rank {numbers}." if numbers else "")
+    )
+
+
+def who_left(leaving: Sequence[int], pids: Pids, left: Sequence[int], job: tuple[int, bool]) -> str:
     """The line that tells the user of ranks that left the job because they were told to end; arguments as above."""
-    return _who_goes_on("left on SIGTERM", leaving, pids, left)
+    return _who_goes_on("left on SIGTERM", leaving, pids, left, job)
 
 
-def too_few_left(leaving: Sequence[int], pids: Sequence[int], left: Sequence[int], min_ranks: int) -> str:
+def too_few_left(leaving: Sequence[int], pids: Pids, left: Sequence[int], min_ranks: int) -> str:
     """The line that tells the user that all end because too many were told to."""
     return (
         f"{_named(leaving, pids)} got SIGTERM. All ranks end after this step, since training cannot go on with "
@@ -138,16 +167,24 @@ def too_few_left(leaving: Sequence[int], pids: Sequence[int], left: Sequence[int
     )
 
 
-def _named(ranks: Sequence[int], pids: Sequence[int]) -> str:
+def _named(ranks: Sequence[int], pids: Pids) -> str:
     return " and ".join(f"{name_ranks([rank])} (process {pids[rank]})" for rank in ranks)
 
 
-def _who_goes_on(how: str, lost: Sequence[int], pids: Sequence[int], left: Sequence[int], after: str = "") -> str:
+def _who_goes_on(
+    how: str, lost: Sequence[int], pids: Pids, left: Sequence[int], job: tuple[int, bool], after: str = ""
+) -> str:
     moved = ", ".join(f"{old} is now {new}" for new, old in enumerate(left) if old != new)
-    whose = "this rank" if len(lost) == 1 else "these ranks"
+    size, replaces = job
+    if replaces:
+        data = "Another process takes its place" if len(lost) == 1 else "Other processes take their places"
+    else:
+        data = (
+            "Nobody takes over the data of this rank" if len(lost) == 1 else "Nobody takes over the data of these ranks"
+        )
     line = (
-        f"{_named(lost, pids)} {how}; the job goes on with {len(left)} of its {len(pids)} ranks since "
-        f"{time.strftime('%H:%M:%S')}{after}. Nobody takes over the data of {whose}."
+        f"{_named(lost, pids)} {how}; the job goes on with {len(left)} of its {size} ranks since "
+        f"{time.strftime('%H:%M:%S')}{after}. {data}."
     )
     if moved:
         line += f" Renumbered, though errors keep the old numbers: rank {moved}."
@@ -166,6 +203,7 @@ class MembershipChange(NamedTuple):
         rank: this process's rank after the change.
         size: the number of ranks after it. If several ranks died in one step, the next change may have come already.
         left: the ranks that left because they got SIGTERM, numbered as `lost`.
+        joined: the ranks that joined, numbered likewise: beyond those of the start.
     """
 
     lost: tuple[int, ...]
@@ -174,6 +212,7 @@ class MembershipChange(NamedTuple):
     rank: int
     size: int
     left: tuple[int, ...] = ()
+    joined: tuple[int, ...] = ()
 
 
 class ChangeCallbacks:

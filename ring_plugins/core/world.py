@@ -27,21 +27,23 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import (
     ArgumentError,
     LaunchError,
+    MismatchError,
     NotInitialized,
     PeerFailed,
     SharedMemoryError,
 )
 from ring_plugins.core.base.log import logger, set_rank
 from ring_plugins.core.collectives.api import Activity, Communicator
-from ring_plugins.core.collectives.healing import HealingCommunicator
+from ring_plugins.core.collectives.healing import HealingCommunicator, repeated
 from ring_plugins.core.collectives.host import Gather, HostCommunicator
 from ring_plugins.core.collectives.messages import Messenger
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.control import ControlClient, ControlServer
+from ring_plugins.core.control.admission import NotAdmitted
 from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.failure_detector import FailureDetector, Peer
-from ring_plugins.core.control.liveness import Liveness, LocalPeers
+from ring_plugins.core.control.liveness import MOST_MEMBERS, Liveness, LocalPeers
 from ring_plugins.core.control.membership import Membership
 from ring_plugins.core.control.monitor import MonitorThread
 from ring_plugins.core.control.tcp_liveness import TcpLiveness
@@ -59,8 +61,10 @@ from ring_plugins.core.healing import (
     prepare_to_continue,
     too_few_left,
     what_was_lost,
+    who_joined,
     who_left,
 )
+from ring_plugins.core.joining import Call, DifferentScript, Joined, take_part, wait_for_call
 from ring_plugins.core.leaving import TERMINATED, Notice
 from ring_plugins.core.linux import thread_count
 from ring_plugins.core.linux.interfaces import own_addresses
@@ -71,10 +75,13 @@ from ring_plugins.core.observe.succession import Succession
 from ring_plugins.core.observe.timeline import FILE_NAME
 from ring_plugins.core.rendezvous import Rendezvous, connect, detect, leave
 from ring_plugins.core.rendezvous.claim import RankMarker, check_ancestors
-from ring_plugins.core.rendezvous.spawn import note_leaving
+from ring_plugins.core.rendezvous.seats import Occupant
+from ring_plugins.core.rendezvous.spawn import seats
 from ring_plugins.core.rendezvous.topology import find_topology, virtual_nodes
 
 _NOTHING = contextlib.nullcontext()
+#: Rounds of an attempt to let ranks join, and some more; and attempts in which somebody cannot map memory.
+_ROUNDS, _ATTEMPTS = 16, 5
 
 
 class _Member(NamedTuple):
@@ -113,6 +120,9 @@ class World:
         world_rank: the rank with which this process started.
         world_ranks: of all ranks that are left, those with which they started.
         heals: whether the job goes on when ranks are lost.
+        replaces: whether other processes take the places of those.
+        is_joining: whether this process is to take such a place, and has not yet.
+        is_awaited: whether processes wait for that, as all ranks have agreed; `admit` lets them join.
         changes: the script's functions that are to hear of that.
         notice: whether this process was told to end, if the job goes on without it then.
         communicator: of all ranks, for the public functions.
@@ -124,8 +134,12 @@ class World:
     def __init__(self, rendezvous: Rendezvous, launcher: str, policy: FailurePolicy) -> None:
         self._rendezvous, self._policy = rendezvous, policy
         self._pid = os.getpid()
-        self.world_rank, self.world_ranks = rendezvous.rank, tuple(range(rendezvous.size))
+        self.is_joining = policy.replaces and config.JOINS.is_set()
+        self.world_rank = config.JOINS.get() if self.is_joining else rendezvous.rank
+        self.world_ranks = (self.world_rank,) if self.is_joining else tuple(range(rendezvous.size))
         self.heals = policy.continues and rendezvous.size > 1
+        self.replaces = policy.replaces and self.heals
+        self.is_awaited = False
         self.changes = ChangeCallbacks()
         self._membership: Membership | None = None
         self._succession: Succession | None = None
@@ -139,8 +153,13 @@ class World:
         self.channel: Channel | None = None
         self.observers: Observers | None = None
         self._monitor: MonitorThread | None = None
+        #: Communicators still in use, by creation order, which is the same on all ranks.
+        self._communicators: weakref.WeakValueDictionary[int, Communicator[Any]] = weakref.WeakValueDictionary()
+        self._made = 0
+        self._of_devices: dict[int, DeviceCommunicator] = {}
+        self._messenger: Messenger | None = None
         try:
-            self._connect()
+            self._connect_alone() if self.is_joining else self._connect()
         except BaseException as error:
             self._give_up(error)
             raise
@@ -149,45 +168,65 @@ class World:
         rendezvous = self._rendezvous
         rank, size = rendezvous.rank, rendezvous.size
         own = Liveness.create(rank) if size > 1 and is_available() else None
-        server = ControlServer(size, rendezvous.addresses) if size > 1 and rank == 0 else None
+        most = MOST_MEMBERS if self._policy.replaces else 0
+        server = ControlServer(size, rendezvous.addresses, most) if size > 1 and rank == 0 else None
         members = self._introduce(own, server)
-        self._secret = str(members[0].server["secret"]).encode() if members[0].server else b""
+        self._server: dict[str, Any] = members[0].server or {}
+        self._secret = str(self._server.get("secret", "")).encode()
         domains = [member.domain for member in members]
-        self._nodes = virtual_nodes(domains, config.VIRTUAL_NODES.get())
-        if len(set(self._nodes)) > 1 and rendezvous.transport is None:
+        nodes = virtual_nodes(domains, config.VIRTUAL_NODES.get())
+        if len(set(nodes)) > 1 and rendezvous.transport is None:
             raise LaunchError(
                 "RING_VIRTUAL_NODES needs a launcher that connects hosts: start the job with mpirun or torchrun."
             )
-        self.topology = find_topology(rank, self._nodes, [member.host for member in members])
+        self.topology = find_topology(rank, nodes, [member.host for member in members])
         if any(member.policy[0] for member in members):
-            shares_memory = len(set(self._nodes)) == 1 and all(member.liveness for member in members)
+            shares_memory = len(set(nodes)) == 1 and all(member.liveness for member in members)
             check_policies([member.policy for member in members], shares_memory or size == 1, self.topology.summary)
         self._cores = [thread_count.Cores(one.kernel, one.container, one.cores, one.quota) for one in members]
         self._local_peers = self._watch_local_peers(own, members) if any(one.liveness for one in members) else None
-        #: Communicators still in use, by creation order, which is the same on all ranks.
-        self._communicators: weakref.WeakValueDictionary[int, Communicator[Any]] = weakref.WeakValueDictionary()
-        self._made = itertools.count()
-        self._tags = itertools.count(rank, size)  # no two ranks ever offer the same
-        self._of_devices: dict[int, DeviceCommunicator] = {}
-        self._members = members
-        self._messenger: Messenger | None = None
+        self._tags = itertools.count(rank, max(size, most))  # no two ranks ever offer the same
+        #: By world rank, those that are lost among them.
+        self._members, self._nodes = dict(enumerate(members)), dict(enumerate(nodes))
+        self._seats = {one: one for one in range(size)}
         if size > 1:
             self._monitor = self._make_monitor(server, members)
             # Before the last exchange, so that no rank's script goes on while another rank is not yet watched.
             self._monitor.start()
         if self.heals:
-            assert self._local_peers is not None
-            self._membership = membership = Membership(self._local_peers)
-            assert self._monitor is not None
-            assert self.observers is not None
-            if isinstance(self.channel, ControlClient):
-                stalls, peers = self.observers.stalls, self.observers.membership
-                self._succession = Succession(self.channel, stalls, self._local_peers, peers, lambda: membership.ranks)
-                self._monitor.add(self._succession)
+            self._follow_losses()
         self.communicator = self.new_communicator("ring", gather=rendezvous.gather)
         self._rank_marker = RankMarker(rank) if size > 1 else None
         if self.heals:
             self.notice.install()
+        if self.replaces and own is not None and (places := seats()) is not None:
+            places.take(Occupant(rank, rank, own.address), as_member=True)
+
+    def _connect_alone(self) -> None:
+        """Be a job of one that looks like one of all seats, until `join`: the others do not wait for this process."""
+        seat, size = self._rendezvous.rank, self._rendezvous.size
+        own = Liveness.create(self.world_rank)
+        self._local_peers = LocalPeers(own, [], "", self._policy.min_ranks)
+        self._secret = b""
+        self._tags = itertools.count(self.world_rank, MOST_MEMBERS)
+        member = self._entry(own, None)
+        node = member.domain
+        self._members, self._nodes, self._seats = {self.world_rank: member}, {self.world_rank: node}, {}
+        self.topology = find_topology(seat, [node] * size, [member.host] * size)
+        self._cores = [thread_count.Cores(member.kernel, member.container, member.cores, member.quota)] * size
+        self.communicator = self.new_communicator("ring", gather=lambda item: [item])
+        self._rank_marker = RankMarker(self.world_rank)
+
+    def _follow_losses(self) -> None:
+        """Set up what a job needs that goes on when ranks are lost."""
+        assert self._local_peers is not None
+        assert self._monitor is not None
+        assert self.observers is not None
+        self._membership = membership = Membership(self._local_peers)
+        if isinstance(self.channel, ControlClient):
+            stalls, peers = self.observers.stalls, self.observers.membership
+            self._succession = Succession(self.channel, stalls, self._local_peers, peers, lambda: membership.ranks)
+            self._monitor.add(self._succession)
 
     def _give_up(self, error: BaseException) -> None:
         """Tell the other ranks that this one does not join, because of an exception, and close what is open."""
@@ -200,7 +239,10 @@ class World:
 
     def _introduce(self, own: Liveness | None, server: ControlServer | None) -> list[_Member]:
         """Exchange all ranks' entries; returns them in rank order."""
-        member = _Member(
+        return [_Member(*item) for item in self._rendezvous.gather(self._entry(own, server))]
+
+    def _entry(self, own: Liveness | None, server: ControlServer | None) -> _Member:
+        return _Member(
             shared_memory_domain(),
             socket.gethostname(),
             os.getpid(),
@@ -211,7 +253,6 @@ class World:
             *thread_count.own_cores(),
             list(self._policy),
         )
-        return [_Member(*item) for item in self._rendezvous.gather(member)]
 
     def _watch_local_peers(self, own: Liveness | None, members: Sequence[_Member]) -> LocalPeers | None:
         """Map the liveness segments of this host's ranks; collective.
@@ -277,7 +318,7 @@ class World:
         Raises:
             ArgumentError: `ranks` are not distinct ranks of this job.
         """
-        size = self.topology.size
+        size = len(self.world_ranks)
         members = self.world_ranks if ranks is None else tuple(ranks)
         if len(set(members)) != len(members) or not set(members) <= set(self.world_ranks):
             raise ArgumentError(f"ranks={list(members)} are not distinct ranks of a job of {size}.")
@@ -288,7 +329,7 @@ class World:
                 f"ranks={list(members)} are only some of the job's {size}; pass gather, which exchanges "
                 "payloads among them."
             )
-        if len(members) == 1:
+        if len(members) == 1 and not self.replaces:
             communicator: Communicator = SingleCommunicator(name, members[0])
         else:
             with on_all_or_none(self.communicator, f"the construction of {name}") if gather is None else _NOTHING:
@@ -303,9 +344,13 @@ class World:
                     check_gather if gather else self.communicator.check,
                 )
             if isinstance(communicator, HealingCommunicator):
-                communicator.go_on_after(self._go_on_without, self._in_collective)
-        self._communicators[next(self._made)] = communicator
+                communicator.go_on_after(self._go_on_without, self._in_collective, self.replaces)
+        self._keep(communicator)
         return communicator
+
+    def _keep(self, communicator: Communicator[Any]) -> None:
+        self._communicators[self._made] = communicator
+        self._made += 1
 
     # Going on without ranks that were lost --------------------------------------------------------
 
@@ -320,9 +365,28 @@ class World:
         """
         if self.heals:
             raise ArgumentError(
-                f'{what} does not support on_failure="continue" yet: leave it out, and unset '
+                f'{what} does not support on_failure="{self._policy.on_failure}" yet: leave it out, and unset '
                 f"{config.ON_FAILURE.name}. The first rank that fails then ends the job."
             )
+
+    def refuse_to_replace(self, what: str) -> None:
+        """Refuse what cannot let another process join, in a job in which one is to take the place of a lost rank.
+
+        Raises:
+            ArgumentError: on_failure is "replace".
+        """
+        if self.replaces:
+            raise ArgumentError(
+                f'{what} does not support on_failure="replace" yet: "continue" lets the other ranks go on. Plain loops '
+                "of PyTorch support both."
+            )
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which of how many shares of the data is this rank's: that of its seat, if lost ranks are replaced."""
+        if self.replaces:
+            return self._rendezvous.rank, self._rendezvous.size
+        return self.topology.rank, self.topology.size
 
     @property
     def view(self) -> int:
@@ -345,41 +409,59 @@ class World:
             raise
         self._follow_members(lost=lost)
         if self.topology.rank == 0:
-            logger.warning(what_was_lost(lost, self._pids, self.world_ranks, time.monotonic() - began))
+            seconds = time.monotonic() - began
+            logger.warning(what_was_lost(lost, self._pids, self.world_ranks, self._job, seconds))
 
-    def _follow_members(self, lost: Sequence[int] = (), left: Sequence[int] = ()) -> None:
-        """Let all that this process has of the job follow its members, without ranks that died or left."""
+    def _follow_members(self, lost: Sequence[int] = (), left: Sequence[int] = (), joined: Sequence[int] = ()) -> None:
+        """Let all that this process has of the job follow its members, of which some died, left or joined."""
         assert self._membership is not None
         self.world_ranks = self._membership.ranks
         for communicator in self._in_use():
             if isinstance(communicator, HealingCommunicator):
                 communicator.keep(self.world_ranks)
-        before = self.topology
+        before, size_before = self.topology, len(self.world_ranks) + len(lost) + len(left) - len(joined)
         hosts = [self._members[rank].host for rank in self.world_ranks]
         nodes = [self._nodes[rank] for rank in self.world_ranks]
         self.topology = find_topology(self.world_ranks.index(self.world_rank), nodes, hosts)
         set_rank(self.topology.rank)
         after = self.topology
-        change = MembershipChange(tuple(lost), before.rank, before.size, after.rank, after.size, tuple(left))
+        gone = tuple(lost), before.rank, size_before
+        change = MembershipChange(*gone, after.rank, after.size, tuple(left), tuple(joined))
         self.changes.untold.append(change)
-        if self.channel is not None and self.world_rank == 0:
+        if self.channel is not None and self.world_rank == 0 and not joined:
             self.channel.tell(0, "ranks_lost", {"ranks": [*lost, *left]})
 
     @property
-    def _pids(self) -> list[int]:
+    def _job(self) -> tuple[int, bool]:
+        """How many ranks it started with, and whether other processes take the places of lost ones."""
+        return self._rendezvous.size, self.replaces
+
+    @property
+    def _pids(self) -> dict[int, int]:
         """Of all processes, by world rank."""
-        return [member.pid for member in self._members]
+        return {rank: member.pid for rank, member in self._members.items()}
 
-    def let_leave(self) -> None:
-        """Let ranks leave that were told to end.
+    @property
+    def wants_change(self) -> bool:
+        """Whether this process was told to end, or sees that others wait to join: all ranks are to know."""
+        return self.notice.given or self._sees_newcomers()
 
-        All ranks call this where they are at the same place, outside of operations, if one of them was told. Those that
-        stay call `tell_changes` then.
+    def _sees_newcomers(self) -> bool:
+        places = seats() if self.replaces and not (self.is_awaited or self.is_joining) else None
+        return places is not None and places.has_waiting()
+
+    def change_members(self) -> None:
+        """Let ranks leave that were told to end, and note whether others wait to join.
+
+        All ranks call this where they are at the same place, outside of operations, if one of them `wants_change`.
+        Those that stay call `tell_changes` then.
 
         Raises:
             SystemExit: on ranks that leave, and on all if too few would be left.
         """
-        asked = self.communicator.all_gather_object(self.world_rank if self.notice.given else None)
+        own = (self.world_rank if self.notice.given else None, self._sees_newcomers())
+        asked, seen = zip(*self.communicator.all_gather_object(own), strict=True)
+        self.is_awaited = self.is_awaited or any(seen)
         leaving = [rank for rank in asked if rank is not None]
         left = [rank for rank in self.world_ranks if rank not in leaving]
         if not leaving:  # it has died meanwhile
@@ -392,7 +474,8 @@ class World:
         assert self._local_peers is not None
         if self.world_rank in leaving:
             self._local_peers.own.leave()
-            note_leaving()
+            if (places := seats()) is not None:
+                places.leave(self._rendezvous.rank)
             self._exit_from_job(0)
         # The next barriers do not wait for those that leave, which may still read what was gathered.
         gone = partial(self._local_peers.are_gone, leaving)
@@ -400,7 +483,135 @@ class World:
         self._membership.drop(leaving)
         self._follow_members(left=leaving)
         if self.topology.rank == 0:
-            logger.warning(who_left(leaving, self._pids, self.world_ranks))
+            logger.warning(who_left(leaving, self._pids, self.world_ranks, self._job))
+
+    # Joining --------------------------------------------------------------------------------------
+
+    def admit(self) -> tuple[int, ...]:
+        """Let those join that wait; all members call this at the same place, outside of operations.
+
+        Returns:
+            The world ranks of those that joined; none if they have ended meanwhile. The caller gives them the state of
+            its training, and calls `tell_changes` then.
+        """
+        self.is_awaited = False
+        places, peers, membership = seats(), self._local_peers, self._membership
+        assert places is not None
+        assert peers is not None
+        assert membership is not None
+        began = time.monotonic()
+        start, waiting = repeated(
+            lambda: self.communicator.broadcast_object(
+                (peers.own.last_round + _ROUNDS, [one for one in places.waiting() if one.is_there()])
+            )
+        )
+        everyone = [Occupant(self._seats[peers.own.rank], peers.own.rank, peers.own.address)]
+        everyone += [Occupant(self._seats[rank], rank, peer.address) for rank, peer in peers.others.items()]
+        taken = {one.seat for one in everyone}
+        waiting = [one for one in waiting if one.seat not in taken]
+        if not waiting:
+            return ()
+        call = Call(start, sorted([*everyone, *waiting]), [one.world_rank for one in waiting])
+        try:
+            joined = take_part(call, peers.own, peers.others, self._healing_communicators(), self._to_tell(membership))
+        except NotAdmitted:  # the newcomer tells if it does not try again
+            return ()
+        self._become_one(joined)
+        if self.topology.rank == 0 or self.world_ranks[0] in call.newcomers:
+            of_newcomers = {one.world_rank: one.seat for one in waiting}
+            if self.world_rank == next(rank for rank in self.world_ranks if rank not in of_newcomers):
+                seconds = time.monotonic() - began
+                logger.warning(who_joined(of_newcomers, self._pids, self.world_ranks, seconds))
+        return tuple(call.newcomers)
+
+    def join(self) -> tuple[int, ...]:
+        """Wait until the members let this process join, and go on as one of them.
+
+        Returns:
+            The world ranks of all that joined together. The members give them the state of their training next.
+
+        Raises:
+            SystemExit: no member is left.
+            MismatchError: this process has made other communicators than the members.
+            SharedMemoryError: memory could not be mapped in several attempts.
+        """
+        places, peers = seats(), self._local_peers
+        assert places is not None
+        assert peers is not None
+        own = Occupant(self._rendezvous.rank, self.world_rank, peers.own.address)
+        problems = list[str]()
+        while len(problems) < _ATTEMPTS:
+            places.take(own, as_member=False)
+            call = wait_for_call(own, peers.own.last_round, places)
+            if call is None:
+                logger.info(f"process {self._pid} ends: the job has ended before it could join.")
+                self._exit_from_job(0)
+            try:
+                entry = {"member": list(self._members[self.world_rank])}
+                joined = take_part(call, peers.own, {}, self._healing_communicators(), entry)
+            except DifferentScript as reason:
+                raise MismatchError(str(reason)) from None
+            except NotAdmitted as reason:  # perhaps since a process has died, whose memory could not be mapped
+                problems += filter(None, [str(reason)])
+                continue
+            self._go_live(joined)
+            places.take(own, as_member=True)
+            return tuple(call.newcomers)
+        raise SharedMemoryError(f"this process cannot join the others: {problems[-1]}")
+
+    def _healing_communicators(self) -> dict[int, HealingCommunicator]:
+        """Those in use, by creation order."""
+        found = sorted(self._communicators.items())
+        return {key: one for key, one in found if isinstance(one, HealingCommunicator) and one.is_open}
+
+    def _to_tell(self, membership: Membership) -> dict[str, Any]:
+        """What newcomers need to know."""
+        return {
+            "member": list(self._members[self.world_rank]),
+            "view": membership.view,
+            "made": self._made,
+            "server": self._server,
+            "secret": self._secret.decode(),
+            "ranks": list(self.world_ranks),
+        }
+
+    def _go_live(self, joined: Joined) -> None:
+        """Set up what a member has beside its communicators."""
+        peers, told = self._local_peers, joined.member
+        assert peers is not None
+        peers.add(joined.peers)
+        self._secret, self._server, self._made = told["secret"].encode(), told["server"], told["made"]
+        own = self._members[self.world_rank]
+        self.channel = ControlClient(self.world_rank, self._rendezvous.size, self._server, True)
+        here = [Peer(own.host, own.pid, own.domain)] * (self.world_rank + 1)
+        self.failure_detector = FailureDetector(self.world_rank, here, peers, self.channel)
+        self.observers = Observers(self.channel, self.failure_detector, self.activities)
+        self._monitor = MonitorThread(self.failure_detector, self.channel, True, self.abort)
+        self._monitor.add(self.observers.stalls)
+        self._follow_losses()
+        assert self._membership is not None
+        self._membership.ranks = tuple(told["ranks"])
+        self.is_joining = False
+        self._become_one(joined)
+        self._monitor.start()
+        self.notice.install()
+
+    def _become_one(self, joined: Joined) -> None:
+        """Take what all have agreed on into use; nothing of this fails."""
+        peers, membership, detector = self._local_peers, self._membership, self.failure_detector
+        assert peers is not None
+        assert membership is not None
+        assert detector is not None
+        peers.add([peer for peer in joined.peers if peer.rank not in peers.others])
+        for occupant in joined.call.everyone:
+            rank = occupant.world_rank
+            self._members[rank] = member = _Member(*joined.told[rank]["member"])
+            self._nodes[rank] = self._nodes[self.world_rank]
+            self._seats[rank] = occupant.seat
+            detector.add(rank, Peer(member.host, member.pid, member.domain))
+        membership.extend(joined.call.ranks, joined.member["view"] + 1)
+        joined.renew_communicators(detector)
+        self._follow_members(joined=joined.call.newcomers)
 
     def _exit_from_job(self, status: int) -> NoReturn:
         """Leave the job now: what the script still does on its way out is not part of it."""
@@ -445,7 +656,7 @@ class World:
         wait = Wait(name, self.failure_detector)
         choose_interface()
         communicator = DeviceCommunicator(name, device, host, streams, wait, load_nccl(), load_driver(), own_stream)
-        self._communicators[next(self._made)] = communicator
+        self._keep(communicator)
         return communicator
 
     def addresses(self) -> list[str]:
@@ -460,7 +671,7 @@ class World:
         if self._messenger is None:
             self.refuse_to_heal("sending messages from rank to rank")
             rank, members = self.world_rank, self._members
-            near = [other for other, member in enumerate(members) if member.domain == members[rank].domain]
+            near = [other for other, member in members.items() if member.domain == members[rank].domain]
             addresses = self.addresses() if len(near) < len(members) else []
             self._messenger = Messenger(rank, self.derive_secret("messages"), near, addresses, self.failure_detector)
         return self._messenger
@@ -595,8 +806,8 @@ def init(ranks: int | None = None, *, on_failure: str | None = None, min_ranks: 
     Args:
         ranks: how many processes a script that was started on its own becomes.
         on_failure: what happens when a rank is killed or crashes: "end" ends the job; "continue" lets the other ranks
-            finish the step and go on (docs/healing.md says where that works; the script may start again in this call).
-            The default is RING_ON_FAILURE, or "end".
+            finish the step and go on (docs/healing.md says where that works; the script may start again in this call);
+            "replace" also starts another process in its place. The default is RING_ON_FAILURE, or "end".
         min_ranks: the fewest ranks with which a job goes on. The default is RING_MIN_RANKS, or 1.
 
     Returns:

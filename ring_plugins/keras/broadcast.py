@@ -274,7 +274,7 @@ class BroadcastCallback(keras.callbacks.Callback):
     def _after_exchange(self, anyone_leaves: bool) -> None:
         """Do what is due after ranks were lost or if some leave; all ranks know of that after an exchange."""
         if anyone_leaves:
-            current().let_leave()
+            current().change_members()
         self._settle_writers()
         assert self._losses is not None
         if self._losses.has_changed():

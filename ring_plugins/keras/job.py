@@ -32,6 +32,7 @@ def connect() -> World:
     if not is_initialized():
         init()
     _install_excepthook()
+    current().refuse_to_replace("ring_plugins.keras")
     return current()
 
 

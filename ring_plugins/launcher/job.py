@@ -9,9 +9,11 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping
 
+from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import name_ranks
 from ring_plugins.core.control.parent_notifier import ParentNotifier
 from ring_plugins.core.linux.shared_memory import Segment
+from ring_plugins.core.rendezvous.seats import Seats
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment, ending, silent_end
 from ring_plugins.launcher import mpirun, preflight
 from ring_plugins.launcher.hosts import is_this_host
@@ -19,6 +21,7 @@ from ring_plugins.launcher.launch_plan import LaunchPlan
 from ring_plugins.launcher.lingering import LingeringMpirun, OtherHosts
 from ring_plugins.launcher.lost_host import LostHost
 from ring_plugins.launcher.output import Relay
+from ring_plugins.launcher.replacements import Replacements
 from ring_plugins.launcher.supervision import Supervisor
 
 _DEAF = "ended every rank because the thread that reads mpirun's errors died; its traceback is above."
@@ -43,7 +46,7 @@ def run(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
         The exit status: 0 only if every rank exited with 0, or, where losses are tolerated, all that were not killed.
     """
     with Supervisor(plan.tolerates_losses) as supervisor:
-        status, why = _run_mpirun(plan, supervisor) if plan.mpirun is not None else _run_ranks(plan, supervisor)
+        status, why = _run_mpirun(plan, supervisor) if plan.mpirun is not None else _run_ranks(plan, supervisor, notify)
         if why:
             notify(why)
         if supervisor.signalled is not None:
@@ -92,27 +95,40 @@ def _other_hosts(plan: LaunchPlan, mpirun: int) -> OtherHosts | None:
     return OtherHosts(preflight.login(plan.job), hosts, mpirun) if is_known else None
 
 
-def _run_ranks(plan: LaunchPlan, supervisor: Supervisor) -> tuple[int, str | None]:
+def _run_ranks(plan: LaunchPlan, supervisor: Supervisor, notify: Callable[[str], None]) -> tuple[int, str | None]:
     job = plan.job
     segment = Segment.create(SharedMemoryRendezvous.nbytes(job.ranks))
     rendezvous = SharedMemoryRendezvous(segment, 0, job.ranks, [])
     variables: Mapping[str, str] = {name: value for name, value in job.environment.items() if value is not None}
     with Relay(job.tag_output, job.output_directory) as relay:
-        for rank in range(job.ranks):
-            out, err = relay.files(rank)
+        inherited = {name: value for name, value in os.environ.items() if name != config.JOINS.name}
+
+        def start(rank: int, joins_as: int | None = None) -> None:
+            is_first = joins_as is None
+            out, err = relay.files(rank, again=not is_first)
+            joins = {} if is_first else {config.JOINS.name: str(joins_as)}
             supervisor.start(
                 job.command,
-                {**os.environ, **variables, **child_environment(segment, rank, job.ranks, 0)},
+                {**inherited, **variables, **child_environment(segment, rank, job.ranks, 0), **joins},
                 pass_fds=[segment.fd],
-                stdin=None if rank == 0 else subprocess.DEVNULL,
+                stdin=None if is_first and rank == 0 else subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
+                index=None if is_first else rank,
             )
+            if not is_first:
+                relay.start()
+
+        for rank in range(job.ranks):
+            start(rank)
         relay.start()
-        supervisor.has_left = rendezvous.has_left
+        told = notify if plan.replaces else None
+        replacements = Replacements(supervisor, rendezvous.seats, job.ranks, start, told)
+        supervisor.is_out = replacements.is_out
 
         def find_missing_rank() -> str | None:
-            """A rank that ended before or in init(), where the others wait for it."""
+            """A rank that ended before or in init(), where the others wait for it; fills the places of lost ones."""
+            replacements.tick()
             rounds = [rendezvous.rounds(rank) for rank in range(job.ranks)]
             for rank, process in enumerate(supervisor.processes):
                 if rounds[rank] < max(rounds) and (code := process.poll()) is not None:
@@ -126,24 +142,27 @@ def _run_ranks(plan: LaunchPlan, supervisor: Supervisor) -> tuple[int, str | Non
             return None
 
         status, why = supervisor.wait(find_missing_rank)
-    return status, why or _failed_rank(supervisor)
+    return status, why or _failed_rank(supervisor, rendezvous.seats, replacements.filled)
 
 
-def _failed_rank(supervisor: Supervisor) -> str | None:
+def _failed_rank(supervisor: Supervisor, seats: Seats, filled: Mapping[int, int]) -> str | None:
     """The rank that failed; a killed rank leaves no traceback that would say so.
 
     Ranks that end because of another exit with status 1, so any other end is the likelier cause.
     """
     everyone = range(len(supervisor.processes))
-    left = [rank for rank in everyone if supervisor.has_left(rank)]
-    codes = [(rank, supervisor.processes[rank].returncode) for rank in everyone if rank not in left]
+    left = [rank for rank in everyone if seats.has_left(rank)]
+    codes = [(rank, supervisor.processes[rank].returncode) for rank in everyone if not supervisor.is_out(rank)]
     failed = [(rank, code) for rank, code in codes if code]
     dead = [rank for rank, _ in failed]
-    if not (failed or left) or supervisor.signalled is not None:
+    if not (failed or left or filled) or supervisor.signalled is not None:
         return None
     if supervisor.has_succeeded():
         told = [f"{name_ranks(ranks)} {how}" for ranks, how in ((left, "left"), (dead, "died")) if ranks]
-        return f"{', '.join(told)}, and the other {len(codes) - len(failed)} ended normally."
+        replaced = ", ".join(f"rank {rank}{f' ({n} times)' * (n > 1)}" for rank, n in filled.items())
+        told = [*([f"other processes took the place of {replaced}"] if replaced else []), *told]
+        others = "the other" if left or dead else "all"
+        return f"{', '.join(told)}, and {others} {len(codes) - len(failed)} ended normally."
     if not failed:
         return None
     failed = [one for one in failed if supervisor.ends_job(one[1])] or failed

@@ -38,7 +38,7 @@ class Options:
     mpirun: str | None = None
     mpirun_options: tuple[str, ...] = ()
     starter: Literal["auto", "mpirun", "python"] = "auto"
-    on_failure: Literal["end", "continue"] = "end"
+    on_failure: Literal["end", "continue", "replace"] = "end"
     min_ranks: int | None = None
 
 
@@ -55,6 +55,7 @@ class LaunchPlan:
         provisional: those of the notices that hold only until the hosts' cores are known; `adapt` replaces them.
         is_local: whether all ranks run on this host.
         tolerates_losses: whether the other ranks go on when one is killed.
+        replaces: whether another process takes its place.
     """
 
     job: JobSpec
@@ -64,6 +65,7 @@ class LaunchPlan:
     provisional: tuple[str, ...] = ()
     is_local: bool = False
     tolerates_losses: bool = False
+    replaces: bool = False
 
 
 def make_plan(options: Options) -> LaunchPlan:
@@ -80,7 +82,7 @@ def make_plan(options: Options) -> LaunchPlan:
     ranks = options.ranks or (slots(hosts) if hosts else gpus() or available)
     shares = tuple(share(ranks, hosts)) if hosts else ()
     is_local = all(is_this_host(part.host) for part in shares)
-    tolerates_losses = options.on_failure == "continue"
+    tolerates_losses = options.on_failure != "end"
     if tolerates_losses:
         _check_that_losses_can_be_tolerated(options, ranks, is_local)
         launcher, missing = None, ""
@@ -102,7 +104,7 @@ def make_plan(options: Options) -> LaunchPlan:
     interface = options.interface or config.INTERFACE.get() or None
     environment = exported_variables(options.export, threads_per_rank(available, most), interface)
     if tolerates_losses:
-        environment |= {config.ON_FAILURE.name: "continue", config.LOSSES_TOLERATED.name: "1"}
+        environment |= {config.ON_FAILURE.name: options.on_failure, config.LOSSES_TOLERATED.name: "1"}
         environment |= {config.MIN_RANKS.name: str(options.min_ranks)} if options.min_ranks is not None else {}
     if is_local:  # the ranks inherit what this process has
         environment = {name: value for name, value in environment.items() if value is not None}
@@ -121,7 +123,16 @@ def make_plan(options: Options) -> LaunchPlan:
         options=options.mpirun_options,
     )
     hosts_to_reach = tuple(part.host for part in job.shares)
-    return LaunchPlan(job, launcher, tuple(notices), hosts_to_reach, provisional, is_local, tolerates_losses)
+    return LaunchPlan(
+        job,
+        launcher,
+        tuple(notices),
+        hosts_to_reach,
+        provisional,
+        is_local,
+        tolerates_losses,
+        options.on_failure == "replace",
+    )
 
 
 def adapt(plan: LaunchPlan, cores_of: Mapping[str, int]) -> LaunchPlan:
@@ -169,11 +180,12 @@ def _check(options: Options) -> None:
 
 
 def _check_that_losses_can_be_tolerated(options: Options, ranks: int, is_local: bool) -> None:
-    remedy = "leave out --on-failure continue, and unset RING_ON_FAILURE."
+    option = f"--on-failure {options.on_failure}"
+    remedy = f"leave out {option}, and unset RING_ON_FAILURE."
     if not is_local:
-        raise ArgumentError(f"--on-failure continue works on this host only, not yet on several: {remedy}")
+        raise ArgumentError(f"{option} works on this host only, not yet on several: {remedy}")
     if options.starter == "mpirun" or options.mpirun is not None or options.mpirun_options:
-        raise ArgumentError(f"--on-failure continue does not work with mpirun, which ends all ranks: {remedy}")
+        raise ArgumentError(f"{option} does not work with mpirun, which ends all ranks: {remedy}")
     if options.min_ranks is not None and not 1 <= options.min_ranks <= ranks:
         raise ArgumentError(f"--min-ranks {options.min_ranks} is not between 1 and the {ranks} ranks of the job.")
 

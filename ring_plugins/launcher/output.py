@@ -59,13 +59,13 @@ class Relay:
             # A process that a rank left behind may keep its end of the pipe open.
             thread.join(5.0)
 
-    def files(self, rank: int) -> tuple[int | None, int | None]:
+    def files(self, rank: int, again: bool = False) -> tuple[int | None, int | None]:
         """File descriptors for a rank's standard output and error, as Popen takes them.
 
-        Call `start` once all ranks have theirs.
+        Call `start` once all ranks have theirs, and after each that is started `again`.
         """
         if self._directory is not None:
-            return self._file(f"rank.{rank}.out"), self._file(f"rank.{rank}.err")
+            return self._file(f"rank.{rank}.out", again), self._file(f"rank.{rank}.err", again)
         if not self._needed:
             return None, None
         return self._pipe(rank, lambda: sys.stdout), self._pipe(rank, lambda: sys.stderr)
@@ -75,11 +75,13 @@ class Relay:
         while self._open:
             os.close(self._open.pop())
         for thread in self._threads:
-            thread.start()
+            if thread.ident is None:
+                thread.start()
 
-    def _file(self, name: str) -> int:
+    def _file(self, name: str, again: bool) -> int:
         assert self._directory is not None
-        self._open.append(os.open(self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666))
+        how = os.O_APPEND if again else os.O_TRUNC
+        self._open.append(os.open(self._directory / name, os.O_WRONLY | os.O_CREAT | how, 0o666))
         return self._open[-1]
 
     def _pipe(self, rank: int, stream: Callable[[], TextIO]) -> int:

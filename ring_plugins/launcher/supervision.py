@@ -50,8 +50,8 @@ class Supervisor:
         processes: in the order of their start.
         signalled: the last signal that this process received, None if none.
         own_helpers: returns the process ids of children that are no orphans of the job.
-        has_left: whether the process of an index has left the job before its end, as it was told to. Its exit status
-            does not matter.
+        is_out: whether the exit status of the process of an index does not matter, as it has left the job before its
+            end or has not joined it.
     """
 
     def __init__(self, tolerates_losses: bool = False) -> None:
@@ -59,7 +59,7 @@ class Supervisor:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.signalled: signal.Signals | None = None
         self.own_helpers: Callable[[], set[int]] = set
-        self.has_left: Callable[[int], bool] = lambda index: False
+        self.is_out: Callable[[int], bool] = lambda index: False
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Supervisor:  # noqa: PYI034 - typing.Self needs Python 3.11
@@ -87,8 +87,14 @@ class Supervisor:
         stdin: int | None = None,
         stdout: int | None = None,
         stderr: int | None = None,
+        index: int | None = None,
     ) -> subprocess.Popen[bytes]:
         """Start a process, which gets `end_signal` if this process ends before it.
+
+        Args:
+            command, environment, pass_fds, stdin, stdout, stderr: as for Popen.
+            end_signal: see above.
+            index: of the process that has ended and whose place it takes in `processes`; None for none.
 
         Raises:
             LaunchError: the program cannot be run.
@@ -114,7 +120,10 @@ class Supervisor:
             raise LaunchError(
                 f"{command[0]} cannot be run: {error.strerror}; does a script lack its #! line?"
             ) from error
-        self.processes.append(process)
+        if index is None:
+            self.processes.append(process)
+        else:
+            self.processes[index] = process
         return process
 
     def wait(self, find_trouble: Callable[[], str | None] = lambda: None) -> tuple[int, str | None]:
@@ -170,9 +179,9 @@ class Supervisor:
         return 0 in codes and not any(map(self.ends_job, codes))
 
     def _codes(self) -> list[int | None]:
-        """The `returncode` of each process, None if it runs or has left."""
+        """The `returncode` of each process, None if it runs or is out."""
         return [
-            None if process.returncode is None or self.has_left(index) else process.returncode
+            None if process.returncode is None or self.is_out(index) else process.returncode
             for index, process in enumerate(self.processes)
         ]
 

@@ -233,6 +233,7 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
                 f"The accelerator chose {self.root_device}, but ring_plugins averages gradients only in the memory of"
                 " CPUs and CUDA GPUs. Pass `accelerator='cpu'` or `accelerator='gpu'`."
             )
+        own_world.refuse_to_replace(type(self).__name__)
         if own_world.heals and not self.can_heal:
             own_world.refuse_to_heal("RingFabricStrategy")
         if not own_world.heals:  # a process group would keep its number of ranks

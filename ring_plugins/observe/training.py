@@ -12,7 +12,7 @@ _announced: weakref.WeakSet[World] = weakref.WeakSet()
 
 def announce_training() -> None:
     """Say on rank 0, once per job, how many ranks train together, as Lightning does; nothing for one rank."""
-    if not is_initialized() or current().topology.size == 1 or current() in _announced:
+    if not is_initialized() or current().topology.size == 1 or current().is_joining or current() in _announced:
         return
     _announced.add(current())
     if current().topology.rank == 0:

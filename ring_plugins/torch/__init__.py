@@ -19,6 +19,7 @@ from ring_plugins.torch.differentiable import all_gather, all_reduce, all_to_all
 from ring_plugins.torch.gradients import GradientAverager
 from ring_plugins.torch.optimizer import DistributedOptimizer
 from ring_plugins.torch.sampler import ElasticSampler
+from ring_plugins.torch.training_state import TrainingState
 
 leave_out_of_compilation()
 register()
@@ -30,6 +31,7 @@ __all__ = [
     "ElasticSampler",
     "GradientAverager",
     "Timeline",
+    "TrainingState",
     "all_gather",
     "all_reduce",
     "all_to_all",

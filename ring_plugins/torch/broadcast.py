@@ -33,6 +33,8 @@ def broadcast_parameters(
     Raises:
         MismatchError: names, shapes, dtypes or kinds of device differ among ranks; the text names the first that does.
     """
+    if current().is_joining:  # it gets the others' weights with their state
+        return
     if isinstance(parameters, nn.Module):
         named = [*parameters.named_parameters(), *parameters.named_buffers()]
     else:
@@ -59,18 +61,18 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -
             "a sharded optimizer has no whole state on any rank that could be broadcast; call load_state_dict() on all "
             "ranks, or broadcast_optimizer_state() before the optimizer is sharded."
         )
-    if current().topology.size == 1:
+    if current().topology.size == 1 or current().is_joining:
         return
     state: Any = optimizer.state_dict() if rank() == root else None
-    described = broadcast_object(tree_map_only(torch.Tensor, _Placeholder, state), root)
+    described = broadcast_object(tree_map_only(torch.Tensor, Placeholder, state), root)
     if rank() != root:
-        state = tree_map_only(_Placeholder, _Placeholder.empty, described)
+        state = tree_map_only(Placeholder, Placeholder.empty, described)
     _broadcast([leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)], root)
     if rank() != root:
         optimizer.load_state_dict(state)
 
 
-class _Placeholder:
+class Placeholder:
     """Dtype, shape and kind of device of a tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:

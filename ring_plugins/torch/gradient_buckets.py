@@ -40,8 +40,8 @@ Named = tuple[str, nn.Parameter]
 _gradient_of, _is_sparse = operator.attrgetter("grad"), operator.attrgetter("is_sparse")
 _address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 #: Control numbers of a pass: the shares of ranks whose backward raised, of those that found sparse gradients, and of
-#: those with other averagers, and of those that were told to leave. The options of the optimizers follow.
-_FAILED, _SPARSE, _OTHERS, _LEAVING = 0, 1, 2, 3
+#: those with other averagers, and of those that want ranks to leave or join. The options of the optimizers follow.
+_FAILED, _SPARSE, _OTHERS, _CHANGE = 0, 1, 2, 3
 _OPTIONS = 4
 _CONTROL = _OPTIONS + COUNT
 
@@ -54,14 +54,14 @@ class Outcome(NamedTuple):
         found_sparse: parameters found to have sparse gradients. Pass them as `known_sparse` from now on.
         has_others: whether `GradientBuckets.has_others` was true on some rank.
         options_differ: whether the options of the optimizers are not the same on all ranks.
-        anyone_leaves: whether `GradientBuckets.is_leaving` was true on some rank.
+        members_change: whether `GradientBuckets.wants_change` was true on some rank.
     """
 
     failed: float
     found_sparse: list[nn.Parameter]
     has_others: bool = False
     options_differ: bool = False
-    anyone_leaves: bool = False
+    members_change: bool = False
 
 
 class GradientBuckets:
@@ -86,7 +86,7 @@ class GradientBuckets:
         views: by entry the gradient's place in its bucket, None for those that are reduced in place.
         is_ordered: whether buckets fill in the order in which gradients really come.
         has_others: what to tell the other ranks in this pass: whether this one has other averagers.
-        is_leaving: the same: whether this one is to leave after it.
+        wants_change: the same: whether this one is to leave after it, or sees processes that wait to join.
 
     Raises:
         MismatchError: the parameters differ among ranks.
@@ -109,7 +109,7 @@ class GradientBuckets:
         # Where ranks may be lost, buckets are reduced when backward is over, in whatever order gradients came.
         self._heals = isinstance(communicator, HealingCommunicator)
         self._communicator, self.is_ordered = communicator, order is not None or self._heals
-        self.has_others = self.is_leaving = False
+        self.has_others = self.wants_change = False
         gpu = communicator.device if isinstance(communicator, DeviceCommunicator) else None
         self._streams = None if gpu is None else streams(gpu)
         trained = [position for position, (_, p) in enumerate(named) if p.requires_grad]
@@ -144,8 +144,6 @@ class GradientBuckets:
             for i, offset in zip(bucket.entries, bucket.offsets, strict=True):
                 if i not in bucket.direct:
                     self.views[i] = _view_of(tensor, offset, self.parameters[i])
-        #: Flags are 1 on ranks that have the gradient. A sum or average above this means some rank has it.
-        self._any_rank_has_it = 0.5 / communicator.size
         #: By entry the memory that receives the average of a gradient that this rank does not have in this pass.
         self._absent: dict[int, torch.Tensor] = {}
         self._small = [_Small(bucket, self.parameters, self.views) for bucket in self.plan.buckets]
@@ -196,6 +194,11 @@ class GradientBuckets:
         """The bucket of the parameter at this place in `named`; -1 for those that the reducer does not know."""
         entry = self.entries[position]
         return -1 if entry < 0 else self.reducer.bucket_of(entry)
+
+    @property
+    def _any_rank_has_it(self) -> float:
+        """Flags are 1 on ranks that have the gradient. A sum or average above this means some rank has it."""
+        return 0.5 / self._communicator.size
 
     # A pass, from the first gradient to the averages ----------------------------------------------------
 
@@ -312,8 +315,8 @@ class GradientBuckets:
                 self._control[_SPARSE] = 1
             if self.has_others:
                 self._control[_OTHERS] = 1
-            if self.is_leaving:
-                self._control[_LEAVING] = 1
+            if self.wants_change:
+                self._control[_CHANGE] = 1
 
     def _densified(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """The gradient as a dense one; None if it is to stay sparse, which is only noted."""
@@ -357,7 +360,7 @@ class GradientBuckets:
         self.reducer.finish()
         if self._half is not None:
             self._half.unpack()
-        failed, any_sparse, has_others, anyone_leaves, *options = self._read_control(at_once)
+        failed, any_sparse, has_others, members_change, *options = self._read_control(at_once)
         if failed:
             self._forget_pass()
             return Outcome(failed, [])
@@ -367,7 +370,7 @@ class GradientBuckets:
         self._wait_for_sparse()
         found = self._agree_on_sparse() if any_sparse else []
         self._assign_absent(found)
-        return Outcome(0.0, [self.parameters[i] for i in found], has_others > 0, differ(options), anyone_leaves > 0)
+        return Outcome(0.0, [self.parameters[i] for i in found], has_others > 0, differ(options), members_change > 0)
 
     def fail(self) -> Outcome:
         """Finish a pass that this rank cannot, and tell the others so; gradients are useless then."""

@@ -140,7 +140,7 @@ class GradientAverager:
         self.is_closed = False
         #: Reductions of all gradients so far.
         self.steps = 0
-        if self._communicator.size > 1 or communicator is not None:
+        if self._communicator.size > 1 or communicator is not None or self._healing is not None:
             try:
                 with on_all_or_none(self._communicator, _CONSTRUCTING):
                     self._buckets = self._first_buckets(overlap)
@@ -342,14 +342,14 @@ class GradientAverager:
         self._backward.end()
         self._passes, self._accumulates = 0, False
         try:
-            anyone_leaves = self._complete(buckets, failure)
+            members_change = self._complete(buckets, failure)
         except BaseException as error:
             if not isinstance(error, RingError) and not self._has_failed():
                 # The others have the averages by now and step, so this pass cannot be made up for.
                 self._communicator.interrupt("the end of a backward", error)
             raise
-        if anyone_leaves:
-            current().let_leave()
+        if members_change:
+            current().change_members()
             current().tell_changes()
 
     def _complete(self, buckets: GradientBuckets, failure: Failure | None) -> bool:
@@ -359,7 +359,8 @@ class GradientAverager:
             Whether a rank is to leave now.
         """
         if self._healing is not None:
-            buckets.is_leaving = current().notice.given
+            self._healing.check_has_joined()
+            buckets.wants_change = current().wants_change
         at_once = self._skipping.step is not None or not buckets.is_ordered
         outcome = buckets.finish(at_once) if failure is None else buckets.fail()
         if outcome.failed:
@@ -383,7 +384,7 @@ class GradientAverager:
             self._stop_tuning()
         elif self._tuner is not None and self._sets.overlap.finished:
             self._tune(self._tuner)
-        return outcome.anyone_leaves
+        return outcome.members_change
 
     # A backward that raised ---------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ring_plugins.core.base.errors import DriftError
+from ring_plugins.core.base.errors import ArgumentError, DriftError
 from ring_plugins.core.collectives.healing import HealingCommunicator
 from ring_plugins.core.gradients.overlap import Wanted, chosen_overlap
 from ring_plugins.core.gradients.tuning import is_wanted
@@ -40,6 +40,19 @@ class HealingCheck:
             current().refuse_to_heal("autotuning of bucket sizes (autotune=True, RING_AUTOTUNE=1)")
         self._view = current().view
 
+    def check_has_joined(self) -> None:
+        """Refuse to average before this process has joined the others.
+
+        Raises:
+            ArgumentError: it is to take the place of a lost rank, and has not joined.
+        """
+        if current().is_joining:
+            raise ArgumentError(
+                "this process takes the place of a lost rank, and averages gradients before it has joined the others: "
+                'with on_failure="replace", make a ring_plugins.torch.TrainingState before the training loop, and call '
+                "its commit() after each step."
+            )
+
     def after_pass(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """If ranks were lost since the last call, compare weights and averages, and tell the script; collective then.
 
@@ -56,7 +69,7 @@ class HealingCheck:
         trained = [(name, p.grad) for name, p in named if p.requires_grad]
         averages = [(f"the gradient of {name}", average) for name, average in trained if average is not None]
         found = differing_weights(
-            lambda: parameter_checksums([*named, *averages]), "after the loss of a rank", self._communicator
+            lambda: parameter_checksums([*named, *averages]), "after ranks were lost or joined", self._communicator
         )
         if found:
             raise DriftError(f"{found} Continue from a checkpoint.")

@@ -124,7 +124,9 @@ class DistributedOptimizer(WrappedOptimizer):
             raise
         self.averager.compare_options(groups_of(self.optimizer))
         self._reductions_so_far = 0
-        self._is_compared = self._is_sharded = isinstance(self.optimizer, ShardedOptimizer)
+        self._is_sharded = isinstance(self.optimizer, ShardedOptimizer)
+        # The others do not compare again with one that joins them, but for `HealingCheck`.
+        self._is_compared = self._is_sharded or current().is_joining
         announce_training()
         self._drift = drift_check(drift_check_every, lambda: parameter_checksums(self._named()))
 

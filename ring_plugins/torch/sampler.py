@@ -19,6 +19,9 @@ class ElasticSampler(Sampler[int]):
     for the step without it that the others had begun, with those that its loader had fetched ahead; and up to
     `size() - 1` at the end of an epoch, so that all ranks have equally many.
 
+    With `on_failure="replace"`, the samples of a lost rank wait for the process that takes its place instead. Those of
+    the steps until then are not trained on.
+
     Args:
         data: the dataset; its length is read at the start of each epoch.
         shuffle: whether the order is random, and differs in each epoch for which `set_epoch` is called.
@@ -42,13 +45,13 @@ class ElasticSampler(Sampler[int]):
             order = torch.randperm(count, generator=torch.Generator().manual_seed(self._seed + self._epoch))
         while True:
             # Read at each draw: they change in the middle of an epoch, on all ranks in the same operation.
-            topology = current().topology
-            if taken + topology.size > count:
+            share, shares = current().share
+            if taken + shares > count:
                 return
-            index = int(order[taken + topology.rank])
-            taken += topology.size
+            index = int(order[taken + share])
+            taken += shares
             yield index
 
     def __len__(self) -> int:
         """How many samples this rank draws in an epoch in which no rank is lost from now on."""
-        return len(self._data) // current().topology.size
+        return len(self._data) // current().share[1]

@@ -15,6 +15,7 @@ from ring_plugins.core.healing import (
     prepare_to_continue,
     too_few_left,
     what_was_lost,
+    who_joined,
     who_left,
 )
 
@@ -36,12 +37,18 @@ def test_a_wrong_policy_is_refused(arguments, text):
 
 
 def test_the_variables_choose_what_the_arguments_do_not(monkeypatch):
-    assert FailurePolicy.chosen(None, 3) == (False, 0)
+    assert FailurePolicy.chosen(None, 3) == (False, 0, False)
     monkeypatch.setenv("RING_ON_FAILURE", "continue")
     monkeypatch.setenv("RING_MIN_RANKS", "2")
-    assert FailurePolicy.chosen(None, None) == (True, 2)
-    assert FailurePolicy.chosen("end", None) == (False, 0)
-    assert FailurePolicy.chosen(None, 4) == (True, 4)
+    assert FailurePolicy.chosen(None, None) == (True, 2, False)
+    assert FailurePolicy.chosen("end", None) == (False, 0, False)
+    assert FailurePolicy.chosen(None, 4) == (True, 4, False)
+    assert FailurePolicy.chosen("replace", None) == (True, 2, True)
+    assert [FailurePolicy.chosen(name, 1).on_failure for name in ("end", "continue", "replace")] == [
+        "end",
+        "continue",
+        "replace",
+    ]
 
 
 def test_a_launchers_processes_hold_their_slots(monkeypatch):
@@ -59,7 +66,7 @@ def test_a_launchers_processes_hold_their_slots(monkeypatch):
     assert not held
     with pytest.raises(SystemExit):
         prepare_to_continue(None, FailurePolicy(True, 2), 0)
-    assert held[0][0].size == 2 and held[0][1] == 2
+    assert held[0][0].size == 2 and held[0][1:3] == (2, "continue")
     monkeypatch.setenv("WORLD_SIZE", "1")
     prepare_to_continue(None, CONTINUE, 0)
     assert len(held) == 1
@@ -87,8 +94,8 @@ def test_a_script_starts_again_under_ring_run_unless_it_is_alone(monkeypatch):
         prepare_to_continue(4, FailurePolicy(True, 5), 0)
     assert not started
     with pytest.raises(SystemExit):
-        prepare_to_continue(4, FailurePolicy(True, 2), 0)
-    assert started == [(4, 2)]
+        prepare_to_continue(4, FailurePolicy(True, 2, replaces=True), 0)
+    assert started == [(4, 2, "replace")]
     monkeypatch.setenv("RING_LOSSES_TOLERATED", "1")  # as a script that a rank starts inherits it
     with pytest.raises(ArgumentError, match="does not work under"):
         prepare_to_continue(4, CONTINUE, 0)
@@ -108,21 +115,29 @@ def test_all_ranks_must_want_it_and_be_able_to():
 
 
 def test_one_line_says_who_was_lost_and_how_ranks_are_numbered_now():
-    line = what_was_lost([0, 2], [10, 11, 12, 13], (1, 3), 0.0123)
+    line = what_was_lost([0, 2], [10, 11, 12, 13], (1, 3), (4, False), 0.0123)
     assert line.startswith("rank 0 (process 10) and rank 2 (process 12) died; the job goes on with 2 of its 4 ranks")
     assert "after 12 ms. Nobody takes over the data of these ranks." in line
     assert "rank 1 is now 0, 3 is now 1." in line and "end with rank 0" in line
-    assert "is now" not in what_was_lost([3], [10, 11, 12, 13], (0, 1, 2), 0.0)
+    assert "is now" not in what_was_lost([3], [10, 11, 12, 13], (0, 1, 2), (4, False), 0.0)
+    line = what_was_lost([1], [10, 11, 12, 13], (0, 2, 3), (4, True), 0.0)
+    assert "Another process takes its place." in line and "Nobody" not in line
 
 
 def test_one_line_says_who_left_or_why_all_end():
-    line = who_left([0, 2], [10, 11, 12, 13], (1, 3))
+    line = who_left([0, 2], [10, 11, 12, 13], (1, 3), (4, False))
     assert line.startswith("rank 0 (process 10) and rank 2 (process 12) left on SIGTERM; the job goes on with 2 of its")
     assert "rank 1 is now 0, 3 is now 1." in line
     assert too_few_left([3], [10, 11, 12, 13], [1], 2) == (
         "rank 3 (process 13) got SIGTERM. All ranks end after this step, since training cannot go on with 1 rank: "
         "min_ranks=2."
     )
+
+
+def test_one_line_says_who_joined_and_where():
+    line = who_joined({5: 1}, {0: 10, 4: 14, 5: 15}, (0, 5, 4), 0.0123)
+    assert line.startswith("rank 5 (process 15) in the place of rank 1 joined; the job goes on with 3 ranks since")
+    assert line.endswith("after 12 ms. Errors keep the old numbers: rank 5 is now 1, 4 is now 2.")
 
 
 def test_changes_are_told_in_order_and_one_that_comes_meanwhile_after_that():

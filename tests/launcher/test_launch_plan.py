@@ -123,6 +123,10 @@ def test_a_job_that_goes_on_after_losses_is_started_without_mpirun():
     assert planned.mpirun is None and planned.tolerates_losses
     variables = {"RING_ON_FAILURE": "continue", "RING_LOSSES_TOLERATED": "1", "RING_MIN_RANKS": "2"}
     assert planned.job.environment.items() >= variables.items()
+    assert not planned.replaces
+    replacing = make_plan(Options(COMMAND, ranks=3, on_failure="replace"))
+    assert replacing.tolerates_losses and replacing.replaces
+    assert replacing.job.environment["RING_ON_FAILURE"] == "replace"
     ordinary = make_plan(Options(COMMAND, ranks=3))
     assert not ordinary.tolerates_losses and not ordinary.job.environment.keys() & variables.keys()
 

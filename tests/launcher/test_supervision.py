@@ -67,7 +67,7 @@ def test_a_process_that_has_left_does_not_count():
     """Neither for the success of the job nor against it."""
     for others, status in (([0], 0), ([-9], 137)):
         with Supervisor(tolerates_losses=True) as supervisor:
-            supervisor.has_left = lambda index: index == 0
+            supervisor.is_out = lambda index: index == 0
             for code in (1, *others):
                 ending = f"sys.exit({code})" if code >= 0 else f"os.kill(os.getpid(), {-code})"
                 supervisor.start([sys.executable, "-c", f"import os, sys; {ending}"], os.environ)

@@ -245,16 +245,17 @@ AUTOTUNE = Variable(
 )
 ON_FAILURE = Variable(
     "RING_ON_FAILURE",
-    one_of("end", "continue"),
+    one_of("end", "continue", "replace"),
     "end",
-    "`continue` lets the other ranks go on when one is killed or crashes: see [healing](healing.md)",
+    "`continue` lets the other ranks go on when one is killed or crashes; `replace` also starts another process in its "
+    "place: see [healing](healing.md)",
     shown_default="`end`",
 )
 MIN_RANKS = Variable(
     "RING_MIN_RANKS",
     WHOLE_NUMBER,
     1,
-    "the fewest ranks with which a job goes on if RING_ON_FAILURE is `continue`: see [healing](healing.md)",
+    "the fewest ranks with which a job goes on if RING_ON_FAILURE is not `end`: see [healing](healing.md)",
 )
 NCCL_LIBRARY = Variable(
     "RING_NCCL_LIBRARY",
@@ -294,6 +295,7 @@ SHARE_GPU = Variable("RING_SHARE_GPU", SWITCH, False, "1 lets several ranks shar
 SPAWNED = Variable("RING_SPAWNED", TEXT, "", "")
 MEMBER = Variable("RING_MEMBER", TEXT, "", "")
 LOSSES_TOLERATED = Variable("RING_LOSSES_TOLERATED", TEXT, "", "")
+JOINS = Variable("RING_JOINS", WHOLE_NUMBER, 0, "")
 PARENT_NOTIFIER = Variable("RING_PARENT_NOTIFIER", TEXT, "", "")
 DRIVER = Variable("RING_DRIVER", TEXT, "", "")
 

@@ -12,6 +12,11 @@ that nothing overwrites. What was called in `run_in_line` is repeated as a whole
 `GradientReducer`). In other collectives the shapes depend on the number of ranks; callers that can make new ones use
 `repeated`, and for the rest `MembersLost` ends the job.
 
+**Joining.** Where processes take the places of lost ones, all members and the newcomers map fresh control pages and
+staging buffers, and the parts of shared buffers that each has already (core/control/admission.py). `renew` takes these
+into use, in place. A newcomer makes its communicators while it is alone, in the order of the script, so each has its
+counterpart among the members.
+
 **All at once.** When one communicator finds a loss, all are told, and none may be in the middle of an operation. So
 operations run in the thread that calls them, also those given to `start`, and a second thread that calls one meanwhile
 is refused. All survivors then stand at the same place.
@@ -35,8 +40,10 @@ from ring_plugins.core.collectives.executor import BackgroundWork, Members, Seri
 from ring_plugins.core.collectives.fingerprint import Fingerprint
 from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.collectives.validation import check_rank
+from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.membership import MembersLost
 from ring_plugins.core.control.wait import Wait
+from ring_plugins.core.linux.shared_memory import Address, Segment
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVarTuple, Unpack
@@ -84,25 +91,37 @@ class _OneThreadExecutor(SerialExecutor):
         finally:
             self.in_use.release()
 
+    def renew(self, name: str, key: int, operations: int, failure_detector: FailureDetector | None) -> None:
+        """Count on as the members do that this process has joined; arguments as in `HealingCommunicator.renew`."""
+        self._wait.renew(name, key, failure_detector)
+        self.statistics.operations = operations
+        self._wait.refused = 0
+
 
 class HealingCommunicator(HostCommunicator):
     """A `HostCommunicator` of one host that drops members which die. Arguments as there."""
 
     _is_in_line = False
+    _shares_alone = True
     _executor: _OneThreadExecutor
 
     def _new_executor(self, name: str, wait: Wait, members: Members) -> _OneThreadExecutor:
         return _OneThreadExecutor(name, wait, members)
 
-    def go_on_after(self, on_members_lost: Callable[[Wait], None], in_use: threading.RLock) -> None:
+    def go_on_after(
+        self, on_members_lost: Callable[[Wait], None], in_use: threading.RLock, may_grow: bool = False
+    ) -> None:
         """From now on, call a function when members have died in an operation.
 
         Args:
             on_members_lost: has the survivors agree, and calls `keep` of all their communicators; raises if they cannot
                 go on.
             in_use: held during every operation; the same for all communicators of a job.
+            may_grow: whether members may join later.
         """
         self._executor.on_members_lost, self._executor.in_use = on_members_lost, in_use
+        if self._node is not None:
+            self._node.may_grow = may_grow
 
     def keep(self, ranks: Sequence[int]) -> None:
         """Go on with the members among these world ranks."""
@@ -112,6 +131,48 @@ class HealingCommunicator(HostCommunicator):
             return
         self._node.keep(left)
         self.ranks, self.rank, self.size = left, left.index(own), len(left)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not been closed."""
+        return self._node is not None
+
+    @property
+    def key(self) -> int:
+        """What tells it from others; equal on all members."""
+        return self._members.key
+
+    @property
+    def own_buffers(self) -> list[Address]:
+        """Where other processes find this member's part of each shared buffer."""
+        return self._node.own_buffers if self._node is not None else []
+
+    def renew(
+        self,
+        ranks: Sequence[int],
+        segments: Sequence[Segment],
+        parts: Sequence[Sequence[Segment]],
+        key: int,
+        operations: int,
+        failure_detector: FailureDetector | None,
+    ) -> None:
+        """Go on with other members, and fresh memory. All do so at the same place, and nothing of it fails.
+
+        Args:
+            ranks: world ranks of the members, in order.
+            segments, parts: of all members, as in `SharedMemoryGroup.renew`.
+            key: of the communicator, as the members have it that are in it already.
+            operations: how many they have finished.
+            failure_detector: watches them.
+        """
+        assert self._node is not None
+        own = self.ranks[self.rank]
+        self.ranks, self.rank, self.size = tuple(ranks), list(ranks).index(own), len(ranks)
+        self._executor.renew(self.name, key, operations, failure_detector)
+        self._members.renew(ranks, key, failure_detector)
+        if failure_detector is not None:
+            failure_detector.watch(key, self._executor.failure)
+        self._node.renew(ranks, self.rank, segments, parts)
 
     # Repeated here --------------------------------------------------------------------------------
 

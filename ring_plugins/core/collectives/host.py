@@ -77,6 +77,9 @@ class HostCommunicator:
         RingError: the members do not share memory, and there is no transport.
     """
 
+    #: Whether a single member has shared memory, too, for others that may join it.
+    _shares_alone = False
+
     def __init__(
         self,
         name: str,
@@ -136,7 +139,7 @@ class HostCommunicator:
         local, name = nodes[node], self.name
         rank = self.ranks[self.rank]
         local_rank = [member.rank for member in local].index(rank)
-        if len(local) > 1:
+        if len(local) > 1 or self._shares_alone:
             assert segment is not None
             addresses = [member.address for member in local if member.address is not None]
             self._node = SharedMemoryGroup(segment, addresses, [m.rank for m in local], local_rank, wait, name)
@@ -359,13 +362,17 @@ class _Members:
     def __init__(
         self, rank: int, ranks: Sequence[int], name: str, key: int, failure_detector: FailureDetector | None
     ) -> None:
-        self._rank, self._ranks, self._name, self._key = rank, ranks, name, key
+        self._rank, self._ranks, self._name, self.key = rank, ranks, name, key
         self._failure_detector = failure_detector
         self.node: SharedMemoryGroup | None = None
 
+    def renew(self, ranks: Sequence[int], key: int, failure_detector: FailureDetector | None) -> None:
+        """Reach other members from now on; arguments as in the constructor."""
+        self._ranks, self.key, self._failure_detector = tuple(ranks), key, failure_detector
+
     def tell(self, operation: str, cause: BaseException) -> None:
         if self._failure_detector is not None:
-            self._failure_detector.break_communicator(self._key, self._text(operation, cause), self._ranks)
+            self._failure_detector.break_communicator(self.key, self._text(operation, cause), self._ranks)
 
     def refuse(self, number: int, before: int, operation: str, error: BaseException) -> None:
         if self._failure_detector is not None:
@@ -374,13 +381,13 @@ class _Members:
             else:
                 reason = f"{type(error).__name__}: {error}".rstrip(": .")
                 text = f"rank {self._rank} could not take part in {operation}: {reason}."
-            self._failure_detector.refuse(self._key, number, before, text)
+            self._failure_detector.refuse(self.key, number, before, text)
 
     def refusal(self, number: int, before: int) -> str:
         if self._failure_detector is None:
             return ""
         others = [rank for rank in self._ranks if rank != self._rank]
-        return self._failure_detector.refusal(self._key, number, before, others)
+        return self._failure_detector.refusal(self.key, number, before, others)
 
     def withdraw(self, operation: str, cause: BaseException) -> None:
         if self.node is not None:

@@ -97,6 +97,7 @@ class SharedMemoryGroup:
         size, position: of the group, and of this process in it.
         barriers: the barrier that all operations share.
         chunk_staging: every member's four buffers for chunks between hosts, as one array of bytes per member.
+        may_grow: whether members may join later, for which the files of shared buffers stay open.
     """
 
     def __init__(
@@ -105,8 +106,16 @@ class SharedMemoryGroup:
         self.position, self.size = position, len(ranks)
         self._ranks, self._name, self._wait = tuple(ranks), name, wait
         segments = self._open(own, addresses)
+        self._use(segments)
+        self._buffers: list[SharedBuffer] = []
+        self.may_grow = False
+        self._close_files(segments)
+
+    def _use(self, segments: Sequence[Segment]) -> None:
+        """Take all members' segments into use, in which there is nothing but zeros."""
         arrays = [segment.array for segment in segments]
-        self.barriers = SharedMemoryBarrier([array[:PAGE] for array in arrays], ranks, position, wait, name)
+        pages = [array[:PAGE] for array in arrays]
+        self.barriers = SharedMemoryBarrier(pages, self._ranks, self.position, self._wait, self._name)
         self._arrive, self._synchronize = self.barriers.arrive, self.barriers.synchronize
         first, second = PAGE + ROUND_BYTES, PAGE + 2 * ROUND_BYTES
         #: By staging buffer, then by member.
@@ -114,8 +123,6 @@ class SharedMemoryGroup:
         self._small_kind: tuple[np.dtype[Any], int] | None = None
         self._small_staging: tuple[list[Array], ...] = ()
         self.chunk_staging = [array[second:] for array in arrays]
-        self._buffers: list[SharedBuffer] = []
-        self._close_files(segments)
 
     def _open(self, own: Segment, addresses: Sequence[Address]) -> list[Segment]:
         """Map all members' segments, in rank order."""
@@ -150,6 +157,29 @@ class SharedMemoryGroup:
             buffer.keep(places)
         self._ranks = tuple(ranks)
         self.position, self.size = self._ranks.index(own), len(ranks)
+
+    @property
+    def own_buffers(self) -> list[Address]:
+        """Where other processes find this member's part of each shared buffer, if members may join."""
+        return [buffer.own.address for buffer in self._buffers if buffer.own is not None]
+
+    def renew(
+        self, ranks: Sequence[int], position: int, segments: Sequence[Segment], parts: Sequence[Sequence[Segment]]
+    ) -> None:
+        """Go on with other members, and fresh memory. All do so at the same place, and nothing of it fails.
+
+        Args:
+            ranks, position: as in the constructor.
+            segments: of all members, zeros.
+            parts: of each shared buffer, all members' parts. This member's own stays where it is.
+        """
+        self._ranks, self.position, self.size = tuple(ranks), position, len(ranks)
+        self._use(segments)
+        for buffer, of_buffer in zip(self._buffers, parts, strict=True):
+            buffer.replace([segment.array for segment in of_buffer], position)
+            for place, segment in enumerate(of_buffer):
+                if place != position:
+                    segment.hide_from_children()
 
     # Moving bytes ---------------------------------------------------------------------------------
 
@@ -231,10 +261,10 @@ class SharedMemoryGroup:
         rows = np.empty((self.size, address.size), np.int64)
         self.all_gather(address.view(np.uint8), [row.view(np.uint8) for row in rows], fingerprint)
         segments = self._open(own, [(int(pid), int(fd), int(size)) for pid, fd, size in rows])
-        self._close_files(segments)
+        self._close_files([segment for segment in segments if segment is not own or not self.may_grow])
         for i, segment in enumerate(segments):
             segment.own_copy_in_children() if i == self.position else segment.hide_from_children()
-        buffer = SharedBuffer([segment.array for segment in segments], self.position)
+        buffer = SharedBuffer([segment.array for segment in segments], self.position, own if self.may_grow else None)
         self._buffers.append(buffer)
         return buffer
 

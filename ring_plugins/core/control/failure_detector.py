@@ -221,6 +221,11 @@ class FailureDetector:
                 self._local_peers.own.note_exit(status)
             self._channel.tell(0, "exits", {"rank": self.rank, "status": status})
 
+    def add(self, rank: int, peer: Peer) -> None:
+        """Note where a rank is that has joined. Numbers between it and the last one were never used."""
+        self.membership.extend([peer] * (rank + 1 - len(self.membership)))
+        self.membership[rank] = peer
+
     # Communicators --------------------------------------------------------------------------------
 
     def watch(self, key: int, state: Breakable) -> None:

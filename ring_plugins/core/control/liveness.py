@@ -27,7 +27,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from ring_plugins.core.base.errors import PeerFailed
+from ring_plugins.core.base.errors import PeerFailed, RingError
 from ring_plugins.core.linux.shared_memory import Address, Segment, publish
 
 RUNNING, LEFT, FAILED = 1, 2, 3
@@ -39,7 +39,10 @@ _MEMBERS, _CAUSE, _ADDRESS, _REFUSALS = 128, 1024, 8192, 9216
 #: Refusals that peers can still read, and bytes of each: its number from 1, the operation (three words), the length of
 #: the text, and the text.
 _SLOTS, _SLOT = 16, 1024
-_NBYTES = _REFUSALS + _SLOTS * _SLOT
+#: Two slots, for rounds of even and odd number, in which the owner tells peers something: the round, the length, and
+#: the data. Memory that is never written takes no room.
+_ROUNDS, _ROUND = _REFUSALS + _SLOTS * _SLOT, 128 * 1024
+_NBYTES = _ROUNDS + 2 * _ROUND
 #: Ranks of a job that can decide on a view.
 MOST_MEMBERS = _CAUSE - _MEMBERS
 #: How a process can end that says nothing, where nobody who knows its exit status can be asked.
@@ -54,7 +57,8 @@ class Liveness:
         self._is_gone = False
         self._segment = segment
         self._words = memoryview(segment.array[:_CAUSE]).cast("B").cast("q")
-        self._slots = segment.array[_REFUSALS:_NBYTES].reshape(_SLOTS, _SLOT)
+        self._slots = segment.array[_REFUSALS:_ROUNDS].reshape(_SLOTS, _SLOT)
+        self._rounds = segment.array[_ROUNDS:_NBYTES].reshape(2, _ROUND)
         self._refused, self._lock = 0, threading.Lock()
 
     @classmethod
@@ -152,6 +156,39 @@ class Liveness:
                 if words[0] == number:
                     return text
         return ""
+
+    def tell(self, number: int, data: bytes) -> None:
+        """Tell peers something in a round; peers still see the round before.
+
+        Raises:
+            RingError: the data are too long.
+        """
+        if len(data) > _ROUND - 16:
+            raise RingError(f"rank {self.rank} has {len(data)} bytes to tell, more than {_ROUND - 16}.")
+        slot = self._rounds[number % 2]
+        words = slot[:16].view(np.int64)
+        words[0] = 0
+        publish()
+        words[1] = len(data)
+        slot[16 : 16 + len(data)] = np.frombuffer(data, np.uint8)
+        publish()
+        words[0] = number
+
+    def told(self, number: int) -> bytes | None:
+        """What this peer told in a round, None if it has not come to that one."""
+        slot = self._rounds[number % 2]
+        words = slot[:16].view(np.int64)
+        if words[0] != number:
+            return None
+        publish()
+        data = bytes(slot[16 : 16 + int(words[1])])
+        publish()
+        return data if words[0] == number else None
+
+    @property
+    def last_round(self) -> int:
+        """The number of the last round in which this process told something."""
+        return max(int(slot[:16].view(np.int64)[0]) for slot in self._rounds)
 
     def announce(self, address: str) -> None:
         """Tell peers where this process listens."""
@@ -251,6 +288,10 @@ class LocalPeers:
             left = 1 + len(others) - len(lost)
             text += f" Training cannot go on with {left} rank{'s' * (left != 1)}: min_ranks={self.min_ranks}."
         return PeerFailed(text, rank)
+
+    def add(self, newcomers: Sequence[Liveness]) -> None:
+        """Look at processes that have joined, too."""
+        self.others = {**self.others, **{peer.rank: peer for peer in newcomers}}
 
     def are_gone(self, ranks: Collection[int]) -> bool:
         """Whether these ranks have all left, failed or died."""

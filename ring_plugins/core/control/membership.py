@@ -107,8 +107,12 @@ class Membership:
             )
             # Whatever it decided before it died counts: others may have adopted it.
             if (decided := peer.decision(view)) is not None:
-                return decided
+                return tuple(rank for rank in self.ranks if rank in decided)
         lost = peers.lost()
         members = tuple(rank for rank in self.ranks if rank not in lost)
         peers.own.decide(view, members)
         return members
+
+    def extend(self, ranks: Sequence[int], view: int) -> None:
+        """Go on with further members, which all call this between the same two operations; in the order of seats."""
+        self.ranks, self.view = tuple(ranks), view

@@ -29,10 +29,12 @@ class ControlServer(Channel):
     Args:
         size: of the job.
         addresses: of this host, for other hosts to connect to, the likeliest first; empty if there are none.
+        most: ranks that may connect, if some may join later.
     """
 
-    def __init__(self, size: int, addresses: Sequence[str] = ()) -> None:
+    def __init__(self, size: int, addresses: Sequence[str] = (), most: int = 0) -> None:
         super().__init__(0, size)
+        self._most = max(size, most)
         raise_open_file_limit(size + _OTHER_FILES)
         self._secret = secrets.token_bytes(32)
         self._clients: dict[int, ControlConnection] = {}
@@ -79,7 +81,7 @@ class ControlServer(Channel):
             client.send(message, droppable)
 
     def _expects(self, claim: Claim) -> bool:
-        return 0 < claim.rank < self.size and claim.rank not in self._clients
+        return 0 < claim.rank < self._most and claim.rank not in self._clients
 
     def _accept(self) -> None:
         for new in self._acceptor.poll():

@@ -154,6 +154,12 @@ class Wait:
         self.waited_for_arrival = 0.0
         self._arrival_awaited_since = 0.0
 
+    def renew(self, communicator: str, key: int, failure_detector: FailureDetector | None) -> None:
+        """Wait for the members of a communicator that this one has joined; arguments as in the constructor."""
+        waits_of_communicators.pop(self.identity, None)
+        self.identity, self._key, self._failure_detector = f"{communicator} #{key}", key, failure_detector
+        waits_of_communicators[self.identity] = self
+
     def will_enter(self, number: int) -> bool:
         """Whether this rank has begun the operation of this number, or may without its script."""
         return self.entered > number or (self.background is not None and not self.background.is_idle())

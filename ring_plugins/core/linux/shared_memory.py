@@ -223,15 +223,26 @@ class Segment:
 class SharedBuffer:
     """Memory of equal size on every rank of a host, mapped by all of them.
 
+    Args:
+        parts: every local rank's part in rank order.
+        rank: of this process among them.
+        own: the segment of its part, whose file stays open for ranks that join later; None if none can.
+
     Attributes:
         array: this rank's part, 1-d uint8.
         parts: every local rank's part in rank order, this rank's included.
+        own: as given.
     """
 
-    def __init__(self, parts: Sequence[Bytes], rank: int) -> None:
+    def __init__(self, parts: Sequence[Bytes], rank: int, own: Segment | None = None) -> None:
         self.parts = list(parts)
         self.array = self.parts[rank]
+        self.own = own
         self._start = address_of(self.array)
+
+    def replace(self, parts: Sequence[Bytes], rank: int) -> None:
+        """Take new mappings of the others' parts; this rank's stays where it is."""
+        self.parts = [self.array if place == rank else part for place, part in enumerate(parts)]
 
     def keep(self, places: Sequence[int]) -> None:
         """Drop the parts of all ranks but those at `places`."""

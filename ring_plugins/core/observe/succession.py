@@ -22,7 +22,7 @@ from ring_plugins.core.base.log import logger
 from ring_plugins.core.control.channel import EVERYONE, Body
 from ring_plugins.core.control.client import ControlClient
 from ring_plugins.core.control.failure_detector import Peer
-from ring_plugins.core.control.liveness import LocalPeers
+from ring_plugins.core.control.liveness import MOST_MEMBERS, LocalPeers
 from ring_plugins.core.control.server import ControlServer
 from ring_plugins.core.observe.stall import StallAggregator, StallWatch
 
@@ -56,8 +56,8 @@ class Succession:
 
     def tick(self, now: float) -> None:
         ranks = self._ranks()
-        if ranks[0] != self._leader:
-            self._follow(ranks[0])
+        if (leader := min(ranks)) != self._leader:  # the oldest process, in whatever seat
+            self._follow(leader)
         if self._collector is not None:
             self._collector.tick(ranks, now)
 
@@ -86,16 +86,16 @@ class _Collector:
     """What a rank does in the place of rank 0."""
 
     def __init__(self, membership: Sequence[Peer]) -> None:
-        self.server = ControlServer(len(membership))
+        self.server = ControlServer(len(membership), most=MOST_MEMBERS)
         for kind in _PASSED_ON:
             self.server.on(kind, self._passing_on(kind))
         self._stalls = StallAggregator(
             self.server, membership, config.STALL_WARNING.get(), config.STALL_ABORT.get(), logger.warning
         )
-        self._everyone, self._lost = range(len(membership)), list[int]()
+        self._membership, self._lost = membership, list[int]()
 
     def tick(self, ranks: Sequence[int], now: float) -> None:
-        lost = [rank for rank in self._everyone if rank not in ranks]
+        lost = [rank for rank in range(len(self._membership)) if rank not in ranks]
         if lost != self._lost:
             self._lost = lost
             self.server.tell(0, "ranks_lost", {"ranks": lost})

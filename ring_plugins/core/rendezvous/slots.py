@@ -64,12 +64,13 @@ _KEPT = (
 )
 
 
-def hold_slot(record: LaunchRecord, min_ranks: int, remedy: str) -> NoReturn:
+def hold_slot(record: LaunchRecord, min_ranks: int, on_failure: str, remedy: str) -> NoReturn:
     """Replace this process by one that holds its launcher's slot, while the ranks run under a `ring run`.
 
     Args:
         record: of this process, which a launcher has started with others.
         min_ranks: with how many ranks the job goes on.
+        on_failure: "continue" or "replace".
         remedy: what to do where this does not work, for errors.
 
     Raises:
@@ -77,7 +78,7 @@ def hold_slot(record: LaunchRecord, min_ranks: int, remedy: str) -> NoReturn:
     """
     assert record.rank is not None
     size = _size_on_this_host(record, remedy)
-    refused = f'on_failure="continue" does not work under {record.by} if'
+    refused = f'on_failure="{on_failure}" does not work under {record.by} if'
     if world_size_if_initialized():
         raise ArgumentError(
             f"{refused} the script initializes MPI itself, since the job's ranks start anew in init(): leave out "
@@ -85,7 +86,7 @@ def hold_slot(record: LaunchRecord, min_ranks: int, remedy: str) -> NoReturn:
         )
     try:
         check_is_original_script()
-        again = spawn.ring_run(size, min_ranks)
+        again = spawn.ring_run(size, min_ranks, on_failure)
     except LaunchError as error:
         raise ArgumentError(f"{refused} the script cannot start again: {error}") from error
     names = _own_variables(record)

@@ -35,11 +35,10 @@ from ring_plugins.core.linux.process import STOPPED, end_with_parent, state
 from ring_plugins.core.linux.shared_memory import Segment, publish
 from ring_plugins.core.rendezvous.claim import check_is_original_script
 from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous
+from ring_plugins.core.rendezvous.seats import ROW, Seats
 
 #: Bytes of a slot: two int64 words (round, length) and a payload.
 _SLOT = 8192
-#: Bytes behind the slots for what each rank notes for its parent.
-_NOTE = 64
 #: Seconds that children have to end once a rank has failed: they may still be reporting the failure.
 _GRACE = 8.0
 #: Seconds that the kernel may take to end a process whose connections it has closed.
@@ -79,12 +78,13 @@ class SharedMemoryRendezvous:
 
     def __init__(self, segment: Segment, rank: int, size: int, children: list[subprocess.Popen[bytes]]) -> None:
         self.segment, self.rank, self.size, self.children = segment, rank, size, children
+        self.seats = Seats(segment.array[2 * size * _SLOT :][: size * ROW])
         self._round = 0
 
     @staticmethod
     def nbytes(size: int) -> int:
         """Bytes of a segment for this many ranks."""
-        return 2 * size * _SLOT + size * _NOTE
+        return 2 * size * _SLOT + size * ROW
 
     def gather(self, payload: Any) -> list[Any]:
         """Every rank's payload (anything JSON can hold) in rank order.
@@ -125,18 +125,6 @@ class SharedMemoryRendezvous:
         """How often a rank has called `gather`, as any process sees it that maps the segment."""
         slots = self.segment.array[2 * rank * _SLOT : (2 * rank + 2) * _SLOT].reshape(2, _SLOT)
         return int(np.ascontiguousarray(slots[:, :8]).view(np.int64).max())
-
-    def note_leaving(self) -> None:
-        """Let whoever started this rank know that it leaves before the others, as it was told to."""
-        self._notes[self.rank, 0] = 1
-
-    def has_left(self, rank: int) -> bool:
-        """Whether a rank has said so."""
-        return bool(self._notes[rank, 0])
-
-    @property
-    def _notes(self) -> Any:
-        return self.segment.array[2 * self.size * _SLOT :][: self.size * _NOTE].view(np.int64).reshape(self.size, -1)
 
     def _slot(self, rank: int) -> tuple[Any, Any]:
         start = (2 * rank + self._round % 2) * _SLOT
@@ -182,10 +170,9 @@ def spawned_size() -> int:
     return _rendezvous.size if _rendezvous is not None else 0
 
 
-def note_leaving() -> None:
-    """Let whoever started this rank know that it leaves before the others, as it was told to."""
-    if _rendezvous is not None:
-        _rendezvous.note_leaving()
+def seats() -> Seats | None:
+    """The seats of the job that this process spawned or joined, None if there is none."""
+    return _rendezvous.seats if _rendezvous is not None else None
 
 
 def _join(record: LaunchRecord) -> SharedMemoryRendezvous:
@@ -202,7 +189,8 @@ def _join(record: LaunchRecord) -> SharedMemoryRendezvous:
         ) from error
     found = SharedMemoryRendezvous(segment, record.rank, record.size, [])
     # `ring run` may start Python through a shell. The rank is then the first process that arrives.
-    if (os.getppid() != parent) if parent else found.has_arrived(record.rank):
+    has_arrived = found.seats.is_taken if config.JOINS.is_set() else found.has_arrived
+    if (os.getppid() != parent) if parent else has_arrived(record.rank):
         raise LaunchError(
             f"this process inherited {config.SPAWNED.name} from rank {record.rank} but is not that rank: it is a child "
             "of it (a data loader's worker?), or the parent has ended. Call ring_plugins.init() in the ranks "
@@ -263,29 +251,30 @@ def _spawn(ranks: int) -> SharedMemoryRendezvous:
     return SharedMemoryRendezvous(segment, 0, ranks, children)
 
 
-def ring_run(ranks: int, min_ranks: int) -> list[str]:
+def ring_run(ranks: int, min_ranks: int, on_failure: str) -> list[str]:
     """The command that runs this script under `ring run`, on ranks of this host of which each can outlive any other.
 
     Args:
         ranks: of the job.
         min_ranks: with how many of them the job goes on.
+        on_failure: "continue" or "replace".
 
     Raises:
         LaunchError: this script cannot be started again.
     """
     # -H: a scheduler may have allocated further hosts.
     where = ["-n", str(ranks), "-H", f"localhost:{ranks}", "--with", "python"]
-    on_failure = ["--on-failure", "continue", "--min-ranks", str(min_ranks)]
-    return [sys.executable, "-m", "ring_plugins", "run", *where, *on_failure, "--", *command()]
+    policy = ["--on-failure", on_failure, "--min-ranks", str(min_ranks)]
+    return [sys.executable, "-m", "ring_plugins", "run", *where, *policy, "--", *command()]
 
 
-def restart_under_ring_run(ranks: int, min_ranks: int) -> NoReturn:
+def restart_under_ring_run(ranks: int, min_ranks: int, on_failure: str) -> NoReturn:
     """Replace this process by `ring_run` of its own command.
 
     The script runs again from its first line in every rank, as it does in all but the first where it spawns them.
     """
     check_is_original_script()
-    again = ring_run(ranks, min_ranks)
+    again = ring_run(ranks, min_ranks, on_failure)
     flush_output()
     os.chdir(START_DIRECTORY)
     os.execv(sys.executable, again)

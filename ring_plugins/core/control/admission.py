@@ -1,0 +1,78 @@
+"""How processes that join a job and those that are in it agree that they do: all at one point, or none.
+
+A process that takes the place of a lost one has nothing in common with the others but that all can map each other's
+liveness segment (liveness.py). So these carry the exchange: each process writes what it has to tell into its own, with
+the number of the round, and reads what all others have written for the same round. A round is a barrier that carries
+data, and the rule of all barriers holds (membership.py): a process gives up only if all that have not arrived are gone.
+It looks first who is gone and then who has not arrived. So either all that are left pass a round, or none does.
+
+A join takes three rounds:
+
+1. Everyone has mapped everyone's liveness segment.
+2. Everyone tells what it has made for the others to map: fresh control pages and staging buffers for every
+   communicator, and the parts of shared buffers that it already has.
+3. Everyone has mapped all that.
+
+Who passes the last round, in which nobody reports a problem, takes the new memory into use. Nothing can fail after
+that. Until then the old memory is as it was. So if anyone dies or reports a problem, the members go on as if nobody had
+wanted to join. A newcomer that is left over waits for the next chance.
+
+Considered and rejected: mending the groups that exist. A newcomer would have to learn at which barrier they are, and
+members would use memory in which it may have died.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ring_plugins.core.control.liveness import RUNNING, Liveness
+from ring_plugins.core.control.wait import Wait
+
+
+class NotAdmitted(Exception):
+    """Nobody joins now: a process has died meanwhile, or reported a problem, which is the text."""
+
+
+class Admission:
+    """One attempt to let processes join.
+
+    Args:
+        own: of this process.
+        others: of all others that take part.
+        start: number of the round before the first; higher than that of any round before.
+    """
+
+    def __init__(self, own: Liveness, others: Sequence[Liveness], start: int) -> None:
+        self._own, self._others = own, list(others)
+        self._round = start
+
+    def gather(self, payload: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """Exchange what JSON can hold; returns everyone's by world rank.
+
+        Args:
+            payload: of this process. The text of a "problem" in it keeps everyone from going on.
+
+        Raises:
+            NotAdmitted: only processes are missing that are gone, or one reports a problem.
+        """
+        self._round += 1
+        self._own.tell(self._round, json.dumps(payload).encode())
+        Wait("admission", None).until(self._all_have_told, self._missing, lambda: "the admission of new ranks")
+        found = {peer.rank: json.loads(peer.told(self._round) or b"{}") for peer in self._others}
+        found[self._own.rank] = payload
+        problem = next(filter(None, (found[rank].get("problem") for rank in sorted(found))), "")
+        if problem:
+            raise NotAdmitted(problem)
+        return found
+
+    def _missing(self) -> list[int]:
+        return [peer.rank for peer in self._others if peer.told(self._round) is None]
+
+    def _all_have_told(self) -> bool:
+        gone = [peer.rank for peer in self._others if peer.state != RUNNING or peer.has_died()]
+        missing = self._missing()
+        if missing and set(gone).issuperset(missing):
+            raise NotAdmitted("")
+        return not missing

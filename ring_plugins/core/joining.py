@@ -1,0 +1,231 @@
+"""Processes that take the places of lost ones join a job: `on_failure="replace"`.
+
+`ring run` starts such a process like any rank. It runs the script from its first line, while the others train. So until
+it joins, it is a job of its own that looks like one of all seats: `rank()` is its seat, and collectives that could only
+return what it has itself are refused. Whatever the script makes then has its counterpart among the members, since all
+run the same script.
+
+It waits at the place from which it can go on with the others' state (torch/training_state.py). There it says in the
+seats (rendezvous/seats.py) that it waits. A member that sees this tells all others in the next pass, as it would tell
+that it leaves. At the end of a step all members call the newcomers, and all together exchange what they need
+(`take_part`, control/admission.py). Newcomers have world ranks of their own, beyond those of the start, but the places
+of their seats in the order of ranks. So once all seats are taken, everyone has the number with which the job has begun.
+
+Considered and rejected: to let `init` wait for the others, which would then wait for the newcomer while it loads its
+data; and to stop the others' scripts and start them again at a common point, as torchrun and Horovod do.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ring_plugins.core.base.errors import SharedMemoryError
+from ring_plugins.core.collectives.healing import HealingCommunicator
+from ring_plugins.core.collectives.shm_group import create_segment
+from ring_plugins.core.control.admission import Admission, NotAdmitted
+from ring_plugins.core.control.failure_detector import FailureDetector
+from ring_plugins.core.control.liveness import RUNNING, Liveness
+from ring_plugins.core.linux.shared_memory import Address, Segment
+from ring_plugins.core.rendezvous.seats import Occupant, Seats
+
+#: Seconds between two looks of a newcomer at the members.
+_LOOK = 0.01
+
+
+class Call(NamedTuple):
+    """What members call out to those that wait.
+
+    Attributes:
+        start: number of the round before the first of this attempt.
+        everyone: members and newcomers, in the order of their seats.
+        newcomers: world ranks of those that join.
+    """
+
+    start: int
+    everyone: list[Occupant]
+    newcomers: list[int]
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Call:
+        """The call in what a member told in the first round."""
+        everyone = [Occupant(seat, rank, tuple(address)) for seat, rank, address in found["everyone"]]
+        return cls(found["start"], everyone, found["newcomers"])
+
+    @property
+    def ranks(self) -> list[int]:
+        """World ranks in the order of seats."""
+        return [occupant.world_rank for occupant in self.everyone]
+
+
+class DifferentScript(NotAdmitted):
+    """A newcomer has come to another place in the script than the members; the text says how that shows."""
+
+
+class Joined:
+    """What all have agreed on.
+
+    Attributes:
+        call: who takes part.
+        told: what each told in the second round, by world rank.
+        peers: liveness of all others.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        told: Mapping[int, Mapping[str, Any]],
+        peers: Sequence[Liveness],
+        mapped: Mapping[HealingCommunicator, tuple[list[Segment], list[list[Segment]], int, int]],
+    ) -> None:
+        self.call, self.told, self.peers = call, told, peers
+        self._mapped = mapped
+
+    @property
+    def member(self) -> Mapping[str, Any]:
+        """What one of those told that were members before."""
+        return next(told for rank, told in self.told.items() if rank not in self.call.newcomers)
+
+    def renew_communicators(self, failure_detector: FailureDetector) -> None:
+        """Let all communicators go on with everyone."""
+        for communicator, (segments, parts, key, operations) in self._mapped.items():
+            communicator.renew(self.call.ranks, segments, parts, key, operations, failure_detector)
+
+
+def wait_for_call(own: Occupant, last_round: int, seats: Seats) -> Call | None:
+    """Wait until the members call this process; returns None if none of them is left.
+
+    Args:
+        own: this process, which has said that it waits.
+        last_round: of the attempts in which it took part.
+        seats: where to find the members.
+    """
+    known: dict[Address, Liveness] = {}
+    while True:
+        living = 0
+        for occupant in seats.members():
+            if occupant.address not in known:
+                try:
+                    known[occupant.address] = Liveness.open(occupant.address, occupant.world_rank)
+                except SharedMemoryError:  # it has just ended
+                    continue
+            peer = known[occupant.address]
+            if peer.state != RUNNING or peer.has_died():
+                continue
+            living += 1
+            told = peer.told(peer.last_round)
+            if (
+                told
+                and peer.last_round > last_round
+                and own.world_rank in (found := json.loads(told)).get("newcomers", ())
+            ):
+                return Call.of(found)
+        if not living:
+            return None
+        time.sleep(_LOOK)
+
+
+def take_part(
+    call: Call,
+    own: Liveness,
+    known: Mapping[int, Liveness],
+    communicators: Mapping[int, HealingCommunicator],
+    entry: Mapping[str, Any],
+) -> Joined:
+    """Let newcomers join: all that the call names call this at the same place.
+
+    Args:
+        call: who takes part.
+        own: of this process.
+        known: liveness of others that this process has mapped.
+        communicators: that it has, by creation order.
+        entry: what else to tell the others.
+
+    Raises:
+        NotAdmitted: nobody joins, as all find. Nothing has changed then.
+    """
+    peers, problem = [], ""
+    for occupant in call.everyone:
+        if occupant.world_rank != own.rank:
+            try:
+                peer = known.get(occupant.world_rank) or Liveness.open(occupant.address, occupant.world_rank)
+                peers.append(peer)
+            except SharedMemoryError as error:
+                problem = str(error)
+    admission = Admission(own, peers, call.start)
+    admission.gather({**call._asdict(), "problem": problem})
+    segments: dict[int, Segment] = {}
+    try:
+        segments = {key: create_segment() for key in communicators}
+    except SharedMemoryError as error:
+        problem = f"rank {own.rank} {error}"
+    offers = {key: _offer(communicators[key], segment) for key, segment in segments.items()}
+    told = admission.gather({**entry, "offers": offers, "problem": problem})
+    theirs = {rank: {int(key): offer for key, offer in of_rank["offers"].items()} for rank, of_rank in told.items()}
+    first = _agreed(theirs, call)
+    mapped: dict[HealingCommunicator, tuple[list[Segment], list[list[Segment]], int, int]] = {}
+    try:
+        for key, offer in first.items():
+            communicator = communicators.get(key)
+            if communicator is None:
+                continue
+            fresh = [segments[key] if r == own.rank else _open(theirs[r][key]["pages"], r) for r in call.ranks]
+            parts = [
+                [_open(theirs[rank][key]["buffers"][i], rank) for rank in call.ranks]
+                for i in range(len(offer["buffers"]))
+            ]
+            mapped[communicator] = fresh, parts, offer["key"], offer["operations"]
+    except SharedMemoryError as error:
+        problem = f"rank {own.rank} {error}"
+    admission.gather({"problem": problem})
+    for segment in segments.values():
+        segment.close_file()
+    return Joined(call, told, peers, mapped)
+
+
+def _offer(communicator: HealingCommunicator, segment: Segment) -> dict[str, Any]:
+    """What others need to know of a communicator of this process."""
+    return {
+        "name": communicator.name,
+        "key": communicator.key,
+        "operations": communicator.statistics.operations,
+        "pages": segment.address,
+        "buffers": communicator.own_buffers,
+    }
+
+
+def _open(address: Sequence[int], rank: int) -> Segment:
+    pid, file, nbytes = address
+    return Segment.open((pid, file, nbytes), rank)
+
+
+def _agreed(offers: Mapping[int, Mapping[int, dict[str, Any]]], call: Call) -> dict[int, dict[str, Any]]:
+    """The communicators that all have, by creation order, as a member tells of them.
+
+    Raises:
+        DifferentScript: a newcomer has others than the members, as all find alike.
+    """
+    members = [rank for rank in call.ranks if rank not in call.newcomers]
+    # One that a member has dropped is of no use to the others, which have not collected it yet.
+    common = [key for key in sorted(offers[members[0]]) if all(key in offers[rank] for rank in members)]
+    first = {key: offers[members[0]][key] for key in common}
+    wanted = {key: _shape(offer) for key, offer in first.items()}
+    for rank in call.newcomers:
+        if (found := {key: _shape(offer) for key, offer in offers[rank].items()}) != wanted:
+            raise DifferentScript(
+                f"rank {rank} cannot join: its script has come to another place. It has made {_listed(found)}, and the "
+                f"others have {_listed(wanted)}. Make optimizers and averagers in the same order on all ranks, before "
+                "the TrainingState."
+            )
+    return first
+
+
+def _shape(offer: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What must be equal: the name, and the bytes of each shared buffer."""
+    return (offer["name"], *(nbytes for _, _, nbytes in offer["buffers"]))
+
+
+def _listed(shapes: Mapping[int, tuple[Any, ...]]) -> str:
+    return ", ".join(f"{name} ({sum(nbytes)} bytes)" for name, *nbytes in shapes.values())

@@ -1,0 +1,100 @@
+"""The seats of a job that `ring run` has started on this host: which process has each, and who waits for one.
+
+A seat is what a user numbers as a rank at the start. When the process that has it ends, another may take it, under a
+new world rank. Processes of one job that start at different times have nothing in common but `ring run` and its shared
+segment, in which they meet. Behind the start-up exchange (spawn.py) it has a row for each seat: whose it is, where
+other processes find that one's liveness segment, and whether it takes part already. `ring run` reads there, too, how
+the end of a process is meant.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import numpy as np
+
+from ring_plugins.core.base.types import Bytes
+from ring_plugins.core.linux.shared_memory import Address, publish
+
+#: Bytes of a row.
+ROW = 64
+#: Its words. The address is that of the process's liveness segment.
+_STATE, _WORLD_RANK, _PID, _FILE, _NBYTES = range(5)
+#: States: nobody yet, or not any more; a member of the job; one that waits to join; a member that left as it was told.
+_EMPTY, _MEMBER, _WAITING, _LEFT = range(4)
+
+
+class Occupant(NamedTuple):
+    """Who has a seat: its world rank, and the address of its liveness segment."""
+
+    seat: int
+    world_rank: int
+    address: Address
+
+    def is_there(self) -> bool:
+        """Whether its process still has that segment."""
+        pid, file, _ = self.address
+        return os.path.exists(f"/proc/{pid}/fd/{file}")
+
+
+class Seats:
+    """The rows of all seats.
+
+    Args:
+        memory: `ROW` bytes for each seat, zeros to begin with.
+    """
+
+    def __init__(self, memory: Bytes) -> None:
+        self._rows = memory.view(np.int64).reshape(-1, ROW // 8)
+
+    def clear(self, seat: int) -> None:
+        """Free a seat whose process has ended."""
+        self._rows[seat, _STATE] = _EMPTY
+
+    def take(self, occupant: Occupant, as_member: bool) -> None:
+        """Say that this process has a seat, and whether it takes part already or waits for that."""
+        row = self._rows[occupant.seat]
+        row[_STATE] = _EMPTY
+        publish()
+        row[_WORLD_RANK] = occupant.world_rank
+        row[_PID : _NBYTES + 1] = occupant.address
+        publish()
+        row[_STATE] = _MEMBER if as_member else _WAITING
+
+    def is_taken(self, seat: int) -> bool:
+        """Whether a process has said that this seat is its own."""
+        return bool(self._rows[seat, _STATE] != _EMPTY)
+
+    def leave(self, seat: int) -> None:
+        """Say that this process leaves the job before its end, as it was told to."""
+        self._rows[seat, _STATE] = _LEFT
+
+    def has_left(self, seat: int) -> bool:
+        """Whether the process of a seat has said so."""
+        return bool(self._rows[seat, _STATE] == _LEFT)
+
+    def has_joined(self, seat: int, world_rank: int) -> bool:
+        """Whether this process takes part in the job, or did."""
+        row = self._rows[seat]
+        return bool(row[_STATE] in (_MEMBER, _LEFT) and row[_WORLD_RANK] == world_rank)
+
+    def has_waiting(self) -> bool:
+        """Whether a process waits to join; a look of a microsecond."""
+        return bool((self._rows[:, _STATE] == _WAITING).any())
+
+    def waiting(self) -> list[Occupant]:
+        """Those that wait to join."""
+        return self._in_state(_WAITING)
+
+    def members(self) -> list[Occupant]:
+        """Those that take part, as far as they live."""
+        return self._in_state(_MEMBER)
+
+    def _in_state(self, state: int) -> list[Occupant]:
+        publish()
+        found = []
+        for seat, row in enumerate(self._rows.tolist()):
+            if row[_STATE] == state:
+                found.append(Occupant(seat, row[_WORLD_RANK], (row[_PID], row[_FILE], row[_NBYTES])))
+        return found

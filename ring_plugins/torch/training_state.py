@@ -1,0 +1,226 @@
+"""What a process needs to go on with a training that others have begun, and where it may join them.
+
+With `on_failure="replace"`, another process takes the place of a rank that is lost (core/joining.py). It runs the
+script from its first line, comes to the training loop, and needs the weights, the optimizer's state, the schedule, and
+the place in the data. Only the script knows all that, so it says it once, before the loop, in a `TrainingState`. The
+members of the job lose nothing by a loss and never go back. So there is nothing to save or restore on them, as
+Horovod's elastic states and torchrun's snapshots have to. They tell at the end of a step that their state is whole, and
+there others may join.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import DataLoader
+
+from ring_plugins.core.base.errors import ArgumentError, MismatchError, PeerFailed, name_ranks
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.healing import repeated
+from ring_plugins.core.world import current
+from ring_plugins.torch.broadcast import Placeholder
+from ring_plugins.torch.tensor_memory import dense_memory
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What torch's modules, optimizers, schedulers and scalers have in common."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+class TrainingState:
+    """The state of a training, which a process gets from the others when it takes the place of a lost rank.
+
+        state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, epoch=0)
+        for state.epoch in range(state.epoch, 10):
+            sampler.set_epoch(state.epoch)
+            for batch in state.batches(loader):
+                ...
+                optimizer.step()
+                state.commit()
+            scheduler.step()
+
+    All ranks make it at the same place, before the loop and after everything that averages or broadcasts. In a process
+    that takes a place, this waits until the others come to `commit`, and then sets everything to their values.
+
+    It may be called with `on_failure` of any kind; nothing joins unless it is "replace".
+
+    Args:
+        state: by name. What has `state_dict` and `load_state_dict` is loaded; anything else that can be pickled, such
+            as numbers, becomes an attribute, which the script reads and sets.
+
+    Raises:
+        ArgumentError: a name is that of a method.
+        MismatchError: in a process that is to join, the script has made other optimizers than on the other ranks.
+    """
+
+    def __init__(self, **state: Any) -> None:
+        for name in state:
+            if hasattr(type(self), name) or name.startswith("_"):
+                raise ArgumentError(f"TrainingState({name}=...): choose another name.")
+        self._names = list(state)
+        #: Batches of this epoch that are done, and how many it has; 0 and None outside of `batches`.
+        self._batch = 0
+        self._batches: int | None = None
+        self._resumes = self._has_joined = False
+        self._operations_at_join = -1
+        for name, value in state.items():
+            setattr(self, name, value)
+        if current().is_joining:
+            joined = current().join()
+            self._share(joined)
+            self._resumes = self._has_joined = True
+            current().tell_changes()
+            self._operations_at_join = current().operations()
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """Iterate over a loader; a process that joined in the middle of an epoch begins with the batch that is next.
+
+        Args:
+            loader: has the same number of batches on all ranks, whatever ranks are lost: make its sampler once, with
+                `ring.size()` and `ring.rank()` as they are at the start.
+
+        Raises:
+            MismatchError: in a process that has joined, it has another number of batches than on the other ranks.
+        """
+        length = len(loader) if isinstance(loader, Sized) else None
+        skipped = 0
+        if self._resumes:
+            self._resumes, skipped = False, self._batch
+            if self._batches not in (None, length):
+                raise MismatchError(
+                    f"this loader has {length} batches, and had {self._batches} on the ranks that this process has "
+                    "joined. Make samplers once, with ring.size() and ring.rank() as they are when the script starts."
+                )
+        self._batch, self._batches = skipped, length
+        try:
+            for batch in _from(loader, skipped):
+                self._batch += 1
+                yield batch
+        finally:
+            self._batch, self._batches = 0, None
+
+    def commit(self) -> None:
+        """Say that the state is whole; all ranks call this at the end of each step, or at the beginning of each epoch.
+
+        Processes that wait to join do so here. Once one has, ranks compare the integers of their states in each call.
+
+        Raises:
+            MismatchError: after a process has joined, an integer of the state differs among ranks.
+        """
+        world = current()
+        if world.operations() == self._operations_at_join:  # it has come to the place at which the others let it join
+            return
+        if world.is_awaited and (joined := world.admit()):
+            self._share(joined)
+            self._has_joined = True
+            world.tell_changes()
+        elif self._has_joined and len(world.world_ranks) > 1:
+            self._compare()
+
+    # Helpers ----------------------------------------------------------------------------------------
+
+    def _state(self) -> dict[str, Any]:
+        """Everything that a newcomer needs, from which nothing refers to the objects but tensors."""
+        state = {name: getattr(self, name) for name in self._names}
+        found = {name: v.state_dict() if isinstance(v, Stateful) else v for name, v in state.items()}
+        return {**found, "_batch": self._batch, "_batches": self._batches}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            mine = getattr(self, name)
+            mine.load_state_dict(value) if isinstance(mine, Stateful) else setattr(self, name, value)
+
+    def _share(self, joined: tuple[int, ...]) -> None:
+        """Give newcomers the state of a rank that was there before; if that is lost meanwhile, of the next one."""
+        communicator = current().communicator
+
+        def attempt() -> dict[str, Any] | None:
+            giver = next((rank for rank in communicator.ranks if rank not in joined), None)
+            if giver is None:
+                text = (
+                    f"all ranks from which {name_ranks(sorted(joined))} could get the state of the training are lost."
+                )
+                raise PeerFailed(text, joined[0])
+            return _broadcast_state(self._state, giver, communicator)
+
+        received = repeated(attempt)
+        if communicator.ranks[communicator.rank] in joined:
+            assert received is not None
+            self._load(received)
+
+    def _compare(self) -> None:
+        """Check that ranks are at the same place; a newcomer that does not use `batches` is in another step."""
+        found = {name: v for name in self._names if isinstance(v := getattr(self, name), int)}
+        communicator = current().communicator
+        by_rank = communicator.all_gather_object({**found, "batches": self._batch})
+        if any(one != by_rank[0] for one in by_rank):
+            told = dict(zip(communicator.ranks, by_rank, strict=True))
+            raise MismatchError(
+                f"ranks are at different places of the training since a process has joined: {told}. Iterate over "
+                "state.batches(loader), or call commit() only where an epoch begins."
+            )
+
+
+def _broadcast_state(state: Any, giver: int, communicator: Communicator[Any]) -> dict[str, Any] | None:
+    """The state of a rank; None on that rank.
+
+    Args:
+        state: returns this rank's.
+        giver: world rank.
+        communicator: of all ranks.
+    """
+    is_mine = communicator.ranks[communicator.rank] == giver
+    own = state() if is_mine else None
+    described = communicator.broadcast_object(
+        tree_map_only(torch.Tensor, Placeholder, own), communicator.ranks.index(giver)
+    )
+    found = own if is_mine else tree_map_only(Placeholder, Placeholder.empty, described)
+    with torch.no_grad():
+        for leaf in tree_leaves(found):
+            if isinstance(leaf, torch.Tensor) and leaf.numel():
+                tensor = leaf.detach().contiguous()  # the giver's may be a view with gaps; a new one has none
+                communicator.broadcast(dense_memory(tensor), communicator.ranks.index(giver))
+    return None if is_mine else found
+
+
+def _from(loader: Iterable[T], skipped: int) -> Iterator[T]:
+    """The batches of a loader behind the first ones, which are not loaded if it is torch's with a sampler."""
+    if not skipped:
+        return iter(loader)
+    sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
+    if sampler is None:
+        return itertools.islice(loader, skipped, None)
+    assert isinstance(loader, DataLoader)
+    rest: DataLoader[Any] = DataLoader(
+        loader.dataset,
+        batch_sampler=_Rest(sampler, skipped),
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+    )
+    return iter(rest)
+
+
+class _Rest(torch.utils.data.Sampler[list[int]]):
+    """The batches of a sampler behind the first ones."""
+
+    def __init__(self, sampler: Iterable[list[int]], skipped: int) -> None:
+        self._sampler, self._skipped = sampler, skipped
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return itertools.islice(self._sampler, self._skipped, None)

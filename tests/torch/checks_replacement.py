@@ -1,0 +1,125 @@
+"""A training in which other processes take the places of ranks that are killed. Reports what all have in the end.
+
+TEST_DEATHS says who dies: [[seat, step, point], ...], each by its first process at that seat, or by the newcomer whose
+number is the next if the point begins with "newcomer", or by every newcomer at that seat if it begins with "every
+newcomer". With TEST_AWAITED, members that lack others wait in each step until processes wait to join.
+"""
+
+import json
+import os
+import time
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import ring_plugins as ring
+from ring_plugins.core.control import admission
+from ring_plugins.core.rendezvous.spawn import seats
+from ring_plugins.core.world import current
+from ring_plugins.torch import DistributedOptimizer, TrainingState, broadcast_parameters
+from tests.mortal import die, end_at
+from tests.worker import report
+
+EPOCHS, BATCHES = 2, 6
+
+
+def seats_taken() -> list[int]:
+    return [current()._seats[rank] for rank in current().world_ranks]
+
+
+def gradient(step: int, seat: int) -> float:
+    """Of every parameter: its average over any of up to four ranks is exact."""
+    return 12.0 * ((7 * step + 3 * seat) % 5 - 2)
+
+
+def wait_for_newcomers(missing: set[int]) -> None:
+    """Wait until processes wait for these seats, so that they join after this step; not longer than some seconds."""
+    end = time.monotonic() + 60
+    while not missing.issubset(one.seat for one in seats().waiting()) and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def die_in_round(number: int, when: str) -> None:
+    """Die in a round of an admission, counted from 1, before or after telling the others."""
+    gather, seen = admission.Admission.gather, []
+
+    def mortally(self: Any, payload: Any) -> Any:
+        seen.append(1)
+        if len(seen) == number and when == "in":
+            self._own.tell(self._round + 1, json.dumps(payload).encode())
+        if len(seen) == number:
+            die()
+        return gather(self, payload)
+
+    admission.Admission.gather = mortally
+
+
+def main() -> None:
+    ranks = int(os.environ["TEST_RANKS"])
+    ring.init(ranks=ranks, on_failure="replace", min_ranks=int(os.environ.get("TEST_MIN", "1")))
+    seat, number = ring.rank(), current().world_rank
+    is_new = current().is_joining
+    deaths = json.loads(os.environ["TEST_DEATHS"])
+    mine = [(step, point) for of, step, point in deaths if of == seat and is_new == ("newcomer" in point)]
+    if number > ranks:
+        mine = [(step, point.removeprefix("every ")) for step, point in mine if point.startswith("every")]
+    mine = [(step, point.removeprefix("every ").removeprefix("newcomer ")) for step, point in mine]
+    assert (ring.rank(), ring.size()) == (seat, ranks)
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(count)) for count in (10, 20_000, 300_000)])
+    if is_new:
+        with torch.no_grad():
+            model[0].add_(1)  # which the others' state overwrites
+    broadcast_parameters(model)
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5), model.named_parameters(), bucket_bytes=4096,
+        drift_check_every=3,
+    )  # fmt: skip
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    data = TensorDataset(torch.arange(BATCHES * ranks))
+    sampler = DistributedSampler(data, ring.size(), ring.rank(), shuffle=False)
+    loader = DataLoader(data, batch_size=1, sampler=sampler, num_workers=int(os.environ.get("TEST_WORKERS", "0")))
+    changes: list[Any] = []
+    ring.on_membership_change(
+        lambda change: changes.append([*map(list, (change.lost, change.left, change.joined)), change.size_before])
+    )
+    for _, point in mine:
+        if is_new and point.startswith("round"):
+            die_in_round(int(point.split()[1]), point.split()[2])
+        if point == "raises":
+            raise ValueError("a script that fails")
+    state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, epoch=0, step=0, history=[])
+    joined_at = state.step if is_new else None
+    for state.epoch in range(state.epoch, EPOCHS):  # noqa: B020 - the range is made once
+        for (sample,) in state.batches(loader):
+            seat_of_sample, batch = int(sample) % ranks, int(sample) // ranks
+            assert seat_of_sample == seat and batch == state.step % BATCHES
+            for point in [point for step, point in mine if step == state.step]:
+                if point.startswith("round"):
+                    die_in_round(int(point.split()[1]), point.split()[2])
+                else:
+                    end_at(point)
+            if "TEST_AWAITED" in os.environ:
+                wait_for_newcomers(set(range(ranks)) - set(seats_taken()))
+            time.sleep(float(os.environ.get("TEST_PAUSE", "0")))
+            optimizer.zero_grad()
+            (gradient(state.step, seat) * sum(parameter.sum() for parameter in model)).backward()
+            state.history.append(seats_taken())
+            optimizer.step()
+            state.step += 1
+            state.commit()
+        scheduler.step()
+    weights = [sorted(set(parameter.tolist())) for parameter in model]
+    found = {
+        "weights": weights,
+        "history": state.history,
+        "rates": scheduler.get_last_lr(),
+        "numbers": ring.all_gather_object(number),
+        "ranks": ring.all_gather_object([ring.rank(), ring.size(), seat]),
+    }
+    report("found", found, seat)
+    report("own", {"changes": changes, "joined at": joined_at, "number": number}, seat)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Ranks are killed and other processes take their places: all end with the weights that a replay of the steps gives."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.launch import run_ranks
+from tests.torch.checks_replacement import BATCHES, EPOCHS, gradient
+
+CHECKS = Path(__file__).with_name("checks_replacement.py")
+
+
+def train(deaths, ranks=3, env=None, awaited=True, **options):
+    env = {"TEST_DEATHS": json.dumps(deaths), **({"TEST_AWAITED": "1"} if awaited else {}), **(env or {})}
+    return run_ranks(CHECKS, ranks, env=env, timeout=120, **options)
+
+
+def replayed(averaged_over):
+    """The weight of every parameter after one process has taken the same averages, with the same schedule."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for step, seats in enumerate(averaged_over):
+        weight.grad = torch.full((1,), sum(gradient(step, seat) for seat in seats) / len(seats))
+        optimizer.step()
+        if (step + 1) % BATCHES == 0:
+            scheduler.step()
+    return weight.tolist()
+
+
+def check(result, seats=range(3)):
+    """That all ranks of the end have the same, and what a replay gives; returns it, and what each has seen itself."""
+    found = [result.reports[seat]["found"] for seat in seats]
+    assert all(one == found[0] for one in found), str(result)
+    assert len(found[0]["history"]) == EPOCHS * BATCHES
+    assert found[0]["weights"] == [replayed(found[0]["history"])] * 3
+    assert found[0]["rates"] == [0.5 * 0.5**EPOCHS]
+    assert found[0]["ranks"] == [[rank, len(found), seat] for rank, seat in enumerate(seats)]
+    return found[0], [result.reports[seat]["own"] for seat in seats]
+
+
+def test_another_process_takes_the_place_of_rank_0():
+    """The default suite's one job."""
+    result = train([[0, 2, "now"]])
+    found, own = check(result)
+    everyone, left = [0, 1, 2], [1, 2]
+    assert found["history"] == [everyone] * 2 + [left] * 2 + [everyone] * 8
+    assert found["numbers"] == [3, 1, 2]
+    assert [one["joined at"] for one in own] == [4, None, None]
+    assert [one["changes"] for one in own] == [[[[], [], [3], 2]], *[[[[0], [], [], 3], [[], [], [3], 2]]] * 2]
+    assert (
+        "the job goes on with 2 of its 3 ranks" in result.output and "Another process takes its place." in result.output
+    )
+    assert "ring run: starting another process in the place of rank 0.\n" in result.output
+    assert "in the place of rank 0 joined; the job goes on with 3 ranks since" in result.output
+    assert "Errors keep the old numbers: rank 3 is now 0." in result.output
+    assert "ring run: other processes took the place of rank 0, and all 3 ended normally." in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", [f"newcomer round {n} {when}" for n in (1, 2, 3) for when in ("before", "in")])
+def test_a_newcomer_may_die_while_it_joins_and_the_next_one_joins(point):
+    found, own = check(train([[1, 2, "now"], [1, 0, point]]))
+    assert found["numbers"] == [0, 4, 2]
+    has_joined = point == "newcomer round 3 in"
+    assert [change[2] for change in own[0]["changes"] if change[2]] == [*[[3]] * has_joined, [4]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("point", [f"round {n} {when}" for n in (1, 2, 3) for when in ("before", "in")])
+def test_so_may_a_member_while_another_process_joins(victim, point):
+    found, _ = check(train([[1, 2, "now"], [victim, 3, point]]))
+    assert sorted(found["numbers"]) == sorted([3, 4, 2 - victim])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        [[0, 2, "now"], [1, 2, "now"]],
+        [[0, 2, "barrier 2 in"], [0, 6, "newcomer now"], [2, 9, "now"]],
+        [[0, 1, "now"], [1, 3, "now"], [2, 5, "now"]],
+        [[1, 2, "SIGTERM"]],
+        [[1, 5, "now"], [2, 11, "now"]],
+    ],
+)
+def test_several_may_be_replaced_at_once_or_in_a_row_and_those_that_left(deaths):
+    result = train(deaths, env={"TEST_WORKERS": "1"} if deaths[0][2] == "SIGTERM" else {})
+    ends_alone = [2] if deaths[-1][1] == EPOCHS * BATCHES - 1 else []
+    check(result, [seat for seat in range(3) if seat not in ends_alone])
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_before_it_joins_is_started_again_a_few_times():
+    result = train([[1, 2, "now"], [1, 0, "every newcomer raises"]], awaited=False, env={"TEST_PAUSE": "1.5"})
+    found, _ = check(result, [0, 2])
+    assert found["history"][2:] == [[0, 2]] * (EPOCHS * BATCHES - 2)
+    assert result.output.count("ring run: starting another process in the place of rank 1.") == 5
+    assert "ring run: rank 1 was replaced 5 times within an hour; the job goes on without it." in result.output
+
+
+@pytest.mark.slow
+def test_the_job_ends_when_fewer_than_min_ranks_are_left():
+    """Started as docs/healing.md starts train.py."""
+    ring_run = [sys.executable, "-m", "ring_plugins", "run", "-n", "3", "--on-failure", "replace", "--min-ranks", "3"]
+    result = train([[1, 2, "now"]], env={"TEST_MIN": "3"}, launcher=[*ring_run, sys.executable], check=False)
+    assert result.returncode == 1 and not any("found" in report for report in result.reports.values())
+    assert "Training cannot go on with 2 ranks: min_ranks=3." in result.output
