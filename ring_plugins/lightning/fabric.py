@@ -141,6 +141,7 @@ class RingFabricLogic(RingParallelLogic):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
+        self._backward_sync_control.count_update()
         if not self._is_compared:
             self._is_compared = True
             self._compare_weights("after the first step")
@@ -198,6 +199,11 @@ class BackwardSyncControl:
             own = {id(parameter) for parameter in module.parameters()}
             using = [other for other in self._optimizers if own & _parameters_of(other)]
             averager.compare_options(functools.partial(_groups_of, using))
+
+    def count_update(self) -> None:
+        """Note that an optimizer has made an update."""
+        for _, averager in self._averagers:
+            averager.count_update()
 
     def named_parameters(self) -> list[tuple[str, Parameter]]:
         """The parameters of all modules."""

@@ -260,6 +260,7 @@ class RingTrainerLogic(RingParallelLogic):
         result = self._shared_step.run(optimizer, closure, step)
         if not self.is_distributed or self._averager.skipped_steps > skipped_before:
             return result
+        self._averager.count_update()
         if self._drift is not None and not self._shard:
             self._drift.after_step()
         if not self._is_compared:

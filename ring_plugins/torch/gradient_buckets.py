@@ -21,6 +21,7 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import Memory
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, RingError
+from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator, Work
 from ring_plugins.core.collectives.healing import HealingCommunicator
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
@@ -44,6 +45,8 @@ _address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _FAILED, _SPARSE, _OTHERS, _CHANGE = 0, 1, 2, 3
 _OPTIONS = 4
 _CONTROL = _OPTIONS + COUNT
+#: How many different options are kept as tensors.
+_OPTION_TENSORS = 32
 
 
 class Outcome(NamedTuple):
@@ -155,6 +158,8 @@ class GradientBuckets:
         #: What a rank writes there that has nothing to tell but its options, and these, as last seen.
         self._usual_control = torch.zeros_like(self._control)
         self._written_options: object = None
+        #: The numbers that were written before, as tensors, by identity.
+        self._option_tensors: dict[int, tuple[Array, torch.Tensor]] = {}
         #: Control numbers of the last pass, for which the host did not wait; None if it reads them in every pass.
         self._late_control = None if gpu is None else torch.zeros(_CONTROL, pin_memory=torch.cuda.is_available())
         #: Gathers the gradients that are known to be sparse, if `launch_rest` launched that.
@@ -301,13 +306,7 @@ class GradientBuckets:
 
     def _write_control(self, bucket: Bucket) -> None:
         if bucket.index == len(self.plan.buckets) - 1:
-            options = self._options.update()
-            if options is not self._written_options and not (self._streams is not None and is_capturing()):
-                self._written_options = options
-                numbers = torch.from_numpy(options).to(self._usual_control.dtype)
-                if self._late_control is not None and torch.cuda.is_available():
-                    numbers = numbers.pin_memory()  # or the host would wait for the GPU
-                self._usual_control[_OPTIONS:].copy_(numbers, non_blocking=True)
+            self._write_options(self._options.update())
             self._control.copy_(self._usual_control)
             if self._is_failing:
                 self._control[_FAILED] = 1
@@ -317,6 +316,21 @@ class GradientBuckets:
                 self._control[_OTHERS] = 1
             if self.wants_change:
                 self._control[_CHANGE] = 1
+
+    def _write_options(self, options: Array) -> None:
+        if options is self._written_options or (self._streams is not None and is_capturing()):
+            return
+        self._written_options = options
+        known = self._option_tensors.get(id(options))
+        if known is None or known[0] is not options:
+            numbers = torch.from_numpy(options).to(self._usual_control.dtype)
+            if self._late_control is not None and torch.cuda.is_available():
+                numbers = numbers.pin_memory()  # or the host would wait for the GPU
+            known = options, numbers
+            if len(self._option_tensors) >= _OPTION_TENSORS:
+                self._option_tensors.clear()
+            self._option_tensors[id(options)] = known
+        self._usual_control[_OPTIONS:].copy_(known[1], non_blocking=True)
 
     def _densified(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """The gradient as a dense one; None if it is to stay sparse, which is only noted."""

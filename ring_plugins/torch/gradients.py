@@ -14,7 +14,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from ring_plugins.core.gradients.tuning import BucketTuner, is_wanted
 from ring_plugins.core.world import constructed_by_all, current, has_room_to_overlap
 from ring_plugins.torch.autograd import Backward, current_task
 from ring_plugins.torch.bucket_sets import BucketSets, named_parameters
-from ring_plugins.torch.compared_options import Groups, options_error
+from ring_plugins.torch.compared_options import Groups, check_equal_options, options_error, updates_error
 from ring_plugins.torch.device import TorchStreams, index_of, is_capturing, is_on_gpu, is_supported, memory_of, streams
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
 from ring_plugins.torch.gradient_hooks import GradientHooks, Group
@@ -198,14 +198,24 @@ class GradientAverager:
         self._passes_per_step, self._passes = passes, 0
 
     def compare_options(self, groups: Groups) -> None:
-        """From now on, raise `MismatchError` at the end of backward on all ranks if their learning rates differ.
+        """From now on, raise `MismatchError` at the end of backward on all ranks if they make different updates.
 
-        `DistributedOptimizer` and the Lightning strategy call this. On GPUs, the error comes a step later.
+        So they do if their learning rates differ, or the numbers of their updates. `DistributedOptimizer` and the
+        Lightning strategy call this. On GPUs, the error comes a step later. Collective.
 
         Args:
             groups: returns the parameter groups of the optimizers that use the averages.
+
+        Raises:
+            MismatchError: other options of the optimizers differ.
         """
+        if self._buckets is not None:
+            check_equal_options(groups(), self._communicator)
         self._sets.options.follow(groups)
+
+    def count_update(self) -> None:
+        """Note that an optimizer has used the averages."""
+        self._sets.options.updates += 1
 
     def prepare(self) -> bool:
         """Check whether parameters were frozen, unfrozen or added, and make new buckets if so (collective then).
@@ -372,8 +382,7 @@ class GradientAverager:
             self._sets.leave_out(outcome.found_sparse)
         self.steps += 1
         if outcome.options_differ:
-            texts = self._communicator.all_gather_object(self._sets.options.text)
-            raise options_error(texts, self._communicator.ranks)
+            self._raise_difference()
         if self._hooks.arrivals is not None and not (self._streams is not None and is_capturing()):
             if outcome.has_others:
                 # Ranks may wait for their averagers in different orders, so none may wait for more than its gradients.
@@ -385,6 +394,13 @@ class GradientAverager:
         elif self._tuner is not None and self._sets.overlap.finished:
             self._tune(self._tuner)
         return outcome.members_change
+
+    def _raise_difference(self) -> NoReturn:
+        """Raise on all ranks, because their optimizers make different updates; collective."""
+        options, ranks = self._sets.options, self._communicator.ranks
+        updates, texts = zip(*self._communicator.all_gather_object((options.updates, options.text)), strict=True)
+        options.updates = 0  # so that a script may go on from equal weights
+        raise updates_error(updates, ranks) or options_error(texts, ranks)
 
     # A backward that raised ---------------------------------------------------------------------------
 

@@ -119,10 +119,12 @@ class DistributedOptimizer(WrappedOptimizer):
         )
         try:
             self.optimizer = shard_optimizer(optimizer, shard, self._named())
+            self.averager.compare_options(groups_of(self.optimizer))
         except BaseException:
+            if isinstance(self.optimizer, ShardedOptimizer):
+                self.optimizer.close()
             self.averager.close()
             raise
-        self.averager.compare_options(groups_of(self.optimizer))
         self._reductions_so_far = 0
         self._is_sharded = isinstance(self.optimizer, ShardedOptimizer)
         # The others do not compare again with one that joins them, but for `HealingCheck`.
@@ -193,6 +195,7 @@ class DistributedOptimizer(WrappedOptimizer):
             result = self.optimizer.step()
         else:
             result = self.optimizer.step(self._averaged(closure))
+        self.averager.count_update()
         self._reductions_so_far = self.averager.steps
         if not self._is_compared:
             self._is_compared = True

@@ -656,6 +656,36 @@ def a_scheduler_that_one_rank_stepped_for_a_batch_it_left_out_is_an_error_on_all
     optimizer.close()
 
 
+@check_among_several
+def an_update_that_one_rank_left_out_is_an_error_on_all() -> None:
+    """As a script does that looks at its own loss after backward."""
+    if os.environ.get("TEST_GPU_STAND_IN"):
+        return  # a GPU tells a step later, and only of this rank
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    broadcast_parameters(model)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    found, steps = "", 0
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(torch.full((1, 4), RANK + 1.0)).sum()
+        try:
+            loss.backward()
+        except ring.MismatchError as error:
+            found = str(error)
+            break
+        steps += 1
+        if (step, RANK) != (1, SIZE - 1):
+            optimizer.step()
+    assert f"different numbers of updates with averaged gradients (rank{'s' * (SIZE > 2)} 0" in found, found
+    assert f"rank {SIZE - 1}: 1), so their weights differ" in found and steps == 2, found
+    broadcast_parameters(model)
+    optimizer.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()  # equal again
+    optimizer.step()
+    assert same_everywhere(model.parameters())
+    optimizer.close()
+
+
 @check
 def a_step_that_one_rank_cannot_compute_is_skipped_by_all() -> None:
     """In forward, in backward, before and after buckets have left, in the first of two passes, large gradients."""

@@ -1,5 +1,7 @@
 """Options of optimizers that differ among ranks are found in any precision, by ranks that are threads."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -93,6 +95,55 @@ def test_ranks_with_other_learning_rates_all_raise_in_their_backward(dtype):
         assert outcomes[0] == outcomes[2] == ""
         for text in outcomes[1::2]:
             assert "(rank 0: lr=0.2; rank 1: lr=1.2; rank 2: lr=2.2)" in text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rank_that_leaves_out_an_update_is_named_on_all_in_the_next_backward(dtype):
+    def rank_of(rank, communicator):
+        parameter = nn.Parameter(torch.ones(3, dtype=dtype))
+        averager = GradientAverager([("p", parameter)], communicator=communicator, autotune=False)
+        averager.compare_options(lambda: [{"lr": 0.1}])
+        outcomes = []
+        for step in range(40):
+            try:
+                parameter.sum().backward()
+                outcomes.append("")
+            except MismatchError as error:
+                outcomes.append(str(error))
+            if (rank, step) != (1, 34):
+                averager.count_update()
+        averager._hooks.remove()
+        return outcomes
+
+    for outcomes in on_thread_ranks(3, rank_of):
+        assert [step for step, text in enumerate(outcomes) if text] == [35]
+        assert "different numbers of updates with averaged gradients (ranks 0, 2: 35; rank 1: 34)" in outcomes[35]
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        ([{"lr": 0.1, "nesterov": True}], r"rank 0: nesterov=False; rank 1: nesterov=True; rank 2: nesterov=False\)"),
+        ([{"lr": 0.1, "nesterov": False, "eps": 1e-8}], r"rank 0: no eps; rank 1: eps=1e-08; rank 2: no eps\)"),
+        ([{"lr": 0.1, "nesterov": False}, {"lr": 0.1}], r"parameter group 1 has other options \(rank 0: no lr;"),
+        ([{"lr": 0.2, "nesterov": False, "foreach": True}], ""),  # rates are compared in every step
+    ],
+)
+def test_options_that_schedulers_do_not_change_are_compared_at_once(other, text):
+    def rank_of(rank, communicator):
+        averager = GradientAverager([("p", nn.Parameter(torch.ones(3)))], communicator=communicator, autotune=False)
+        groups = other if rank == 1 else [{"lr": 0.1, "nesterov": False, "foreach": None}]
+        found = ""
+        try:
+            averager.compare_options(lambda: groups)
+        except MismatchError as error:
+            found = str(error)
+        averager._hooks.remove()
+        return found
+
+    found = on_thread_ranks(3, rank_of)
+    assert len(set(found)) == 1
+    assert re.search(text, found[0]) if text else not found[0], found
 
 
 @pytest.mark.parametrize("compression", ["fp16", "bf16"])
