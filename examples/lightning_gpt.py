@@ -1,6 +1,6 @@
 """Train a small GPT on the source code of Python's standard library with Lightning, resume it, and let it write.
 
-    python examples/lightning_gpt.py                          # two processes, a few minutes on two cores
+    python examples/lightning_gpt.py                          # two processes, one or two minutes on two cores
     python examples/lightning_gpt.py --steps 2000             # resumes from gpt.ckpt, and goes on to step 2,000
     mpirun -n 8 --hostfile hosts python examples/lightning_gpt.py --steps 20000
 
