@@ -3,14 +3,15 @@
     mpirun -n 2 python benchmarks/keras_step.py                          # TensorFlow; two to three minutes
     KERAS_BACKEND=torch mpirun -n 2 python benchmarks/keras_step.py      # or jax
     mpirun -n 2 python benchmarks/keras_step.py --network 0.5            # with a simulated network of 0.5 GB/s
-    python benchmarks/keras_steps.py                                     # all of these
+    mpirun -n 2 python benchmarks/keras_step.py --sharded                # Adam, and its update divided among the ranks
+    python benchmarks/keras_steps.py                                     # all of these but the last
 
 "none" trains the ranks independently. "ours" averages like `BroadcastCallback`. TensorFlow has two more variants.
 "copied" is ours with each all-reduce replaced by a copy of the large gradients to the memory of their averages: the
 minimum cost of averages outside TensorFlow's memory. "fused" has the structure of a published Horovod script without
 its negotiation: when all gradients are ready, one host call copies them into one buffer, MPI reduces it, and they are
 copied out. "one bucket" is ours without overlap, for the simulated network, in which the reduction of a bucket sleeps
-for the time that its bytes would need.
+for the time that its bytes would need. "sharded" is ours with `shard_optimizer=True`.
 """
 
 from __future__ import annotations
@@ -61,12 +62,13 @@ def mlp() -> tuple[Any, np.ndarray]:
     return keras.Sequential(stack), np.random.default_rng(0).normal(size=(64, 2048)).astype("float32")
 
 
-def step_of(kind: str, name: str, bandwidth: float) -> Callable[[], None]:
-    """Build and compile a model, and return a function that runs one training step."""
+def step_of(kind: str, name: str, bandwidth: float, is_adam: bool) -> tuple[Callable[[], None], Any]:
+    """Build and compile a model, and return a function that runs one training step, and its optimizer."""
     keras.utils.set_random_seed(0)
     model, x = (convolutions if name == "convolutions" else mlp)()
+    optimizer = keras.optimizers.Adam(1e-4) if is_adam else keras.optimizers.SGD(1e-4, momentum=0.9)
     model.compile(
-        optimizer=keras.optimizers.SGD(1e-4, momentum=0.9),
+        optimizer=DistributedOptimizer(optimizer, shard_optimizer=True) if kind == "sharded" else optimizer,
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
     y = np.arange(len(x)) % 10
@@ -94,7 +96,7 @@ def step_of(kind: str, name: str, bandwidth: float) -> Callable[[], None]:
         x, y = torch.from_numpy(x), torch.from_numpy(y)
     else:
         x, y = keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(y)
-    return lambda: model.train_on_batch(x, y)
+    return lambda: model.train_on_batch(x, y), model.optimizer
 
 
 def simulate_network(communicator: Any, bandwidth: float) -> None:
@@ -140,25 +142,36 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--seconds", type=float, default=60.0, help="approximate time to spend on each model")
     parser.add_argument("--network", type=float, default=0.0, help="GB/s of a simulated network, on TensorFlow")
+    parser.add_argument("--sharded", action="store_true", help="compare plain and sharded updates with Adam")
     options = parser.parse_args()
     if options.network and BACKEND != "tensorflow":
         parser.error("--network is for TensorFlow")
     ring.init(ranks=2)
     kinds = ["none", "ours", "one bucket"] if options.network else ["none", "ours"]
-    if not options.network and BACKEND == "tensorflow":
+    if options.sharded:
+        kinds = ["none", "ours", "sharded"]
+    elif not options.network and BACKEND == "tensorflow":
         kinds += ["copied", "fused"] if current().launcher == "mpi" else ["copied"]
     rows: dict[str, dict[str, Times]] = {}
     for name in options.models:
-        steps = {kind: step_of(kind, name, options.network * 1e9) for kind in kinds}
+        made = {kind: step_of(kind, name, options.network * 1e9, options.sharded) for kind in kinds}
+        steps = {kind: step for kind, (step, _) in made.items()}
         probe = interleaved(steps, 3)
         repetitions = int(min(300, max(9, options.seconds / sum(times.median for times in probe.values()))))
         rows[name] = interleaved(steps, repetitions)
+        if options.sharded:
+            kept = {kind: state_bytes(optimizer) / 1e6 for kind, (_, optimizer) in made.items()}
+            print(f"rank {ring.rank()} keeps, in MB of optimizer state: {kept}")
     if ring.rank() == 0:
-        report(rows, options.network)
+        report(rows, options.network, "_sharded" if options.sharded else "_network" if options.network else "")
     ring.barrier()
 
 
-def report(rows: dict[str, dict[str, Times]], network: float) -> None:
+def state_bytes(optimizer: Any) -> int:
+    return sum(keras.ops.convert_to_numpy(variable).nbytes for variable in optimizer.variables)
+
+
+def report(rows: dict[str, dict[str, Times]], network: float, what: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -173,7 +186,7 @@ def report(rows: dict[str, dict[str, Times]], network: float) -> None:
         table.add_row(name, *cells, *(f"{times[kind].median / times['none'].median:.2f}" for kind in kinds[1:]))
     Console(width=150).print(table)
     seconds = {name: {kind: vars(t) for kind, t in times.items()} for name, times in rows.items()}
-    save(f"keras_step_{BACKEND}{'_network' if network else ''}", {"network GB/s": network, "seconds": seconds})
+    save(f"keras_step_{BACKEND}{what}", {"network GB/s": network, "seconds": seconds})
 
 
 if __name__ == "__main__":

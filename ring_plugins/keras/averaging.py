@@ -23,24 +23,26 @@ from __future__ import annotations
 
 import gc
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 import keras
 
-from ring_plugins.core.arrays.dtypes import STORAGE
-from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError, MismatchError
+from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import refusals_told
-from ring_plugins.core.gradients.fusion import FIRST_BUCKET_BYTES, MIB, BucketSizes, Entry
+from ring_plugins.core.gradients.fusion import FIRST_BUCKET_BYTES, MIB, BucketSizes
 from ring_plugins.core.gradients.overlap import chosen_overlap
 from ring_plugins.core.world import constructed_by_all
 from ring_plugins.keras.backends import Exchange, Settings, backend
+from ring_plugins.keras.buckets import describe_gradient
 from ring_plugins.keras.healing import refuse_to_heal_overlapped
 from ring_plugins.keras.interrupted_fit import watch_fit
 from ring_plugins.keras.job import connect
-from ring_plugins.keras.state import optimizers_of
+from ring_plugins.keras.sharded_optimizer import ShardedUpdates, check_shardable, is_sharded, sharded
+from ring_plugins.keras.state import optimizers_of, value_of
 from ring_plugins.keras.validation import check_equal_optimizers, warn_of_gpu_copies
+from ring_plugins.observe.drift import checksum, differing_weights
 from ring_plugins.observe.training import announce_training
 
 #: Smaller than the core's: reductions larger than 4 MiB cost as much per byte, and typical Keras models (ResNet-50 has
@@ -60,6 +62,7 @@ def DistributedOptimizer(  # noqa: N802 - known by this name
     compression: Literal["fp16", "bf16"] | None = None,
     error_feedback: bool = False,
     overlap: bool | Literal["auto"] = "auto",
+    shard_optimizer: bool = False,
 ) -> O:
     """Make an optimizer average its gradients among all ranks before it uses them.
 
@@ -74,20 +77,29 @@ def DistributedOptimizer(  # noqa: N802 - known by this name
         error_feedback: whether the rounding error of a step is added to the next.
         overlap: True averages gradients while others are still computed, False when all are there. "auto" does as
             RING_OVERLAP says, and by default tries both in the first steps and keeps the faster.
+        shard_optimizer: whether each rank updates only its part of every variable and keeps only that part's slot
+            variables, such as Adam's momentum and velocity. All ranks then save together; see
+            docs/sharded_optimizer.md.
 
     Returns:
         The same object, with `apply` and `stateless_apply` replaced. Its class does not change, so files saved with it
         load without this package.
 
     Raises:
-        ArgumentError: `optimizer` is not a Keras optimizer, or `compression` is unknown.
+        ArgumentError: `optimizer` is not a Keras optimizer, or cannot be sharded, or `compression` is unknown.
         MismatchError: the variables differ among ranks; raised at the first use.
     """
     with constructed_by_all("the construction of a DistributedOptimizer"):
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             raise ArgumentError(f"optimizer={type(optimizer).__name__} is not a keras.optimizers.Optimizer.")
-        if connect().topology.size > 1 and averaging_of(optimizer) is None:
-            GradientAveraging(optimizer, bucket_bytes, compression, error_feedback, overlap).install()
+        if shard_optimizer:
+            check_shardable(optimizer)
+        averaging = averaging_of(optimizer)
+        if averaging is not None and shard_optimizer and averaging.sharded is None:
+            raise not_sharded(optimizer)
+        if connect().topology.size > 1 and averaging is None:
+            options = bucket_bytes, compression, error_feedback, overlap
+            GradientAveraging(optimizer, *options, shard_optimizer=shard_optimizer).install()
             _forget_compiled_steps(optimizer)
             announce_training()
     return optimizer
@@ -97,6 +109,8 @@ def undistribute(optimizer: O) -> O:
     """Revert `DistributedOptimizer`. All ranks call it."""
     averaging = averaging_of(optimizer)
     if averaging is not None:
+        if averaging.sharded is not None:
+            averaging.sharded.restore()
         averaging.remove()
         _forget_compiled_steps(optimizer)
     return optimizer
@@ -122,12 +136,14 @@ class GradientAveraging:
         optimizer: the outermost optimizer (a `LossScaleOptimizer`, not the one inside it), so that all ranks skip a
             step in which any rank's gradient overflowed.
         bucket_bytes: size of the buckets in bytes.
-        compression, error_feedback, overlap: as for `DistributedOptimizer`.
+        compression, error_feedback, overlap, shard_optimizer: as for `DistributedOptimizer`.
 
     Attributes:
         settings: settings of the exchange.
         exchange: averages the gradients; None until the optimizer's variables are known.
         is_compared: whether a `fit` without `BroadcastCallback` has compared the ranks' weights after its first step.
+        sharded: divides the optimizer among the ranks; None if each has all of it.
+        is_equal: whether the ranks' weights are known to be equal, so that parts of them fit together.
     """
 
     def __init__(
@@ -137,6 +153,7 @@ class GradientAveraging:
         compression: Literal["fp16", "bf16"] | None = None,
         error_feedback: bool = False,
         overlap: bool | Literal["auto"] = "auto",
+        shard_optimizer: bool = False,
     ) -> None:
         sizes = BucketSizes(bucket_bytes).checked()
         self.optimizer = optimizer
@@ -161,6 +178,10 @@ class GradientAveraging:
         self._dtypes: dict[int, Any] = {}  # index of a variable -> the dtype of its gradient
         self._originals: dict[str, Callable[..., Any]] = {}
         self._is_averaged = False  # while `stateless_apply` calls `apply`
+        self.is_equal = False
+        self.sharded: ShardedUpdates | None = None
+        if shard_optimizer or is_sharded(optimizer):
+            self.sharded = sharded(optimizer)
         self._is_watched = False  # whether `fit`, if it calls this, tells the other ranks of an exception
 
     # Statistics -----------------------------------------------------------------------------------
@@ -203,8 +224,17 @@ class GradientAveraging:
         self._originals = {}
         self.release()
 
+    def communicators(self) -> list[Communicator[Any]]:
+        """Those in use by steps."""
+        found = [] if self.exchange is None else [self.exchange.communicator]
+        if self.sharded is not None and self.sharded.communicator is not None:
+            found.append(self.sharded.communicator)
+        return found
+
     def release(self) -> None:
-        """Release memory and communicator; the next step makes new ones on all ranks."""
+        """Release memory and communicators; the next step makes new ones on all ranks."""
+        if self.sharded is not None:
+            self.sharded.disconnect()
         if self.exchange is not None:
             self.exchange.release()
             self.exchange = None
@@ -213,6 +243,9 @@ class GradientAveraging:
         """Create the exchange for the optimizer's variables. Collective the first time, a no-op afterwards."""
         if self.exchange is not None:
             return
+        if self.sharded is not None:
+            with constructed_by_all(f"sharding the optimizer of {self.settings.name}"):
+                self.sharded.share(variables)
         self._variables = list(variables)
         self._indices, self._dtypes = {id(variable): i for i, variable in enumerate(variables)}, {}
         with constructed_by_all(f"preparing {self.settings.name}"):
@@ -241,6 +274,8 @@ class GradientAveraging:
         (`LossScaleOptimizer` does not). Gradients of an optimizer that accumulates are averaged in that `apply`,
         because its accumulators are among those values.
         """
+        if self.sharded is not None:
+            self.sharded.check_is_known()
         if self.accumulation_steps == 1:
             grads = self.average(list(grads), self.variables)
             self._is_averaged = True
@@ -258,6 +293,8 @@ class GradientAveraging:
         self._is_watched = self._is_watched or watch_fit(self)
         self.prepare(self.variables if self.optimizer.built else variables)
         assert self.exchange is not None
+        if self.sharded is not None and not self.is_equal:
+            self._compare_weights()
         with refusals_told(self.exchange.communicator, "averaging gradients"):
             try:
                 indices = [self._indices[id(variable)] for variable in variables]
@@ -267,6 +304,32 @@ class GradientAveraging:
             self._check_dtypes(present)
             averages = self._average_sums(present) if self.accumulation_steps > 1 else self.exchange.average(present)
         return [None if g is None else averages[i] for i, g in zip(indices, gradients, strict=True)]
+
+    def _compare_weights(self) -> None:
+        """Check that all ranks begin with the same weights, since parts of different models would be put together.
+
+        Raises:
+            MismatchError: they do not.
+        """
+        self.is_equal = True
+        assert self.exchange is not None
+        with backend().at_once():
+            # During `fit` on JAX Keras has them elsewhere.
+            values = [variable._value for variable in self._variables]
+            if any(value is None for value in values):
+                return
+            names = [variable.path for variable in self._variables]
+            found = differing_weights(
+                lambda: (names, [checksum(value_of(variable)) for variable in self._variables]),
+                "before the first step",
+                self.exchange.communicator,
+            )
+        if found:
+            raise MismatchError(
+                f"{found} A sharded optimizer would put parts of different models together. Call "
+                "ring_plugins.keras.broadcast_variables(model) before the first step, or add BroadcastCallback() to "
+                "fit(callbacks=...)."
+            )
 
     def _check_dtypes(self, gradients: dict[int, Any]) -> None:
         """Refuse gradients of another dtype than their variable's, whose bytes the buckets would misread."""
@@ -349,6 +412,14 @@ def averaging_of(optimizer: Any) -> GradientAveraging | None:
     return found
 
 
+def not_sharded(optimizer: Any) -> ArgumentError:
+    """The error for an optimizer that is to be sharded, and averages already."""
+    return ArgumentError(
+        f"this {type(optimizer).__name__} was passed to DistributedOptimizer without shard_optimizer=True. Pass it "
+        "there, or call undistribute(optimizer) before."
+    )
+
+
 def communication_of(model: Any) -> tuple[float, int]:
     """Return the seconds waited for communication and the bytes reduced so far, summed over a model's optimizers."""
     active: Iterable[GradientAveraging] = filter(None, map(averaging_of, optimizers_of(model)))
@@ -359,12 +430,3 @@ def communication_of(model: Any) -> tuple[float, int]:
 def make_train_function(model: Any) -> None:
     """Rebuild a model's train function, because one that is already traced would ignore the replaced methods."""
     backend().make_train_function(model, averaging_of(model.optimizer) if model.optimizer is not None else None)
-
-
-def describe_gradient(index: int, variable: Any) -> Entry:
-    """Describe a variable's gradient, without its path: automatic layer names have a counter per process."""
-    dtype = keras.backend.standardize_dtype(variable.dtype)
-    if dtype not in STORAGE:
-        raise ArgumentError(f"variable {variable.path} has dtype={dtype}, whose gradients cannot be averaged.")
-    count = math.prod(int(length) for length in variable.shape)
-    return Entry(f"variable {index} ({variable.name})", dtype, count, f"shape {tuple(variable.shape)}")

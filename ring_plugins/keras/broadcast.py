@@ -14,6 +14,7 @@ from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingErro
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.healing import repeated
+from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.gradients.overlap import Wanted, chosen_overlap
 from ring_plugins.core.world import current
 from ring_plugins.keras.averaging import (
@@ -21,14 +22,16 @@ from ring_plugins.keras.averaging import (
     GradientAveraging,
     averaging_of,
     make_train_function,
+    not_sharded,
 )
 from ring_plugins.keras.backends import backend
 from ring_plugins.keras.batch_norm import SynchronizedBatchNorm
-from ring_plugins.keras.callback_list import arrange, call_when_over, enclosing_list, saves_weights
+from ring_plugins.keras.callback_list import arrange, call_when_over, check_formats, enclosing_list, saves_weights
 from ring_plugins.keras.healing import LossWatch, Root, check_equal
 from ring_plugins.keras.interrupted_fit import tell_interrupted
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.shard import continue_at
+from ring_plugins.keras.sharded_optimizer import readmit
 from ring_plugins.keras.state import (
     average_variables,
     broadcast_state,
@@ -50,6 +53,28 @@ from ring_plugins.observe.training import announce_training
 
 #: Callbacks whose `fit` has begun and not ended, as far as they know.
 _fitting: weakref.WeakSet[BroadcastCallback] = weakref.WeakSet()
+
+
+def broadcast_variables(model: Any, root_rank: int = 0) -> None:
+    """Broadcast a model's state, as `BroadcastCallback` does, for custom training loops. Collective.
+
+    Args:
+        model: a built model; its compiled optimizer, and optimizers that are its attributes, are included.
+        root_rank: the rank whose state all ranks get.
+
+    Raises:
+        ArgumentError: `root_rank` is not a rank.
+        MismatchError: the models differ among ranks.
+    """
+    world = connect()
+    with on_all_or_none(world.communicator, "broadcast_variables"):
+        check_root(root_rank, world)
+        if world.topology.size > 1:
+            build_optimizer(model)
+            for averaging in filter(None, map(averaging_of, optimizers_of(model))):
+                if averaging.sharded is not None and averaging.optimizer.built:
+                    averaging.sharded.share(averaging.variables, root_rank)
+            broadcast_state(model, Root(root_rank), world.communicator)
 
 
 class BroadcastCallback(keras.callbacks.Callback):
@@ -78,6 +103,9 @@ class BroadcastCallback(keras.callbacks.Callback):
             precision.
         error_feedback: whether the rounding error of a step is added to the next.
         overlap: whether gradients are averaged while others are still computed; see `DistributedOptimizer`.
+        shard_optimizer: whether each rank updates only its part of every variable and keeps only that part's slot
+            variables, such as Adam's momentum and velocity. When `fit` is over, the root has the whole state, and other
+            ranks' optimizers have none until the next `fit`; see docs/sharded_optimizer.md.
         drift_check_every: batches after which the trainable weights of all ranks are compared; 0 for never,
             RING_DRIFT_CHECK by default.
 
@@ -103,6 +131,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         compression: Literal["fp16", "bf16"] | None = None,
         error_feedback: bool = False,
         overlap: bool | Literal["auto"] = "auto",
+        shard_optimizer: bool = False,
         drift_check_every: int | None = None,
     ) -> None:
         super().__init__()
@@ -117,6 +146,9 @@ class BroadcastCallback(keras.callbacks.Callback):
         self.compression, self.error_feedback = compression, error_feedback
         chosen_overlap(overlap)  # raises now rather than in fit
         self.overlap: Wanted = overlap
+        self.shard_optimizer = shard_optimizer
+        if shard_optimizer and not average_gradients:
+            raise ArgumentError("shard_optimizer=True needs average_gradients=True: parts of equal models are updated.")
         Compression.named(compression, error_feedback)  # raises now rather than in fit
         self.drift_check_every = chosen_interval(drift_check_every)
         self._drift: DriftCheck | None = None
@@ -148,8 +180,11 @@ class BroadcastCallback(keras.callbacks.Callback):
         if callbacks is not None and world.topology.size > 1:
             self._saves_weights = saves_weights(callbacks)
             self._first.set_model(model)
+            saves_together = self.shard_optimizer or any(averaging.sharded for averaging in self._active())
+            if saves_together:
+                check_formats(callbacks)
             self._writers = arrange(
-                callbacks, self._first, self, self._root.is_here, self.write_on_root_only, world.heals
+                callbacks, self._first, self, self._root.is_here, self.write_on_root_only, world.heals, saves_together
             )
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -167,7 +202,7 @@ class BroadcastCallback(keras.callbacks.Callback):
             self._finalizer.atexit = False  # at exit the other ranks learn how this one ended
         self._communicator, stop = world.new_communicator("fit"), world.new_communicator("stop")
         self._communicators = [self._communicator, stop]
-        self._stop = SynchronizedStop(stop)
+        self._stop = SynchronizedStop(stop, self._take_part_in_saving)
         self._losses = LossWatch(stop)
         self._drift = drift_check(self.drift_check_every, lambda: weight_checksums(self.model))
         model = self.model
@@ -194,19 +229,11 @@ class BroadcastCallback(keras.callbacks.Callback):
 
     def _start(self) -> None:
         """Broadcast the root's state and install the averaging."""
-        model = self.model
-        build_optimizer(model)
-        assert self._root is not None
-        broadcast_state(model, self._root, self._communicator)
-        backend().offset_seed(self._communicator, self._root)
-        if self.average_gradients:
-            for optimizer in optimizers_of(model):
-                if averaging_of(optimizer) is None:
-                    averaging = GradientAveraging(
-                        optimizer, self.bucket_bytes, self.compression, self.error_feedback, self.overlap
-                    )
-                    averaging.install()
-                    self._installed.append(averaging)
+        model, root = self.model, self._root
+        assert root is not None
+        for optimizer in optimizers_of(model):
+            readmit(optimizer)
+        self._install()
         active = self._active()
         # A fit that an exception ended, on this rank or another, has released those of the script's own optimizers.
         released = [averaging.settings.name for averaging in active if averaging.exchange is None]
@@ -215,6 +242,12 @@ class BroadcastCallback(keras.callbacks.Callback):
             if averaging.settings.name in anywhere:
                 averaging.release()
         for averaging in active:
+            self._share(averaging, root)
+        build_optimizer(model)
+        broadcast_state(model, root, self._communicator)
+        backend().offset_seed(self._communicator, root)
+        for averaging in active:
+            averaging.is_equal = True
             # `compile()` without an optimizer makes an RMSprop for all variables. A GAN whose optimizers are other
             # attributes never uses it, and on torch a variable has one averager.
             is_perhaps_unused = averaging.optimizer is model.optimizer and len(active) > 1
@@ -226,6 +259,43 @@ class BroadcastCallback(keras.callbacks.Callback):
         make_train_function(model)
         self._passes_before = self._passes()
         self._steps_until_check = max((averaging.accumulation_steps for averaging in self._active()), default=1)
+
+    def _install(self) -> None:
+        """Let the model's optimizers average, those that do not yet."""
+        if not self.average_gradients:
+            return
+        for optimizer in optimizers_of(self._model):
+            averaging = averaging_of(optimizer)
+            if averaging is None:
+                options = self.bucket_bytes, self.compression, self.error_feedback, self.overlap
+                averaging = GradientAveraging(optimizer, *options, shard_optimizer=self.shard_optimizer)
+                averaging.install()
+                self._installed.append(averaging)
+            elif self.shard_optimizer and averaging.sharded is None:
+                raise not_sharded(optimizer)
+
+    def _share(self, averaging: GradientAveraging, root: Root) -> None:
+        """Divide the root's state of an optimizer among all ranks, if it is to be sharded and known."""
+        sharded, optimizer = averaging.sharded, averaging.optimizer
+        if sharded is None:
+            return
+        if optimizer is self._model.optimizer:
+            sharded.share(averaging.variables or self._model.trainable_variables, root.rank_in(self._communicator))
+        elif all(self._communicator.all_gather_object(optimizer.built)):
+            sharded.share(averaging.variables, root.rank_in(self._communicator))
+        sharded.before_saving = self._request_saving(averaging)
+
+    def _request_saving(self, averaging: GradientAveraging) -> Callable[[], None]:
+        """What makes the other ranks take part when this one saves: most callbacks that save are on one rank only."""
+        assert self._stop is not None
+        number, stop = self._active().index(averaging) + 1, self._stop
+        return lambda: stop.request(number)
+
+    def _take_part_in_saving(self, number: int) -> None:
+        _ = self.model  # on JAX, gives the variables their values of the last step
+        sharded = self._active()[number - 1].sharded
+        assert sharded is not None
+        sharded.take_part_in_saving()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._is_synchronized = False
@@ -257,9 +327,17 @@ class BroadcastCallback(keras.callbacks.Callback):
             check_equal_learning_rates(self._model.optimizer, self._communicator)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        if self._is_fitting and current().heals:  # a writer may still be lost while it completes its files
+        if not self._is_fitting:
+            return
+        sharded = [averaging.sharded for averaging in self._active() if averaging.sharded is not None]
+        # A writer may still be lost while it completes its files, or save here.
+        if current().heals or sharded:
             assert self._stop is not None
-            self._after_exchange(self._stop.after_epoch(self._model))
+            self._after_exchange(self._stop.after_epoch(self.model))
+        assert self._root is not None
+        for averaging in self._installed:
+            if averaging.sharded is not None:
+                averaging.sharded.restore(self._root.rank_in(self._communicator))
         self._restore()
 
     # Helpers ----------------------------------------------------------------------------------------
@@ -330,7 +408,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         """
         if self._is_fitting:
             active = self._active()
-            averagers = [averaging.exchange.communicator for averaging in active if averaging.exchange]
+            averagers = [communicator for averaging in active for communicator in averaging.communicators()]
             mismatch = self._stop.mismatch if self._stop is not None else ""
             tell_interrupted((*averagers, *self._communicators), MismatchError(mismatch) if mismatch else None)
             for averaging in active:  # those that the script itself has distributed stay installed
@@ -347,6 +425,9 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._is_fitting = False
         _fitting.discard(self)
         self._model.train_function = None  # traced with the averaging
+        for averaging in self._active():
+            if averaging.sharded is not None:
+                averaging.sharded.before_saving = None
         for averaging in self._installed:
             averaging.remove()
         self._installed = []

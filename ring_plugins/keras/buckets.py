@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
+import keras
 import numpy as np
 
 from ring_plugins.core.arrays.codec import Compression
 from ring_plugins.core.arrays.dtypes import STORAGE
 from ring_plugins.core.arrays.memory import HostMemory
-from ring_plugins.core.base.errors import MismatchError, RingError
+from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import refusals_told
@@ -100,7 +102,7 @@ class HostBuckets:
                 if i not in bucket.direct:
                     self._averages[i] = memory.array[offset : offset + count]
                 elif not in_place:
-                    self._averages[i] = _aligned(count, memory.array.dtype)
+                    self._averages[i] = aligned(count, memory.array.dtype)
 
     def give(self, indices: Sequence[int], gradients: Sequence[Array]) -> None:
         """Add gradients that are complete.
@@ -220,8 +222,17 @@ def unequal_gradients(is_here: bool, name: str) -> MismatchError:
     )
 
 
-def _aligned(count: int, dtype: np.dtype[Any]) -> Array:
+def aligned(count: int, dtype: np.dtype[Any]) -> Array:
     """Allocate memory that starts on a cache line."""
     memory = np.empty(count * dtype.itemsize + _LINE, np.uint8)
     start = -memory.ctypes.data % _LINE
     return memory[start : start + count * dtype.itemsize].view(dtype)
+
+
+def describe_gradient(index: int, variable: Any) -> Entry:
+    """Describe a variable's gradient, without its path: automatic layer names have a counter per process."""
+    dtype = keras.backend.standardize_dtype(variable.dtype)
+    if dtype not in STORAGE:
+        raise ArgumentError(f"variable {variable.path} has dtype={dtype}, whose gradients cannot be averaged.")
+    count = math.prod(int(length) for length in variable.shape)
+    return Entry(f"variable {index} ({variable.name})", dtype, count, f"shape {tuple(variable.shape)}")

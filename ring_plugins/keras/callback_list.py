@@ -9,7 +9,11 @@ from typing import Any
 
 import keras
 
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.keras.writers import WRITERS, HeldWriter
+
+#: Callbacks that save weights.
+_SAVERS = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
 
 
 def enclosing_list(callback: Any) -> Any | None:
@@ -29,7 +33,13 @@ def enclosing_list(callback: Any) -> Any | None:
 
 
 def arrange(
-    callbacks: Any, first: Any, last: Any, writes_here: Callable[[], bool], written_by_one: bool, heals: bool
+    callbacks: Any,
+    first: Any,
+    last: Any,
+    writes_here: Callable[[], bool],
+    written_by_one: bool,
+    heals: bool,
+    saves_together: bool = False,
 ) -> list[HeldWriter]:
     """Move `first` to the start and `last` to the end, and leave writing to one rank.
 
@@ -40,6 +50,8 @@ def arrange(
         writes_here: whether this rank is the one that writes now.
         written_by_one: whether only one rank writes checkpoints and logs; only one shows a progress bar anyway.
         heals: whether another rank takes over if that one is lost, so that all keep the writers.
+        saves_together: whether the other ranks take part, in `last`, when one saves. Callbacks that save then come
+            after all others, which may call collectives themselves.
 
     Returns:
         The writers that are kept for that.
@@ -56,7 +68,8 @@ def arrange(
             kept.append(held[-1])
         elif writes_here():
             kept.append(callback)
-    callbacks.callbacks = [first, *kept, last]
+    savers = [callback for callback in kept if saves_together and isinstance(callback, _SAVERS)]
+    callbacks.callbacks = [first, *(callback for callback in kept if callback not in savers), *savers, last]
     return held
 
 
@@ -82,8 +95,23 @@ def check_first_step(callback: Any, check: Callable[[], Any]) -> None:
 
 def saves_weights(callbacks: Any) -> bool:
     """Whether a `CallbackList` has a callback that saves weights."""
-    kinds = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
-    return any(isinstance(callback, kinds) for callback in callbacks.callbacks)
+    return any(isinstance(callback, _SAVERS) for callback in callbacks.callbacks)
+
+
+def check_formats(callbacks: Any) -> None:
+    """Refuse to save models in a format for which Keras asks an optimizer's variables rather than the optimizer.
+
+    Raises:
+        ArgumentError: a `ModelCheckpoint` writes the old HDF5 format.
+    """
+    for callback in callbacks.callbacks:
+        if not isinstance(callback, keras.callbacks.ModelCheckpoint) or callback.save_weights_only:
+            continue
+        if str(callback.filepath).endswith((".h5", ".hdf5")):
+            raise ArgumentError(
+                f"ModelCheckpoint({str(callback.filepath)!r}) would save only a part of a sharded optimizer. Use the "
+                "format .keras."
+            )
 
 
 def call_when_over(callback: Any, undo: Callable[[], None]) -> weakref.finalize[..., Any] | None:

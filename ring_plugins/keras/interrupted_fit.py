@@ -30,11 +30,12 @@ from ring_plugins.observe.drift import differing_weights, is_check_wanted
 class Averaging(Protocol):
     """What `averaging.GradientAveraging` does; see there."""
 
-    exchange: Any
     is_compared: bool
 
     @property
     def is_installed(self) -> bool: ...
+
+    def communicators(self) -> list[Communicator[Any]]: ...
 
     def release(self) -> None: ...
 
@@ -159,8 +160,8 @@ class _Watch(keras.callbacks.Callback):
         if self not in _watching:
             return
         _watching.discard(self)
-        exchange = self.averaging.exchange
-        tell_interrupted([one for one in (exchange and exchange.communicator, self._comparing) if one is not None])
+        comparing = [] if self._comparing is None else [self._comparing]
+        tell_interrupted([*self.averaging.communicators(), *comparing])
         self._end_comparison()
         self.averaging.release()
         self._model.train_function = None  # traced with the averaging; the next fit makes both anew

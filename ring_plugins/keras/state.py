@@ -27,25 +27,8 @@ from ring_plugins.observe.drift import checksum
 
 #: Difference between the seeds of consecutive ranks, so that no two ranks of a job draw the same numbers.
 _SEED_STRIDE = 7919
-
-
-def broadcast_variables(model: Any, root_rank: int = 0) -> None:
-    """Broadcast a model's state, as `BroadcastCallback` does, for custom training loops. Collective.
-
-    Args:
-        model: a built model; its compiled optimizer, and optimizers that are its attributes, are included.
-        root_rank: the rank whose state all ranks get.
-
-    Raises:
-        ArgumentError: `root_rank` is not a rank.
-        MismatchError: the models differ among ranks.
-    """
-    world = connect()
-    with on_all_or_none(world.communicator, "broadcast_variables"):
-        check_root(root_rank, world)
-        if world.topology.size > 1:
-            build_optimizer(model)
-            broadcast_state(model, Root(root_rank), world.communicator)
+#: Attribute of a slot variable that holds only this rank's part, in a sharded optimizer.
+PART = "_ring_part"
 
 
 def broadcast_all(variables: Sequence[Any], root_rank: int) -> None:
@@ -78,7 +61,7 @@ def broadcast_values(variables: Sequence[Any], values: Sequence[Array], root_ran
         ArgumentError, MismatchError: as for `broadcast_all`.
     """
     with _broadcasting(variables, root_rank) as communicator:
-        return [_broadcast_value(np.array(value, order="C"), root_rank, communicator) for value in values]
+        return [broadcast_array(np.array(value, order="C"), root_rank, communicator) for value in values]
 
 
 @contextlib.contextmanager
@@ -109,6 +92,8 @@ def build_optimizer(model: Any) -> None:
 def broadcast_state(model: Any, root: Root, communicator: Communicator) -> None:
     """Broadcast the root's weights, optimizer state and, offset by rank, seeds. Collective.
 
+    Each rank keeps its own parts of a sharded optimizer's state.
+
     Args:
         model: a built Keras model.
         root: whose values all ranks get.
@@ -120,7 +105,7 @@ def broadcast_state(model: Any, root: Root, communicator: Communicator) -> None:
     """
     state = list(model.weights)
     for optimizer in optimizers_of(model):
-        state.extend(optimizer.variables)
+        state.extend(variable for variable in optimizer.variables if not hasattr(variable, PART))
     weights = {id(variable) for variable in model.weights}
     # The states of the seed generators of dropout and the like.
     seeds = [variable for variable in model.variables if id(variable) not in weights]
@@ -213,11 +198,11 @@ def weight_checksums(model: Any) -> tuple[list[str], list[int]]:
 
 
 def _broadcast(variable: Any, root: int, communicator: Communicator) -> Array:
-    return _broadcast_value(value_of(variable), root, communicator)
+    return broadcast_array(value_of(variable), root, communicator)
 
 
-def _broadcast_value(value: Array, root: int, communicator: Communicator) -> Array:
-    """Overwrite an array with the root's."""
+def broadcast_array(value: Array, root: int, communicator: Communicator) -> Array:
+    """Overwrite an array with the root's. Collective."""
     array, dtype = host_array(value)
     communicator.broadcast(HostMemory(array.reshape(-1), dtype), root)
     return value

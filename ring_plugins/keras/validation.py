@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -146,17 +147,20 @@ def _flattened(options: dict[str, Any], prefix: str) -> dict[str, str]:
 class SynchronizedStop:
     """Stops all ranks after the same step, and detects epochs of different lengths.
 
-    After every step and every epoch the ranks exchange whether any of them wants to stop, in a reduction of 32 bytes.
+    After every step and every epoch the ranks exchange whether any of them wants to stop, in a reduction of 40 bytes.
     It also tells whether a rank is to leave. It costs little, because the averaging has just synchronized the ranks.
+
+    Between two steps a rank may also ask the others, which come to the next exchange, to take part in something.
 
     Args:
         communicator: must have no other use.
+        take_part: called on the ranks that a request reaches, with its number.
     """
 
     _STEP, _EPOCH = 0, 1
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+    def __init__(self, communicator: Communicator, take_part: Callable[[int], None] | None = None) -> None:
+        self._communicator, self._take_part = communicator, take_part
         self._steps = 0
         #: The text of the error that this raised, "" if none. The error itself would keep the frames of `fit` alive.
         self.mismatch = ""
@@ -183,14 +187,33 @@ class SynchronizedStop:
         self._steps = 0
         return anyone_leaves
 
+    def request(self, number: int) -> None:
+        """Make all other ranks take part in what has this number, counted from 1. Collective, as the others' exchange.
+
+        Returns when they are about to. If ranks ask for different things at once, all take part in each.
+        """
+        while (found := self._reduced([0, self._STEP, -self._STEP, 0, number])[4]) != number:
+            self._serve(found)
+
+    def _serve(self, number: int) -> None:
+        assert self._take_part is not None
+        self._take_part(number)
+
+    def _reduced(self, flags: list[int]) -> list[int]:
+        array = np.array(flags, np.int64)
+        self._communicator.all_reduce(HostMemory(array, "int64"), Op.MAX)
+        found: list[int] = array.tolist()
+        return found
+
     def _exchange(self, model: Any, point: int) -> bool:
         # max(-point) is -min(point), so one reduction shows whether all ranks are at the same point.
-        flags = np.array([bool(model.stop_training), point, -point, current().notice.given], np.int64)
+        flags = [int(model.stop_training), point, -point, int(current().notice.given), 0]
         try:
-            self._communicator.all_reduce(HostMemory(flags, "int64"), Op.MAX)
+            while (found := self._reduced(flags))[4]:
+                self._serve(found[4])
         except DeadlockError as error:
             raise self._mismatch() from error
-        stop, largest, negated_smallest, anyone_leaves = flags.tolist()
+        stop, largest, negated_smallest, anyone_leaves, _ = found
         if largest != -negated_smallest:
             raise self._mismatch()
         if stop:

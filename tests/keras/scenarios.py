@@ -14,6 +14,7 @@ import keras
 import numpy as np
 from keras import layers
 
+import ring_plugins as ring
 from ring_plugins.keras import BroadcastCallback, DistributedOptimizer, undistribute
 
 Outcome = dict[str, Any]
@@ -193,6 +194,109 @@ def large_layer(run: Run) -> Outcome:
     model.compile(optimizer=keras.optimizers.SGD(0.01, momentum=0.9), loss="mse")
     run.fit(model, *features(run.ranks))
     return weights(model)
+
+
+# Sharded optimizers --------------------------------------------------------------------------------------
+
+
+def sharded_fit(run: Run, model: Any, x: Any, y: Any, name: str = "", **options: Any) -> Outcome:
+    """Train with a sharded optimizer, on several ranks; the state is rank 0's, which has all of it."""
+    run.fit(model, x, y, callbacks=[BroadcastCallback(shard_optimizer=True)], **options)
+    found = weights(model) if run.rank == 0 else {}
+    found = found if run.is_alone else ring.broadcast_object(found)
+    for i, value in enumerate(model.get_weights()):
+        found[f"weight {i}"] = value
+    return {f"{kind.split()[0]} {name} {kind}": value for kind, value in found.items()}
+
+
+def wide(optimizer: Any, **options: Any) -> Any:
+    """A model of which some variables lie on both ranks, one of them so large that it is gathered where it lies."""
+    stack = [keras.Input((5,)), layers.Dense(600, activation="tanh"), layers.Dense(601), layers.Dense(1)]
+    model = keras.Sequential(stack)
+    model.compile(optimizer=optimizer, loss="mse", **options)
+    return model
+
+
+@scenario
+def sharded_for_fifty_steps(run: Run) -> Outcome:
+    run.seed()
+    model = wide(keras.optimizers.Adam(1e-3, amsgrad=True))
+    return sharded_fit(run, model, *features(run.ranks, steps=25))
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": {},
+    "Adadelta": {},
+    "Adagrad": {},
+    "Adamax": {},
+    "AdamW": {"clipvalue": 0.01},
+    "Ftrl": {"clipnorm": 0.05},
+    "Lion": {},
+    "Nadam": {"global_clipnorm": 0.05, "use_ema": True, "ema_overwrite_frequency": 3},
+    "RMSprop": {"momentum": 0.9, "centered": True, "weight_decay": 0.01},
+}
+
+
+@scenario
+def sharded_optimizers(run: Run) -> Outcome:
+    found = {}
+    for name, options in OPTIMIZERS.items():
+        run.seed()
+        optimizer = getattr(keras.optimizers, name)(1e-3, **options)
+        if name == "AdamW":
+            optimizer.exclude_from_weight_decay(var_names=["bias"])
+        found |= sharded_fit(run, wide(optimizer), *features(run.ranks, steps=4), name=name)
+    return found
+
+
+@scenario
+def sharded_with_everything_before_the_update(run: Run) -> Outcome:
+    """Accumulation, clipping, loss scales, schedules and frozen layers, which concern whole gradients."""
+    found = {}
+    accumulating = {"gradient_accumulation_steps": 2, "clipnorm": 0.05}
+    rate = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.7)
+    scaled = keras.optimizers.Adam(1e-3, gradient_accumulation_steps=2, global_clipnorm=0.05)
+    makes = {
+        "accumulates": lambda: keras.optimizers.SGD(rate, momentum=0.9, **accumulating),
+        "scales": lambda: keras.optimizers.LossScaleOptimizer(scaled, initial_scale=64.0),
+    }
+    for name, make in makes.items():
+        run.seed()
+        model = wide(make(), steps_per_execution=1 if BACKEND == "torch" else 2)
+        model.layers[0].trainable = name == "scales"
+        model.layers[2].kernel.constraint = keras.constraints.MaxNorm(0.5)
+        found |= sharded_fit(run, model, *features(run.ranks, steps=4), name=name)
+    return found
+
+
+@scenario
+def sharded_and_compiled(run: Run) -> Outcome:
+    """The second fit goes on with the state that the first has left on rank 0."""
+    run.seed()
+    model = wide(keras.optimizers.Adam(1e-3), jit_compile=True)
+    sharded_fit(run, model, *features(run.ranks), epochs=1)
+    return sharded_fit(run, model, *features(run.ranks), epochs=1)
+
+
+@scenario
+def sharded_and_eager(run: Run) -> Outcome:
+    run.seed()
+    model = dense(keras.optimizers.Adam(0.01), run_eagerly=True)
+    return sharded_fit(run, model, *features(run.ranks))
+
+
+@scenario
+def sharded_embedding(run: Run) -> Outcome:
+    """On TensorFlow the gradient has some rows, and each rank updates those of them that are its own."""
+    run.seed()
+    random = np.random.default_rng(2)
+    x, y = random.integers(0, 80, (12 * run.ranks, 4)), random.normal(size=(12 * run.ranks, 1)).astype("float32")
+    table = layers.Embedding(80, 60)
+    model = keras.Sequential(
+        [keras.Input((4,), dtype="int32"), table, layers.GlobalAveragePooling1D(), layers.Dense(1)]
+    )
+    model.compile(optimizer=keras.optimizers.Adam(0.01), loss="mse")
+    return sharded_fit(run, model, x, y)
 
 
 # Batch normalization ------------------------------------------------------------------------------------

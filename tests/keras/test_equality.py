@@ -41,6 +41,12 @@ BY_DEFAULT = {
     "not_compiled": (JAX,),
     "remainder": (TORCH,),
     "schedule": (TORCH,),
+    "sharded_and_compiled": (),
+    "sharded_and_eager": (),
+    "sharded_embedding": (TF,),
+    "sharded_for_fifty_steps": (TF, TORCH, JAX),
+    "sharded_optimizers": (),
+    "sharded_with_everything_before_the_update": (TORCH,),
     "several_accumulating_steps_an_execution": (),
     "several_steps_an_execution": (TF, JAX),
     "two_outputs_with_weights": (TORCH,),
@@ -70,10 +76,18 @@ ON_REQUEST = {
     "remainder": (TF,),
     "schedule": (TF,),
     "several_accumulating_steps_an_execution": (TF,),
+    "sharded_and_compiled": (TF, JAX),
+    "sharded_and_eager": (TF, TORCH, JAX),
+    "sharded_embedding": (TORCH, JAX),
+    "sharded_optimizers": (TF, TORCH, JAX),
+    "sharded_with_everything_before_the_update": (TF, JAX),
     "two_outputs_with_weights": (TF, JAX),
 }
 #: Code that depends on the number of ranks is the same on all backends.
-ON_THREE_RANKS = ("adam", "batch_normalization", "convolution_with_momentum", "large_layer")
+ON_THREE_RANKS = (
+    "adam", "batch_normalization", "convolution_with_momentum", "large_layer", "sharded_embedding",
+    "sharded_for_fifty_steps",
+)  # fmt: skip
 
 CASES = [case(backend, 2, name, f"-{name}") for name, backends in BY_DEFAULT.items() for backend in backends]
 CASES += [

@@ -11,13 +11,15 @@ the other slices. An update that treats each element on its own gives the same n
 where it lies; small ones are packed into a round of up to a bucket's size. Each round is cut into one range per rank,
 all of the same size up to a cache line. A range may begin and end inside a tensor, so every rank has 1/n of each
 round, whatever the sizes of the tensors and whichever of them are frozen. For updates that need whole tensors, each
-tensor has one owner; the largest are assigned first, to the rank that has least.
+tensor has one owner; the largest are assigned first, to the rank that has least. If some elements have to stay
+together, such as the rows of a table of which only some rows have gradients, cuts move to the nearest place between.
 
 All this is arithmetic on sizes, the same on all ranks.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,20 +69,23 @@ class Round:
         return sum(self.counts)
 
 
-def plan_rounds(plan: FusionPlan, size: int, whole_tensors: bool = False) -> list[Round]:
+def plan_rounds(
+    plan: FusionPlan, size: int, whole_tensors: bool = False, grains: Sequence[int] | None = None
+) -> list[Round]:
     """Cut the tensors of a plan, made with `ROUND_SIZES`, into one slice for each rank.
 
     Args:
         plan: the tensors, and which of them are large.
         size: number of ranks.
         whole_tensors: whether a tensor belongs to one rank as a whole.
+        grains: by tensor, how many elements from the first on stay together, then the same number again; 1 by default.
     """
     owners = _owners(plan.entries, size) if whole_tensors else None
     rounds = []
     for bucket in plan.buckets:
-        rounds += [_round([entry], plan.entries, size, owners, is_direct=True) for entry in bucket.direct]
+        rounds += [_round([entry], plan.entries, size, owners, grains, is_direct=True) for entry in bucket.direct]
         if packed := _packed(bucket, owners):
-            rounds.append(_round(packed, plan.entries, size, owners, is_direct=False))
+            rounds.append(_round(packed, plan.entries, size, owners, grains, is_direct=False))
     return rounds
 
 
@@ -101,19 +106,23 @@ def _owners(entries: Sequence[Entry], size: int) -> list[int]:
 
 
 def _round(
-    members: Sequence[int], entries: Sequence[Entry], size: int, owners: Sequence[int] | None, is_direct: bool
+    members: Sequence[int],
+    entries: Sequence[Entry],
+    size: int,
+    owners: Sequence[int] | None,
+    grains: Sequence[int] | None,
+    is_direct: bool,
 ) -> Round:
     if owners is None:
         total = sum(entries[entry].count for entry in members)
-        ranges = slices(total, size, STORAGE[entries[members[0]].dtype].itemsize)
-        counts = [each.stop - each.start for each in ranges]
+        ends = [each.stop for each in slices(total, size, STORAGE[entries[members[0]].dtype].itemsize)]
+        if grains is not None:
+            ends = [_between_grains(end, members, entries, grains) for end in ends]
+        counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     else:
         counts = [sum(entries[entry].count for entry in members if owners[entry] == rank) for rank in range(size)]
     pieces: list[list[Piece]] = [[] for _ in range(size)]
-    ends, end = [], 0
-    for count in counts:
-        end += count
-        ends.append(end)
+    ends = list(itertools.accumulate(counts))
     offset = 0
     for entry in members:
         start = 0
@@ -125,3 +134,13 @@ def _round(
             pieces[rank].append(Piece(entry, start, stop, offset))
             offset, start = offset + stop - start, stop
     return Round(is_direct, tuple(members), tuple(counts), tuple(map(tuple, pieces)))
+
+
+def _between_grains(end: int, members: Sequence[int], entries: Sequence[Entry], grains: Sequence[int]) -> int:
+    """Move a cut among the packed elements of a round to the nearest one that keeps grains whole."""
+    first = 0
+    for entry in members:
+        if end <= first + entries[entry].count:
+            return first + round((end - first) / grains[entry]) * grains[entry]
+        first += entries[entry].count
+    return end

@@ -21,6 +21,7 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.fusion import BucketSizes, Entry
 from ring_plugins.core.gradients.overlap import Wanted
 from ring_plugins.keras.healing import Root
+from ring_plugins.keras.slices import SliceGather, SliceLayout
 
 _KNOWN = ("tensorflow", "torch", "jax")
 
@@ -90,8 +91,49 @@ class Exchange(Protocol):
         """Release hooks, memory and communicator."""
 
 
+class Slices(Protocol):
+    """This rank's parts of an optimizer's variables, as variables of their own that the optimizer can update.
+
+    Args:
+        variables: all variables that the optimizer updates.
+        layout: which parts of them are this rank's.
+
+    Attributes:
+        variables: by variable this rank's part: the variable itself if it is this rank's as a whole, maybe empty.
+            Only between `load` and `gather` they have values.
+
+    Raises:
+        ArgumentError: a variable is on a GPU.
+    """
+
+    variables: list[Any]
+
+    def connect(self, gather: SliceGather) -> None:
+        """Use this from now on to gather parts."""
+
+    def load(self, indices: Sequence[int]) -> None:
+        """Give these parts the values of their variables."""
+
+    def cut(self, i: int, gradient: Any) -> Any:
+        """The part of a variable's gradient that belongs to this rank's part of the variable."""
+
+    def gather(self, indices: Sequence[int], options: dict[str, Any]) -> None:
+        """Give these variables the values of all ranks' parts. Collective; called in a step, traced or eagerly.
+
+        Args:
+            indices: of the variables that were updated, the same on all ranks.
+            options: scalars that must be equal on all ranks, by what to call them in an error.
+        """
+
+
 class Backend(Protocol):
     """The module of a backend."""
+
+    def Slices(self, variables: Sequence[Any], layout: SliceLayout) -> Slices:  # noqa: N802 - a class
+        """Create the `Slices` of an optimizer."""
+
+    def slice_layout(self, variables: Sequence[Any], rank: int, size: int) -> SliceLayout:
+        """Decide which parts of an optimizer's variables are whose."""
 
     def Exchange(  # noqa: N802 - a class
         self, variables: Sequence[Any], entries: Sequence[Entry], settings: Settings

@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import keras
 import numpy as np
 from jax.experimental import io_callback
 
+from ring_plugins.core.arrays.dtypes import STORAGE
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.fusion import Entry
@@ -26,6 +28,7 @@ from ring_plugins.keras.backends.jax_ffi import HostCalls
 from ring_plugins.keras.buckets import HostBuckets, call_weakly
 from ring_plugins.keras.healing import Root
 from ring_plugins.keras.job import capture_exceptions, connect, restore_exceptions
+from ring_plugins.keras.slices import SliceGather, SliceLayout, new_part, on_gpu
 
 #: Gradients of at least this many bytes are reduced in place. A separate reduction costs some microseconds, but saves
 #: two copies.
@@ -98,6 +101,90 @@ class Exchange:
     def release(self) -> None:
         self.buckets.release()
         self.communicator.close()
+
+
+def slice_layout(variables: Sequence[Any], rank: int, size: int) -> SliceLayout:
+    """See the protocol."""
+    return SliceLayout(variables, rank, size)
+
+
+class Slices:
+    """See the protocol. Parts have values only while a step is traced or runs eagerly.
+
+    XLA writes this rank's part into the memory of the whole variable, and one host call fetches the other parts there.
+    """
+
+    def __init__(self, variables: Sequence[Any], layout: SliceLayout) -> None:
+        if jax.default_backend() != "cpu":
+            raise on_gpu(variables[0].path if variables else "a variable")
+        self._wholes, self._layout, self._calls = list(variables), layout, HostCalls()
+        self.variables = [
+            variable if layout.is_whole(i) else new_part(variable, layout.shape(i))
+            for i, variable in enumerate(variables)
+        ]
+        self._parts = [i for i in range(len(variables)) if not layout.is_whole(i)]
+        self._free(self._parts)
+
+    def connect(self, gather: SliceGather) -> None:
+        self._gather = gather
+
+    def load(self, indices: Sequence[int]) -> None:
+        for i in indices:
+            if not self._layout.is_whole(i):
+                self.variables[i].assign(self._cut(i, self._wholes[i].value))
+
+    def _cut(self, i: int, whole: Any) -> Any:
+        return jax.numpy.reshape(whole, -1)[slice(*self._layout.ranges[i])]
+
+    def cut(self, i: int, gradient: Any) -> Any:
+        """See the protocol."""
+        return gradient if self._layout.is_whole(i) else self._cut(i, gradient)
+
+    def gather(self, indices: Sequence[int], options: dict[str, Any]) -> None:
+        """See the protocol."""
+        updated = [i for i in indices if self._layout.plan.entries[i].count]
+        scalars = [jax.numpy.reshape(jax.numpy.asarray(option), 1) for option in options.values()]
+        operands = [*map(self._with_own_part, updated), *scalars]
+        run = functools.partial(call_weakly(self._run), tuple(updated), tuple(options))
+
+        def run_on_copies(*arrays: Any) -> list[Array]:
+            copies = [np.array(array) for array in arrays]
+            run(copies)
+            return copies
+
+        found: Any = None
+        if not any(isinstance(operand, jax.core.Tracer) for operand in operands):
+            found = [jax.numpy.array(array) for array in run_on_copies(*operands)]
+        else:
+            found = self._calls.in_place((tuple(updated), tuple(options)), run, operands)
+        if found is None:
+            shapes = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands]
+            found = io_callback(capture_exceptions(run_on_copies), shapes, *operands, ordered=True)
+        for i, whole in zip(updated, found, strict=False):
+            self._wholes[i].assign(jax.numpy.reshape(whole, self._wholes[i].shape))
+        self._free([i for i in self._parts if i in indices])
+
+    def _with_own_part(self, i: int) -> Any:
+        flat = jax.numpy.reshape(self._wholes[i].value, -1)
+        if self._layout.is_whole(i) or self._layout.is_empty(i):
+            return flat
+        return jax.lax.dynamic_update_slice(flat, self.variables[i].value, self._layout.ranges[i][:1])
+
+    def _run(self, updated: tuple[int, ...], names: tuple[str, ...], arrays: list[Array]) -> None:
+        self._gather.compare({name: array.item() for name, array in zip(names, arrays[len(updated) :], strict=True)})
+        entries, layout = self._layout.plan.entries, self._layout
+        wholes = {i: array.view(STORAGE[entries[i].dtype]) for i, array in zip(updated, arrays, strict=False)}
+        own = {i: wholes[i][slice(*layout.ranges[i])] for i in updated if not layout.is_empty(i)}
+        for number, one in enumerate(layout.rounds):
+            present = [i for i in one.entries if i in wholes]
+            if present:
+                self._gather.run(number, present, wholes, own)
+
+    def _free(self, indices: Sequence[int]) -> None:
+        """Drop the values of these parts, as Keras does with the variables' own during `fit`."""
+        for i in indices:
+            self.variables[i]._value = None
+            self.variables[i]._initializer = keras.initializers.Zeros()
 
 
 def at_once() -> contextlib.AbstractContextManager[Any]:

@@ -18,16 +18,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ring_plugins.core.arrays.dtypes import STORAGE
 from ring_plugins.core.arrays.memory import host_memory
+from ring_plugins.core.arrays.result_memory import kept_results
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.fusion import Entry
 from ring_plugins.keras.backends import Settings, tensorflow_device
 from ring_plugins.keras.backends.tensorflow_xla import compiled_around, refuse_inside_xla
-from ring_plugins.keras.buckets import Buckets, HostBuckets, call_weakly
+from ring_plugins.keras.buckets import Buckets, HostBuckets, aligned, call_weakly
 from ring_plugins.keras.healing import Root
 from ring_plugins.keras.job import capture_exceptions, connect, restore_exceptions
+from ring_plugins.keras.slices import SliceGather, SliceLayout, new_part, on_gpu
 
 
 class Exchange:
@@ -160,6 +163,119 @@ def _average_sparse(gradient: Any, communicator: Communicator) -> Any:
     indices = tf.ensure_shape(indices, [None])
     values = tf.ensure_shape(values, [None, *gradient.values.shape[1:]])
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+
+def slice_layout(variables: Sequence[Any], rank: int, size: int) -> SliceLayout:
+    """See the protocol. Sparse gradients have rows."""
+    return SliceLayout(variables, rank, size, between_rows=True)
+
+
+class Slices:
+    """See the protocol.
+
+    Parts are variables, since Keras lets TensorFlow update only those, but have memory only during an update. Gathered
+    values are written to memory that nothing refers to any more and that the variables adopt, so they are not copied.
+    """
+
+    def __init__(self, variables: Sequence[Any], layout: SliceLayout) -> None:
+        self._wholes, self._layout = list(variables), layout
+        for variable in variables:
+            if "GPU" in variable.value.device:
+                raise on_gpu(variable.path)
+        self._own = [i for i in range(len(variables)) if not layout.is_whole(i) and not layout.is_empty(i)]
+        self.variables = [
+            variable if layout.is_whole(i) else new_part(variable, layout.shape(i))
+            for i, variable in enumerate(variables)
+        ]
+        self._free(self._own)
+
+    def connect(self, gather: SliceGather) -> None:
+        self._gather = gather
+
+    def load(self, indices: Sequence[int]) -> None:
+        for i in indices:
+            if not self._layout.is_whole(i):
+                _assign(self.variables[i], self._cut_dense(i, self._wholes[i].value))
+
+    def _cut_dense(self, i: int, whole: Any) -> Any:
+        rows = self._layout.rows(i)
+        if rows is not None and len(self._layout.shape(i)) == len(whole.shape):
+            return whole[rows[0] : rows[1]]
+        start, stop = self._layout.ranges[i]
+        return tf.reshape(whole, [-1])[start:stop]
+
+    def cut(self, i: int, gradient: Any) -> Any:
+        """See the protocol; of a sparse gradient, those of its rows that are in the part."""
+        if self._layout.is_whole(i):
+            return gradient
+        if not isinstance(gradient, tf.IndexedSlices):
+            return self._cut_dense(i, tf.convert_to_tensor(gradient))
+        rows = self._layout.rows(i)
+        if rows is None or len(self._layout.shape(i)) != len(self._wholes[i].shape):
+            raise ArgumentError(
+                f"the gradient of {self._wholes[i].path} is sparse, and the variable has too few rows to be divided "
+                "between them. Make the gradient dense with tf.convert_to_tensor, or leave out shard_optimizer."
+            )
+        mine = tf.where((gradient.indices >= rows[0]) & (gradient.indices < rows[1]))[:, 0]
+        indices = tf.gather(gradient.indices, mine) - rows[0]
+        return tf.IndexedSlices(tf.gather(gradient.values, mine), indices, tf.shape(self.variables[i].value))
+
+    def gather(self, indices: Sequence[int], options: dict[str, Any]) -> None:
+        """See the protocol. One host call for each round, so that others are still updated meanwhile."""
+        refuse_inside_xla("the update of a sharded optimizer")
+        names = list(options)
+        # A control dependency on the first call, whatever the rounds are: ranks compare before anything is exchanged.
+        compare = capture_exceptions(functools.partial(_compare, call_weakly(self._compare), names))
+        tf.numpy_function(compare, [tf.convert_to_tensor(option) for option in options.values()], [])
+        entries = self._layout.plan.entries
+        for number, one in enumerate(self._layout.rounds):
+            present = [i for i in one.entries if i in indices and entries[i].count]
+            if not present:
+                continue
+            own = [i for i in present if not self._layout.is_empty(i)]
+            call = functools.partial(call_weakly(self._run), number, present, own)
+            types = [self._wholes[i].value.dtype for i in present]
+            found = tf.numpy_function(capture_exceptions(call), [self.variables[i].value for i in own], types)
+            for i, whole in zip(present, tf.nest.flatten(found), strict=True):
+                self._wholes[i].assign(tf.ensure_shape(whole, self._wholes[i].shape))
+        self._free([i for i in self._own if i in indices])
+
+    def _compare(self, options: dict[str, object]) -> None:
+        self._gather.compare(options)
+
+    def _run(self, number: int, present: list[int], own: list[int], *parts: Array) -> list[Array]:
+        entries = self._layout.plan.entries
+        wholes = {i: _new_memory(entries[i].count, STORAGE[entries[i].dtype]) for i in present}
+        flats = (np.ascontiguousarray(part).reshape(-1) for part in parts)
+        mine = {i: flat.view(STORAGE[entries[i].dtype]) for i, flat in zip(own, flats, strict=True)}
+        self._gather.run(number, present, wholes, mine)
+        kinds = (self._wholes[i].value for i in present)
+        return [
+            wholes[i].view(kind.dtype.as_numpy_dtype).reshape(kind.shape)
+            for i, kind in zip(present, kinds, strict=True)
+        ]
+
+    def _free(self, indices: Sequence[int]) -> None:
+        """Give back the memory of these parts; TensorFlow has no word for that but to assign nothing."""
+        for i in indices:
+            # Of an unknown shape, since TensorFlow compares shapes while it traces.
+            nothing = tf.zeros([0], self.variables[i].value.dtype)
+            _assign(self.variables[i], tf.raw_ops.PlaceholderWithDefault(input=nothing, shape=None))
+
+
+def _assign(variable: Any, value: Any) -> None:
+    """Assign a value whose shape may not be the one that the variable has now."""
+    tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=value)
+
+
+def _compare(compare: Callable[[dict[str, object]], None], names: list[str], *options: Array) -> None:
+    compare({name: option.item() for name, option in zip(names, options, strict=True)})
+
+
+def _new_memory(count: int, dtype: np.dtype[Any]) -> Array:
+    """Memory that TensorFlow adopts without a copy, used again once it has let go of it."""
+    kept = kept_results.new(count * dtype.itemsize)
+    return aligned(count, dtype) if kept is None else kept.view(dtype)
 
 
 def at_once() -> contextlib.AbstractContextManager[Any]:

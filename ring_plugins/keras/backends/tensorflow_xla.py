@@ -125,7 +125,8 @@ def _in_two_parts(model: Any, averaging: Any) -> Callable[[Any], Any]:
         averaging.apply_averages(averages, list(updated))
 
     first = tf.function(forward_and_backward, jit_compile=True, reduce_retracing=True, autograph=False)
-    last = tf.function(update, jit_compile=True, autograph=False)
+    # The update of a sharded optimizer ends with a collective.
+    last = tf.function(update, jit_compile=averaging.sharded is None, autograph=False)
 
     def step(data: Any) -> Any:
         logs, gradients = first(data)

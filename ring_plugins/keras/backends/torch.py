@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
@@ -17,6 +18,8 @@ from ring_plugins.core.gradients.fusion import Entry
 from ring_plugins.keras.backends import Settings
 from ring_plugins.keras.buckets import unequal_gradients
 from ring_plugins.keras.healing import Root
+from ring_plugins.keras.slices import SliceGather, SliceLayout, new_part, on_gpu
+from ring_plugins.torch.device import memory_of
 from ring_plugins.torch.gradients import GradientAverager
 
 
@@ -106,6 +109,66 @@ class Exchange:
 
     def release(self) -> None:
         self._averager.close()
+
+
+def slice_layout(variables: Sequence[Any], rank: int, size: int) -> SliceLayout:
+    """See the protocol."""
+    return SliceLayout(variables, rank, size)
+
+
+class Slices:
+    """See the protocol. Parts are views of the variables' memory, which is also where the others' parts go."""
+
+    def __init__(self, variables: Sequence[Any], layout: SliceLayout) -> None:
+        self._wholes, self._layout = list(variables), layout
+        for variable in variables:
+            if variable.value.device.type != "cpu":
+                raise on_gpu(variable.path)
+            if not variable.value.is_contiguous():  # some initializers transpose
+                variable.value.data = variable.value.data.contiguous()
+        self.variables = [
+            variable if layout.is_whole(i) else new_part(variable, layout.shape(i))
+            for i, variable in enumerate(variables)
+        ]
+        self.load(range(len(variables)))
+
+    def connect(self, gather: SliceGather) -> None:
+        self._gather = gather
+
+    @torch.no_grad()
+    def load(self, indices: Sequence[int]) -> None:
+        for i in indices:
+            if not self._layout.is_whole(i):  # a script may have replaced the variable's memory
+                self.variables[i].value.data = self._cut(i, self._wholes[i].value.detach())
+
+    def _cut(self, i: int, whole: torch.Tensor) -> torch.Tensor:
+        start, stop = self._layout.ranges[i]
+        return whole.reshape(-1)[start:stop]
+
+    def cut(self, i: int, gradient: Any) -> Any:
+        """See the protocol."""
+        return gradient if self._layout.is_whole(i) else self._cut(i, gradient)
+
+    @torch.no_grad()
+    def gather(self, indices: Sequence[int], options: dict[str, Any]) -> None:
+        """See the protocol."""
+        self._gather.compare({name: option.item() for name, option in options.items()})
+        entries = self._layout.plan.entries
+        for number, one in enumerate(self._layout.rounds):
+            present = [i for i in one.entries if i in indices and entries[i].count]
+            if present:
+                flats = {i: self._wholes[i].value.detach().reshape(-1) for i in present}
+                wholes = {i: _storage(flat) for i, flat in flats.items()}
+                own = {i: wholes[i][slice(*self._layout.ranges[i])] for i in present if not self._layout.is_empty(i)}
+                self._gather.run(number, present, wholes, own)
+                # Autograd then notices a backward that comes too late.
+                torch.autograd.graph.increment_version(list(flats.values()))
+
+
+def _storage(flat: torch.Tensor) -> Array:
+    memory = memory_of(flat)
+    assert isinstance(memory, HostMemory)
+    return memory.array
 
 
 def at_once() -> contextlib.AbstractContextManager[Any]:

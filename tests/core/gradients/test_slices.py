@@ -44,3 +44,23 @@ def test_large_tensors_are_cut_where_they_lie_and_small_ones_share_a_round():
     rounds = plan_rounds(FusionPlan(ENTRIES[:4], ROUND_SIZES), 2)
     assert [(one.is_direct, one.entries) for one in rounds] == [(False, (3,)), (True, (0,)), (False, (2, 1))]
     assert rounds[1].counts == (350_000, 350_000)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_what_has_to_stay_together_is_not_cut(size):
+    grains = [1000 if entry.count == 700_000 else 7 if entry.count == 40 else 1 for entry in ENTRIES]
+    rounds = plan_rounds(FusionPlan(ENTRIES, ROUND_SIZES), size, grains=grains)
+    found = dict.fromkeys(range(len(ENTRIES)), 0)
+    for one in rounds:
+        for rank, pieces in enumerate(one.pieces):
+            assert sum(piece.stop - piece.start for piece in pieces) == one.counts[rank]
+            for piece in pieces:
+                assert piece.start % grains[piece.entry] == 0
+                assert piece.stop in (
+                    ENTRIES[piece.entry].count,
+                    piece.stop // grains[piece.entry] * grains[piece.entry],
+                )
+                found[piece.entry] += piece.stop - piece.start
+        if one.is_direct:
+            assert max(one.counts) - min(one.counts) <= 2000
+    assert [found[i] for i in range(len(ENTRIES))] == [entry.count for entry in ENTRIES]

@@ -1,0 +1,538 @@
+"""An optimizer of which every rank keeps and computes 1/n: ZeRO stage 1, for Keras.
+
+**How a step goes.** Gradients are averaged as always, and Keras does with them whatever it does before an update: it
+accumulates, unscales, clips. So all of that works on whole gradients, with the same numbers as without sharding. Then
+it calls `_backend_update_step`, which is replaced on the instance: it hands this rank's parts of variables and
+gradients to the original method, and gathers the parts of all ranks. What follows is Keras's own again: moving averages
+of the weights, constraints, the number of iterations. Weight decay comes right before the update, and is done there.
+
+**State.** While an optimizer is built, slot variables (Adam's momentum and velocity) are made for this rank's parts,
+not for the model's variables. A rank has a slot variable for every variable, if need be an empty one. So the optimizer
+has the same variables in the same order as one that is not sharded, and a file holds each of them, gathered. Moving
+averages of weights and accumulated gradients are whole on all ranks.
+
+**Life.** `build` and loading a checkpoint work on a rank alone until `share`, where all ranks meet, takes what they
+have. `restore` makes it an ordinary optimizer again. When an exception ends a `fit`, parts stay as they are, and the
+next `share` goes on with them.
+
+Considered and rejected: an optimizer built for parts instead of the model's variables. Keras would accumulate, clip and
+average parts, each of which needs the other ranks in some case, and JAX passes values of the model's variables.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from ring_plugins.core.arrays.memory import HostMemory, host_array
+from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
+from ring_plugins.core.base.types import Array
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.validation import on_all_or_none, refusals_told
+from ring_plugins.keras.backends import Slices, backend
+from ring_plugins.keras.job import connect
+from ring_plugins.keras.slices import SliceGather, SliceLayout
+from ring_plugins.keras.state import PART, broadcast_array, value_of
+from ring_plugins.observe.drift import checksum
+
+#: Keras's optimizers that treat each element on its own.
+ELEMENTWISE = (
+    "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD",
+)  # fmt: skip
+_ATTRIBUTE = "_ring_sharded"
+_SAVING = "saving a sharded optimizer, in which all ranks take part,"
+
+
+def check_shardable(optimizer: Any) -> None:
+    """Raise `ArgumentError` if the update of an optimizer cannot be divided among ranks, or is not known to be."""
+    kind = type(innermost(optimizer))
+    if kind.__module__.partition(".")[0] != "keras" or kind.__name__ not in ELEMENTWISE:
+        raise ArgumentError(
+            f"shard_optimizer=True cuts variables into parts, which is right for updates that treat each element on "
+            f"its own; {kind.__module__}.{kind.__qualname__} is not known to. Leave out shard_optimizer, or use one of "
+            f"keras.optimizers: {', '.join(ELEMENTWISE)}."
+        )
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer inside any LossScaleOptimizer."""
+    while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
+        optimizer = inner
+    return optimizer
+
+
+def is_sharded(optimizer: Any) -> bool:
+    """Whether an optimizer is sharded, or has been when an exception ended a `fit`; the outermost one is given."""
+    return _ATTRIBUTE in vars(innermost(optimizer))
+
+
+def sharded(optimizer: Any) -> ShardedUpdates:
+    """What shards an optimizer; made if it is not sharded yet.
+
+    Args:
+        optimizer: the outermost one.
+
+    Raises:
+        ArgumentError: it cannot be sharded.
+    """
+    found: ShardedUpdates | None = vars(innermost(optimizer)).get(_ATTRIBUTE)
+    if found is not None:
+        return found
+    check_shardable(optimizer)
+    connect().refuse_to_heal("a sharded optimizer, whose state is lost with a rank,")
+    return ShardedUpdates(optimizer)
+
+
+class ShardedUpdates:
+    """Lets one optimizer instance update parts of its variables, and keep slot variables for those only.
+
+    Args:
+        optimizer: the outermost one.
+
+    Attributes:
+        communicator: gathers parts; None until `share`.
+        before_saving: called before the slots are gathered for a file, where other ranks would not come by themselves.
+        left_to: the only rank that has the state since `restore`, if it is another one.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._outer, self._optimizer = optimizer, innermost(optimizer)
+        topology = connect().topology
+        self._rank, self._size = topology.rank, topology.size
+        self.communicator: Communicator | None = None
+        self.before_saving: Callable[[], None] | None = None
+        self.left_to: int | None = None
+        self._layout: SliceLayout | None = None
+        self._slices: Slices | None = None
+        self._gather: SliceGather | None = None
+        self._indices: dict[int, int] = {}  # id of a variable -> its index
+        self._index_of_slot: dict[int, int] = {}  # id of a slot variable -> index of the variable it belongs to
+        self._keys: dict[Any, int] = {}  # as the optimizer's own, for the parts
+        self._whole_slots: dict[int, Array] = {}  # by id of a slot variable what was loaded for it, until `share`
+        self._is_shared = False  # whether all ranks have been together in `share`
+        self._loaded = 0  # describes the checkpoints that were loaded since
+        self._own: dict[str, Callable[..., Any]] = {}  # the methods of the optimizer's class
+        self._replace()
+
+    # Installing and removing ------------------------------------------------------------------------
+
+    def _replace(self) -> None:
+        """Replace the instance's methods."""
+        optimizer = self._optimizer
+        replacements = {
+            "build": self._build,
+            "add_variable_from_reference": self._add_variable,
+            "_apply_weight_decay": self._apply_weight_decay,
+            "_backend_update_step": self._update,
+        }
+        for name, replacement in replacements.items():
+            self._own[name] = getattr(optimizer, name)
+            optimizer.__dict__[name] = replacement
+        for one in _nested(self._outer):
+            one.__dict__["save_own_variables"] = lambda store, one=one: self._save(one, store)
+            one.__dict__["load_own_variables"] = lambda store, one=one: self._load(one, store)
+        optimizer.__dict__[_ATTRIBUTE] = self
+
+    def _remove(self) -> None:
+        for name in (*self._own, _ATTRIBUTE):
+            self._optimizer.__dict__.pop(name, None)
+        for one in _nested(self._outer):
+            one.__dict__.pop("save_own_variables", None)
+            one.__dict__.pop("load_own_variables", None)
+
+    def disconnect(self) -> None:
+        """Leave the other ranks; the parts stay."""
+        if self.communicator is not None:
+            self.communicator.close()
+            self.communicator = None
+
+    # Building ---------------------------------------------------------------------------------------
+
+    def _build(self, variables: Sequence[Any]) -> None:
+        """Build the optimizer for this rank's parts; replaces `build`."""
+        if self._optimizer.built:
+            return
+        variables = list(variables)
+        foreign = next((v for v in variables if not isinstance(v, keras.Variable)), None)
+        if foreign is not None:
+            raise ArgumentError(f"{foreign.name} is not a keras.Variable; sharded optimizers update only those.")
+        with backend().at_once():
+            self._layout = backend().slice_layout(variables, self._rank, self._size)
+            self._slices = backend().Slices(variables, self._layout)
+            self._indices = {id(variable): i for i, variable in enumerate(variables)}
+            self._index_of_slot = {}
+            self._own["build"](variables)
+        optimizer, parts = self._optimizer, self._slices.variables
+        self._keys = {optimizer._var_key(part): i for i, part in enumerate(parts)}
+        if optimizer.weight_decay is not None:
+            for variable, part in zip(variables, parts, strict=True):
+                decays = optimizer._use_weight_decay(variable)  # by identity or name
+                optimizer._exclude_from_weight_decay_cache[optimizer._var_key(part)] = decays
+
+    def _add_variable(self, reference_variable: Any, name: str | None = None, initializer: Any = "zeros") -> Any:
+        """Make a slot variable for this rank's part; replaces `add_variable_from_reference`.
+
+        Until `built` is set, Keras's base class makes its own: moving averages of weights, accumulated gradients.
+        """
+        make, i = self._own["add_variable_from_reference"], self._indices.get(id(reference_variable))
+        if not self._optimizer.built or i is None:
+            return make(reference_variable, name=name, initializer=initializer)
+        assert self._slices is not None
+        slot = make(self._slices.variables[i], name=name, initializer=initializer)
+        self._index_of_slot[id(slot)] = i
+        setattr(slot, PART, True)
+        return slot
+
+    def _unbuild(self) -> list[Any]:
+        """Make the optimizer forget its variables but the number of iterations and the rate; returns all it had."""
+        optimizer = self._optimizer
+        had: list[Any] = optimizer.variables
+        kept = (optimizer._iterations, optimizer._learning_rate)
+        for variable in had:
+            if not any(variable is one for one in kept):
+                optimizer._untrack_variable(variable)
+        for name, value in list(vars(optimizer).items()):  # the lists of slot variables
+            is_list = isinstance(value, list) and value and all(isinstance(v, keras.Variable) for v in value)
+            if is_list and name != "_variables":
+                vars(optimizer)[name] = []
+        vars(optimizer).pop("_exclude_from_weight_decay_cache", None)  # whose keys may come again
+        optimizer._trainable_variables_indices = {}
+        optimizer.built = False
+        self._slices = self._layout = None
+        self._index_of_slot = {}
+        return had
+
+    # Meeting and parting ----------------------------------------------------------------------------
+
+    def share(self, variables: Sequence[Any], root: int | None = None) -> None:
+        """Divide the optimizer's state among the ranks. Collective the first time, a no-op until `disconnect`.
+
+        Args:
+            variables: that it updates, if it is not built.
+            root: the rank whose state is divided. By default each rank takes its part of its own, which must be equal.
+
+        Raises:
+            MismatchError: the variables, or the states, differ among ranks.
+        """
+        if self.communicator is not None:
+            return
+        with backend().at_once():
+            communicator = connect().new_communicator("sharded updates")
+            try:
+                with on_all_or_none(communicator, "sharding an optimizer"):
+                    self._share(list(variables), root, communicator)
+            except BaseException:
+                communicator.close()
+                raise
+        self.communicator = communicator
+
+    def _share(self, variables: list[Any], root: int | None, communicator: Communicator) -> None:
+        kind = "in parts" if self._is_shared else self._kind()
+        kinds = communicator.all_gather_object(kind)
+        if (root is None or "in parts" in kinds) and len(set(kinds)) > 1:
+            raise MismatchError(
+                f"the state of an optimizer that is to be sharded is {', '.join(kinds)}, in rank order. Build it, and "
+                "load a checkpoint, on all ranks."
+            )
+        if kind == "in parts":
+            self._check_same_step(communicator)
+        elif root is None:
+            self._check_same_state(communicator)
+            if kind == "whole":
+                self._divide(variables, root, communicator)
+        elif kinds[root] == "new":
+            if kind != "new":
+                self._unbuild()
+        else:
+            self._divide(variables, root, communicator)
+        self._build_all(variables)
+        self._whole_slots, self._is_shared = {}, True
+        assert self._layout is not None
+        assert self._slices is not None
+        self._layout.plan.check_equal(communicator)
+        self._gather = SliceGather(self._layout, communicator, self._loaded)
+        self._slices.connect(self._gather)
+
+    def _kind(self) -> str:
+        """What this rank alone has as state: that of Keras, that of `_build`, or what it has loaded since."""
+        if self._optimizer.built and self._slices is None:
+            return "whole"
+        return "loaded" if self._whole_slots else "new"
+
+    def check_is_known(self) -> None:
+        """Raise `RingError` if dividing the state now would replace variables whose values a script holds already."""
+        if not self._is_shared and self._kind() == "whole":
+            raise RingError(
+                "this optimizer was built before it was passed to DistributedOptimizer(shard_optimizer=True), so its "
+                "variables are replaced when it is divided among the ranks. Call broadcast_variables(model) before you "
+                "read optimizer.variables for the first step."
+            )
+
+    def _build_all(self, variables: Sequence[Any]) -> None:
+        for optimizer in _nested(self._outer):  # the outermost builds those inside, unless it is built
+            if not optimizer.built:
+                optimizer.build(list(variables))
+
+    def _check_same_step(self, communicator: Communicator) -> None:
+        """Check that all ranks' parts are of the same step, after a `fit` that an exception ended."""
+        steps = communicator.all_gather_object((int(value_of(self._optimizer._iterations)), self._loaded))
+        if len(set(steps)) > 1:
+            raise MismatchError(
+                f"an exception ended the last fit of a sharded optimizer after {[step for step, _ in steps]} steps, in "
+                "rank order, so the ranks' parts of its state do not fit together. Compile the model anew, or load a "
+                "checkpoint into a new optimizer."
+            )
+
+    def _check_same_state(self, communicator: Communicator) -> None:
+        """Check that all ranks have loaded the same, if each takes its part of what it has."""
+        sums = [self._loaded]
+        if self._kind() == "whole":
+            sums += [checksum(value_of(variable)) for variable in self._optimizer.variables]
+        if len(set(communicator.all_gather_object(tuple(sums)))) > 1:
+            raise MismatchError(
+                "the states of an optimizer that is to be sharded differ among ranks. Load the same checkpoint on all "
+                "ranks, or call broadcast_variables(model) before the first step."
+            )
+
+    def _divide(self, variables: list[Any], root: int | None, communicator: Communicator) -> None:
+        """Rebuild an optimizer for this rank's parts, with the state that the root, or each rank, has."""
+        optimizer, kind, loaded = self._optimizer, self._kind(), self._whole_slots
+        had: list[Any] = []
+        if optimizer.built:
+            variables = list(optimizer._trainable_variables)
+            had = self._unbuild()
+        self._build_all(variables)
+        assert self._layout is not None
+        self._layout.plan.check_equal(communicator)
+        for k, variable in enumerate(optimizer.variables):
+            before = had[k] if had else None
+            if before is variable:
+                continue
+            i = self._index_of_slot.get(id(variable))
+            if i is None:  # those of other ranks are broadcast with the model's
+                if before is not None:
+                    variable.assign(value_of(before))
+                continue
+            if root is None or communicator.rank == root:
+                whole = loaded.pop(id(before)) if kind == "loaded" else value_of(before)
+            else:
+                whole = self._whole_like(variable, i)
+            if had:
+                had[k] = before = None  # gives its memory back
+            if root is not None:
+                broadcast_array(whole, root, communicator)
+            variable.assign(self._layout.cut(i, whole))
+
+    def _whole_like(self, slot: Any, i: int) -> Array:
+        """Memory for all of a slot variable."""
+        assert self._slices is not None
+        shape = tuple(self._optimizer._trainable_variables[i].shape)
+        return np.empty(shape, value_of(slot).dtype)
+
+    def restore(self, root: int | None = None) -> None:
+        """Make it an ordinary optimizer again, after `share`. Collective.
+
+        Args:
+            root: the only rank that gets the whole state. The optimizers of other ranks refuse to be used, except by a
+                `BroadcastCallback`, which brings them the root's state. By default all ranks get it.
+        """
+        communicator, optimizer = self.communicator, self._optimizer
+        if communicator is None:  # not shared yet, or an exception ended a fit
+            if not self._is_shared:
+                self._restore_alone()
+                return
+            raise RingError(
+                "an exception has ended the last fit of this sharded optimizer, so its state is in parts. Call fit() "
+                "again on all ranks, or load a checkpoint into a new optimizer."
+            )
+        is_here = root is None or communicator.rank == root
+        variables, slots = list(optimizer._trainable_variables), dict(self._index_of_slot)
+        layout = self._layout
+        had = self._unbuild()
+        if is_here:
+            self._remove()
+            optimizer.build(variables)
+        else:  # remains as it is, since `fit` may build it before any callback is called
+            self.left_to = communicator.ranks[root or 0]
+        for k, before in enumerate(had):
+            i = slots.get(id(before))
+            whole = value_of(before) if i is None else _gather(before, variables[i], layout, i, communicator)
+            if is_here and optimizer.variables[k] is not before:
+                optimizer.variables[k].assign(whole)
+            had[k] = None
+        self.disconnect()
+        self._is_shared = False
+
+    def _restore_alone(self) -> None:
+        """Make it an ordinary optimizer again, with what this rank has loaded, if anything."""
+        optimizer, loaded = self._optimizer, self._whole_slots
+        if not optimizer.built or self._kind() == "whole":
+            self._remove()
+            return
+        variables, had = list(optimizer._trainable_variables), self._unbuild()
+        self._remove()
+        optimizer.build(variables)
+        for before, variable in zip(had, optimizer.variables, strict=True):
+            if id(before) in loaded:
+                variable.assign(loaded[id(before)])
+            elif not hasattr(before, PART) and before is not variable:
+                variable.assign(value_of(before))
+
+    def forget(self) -> None:
+        """Leave an ordinary optimizer that is not built."""
+        if self._optimizer.built:
+            self._unbuild()
+        self._remove()
+
+    def _check_is_here(self) -> None:
+        if self.left_to is not None:
+            raise RingError(
+                f"fit() with a sharded optimizer has left the whole state on rank {self.left_to}; rank {self._rank} "
+                f"has none. Save the model on rank {self.left_to}, which is where BroadcastCallback takes the state "
+                "from in another fit()."
+            )
+
+    # A step -----------------------------------------------------------------------------------------
+
+    def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
+        """Do nothing: `_update`, which follows, does it; replaces the optimizer's method."""
+
+    def _update(self, grads: Sequence[Any], trainable_variables: Sequence[Any], learning_rate: Any) -> None:
+        """Update this rank's parts, and gather those of all ranks; replaces `_backend_update_step`."""
+        self._check_is_here()
+        slices, layout = self._slices, self._layout
+        if slices is None or layout is None or self.communicator is None:
+            raise RingError(
+                f"this {type(self._optimizer).__name__} is sharded among the ranks, and not connected to them: an "
+                "exception has ended its last fit. Call fit() with BroadcastCallback on all ranks."
+            )
+        with refusals_told(self.communicator, "a sharded update"):
+            self._update_parts(slices, layout, grads, trainable_variables, learning_rate)
+
+    def _update_parts(
+        self, slices: Slices, layout: SliceLayout, grads: Sequence[Any], variables: Sequence[Any], learning_rate: Any
+    ) -> None:
+        optimizer = self._optimizer
+        indices = [self._indices[id(variable)] for variable in variables]
+        by_index = dict(zip(indices, grads, strict=True))
+        # Without any variable Keras would not count the step.
+        mine = [i for i in indices if not layout.is_empty(i)] or indices[:1]
+        slices.load(mine)
+        parts = [slices.variables[i] for i in mine]
+        gradients = [slices.cut(i, by_index[i]) for i in mine]
+        keys = optimizer._trainable_variables_indices
+        optimizer._trainable_variables_indices = self._keys
+        try:
+            if decaying := [part for part in parts if optimizer._use_weight_decay(part)]:  # torch refuses an empty list
+                self._own["_apply_weight_decay"](decaying)
+            self._own["_backend_update_step"](gradients, parts, learning_rate)
+        finally:
+            optimizer._trainable_variables_indices = keys
+        options = {
+            "the learning rate": keras.ops.convert_to_tensor(learning_rate),
+            "the number of steps": keras.ops.convert_to_tensor(optimizer._iterations),
+        }
+        slices.gather(indices, options)
+
+    # State ------------------------------------------------------------------------------------------
+
+    def take_part_in_saving(self) -> None:
+        """Send this rank's parts to ranks that save. Collective."""
+        for _ in self._wholes(self._optimizer.variables):
+            pass
+
+    def _wholes(self, variables: Sequence[Any]) -> Iterator[tuple[int, Array]]:
+        """The values of variables by position, those of slots gathered."""
+        self._check_is_here()
+        if self._is_shared and self.communicator is None:
+            raise RingError(
+                "this optimizer is sharded, and an exception has ended its last fit, so it cannot be saved. Use the "
+                "last checkpoint."
+            )
+        for k, variable in enumerate(variables):
+            i = self._index_of_slot.get(id(variable))
+            if i is None:
+                yield k, value_of(variable)
+            else:
+                owner = self._optimizer._trainable_variables[i]
+                yield k, _gather(variable, owner, self._layout, i, self._saving_communicator())
+
+    def _saving_communicator(self) -> Communicator:
+        if self.communicator is None:  # built, but not used yet
+            self.share(self._optimizer._trainable_variables)
+        assert self.communicator is not None
+        return self.communicator
+
+    def _save(self, saved: Any, store: Any) -> None:
+        """Write the ordinary format; replaces `save_own_variables` of an optimizer and of the ones around it."""
+        if self.before_saving is not None and self._index_of_slot:
+            self.before_saving()
+        for k, value in self._wholes(saved.variables):
+            store[str(k)] = value
+
+    def _load(self, loaded: Any, store: Any) -> None:
+        """Read the ordinary format, and keep this rank's part; replaces `load_own_variables`."""
+        if self.left_to is not None:  # the state of that rank counts
+            return
+        original = type(loaded).load_own_variables
+        if self._slices is None:
+            original(loaded, store)
+            return
+        slots = {str(k): v for k, v in enumerate(loaded.variables) if id(v) in self._index_of_slot}
+        original(loaded, _Cut(store, slots, self._cut_loaded))
+        sums = [checksum(np.asarray(store[key])) for key in store.keys()]  # noqa: SIM118 - a file may have no iterator
+        self._loaded = zlib.crc32(repr(sums).encode(), self._loaded)
+        if self._gather is not None:
+            self._gather.loaded = self._loaded
+
+    def _cut_loaded(self, slot: Any, value: Any) -> Array:
+        whole = np.array(value)
+        if not self._is_shared:  # perhaps only this rank loads, and `share` divides what it has
+            self._whole_slots[id(slot)] = whole
+        assert self._layout is not None
+        return self._layout.cut(self._index_of_slot[id(slot)], whole)
+
+
+class _Cut:
+    """A store of variables, of which slots are cut to this rank's part."""
+
+    def __init__(self, store: Any, slots: Mapping[str, Any], cut: Callable[[Any, Any], Array]) -> None:
+        self._store, self._slots, self._cut = store, slots, cut
+
+    def keys(self) -> Any:
+        return self._store.keys()
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._store[key]
+        return self._cut(self._slots[key], value) if key in self._slots else value
+
+
+def _gather(slot: Any, variable: Any, layout: SliceLayout | None, i: int, communicator: Communicator) -> Array:
+    """All of a slot variable. Collective."""
+    assert layout is not None
+    mine = value_of(slot)
+    whole = np.empty(tuple(variable.shape), mine.dtype)
+    (part, dtype), (out, _) = host_array(mine), host_array(whole)
+    source, target = HostMemory(part.reshape(-1), dtype), HostMemory(out.reshape(-1), dtype)
+    counts = layout.counts(i)
+    communicator.start(_SAVING, lambda: communicator.all_gather(source, target, counts)).wait()
+    return whole
+
+
+def _nested(optimizer: Any) -> list[Any]:
+    """An optimizer and those inside it."""
+    found = [optimizer]
+    while (inner := getattr(found[-1], "inner_optimizer", None)) is not None:
+        found.append(inner)
+    return found
+
+
+def readmit(optimizer: Any) -> None:
+    """Let an optimizer whose state is on another rank, since `restore`, be used again, without state."""
+    found: ShardedUpdates | None = vars(innermost(optimizer)).get(_ATTRIBUTE)
+    if found is not None and found.left_to is not None:
+        found.forget()
