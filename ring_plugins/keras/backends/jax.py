@@ -111,7 +111,8 @@ def slice_layout(variables: Sequence[Any], rank: int, size: int) -> SliceLayout:
 class Slices:
     """See the protocol. Parts have values only while a step is traced or runs eagerly.
 
-    XLA writes this rank's part into the memory of the whole variable, and one host call fetches the other parts there.
+    One host call writes all ranks' parts into the memory of the whole variables. If XLA wrote this rank's, or saw the
+    variables in another shape, it would copy them.
     """
 
     def __init__(self, variables: Sequence[Any], layout: SliceLayout) -> None:
@@ -144,8 +145,9 @@ class Slices:
         """See the protocol."""
         updated = [i for i in indices if self._layout.plan.entries[i].count]
         scalars = [jax.numpy.reshape(jax.numpy.asarray(option), 1) for option in options.values()]
-        operands = [*map(self._with_own_part, updated), *scalars]
-        run = functools.partial(call_weakly(self._run), tuple(updated), tuple(options))
+        cut = [i for i in updated if not self._layout.is_whole(i) and not self._layout.is_empty(i)]
+        operands = [self._wholes[i].value for i in updated] + [self.variables[i].value for i in cut] + scalars
+        run = functools.partial(call_weakly(self._run), tuple(updated), tuple(cut), tuple(options))
 
         def run_on_copies(*arrays: Any) -> list[Array]:
             copies = [np.array(array) for array in arrays]
@@ -156,7 +158,7 @@ class Slices:
         if not any(isinstance(operand, jax.core.Tracer) for operand in operands):
             found = [jax.numpy.array(array) for array in run_on_copies(*operands)]
         else:
-            found = self._calls.in_place((tuple(updated), tuple(options)), run, operands)
+            found = self._calls.in_place(tuple(updated), run, operands)
         if found is None:
             shapes = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands]
             found = io_callback(capture_exceptions(run_on_copies), shapes, *operands, ordered=True)
@@ -164,17 +166,14 @@ class Slices:
             self._wholes[i].assign(jax.numpy.reshape(whole, self._wholes[i].shape))
         self._free([i for i in self._parts if i in indices])
 
-    def _with_own_part(self, i: int) -> Any:
-        flat = jax.numpy.reshape(self._wholes[i].value, -1)
-        if self._layout.is_whole(i) or self._layout.is_empty(i):
-            return flat
-        return jax.lax.dynamic_update_slice(flat, self.variables[i].value, self._layout.ranges[i][:1])
-
-    def _run(self, updated: tuple[int, ...], names: tuple[str, ...], arrays: list[Array]) -> None:
-        self._gather.compare({name: array.item() for name, array in zip(names, arrays[len(updated) :], strict=True)})
+    def _run(self, updated: Sequence[int], cut: Sequence[int], names: Sequence[str], arrays: list[Array]) -> None:
         entries, layout = self._layout.plan.entries, self._layout
-        wholes = {i: array.view(STORAGE[entries[i].dtype]) for i, array in zip(updated, arrays, strict=False)}
-        own = {i: wholes[i][slice(*layout.ranges[i])] for i in updated if not layout.is_empty(i)}
+        first = len(updated) + len(cut)
+        self._gather.compare({name: array.item() for name, array in zip(names, arrays[first:], strict=True)})
+        flats = [array.reshape(-1) for array in arrays[:first]]
+        wholes = {i: flat.view(STORAGE[entries[i].dtype]) for i, flat in zip(updated, flats, strict=False)}
+        own = {i: flat.view(STORAGE[entries[i].dtype]) for i, flat in zip(cut, flats[len(updated) :], strict=True)}
+        own |= {i: wholes[i] for i in updated if layout.is_whole(i)}
         for number, one in enumerate(layout.rounds):
             present = [i for i in one.entries if i in wholes]
             if present:
