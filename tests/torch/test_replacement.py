@@ -110,3 +110,74 @@ def test_the_job_ends_when_fewer_than_min_ranks_are_left():
     result = train([[1, 2, "now"]], env={"TEST_MIN": "3"}, launcher=[*ring_run, sys.executable], check=False)
     assert result.returncode == 1 and not any("found" in report for report in result.reports.values())
     assert "Training cannot go on with 2 ranks: min_ranks=3." in result.output
+
+
+#: Rank 1 dies in its second step; the others wait for whoever takes its place, in every step.
+SCRIPT = """
+    import os, signal, time, torch
+    import ring_plugins as ring
+    from ring_plugins.core.rendezvous.spawn import seats
+    from ring_plugins.core.world import current
+    from ring_plugins.torch import DistributedOptimizer, TrainingState
+    from tests.worker import report
+
+    ring.init(ranks=2, on_failure="replace")
+    is_new = current().is_joining
+    model = torch.nn.Linear(2, 1)
+    if "TEST_BROADCASTS" in os.environ:
+        ring.broadcast_object(3 if ring.rank() == 0 else None)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    state = None
+    if "TEST_STATELESS" not in os.environ:
+        state = TrainingState(model=model, optimizer=optimizer, epoch=0)
+    for epoch in range(state.epoch if state else 0, 3):
+        if state:
+            state.epoch = epoch
+        if "TEST_EPOCHS" in os.environ:
+            state.commit()
+        for step in range(4):
+            if ring.rank() == 1 and not is_new and (epoch, step) == (0, 1):
+                os.kill(os.getpid(), signal.SIGKILL)
+            end = time.monotonic() + float(os.environ.get("TEST_PATIENCE", "20"))
+            while len(current().world_ranks) == 1 and not seats().has_waiting() and time.monotonic() < end:
+                time.sleep(0.01)
+            optimizer.zero_grad()
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            if state and "TEST_EPOCHS" not in os.environ:
+                state.commit()
+    report("left", [ring.size(), epoch, is_new], ring.rank())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        (
+            "TEST_STATELESS",
+            'averages gradients before it has joined the others: with on_failure="replace", make a ring',
+        ),
+        (
+            "TEST_BROADCASTS",
+            "broadcast_object() was called in a process that takes the place of a lost rank, before it",
+        ),
+    ],
+)
+def test_a_script_that_cannot_join_is_told_why_and_disturbs_nobody(variable, text):
+    result = run_ranks(SCRIPT, 2, env={variable: "1", "TEST_PATIENCE": "1.5"}, timeout=120)
+    assert result.reports == {0: {"left": [1, 2, False]}}
+    assert text in result.output
+
+
+@pytest.mark.slow
+def test_without_batches_ranks_at_different_places_are_an_error():
+    result = run_ranks(SCRIPT, 2, timeout=120, check=False)
+    assert result.returncode == 1
+    assert "ranks are at different places of the training since a process has joined" in result.output
+
+
+@pytest.mark.slow
+def test_a_process_joins_where_an_epoch_begins():
+    result = run_ranks(SCRIPT, 2, env={"TEST_EPOCHS": "1"}, timeout=120)
+    assert result.reports == {0: {"left": [2, 2, False]}, 1: {"left": [2, 2, True]}}
