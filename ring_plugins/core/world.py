@@ -517,11 +517,9 @@ class World:
         except NotAdmitted:  # the newcomer tells if it does not try again
             return ()
         self._become_one(joined)
-        if self.topology.rank == 0 or self.world_ranks[0] in call.newcomers:
-            of_newcomers = {one.world_rank: one.seat for one in waiting}
-            if self.world_rank == next(rank for rank in self.world_ranks if rank not in of_newcomers):
-                seconds = time.monotonic() - began
-                logger.warning(who_joined(of_newcomers, self._pids, self.world_ranks, seconds))
+        if self.world_rank == next(rank for rank in self.world_ranks if rank not in call.newcomers):
+            seats_of = {one.world_rank: one.seat for one in waiting}
+            logger.warning(who_joined(seats_of, self._pids, self.world_ranks, time.monotonic() - began))
         return tuple(call.newcomers)
 
     def join(self) -> tuple[int, ...]:
@@ -572,7 +570,6 @@ class World:
             "made": self._made,
             "server": self._server,
             "secret": self._secret.decode(),
-            "ranks": list(self.world_ranks),
         }
 
     def _go_live(self, joined: Joined) -> None:
@@ -589,8 +586,6 @@ class World:
         self._monitor = MonitorThread(self.failure_detector, self.channel, True, self.abort)
         self._monitor.add(self.observers.stalls)
         self._follow_losses()
-        assert self._membership is not None
-        self._membership.ranks = tuple(told["ranks"])
         self.is_joining = False
         self._become_one(joined)
         self._monitor.start()
