@@ -80,7 +80,7 @@ class DriftCheck:
 
     def __init__(self, every: int, checksums: Checksums, communicator: Communicator) -> None:
         self._every, self._checksums, self._communicator = every, checksums, communicator
-        self._steps, self._view = 0, _view()
+        self._steps, self._view = 0, membership_changes()
 
     def after_step(self) -> None:
         """Count a step, and compare the weights if a check is due.
@@ -89,7 +89,7 @@ class DriftCheck:
             DriftError: the weights differ; raised on all ranks.
         """
         self._steps += 1
-        if self._view != (view := _view()):  # ranks that have joined begin to count
+        if self._view != (view := membership_changes()):  # ranks that have joined begin to count
             self._view, self._steps = view, 1
         if self._steps % self._every == 0:
             self._compare()
@@ -105,7 +105,7 @@ class DriftCheck:
         self._communicator.close()
 
 
-def _view() -> int:
+def membership_changes() -> int:
     """How often the ranks of the job have changed."""
     return current().view if is_initialized() else 0
 

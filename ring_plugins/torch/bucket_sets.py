@@ -22,6 +22,7 @@ from ring_plugins.core.gradients.arrival import ArrivalOrder
 from ring_plugins.core.gradients.fusion import BucketSizes
 from ring_plugins.core.gradients.overlap import ALWAYS, Overlap
 from ring_plugins.core.world import current
+from ring_plugins.observe.drift import membership_changes
 from ring_plugins.torch.autograd import registrations
 from ring_plugins.torch.compared_options import ComparedOptions
 from ring_plugins.torch.device import TorchStreams, is_capturing
@@ -86,7 +87,7 @@ class BucketSets:
         self.claim = Claim(f"{communicator.name} (of {kind})")
         self._is_contested = False  # whether, on some rank, an older averager had one of the parameters
         self.overlap: Overlap = ALWAYS
-        self.options = ComparedOptions()
+        self.options = ComparedOptions(membership_changes)
         self.named: list[Named] = []
         self.parameters: list[nn.Parameter] = []
         self.kept: dict[_Trained, GradientBuckets] = {}

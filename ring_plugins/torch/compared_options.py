@@ -48,12 +48,16 @@ Groups = Callable[[], Iterable[Mapping[str, Any]]]
 class ComparedOptions:
     """The options of the optimizers that use one averager's gradients. Without any, the numbers are zeros.
 
+    Args:
+        view: returns how often the ranks of the job have changed.
+
     Attributes:
-        updates: how many these optimizers have made.
+        updates: how many these optimizers have made since the ranks of the job last changed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, view: Callable[[], int] = lambda: 0) -> None:
         self.updates = 0
+        self._current_view, self._view = view, view()
         self._groups: Groups | None = None
         self._values: list[Any] = []
         self._checksum = 0
@@ -67,6 +71,8 @@ class ComparedOptions:
         """Look at the options, and return the control numbers of this rank: the same array while these are the same."""
         if self._groups is None:
             return self._numbers[-1]
+        if self._view != (view := self._current_view()):  # ranks that have joined begin to count
+            self._view, self.updates = view, 0
         values = [tuple([_plain(group.get(name)) for name in _NAMES]) for group in self._groups()]
         if values != self._values:
             self._values = values
