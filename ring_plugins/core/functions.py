@@ -177,7 +177,7 @@ def broadcast(x: Any, root: int = 0, *, out: Any = None, wait: bool = True) -> A
     """
     _refuse_gradient(x, "broadcast")
     communicator = current().communicator
-    check_rank(root, communicator)
+    root = check_rank(root, communicator)
     try:
         return _in_place(communicator, "broadcast", x, out, wait, communicator.broadcast, root)
     except OnDevice as error:
@@ -321,8 +321,7 @@ def broadcast_object(item: Any, root: int = 0) -> Any:
         ArgumentError: `root` is not a rank.
     """
     communicator = current().communicator
-    check_rank(root, communicator)
-    return communicator.broadcast_object(item, root)
+    return communicator.broadcast_object(item, check_rank(root, communicator))
 
 
 @all_or_none
@@ -398,6 +397,9 @@ def _in_place(
         raise ArgumentError(
             f"out has {memory.array.size} elements of {memory.dtype}, but x has {source.size} of {dtype}."
         )
+    shape = tuple(getattr(result, "shape", ()))
+    if shape != source.shape and max(len(shape), source.ndim) > 1:
+        raise ArgumentError(f"out has shape {shape}, but x has {source.shape}; pass out.reshape({source.shape}).")
     read = None
     if reads_source and flags.c_contiguous and not np.may_share_memory(source, memory.array):
         read = _flat(source)

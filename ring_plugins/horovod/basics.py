@@ -97,9 +97,12 @@ def nccl_built() -> bool:
 
 
 class ProcessSet:
-    """The set of all processes, the only one."""
+    """The set of all processes, the only one: `hvd.global_process_set`."""
 
     process_set_id = 0
+
+    def __init__(self, ranks: Any = None) -> None:
+        raise _no_process_sets("ranks", ranks)
 
     def included(self) -> bool:
         """True: this process is among all."""
@@ -119,7 +122,7 @@ class ProcessSet:
         return list(range(size()))
 
 
-global_process_set = ProcessSet()
+global_process_set = ProcessSet.__new__(ProcessSet)  # scripts cannot make any
 
 
 def check_process_set(process_set: Any) -> None:

@@ -26,7 +26,9 @@ class Doubling(SingleCommunicator):
 @pytest.fixture(autouse=True)
 def world(monkeypatch):
     topology = SimpleNamespace(rank=5, size=8, local_rank=1, local_size=2, node_rank=2, num_nodes=4)
-    world = SimpleNamespace(communicator=Doubling("test"), topology=topology, changes=ChangeCallbacks())
+    world = SimpleNamespace(
+        communicator=Doubling("test"), topology=topology, changes=ChangeCallbacks(), is_joining=False
+    )
     monkeypatch.setattr(functions, "current", lambda: world)
 
 
@@ -115,6 +117,18 @@ def test_x_itself_may_take_the_result():
 def test_memory_that_cannot_take_the_result_is_refused(out, said):
     with pytest.raises(ArgumentError, match=said):
         functions.all_reduce(np.ones(3), out=out)
+
+
+def test_out_has_the_shape_of_x():
+    assert functions.all_reduce(1.0, out=np.zeros(1)).tolist() == [2]
+    with pytest.raises(ArgumentError, match=r"out has shape \(3, 2\), but x has \(2, 3\)"):
+        functions.all_reduce(np.ones((2, 3)), out=np.zeros((3, 2)))
+
+
+def test_a_masked_array_is_refused():
+    """The numbers under its mask would be added, too."""
+    with pytest.raises(ArgumentError, match="x is a masked array"):
+        functions.all_reduce(np.ma.array([1.0, 2.0], mask=[False, True]))
 
 
 def test_without_waiting_there_is_a_work():

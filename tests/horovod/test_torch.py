@@ -78,6 +78,13 @@ report("sum", hvd.allreduce(x, average=False))
 report("scaled", hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5))
 report("largest", hvd.allreduce(x, op=hvd.Max))
 report("half", hvd.allreduce(x, compression=hvd.Compression.fp16))
+whole = torch.tensor([3, 5])  # integers are scaled in float64, and the rest is cut off
+report("whole", [
+    hvd.allreduce(whole, op=hvd.Sum, prescale_factor=0.5).tolist(),
+    hvd.allreduce(whole, op=hvd.Sum, postscale_factor=0.75).tolist(),
+    hvd.allreduce_(whole.clone(), op=hvd.Sum, prescale_factor=0.5, postscale_factor=1.5).tolist(),
+    whole.tolist(),
+])
 report("kept", x)
 handles = [hvd.allreduce_async_(y, op=hvd.Sum, name=f"y{i}") for i, y in enumerate((x.clone(), x.clone() * 2))]
 report("in place", [hvd.synchronize(handle).tolist() for handle in handles])
@@ -146,6 +153,7 @@ for call in (
     lambda: hvd.allreduce(x, average=True, op=hvd.Sum),
     lambda: hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), op=hvd.Sum),
     lambda: hvd.init(comm=[0, 1]),
+    lambda: hvd.ProcessSet([0, 1]),
 ):
     try:
         call()
@@ -174,6 +182,7 @@ def test_a_script_for_horovod(launcher):
         "scaled": [1, 3, 5, 7],
         "largest": [1, 2, 3, 4],
         "half": [0.5, 1.5, 2.5, 3.5],
+        "whole": [[2, 4], [4, 7], [3, 6], [3, 5]],
         "in place": [[1, 3, 5, 7], [2, 6, 10, 14]],
         "polled": True,
         "grouped": [[1, 3, 5, 7], [2, 6, 10, 14]],
@@ -209,7 +218,7 @@ def test_a_script_for_horovod(launcher):
     ]
     assert result.values("gradient") == [[2, 2], [4, 4]], "the sum's gradient is the sum of the ranks' gradients"
     for texts in result.values("refused"):
-        assert len(texts) == 7, texts
+        assert len(texts) == 8 and "ranks=[0, 1] is not supported" in texts[7], texts
         assert "drop_last" in texts[0] and "Adasum" in texts[1] and 'on_failure="continue"' in texts[2]
         assert "process_set=[0]" in texts[3] and "pass only op" in texts[4] and "hvd.Sum" in texts[5]
     assert all("rank 0: name='rank0', rank 1: name='rank1'" in text for text in result.values("names"))

@@ -88,6 +88,11 @@ def host_array(x: Any, name: str = "x") -> tuple[Array, str]:
         ArgumentError: `x` is not an array, or its type cannot be sent.
     """
     if isinstance(x, np.ndarray):
+        if type(x) is not np.ndarray and isinstance(x, np.ma.MaskedArray):
+            raise ArgumentError(
+                f"{name} is a masked array, of which a result would have no mask. Pass {name}.filled(0), and the mask "
+                "by a call of its own."
+            )
         dtype = name_of(x.dtype)
         return (x.view(np.uint16) if dtype == "bfloat16" else x), dtype
     if hasattr(x, "new_empty"):  # a torch tensor: `numpy()` is 10 times faster than DLPack, but knows no bfloat16

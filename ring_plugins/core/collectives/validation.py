@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from operator import index
 from typing import Any
 
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError, is_refusal
@@ -39,14 +40,18 @@ def on_all_or_none(communicator: Communicator[Any], what: str) -> Iterator[None]
 
 
 def check_rank(rank: int, communicator: Communicator[Any], name: str = "root") -> int:
-    """Return `rank` if it is one of the communicator.
+    """Return `rank` as an int if it is one of the communicator.
 
     Raises:
-        ArgumentError: it is not an integer, or out of range.
+        ArgumentError: it is not an integer, of Python or numpy, or out of range.
     """
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < communicator.size:
+    try:
+        found = -1 if isinstance(rank, bool) else index(rank)
+    except TypeError:
+        found = -1
+    if not 0 <= found < communicator.size:
         raise ArgumentError(f"{name}={rank!r} is not a rank of {communicator.name}, which has {communicator.size}.")
-    return rank
+    return found
 
 
 def check_counts(counts: Sequence[int], elements: int, name: str = "counts") -> None:

@@ -100,15 +100,15 @@ def _begin_allreduce(
     reduction = op_of(average, op)
     check_name("allreduce", name)
     if before != 1.0 and out is None:
-        tensor = tensor * before
+        tensor = _times(tensor, before)
     elif before != 1.0:
-        tensor.detach().mul_(before)
+        tensor.detach().copy_(_times(tensor.detach(), before))
     values = tensor.detach()
     work = ring.all_reduce(values, reduction, out=None if out is None else values, wait=False)
 
     def finish(result: torch.Tensor) -> torch.Tensor:
         if after != 1.0:
-            result.mul_(after)
+            result.copy_(_times(result, after))
         return result if out is None else out
 
     return Handle([work], finish)
@@ -414,9 +414,9 @@ def reducescatter_async(
     """Begin a `reducescatter`, which passes no gradient."""
     check_process_set(process_set)
     check_name("reducescatter", name)
-    values = tensor.detach() if prescale_factor == 1.0 else tensor.detach() * prescale_factor
+    values = tensor.detach() if prescale_factor == 1.0 else _times(tensor.detach(), prescale_factor)
     work = ring.reduce_scatter(values, op_of(None, op), wait=False)
-    return Handle([work], lambda result: result if postscale_factor == 1.0 else result.mul_(postscale_factor))
+    return Handle([work], lambda result: result if postscale_factor == 1.0 else _times(result, postscale_factor))
 
 
 @all_or_none
@@ -459,6 +459,12 @@ def _with_gradient_times(factor: float, tensor: torch.Tensor) -> torch.Tensor:
     same = tensor.view_as(tensor)
     same.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
     return same
+
+
+def _times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """Multiply in the tensor's dtype; integers as Horovod does, which computes in float64 and cuts off the rest."""
+    is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+    return (tensor.double() * factor).to(tensor.dtype) if is_whole else tensor * factor
 
 
 def _as_it_is(result: torch.Tensor) -> torch.Tensor:

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
@@ -31,6 +32,7 @@ def test_an_invalid_rank_is_refused_by_name(rank):
 
 def test_a_rank_is_returned():
     assert check_rank(2, Three()) == 2
+    assert type(check_rank(np.int64(2), Three())) is int  # as from np.argmax
 
 
 @pytest.mark.parametrize("counts", [[1, 1], [4, -1], []])
