@@ -70,6 +70,8 @@ def broadcast_variables(model: Any, root_rank: int = 0) -> None:
     with on_all_or_none(world.communicator, "broadcast_variables"):
         check_root(root_rank, world)
         if world.topology.size > 1:
+            for optimizer in optimizers_of(model):
+                readmit(optimizer)
             build_optimizer(model)
             for averaging in filter(None, map(averaging_of, optimizers_of(model))):
                 if averaging.sharded is not None and averaging.optimizer.built:

@@ -78,9 +78,11 @@ def sharded(optimizer: Any) -> ShardedUpdates:
 
     Raises:
         ArgumentError: it cannot be sharded.
+        RingError: another rank has its state.
     """
     found: ShardedUpdates | None = vars(innermost(optimizer)).get(_ATTRIBUTE)
     if found is not None:
+        found.check_is_here()
         return found
     check_shardable(optimizer)
     connect().refuse_to_heal("a sharded optimizer, whose state is lost with a rank,")
@@ -338,7 +340,8 @@ class ShardedUpdates:
 
         Args:
             root: the only rank that gets the whole state. The optimizers of other ranks refuse to be used, except by a
-                `BroadcastCallback`, which brings them the root's state. By default all ranks get it.
+                `BroadcastCallback` or `broadcast_variables`, which bring them the root's state. By default all ranks
+                get it.
         """
         communicator, optimizer = self.communicator, self._optimizer
         if communicator is None:  # not shared yet, or an exception ended a fit
@@ -388,12 +391,13 @@ class ShardedUpdates:
             self._unbuild()
         self._remove()
 
-    def _check_is_here(self) -> None:
+    def check_is_here(self) -> None:
+        """Raise `RingError` if another rank has the state, since `restore`."""
         if self.left_to is not None:
             raise RingError(
                 f"fit() with a sharded optimizer has left the whole state on rank {self.left_to}; rank {self._rank} "
-                f"has none. Save the model on rank {self.left_to}, which is where BroadcastCallback takes the state "
-                "from in another fit()."
+                f"has none. Save the model on rank {self.left_to}. BroadcastCallback and broadcast_variables(model) "
+                "give the state to all ranks again."
             )
 
     # A step -----------------------------------------------------------------------------------------
@@ -403,7 +407,7 @@ class ShardedUpdates:
 
     def _update(self, grads: Sequence[Any], trainable_variables: Sequence[Any], learning_rate: Any) -> None:
         """Update this rank's parts, and gather those of all ranks; replaces `_backend_update_step`."""
-        self._check_is_here()
+        self.check_is_here()
         slices, layout = self._slices, self._layout
         if slices is None or layout is None or self.communicator is None:
             raise RingError(
@@ -447,7 +451,7 @@ class ShardedUpdates:
 
     def _wholes(self, variables: Sequence[Any]) -> Iterator[tuple[int, Array]]:
         """The values of variables by position, those of slots gathered."""
-        self._check_is_here()
+        self.check_is_here()
         if self._is_shared and self.communicator is None:
             raise RingError(
                 "this optimizer is sharded, and an exception has ended its last fit, so it cannot be saved. Use the "

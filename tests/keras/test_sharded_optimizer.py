@@ -6,7 +6,7 @@ from tests.keras.launches import BACKENDS, on_ranks
 from tests.launch import run_ranks
 
 
-@on_ranks("state_of_a_sharded_optimizer", "jax", slow=("tensorflow", "torch"))
+@on_ranks("state_of_a_sharded_optimizer", "torch", slow=("tensorflow", "jax"))
 def test_a_rank_keeps_its_share_and_the_root_all_when_fit_is_over(seen):
     for found in seen:
         assert found["share"] == pytest.approx(0.5, abs=0.02)
@@ -14,11 +14,14 @@ def test_a_rank_keeps_its_share_and_the_root_all_when_fit_is_over(seen):
     assert first["after"] == pytest.approx(1.0, abs=0.001)
     assert second["after"] < 0.001
     assert (first["saves"], first["steps"], first["own"]) == ("none", "none", [])
-    for text in (second["saves"], second["steps"]):
+    assert first["distributes"] == "none"
+    for text in (second["saves"], second["steps"], second["distributes"]):
         assert "RingError: fit() with a sharded optimizer has left the whole state on rank 0; rank 1 has none" in text
+    assert first["broadcast"] == second["broadcast"]
+    assert len(first["broadcast"]) > 10
 
 
-@on_ranks("files_of_a_sharded_optimizer", "tensorflow", slow=("torch", "jax"))
+@on_ranks("files_of_a_sharded_optimizer", "torch", slow=("tensorflow", "jax"))
 def test_files_have_the_ordinary_format_and_training_continues_from_them(seen):
     first, second = seen
     assert len(first["state"]) > 10

@@ -70,13 +70,17 @@ def state_of_a_sharded_optimizer() -> Any:
     model, during = adam(), Bytes()
     fit(model, [during])
     whole = 8 * model.count_params()
-    return {
+    found = {
         "share": during.seen / whole,
         "after": nbytes(model.optimizer) / whole,
         "saves": error_of(lambda: model.optimizer.save_own_variables({})),
         "steps": error_of(lambda: apply_ones(model)),
         "own": sorted(name for name in vars(model.optimizer) if "ring" in name),
+        "distributes": error_of(lambda: DistributedOptimizer(model.optimizer)),
     }
+    undistribute(model.optimizer)
+    broadcast_variables(model)
+    return found | {"broadcast": [float(value.sum()) for value in values(model.optimizer.variables)]}
 
 
 @behavior
