@@ -20,7 +20,7 @@ OUT=${OUT:-$(mktemp -d)}; export OUT; mkdir -p "$OUT"
 python=${PYTHON:-python3}
 
 if [ -z "$DRY" ] && ! "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
-  echo "not run here: torch sees no CUDA GPU"; exit
+  echo "not run here: torch sees no CUDA GPU; with one, call $1 would run:"; DRY=1
 fi
 
 part() { # seconds, name, command

@@ -168,11 +168,13 @@ def test_the_plan_names_scripts_and_tests_that_exist(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
-def test_the_plan_says_that_nothing_runs_without_a_card(tmp_path):
+def test_without_a_card_the_plan_says_what_it_would_run(tmp_path):
     done = subprocess.run(
         ["bash", HERE / "run.sh", "A"],
         env=os.environ | {"PYTHON": "python", "OUT": str(tmp_path)},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert done.stdout == "not run here: torch sees no CUDA GPU\n"
+    said, *planned = done.stdout.splitlines()
+    assert said == "not run here: torch sees no CUDA GPU; with one, call A would run:"
+    assert [line.split()[0] for line in planned] == ["versions", "one_rank", "two_ranks", "two_streams"]
     assert not (tmp_path / "facts.jsonl").exists()
