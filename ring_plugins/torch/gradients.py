@@ -369,7 +369,7 @@ class GradientAverager:
             Whether a rank is to leave now.
         """
         if self._healing is not None:
-            self._healing.before_pass(self._sets.options)
+            self._healing.check_has_joined()
             buckets.wants_change = current().wants_change
         at_once = self._skipping.step is not None or not buckets.is_ordered
         outcome = buckets.finish(at_once) if failure is None else buckets.fail()

@@ -18,7 +18,6 @@ from ring_plugins.core.gradients.overlap import Wanted, chosen_overlap
 from ring_plugins.core.gradients.tuning import is_wanted
 from ring_plugins.core.world import current
 from ring_plugins.observe.drift import differing_weights
-from ring_plugins.torch.compared_options import ComparedOptions
 from ring_plugins.torch.drift import parameter_checksums
 
 
@@ -41,11 +40,8 @@ class HealingCheck:
             current().refuse_to_heal("autotuning of bucket sizes (autotune=True, RING_AUTOTUNE=1)")
         self._view = current().view
 
-    def before_pass(self, options: ComparedOptions) -> None:
-        """Count updates anew if ranks have joined, and refuse to average before this process has joined the others.
-
-        Args:
-            options: of the optimizers that use the averages. All ranks count anew in the same pass.
+    def check_has_joined(self) -> None:
+        """Refuse to average before this process has joined the others.
 
         Raises:
             ArgumentError: it is to take the place of a lost rank, and has not joined.
@@ -56,8 +52,6 @@ class HealingCheck:
                 'with on_failure="replace", make a ring_plugins.torch.TrainingState before the training loop, and call '
                 "its commit() after each step."
             )
-        if current().view != self._view:
-            options.updates = 0
 
     def after_pass(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """If ranks were lost since the last call, compare weights and averages, and tell the script; collective then.
