@@ -1,0 +1,352 @@
+"""How the ranks of several hosts agree on who is left when one is lost: Paxos, whose quorum shrinks with proven deaths.
+
+**Problem.** Inside a host the kernel says who is dead, and shared memory keeps what the dead have decided, so the
+lowest living rank decides for all (membership.py). Between hosts there is neither. A rank may hear nothing more of
+another one because that has died, because its host has lost power, or because the network between them is cut while
+both live. If both sides of a cut went on, there would be two jobs, which overwrite each other's checkpoints. And
+survivors may stand one operation apart: some have its confirmation already, which others will never get.
+
+**What a rank knows of another.** It is *reachable* as long as the connection to it stands, however slow its script is:
+a stopped rank is not dead. It has *left* if it said so, with the number of operations that it had confirmed. It is
+*dead* on evidence only: its host's kernel has refused a connection to its port, or has dropped the lock on its memory
+(mesh.py). It is *silent* if its host's kernel has acknowledged nothing for RING_NETWORK_TIMEOUT. None of this is ever
+taken back. Evidence is never wrong, silence may be.
+
+**Views.** Every change of the members is a numbered view. The ranks of a view agree on the next one: its members, and
+how many operations are confirmed. An operation ends with a confirmation that a rank passes only when all have entered
+it (collectives/healing.py). So if any survivor has passed it, all have the result: they take the largest number that
+any of them has confirmed, and whoever stands in that confirmation has passed it, too.
+
+**Algorithm.** Single-decree Paxos for each view (Lamport, "Paxos made simple", 2001): a leader collects promises,
+proposes the value of the highest ballot that a promise reports, or else one of its own, and has it accepted.
+
+- Rank r leads for those to whom no lower rank is reachable. A rank promises to its own leader only. Deaths and silence
+  are never taken back, so leaders change a finite number of times, and no two compete for ever.
+- A rank promises when its script has arrived in the agreement. So when a view is decided, all of its members have
+  stopped, and none writes to memory that others read.
+- A leader waits for all that are reachable. If nobody is silent, these are all that live, and they suffice, however few
+  they are: whoever might know of another decision is either asked or dead.
+- If somebody is silent, the ranks that answer must be more than half of the view, or half of it with its lowest rank.
+  Any two such sets have a rank in common. The others are *stranded*: they end, and save nothing.
+- What the dead have sent may still be under way, such as a decision that only they had accepted. So a leader says whom
+  it takes for dead, and a rank closes its connections to those before it promises: whatever arrives later counts for
+  nobody, and what arrived before is in the promise.
+- Two ranks may be silent to each other but not to the leader. It leaves out the higher one of each such pair.
+- A rank that learns of a decision passes it on to all before it does anything else.
+
+The dead do not count in the first case but do in the second: if of four ranks one is killed while another is silent,
+the other two go on only if they have the lowest rank. A rule that took the dead out of the count first would be wrong:
+these may have helped the other side to a decision before they died.
+
+Considered and rejected: majorities alone, which cannot go on with one of two hosts, or half of the ranks, though all
+others are known to be dead. Raft and a replicated log: nothing but the last view is needed, and its members hold it.
+An outside witness (etcd, torchft's lighthouse), which the user would have to run, and which may be lost, too.
+MPI_Comm_agree (ULFM) needs an MPI that offers it, and does not say which side of a cut goes on.
+
+This file has no input or output, so that tests can drive it through any order of messages, deaths and cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+#: A ballot is a round times this, plus the rank of its leader.
+_STRIDE = 1 << 20
+
+Message = dict[str, Any]
+
+
+class Decision(NamedTuple):
+    """What the ranks have agreed on.
+
+    Attributes:
+        members: of the view, in order.
+        committed: how many operations are confirmed for all of them.
+    """
+
+    members: tuple[int, ...]
+    committed: int
+
+
+class _Promise(NamedTuple):
+    """A rank's answer to a leader."""
+
+    committed: int
+    silent: frozenset[int]
+    accepted: tuple[int, Decision] | None
+
+
+class Consensus:
+    """One rank's part in the agreements of a job.
+
+    Args:
+        rank: world rank of this process.
+        members: world ranks of the first view.
+        send: sends a message to a rank; messages of one rank to another arrive in order, if they arrive.
+        hang_up: closes the connection to a rank, so that nothing that it has sent arrives any more.
+
+    Attributes:
+        view: number of the last view that is decided.
+        members: of that view.
+        decisions: by view.
+        dead, silent: ranks, of any view.
+        left: ranks that left normally, with the number of operations that each had confirmed.
+        is_stranded: whether this rank, as the leader, does not reach enough others.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        members: Sequence[int],
+        send: Callable[[int, Message], None],
+        hang_up: Callable[[int], None],
+    ) -> None:
+        self.rank, self.view, self.members = rank, 0, tuple(members)
+        self.decisions: dict[int, Decision] = {}
+        self.dead: set[int] = set()
+        self.silent: set[int] = set()
+        self.left: dict[int, int] = {}
+        self.is_stranded = False
+        self._send, self._hang_up = send, hang_up
+        self._begin_view()
+
+    def _begin_view(self) -> None:
+        self._committed: int | None = None  # of this rank, once its script has arrived
+        self._promised = self._seen = 0
+        self._accepted: tuple[int, Decision] | None = None
+        self._prepares: dict[int, int] = {}  # ballots of leaders that this rank has not answered
+        self._was_called = False
+        self._has_called: int | None = None  # the leader that this rank has told of its arrival
+        # As the leader:
+        self._ballot = 0
+        self._known_dead: frozenset[int] = frozenset()
+        self._promises: dict[int, _Promise] = {}
+        self._proposal: Decision | None = None
+        self._acceptances: set[int] = set()
+
+    # What the rest of the process asks ------------------------------------------------------------
+
+    def lost(self) -> list[int]:
+        """Members without whom the job may have to go on."""
+        return [rank for rank in self.members if rank in self.dead or rank in self.silent]
+
+    def must_agree(self) -> bool:
+        """Whether this rank has to interrupt what it does, and to arrive in the next agreement."""
+        return self._was_called or bool(self.lost())
+
+    def is_excluded(self) -> bool:
+        """Whether the others have gone on without this rank."""
+        return self.rank not in self.members
+
+    def awaited(self) -> list[int]:
+        """Ranks on which the agreement waits, as far as this rank can tell."""
+        leader = self.leader()
+        if leader != self.rank:
+            return [leader]
+        heard = self._promises if self._proposal is None else self._acceptances
+        return [rank for rank in self._reachable() if rank not in heard]
+
+    # Events ---------------------------------------------------------------------------------------
+
+    def arrive(self, view: int, committed: int) -> None:
+        """This rank's script has stopped, to agree on a view.
+
+        Args:
+            view: its number.
+            committed: how many operations this rank has confirmed.
+        """
+        if view == self.view + 1 and self._committed is None and not self.is_excluded():
+            self._committed = committed
+            self._step()
+
+    def note_dead(self, rank: int) -> None:
+        """A rank's process has ended without a word."""
+        if rank not in self.dead and rank not in self.left and rank != self.rank:
+            self.dead.add(rank)
+            self._step()
+
+    def note_silent(self, rank: int) -> None:
+        """A rank cannot be reached any more."""
+        if rank not in self.silent and rank not in self.left and rank != self.rank:
+            self.silent.add(rank)
+            self._step()
+
+    def note_left(self, rank: int, committed: int) -> None:
+        """A rank has left normally, after having confirmed so many operations."""
+        self.left.setdefault(rank, committed)
+        self._step()
+
+    def receive(self, sender: int, message: Message) -> None:
+        """Take a message of another rank."""
+        if message["view"] <= self.view:
+            if message["kind"] in ("prepare", "accept") and message["view"] in self.decisions:
+                self._tell_decision(sender, message["view"])
+            return
+        is_current = message["view"] == self.view + 1
+        if not is_current or self.is_excluded() or sender in self.dead or sender in self.silent:
+            return
+        getattr(self, f"_receive_{message['kind']}")(sender, **message["body"])
+        self._step()
+
+    # Messages -------------------------------------------------------------------------------------
+
+    def _tell(self, rank: int, kind: str, view: int | None = None, **body: Any) -> None:
+        self._send(rank, {"view": self.view + 1 if view is None else view, "kind": kind, "body": body})
+
+    def _tell_decision(self, rank: int, view: int) -> None:
+        members, committed = self.decisions[view]
+        self._tell(rank, "decided", view, members=list(members), committed=committed)
+
+    def _receive_call(self, sender: int) -> None:
+        self._was_called = True
+
+    def _receive_prepare(self, sender: int, ballot: int, dead: Sequence[int]) -> None:
+        self._was_called = True
+        for rank in dead:
+            if rank != self.rank and rank not in self.left:
+                self.dead.add(rank)
+                self._hang_up(rank)
+        self._prepares[sender] = ballot
+
+    def _receive_promise(
+        self, sender: int, ballot: int, committed: int, silent: Sequence[int], accepted: Sequence[Any] | None
+    ) -> None:
+        if ballot == self._ballot:
+            value = (accepted[0], Decision(tuple(accepted[1]), accepted[2])) if accepted is not None else None
+            self._promises[sender] = _Promise(committed, frozenset(silent), value)
+
+    def _receive_refused(self, sender: int, ballot: int, promised: int) -> None:
+        self._seen = max(self._seen, promised)
+        if ballot == self._ballot:
+            self._ballot = 0  # and the next step begins a higher one
+
+    def _receive_accept(self, sender: int, ballot: int, members: Sequence[int], committed: int) -> None:
+        if ballot == self._promised:
+            self._accepted = ballot, Decision(tuple(members), committed)
+            self._tell(sender, "accepted", ballot=ballot)
+        else:
+            self._tell(sender, "refused", ballot=ballot, promised=self._promised)
+
+    def _receive_accepted(self, sender: int, ballot: int) -> None:
+        if ballot == self._ballot:
+            self._acceptances.add(sender)
+
+    def _receive_decided(self, sender: int, members: Sequence[int], committed: int) -> None:
+        self._adopt(Decision(tuple(members), committed))
+
+    # The algorithm --------------------------------------------------------------------------------
+
+    def _is_reachable(self, rank: int) -> bool:
+        return rank not in self.dead and rank not in self.silent and rank not in self.left
+
+    def _reachable(self) -> list[int]:
+        return [rank for rank in self.members if rank == self.rank or self._is_reachable(rank)]
+
+    def leader(self) -> int:
+        """The rank to which this one promises."""
+        return self._reachable()[0]
+
+    def _step(self) -> None:
+        """Do what can be done now; called after every event."""
+        if self._committed is None or self.is_excluded():
+            return
+        leader = self.leader()
+        self._answer(leader)
+        if leader == self.rank:
+            self._lead()
+        elif leader != self._has_called and not (self._promised and self._promised % _STRIDE == leader):
+            self._has_called = leader
+            self._tell(leader, "call")  # it may know of no loss itself
+
+    def _answer(self, leader: int) -> None:
+        ballot = self._prepares.pop(leader, None)
+        if ballot is None:
+            return
+        if ballot <= self._promised:
+            self._tell(leader, "refused", ballot=ballot, promised=self._promised)
+            return
+        self._promised = ballot
+        own, accepted = self._own_promise(), None
+        if own.accepted is not None:
+            before, (members, committed) = own.accepted
+            accepted = [before, list(members), committed]
+        self._tell(
+            leader, "promise", ballot=ballot, committed=own.committed, silent=sorted(own.silent), accepted=accepted
+        )
+
+    def _own_promise(self) -> _Promise:
+        assert self._committed is not None
+        return _Promise(self._committed, frozenset(self.silent), self._accepted)
+
+    def _lead(self) -> None:
+        known_dead = frozenset(self.dead)
+        if not self._ballot or (self._proposal is None and known_dead != self._known_dead):
+            self._begin_ballot(known_dead)
+        if self._proposal is None:
+            self._propose()
+        if self._proposal is not None and self._have_answered(self._acceptances):
+            self._adopt(self._proposal)
+
+    def _begin_ballot(self, known_dead: frozenset[int]) -> None:
+        highest = max(self._promised, self._seen, *self._prepares.values(), 0)
+        self._ballot = self._promised = (highest // _STRIDE + 1) * _STRIDE + self.rank
+        self._known_dead, self._proposal, self._acceptances = known_dead, None, set()
+        self._promises = {self.rank: self._own_promise()}
+        for rank in known_dead:
+            self._hang_up(rank)
+        for rank in self._reachable():
+            if rank != self.rank:
+                self._tell(rank, "prepare", ballot=self._ballot, dead=sorted(known_dead))
+
+    def _propose(self) -> None:
+        promises = self._promises
+        if not self._have_answered(promises):
+            return
+        accepted = [promise.accepted for promise in promises.values() if promise.accepted is not None]
+        proposal = max(accepted)[1] if accepted else self._own_proposal()
+        if proposal is None:
+            return
+        self._proposal, self._acceptances = proposal, {self.rank}
+        self._accepted = self._ballot, proposal
+        for rank in promises:
+            if rank != self.rank and self._is_reachable(rank):
+                self._tell(
+                    rank, "accept", ballot=self._ballot, members=list(proposal.members), committed=proposal.committed
+                )
+
+    def _have_answered(self, answers: Collection[int]) -> bool:
+        """Whether all have answered that can, and they are enough."""
+        if any(rank not in answers for rank in self._reachable()):
+            return False
+        if any(rank in self.silent and rank not in self.dead for rank in self.members) and not self._is_quorum(answers):
+            self.is_stranded = True
+            return False
+        return True
+
+    def _own_proposal(self) -> Decision | None:
+        kept: list[int] = []
+        for rank in sorted(self._promises):
+            silent = self._promises[rank].silent
+            if not any(other in silent or rank in self._promises[other].silent for other in kept):
+                kept.append(rank)
+        if len(kept) < len(self._promises) and not self._is_quorum(kept):
+            self.is_stranded = True
+            return None
+        left = {rank: committed for rank, committed in self.left.items() if rank in self.members}
+        committed = [*(promise.committed for promise in self._promises.values()), *left.values()]
+        return Decision(tuple(sorted({*kept, *left})), max(committed))
+
+    def _is_quorum(self, ranks: Collection[int]) -> bool:
+        twice = 2 * sum(rank in ranks for rank in self.members)
+        return twice > len(self.members) or (twice == len(self.members) and self.members[0] in ranks)
+
+    def _adopt(self, decision: Decision) -> None:
+        before = self.members
+        self.view += 1
+        self.decisions[self.view] = decision
+        self.members = decision.members
+        for rank in before:
+            if rank != self.rank and self._is_reachable(rank):
+                self._tell_decision(rank, self.view)
+        self._begin_view()
