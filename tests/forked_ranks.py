@@ -11,6 +11,7 @@ import faulthandler
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -60,6 +61,7 @@ def run_forked(
     seconds: float,
     environment: Mapping[str, str] | None = None,
     resume_after: float | None = None,
+    nodes: str = "",
 ) -> Ended:
     """Run `function(rank)` on forked ranks that call `init(on_failure="continue")`, and wait for all of them.
 
@@ -69,18 +71,19 @@ def run_forked(
         seconds: after which a job hangs, and is ended.
         environment: variables of the ranks.
         resume_after: seconds after which a rank that has stopped itself (SIGSTOP) gets SIGCONT.
+        nodes: RING_VIRTUAL_NODES, for ranks that act as several hosts and that nobody else has started.
     """
-    before = set(os.listdir("/dev/shm"))
+    before, port = set(os.listdir("/dev/shm")), _free_port()
     segment = Segment.create(SharedMemoryRendezvous.nbytes(ranks))
     with TemporaryDirectory() as name:
         began, directory = time.monotonic(), Path(name)
         pids: dict[int, int] = {}
         for rank in range(ranks):
-            variables = {
-                **(environment or {}),
-                **child_environment(segment, rank, ranks, os.getpid()),
-                config.LOSSES_TOLERATED.name: "1",
-            }
+            own = child_environment(segment, rank, ranks, os.getpid()) | {config.LOSSES_TOLERATED.name: "1"}
+            if nodes:
+                own = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                own[config.VIRTUAL_NODES.name] = nodes
+            variables = {**(environment or {}), **own}
             pid = os.fork()
             if not pid:
                 _be(rank, function, variables, directory)
@@ -97,6 +100,11 @@ def run_forked(
     left = [f"process {pid}" for pid in family]
     left += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - before if "ring" in name]
     return Ended(codes, found, output, ended - began, left)
+
+
+def _free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return str(listener.getsockname()[1])
 
 
 def _be(rank: int, function: Callable[[int], Any], variables: Mapping[str, str], directory: Path) -> None:

@@ -5,6 +5,7 @@ import signal
 
 from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.collectives.shm_barrier import SharedMemoryBarrier
+from ring_plugins.core.net.tcp import TcpTransport
 from ring_plugins.core.world import current
 
 
@@ -24,8 +25,25 @@ def end_at(point: str) -> None:
 
 
 def die_in_barrier(number: int, when: str) -> None:
-    """Die at this barrier from now on, counted from 1, before or after announcing the arrival."""
-    synchronize, seen = SharedMemoryBarrier.synchronize, []
+    """Die at this barrier or exchange with other hosts from now on, counted from 1.
+
+    Args:
+        number: which.
+        when: "before" it, or "in" it: after announcing the arrival, or after sending what the kernel takes at once.
+    """
+    synchronize, exchange, seen = SharedMemoryBarrier.synchronize, TcpTransport.exchange, list[int]()
+
+    def mortally_exchange(self: TcpTransport, *args: object) -> object:
+        seen.append(1)
+        if len(seen) == number and when == "before":
+            die()
+        request = exchange(self, *args)  # type: ignore[arg-type]
+        if len(seen) == number:
+            request.done()
+            die()
+        return request
+
+    TcpTransport.exchange = mortally_exchange  # type: ignore[method-assign, assignment]
 
     def mortally(self: SharedMemoryBarrier, *args: object, **options: object) -> None:
         seen.append(1)

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, name_ranks
 from ring_plugins.core.control.liveness import MOST_MEMBERS
+from ring_plugins.core.control.mesh import MOST_RANKS
 from ring_plugins.core.rendezvous import detect
 from ring_plugins.core.rendezvous.slots import hold_slot
 from ring_plugins.core.rendezvous.spawn import restart_under_ring_run
+from ring_plugins.core.rendezvous.tcp import is_by_hand
 
 #: Process ids by world rank.
 Pids = Mapping[int, int] | Sequence[int]
@@ -63,6 +65,7 @@ def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: in
 
     A script that is to spawn its ranks does not return from this: it starts again, under `ring run`. Nor does one that
     mpirun, torchrun or srun has started: its ranks start again, and this process holds its place in the launcher's job.
+    Processes that were started one by one, with RANK and MASTER_ADDR in their environment, end nobody else.
 
     Args:
         ranks: that `init` is asked for.
@@ -89,6 +92,13 @@ def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: in
             return
         if record.size is not None and policy.min_ranks > record.size:
             raise ArgumentError(f"min_ranks={policy.min_ranks} is more than the {record.size} ranks of the job.")
+        if is_by_hand(record):
+            if policy.replaces:
+                raise ArgumentError(
+                    'on_failure="replace" needs somebody who starts processes in the places of lost ranks: start it '
+                    f"on one host with `ring run`, mpirun, torchrun or srun, or {_REMEDY}."
+                )
+            return
         hold_slot(record, policy.min_ranks, policy.on_failure, _REMEDY)
     if record.kind != "spawned" or not is_under_ring_run:
         raise ArgumentError(
@@ -98,12 +108,13 @@ def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: in
         )
 
 
-def check_policies(policies: Sequence[Sequence[Any]], shares_memory: bool, job: str) -> None:
+def check_policies(policies: Sequence[Sequence[Any]], shares_memory: bool, uses_sockets: bool, job: str) -> None:
     """Check that all ranks want to go on after losses, and can.
 
     Args:
         policies: each rank's `FailurePolicy`.
         shares_memory: whether all of them share memory.
+        uses_sockets: whether sockets connect those that do not.
         job: the ranks and hosts, for the error.
 
     Raises:
@@ -115,16 +126,28 @@ def check_policies(policies: Sequence[Sequence[Any]], shares_memory: bool, job: 
             f"on_failure and min_ranks differ by rank: {list(map(tuple, policies))}. Pass the same to init() on all "
             "ranks."
         )
-    if not shares_memory or size > MOST_MEMBERS:
+    if not shares_memory and not uses_sockets:
         raise ArgumentError(
-            f'on_failure="continue" needs ranks of one host that share memory, at most {MOST_MEMBERS}, but these are '
-            f"{job}: {_REMEDY}."
+            f'on_failure="continue" works on several hosts if sockets connect them, but {job} are connected by MPI or '
+            f"cannot share memory on their host: set {config.TRANSPORT.name}=tcp, or {_REMEDY}."
         )
+    if not shares_memory and policies[0][2]:
+        raise ArgumentError(f'on_failure="replace" works on one host, but these are {job}: {_REMEDY}.')
+    if size > (most := MOST_MEMBERS if shares_memory else MOST_RANKS):
+        raise ArgumentError(f'on_failure="continue" works with up to {most} ranks, but these are {job}: {_REMEDY}.')
     if min_ranks > size > 1:
         raise ArgumentError(f"min_ranks={min_ranks} is more than the {size} ranks of the job.")
 
 
-def what_was_lost(lost: Sequence[int], pids: Pids, left: Sequence[int], job: tuple[int, bool], seconds: float) -> str:
+def what_was_lost(
+    lost: Sequence[int],
+    pids: Pids,
+    left: Sequence[int],
+    job: tuple[int, bool],
+    seconds: float,
+    silent: Sequence[int] = (),
+    hosts: Mapping[int, str] | None = None,
+) -> str:
     """The line that tells the user of a loss, and of the ranks' new numbers.
 
     Args:
@@ -133,8 +156,16 @@ def what_was_lost(lost: Sequence[int], pids: Pids, left: Sequence[int], job: tup
         left: the world ranks that go on, in order.
         job: how many ranks it started with, and whether other processes take the places of lost ones.
         seconds: that the agreement took.
+        silent: those of `lost` that cannot be reached, and may be alive.
+        hosts: of all ranks, if there are several.
     """
-    return _who_goes_on("died", lost, pids, left, job, f", after {seconds * 1e3:.0f} ms")
+    dead = [rank for rank in lost if rank not in silent]
+    gone = "; ".join(
+        f"{_named(ranks, pids, hosts)} {how}"
+        for ranks, how in ((dead, "died"), (silent, "cannot be reached any more"))
+        if ranks
+    )
+    return _who_goes_on(gone, lost, left, job, f", after {seconds * 1e3:.0f} ms")
 
 
 def who_joined(seats: Mapping[int, int], pids: Pids, members: Sequence[int], seconds: float) -> str:
@@ -156,7 +187,7 @@ def who_joined(seats: Mapping[int, int], pids: Pids, members: Sequence[int], sec
 
 def who_left(leaving: Sequence[int], pids: Pids, left: Sequence[int], job: tuple[int, bool]) -> str:
     """The line that tells the user of ranks that left the job because they were told to end; arguments as above."""
-    return _who_goes_on("left on SIGTERM", leaving, pids, left, job)
+    return _who_goes_on(f"{_named(leaving, pids)} left on SIGTERM", leaving, left, job)
 
 
 def too_few_left(leaving: Sequence[int], pids: Pids, left: Sequence[int], min_ranks: int) -> str:
@@ -167,13 +198,13 @@ def too_few_left(leaving: Sequence[int], pids: Pids, left: Sequence[int], min_ra
     )
 
 
-def _named(ranks: Sequence[int], pids: Pids) -> str:
-    return " and ".join(f"{name_ranks([rank])} (process {pids[rank]})" for rank in ranks)
+def _named(ranks: Sequence[int], pids: Pids, hosts: Mapping[int, str] | None = None) -> str:
+    return " and ".join(
+        f"{name_ranks([rank])} (process {pids[rank]}{f' on {hosts[rank]}' if hosts else ''})" for rank in ranks
+    )
 
 
-def _who_goes_on(
-    how: str, lost: Sequence[int], pids: Pids, left: Sequence[int], job: tuple[int, bool], after: str = ""
-) -> str:
+def _who_goes_on(gone: str, lost: Sequence[int], left: Sequence[int], job: tuple[int, bool], after: str = "") -> str:
     moved = ", ".join(f"{old} is now {new}" for new, old in enumerate(left) if old != new)
     size, replaces = job
     if replaces:
@@ -182,10 +213,8 @@ def _who_goes_on(
         data = (
             "Nobody takes over the data of this rank" if len(lost) == 1 else "Nobody takes over the data of these ranks"
         )
-    line = (
-        f"{_named(lost, pids)} {how}; the job goes on with {len(left)} of its {size} ranks since "
-        f"{time.strftime('%H:%M:%S')}{after}. {data}."
-    )
+    now = time.strftime("%H:%M:%S")
+    line = f"{gone}; the job goes on with {len(left)} of its {size} ranks since {now}{after}. {data}."
     if moved:
         line += f" Renumbered, though errors keep the old numbers: rank {moved}."
     if 0 in lost:

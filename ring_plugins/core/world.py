@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import itertools
+import json
 import os
 import socket
 import sys
@@ -45,6 +46,7 @@ from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.failure_detector import FailureDetector, Peer
 from ring_plugins.core.control.liveness import MOST_MEMBERS, Liveness, LocalPeers
 from ring_plugins.core.control.membership import Membership
+from ring_plugins.core.control.mesh import Mesh, MeshPeer
 from ring_plugins.core.control.monitor import MonitorThread
 from ring_plugins.core.control.tcp_liveness import TcpLiveness
 from ring_plugins.core.control.wait import Wait
@@ -71,7 +73,7 @@ from ring_plugins.core.linux.interfaces import own_addresses
 from ring_plugins.core.linux.shared_memory import is_available, shared_memory_domain
 from ring_plugins.core.net.tcp import TcpTransport
 from ring_plugins.core.observe.observers import Observers
-from ring_plugins.core.observe.succession import Succession
+from ring_plugins.core.observe.succession import Announcements, Succession
 from ring_plugins.core.observe.timeline import FILE_NAME
 from ring_plugins.core.rendezvous import Rendezvous, connect, detect, leave
 from ring_plugins.core.rendezvous.claim import RankMarker, check_ancestors
@@ -82,6 +84,13 @@ from ring_plugins.core.rendezvous.topology import find_topology, virtual_nodes
 _NOTHING = contextlib.nullcontext()
 #: Rounds of an attempt to let ranks join, and some more; and attempts in which somebody cannot map memory.
 _ROUNDS, _ATTEMPTS = 16, 5
+
+
+def _announced(peers: LocalPeers, rank: int) -> dict[str, Any] | None:
+    """Where a rank of this host listens in the place of rank 0, None if it has not said so."""
+    peer = peers.own if rank == peers.own.rank else peers.others.get(rank)
+    found: dict[str, Any] | None = json.loads(peer.announced) if peer is not None and peer.announced else None
+    return found
 
 
 class _Member(NamedTuple):
@@ -141,7 +150,7 @@ class World:
         self.replaces = policy.replaces and self.heals
         self.is_awaited = False
         self.changes = ChangeCallbacks()
-        self._membership: Membership | None = None
+        self._membership: Membership | Mesh | None = None
         self._succession: Succession | None = None
         self._in_collective = threading.RLock()
         self.notice = Notice()
@@ -182,7 +191,9 @@ class World:
         self.topology = find_topology(rank, nodes, [member.host for member in members])
         if any(member.policy[0] for member in members):
             shares_memory = len(set(nodes)) == 1 and all(member.liveness for member in members)
-            check_policies([member.policy for member in members], shares_memory or size == 1, self.topology.summary)
+            uses_sockets = isinstance(rendezvous.transport, TcpTransport) and all(one.liveness for one in members)
+            policies = [member.policy for member in members]
+            check_policies(policies, shares_memory or size == 1, uses_sockets, self.topology.summary)
         self._cores = [thread_count.Cores(one.kernel, one.container, one.cores, one.quota) for one in members]
         self._local_peers = self._watch_local_peers(own, members) if any(one.liveness for one in members) else None
         self._tags = itertools.count(rank, max(size, most))  # no two ranks ever offer the same
@@ -197,8 +208,8 @@ class World:
             self._follow_losses()
         self.communicator = self.new_communicator("ring", gather=rendezvous.gather)
         self._rank_marker = RankMarker(rank) if size > 1 else None
-        if self.heals:
-            self.notice.install()
+        if self.heals and isinstance(self._membership, Membership):
+            self.notice.install()  # on several hosts, a rank that gets SIGTERM dies at once, and the others go on
         if self.replaces and own is not None and (places := seats()) is not None:
             places.take(Occupant(rank, rank, own.address), as_member=True)
 
@@ -218,14 +229,34 @@ class World:
         self._rank_marker = RankMarker(self.world_rank)
 
     def _follow_losses(self) -> None:
-        """Set up what a job needs that goes on when ranks are lost."""
-        assert self._local_peers is not None
+        """From now on, the loss of a rank does not end the job; collective."""
+        peers, detector = self._local_peers, self.failure_detector
+        assert peers is not None
+        assert detector is not None
         assert self._monitor is not None
         assert self.observers is not None
-        self._membership = membership = Membership(self._local_peers)
+        membership: Membership | Mesh
+        if self.is_joining or self.topology.num_nodes == 1:
+            self._membership = membership = Membership(peers)
+            announcements = Announcements(
+                lambda address: peers.own.announce(json.dumps(address)), lambda rank: _announced(peers, rank)
+            )
+        else:
+            transport = self._rendezvous.transport
+            assert isinstance(transport, TcpTransport)
+            ranks = [
+                MeshPeer(member.host, member.pid, member.domain, peer.address, peer.port)
+                for member, peer in zip(self._members.values(), transport.peers, strict=True)
+            ]
+            mesh = self._membership = Mesh(self.world_rank, ranks, transport.listener, peers, self._policy.min_ranks)
+            mesh.connect(Wait("ring", detector))
+            detector.go_on_over(mesh)
+            membership = mesh
+            announcements = Announcements(mesh.announce, mesh.announced.get)
         if isinstance(self.channel, ControlClient):
-            stalls, peers = self.observers.stalls, self.observers.membership
-            self._succession = Succession(self.channel, stalls, self._local_peers, peers, lambda: membership.ranks)
+            stalls, everyone = self.observers.stalls, self.observers.membership
+            own = self.addresses() if isinstance(membership, Mesh) else []
+            self._succession = Succession(self.channel, stalls, everyone, lambda: membership.ranks, announcements, own)
             self._monitor.add(self._succession)
 
     def _give_up(self, error: BaseException) -> None:
@@ -344,7 +375,8 @@ class World:
                     check_gather if gather else self.communicator.check,
                 )
             if isinstance(communicator, HealingCommunicator):
-                communicator.go_on_after(self._go_on_without, self._in_collective, self.replaces)
+                confirmations = self._membership if isinstance(self._membership, Mesh) else None
+                communicator.go_on_after(self._go_on_without, self._in_collective, self.replaces, confirmations)
         self._keep(communicator)
         return communicator
 
@@ -388,6 +420,18 @@ class World:
             return self._rendezvous.rank, self._rendezvous.size
         return self.topology.rank, self.topology.size
 
+    def refuse_to_heal_between_hosts(self, what: str) -> None:
+        """Refuse what has been tried on one host only, in a job on several that is to go on after a loss.
+
+        Args:
+            what: begins the error's text.
+
+        Raises:
+            ArgumentError: on_failure is "continue", and there are several hosts.
+        """
+        if isinstance(self._membership, Mesh):
+            self.refuse_to_heal(f"{what} on several hosts")
+
     @property
     def view(self) -> int:
         """How often the ranks of the job have changed."""
@@ -407,10 +451,15 @@ class World:
         except PeerFailed:
             self.failure_detector.aborted = True
             raise
+        if lost is None:  # this rank finds it in its next operation, as others do
+            return
         self._follow_members(lost=lost)
-        if self.topology.rank == 0:
+        if lost and self.topology.rank == 0:
+            silent = [rank for rank in lost if isinstance(self._membership, Mesh) and self._membership.was_silent(rank)]
+            names = {rank: member.host for rank, member in self._members.items()}
+            hosts = names if isinstance(self._membership, Mesh) else None
             seconds = time.monotonic() - began
-            logger.warning(what_was_lost(lost, self._pids, self.world_ranks, self._job, seconds))
+            logger.warning(what_was_lost(lost, self._pids, self.world_ranks, self._job, seconds, silent, hosts))
 
     def _follow_members(self, lost: Sequence[int] = (), left: Sequence[int] = (), joined: Sequence[int] = ()) -> None:
         """Let all that this process has of the job follow its members, of which some died, left or joined."""
@@ -418,7 +467,9 @@ class World:
         self.world_ranks = self._membership.ranks
         for communicator in self._in_use():
             if isinstance(communicator, HealingCommunicator):
-                communicator.keep(self.world_ranks)
+                communicator.keep(self.world_ranks, self._membership.view)
+        if not lost and not left and not joined:
+            return
         before, size_before = self.topology, len(self.world_ranks) + len(lost) + len(left) - len(joined)
         hosts = [self._members[rank].host for rank in self.world_ranks]
         nodes = [self._nodes[rank] for rank in self.world_ranks]
@@ -470,7 +521,7 @@ class World:
             if self.topology.rank == 0:
                 logger.warning(too_few_left(leaving, self._pids, left, self._policy.min_ranks))
             self._exit_from_job(TERMINATED)
-        assert self._membership is not None
+        assert isinstance(self._membership, Membership)
         assert self._local_peers is not None
         if self.world_rank in leaving:
             self._local_peers.own.leave()
@@ -498,7 +549,7 @@ class World:
         places, peers, membership = seats(), self._local_peers, self._membership
         assert places is not None
         assert peers is not None
-        assert membership is not None
+        assert isinstance(membership, Membership)
         began = time.monotonic()
         start, waiting = repeated(
             lambda: self.communicator.broadcast_object(
@@ -595,7 +646,7 @@ class World:
         """Take what all have agreed on into use; nothing of this fails."""
         peers, membership, detector = self._local_peers, self._membership, self.failure_detector
         assert peers is not None
-        assert membership is not None
+        assert isinstance(membership, Membership)
         assert detector is not None
         peers.add([peer for peer in joined.peers if peer.rank not in peers.others])
         for occupant in joined.call.everyone:
@@ -765,6 +816,8 @@ class World:
         self.notice.close()
         if self._messenger is not None:
             self._messenger.close()
+        if isinstance(self._membership, Mesh):
+            self._membership.close()
         if self._local_peers is not None:
             self._local_peers.own.leave()
         if self._monitor is not None:
@@ -782,6 +835,10 @@ class World:
             self.channel.abandon()
         if self._succession is not None:
             self._succession.detach_after_fork()
+        if isinstance(self._membership, Mesh):
+            self._membership.detach_after_fork()
+            if isinstance(self._rendezvous.transport, TcpTransport):
+                self._rendezvous.transport.listener.detach_after_fork()
         if self._messenger is not None:
             self._messenger.detach_after_fork()
         for communicator in self._in_use():

@@ -3,6 +3,7 @@
     python -m tests.campaigns.healing --runs 300 --seed 1             # about ten minutes
     python -m tests.campaigns.healing --only 1:17                     # run 17 of seed 1 again, with all it printed
     python -m tests.campaigns.healing --runs 300 --seed 1 --keep      # also writes benchmarks/results
+    python -m tests.campaigns.healing --runs 300 --seed 1 --hosts     # ranks that act as several hosts
 
 A run is drawn from its seed and number alone. Its ranks are forked (tests/forked_ranks.py), train, and kill or stop
 themselves at the points that were drawn. Then it is judged:
@@ -31,7 +32,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,9 @@ os.environ["OMP_NUM_THREADS"] = "1"  # the ranks are forked
 import torch
 
 import ring_plugins as ring
+from ring_plugins.core.control.consensus import Consensus
 from ring_plugins.core.control.membership import Membership
+from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.world import World, current
 from ring_plugins.torch import DistributedOptimizer, broadcast_parameters
 from tests.forked_ranks import Ended, run_forked
@@ -70,7 +73,7 @@ class Fault:
     Attributes:
         rank, step: which, and when.
         point: one of `POINTS`.
-        number: of the barrier, counted from the beginning of the reduction, collective or step.
+        number: of the barrier or exchange, counted from the beginning of the reduction, collective or step.
         when: "before" or "in" that barrier; in healing, "before" it, once it has "decided", or when it is "over".
     """
 
@@ -92,6 +95,7 @@ class Plan:
         in_place: whether gradients accumulate in the memory in which they are averaged.
         skips: in which step, and which rank cannot compute its gradients.
         stops: seconds for which a rank is stopped.
+        nodes: of how many ranks each host is, as RING_VIRTUAL_NODES takes it; "" for one host.
     """
 
     seed: int
@@ -101,10 +105,11 @@ class Plan:
     in_place: bool
     skips: tuple[int, int]
     stops: float
+    nodes: str = ""
 
 
-def draw(seed: int, number: int) -> Plan:
-    """The plan of a run."""
+def draw(seed: int, number: int, hosts: bool = False) -> Plan:
+    """The plan of a run, on one host or on several."""
     drawn = random.Random(f"{seed}:{number}")
     ranks = drawn.randint(2, 6)
     skips = drawn.randrange(1, STEPS - 1), drawn.randrange(ranks)
@@ -126,7 +131,14 @@ def draw(seed: int, number: int) -> Plan:
         when = step if place == 0 or at_once or own in ("healing", "skipped step") else drawn.randrange(STEPS)
         side = drawn.choice(["before", "decided", "over"] if own == "healing" else ["before", "in"])
         faults.append(Fault(victim, when, own, drawn.randint(1, 4), side))
-    return Plan(seed, number, ranks, tuple(faults), drawn.random() < 0.3, skips, drawn.choice(STOPS))
+    in_place, stops = drawn.random() < 0.3, drawn.choice(STOPS)
+    nodes = ""
+    if hosts:
+        cuts = sorted(drawn.sample(range(1, ranks), drawn.randint(1, ranks - 1)))
+        nodes = ",".join(str(end - start) for start, end in zip([0, *cuts], [*cuts, ranks], strict=True))
+        # Exchanges with other hosts count beside barriers, so there are more.
+        faults = [fault if fault.point == "stop" else replace(fault, number=drawn.randint(1, 24)) for fault in faults]
+    return Plan(seed, number, ranks, tuple(faults), in_place, skips, stops, nodes)
 
 
 # A rank -------------------------------------------------------------------------------------------
@@ -152,8 +164,12 @@ def die_in_healing(when: str) -> None:
     agree, go_on, decide = Membership.agree, World._go_on_without, None
     if when == "before":
         Membership.agree = lambda *_: die()  # type: ignore[method-assign, assignment, return-value]
+        Mesh.agree = lambda *_: die()  # type: ignore[method-assign, assignment, return-value]
     elif when == "over":
         World._go_on_without = lambda *args: (go_on(*args), die())  # type: ignore[method-assign, assignment, return-value]
+    elif isinstance(current()._membership, Mesh):  # half of the time, before it has told anybody
+        adopt = Consensus._adopt
+        Consensus._adopt = lambda *args: (os.getpid() % 2 and adopt(*args), die())  # type: ignore[method-assign, assignment, return-value]
     else:
         own = current()._membership._peers.own  # type: ignore[union-attr]
         decide = own.decide
@@ -355,7 +371,7 @@ def run(plan: Plan) -> dict[str, Any]:
     """Run a plan; returns a line of the result."""
     is_stopped = any(fault.point == "stop" for fault in plan.faults)
     environment = {"RING_TIMEOUT": TIMEOUT} if is_stopped else {}
-    job = run_forked(plan.ranks, lambda rank: train(plan, rank), HANGS, environment, plan.stops)
+    job = run_forked(plan.ranks, lambda rank: train(plan, rank), HANGS, environment, plan.stops, plan.nodes)
     verdict, why = judge(plan, job)
     return {
         "plan": asdict(plan), "verdict": verdict, "why": why, "seconds": job.seconds, "killed": len(job.killed),
@@ -405,18 +421,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no run begins")
     parser.add_argument("--only", help="SEED:NUMBER of a run to repeat")
+    parser.add_argument("--hosts", action="store_true", help="let the ranks act as several hosts")
     parser.add_argument("--keep", action="store_true", help=f"write {RESULT.name}")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.only:
-        line = run(draw(*map(int, options.only.split(":"))))
+        line = run(draw(*map(int, options.only.split(":")), options.hosts))  # type: ignore[misc]
         print(line.pop("output"), json.dumps(line, indent=1), sep="\n")
         return int(line["verdict"] not in ("went on", "ended"))
     lines, end = [], time.monotonic() + options.seconds
     for number in range(options.runs):
         if time.monotonic() > end:
             break
-        lines.append(line := run(draw(options.seed, number)))
+        lines.append(line := run(draw(options.seed, number, options.hosts)))
         if line["verdict"] not in ("went on", "ended"):
             print(f"{options.seed}:{number} {line['verdict']}: {line['why']}\n{line['output']}", flush=True)
     rows = summary(lines)

@@ -10,9 +10,10 @@ from tests.campaigns.healing import COUNTS, POINTS, STEPS, Fault, Plan, checksum
 from tests.forked_ranks import Ended
 
 
+@pytest.mark.parametrize("hosts", [[], ["--hosts"]], ids=["one host", "several hosts"])
 @pytest.mark.parametrize("runs", [4, pytest.param(80, marks=pytest.mark.slow)])
-def test_random_deaths_leave_the_others_whole(runs):
-    command = [sys.executable, "-m", "tests.campaigns.healing", "--runs", str(runs), "--seed", "5"]  # ranks are forked
+def test_random_deaths_leave_the_others_whole(runs, hosts):
+    command = [sys.executable, "-m", "tests.campaigns.healing", "--runs", str(runs), "--seed", "5", *hosts]  # they fork
     result = subprocess.run(command, capture_output=True, text=True, timeout=60 * runs, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"{runs} jobs, " in result.stdout

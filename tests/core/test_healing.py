@@ -7,6 +7,7 @@ import pytest
 from ring_plugins.core import healing
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.control.liveness import MOST_MEMBERS
+from ring_plugins.core.control.mesh import MOST_RANKS
 from ring_plugins.core.healing import (
     ChangeCallbacks,
     FailurePolicy,
@@ -103,15 +104,41 @@ def test_a_script_starts_again_under_ring_run_unless_it_is_alone(monkeypatch):
 
 
 def test_all_ranks_must_want_it_and_be_able_to():
-    check_policies([[True, 1], [True, 1]], True, "")
-    with pytest.raises(ArgumentError, match=r"differ by rank: \[\(True, 1\), \(False, 0\)\]"):
-        check_policies([[True, 1], [False, 0]], True, "")
-    with pytest.raises(ArgumentError, match="these are 2 ranks on 2 hosts: leave out on_failure"):
-        check_policies([[True, 1], [True, 1]], False, "2 ranks on 2 hosts")
-    with pytest.raises(ArgumentError, match=f"at most {MOST_MEMBERS}"):
-        check_policies([[True, 1]] * (MOST_MEMBERS + 1), True, "")
+    check_policies([CONTINUE, CONTINUE], True, False, "")
+    check_policies([CONTINUE, CONTINUE], False, True, "")
+    with pytest.raises(ArgumentError, match=r"differ by rank: \[\(True, 1, False\), \(False, 0, False\)\]"):
+        check_policies([CONTINUE, (False, 0, False)], True, False, "")
+    with pytest.raises(ArgumentError, match=r"2 ranks on 2 hosts are connected by MPI .* set RING_TRANSPORT=tcp"):
+        check_policies([CONTINUE, CONTINUE], False, False, "2 ranks on 2 hosts")
+    with pytest.raises(ArgumentError, match=f"up to {MOST_MEMBERS} ranks"):
+        check_policies([CONTINUE] * (MOST_MEMBERS + 1), True, True, "")
+    with pytest.raises(ArgumentError, match=f"up to {MOST_RANKS} ranks"):
+        check_policies([CONTINUE] * (MOST_RANKS + 1), False, True, "")
     with pytest.raises(ArgumentError, match="min_ranks=3 is more than the 2 ranks"):
-        check_policies([[True, 3], [True, 3]], True, "")
+        check_policies([(True, 3, False), (True, 3, False)], True, False, "")
+    with pytest.raises(ArgumentError, match='on_failure="replace" works on one host'):
+        check_policies([(True, 1, True)] * 2, False, True, "")
+
+
+def test_ranks_that_were_started_one_by_one_need_nobody_who_holds_their_slots(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(healing, "hold_slot", lambda *arguments: sys.exit())
+    prepare_to_continue(None, CONTINUE, 0)
+    with pytest.raises(ArgumentError, match=r'"replace" needs somebody .* on one host with `ring run`'):
+        prepare_to_continue(None, FailurePolicy(True, 1, True), 0)
+    with pytest.raises(ArgumentError, match="cannot be called again"):
+        prepare_to_continue(None, CONTINUE, 1)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with pytest.raises(SystemExit):
+        prepare_to_continue(None, CONTINUE, 0)
+
+
+def test_one_line_says_which_ranks_died_and_which_cannot_be_reached():
+    line = what_was_lost([0, 2], [10, 11, 12, 13], (1, 3), (4, False), 6.0, [2], dict(enumerate("aabb")))
+    assert line.startswith(
+        "rank 0 (process 10 on a) died; rank 2 (process 12 on b) cannot be reached any more; the job"
+    )
 
 
 def test_one_line_says_who_was_lost_and_how_ranks_are_numbered_now():

@@ -89,6 +89,7 @@ class SerialExecutor:
         self.goes_on_after_mismatch = False
         self.on_members_lost: Callable[[Wait], None] | None = None
         self._thread: _Thread | None = None
+        self._number_base = 0  # added to the number of operations finished, see `renumber`
         #: The thread that is in `run_in_line`, 0 for none, and what it runs.
         self._in_line_thread, self._in_line = 0, ""
         # The current or last operation.
@@ -114,7 +115,7 @@ class SerialExecutor:
             fingerprint = after_refusals(fingerprint, wait.refused) if wait.refused else fingerprint
             part_of = work.description if inside and thread and (work := thread.current) else self._in_line
             wait.part_of = part_of if part_of and not fingerprint.text.startswith(part_of) else ""
-            wait.number = number = statistics.operations
+            wait.number = number = self._number_base + statistics.operations
             wait.entered = number + 1
             waited_before = wait.waited_for_arrival
             self._fingerprint, wait.begun = fingerprint, False
@@ -151,6 +152,15 @@ class SerialExecutor:
             if recorder.on:
                 self._record("operation" if inside else "call", fingerprint.text, began, ended, waited)
             return result
+
+    def renumber(self, number: int) -> None:
+        """Give the next operation this number, since members that have given one up have not all finished equally many.
+
+        Args:
+            number: equal on all members.
+        """
+        self._number_base = number - self.statistics.operations
+        self._wait.refused = 0
 
     def _record(self, kind: str, text: str, began: float, ended: float, waited: float) -> None:
         recorder.record(
@@ -203,7 +213,7 @@ class SerialExecutor:
         with self._lock:
             before, self._wait.refused = self._wait.refused, self._wait.refused + 1
             if self._members is not None and self.failure.error is None:
-                self._members.refuse(self.statistics.operations, before, operation, error)
+                self._members.refuse(self._number_base + self.statistics.operations, before, operation, error)
 
     def _refuse_now(self, text: str) -> None:
         self.failure.check()

@@ -1,10 +1,20 @@
 """A communicator that goes on when members die: `on_failure="continue"`.
 
-**When.** A member that died leaves the others stuck at the first barrier that it did not reach, in the same operation
-(core/control/membership.py says why). They agree on who is left, and every communicator of the job drops the dead one:
-its pages, its staging buffers, its part of shared buffers. What the others have mapped stays where it is, so a gradient
-that lives in a bucket is still there. Nothing is allocated or opened again, and nobody who holds the communicator
-notices, but that `rank`, `size` and `ranks` have changed.
+**When.** On one host, a member that died leaves the others stuck at the first barrier that it did not reach, in the
+same operation (core/control/membership.py says why). They agree on who is left, and every communicator of the job drops
+the dead one: its pages, its staging buffers, its part of shared buffers. What the others have mapped stays where it is,
+so a gradient that lives in a bucket is still there. Nothing is allocated or opened again, and nobody who holds the
+communicator notices, but that `rank`, `size` and `ranks` have changed.
+
+**On several hosts** one barrier does not do: the survivors of one host may have what those of another still wait for.
+So each operation, and each pass of gradients as a whole, ends with a *confirmation*, a barrier of all members, which
+costs one small exchange between hosts. A member that passes it knows that all had their results. When a member is lost,
+all others give up wherever they are, and agree (core/control/consensus.py): if any of them has passed the confirmation,
+all have the result and take it, even if they saw the loss while they waited there; else all repeat. Those that have
+passed find the loss in their next operation. So do the others: they keep it to themselves until then, since scripts may
+do something else after a loss, and all must do it at the same place. The connections carry parts of messages then, so
+they are closed, and new ones are made under another tag. The barriers in shared memory go on from a common number above
+all others.
 
 **What is repeated.** The operation has happened for nobody, but it may have overwritten memory that it works on in
 place. Here, operations are called again where they can be: from a copy of an all-reduce's input, and from arguments
@@ -27,17 +37,17 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
 from ring_plugins.core.arrays.codec import HalfCodec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
-from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError, PeerFailed
 from ring_plugins.core.collectives.api import Work
 from ring_plugins.core.collectives.executor import BackgroundWork, Members, SerialExecutor
-from ring_plugins.core.collectives.fingerprint import Fingerprint
+from ring_plugins.core.collectives.fingerprint import Fingerprint, fingerprint
 from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.collectives.validation import check_rank
 from ring_plugins.core.control.failure_detector import FailureDetector
@@ -62,15 +72,30 @@ def repeated(function: Callable[[], T]) -> T:
             pass
 
 
+class Confirmations(Protocol):
+    """Counts the operations that all ranks of a job on several hosts have confirmed.
+
+    Attributes:
+        committed: how many; an agreement may raise it by one.
+        pending: ranks of which the next operation is to find that they are lost; None if there are none.
+    """
+
+    committed: int
+    pending: list[int] | None
+
+
 class _OneThreadExecutor(SerialExecutor):
     """A `SerialExecutor` that refuses an operation while another thread is in one, of any communicator of the job."""
 
     def __init__(self, name: str, wait: Wait, members: Members | None = None) -> None:
         super().__init__(name, wait, members)
         self.in_use = threading.RLock()
+        self.confirmations: Confirmations | None = None
 
     def run(self, fingerprint: Fingerprint, operation: Callable[[Unpack[Ts], Fingerprint], T], *args: Unpack[Ts]) -> T:
         with self._alone(fingerprint.text):
+            if self.confirmations is not None and self.confirmations.pending is not None:
+                super().run(fingerprint, _give_up)
             return super().run(fingerprint, operation, *args)
 
     def run_in_line(self, description: str, function: Callable[[], T]) -> T:
@@ -98,18 +123,37 @@ class _OneThreadExecutor(SerialExecutor):
         self._wait.refused = 0
 
 
+_CONFIRMATION = fingerprint("confirmation")
+#: Bits of a tag, and of a barrier's number, below those that tell views apart.
+_VIEW_SHIFT = 40
+
+
+def _give_up(operation: Fingerprint) -> None:
+    raise MembersLost(f"{operation.text} is repeated without ranks that were lost in the operation before.", -1)
+
+
 class HealingCommunicator(HostCommunicator):
-    """A `HostCommunicator` of one host that drops members which die. Arguments as there."""
+    """A `HostCommunicator` that drops members which are lost. Arguments as there."""
 
     _is_in_line = False
     _shares_alone = True
+    _confirmations: Confirmations | None = None
     _executor: _OneThreadExecutor
 
     def _new_executor(self, name: str, wait: Wait, members: Members) -> _OneThreadExecutor:
         return _OneThreadExecutor(name, wait, members)
 
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether operations are confirmed between hosts."""
+        return self._confirmations is not None
+
     def go_on_after(
-        self, on_members_lost: Callable[[Wait], None], in_use: threading.RLock, may_grow: bool = False
+        self,
+        on_members_lost: Callable[[Wait], None],
+        in_use: threading.RLock,
+        may_grow: bool = False,
+        confirmations: Confirmations | None = None,
     ) -> None:
         """From now on, call a function when members have died in an operation.
 
@@ -118,19 +162,67 @@ class HealingCommunicator(HostCommunicator):
                 go on.
             in_use: held during every operation; the same for all communicators of a job.
             may_grow: whether members may join later.
+            confirmations: of all communicators of a job on several hosts, None on one host.
         """
         self._executor.on_members_lost, self._executor.in_use = on_members_lost, in_use
+        self._confirmations = self._executor.confirmations = confirmations
         if self._node is not None:
             self._node.may_grow = may_grow
 
-    def keep(self, ranks: Sequence[int]) -> None:
-        """Go on with the members among these world ranks."""
+    def keep(self, ranks: Sequence[int], view: int = 0) -> None:
+        """Go on with the members among these world ranks.
+
+        Args:
+            ranks: of the job.
+            view: their number, on several hosts; see core/control/consensus.py.
+        """
         own = self.ranks[self.rank]
         left = tuple(rank for rank in self.ranks if rank in ranks)
-        if self._node is None or left == self.ranks:  # closed, or nothing to do
+        if self._node is None:  # closed
             return
-        self._node.keep(left)
+        if self._confirmations is None:
+            if left != self.ranks:
+                self._node.keep(left)
+                self.ranks, self.rank, self.size = left, left.index(own), len(left)
+            return
+        for network in self._networks:
+            network.abandon()
+        self._networks = []
+        members = [member for member in self._all if member.rank in left]
+        node = next(member.node for member in members if member.rank == own)
+        self._node.keep([member.rank for member in members if member.node == node], view << _VIEW_SHIFT)
         self.ranks, self.rank, self.size = left, left.index(own), len(left)
+        self._connect(members, self._all[0].tag + (view << _VIEW_SHIFT), at_once=False)
+        self._executor.renumber(view << _VIEW_SHIFT)
+
+    def _confirmed(self, function: Callable[[], T]) -> T:
+        """The result of a function, once all members have theirs.
+
+        Raises:
+            MembersLost: members are lost, and nobody has the confirmation.
+        """
+        confirmations = self._confirmations
+        if confirmations is None or self._is_in_line:
+            return function()
+        number = confirmations.committed + 1
+        try:
+            result = function()
+        except MembersLost as error:
+            if confirmations.committed >= number:
+                raise PeerFailed(
+                    f"{self.name}: the other ranks have finished what this one has not.", error.rank
+                ) from error
+            raise
+        try:
+            self._executor.run(_CONFIRMATION, self._bytes_barrier)
+            confirmations.committed = number
+        except MembersLost:
+            if confirmations.committed < number:
+                raise
+        return result
+
+    def _bytes_barrier(self, operation: Fingerprint) -> None:
+        self._bytes.barrier(operation)
 
     @property
     def is_open(self) -> bool:
@@ -181,7 +273,8 @@ class HealingCommunicator(HostCommunicator):
             super().all_reduce(memory, op, codec)
             return
         source = np.array(memory.array if memory.source is None else memory.source)
-        repeated(lambda: super(HealingCommunicator, self).all_reduce(memory._replace(source=source), op, codec))
+        given = memory._replace(source=source)
+        repeated(lambda: self._confirmed(lambda: super(HealingCommunicator, self).all_reduce(given, op, codec)))
 
     def all_reduce_coalesced(
         self, memories: Sequence[HostMemory], op: Op, codecs: Sequence[HalfCodec | None] | None = None
@@ -199,10 +292,23 @@ class HealingCommunicator(HostCommunicator):
         return self._repeat_with(root, lambda root: super(HealingCommunicator, self).broadcast_object(item, root))
 
     def barrier(self) -> None:
-        repeated(super().barrier)
+        repeated(lambda: self._confirmed(super(HealingCommunicator, self).barrier))
 
     def all_gather_object(self, item: Any) -> list[Any]:
-        return repeated(lambda: super(HealingCommunicator, self).all_gather_object(item))
+        return repeated(lambda: self._confirmed(lambda: super(HealingCommunicator, self).all_gather_object(item)))
+
+    # Repeated by callers, which know the new sizes ------------------------------------------------
+
+    def all_gather(self, mine: HostMemory, out: HostMemory, counts: Sequence[int]) -> None:
+        self._confirmed(lambda: super(HealingCommunicator, self).all_gather(mine, out, counts))
+
+    def reduce_scatter(self, full: HostMemory, out: HostMemory, counts: Sequence[int], op: Op) -> None:
+        self._confirmed(lambda: super(HealingCommunicator, self).reduce_scatter(full, out, counts, op))
+
+    def all_to_all(
+        self, send: HostMemory, send_counts: Sequence[int], out: HostMemory, out_counts: Sequence[int]
+    ) -> None:
+        self._confirmed(lambda: super(HealingCommunicator, self).all_to_all(send, send_counts, out, out_counts))
 
     def _repeat_with(self, root: int, function: Callable[[int], T]) -> T:
         """As `repeated`, for a function of the root's rank, as long as the root is not lost."""
@@ -212,7 +318,7 @@ class HealingCommunicator(HostCommunicator):
         world_rank = self.ranks[root]
         while True:
             try:
-                return function(self.ranks.index(world_rank))
+                return self._confirmed(lambda: function(self.ranks.index(world_rank)))
             except MembersLost:
                 if world_rank not in self.ranks:
                     raise
@@ -225,8 +331,11 @@ class HealingCommunicator(HostCommunicator):
         return work
 
     def run_in_line(self, description: str, function: Callable[[], T]) -> T:
-        self._is_in_line = True
-        try:
-            return super().run_in_line(description, function)
-        finally:
-            self._is_in_line = False
+        def run() -> T:
+            self._is_in_line = True
+            try:
+                return function()
+            finally:
+                self._is_in_line = False
+
+        return super().run_in_line(description, lambda: self._confirmed(run))

@@ -77,7 +77,7 @@ class HostCommunicator:
         RingError: the members do not share memory, and there is no transport.
     """
 
-    #: Whether a single member has shared memory, too, for others that may join it.
+    #: Whether a single member has shared memory, too, for others that may join it, or whose host may be left alone.
     _shares_alone = False
 
     def __init__(
@@ -94,17 +94,16 @@ class HostCommunicator:
         segment = create_segment() if is_available() else None
         own = Member(rank, node, segment.address if segment else None, tag)
         members = [Member(*member) for member in gather(tuple(own))]  # JSON makes lists of them
-        nodes: dict[str, list[Member]] = {}
-        for member in members:
-            nodes.setdefault(member.node, []).append(member)
+        nodes = _by_node(members)
         self.name = name
         self.ranks = tuple(member.rank for member in members)
         self.rank, self.size = self.ranks.index(rank), len(members)
         wait = Wait(name, failure_detector, members[0].tag)
         wait.number = wait.entered = -1  # until all members have made it
         wait.check_construction = check_gather
-        self._members = others = _Members(rank, self.ranks, name, members[0].tag, failure_detector)
-        self._executor = self._new_executor(name, wait, others)
+        self._members = _Members(rank, self.ranks, name, members[0].tag, failure_detector)
+        self._wait, self._transport, self._all = wait, transport, tuple(members)
+        self._executor = self._new_executor(name, wait, self._members)
         if failure_detector is not None:
             failure_detector.watch(members[0].tag, self._executor.failure)
         self.statistics = self._executor.statistics
@@ -113,7 +112,8 @@ class HostCommunicator:
         self._bytes: ByteCollectives
         self._reducer: Reducer
         try:
-            self._connect(members, nodes, node, segment, wait, others, transport)
+            self._share_memory(nodes[node], segment)
+            self._connect(members, members[0].tag, at_once=True)
             if len(nodes) > 1:  # a connection is made without the other end's script, which may have been interrupted
                 self._bytes.barrier(fingerprint("connect"))
         except BaseException as error:  # the others may have connected already
@@ -125,25 +125,26 @@ class HostCommunicator:
     def _new_executor(self, name: str, wait: Wait, members: _Members) -> SerialExecutor:
         return SerialExecutor(name, wait, members)
 
-    def _connect(
-        self,
-        members: Sequence[Member],
-        nodes: dict[str, list[Member]],
-        node: str,
-        segment: Segment | None,
-        wait: Wait,
-        others: _Members,
-        transport: Transport | None,
-    ) -> None:
-        """Make the groups that do the work; collective."""
-        local, name = nodes[node], self.name
-        rank = self.ranks[self.rank]
-        local_rank = [member.rank for member in local].index(rank)
+    def _share_memory(self, local: Sequence[Member], segment: Segment | None) -> None:
+        """Make the group of this host's members, where there are several; collective."""
         if len(local) > 1 or self._shares_alone:
             assert segment is not None
+            ranks = [member.rank for member in local]
             addresses = [member.address for member in local if member.address is not None]
-            self._node = SharedMemoryGroup(segment, addresses, [m.rank for m in local], local_rank, wait, name)
-            others.node = self._node
+            place = ranks.index(self.ranks[self.rank])
+            self._node = SharedMemoryGroup(segment, addresses, ranks, place, self._wait, self.name)
+            self._members.node = self._node
+
+    def _connect(self, members: Sequence[Member], tag: int, at_once: bool) -> None:
+        """Make what does the work: the group of this host, or groups between hosts; collective.
+
+        Args:
+            members: all of them.
+            tag: for messages.
+            at_once: whether to connect now, so that an unreachable member is found before training begins.
+        """
+        nodes = _by_node(members)
+        name, wait, transport = self.name, self._wait, self._transport
         if len(nodes) == 1:
             assert self._node is not None
             self._bytes = self._reducer = self._node
@@ -154,23 +155,26 @@ class HostCommunicator:
                 f"{name}: the ranks {self.ranks} do not share memory, and there is no transport between them; "
                 "start the job with mpirun or torchrun."
             )
+        rank = self.ranks[self.rank]
+        node = self._node if self._node is not None and self._node.size > 1 else None
+        local_rank = node.position if node is not None else 0
         rails, rail = min(map(len, nodes.values())), None
-        interrupt = self._node.barriers.raise_reported if self._node is not None else None
-        tag = members[0].tag
+        interrupt = node.barriers.raise_reported if node is not None else None
         if local_rank < rails:
             ranks = [node_members[local_rank].rank for node_members in nodes.values()]
             behind = [[member.rank for member in node_members] for node_members in nodes.values()]
             rail = NetworkGroup(transport, ranks, ranks.index(rank), tag, wait, name, behind, interrupt)
             self._networks = [rail]
-            rail.connect()
-        self._reducer = HierarchicalAllReduce(self._node, rail, local_rank, rails, len(nodes), self.size)
+            if at_once:
+                rail.connect()
+        self._reducer = HierarchicalAllReduce(node, rail, local_rank, rails, len(nodes), self.size)
         if rail is not None and len(nodes) == self.size:
             self._bytes = rail
             return
         hosts = [[self.ranks.index(member.rank) for member in node_members] for node_members in nodes.values()]
         everyone = NetworkGroup(transport, self.ranks, self.rank, tag, wait, name, interrupt=interrupt)
         self._networks.append(everyone)
-        self._bytes = HierarchicalCollectives(self._node, rail, everyone, hosts, self.rank, self.ranks, name)
+        self._bytes = HierarchicalCollectives(node, rail, everyone, hosts, self.rank, self.ranks, name)
 
     # Collectives ----------------------------------------------------------------------------------
 
@@ -354,6 +358,14 @@ class HostCommunicator:
 
     def detach_after_fork(self) -> None:
         self._executor.detach_after_fork()
+
+
+def _by_node(members: Sequence[Member]) -> dict[str, list[Member]]:
+    """Members by the host that they are on, both in order."""
+    nodes: dict[str, list[Member]] = {}
+    for member in members:
+        nodes.setdefault(member.node, []).append(member)
+    return nodes
 
 
 class _Members:

@@ -97,6 +97,10 @@ class NetworkGroup:
         """Close the connections, which nobody uses any more."""
         self._transport.disconnect(self._tag)
 
+    def abandon(self) -> None:
+        """Close the connections in the middle of an operation, without waiting for the other members."""
+        self._transport.abandon(self._tag)
+
     __del__ = close  # where nobody has called it; a signal handler's exception would be lost there
 
     # Transfers ------------------------------------------------------------------------------------

@@ -143,14 +143,18 @@ class SharedMemoryGroup:
         for segment in segments:
             segment.close_file()
 
-    def keep(self, ranks: Sequence[int]) -> None:
-        """Go on with these members, which all stand at the same barrier; the others are gone.
+    def keep(self, ranks: Sequence[int], epoch: int | None = None) -> None:
+        """Go on with these members, of which none is in an operation; the others are gone.
 
-        Memory that they map stays where it is, so views of it stay valid. Barriers count on from where they are.
+        Memory that they map stays where it is, so views of it stay valid.
+
+        Args:
+            ranks: world ranks.
+            epoch: from which barriers count on; see `SharedMemoryBarrier.keep`.
         """
         places = [self._ranks.index(rank) for rank in ranks]
         own = self._ranks[self.position]
-        self.barriers.keep(places)
+        self.barriers.keep(places, epoch)
         first, second = self._staging
         self._staging = [first[place] for place in places], [second[place] for place in places]
         self._small_kind = None

@@ -46,11 +46,12 @@ class ControlClient(Channel):
         self._next_try = 0.0
         self._failed_attempts = 0
 
-    def reconnect(self, address: dict[str, Any]) -> None:
+    def reconnect(self, address: dict[str, Any], same_host: bool = True) -> None:
         """Connect to the server that takes the place of a lost rank 0; called by the thread that polls.
 
         Args:
-            address: of that server, on this host.
+            address: of that server.
+            same_host: whether it is on this host.
         """
         if self._pending is not None:
             self._selector.unregister(self._pending)
@@ -58,7 +59,7 @@ class ControlClient(Channel):
             self._pending = None
         if self._server is not None:
             self._forget(self._server)
-        self._address, self._secret, self._same_host = address, bytes.fromhex(address["secret"]), True
+        self._address, self._secret, self._same_host = address, bytes.fromhex(address["secret"]), same_host
         self._ended, self._began, self._next_try, self._failed_attempts = False, time.monotonic(), 0.0, 0
 
     def poll(self, seconds: float) -> None:

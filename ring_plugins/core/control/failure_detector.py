@@ -42,6 +42,7 @@ from ring_plugins.core.base.errors import DeadlockError, PeerFailed, PeerLeft
 from ring_plugins.core.control.channel import EVERYONE, Channel
 from ring_plugins.core.control.liveness import SILENT_ENDS, LocalPeers
 from ring_plugins.core.control.membership import MembersLost
+from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.parent_notifier import notify_parent
 from ring_plugins.core.net.auth import Disconnected
 
@@ -96,12 +97,15 @@ class FailureDetector:
         failed: whether this process has reported its own failure.
         has_lost_the_network: whether the failure is a lost network.
         deadlocks: name of a communicator -> the deadlock that it is part of, which a wait in it raises.
+        mesh: direct connections to all ranks, if the job is on several hosts and goes on when ranks are lost. They take
+            the channel's place for all that ends or breaks something, since rank 0 may be lost.
     """
 
     def __init__(self, rank: int, membership: Sequence[Peer], local_peers: LocalPeers | None, channel: Channel) -> None:
         self.rank, self.membership = rank, list(membership)
         self.aborted = self.failed = self.has_lost_the_network = False
         self.deadlocks: dict[str, str] = {}
+        self.mesh: Mesh | None = None
         self._pid = os.getpid()
         self._local_peers, self._channel = local_peers, channel
         self._remote_failure: PeerFailed | None = None
@@ -122,10 +126,33 @@ class FailureDetector:
         channel.on("left", lambda sender, body: self._note_left(body["ranks"]))
         channel.on_lost, channel.on_left = self._note_lost, lambda rank: self._note_left([rank])
 
+    def go_on_over(self, mesh: Mesh) -> None:
+        """From now on, losses do not end the job, and other failures are told over these connections."""
+        mesh.on("failed", lambda sender, body: self._note_failed(body))
+        mesh.on("exits", lambda sender, body: self._note_exit(body))
+        mesh.on("broken", lambda sender, body: self._note_broken(body))
+        mesh.on("refused", lambda sender, body: self._note_refused(body))
+        self.mesh = mesh
+        if self._local_peers is not None:
+            self._local_peers.min_ranks = 1  # the agreement counts the ranks of all hosts
+
     @property
     def _peers_that_go_on(self) -> LocalPeers | None:
         """All ranks, if they share memory and go on without those that are lost, among them perhaps rank 0."""
+        if self.mesh is not None:
+            return None
         return self._local_peers if self._local_peers is not None and self._local_peers.min_ranks else None
+
+    def _tell(self, kind: str, body: dict[str, Any]) -> None:
+        """Tell all ranks: directly, or over rank 0, which passes it on."""
+        if self.mesh is not None:
+            self.mesh.tell_all(kind, body)
+        else:
+            self._channel.tell(0, kind, body)
+
+    def _pass_on(self, kind: str, body: dict[str, Any]) -> None:
+        if self.rank == 0 and self.mesh is None:
+            self._channel.tell(EVERYONE, kind, body)
 
     # The other ranks ------------------------------------------------------------------------------
 
@@ -140,11 +167,13 @@ class FailureDetector:
         return local or self._has_lost_a_process
 
     def lost(self) -> frozenset[int]:
-        """Ranks that are gone without a word, if the job goes on without them."""
-        return self._local_peers.lost() if self._local_peers is not None else frozenset()
+        """Ranks that are gone without a word, if the job is on one host and goes on without them."""
+        return self._local_peers.lost() if self._local_peers is not None and self.mesh is None else frozenset()
 
     def members_lost(self, ranks: Sequence[int]) -> MembersLost:
-        """The error of an operation that only waits for ranks that are lost."""
+        """The error of an operation that has to be given up since it waits for ranks that are lost."""
+        if self.mesh is not None:
+            return self.mesh.members_lost()
         assert self._local_peers is not None
         return MembersLost(str(self._local_peers.death(ranks)), ranks[0])
 
@@ -194,6 +223,8 @@ class FailureDetector:
         """Whether a rank has ended normally and what it sent before must have arrived."""
         if self._local_peers is not None and self._local_peers.has_left(rank):
             return True
+        if self.mesh is not None and self.mesh.has_left(rank):
+            self._left.setdefault(rank, time.monotonic())
         return rank in self._left and time.monotonic() - self._left[rank] > _IN_FLIGHT
 
     # This rank ------------------------------------------------------------------------------------
@@ -203,6 +234,8 @@ class FailureDetector:
         if os.getpid() != self._pid or self.failed:
             return
         self.failed = True
+        if self.mesh is not None and self.mesh.is_cut_off:
+            return  # the others go on without this rank
         if isinstance(error, PeerFailed):
             root, text = error.rank, str(error)
         else:
@@ -211,7 +244,7 @@ class FailureDetector:
         if self._local_peers is not None:
             self._local_peers.own.fail(root, text)
         notify_parent(text)
-        self._channel.tell(0, "failed", {"rank": root, "text": text, "of": self.rank})
+        self._tell("failed", {"rank": root, "text": text, "of": self.rank})
         self._channel.flush(0.5)
 
     def leave(self, status: int) -> None:
@@ -219,7 +252,7 @@ class FailureDetector:
         if os.getpid() == self._pid and status:
             if self._local_peers is not None:
                 self._local_peers.own.note_exit(status)
-            self._channel.tell(0, "exits", {"rank": self.rank, "status": status})
+            self._tell("exits", {"rank": self.rank, "status": status})
 
     def add(self, rank: int, peer: Peer) -> None:
         """Note where a rank is that has joined. Numbers between it and the last one were never used."""
@@ -253,7 +286,9 @@ class FailureDetector:
         if os.getpid() != self._pid:
             return
         self._knowing[key] = knowing = {self.rank}
-        self._channel.tell(0, "broken", {"key": key, "rank": self.rank, "text": text})
+        self._tell("broken", {"key": key, "rank": self.rank, "text": text})
+        if self.mesh is not None:
+            return  # nobody finishes an operation without this rank's confirmation
         if self._peers_that_go_on is not None:
             return  # rank 0, which passes it on, may be lost; members on this host see it in shared memory
         end = time.monotonic() + _NOTICE
@@ -274,9 +309,9 @@ class FailureDetector:
         if error.rank != self.rank:
             if state is not None:
                 state.fail(error)
-            self._channel.tell(0, "knows of broken", {"key": key, "rank": error.rank, "member": self.rank})
-        if self.rank == 0:
-            self._channel.tell(EVERYONE, "broken", body)
+            if self.mesh is None:
+                self._channel.tell(0, "knows of broken", {"key": key, "rank": error.rank, "member": self.rank})
+        self._pass_on("broken", body)
 
     def refuse(self, key: int, number: int, before: int, text: str) -> None:
         """Tell all ranks that this one refused the arguments of an operation.
@@ -289,7 +324,7 @@ class FailureDetector:
         if os.getpid() == self._pid and self._peers_that_go_on is not None:
             self._peers_that_go_on.own.refuse((key, number, before), text)
         elif os.getpid() == self._pid:
-            self._channel.tell(0, "refused", {"operation": [key, number, before], "rank": self.rank, "text": text})
+            self._tell("refused", {"operation": [key, number, before], "rank": self.rank, "text": text})
 
     def refusal(self, key: int, number: int, before: int, missing: Sequence[int]) -> str:
         """Why one of `missing` refused an operation, "" if none did."""
@@ -303,8 +338,7 @@ class FailureDetector:
         self._refusals.setdefault((key, number, before), {})[body["rank"]] = str(body["text"])
         while len(self._refusals) > _REFUSALS:
             del self._refusals[next(iter(self._refusals))]
-        if self.rank == 0:
-            self._channel.tell(EVERYONE, "refused", body)
+        self._pass_on("refused", body)
 
     # On the monitor thread, which moves the channel -----------------------------------------------
 
@@ -321,6 +355,9 @@ class FailureDetector:
             rank: a rank on that host.
             how: how that was detected.
         """
+        if self.mesh is not None:
+            self.mesh.note_unreachable(rank)
+            return
         peer, here = self.membership[rank], self.membership[self.rank].host
         self._report_lost(
             rank,
@@ -333,6 +370,8 @@ class FailureDetector:
     def _note_lost(self, rank: int, how: Disconnected) -> None:
         """The control connection of a rank ended without a goodbye."""
         peer = self.membership[rank]
+        if self.mesh is not None and not how.is_invalid:
+            return  # it has its own connection to that rank
         if how.code in _NETWORK_LOST:
             self.lose_network(rank, str(how))
             return
@@ -363,13 +402,11 @@ class FailureDetector:
             self._remote_failure = PeerFailed(str(body["text"]), int(body["rank"]))
         self._has_lost_a_process |= bool(body.get("lost"))
         self.has_lost_the_network |= bool(body.get("network"))
-        if self.rank == 0:
-            self._channel.tell(EVERYONE, "failed", body)
+        self._pass_on("failed", body)
 
     def _note_exit(self, body: dict[str, Any]) -> None:
         self._exit_status[int(body["rank"])] = int(body["status"])
-        if self.rank == 0:
-            self._channel.tell(EVERYONE, "exits", body)
+        self._pass_on("exits", body)
 
     def _note_left(self, ranks: Sequence[int]) -> None:
         now = time.monotonic()

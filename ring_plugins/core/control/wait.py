@@ -192,7 +192,7 @@ class Wait:
 
         Raises:
             PeerFailed, PeerLeft: a rank is gone.
-            MembersLost: only ranks are missing without which the job can go on.
+            MembersLost: only ranks are missing without which the job can go on; on several hosts, a rank is lost.
             DeadlockError: ranks wait for each other in different operations.
             TimeoutExceeded: nothing happened for RING_TIMEOUT seconds.
         """
@@ -245,7 +245,7 @@ class Wait:
             try:
                 lost = [rank for rank in absent if receiving is None or not receiving(rank)]
                 self._check_members(detector, lost, what)
-                if absent and dead.issuperset(absent):
+                if (absent and dead.issuperset(absent)) or (detector.mesh is not None and detector.mesh.interrupts()):
                     raise detector.members_lost(absent)
             except RingError:  # and no signal handler's exception
                 if ready():  # the peer did arrive before it ended
@@ -313,7 +313,10 @@ class Wait:
             if self._failure_detector is not None:
                 self._check_members(self._failure_detector, [rank], what)
                 self._check_refusals(self._failure_detector, [rank], what)
-                if rank in self._failure_detector.lost():
+                mesh = self._failure_detector.mesh
+                if mesh is not None and mesh.interrupts():
+                    raise mesh.members_lost()
+                if mesh is None and rank in self._failure_detector.lost():
                     raise PeerFailed(str(self._failure_detector.members_lost([rank])), rank)
             time.sleep(0.01)
 

@@ -12,6 +12,7 @@ from typing import Any
 from ring_plugins.core.arrays.codec import Compression, HalfCodec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory, Memory
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.api import Communicator, Work
 from ring_plugins.core.collectives.healing import HealingCommunicator
 from ring_plugins.core.control.membership import MembersLost
@@ -80,6 +81,10 @@ class GradientReducer:
             for entry in bucket.entries:
                 self._bucket_of[entry] = bucket.index
         self.kept = KeptInputs() if isinstance(communicator, HealingCommunicator) else None
+        if compression is not None and isinstance(communicator, HealingCommunicator) and communicator.spans_hosts:
+            raise ArgumentError(
+                'compression does not support on_failure="continue" on several hosts yet: leave one of them out.'
+            )
         self._overlap = (overlap or ALWAYS) if self.kept is None else FixedOverlap(False)
         self.overlaps = self._overlap.now
         self.holds = False

@@ -150,6 +150,10 @@ class Listener:
         self._accepted.clear()
         self._attempts.clear()
 
+    def detach_after_fork(self) -> None:
+        """In a forked child: close the port, or others would find it open after the parent's death."""
+        self._listener.close()
+
     def raise_missing(self, peers: Sequence[int]) -> None:
         """Raise the error for ranks that have not connected within RING_START_TIMEOUT.
 

@@ -211,6 +211,10 @@ class MpiTransport:
     def disconnect(self, tag: int) -> None:
         """Do nothing: MPI keeps its connections for other tags."""
 
+    def abandon(self, tag: int) -> None:
+        """Raise: jobs that would need it are refused, see core/healing.py."""
+        raise RingError("MPI cannot give up transfers that are under way.")
+
     def exchange(
         self, outgoing: Sequence[tuple[int, Bytes]], incoming: Sequence[tuple[int, Bytes]], tag: int
     ) -> MpiRequest:

@@ -241,15 +241,16 @@ class TcpTransport:
 
     Attributes:
         address: of this rank, in the network that the job uses.
+        peers, listener: as given.
     """
 
     name = "tcp"
 
     def __init__(self, rank: int, peers: Sequence[Peer], listener: Listener) -> None:
         self.rank, self.size = rank, len(peers)
-        self._peers = tuple(peers)
+        self.peers = self._peers = tuple(peers)
         self.address = self._peers[rank].address
-        self._listener = listener
+        self.listener = self._listener = listener
         self._groups: dict[int, ConnectionGroup] = {}
         self._closed = False
 
@@ -307,6 +308,13 @@ class TcpTransport:
         group = self._groups.pop(tag, None)
         if group is not None:
             group.close()
+        self._listener.close_tag(tag)
+
+    def abandon(self, tag: int) -> None:
+        """Close the connections of a tag at once, with transfers under way that nobody needs any more."""
+        group = self._groups.pop(tag, None)
+        for connection in group.connections.values() if group is not None else ():
+            connection.close()
         self._listener.close_tag(tag)
 
     def close(self) -> None:

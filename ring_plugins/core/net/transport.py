@@ -43,6 +43,9 @@ class Transport(Protocol):
     def disconnect(self, tag: int) -> None:
         """Release the resources of a tag, which is not used any more."""
 
+    def abandon(self, tag: int) -> None:
+        """Release the resources of a tag in the middle of transfers, whose memory is left alone from now on."""
+
     def exchange(
         self, outgoing: Sequence[tuple[int, Bytes]], incoming: Sequence[tuple[int, Bytes]], tag: int
     ) -> Request:

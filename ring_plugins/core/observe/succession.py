@@ -4,9 +4,10 @@ In a job that goes on without ranks that are lost, rank 0 may be lost like any o
 Little depends on that channel there: all ranks share memory, in which they see how others fail, leave and refuse
 operations (core/control/liveness.py). What is left is stall.py, which needs one rank that hears of all long waits.
 
-So the lowest rank that is left makes a new server, and writes its address into its liveness segment. All ranks connect
-to it, that rank too: its server stands beside its client, so whatever holds the client goes on with it. Nothing of what
-the lost rank knew is needed, since every rank reports the waits that still last. If that rank is lost as well, the next
+So the lowest rank that is left makes a new server, and announces its address: in its liveness segment, or, on several
+hosts, over the connections that all ranks have to each other (core/control/mesh.py). All ranks connect to it, that rank
+too: its server stands beside its client, so whatever holds the client goes on with it. Nothing of what the lost rank
+knew is needed, since every rank reports the waits that still last. If that rank is lost as well, the next
 one does the same.
 
 Timelines and the step breakdown are not continued: what they had so far is lost with rank 0.
@@ -14,20 +15,32 @@ Timelines and the step breakdown are not continued: what they had so far is lost
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.control.channel import EVERYONE, Body
 from ring_plugins.core.control.client import ControlClient
 from ring_plugins.core.control.failure_detector import Peer
-from ring_plugins.core.control.liveness import MOST_MEMBERS, LocalPeers
+from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.control.server import ControlServer
 from ring_plugins.core.observe.stall import StallAggregator, StallWatch
 
 #: Messages that rank 0 passes on to all ranks (core/control/failure_detector.py).
 _PASSED_ON = ("failed", "broken", "exits")
+
+
+class Announcements(NamedTuple):
+    """How ranks learn where one listens in the place of rank 0.
+
+    Attributes:
+        announce: tells all ranks the address of this one.
+        find: returns the address of a rank, None if it is not known yet.
+    """
+
+    announce: Callable[[dict[str, Any]], None]
+    find: Callable[[int], dict[str, Any] | None]
 
 
 class Succession:
@@ -36,21 +49,23 @@ class Succession:
     Args:
         client: this rank's end of the control channel.
         stalls: reports this rank's long waits on it.
-        peers: all ranks.
-        membership: host and process of each.
+        membership: host and process of each rank.
         ranks: returns the world ranks that are left, in order.
+        announcements: of addresses.
+        addresses: at which other hosts reach this one; empty if there are none.
     """
 
     def __init__(
         self,
         client: ControlClient,
         stalls: StallWatch,
-        peers: LocalPeers,
         membership: Sequence[Peer],
         ranks: Callable[[], Sequence[int]],
+        announcements: Announcements,
+        addresses: Sequence[str] = (),
     ) -> None:
-        self._client, self._stalls, self._peers = client, stalls, peers
-        self._membership, self._ranks = membership, ranks
+        self._client, self._stalls, self._announcements = client, stalls, announcements
+        self._membership, self._ranks, self._addresses = membership, ranks, addresses
         self._leader = 0
         self._collector: _Collector | None = None
 
@@ -71,22 +86,22 @@ class Succession:
             self._collector.server.abandon()
 
     def _follow(self, leader: int) -> None:
-        peer = self._peers.own if leader == self._peers.own.rank else self._peers.others.get(leader)
-        if peer is self._peers.own and self._collector is None:
-            self._collector = _Collector(self._membership)
-            peer.announce(json.dumps(self._collector.server.address))
-        address = peer.announced if peer is not None else ""
-        if address:  # it may not have noticed the loss yet
+        if leader == self._client.rank and self._collector is None:
+            self._collector = _Collector(self._membership, self._addresses)
+            self._announcements.announce(self._collector.server.address)
+        address = self._announcements.find(leader)
+        if address is not None:  # it may not have noticed the loss yet
             self._leader = leader
-            self._client.reconnect(json.loads(address))
+            is_near = self._membership[leader].domain == self._membership[self._client.rank].domain
+            self._client.reconnect(address, is_near)
             self._stalls.report_again()
 
 
 class _Collector:
     """What a rank does in the place of rank 0."""
 
-    def __init__(self, membership: Sequence[Peer]) -> None:
-        self.server = ControlServer(len(membership), most=MOST_MEMBERS)
+    def __init__(self, membership: Sequence[Peer], addresses: Sequence[str]) -> None:
+        self.server = ControlServer(len(membership), addresses, most=MOST_MEMBERS)
         for kind in _PASSED_ON:
             self.server.on(kind, self._passing_on(kind))
         self._stalls = StallAggregator(

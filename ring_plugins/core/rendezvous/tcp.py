@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, MissingDependency
 from ring_plugins.core.base.install import pip_command
 from ring_plugins.core.base.log import flush_output, logger
@@ -30,7 +31,8 @@ from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous, intege
 _PORT_RELEASE = 5.0
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: What set them if torchrun did not, for messages. Where a plugin sets them, it names the framework.
-started_by = "the variables RANK and MASTER_ADDR"
+BY_HAND = "the variables RANK and MASTER_ADDR"
+started_by = BY_HAND
 
 
 class Store(Protocol):
@@ -79,6 +81,11 @@ def detect() -> LaunchRecord | None:
     return LaunchRecord(
         "rendezvous", by, integer("RANK"), integer("WORLD_SIZE"), integer("LOCAL_RANK"), integer("LOCAL_WORLD_SIZE")
     )
+
+
+def is_by_hand(record: LaunchRecord) -> bool:
+    """Whether somebody has set the variables who started each process by itself, rather than a launcher of a job."""
+    return record.kind == "rendezvous" and record.by == BY_HAND and not config.LAUNCHER.is_set()
 
 
 def _missing_variables() -> list[str]:

@@ -61,6 +61,23 @@ ring.barrier()
     assert f"rank {1 - failing} ends because {cause}" in result.output, result
 
 
+def test_the_job_ends_with_the_thread_that_watches_all_ranks():
+    """Also where it would go on without a rank that is killed."""
+    job = JOB.replace('RING_SHARED_MEMORY="0"', 'RING_VIRTUAL_NODES="2", RING_ON_FAILURE="continue"')
+    body = """
+if ring.rank() == failing:
+    current()._membership._look_at_ended = broken
+    current()._membership._wake()
+    time.sleep(60)
+ring.barrier()
+"""
+    result = run_ranks(job + body, 2, env={"TEST_FAILING": "1"}, timeout=30, check=False)
+    assert result.returncode != 0
+    assert "rank 1 failed: its thread ring:mesh died:\nTraceback" in result.output, result
+    assert "rank 1 failed: its thread ring:mesh died: ZeroDivisionError: a bug here" in result.output, result
+    assert "the job goes on" not in result.output
+
+
 def test_outside_a_job_the_traceback_is_printed_and_the_owner_told(caplog, monkeypatch):
     monkeypatch.setattr(threads.logger, "propagate", True)
     monkeypatch.setattr(threads, "_on_death", lambda name, error: False)
@@ -94,6 +111,7 @@ def test_all_threads_of_the_package_are_helper_threads():
 DEATH_TESTS = {
     ("core/collectives/executor.py", "f'ring:{name}'"): "test_a_thread_that_dies_ends_the_job_on_all_ranks",
     ("core/collectives/message_progress.py", "'ring:messages'"): "test_messages_end_with_the_thread_that_moves_them",
+    ("core/control/mesh.py", "'ring:mesh'"): "test_the_job_ends_with_the_thread_that_watches_all_ranks",
     ("core/control/monitor.py", "'ring:abort'"): "test_a_dead_abort_thread_of_the_monitor_is_told",
     ("core/control/monitor.py", "'ring:monitor'"): "test_a_thread_that_dies_ends_the_job_on_all_ranks",
     ("core/exit_hooks.py", "_ABORTING"): "test_an_abort_that_raises_is_tried_once_and_the_process_ends",

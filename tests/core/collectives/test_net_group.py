@@ -128,6 +128,8 @@ def test_a_connection_found_closed_before_the_wait_still_gives_the_peers_reason(
     class Detector:
         aborted = False
 
+        mesh = None
+
         def lost(self):
             return frozenset()
 
@@ -143,6 +145,8 @@ def test_a_connection_found_closed_before_the_wait_still_gives_the_peers_reason(
 def test_what_a_rank_sent_before_it_left_arrives_however_slowly():
     class Detector:  # for which rank 0 has left long ago
         aborted = False
+
+        mesh = None
 
         def lost(self):
             return frozenset()

@@ -83,6 +83,8 @@ class Seen:
     def __init__(self, lost, missing, error=None):
         self.asked, self._lost, self._missing, self.aborted, self._error = [], lost, missing, False, error
 
+    mesh = None
+
     def lost(self):
         self.asked.append("lost")
         return frozenset(self._lost.pop(0) if len(self._lost) > 1 else self._lost[0])

@@ -16,6 +16,8 @@ class Detector:
     def __init__(self, error=None, after=0):
         self.error, self.after, self.aborted, self.asked = error, after, False, []
 
+    mesh = None
+
     def lost(self):
         return frozenset()
 

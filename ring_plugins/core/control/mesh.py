@@ -1,0 +1,507 @@
+"""Direct connections among all ranks of a job on several hosts that goes on when ranks are lost, and what they show.
+
+**Problem.** What ranks tell each other over the control channel passes through rank 0, which may be the one that is
+lost. And a connection that ends does not say why: the process may have died, the network may be cut, or the other side
+may have given the connection up.
+
+**Idea.** Each rank has a connection to each other one, from the start, on the port where it listens for data. A thread
+reads them. So whoever is lost, all others notice by themselves, and nobody has to be found first: the agreement on who
+is left (consensus.py), failures and refusals (failure_detector.py), and the address of a new control channel travel
+from rank to rank.
+
+**Evidence of a death.** When a connection ends, the process at its other end is usually dead, but a reset proves
+nothing: kernels also send one for a connection that they have given up. So this rank connects to the other's port once
+more. Refused: nobody listens there, and since a rank listens as long as it lives, it is dead. Answered: it lives, but
+has given up on this rank, which counts as silence on both sides. Nothing at all: silence. A stopped process keeps its
+connections, so nobody asks. For ranks of the same host, the lock on their memory says it (liveness.py); a rank that has
+seen that tells all others.
+
+Whoever sends resets and refusals in the name of another host, as a firewall may, is believed. docs/healing.md says so.
+
+**Silence.** The kernel ends a connection whose data or probes nobody has acknowledged for RING_NETWORK_TIMEOUT
+(TCP_USER_TIMEOUT, tcp(7)). A rank that is once silent stays so, even if the network comes back: by then the other side
+may have decided, too.
+
+Considered and rejected: connections between hosts only by one rank of each, for it may be the one that dies, and their
+number matters little: 64 ranks have 63 each. UDP with heartbeats (SWIM, Das et al. 2002) scales further, but takes a
+rank that computes without releasing the GIL for a dead one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from ring_plugins.core.base import config
+from ring_plugins.core.base.errors import PeerFailed, name_ranks
+from ring_plugins.core.base.log import logger
+from ring_plugins.core.base.threads import HelperThread
+from ring_plugins.core.control.consensus import Consensus, Decision, Message
+from ring_plugins.core.control.liveness import SILENT_ENDS, LocalPeers
+from ring_plugins.core.control.membership import MembersLost, Waiting
+from ring_plugins.core.net.auth import Disconnected, Purpose
+from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
+from ring_plugins.core.net.listener import Listener
+
+#: Names these connections beside those of communicators, whose tags are not negative.
+_TAG = -1
+#: Seconds between two looks at ranks of which it is not known yet why their connection has ended, and otherwise.
+_LOOK, _IDLE = 0.01, 1.0
+#: Seconds without traffic before the kernel probes another host, and between its probes.
+_PROBE = 1
+#: Seconds for which `close` waits until the others have read the last messages.
+_LINGER = 1.0
+#: Ranks of a job that have connections to each other.
+MOST_RANKS = 256
+#: Errors by which the kernel says that another host does not react.
+_SILENT = frozenset((errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN))
+
+Handler = Callable[[int, dict[str, Any]], None]
+
+
+class MeshPeer(NamedTuple):
+    """Another rank.
+
+    Attributes:
+        host: its name.
+        pid: process id there.
+        domain: shared-memory domain, which tells hosts apart.
+        address, port: where it listens.
+    """
+
+    host: str
+    pid: int
+    domain: str
+    address: str
+    port: int
+
+
+class Mesh:
+    """This rank's connections to all others, and its part in agreements.
+
+    Args:
+        rank: of this process.
+        peers: all ranks, in order.
+        listener: makes the connections.
+        local_peers: the ranks of this host, where they share memory.
+        min_ranks: with how many ranks the job goes on.
+
+    Attributes:
+        committed: how many operations are confirmed; the communicators count it.
+        pending: ranks whose loss this rank has found while it waited for the confirmation of an operation that others
+            have: they find it in their next operation, so this one takes it over there, too. None if there are none.
+        view: number of the last view that this rank's script has taken over.
+        ranks: members of the last view that is agreed on.
+        is_cut_off: whether the others go on without this rank, if they go on at all.
+        announced: by rank, where it listens in the place of rank 0.
+    """
+
+    def __init__(
+        self, rank: int, peers: Sequence[MeshPeer], listener: Listener, local_peers: LocalPeers | None, min_ranks: int
+    ) -> None:
+        self.rank, self._peers, self._listener = rank, tuple(peers), listener
+        self._local_peers, self._min_ranks = local_peers, min_ranks
+        self.committed = self.view = self._agreed = 0
+        self.pending: list[int] | None = None
+        self.ranks = tuple(range(len(peers)))
+        self.is_cut_off = False
+        self.announced: dict[int, dict[str, Any]] = {}
+        self._handlers: dict[str, Handler] = {}
+        self._lock = threading.RLock()
+        self._consensus = Consensus(rank, self.ranks, self._send_message, self._hang_up)
+        self._connections: dict[int, FrameSocket] = {}
+        self._dying: dict[int, float] = {}  # ranks of this host whose lock is not free yet, with the time to give up
+        self._probes: dict[int, _Probe] = {}
+        self._selector = selectors.DefaultSelector()
+        self._wake_end, self._waker = socket.socketpair()
+        self._wake_end.setblocking(False)
+        self._waker.setblocking(False)
+        self._selector.register(self._wake_end, selectors.EVENT_READ, None)
+        self._is_agreeing = self._closed = False
+        self._thread = HelperThread(self._run, "ring:mesh")
+        self.on("server", self.announced.__setitem__)
+        self.on("dead", lambda sender, body: self._consensus.note_dead(int(body["rank"])))
+        self.on("left", lambda sender, body: self._consensus.note_left(sender, int(body["committed"])))
+        self.on("agree", self._consensus.receive)
+
+    def on(self, kind: str, handler: Handler) -> None:
+        """Call `handler` with every message of this kind, and its sender."""
+        self._handlers[kind] = handler
+
+    def connect(self, wait: Waiting) -> None:
+        """Connect to all other ranks, which call this too, and begin to watch them."""
+        missing = [rank for rank in self.ranks if rank != self.rank]
+        end = time.monotonic() + config.START_TIMEOUT.get()
+
+        def are_connected() -> bool:
+            for rank in list(missing):
+                if (connected := self._listener.connection(rank, _TAG)) is not None:
+                    self._add(rank, connected)
+                    missing.remove(rank)
+            if missing and time.monotonic() > end:
+                self._listener.raise_missing(missing)
+            return not missing
+
+        wait.until(are_connected, lambda: missing, lambda: "connecting to all ranks")
+        self._thread.start()
+
+    def _add(self, rank: int, connected: socket.socket) -> None:
+        milliseconds = int(config.NETWORK_TIMEOUT.get() * 1000)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        self._connections[rank] = frames = FrameSocket(connected, Purpose.CONTROL)
+        self._selector.register(frames, selectors.EVENT_READ, rank)
+
+    # What the rest of the process asks ------------------------------------------------------------
+
+    def tell_all(self, kind: str, body: dict[str, Any]) -> None:
+        """Send a message to all ranks that can be reached; any thread may call it."""
+        message = to_json([kind, body])
+        with self._lock:
+            for rank in list(self._connections):
+                self._send(rank, message)
+
+    def announce(self, address: dict[str, Any]) -> None:
+        """Tell all ranks, this one too, where this rank listens in the place of rank 0."""
+        self.announced[self.rank] = address
+        self.tell_all("server", address)
+
+    def interrupts(self) -> bool:
+        """Whether this rank must give up the operation under way, to agree on who is left."""
+        if self._is_agreeing:
+            return False
+        with self._lock:
+            for rank in self._local_peers.lost() if self._local_peers is not None else ():
+                self._note_dead(rank)
+            return self._consensus.must_agree()
+
+    def members_lost(self) -> MembersLost:
+        """The error of an operation that this rank gives up."""
+        with self._lock:
+            lost = self._consensus.lost()
+            if not lost:
+                return MembersLost("another rank has lost a rank.", self._consensus.leader())
+            return MembersLost(self._how_lost(lost[0]), lost[0])
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has left normally."""
+        return rank in self._consensus.left
+
+    def note_unreachable(self, rank: int) -> None:
+        """The network to the host of a rank is lost; any thread may call it."""
+        with self._lock:
+            for other, peer in enumerate(self._peers):
+                if peer.domain == self._peers[rank].domain and other != self.rank:
+                    self._hang_up(other)
+                    self._consensus.note_silent(other)
+        self._wake()
+
+    def agree(self, wait: Waiting) -> list[int] | None:
+        """Agree with all that can be reached on the next view; each calls this when it has raised `MembersLost`.
+
+        Takes over what was agreed on before, if that is pending.
+
+        Args:
+            wait: waits for the others.
+
+        Returns:
+            The ranks that are lost; None if that is to be found in the next operation (`pending`).
+
+        Raises:
+            PeerFailed: this rank does not go on, or a rank failed by an exception.
+        """
+        consensus, view = self._consensus, self._agreed + 1
+        if self.pending is not None:
+            pending, self.pending, self.view = self.pending, None, self._agreed
+            return pending
+        try:
+            self._is_agreeing = True
+            with self._lock:
+                consensus.arrive(view, self.committed)
+            self._wake()
+            wait.until(
+                lambda: view in consensus.decisions or consensus.is_stranded,
+                self._awaited,
+                lambda: "the agreement on the ranks that are left",
+            )
+        finally:
+            self._is_agreeing = False
+        decision = consensus.decisions.get(view)
+        if decision is None or self.rank not in decision.members:
+            self.is_cut_off = True
+            raise self._cut_off(decision)
+        lost = [rank for rank in self.ranks if rank not in decision.members]
+        left = [rank for rank in decision.members if not self.has_left(rank)]
+        if len(left) < self._min_ranks:
+            raise PeerFailed(
+                f"{self._how_lost(lost[0])} Training cannot go on with {len(left)} rank{'s' * (len(left) != 1)}: "
+                f"min_ranks={self._min_ranks}.",
+                lost[0],
+            )
+        if self._local_peers is not None:
+            self._local_peers.forget(lost)
+        is_behind = decision.committed > self.committed
+        self._agreed, self.ranks, self.committed = view, decision.members, decision.committed
+        if is_behind:
+            self.pending = lost
+            return None
+        self.view = view
+        return lost
+
+    def was_silent(self, rank: int) -> bool:
+        """Whether a rank was lost because it could not be reached, rather than by its death."""
+        return rank in self._consensus.silent and rank not in self._consensus.dead
+
+    def close(self) -> None:
+        """Tell all that this rank leaves, and close. One that is cut off says nothing, and its end will be seen."""
+        if self._closed or self.is_cut_off or not self._thread.is_alive():
+            return
+        self.tell_all("left", {"committed": self.committed})
+        self._closed = True
+        self._wake()
+        self._thread.join(_LINGER + 1.0)
+
+    def detach_after_fork(self) -> None:
+        """In a forked child: close the sockets, which are the parent's, or nobody would see its death."""
+        self._closed = True
+        for frames in self._connections.values():
+            frames.close()
+        for probe in self._probes.values():
+            probe.close()
+        self._wake_end.close()
+        self._waker.close()
+        self._selector.close()
+
+    def _awaited(self) -> list[int]:
+        with self._lock:
+            return self._consensus.awaited()
+
+    def _how_lost(self, rank: int) -> str:
+        host, pid = self._peers[rank][:2]
+        here = self._peers[self.rank].host
+        if self.was_silent(rank):
+            return (
+                f"rank {self.rank} on {here} cannot reach rank {rank} (process {pid} on {host}) any more: the network "
+                f"between {here} and {host} is lost, or {host} is down."
+            )
+        return f"rank {rank} (process {pid} on {host}) died without reporting an error; {SILENT_ENDS}."
+
+    def _cut_off(self, decision: Decision | None) -> PeerFailed:
+        with self._lock:
+            silent = [rank for rank in self.ranks if self.was_silent(rank)]
+        hosts = " and ".join(dict.fromkeys(self._peers[rank].host for rank in silent)) or "the others"
+        rank = silent[0] if silent else self.ranks[0]
+        if decision is not None:
+            return PeerFailed(
+                f"the job goes on without rank {self.rank} on {self._peers[self.rank].host}, which could not reach "
+                f"{name_ranks(silent) or 'all others'} on {hosts} for {config.NETWORK_TIMEOUT.get():g} s.",
+                rank,
+            )
+        return PeerFailed(
+            f"rank {self.rank} on {self._peers[self.rank].host} has heard nothing from {name_ranks(silent)} on {hosts} "
+            f"for {config.NETWORK_TIMEOUT.get():g} s: the network is lost, or these hosts are down. They may go on, "
+            "and this side ends: it has neither more than half of the job's ranks nor half of them with the lowest.",
+            rank,
+        )
+
+    # Sending, with the lock held ------------------------------------------------------------------
+
+    def _send_message(self, rank: int, message: Message) -> None:
+        self._send(rank, to_json(["agree", message]))
+
+    def _send(self, rank: int, message: bytes) -> None:
+        frames = self._connections.get(rank)
+        if frames is None:
+            return
+        frames.send(message)
+        with contextlib.suppress(Disconnected):  # the thread finds it out
+            frames.write()
+        if frames.unsent:
+            self._wake()
+
+    def _hang_up(self, rank: int) -> None:
+        """Close a connection, now: nothing more of that rank may count."""
+        frames = self._connections.pop(rank, None)
+        if frames is not None:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(frames)
+            frames.close()
+        self._dying.pop(rank, None)
+        probe = self._probes.pop(rank, None)
+        if probe is not None:
+            probe.close()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\0")
+
+    # The thread -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closed:
+            ready = self._selector.select(_LOOK if self._probes or self._dying else _IDLE)
+            with self._lock:
+                for key, _ in ready:
+                    if key.data is None:
+                        with contextlib.suppress(BlockingIOError):
+                            self._wake_end.recv(4096)
+                    elif self._connections.get(key.data) is key.fileobj:
+                        self._read(key.data)
+                self._look_at_ended()
+                self._write_all()
+        self._linger()
+
+    def _read(self, rank: int) -> None:
+        frames = self._connections[rank]
+        try:
+            messages = frames.read()
+        except Disconnected as how:
+            self._note_end(rank, how)
+            return
+        for data in messages:
+            if self._connections.get(rank) is not frames:  # this rank has hung up
+                return
+            try:
+                kind, body = from_json(data)
+                handler = self._handlers.get(kind)
+                if handler is not None:
+                    handler(rank, body)
+            except Disconnected as how:
+                self._note_end(rank, how)
+                return
+
+    def _note_end(self, rank: int, how: Disconnected) -> None:
+        """The connection to a rank has ended; why, is still to be seen."""
+        self._hang_up(rank)
+        if self.has_left(rank):
+            return
+        if how.code in _SILENT:
+            self._consensus.note_silent(rank)
+        elif self._local_peers is not None and rank in self._local_peers.others:
+            self._dying[rank] = time.monotonic() + config.NETWORK_TIMEOUT.get()
+        else:
+            peer = self._peers[rank]
+            self._probes[rank] = _Probe(peer.address, peer.port, config.NETWORK_TIMEOUT.get())
+
+    def _note_dead(self, rank: int) -> None:
+        """The lock of a rank of this host is free, which no other host sees."""
+        if rank not in self._consensus.dead and not self.has_left(rank):
+            self.tell_all("dead", {"rank": rank})
+            self._consensus.note_dead(rank)
+
+    def _look_at_ended(self) -> None:
+        for rank, end in list(self._dying.items()):
+            local = self._local_peers.others.get(rank) if self._local_peers is not None else None
+            if local is None or local.has_died():
+                del self._dying[rank]
+                if local is not None and local.is_lost():
+                    self._note_dead(rank)
+            elif time.monotonic() > end:
+                del self._dying[rank]
+                self._consensus.note_silent(rank)
+        for rank, probe in list(self._probes.items()):
+            found = probe.advance()
+            if found:
+                del self._probes[rank]
+                (self._consensus.note_dead if found == "dead" else self._consensus.note_silent)(rank)
+
+    def _write_all(self) -> None:
+        for rank, frames in list(self._connections.items()):
+            if frames.unsent:
+                try:
+                    frames.write()
+                except Disconnected as how:
+                    self._read_rest(rank, how)
+                    continue
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if frames.unsent else 0)
+            if self._selector.get_key(frames).events != wanted:
+                self._selector.modify(frames, wanted, rank)
+
+    def _read_rest(self, rank: int, how: Disconnected) -> None:
+        """What a rank sent before its end may say why it ends."""
+        self._read(rank)
+        if rank in self._connections:
+            self._note_end(rank, how)
+
+    def _linger(self) -> None:
+        """Close so that the others can read what was sent last; see `ConnectionGroup.close` in core/net/tcp.py."""
+        end = time.monotonic() + _LINGER
+        with self._lock:
+            open_ones = list(self._connections.values())
+            self._connections = {}
+        for frames in open_ones:
+            with contextlib.suppress(Disconnected, OSError, TimeoutError):
+                frames.flush(max(end - time.monotonic(), 0.01))
+                frames.socket.shutdown(socket.SHUT_WR)
+        while open_ones and time.monotonic() < end:
+            open_ones = [frames for frames in open_ones if not _has_ended(frames)]
+            time.sleep(0.005)
+        for frames in open_ones:
+            frames.close()
+        self._selector.close()
+
+
+def _has_ended(frames: FrameSocket) -> bool:
+    """Read a connection without looking at what comes; whether it has ended, and is closed now."""
+    try:
+        frames.read()
+    except Disconnected:
+        frames.close()
+        return True
+    return False
+
+
+class _Probe:
+    """Finds out whether a process still listens, by connecting to it without waiting.
+
+    Args:
+        address, port: where it listened.
+        patience: seconds after which it counts as silent.
+    """
+
+    def __init__(self, address: str, port: int, patience: float) -> None:
+        self._where, self._end = (address, port), time.monotonic() + patience
+        self._socket: socket.socket | None = None
+
+    def advance(self) -> str:
+        """ "dead", "silent", or "" while that is not known."""
+        try:
+            if self._socket is None:
+                family = socket.AF_INET6 if ":" in self._where[0] else socket.AF_INET
+                self._socket = socket.socket(family, socket.SOCK_STREAM)
+                self._socket.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    self._socket.connect(self._where)
+            elif self._socket.recv(1):  # the first byte of a handshake
+                self.close()
+                return "silent"
+            else:
+                self.close()  # it has taken the connection and ended, or is about to
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.close()
+            if error.errno == errno.ECONNREFUSED:
+                return "dead"
+            if error.errno in _SILENT:
+                return "silent"
+            if error.errno not in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN):
+                logger.debug(f"{self._where}: {os.strerror(error.errno or 0)}")
+        if time.monotonic() > self._end:
+            self.close()
+            return "silent"
+        return ""
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None

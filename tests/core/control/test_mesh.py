@@ -1,0 +1,131 @@
+"""Direct connections among ranks: what their ends prove, and agreements over them."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+
+from ring_plugins.core.base.errors import PeerFailed
+from ring_plugins.core.control.mesh import Mesh, MeshPeer, _Probe
+from ring_plugins.core.control.wait import Wait
+from ring_plugins.core.net.listener import Listener, Peer
+
+
+def found_by(probe, seconds=5.0):
+    end = time.monotonic() + seconds
+    while not (found := probe.advance()) and time.monotonic() < end:
+        time.sleep(0.005)
+    probe.close()
+    return found
+
+
+def test_a_process_that_does_not_listen_any_more_is_dead():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    assert found_by(_Probe("127.0.0.1", port, 5.0)) == "dead"
+
+
+def test_one_that_answers_lives_and_one_that_does_not_is_not_dead_either():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        began = time.monotonic()
+        assert found_by(_Probe("127.0.0.1", port, 0.2)) == "silent"  # as one that is stopped
+        assert time.monotonic() - began >= 0.2
+        listener.accept()[0].close()
+        answers = threading.Thread(target=lambda: listener.accept()[0].send(b"r"))
+        answers.start()
+        assert found_by(_Probe("127.0.0.1", port, 5.0)) == "silent"
+        answers.join()
+
+
+@pytest.fixture
+def meshes():
+    """Of four ranks, each as if on a host of its own."""
+    listeners = [Listener("127.0.0.1") for _ in range(4)]
+    peers = [Peer(f"host{rank}", "127.0.0.1", listener.port) for rank, listener in enumerate(listeners)]
+    for rank, listener in enumerate(listeners):
+        listener.open(rank, peers, "a secret")
+    ranks = [MeshPeer(peer.host, 100 + rank, peer.host, peer.address, peer.port) for rank, peer in enumerate(peers)]
+    made = [Mesh(rank, ranks, listener, None, 2) for rank, listener in enumerate(listeners)]
+    at_once([lambda mesh=mesh: mesh.connect(Wait("ring", None)) for mesh in made])
+    yield list(zip(made, listeners, strict=True))
+    for mesh, listener in zip(made, listeners, strict=True):
+        mesh.close()
+        listener.close()
+
+
+def at_once(functions):
+    """What each returns, or raises."""
+    results = {}
+
+    def call(number):
+        try:
+            results[number] = functions[number]()
+        except PeerFailed as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return [results[number] for number in range(len(functions))]
+
+
+def kill(mesh, listener):
+    """As the kernel does: it closes all that the process had."""
+    mesh._closed = mesh.is_cut_off = True
+    listener.close()
+    with mesh._lock:
+        for frames in mesh._connections.values():
+            with contextlib.suppress(OSError):
+                frames.socket.shutdown(socket.SHUT_RDWR)
+
+
+def until(happens):
+    end = time.monotonic() + 5
+    while not happens() and time.monotonic() < end:
+        time.sleep(0.005)
+    return happens()
+
+
+def agreed(meshes):
+    return at_once([lambda mesh=mesh: mesh.agree(Wait("ring", None)) for mesh, _ in meshes])
+
+
+def test_all_notice_a_death_and_go_on_until_too_few_are_left(meshes):
+    assert not any(mesh.interrupts() for mesh, _ in meshes)
+    kill(*meshes[0])
+    left = meshes[1:]
+    assert all(until(mesh.interrupts) for mesh, _ in left)
+    assert "rank 0 (process 100 on host0) died" in str(left[0][0].members_lost())
+    left[1][0].committed = 1  # one of them has the confirmation that the others wait for
+    assert agreed(left) == [None, [0], None]
+    assert [(mesh.ranks, mesh.committed, mesh.view) for mesh, _ in left] == [
+        ((1, 2, 3), 1, 0), ((1, 2, 3), 1, 1), ((1, 2, 3), 1, 0)
+    ]  # fmt: skip
+    assert [mesh.agree(Wait("ring", None)) for mesh, _ in (left[0], left[2])] == [[0], [0]]  # in the next operation
+    assert not any(mesh.interrupts() for mesh, _ in left)
+    kill(*meshes[3])
+    kill(*meshes[1])
+    (error,) = agreed([meshes[2]])
+    assert "Training cannot go on with 1 rank: min_ranks=2." in str(error)
+
+
+def test_a_rank_that_leaves_is_not_lost(meshes):
+    meshes[2][0].close()
+    others = [meshes[0], meshes[1], meshes[3]]
+    assert all(until(lambda mesh=mesh: mesh.has_left(2)) for mesh, _ in others)
+    assert not any(mesh.interrupts() for mesh, _ in others)
+
+
+def test_ranks_that_are_out_of_reach_are_left_behind(meshes):
+    for mesh, _ in meshes[:3]:
+        mesh.note_unreachable(3)
+    assert until(meshes[3][0].interrupts)  # the others have hung up, and live
+    results = agreed(meshes)
+    assert results[:3] == [[3]] * 3
+    assert "this side ends" in str(results[3]) and meshes[3][0].is_cut_off
+    assert meshes[0][0].was_silent(3)
