@@ -1,8 +1,8 @@
 """The functions of `import ring_plugins`: this process's place in the job, and collectives on arrays and tensors.
 
 Each collective turns the caller's array into host memory (`core.arrays.memory`), finds or makes memory for the
-result, and calls the communicator of all ranks. Tensors on GPUs go to the functions that a framework's face has
-registered in `gpu_functions`. Checks that both share are in `core.collectives.validation`.
+result, and calls the communicator of all ranks. Tensors on GPUs go to the functions that a framework's plugin has
+registered in `gpu_functions`. `core.collectives.validation` has the checks for both.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def size() -> int:
 
 
 def was_size_asked() -> bool:
-    """Whether the script has called `size`, as scripts do that multiply the learning rate by it."""
+    """Whether the script has called `size`, as a script does to multiply its learning rate by it."""
     return _was_size_asked
 
 
@@ -61,20 +61,20 @@ def local_size() -> int:
 
 
 def node_rank() -> int:
-    """Number of this host among the job's hosts, from 0."""
+    """Number of this host in the job, from 0."""
     return current().topology.node_rank
 
 
 def num_nodes() -> int:
-    """Number of hosts."""
+    """Number of hosts in the job."""
     return current().topology.num_nodes
 
 
 def on_membership_change(callback: C) -> C:
-    """Call a function whenever ranks were lost or left and the others go on; needs `init(on_failure="continue")`.
+    """Call a function whenever ranks die or leave and the others go on; needs `init(on_failure="continue")`.
 
-    All ranks that are left call theirs at the same place, so it may use collectives: after the collective in which the
-    loss was found, or at the end of the backward, before the optimizer's step. For example:
+    All remaining ranks call their functions at the same place, so these may use collectives: after the collective that
+    noticed the loss, or at the end of backward, before the optimizer's step. For example:
 
         @ring.on_membership_change
         def fewer_samples(change):
@@ -83,13 +83,13 @@ def on_membership_change(callback: C) -> C:
 
     Args:
         callback: called with a `MembershipChange`, which has the attributes `lost`, `left`, `rank_before`,
-            `size_before`, `rank` and `size`. An exception that it raises comes out of that collective or backward.
+            `size_before`, `rank` and `size`. That collective or backward raises the callback's exceptions.
 
     Returns:
         The callback.
 
     Raises:
-        ArgumentError: it cannot be called.
+        ArgumentError: `callback` is not callable.
         NotInitialized: `init()` has not been called.
     """
     if not callable(callback):
@@ -98,12 +98,12 @@ def on_membership_change(callback: C) -> C:
     return callback
 
 
-#: What a process may call that is to join others and has not yet: it does nothing then.
+#: A process that has yet to join the others may call these; they do nothing then.
 _BEFORE_JOINING = ("barrier", "broadcast_parameters", "broadcast_optimizer_state")
 
 
 def all_or_none(collective: F) -> F:
-    """Let `collective` tell the other ranks if this one does not take part, or only in its first half."""
+    """Let `collective` tell the other ranks if this one refuses it or is interrupted in it."""
 
     @wraps(collective)
     def telling(*args: Any, **options: Any) -> Any:
@@ -138,11 +138,11 @@ def all_reduce(x: Any, op: Op = Op.AVERAGE, *, out: Any = None, wait: bool = Tru
 
     Args:
         x: numpy array, torch tensor on CPU or GPU, or number, of equal shape and dtype on all ranks. AVERAGE takes
-            floats and complex numbers, MIN and MAX take no complex numbers; 16-bit floats are summed in float32. A
-            tensor that requires a gradient is refused by all collectives, unless gradients are disabled.
+            floats and complex numbers, MIN and MAX no complex numbers; 16-bit floats are summed in float32. All
+            collectives refuse a tensor that requires a gradient, unless gradients are disabled.
         op: AVERAGE, SUM, MIN, MAX or PRODUCT.
         out: where to put the result, `x` itself to reduce in place; a new array or tensor by default.
-        wait: False immediately returns a `Work` whose `wait()` returns the result; do not touch `x` and `out` before.
+        wait: False returns a `Work` at once; its `wait()` returns the result. Do not touch `x` and `out` before that.
 
     Returns:
         The result, of the same type as `x` (numpy for numbers).
@@ -226,7 +226,7 @@ def reduce_scatter(x: Any, op: Op = Op.AVERAGE, *, wait: bool = True) -> Any:
 
     Args:
         x: array or tensor of at least one dimension, of equal shape and dtype on all ranks. Its first dimension is cut
-            into as many parts as there are ranks; the first parts are one longer where it does not divide evenly.
+            into one part per rank; if it does not divide evenly, the first parts are one row longer.
         op: as in `all_reduce`; between hosts with several ranks each, 16-bit floats are rounded once for each host.
         wait: False returns a `Work`.
 
@@ -267,7 +267,7 @@ def all_to_all(x: Any, splits: Sequence[int] | None = None, *, wait: bool = True
 
     Args:
         x: array or tensor of at least one dimension; dtype and trailing dimensions equal on all ranks.
-        splits: how many rows of `x` go to each rank, adding up to its first dimension; equal parts by default.
+        splits: how many rows of `x` go to each rank; they add up to its first dimension. Equal parts by default.
         wait: False returns a `Work`.
 
     Returns:
@@ -305,7 +305,7 @@ def all_to_all(x: Any, splits: Sequence[int] | None = None, *, wait: bool = True
 
 @all_or_none
 def barrier() -> None:
-    """Return when all ranks have called."""
+    """Return when all ranks have called it."""
     current().communicator.barrier()
 
 
@@ -314,7 +314,7 @@ def broadcast_object(item: Any, root: int = 0) -> Any:
     """Return the root's object on every rank.
 
     Args:
-        item: a picklable object; the other ranks' are ignored.
+        item: a picklable object; only the root's is used.
         root: a rank.
 
     Raises:
@@ -370,7 +370,7 @@ def _in_place(
         x, out, wait: as the caller gave them.
         operate: the operation, in place, called with the memory and `argument`.
         argument: its op or root.
-        reads_source: whether it knows `HostMemory.source`, which saves the copy.
+        reads_source: whether `operate` reads `HostMemory.source`, which saves the copy.
 
     Returns:
         The result, or its `Work` if `wait` is False.

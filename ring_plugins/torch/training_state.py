@@ -1,11 +1,10 @@
-"""What a process needs to go on with a training that others have begun, and where it may join them.
+"""What a new process needs to go on with a training that other ranks have begun, and where it may join them.
 
-With `on_failure="replace"`, another process takes the place of a rank that is lost (core/joining.py). It runs the
-script from its first line, comes to the training loop, and needs the weights, the optimizer's state, the schedule, and
-the place in the data. Only the script knows all that, so it says it once, before the loop, in a `TrainingState`. The
-members of the job lose nothing by a loss and never go back. So there is nothing to save or restore on them, as
-Horovod's elastic states and torchrun's snapshots have to. They tell at the end of a step that their state is whole, and
-there others may join.
+With `on_failure="replace"`, a new process takes the place of a lost rank (core/joining.py). It runs the script from its
+first line, comes to the training loop, and needs the weights, the optimizer's state, the schedule, and the place in the
+data. Only the script knows all that, so it lists them once, before the loop, in a `TrainingState`. When a rank is lost,
+the other ranks lose nothing and never go back. So they need not save or restore anything, as Horovod's elastic states
+and torchrun's snapshots do. At the end of a step they say that their state is whole; new processes may join there.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Stateful(Protocol):
 
 
 class TrainingState:
-    """The state of a training, which a process gets from the others when it takes the place of a lost rank.
+    """The state of a training; a process that replaces a lost rank gets it from the other ranks.
 
         state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, epoch=0)
         for state.epoch in range(state.epoch, 10):
@@ -49,18 +48,18 @@ class TrainingState:
                 state.commit()
             scheduler.step()
 
-    All ranks make it at the same place, before the loop and after everything that averages or broadcasts. In a process
-    that takes a place, this waits until the others come to `commit`, and then sets everything to their values.
+    Create it on all ranks, before the loop and after everything that averages or broadcasts. In a replacement, the
+    constructor waits until the other ranks call `commit`, and then sets everything to their values.
 
-    It may be called with `on_failure` of any kind; nothing joins unless it is "replace".
+    It works with any `on_failure`; processes join only with "replace".
 
     Args:
-        state: by name. What has `state_dict` and `load_state_dict` is loaded; anything else that can be pickled, such
-            as numbers, becomes an attribute, which the script reads and sets.
+        state: keyword arguments. Objects with `state_dict` and `load_state_dict` are loaded; anything else must be
+            picklable, such as numbers, and becomes an attribute that the script reads and sets.
 
     Raises:
-        ArgumentError: a name is that of a method.
-        MismatchError: in a process that is to join, the script has made other optimizers than on the other ranks.
+        ArgumentError: a name is taken by a method or begins with an underscore.
+        MismatchError: in a replacement, the script has made other optimizers than on the other ranks.
     """
 
     def __init__(self, **state: Any) -> None:
@@ -83,14 +82,14 @@ class TrainingState:
             self._operations_at_join = current().operations()
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Iterate over a loader; a process that joined in the middle of an epoch begins with the batch that is next.
+        """Iterate over a loader; a process that joined in the middle of an epoch begins with the next batch.
 
         Args:
-            loader: has the same number of batches on all ranks, whatever ranks are lost: make its sampler once, with
+            loader: must have the same number of batches on all ranks, even after a loss: make its sampler once, with
                 `ring.size()` and `ring.rank()` as they are at the start.
 
         Raises:
-            MismatchError: in a process that has joined, it has another number of batches than on the other ranks.
+            MismatchError: in a process that has joined, `loader` has another number of batches than on the other ranks.
         """
         length = len(loader) if isinstance(loader, Sized) else None
         skipped = 0
@@ -110,9 +109,9 @@ class TrainingState:
             self._batch, self._batches = 0, None
 
     def commit(self) -> None:
-        """Say that the state is whole; all ranks call this at the end of each step, or at the beginning of each epoch.
+        """Let waiting processes join here; call it on all ranks at the end of each step or the beginning of each epoch.
 
-        Processes that wait to join do so here. Once one has, ranks compare the integers of their states in each call.
+        The state must be whole here. Once a process has joined, each call compares the integers of all ranks' states.
 
         Raises:
             MismatchError: after a process has joined, an integer of the state differs among ranks.
@@ -130,7 +129,7 @@ class TrainingState:
     # Helpers ----------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        """Everything that a newcomer needs, from which nothing refers to the objects but tensors."""
+        """All that a newcomer needs; apart from tensors, it shares nothing with the live objects."""
         state = {name: getattr(self, name) for name in self._names}
         found = {name: v.state_dict() if isinstance(v, Stateful) else v for name, v in state.items()}
         return {**found, "_batch": self._batch, "_batches": self._batches}
@@ -141,7 +140,7 @@ class TrainingState:
             mine.load_state_dict(value) if isinstance(mine, Stateful) else setattr(self, name, value)
 
     def _share(self, joined: tuple[int, ...]) -> None:
-        """Give newcomers the state of a rank that was there before; if that is lost meanwhile, of the next one."""
+        """Give newcomers the state of an earlier rank; if that rank is lost meanwhile, of the next one."""
         communicator = current().communicator
 
         def attempt() -> dict[str, Any] | None:
@@ -159,7 +158,7 @@ class TrainingState:
             self._load(received)
 
     def _compare(self) -> None:
-        """Check that ranks are at the same place; a newcomer that does not use `batches` is in another step."""
+        """Check that ranks are at the same place: a newcomer that does not use `batches` is in another step."""
         found = {name: v for name in self._names if isinstance(v := getattr(self, name), int)}
         communicator = current().communicator
         by_rank = communicator.all_gather_object({**found, "batches": self._batch})
