@@ -951,6 +951,11 @@ def current() -> World:
     return _world
 
 
+def is_joining() -> bool:
+    """As `World.is_joining`; False outside of a job, where communicators are of threads of one process."""
+    return _world is not None and _world.is_joining
+
+
 def has_room_to_overlap(threads: int) -> bool:
     """As `World.has_room_to_overlap`; False outside of a job, where communicators are of threads of one process."""
     return _world is not None and _world.has_room_to_overlap(threads)

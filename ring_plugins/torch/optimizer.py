@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES
-from ring_plugins.core.world import constructed_by_all, current
+from ring_plugins.core.world import constructed_by_all, current, is_joining
 from ring_plugins.observe.drift import differing_weights, drift_check
 from ring_plugins.observe.training import announce_training
 from ring_plugins.torch.compared_options import groups_of
@@ -128,7 +128,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self._reductions_so_far = 0
         self._is_sharded = isinstance(self.optimizer, ShardedOptimizer)
         # The others do not compare again with one that joins them, but for `HealingCheck`.
-        self._is_compared = self._is_sharded or current().is_joining
+        self._is_compared = self._is_sharded or is_joining()
         announce_training()
         self._drift = drift_check(drift_check_every, lambda: parameter_checksums(self._named()))
 

@@ -45,7 +45,7 @@ def test_averages_of_a_pass_in_which_a_rank_dies_are_taken_over_the_same_ranks(m
     """Small gradients lie in buckets; large ones are read in the framework's memory, or overwritten there."""
     from ring_plugins.keras.buckets import HostBuckets
 
-    entries = [Entry("small", "float32", 3), Entry("large", "float32", 9000), Entry("small too", "float32", 2)]
+    entries = [Entry("small", "float32", 3), Entry("large", "float32", 40_000), Entry("small too", "float32", 2)]
     seen = set()
     for number in range(1, 8):
 

@@ -1,5 +1,7 @@
 """Gradients that autograd still has need no copy; those that somebody else may write to do."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -30,6 +32,13 @@ def train(rank, model, steps, zero, number, how):
     return found, sum(copy.nbytes for copy in copies.values()), addresses
 
 
+def no_job(monkeypatch):
+    """The ranks are threads: nobody joins or leaves."""
+    world = SimpleNamespace(view=0, is_joining=False, wants_change=False)
+    for module in ("healing", "gradients"):
+        monkeypatch.setattr(f"ring_plugins.torch.{module}.current", lambda: world)
+
+
 @pytest.mark.parametrize(
     ("in_place", "how"),
     [
@@ -40,7 +49,7 @@ def train(rank, model, steps, zero, number, how):
     ],
 )
 def test_a_pass_is_repeated_from_what_autograd_has_wherever_a_rank_dies(monkeypatch, in_place, how):
-    monkeypatch.setattr("ring_plugins.torch.healing.current", lambda: type("World", (), {"view": 0}))
+    no_job(monkeypatch)
     number, died = 0, True
     while died:
         number += 1
@@ -66,7 +75,7 @@ def test_a_pass_is_repeated_from_what_autograd_has_wherever_a_rank_dies(monkeypa
 
 
 def test_memory_that_somebody_refers_to_takes_no_average(monkeypatch):
-    monkeypatch.setattr("ring_plugins.torch.healing.current", lambda: type("World", (), {"view": 0}))
+    no_job(monkeypatch)
 
     def run(rank):
         parameter, kept = torch.nn.Parameter(torch.zeros(COUNTS[-1])), []

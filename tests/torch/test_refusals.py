@@ -130,7 +130,11 @@ def test_every_function_tells_the_other_ranks_what_it_refuses(monkeypatch: pytes
 
     topology = SimpleNamespace(rank=0, size=2)
     world = SimpleNamespace(
-        communicator=Telling("test"), topology=topology, changes=ChangeCallbacks(), refuse_to_heal=lambda what: None
+        communicator=Telling("test"),
+        topology=topology,
+        changes=ChangeCallbacks(),
+        refuse_to_heal=lambda what: None,
+        is_joining=False,
     )
     for module in (functions, importlib.import_module("ring_plugins.torch.broadcast"), differentiable):
         monkeypatch.setattr(module, "current", lambda: world)
