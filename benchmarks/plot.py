@@ -194,6 +194,33 @@ def timeline() -> None:
     save(draw_timeline(record["events"]), "timeline", record["machine"])
 
 
+def kills() -> None:
+    """Line charts: how far trainings get while ranks are killed, in seconds of a training in which none is."""
+    record = load("kills")
+    intervals = list(next(iter(record["variants"].values()))["kills"])
+    figure, panels = plt.subplots(1, len(intervals), figsize=(9, 3.8), layout="constrained", squeeze=False)
+    names = {
+        "replace": ("ring_plugins, replace", "-", COLORS["ring"]),
+        "restart": ("ring_plugins, restarted", "--", COLORS["ring bucket"]),
+        "torchrun": ("DDP, torchrun --max-restarts", "--", COLORS["gloo"]),
+        "torchft": ("DDP, torchft", "-.", COLORS["bare sockets"]),
+    }
+    for panel, every in zip(panels.flat, intervals, strict=True):
+        for variant, found in record["variants"].items():
+            curve = found["kills"][every]["curve"]
+            label, style, color = names[variant]
+            trained = [0.0, *(samples / found["undisturbed"] for samples in curve)]
+            panel.plot([half / 2 for half in range(len(trained))], trained, style, color=color, label=label)
+        seconds = len(curve) / 2
+        panel.plot([0, seconds], [0, seconds], ":", color=INK, label="no kills")
+        panel.set(xlabel="seconds", ylabel="trained, in seconds without kills", xlim=(0, seconds), ylim=(0, None))
+        panel.set_title(f"a rank killed every {every} s", fontsize=10)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(alpha=0.25)
+    panels[0][0].legend(fontsize=8, frameon=False)
+    save(figure, "kills", record["machine"])
+
+
 def stall_report() -> None:
     colors = {"missing": "#f2a541", "likely": "#7bd389"}
     terminal("stall_report", lambda line: colors.get(line.strip().partition(":")[0]))
@@ -230,7 +257,18 @@ if __name__ == "__main__":
     os.environ["SOURCE_DATE_EPOCH"] = "0"  # no date in files: the same results give the same file
     matplotlib.rcParams.update(STYLE)
     PICTURES.mkdir(parents=True, exist_ok=True)
-    for draw in (steps, messages, scaling, between_hosts, many_hosts, compression, timeline, stall_report, survive):
+    for draw in (
+        steps,
+        messages,
+        scaling,
+        between_hosts,
+        many_hosts,
+        compression,
+        timeline,
+        kills,
+        stall_report,
+        survive,
+    ):
         draw()
     print(f"wrote {PICTURES}")
     tables.write()

@@ -127,9 +127,29 @@ def summary() -> str:
     )
 
 
-DOCUMENTS = Path(__file__).parent.parent / "docs" / "performance.md", Path(__file__).parent.parent / "README.md"
+def kills() -> str:
+    """What is kept of a training while ranks are killed, and its longest pause."""
+    record = load("kills")
+    names = {
+        "replace": '`on_failure="replace"`',
+        "restart": "ring_plugins, restarted from a checkpoint",
+        "torchrun": "DDP, `torchrun --max-restarts`",
+        "torchft": "DDP, torchft",
+    }
+    rows, intervals = [], list(next(iter(record["variants"].values()))["kills"])
+    for variant, found in record["variants"].items():
+        runs = [found["kills"][every] for every in intervals]
+        rows.append(
+            [names[variant], *(cell for run in runs for cell in (f"{run['kept']:.0%}", f"{run['longest']:.2f}"))]
+        )
+    header = ["", *(cell for every in intervals for cell in (f"a kill every {every} s: kept", "longest pause, s"))]
+    return table(header, rows) + f"\n\n({record['machine']})"
+
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = ROOT / "docs" / "performance.md", ROOT / "docs" / "healing.md", ROOT / "README.md"
 RESULT = re.compile(r"(<!-- results: (\w+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
-MADE = {make.__name__: make for make in (messages, steps, memory, overhead, between_hosts, summary)}
+MADE = {make.__name__: make for make in (messages, steps, memory, overhead, between_hosts, kills, summary)}
 
 
 def filled(text: str) -> str:
