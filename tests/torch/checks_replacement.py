@@ -2,7 +2,8 @@
 
 TEST_DEATHS says who dies: [[seat, step, point], ...], each by its first process at that seat, or by the newcomer whose
 number is the next if the point begins with "newcomer", or by every newcomer at that seat if it begins with "every
-newcomer". With TEST_AWAITED, members that lack others wait in each step until processes wait to join.
+newcomer". With TEST_AWAITED, members that lack others wait in each step until processes wait to join, at most for that
+many seconds.
 """
 
 import json
@@ -35,7 +36,7 @@ def gradient(step: int, seat: int) -> float:
 
 def wait_for_newcomers(missing: set[int]) -> None:
     """Wait until processes wait for these seats, so that they join after this step; not longer than some seconds."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + float(os.environ["TEST_AWAITED"])
     while not missing.issubset(one.seat for one in seats().waiting()) and time.monotonic() < end:
         time.sleep(0.01)
 

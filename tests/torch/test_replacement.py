@@ -7,14 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.launch import run_ranks
+from tests.launch import run_ranks, slowness
 from tests.torch.checks_replacement import BATCHES, EPOCHS, gradient
 
 CHECKS = Path(__file__).with_name("checks_replacement.py")
 
 
 def train(deaths, ranks=3, env=None, awaited=True, **options):
-    env = {"TEST_DEATHS": json.dumps(deaths), **({"TEST_AWAITED": "1"} if awaited else {}), **(env or {})}
+    env = {
+        "TEST_DEATHS": json.dumps(deaths),
+        **({"TEST_AWAITED": str(60 * slowness())} if awaited else {}),
+        **(env or {}),
+    }
     return run_ranks(CHECKS, ranks, env=env, timeout=120, **options)
 
 
