@@ -18,21 +18,96 @@ data; and to stop the others' scripts and start them again at a common point, as
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ring_plugins.core.base.errors import SharedMemoryError
-from ring_plugins.core.collectives.healing import HealingCommunicator
+from ring_plugins.core.base.errors import MismatchError, SharedMemoryError
+from ring_plugins.core.base.log import logger
+from ring_plugins.core.collectives.healing import HealingCommunicator, repeated
 from ring_plugins.core.collectives.shm_group import create_segment
 from ring_plugins.core.control.admission import Admission, NotAdmitted
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.liveness import RUNNING, Liveness
+from ring_plugins.core.healing import who_joined
 from ring_plugins.core.linux.shared_memory import Address, Segment
 from ring_plugins.core.rendezvous.seats import Occupant, Seats
+from ring_plugins.core.rendezvous.spawn import seats
+from ring_plugins.core.world import World, current
 
 #: Seconds between two looks of a newcomer at the members.
 _LOOK = 0.01
+#: Rounds of an attempt to let ranks join, and some more; and attempts in which somebody cannot map memory.
+_ROUNDS, _ATTEMPTS = 16, 5
+
+
+def admit() -> tuple[int, ...]:
+    """Let those join that wait; all members call this at the same place, outside of operations.
+
+    Returns:
+        The world ranks of those that joined; none if they have ended meanwhile. The caller gives them the state of its
+        training, and calls `World.tell_changes` then.
+    """
+    world, places, began = current(), seats(), time.monotonic()
+    assert places is not None
+    peers = world.local_peers
+    world.is_awaited = False
+    start, waiting = repeated(
+        lambda: world.communicator.broadcast_object(
+            (peers.own.last_round + _ROUNDS, [one for one in places.waiting() if one.is_there()])
+        )
+    )
+    members = world.occupants()
+    taken = {one.seat for one in members}
+    waiting = [one for one in waiting if one.seat not in taken]
+    if not waiting:
+        return ()
+    call = Call(start, sorted([*members, *waiting]), [one.world_rank for one in waiting])
+    try:
+        joined = take_part(call, peers.own, peers.others, world.healing_communicators(), world.introduction())
+    except NotAdmitted:  # the newcomer tells if it does not try again
+        return ()
+    joined.go_on(world)
+    if world.world_rank == next(rank for rank in world.world_ranks if rank not in call.newcomers):
+        seat_of = {one.world_rank: one.seat for one in waiting}
+        logger.warning(who_joined(seat_of, world.pids, world.world_ranks, time.monotonic() - began))
+    return tuple(call.newcomers)
+
+
+def join() -> tuple[int, ...]:
+    """Wait until the members let this process join, and go on as one of them.
+
+    Returns:
+        The world ranks of all that joined together. The members give them the state of their training next.
+
+    Raises:
+        SystemExit: no member is left.
+        MismatchError: this process has made other communicators than the members.
+        SharedMemoryError: memory could not be mapped in several attempts.
+    """
+    world, places = current(), seats()
+    assert places is not None
+    peers = world.local_peers
+    own = world.occupants()[0]
+    problems = list[str]()
+    while len(problems) < _ATTEMPTS:
+        places.take(own, as_member=False)
+        call = wait_for_call(own, peers.own.last_round, places)
+        if call is None:
+            logger.info(f"process {os.getpid()} ends: the job has ended before it could join.")
+            world.exit_from_job(0)
+        try:
+            joined = take_part(call, peers.own, {}, world.healing_communicators(), world.introduction())
+        except DifferentScript as reason:
+            raise MismatchError(str(reason)) from None
+        except NotAdmitted as reason:  # perhaps since a process has died, whose memory could not be mapped
+            problems += filter(None, [str(reason)])
+            continue
+        joined.go_on(world)
+        places.take(own, as_member=True)
+        return tuple(call.newcomers)
+    raise SharedMemoryError(f"this process cannot join the others: {problems[-1]}")
 
 
 class Call(NamedTuple):
@@ -67,10 +142,11 @@ class DifferentScript(NotAdmitted):
 class Joined:
     """What all have agreed on.
 
-    Attributes:
+    Args:
         call: who takes part.
         told: what each told in the second round, by world rank.
         peers: liveness of all others.
+        mapped: everyone's control pages and parts of buffers of each communicator, its key and its operations.
     """
 
     def __init__(
@@ -80,18 +156,15 @@ class Joined:
         peers: Sequence[Liveness],
         mapped: Mapping[HealingCommunicator, tuple[list[Segment], list[list[Segment]], int, int]],
     ) -> None:
-        self.call, self.told, self.peers = call, told, peers
-        self._mapped = mapped
+        self._call, self._told, self._peers, self._mapped = call, told, peers, mapped
 
-    @property
-    def member(self) -> Mapping[str, Any]:
-        """What one of those told that were members before."""
-        return next(told for rank, told in self.told.items() if rank not in self.call.newcomers)
+    def go_on(self, world: World) -> None:
+        """Go on with everyone."""
+        world.extend(self._call.everyone, self._told, self._peers, self._renew_communicators)
 
-    def renew_communicators(self, failure_detector: FailureDetector) -> None:
-        """Let all communicators go on with everyone."""
+    def _renew_communicators(self, failure_detector: FailureDetector) -> None:
         for communicator, (segments, parts, key, operations) in self._mapped.items():
-            communicator.renew(self.call.ranks, segments, parts, key, operations, failure_detector)
+            communicator.renew(self._call.ranks, segments, parts, key, operations, failure_detector)
 
 
 def wait_for_call(own: Occupant, last_round: int, seats: Seats) -> Call | None:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -28,20 +28,18 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import (
     ArgumentError,
     LaunchError,
-    MismatchError,
     NotInitialized,
     PeerFailed,
     SharedMemoryError,
 )
 from ring_plugins.core.base.log import logger, set_rank
 from ring_plugins.core.collectives.api import Activity, Communicator
-from ring_plugins.core.collectives.healing import HealingCommunicator, repeated
+from ring_plugins.core.collectives.healing import HealingCommunicator
 from ring_plugins.core.collectives.host import Gather, HostCommunicator
 from ring_plugins.core.collectives.messages import Messenger
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.control import ControlClient, ControlServer
-from ring_plugins.core.control.admission import NotAdmitted
 from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.failure_detector import FailureDetector, Peer
 from ring_plugins.core.control.liveness import MOST_MEMBERS, Liveness, LocalPeers
@@ -63,10 +61,8 @@ from ring_plugins.core.healing import (
     prepare_to_continue,
     too_few_left,
     what_was_lost,
-    who_joined,
     who_left,
 )
-from ring_plugins.core.joining import Call, DifferentScript, Joined, take_part, wait_for_call
 from ring_plugins.core.leaving import TERMINATED, Notice
 from ring_plugins.core.linux import thread_count
 from ring_plugins.core.linux.interfaces import own_addresses
@@ -82,8 +78,6 @@ from ring_plugins.core.rendezvous.spawn import seats
 from ring_plugins.core.rendezvous.topology import find_topology, virtual_nodes
 
 _NOTHING = contextlib.nullcontext()
-#: Rounds of an attempt to let ranks join, and some more; and attempts in which somebody cannot map memory.
-_ROUNDS, _ATTEMPTS = 16, 5
 
 
 def _announced(peers: LocalPeers, rank: int) -> dict[str, Any] | None:
@@ -131,7 +125,7 @@ class World:
         heals: whether the job goes on when ranks are lost.
         replaces: whether other processes take the places of those.
         is_joining: whether this process is to take such a place, and has not yet.
-        is_awaited: whether processes wait for that, as all ranks have agreed; `admit` lets them join.
+        is_awaited: whether processes wait for that, as all ranks have agreed; `joining.admit` lets them join.
         changes: the script's functions that are to hear of that.
         notice: whether this process was told to end, if the job goes on without it then.
         communicator: of all ranks, for the public functions.
@@ -214,7 +208,7 @@ class World:
             places.take(Occupant(rank, rank, own.address), as_member=True)
 
     def _connect_alone(self) -> None:
-        """Be a job of one that looks like one of all seats, until `join`: the others do not wait for this process."""
+        """Be a job of one that looks like one of all seats, until it joins: the others do not wait for this process."""
         seat, size = self._rendezvous.rank, self._rendezvous.size
         own = Liveness.create(self.world_rank)
         self._local_peers = LocalPeers(own, [], "", self._policy.min_ranks)
@@ -222,7 +216,8 @@ class World:
         self._tags = itertools.count(self.world_rank, MOST_MEMBERS)
         member = self._entry(own, None)
         node = member.domain
-        self._members, self._nodes, self._seats = {self.world_rank: member}, {self.world_rank: node}, {}
+        rank = self.world_rank
+        self._members, self._nodes, self._seats = {rank: member}, {rank: node}, {rank: seat}
         self.topology = find_topology(seat, [node] * size, [member.host] * size)
         self._cores = [thread_count.Cores(member.kernel, member.container, member.cores, member.quota)] * size
         self.communicator = self.new_communicator("ring", gather=lambda item: [item])
@@ -459,7 +454,7 @@ class World:
             names = {rank: member.host for rank, member in self._members.items()}
             hosts = names if isinstance(self._membership, Mesh) else None
             seconds = time.monotonic() - began
-            logger.warning(what_was_lost(lost, self._pids, self.world_ranks, self._job, seconds, silent, hosts))
+            logger.warning(what_was_lost(lost, self.pids, self.world_ranks, self._job, seconds, silent, hosts))
 
     def _follow_members(self, lost: Sequence[int] = (), left: Sequence[int] = (), joined: Sequence[int] = ()) -> None:
         """Let all that this process has of the job follow its members, of which some died, left or joined."""
@@ -488,7 +483,7 @@ class World:
         return self._rendezvous.size, self.replaces
 
     @property
-    def _pids(self) -> dict[int, int]:
+    def pids(self) -> dict[int, int]:
         """Of all processes, by world rank."""
         return {rank: member.pid for rank, member in self._members.items()}
 
@@ -519,115 +514,97 @@ class World:
             return
         if len(left) < self._policy.min_ranks:
             if self.topology.rank == 0:
-                logger.warning(too_few_left(leaving, self._pids, left, self._policy.min_ranks))
-            self._exit_from_job(TERMINATED)
+                logger.warning(too_few_left(leaving, self.pids, left, self._policy.min_ranks))
+            self.exit_from_job(TERMINATED)
         assert isinstance(self._membership, Membership)
         assert self._local_peers is not None
         if self.world_rank in leaving:
             self._local_peers.own.leave()
             if (places := seats()) is not None:
                 places.leave(self._rendezvous.rank)
-            self._exit_from_job(0)
+            self.exit_from_job(0)
         # The next barriers do not wait for those that leave, which may still read what was gathered.
         gone = partial(self._local_peers.are_gone, leaving)
         Wait("membership", self.failure_detector).until(gone, lambda: leaving, lambda: "ranks that leave the job")
         self._membership.drop(leaving)
         self._follow_members(left=leaving)
         if self.topology.rank == 0:
-            logger.warning(who_left(leaving, self._pids, self.world_ranks, self._job))
+            logger.warning(who_left(leaving, self.pids, self.world_ranks, self._job))
 
-    # Joining --------------------------------------------------------------------------------------
+    # Joining (core/joining.py) --------------------------------------------------------------------
 
-    def admit(self) -> tuple[int, ...]:
-        """Let those join that wait; all members call this at the same place, outside of operations.
+    @property
+    def local_peers(self) -> LocalPeers:
+        """The liveness of all members; before this process has joined, only its own."""
+        assert self._local_peers is not None
+        return self._local_peers
 
-        Returns:
-            The world ranks of those that joined; none if they have ended meanwhile. The caller gives them the state of
-            its training, and calls `tell_changes` then.
-        """
-        self.is_awaited = False
-        places, peers, membership = seats(), self._local_peers, self._membership
-        assert places is not None
-        assert peers is not None
-        assert isinstance(membership, Membership)
-        began = time.monotonic()
-        start, waiting = repeated(
-            lambda: self.communicator.broadcast_object(
-                (peers.own.last_round + _ROUNDS, [one for one in places.waiting() if one.is_there()])
-            )
-        )
-        everyone = [Occupant(self._seats[peers.own.rank], peers.own.rank, peers.own.address)]
-        everyone += [Occupant(self._seats[rank], rank, peer.address) for rank, peer in peers.others.items()]
-        taken = {one.seat for one in everyone}
-        waiting = [one for one in waiting if one.seat not in taken]
-        if not waiting:
-            return ()
-        call = Call(start, sorted([*everyone, *waiting]), [one.world_rank for one in waiting])
-        try:
-            joined = take_part(call, peers.own, peers.others, self._healing_communicators(), self._to_tell(membership))
-        except NotAdmitted:  # the newcomer tells if it does not try again
-            return ()
-        self._become_one(joined)
-        if self.world_rank == next(rank for rank in self.world_ranks if rank not in call.newcomers):
-            seats_of = {one.world_rank: one.seat for one in waiting}
-            logger.warning(who_joined(seats_of, self._pids, self.world_ranks, time.monotonic() - began))
-        return tuple(call.newcomers)
+    def occupants(self) -> list[Occupant]:
+        """Who has which seat, this process first."""
+        everyone = [self.local_peers.own, *self.local_peers.others.values()]
+        return [Occupant(self._seats[one.rank], one.rank, one.address) for one in everyone]
 
-    def join(self) -> tuple[int, ...]:
-        """Wait until the members let this process join, and go on as one of them.
-
-        Returns:
-            The world ranks of all that joined together. The members give them the state of their training next.
-
-        Raises:
-            SystemExit: no member is left.
-            MismatchError: this process has made other communicators than the members.
-            SharedMemoryError: memory could not be mapped in several attempts.
-        """
-        places, peers = seats(), self._local_peers
-        assert places is not None
-        assert peers is not None
-        own = Occupant(self._rendezvous.rank, self.world_rank, peers.own.address)
-        problems = list[str]()
-        while len(problems) < _ATTEMPTS:
-            places.take(own, as_member=False)
-            call = wait_for_call(own, peers.own.last_round, places)
-            if call is None:
-                logger.info(f"process {self._pid} ends: the job has ended before it could join.")
-                self._exit_from_job(0)
-            try:
-                entry = {"member": list(self._members[self.world_rank])}
-                joined = take_part(call, peers.own, {}, self._healing_communicators(), entry)
-            except DifferentScript as reason:
-                raise MismatchError(str(reason)) from None
-            except NotAdmitted as reason:  # perhaps since a process has died, whose memory could not be mapped
-                problems += filter(None, [str(reason)])
-                continue
-            self._go_live(joined)
-            places.take(own, as_member=True)
-            return tuple(call.newcomers)
-        raise SharedMemoryError(f"this process cannot join the others: {problems[-1]}")
-
-    def _healing_communicators(self) -> dict[int, HealingCommunicator]:
+    def healing_communicators(self) -> dict[int, HealingCommunicator]:
         """Those in use, by creation order."""
         found = sorted(self._communicators.items())
         return {key: one for key, one in found if isinstance(one, HealingCommunicator) and one.is_open}
 
-    def _to_tell(self, membership: Membership) -> dict[str, Any]:
-        """What newcomers need to know."""
+    def introduction(self) -> dict[str, Any]:
+        """What this process tells when it joins, or when others join: JSON can hold it."""
+        entry = {"member": list(self._members[self.world_rank])}
+        if self.is_joining:
+            return entry
         return {
-            "member": list(self._members[self.world_rank]),
-            "view": membership.view,
-            "made": self._made,
-            "server": self._server,
-            "secret": self._secret.decode(),
-        }
+            **entry, "view": self.view, "made": self._made, "server": self._server, "secret": self._secret.decode()
+        }  # fmt: skip
 
-    def _go_live(self, joined: Joined) -> None:
-        """Set up what a member has beside its communicators."""
-        peers, told = self._local_peers, joined.member
+    def extend(
+        self,
+        everyone: Sequence[Occupant],
+        told: Mapping[int, Mapping[str, Any]],
+        others: Sequence[Liveness],
+        renew: Callable[[FailureDetector], None],
+    ) -> None:
+        """Go on with further members, as all have agreed; nothing of this fails.
+
+        Args:
+            everyone: all members from now on, in the order of their seats.
+            told: the `introduction` of each by world rank.
+            others: liveness of all of them but this process.
+            renew: lets all communicators go on with everyone.
+        """
+        of_members = next(introduction for introduction in told.values() if "view" in introduction)
+        is_new = self.is_joining
+        if is_new:
+            self._set_up_member(of_members, others)
+        peers, membership, detector = self._local_peers, self._membership, self.failure_detector
         assert peers is not None
-        peers.add(joined.peers)
+        assert isinstance(membership, Membership)
+        assert detector is not None
+        peers.add([peer for peer in others if peer.rank not in peers.others])
+        for seat, rank, _ in everyone:
+            self._members[rank] = member = _Member(*told[rank]["member"])
+            self._nodes[rank] = self._nodes[self.world_rank]
+            self._seats[rank] = seat
+            detector.add(rank, Peer(member.host, member.pid, member.domain))
+        membership.extend([one.world_rank for one in everyone], of_members["view"] + 1)
+        renew(detector)
+        self._follow_members(joined=[rank for _, rank, _ in everyone if "view" not in told[rank]])
+        if is_new:
+            assert self._monitor is not None
+            self._monitor.start()
+            self.notice.install()
+
+    def _set_up_member(self, told: Mapping[str, Any], others: Sequence[Liveness]) -> None:
+        """Make what a member has beside its communicators.
+
+        Args:
+            told: the `introduction` of a member.
+            others: liveness of all other ranks.
+        """
+        peers = self._local_peers
+        assert peers is not None
+        peers.add(others)
         self._secret, self._server, self._made = told["secret"].encode(), told["server"], told["made"]
         own = self._members[self.world_rank]
         self.channel = ControlClient(self.world_rank, self._rendezvous.size, self._server, True)
@@ -638,28 +615,8 @@ class World:
         self._monitor.add(self.observers.stalls)
         self._follow_losses()
         self.is_joining = False
-        self._become_one(joined)
-        self._monitor.start()
-        self.notice.install()
 
-    def _become_one(self, joined: Joined) -> None:
-        """Take what all have agreed on into use; nothing of this fails."""
-        peers, membership, detector = self._local_peers, self._membership, self.failure_detector
-        assert peers is not None
-        assert isinstance(membership, Membership)
-        assert detector is not None
-        peers.add([peer for peer in joined.peers if peer.rank not in peers.others])
-        for occupant in joined.call.everyone:
-            rank = occupant.world_rank
-            self._members[rank] = member = _Member(*joined.told[rank]["member"])
-            self._nodes[rank] = self._nodes[self.world_rank]
-            self._seats[rank] = occupant.seat
-            detector.add(rank, Peer(member.host, member.pid, member.domain))
-        membership.extend(joined.call.ranks, joined.member["view"] + 1)
-        joined.renew_communicators(detector)
-        self._follow_members(joined=joined.call.newcomers)
-
-    def _exit_from_job(self, status: int) -> NoReturn:
+    def exit_from_job(self, status: int) -> NoReturn:
         """Leave the job now: what the script still does on its way out is not part of it."""
         self.close()
         sys.exit(status)

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, PeerFailed, name_ranks
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.healing import repeated
+from ring_plugins.core.joining import admit, join
 from ring_plugins.core.world import current
 from ring_plugins.torch.broadcast import Placeholder
 from ring_plugins.torch.tensor_memory import dense_memory
@@ -75,7 +76,7 @@ class TrainingState:
         for name, value in state.items():
             setattr(self, name, value)
         if current().is_joining:
-            joined = current().join()
+            joined = join()
             self._share(joined)
             self._resumes = self._has_joined = True
             current().tell_changes()
@@ -119,7 +120,7 @@ class TrainingState:
         world = current()
         if world.operations() == self._operations_at_join:  # it has come to the place at which the others let it join
             return
-        if world.is_awaited and (joined := world.admit()):
+        if world.is_awaited and (joined := admit()):
             self._share(joined)
             self._has_joined = True
             world.tell_changes()
