@@ -1,6 +1,6 @@
 """How much of a training is kept while its ranks are killed one after the other.
 
-    python benchmarks/kills.py                                # about eight minutes
+    python benchmarks/kills.py                                # about 15 minutes
     python benchmarks/kills.py --every 5 --seconds 60 --only replace torchrun
     python benchmarks/kills.py --torchft PYTHON               # also torchft, with the interpreter that has it
 
@@ -11,8 +11,9 @@ that number per second, as a share of the same variant's undisturbed one.
 
     replace     ring_plugins with on_failure="replace": the others go on, and a new process takes the place
     restart     ring_plugins without: the job ends, and starts again from its last checkpoint
-    torchrun    DDP over gloo with --max-restarts: all processes start again from the last checkpoint. Not in the kept
-                results: with torch 2.13 new processes often failed to connect over gloo, for 12 to 27 s after a kill
+    torchrun    DDP over gloo with --max-restarts: all processes start again from the last checkpoint. It gets a store
+                of its own for each start: in the store that torch 2.13 shares by default, new processes find the dead
+                ones' addresses, and wait for them for 12 to 35 s
     torchft     DDP over gloo under torchft: the others drop the step, and a new process gets the state from them
 
 Checkpoints are written every second. Most of what is lost is the time in which new processes import torch.
@@ -249,7 +250,9 @@ def started(variant: str, torchft: str | None) -> Iterator[tuple[Job, Path]]:
         commands = {
             "replace": {"job": ([*ring_run, "--on-failure", "replace", sys.executable, *training], {})},
             "restart": {"job": ([*ring_run, sys.executable, *training], {})},
-            "torchrun": {"job": ([*torchrun, "--max-restarts=100000", *training], {})},
+            "torchrun": {
+                "job": ([*torchrun, "--max-restarts=100000", *training], {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+            },
             "torchft": {
                 "lighthouse": (
                     [str(Path(torchft or "").parent / "torchft_lighthouse"), "--min_replicas", "1", "--bind",
@@ -333,8 +336,8 @@ def main() -> None:
         "replace": train_replace, "restart": train_restart, "torchrun": train_torchrun, "torchft": train_torchft,
     }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--every", type=float, nargs="*", default=[20.0, 5.0], help="seconds from one kill to the next")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement")
+    parser.add_argument("--every", type=float, nargs="*", default=[60.0, 5.0], help="seconds from one kill to the next")
+    parser.add_argument("--seconds", type=float, nargs="*", default=[180.0, 60.0], help="to train, for each --every")
     parser.add_argument("--only", nargs="*", choices=trainings, help="these variants")
     parser.add_argument("--torchft", help="the interpreter of an environment that has torchft")
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/kills.json")
@@ -343,15 +346,19 @@ def main() -> None:
     if options.train:
         trainings[options.train]()
         return
+    if len(options.every) != len(options.seconds):
+        parser.error(
+            f"--every has {len(options.every)} numbers and --seconds {len(options.seconds)}: give one for each"
+        )
     from measure import save
 
     results: dict[str, Any] = {}
     for variant in options.only or [name for name in trainings if name != "torchft" or options.torchft]:
-        undisturbed = measure(variant, None, options.seconds / 3, options.torchft)
+        undisturbed = measure(variant, None, 20, options.torchft)
         results[variant] = {"undisturbed": undisturbed["samples"], "kills": {}}
         print(f"{variant:10} undisturbed        {undisturbed['samples']:10,.0f} samples/s", flush=True)
-        for every in options.every:
-            found = measure(variant, every, options.seconds, options.torchft)
+        for every, seconds in zip(options.every, options.seconds, strict=True):
+            found = measure(variant, every, seconds, options.torchft)
             kept = found["samples"] / undisturbed["samples"]
             results[variant]["kills"][f"{every:g}"] = found | {"kept": kept}
             print(
