@@ -40,11 +40,22 @@ def is_run_by_its_own_test(block: Block, reader: str = "blocks") -> bool:
     return bool(re.search(rf'{reader}\((?:"\w+", )?"{block.document.relative_to(REPOSITORY)}"', test))
 
 
-@pytest.mark.parametrize("block", [block for block in blocks() if block.language in SHELLS], ids=str)
+COLLECTED = "collected by tests/test_documentation.py"
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(block, marks=[pytest.mark.slow] * (block.marker == COLLECTED))
+        for block in blocks()
+        if block.language in SHELLS
+    ],
+    ids=str,
+)
 def test_shell_commands_are_run_somewhere(block):
     if is_excused(block):
         return
-    if block.marker == "collected by tests/test_documentation.py":
+    if block.marker == COLLECTED:
         lines = block.text.splitlines()
         for line, (status, output) in zip(lines, collected(lines), strict=True):
             assert status == 0, f"{line}\n{output}"

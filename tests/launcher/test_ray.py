@@ -14,6 +14,7 @@ from tests.launcher.cluster_jobs import check, script
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_results_failures_and_a_killed_driver(monkeypatch):
     # The ranks end at once, but the cluster's own processes take a while.

@@ -159,6 +159,7 @@ report("launched", len(library.log), trainer.global_rank)
 """
 
 
+@pytest.mark.slow
 def test_training_is_the_same_as_on_the_cpu():
     result = run_ranks(FIT)
     assert min(result.values("launched")) > 20

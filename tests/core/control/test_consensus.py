@@ -6,12 +6,23 @@ an end. Everything else is drawn at random.
 
 import random
 from collections import deque
-
-import pytest
+from collections.abc import Callable
 
 from ring_plugins.core.control.consensus import Consensus
 
-SEEDS = [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 1000))]
+ORDERS = 1000
+
+
+def in_random_orders(test: Callable[[int], None]) -> Callable[[], None]:
+    """Run a test with many seeds; its captured output ends with the one that failed."""
+
+    def each() -> None:
+        for seed in range(ORDERS):
+            print(f"seed {seed}")
+            test(seed)
+
+    each.__name__ = test.__name__
+    return each
 
 
 class Job:
@@ -148,7 +159,7 @@ def check_that_survivors_go_on(job):
     assert members == {tuple(job.living)}
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@in_random_orders
 def test_all_survivors_go_on_whoever_dies_and_whenever(seed):
     draw = random.Random(seed)
     size = draw.randrange(2, 7)
@@ -160,7 +171,7 @@ def test_all_survivors_go_on_whoever_dies_and_whenever(seed):
     check_that_survivors_go_on(job)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@in_random_orders
 def test_the_larger_side_of_a_cut_goes_on_or_the_one_with_the_lowest_rank(seed):
     draw = random.Random(seed)
     size = draw.randrange(2, 7)
@@ -179,7 +190,7 @@ def test_the_larger_side_of_a_cut_goes_on_or_the_one_with_the_lowest_rank(seed):
     check_that_survivors_go_on(job)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@in_random_orders
 def test_cuts_between_any_two_ranks_and_deaths_never_make_two_jobs(seed):
     draw = random.Random(seed)
     size = draw.randrange(2, 7)
