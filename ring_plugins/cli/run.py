@@ -115,8 +115,8 @@ def run(
         typer.Option(
             "--on-failure",
             envvar="RING_ON_FAILURE",
-            help="What happens when a rank is killed or crashes, on one host. `continue` lets the others go on; "
-            "`replace` also starts another process in its place.",
+            help="What happens when a rank is killed or crashes. `continue` lets the others go on; `replace`, on one "
+            "host, also starts another process in its place.",
             rich_help_panel=_HOW,
         ),
     ] = OnFailure.END,
@@ -162,7 +162,8 @@ def run(
 
     Wraps the installed mpirun (Open MPI, MPICH or Intel MPI) and prints the command it runs. Without mpirun it starts
     the ranks of one host itself. When a rank fails, or this command ends, all ranks on all hosts end. With
-    `--on-failure continue`, the other ranks go on when one is killed; with `replace`, another process takes its place.
+    `--on-failure continue`, the other ranks go on when one is killed or a host is lost, and mpirun is not used; with
+    `replace`, another process takes its place.
 
     **Examples**
 
@@ -198,7 +199,7 @@ def run(
         if dry_run:
             typer.echo(job.shell_command(plan))
             return
-        if check and plan.hosts and plan.mpirun is not None:
+        if check and plan.hosts:
             plan = adapt(plan, check_hosts(plan.job, plan.mpirun, plan.hosts))
         for notice in plan.notices:
             _notify(notice)

@@ -16,6 +16,7 @@ from ring_plugins.core.base.errors import ArgumentError, name_ranks
 from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.control.mesh import MOST_RANKS
 from ring_plugins.core.rendezvous import detect
+from ring_plugins.core.rendezvous.seats import own_seat
 from ring_plugins.core.rendezvous.slots import hold_slot
 from ring_plugins.core.rendezvous.spawn import restart_under_ring_run
 from ring_plugins.core.rendezvous.tcp import is_by_hand
@@ -87,6 +88,8 @@ def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: in
         restart_under_ring_run(ranks, policy.min_ranks, policy.on_failure)
     if generation:
         raise ArgumentError(f'init() cannot be called again after shutdown() with on_failure="{policy.on_failure}".')
+    if record.kind == "rendezvous" and own_seat() is not None:
+        return  # the supervisor of this host lets the others go on
     if record.kind in ("mpi", "rendezvous"):
         if record.size == 1:
             return

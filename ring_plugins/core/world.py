@@ -73,7 +73,7 @@ from ring_plugins.core.observe.succession import Announcements, Succession
 from ring_plugins.core.observe.timeline import FILE_NAME
 from ring_plugins.core.rendezvous import Rendezvous, connect, detect, leave
 from ring_plugins.core.rendezvous.claim import RankMarker, check_ancestors
-from ring_plugins.core.rendezvous.seats import Occupant
+from ring_plugins.core.rendezvous.seats import Occupant, own_seat
 from ring_plugins.core.rendezvous.spawn import seats
 from ring_plugins.core.rendezvous.topology import find_topology, virtual_nodes
 
@@ -161,6 +161,7 @@ class World:
         self._made = 0
         self._of_devices: dict[int, DeviceCommunicator] = {}
         self._messenger: Messenger | None = None
+        self._seat = own_seat() if rendezvous.size > 1 else None
         try:
             self._connect_alone() if self.is_joining else self._connect()
         except BaseException as error:
@@ -204,6 +205,8 @@ class World:
         self._rank_marker = RankMarker(rank) if size > 1 else None
         if self.heals and isinstance(self._membership, Membership):
             self.notice.install()  # on several hosts, a rank that gets SIGTERM dies at once, and the others go on
+        if self._seat is not None:
+            self._seat.take_part()
         if self.replaces and own is not None and (places := seats()) is not None:
             places.take(Occupant(rank, rank, own.address), as_member=True)
 
@@ -244,6 +247,8 @@ class World:
                 for member, peer in zip(self._members.values(), transport.peers, strict=True)
             ]
             mesh = self._membership = Mesh(self.world_rank, ranks, transport.listener, peers, self._policy.min_ranks)
+            if self._seat is not None:
+                mesh.on_cut_off = self._seat.note_cut_off
             mesh.connect(Wait("ring", detector))
             detector.go_on_over(mesh)
             membership = mesh
@@ -318,7 +323,7 @@ class World:
         membership = [Peer(member.host, member.pid, member.domain) for member in members]
         self.failure_detector = FailureDetector(rank, membership, self._local_peers, self.channel)
         self.observers = Observers(self.channel, self.failure_detector, self.activities, members[0].records)
-        launched = self.launcher in ("mpi", "spawned") or "TORCHELASTIC_RUN_ID" in os.environ
+        launched = self.launcher in ("mpi", "spawned") or "TORCHELASTIC_RUN_ID" in os.environ or self._seat is not None
         monitor = MonitorThread(self.failure_detector, self.channel, launched, self.abort)
         monitor.add(GpuWatchdog(self.failure_detector, self.device_communicators), vital=True)
         monitor.add(TcpLiveness(self.failure_detector, [member.addresses for member in members]), vital=True)

@@ -15,7 +15,7 @@ from ring_plugins.core.control.parent_notifier import ParentNotifier
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.rendezvous.seats import Seats
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment, ending, silent_end
-from ring_plugins.launcher import mpirun, preflight
+from ring_plugins.launcher import mpirun, preflight, several_hosts
 from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.launch_plan import LaunchPlan
 from ring_plugins.launcher.lingering import LingeringMpirun, OtherHosts
@@ -32,7 +32,9 @@ def shell_command(plan: LaunchPlan) -> str:
     if plan.mpirun is not None:
         return shlex.join(mpirun.command_line(plan.mpirun, plan.job))
     variables = [f"{name}={value}" for name, value in plan.job.environment.items() if value is not None]
-    return shlex.join(["env", *variables, *plan.job.command] if variables else plan.job.command)
+    command = shlex.join(["env", *variables, *plan.job.command] if variables else plan.job.command)
+    where = ", ".join(f"{part.ranks} on {part.host}" for part in plan.job.shares if plan.hosts)
+    return f"{command}  # ranks: {where}" if where else command
 
 
 def run(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
@@ -46,7 +48,12 @@ def run(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
         The exit status: 0 only if every rank exited with 0, or, where losses are tolerated, all that were not killed.
     """
     with Supervisor(plan.tolerates_losses) as supervisor:
-        status, why = _run_mpirun(plan, supervisor) if plan.mpirun is not None else _run_ranks(plan, supervisor, notify)
+        if plan.mpirun is not None:
+            status, why = _run_mpirun(plan, supervisor)
+        elif plan.hosts:
+            status, why = several_hosts.run(plan.job, supervisor, notify)
+        else:
+            status, why = _run_ranks(plan, supervisor, notify)
         if why:
             notify(why)
         if supervisor.signalled is not None:

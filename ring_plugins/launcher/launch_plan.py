@@ -48,9 +48,9 @@ class LaunchPlan:
 
     Attributes:
         job: the job.
-        mpirun: the mpirun that starts it, None if this process starts the ranks.
+        mpirun: the mpirun that starts it, None if this process, or supervisors of its own on several hosts, do.
         notices: what the user should know, one line each.
-        hosts: names of the hosts that mpirun starts ranks on by ssh or the agent; empty on one host, and where a
+        hosts: names of the hosts on which ranks are started by ssh or the agent; empty on one host, and where a
             scheduler starts the ranks.
         provisional: those of the notices that hold only until the hosts' cores are known; `adapt` replaces them.
         is_local: whether all ranks run on this host.
@@ -111,7 +111,7 @@ def make_plan(options: Options) -> LaunchPlan:
     job = JobSpec(
         command=mpirun.resolve_program(options.command),
         ranks=ranks,
-        shares=() if is_local or allocation else shares,
+        shares=() if is_local or (allocation and not tolerates_losses) else shares,
         interface=interface,
         bind=options.bind,
         oversubscribed=oversubscribed,
@@ -182,8 +182,8 @@ def _check(options: Options) -> None:
 def _check_that_losses_can_be_tolerated(options: Options, ranks: int, is_local: bool) -> None:
     option = f"--on-failure {options.on_failure}"
     remedy = f"leave out {option}, and unset RING_ON_FAILURE."
-    if not is_local:
-        raise ArgumentError(f"{option} works on this host only, not yet on several: {remedy}")
+    if not is_local and options.on_failure == "replace":
+        raise ArgumentError(f"{option} works on this host only: name no others, use --on-failure continue, or {remedy}")
     if options.starter == "mpirun" or options.mpirun is not None or options.mpirun_options:
         raise ArgumentError(f"{option} does not work with mpirun, which ends all ranks: {remedy}")
     if options.min_ranks is not None and not 1 <= options.min_ranks <= ranks:

@@ -45,12 +45,12 @@ _OTHER_CONNECTIONS = 64
 Report = Mapping[str, Any]
 
 
-def check_hosts(job: JobSpec, mpirun: Mpirun, hosts: Sequence[str]) -> dict[str, int]:
+def check_hosts(job: JobSpec, mpirun: Mpirun | None, hosts: Sequence[str]) -> dict[str, int]:
     """Ask every host.
 
     Args:
         job: the job to start.
-        mpirun: the mpirun that starts it, which all hosts must have.
+        mpirun: the mpirun that starts it, which all hosts must have; None if none does.
         hosts: their names.
 
     Returns:
@@ -149,7 +149,7 @@ def _minor(version: str) -> list[str]:
     return version.split(".")[:2]
 
 
-def _ask(host: str | None, job: JobSpec, mpirun: Mpirun, port: int | None, secret: str) -> Report | str:
+def _ask(host: str | None, job: JobSpec, mpirun: Mpirun | None, port: int | None, secret: str) -> Report | str:
     """The report of a host (None: this one), or why there is none."""
     program, *arguments = job.command
     python = program if Path(program).name.startswith("python") else sys.executable
@@ -159,7 +159,7 @@ def _ask(host: str | None, job: JobSpec, mpirun: Mpirun, port: int | None, secre
         listener = [address_towards(host.rpartition("@")[2]) or socket.gethostname(), port, secret]
     question = {
         "packages": PACKAGES,
-        "paths": [os.getcwd(), program, mpirun.path, *([script] if script else [])],
+        "paths": [os.getcwd(), program, *([mpirun.path] if mpirun else []), *([script] if script else [])],
         "program": script,
         "listener": listener,
     }

@@ -88,6 +88,7 @@ class Supervisor:
         stdout: int | None = None,
         stderr: int | None = None,
         index: int | None = None,
+        own_session: bool = False,
     ) -> subprocess.Popen[bytes]:
         """Start a process, which gets `end_signal` if this process ends before it.
 
@@ -95,6 +96,7 @@ class Supervisor:
             command, environment, pass_fds, stdin, stdout, stderr: as for Popen.
             end_signal: see above.
             index: of the process that has ended and whose place it takes in `processes`; None for none.
+            own_session: whether it must not get what a terminal sends to all processes, such as Ctrl-C.
 
         Raises:
             LaunchError: the program cannot be run.
@@ -114,6 +116,7 @@ class Supervisor:
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
+                start_new_session=own_session,
                 preexec_fn=before_exec,  # noqa: PLW1509 - this is the main thread, before any other is started
             )
         except OSError as error:

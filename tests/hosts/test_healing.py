@@ -23,6 +23,7 @@ def train(cluster, deaths, ranks_per_host=2, min_ranks=1, check=False, **env):
     return cluster.environment(CHECKS, ranks_per_host, env=env).run(60, check=check)
 
 
+@pytest.mark.slow  # under `ring run`, the default suite tries it
 def test_the_others_go_on_without_rank_0_and_its_host(cluster):
     deaths = {0: [2, "barrier 3 in"]}
     result = train(cluster, deaths, 1)

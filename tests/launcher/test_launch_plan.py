@@ -134,7 +134,7 @@ def test_a_job_that_goes_on_after_losses_is_started_without_mpirun():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"hosts": "far1:2"}, "works on this host only"),
+        ({"hosts": "far1:2", "on_failure": "replace"}, "works on this host only"),
         ({"starter": "mpirun"}, "does not work with mpirun"),
         ({"mpirun": "/opt/mpirun"}, "does not work with mpirun"),
         ({"ranks": 2, "min_ranks": 3}, "--min-ranks 3 is not between 1 and the 2 ranks"),
@@ -143,4 +143,4 @@ def test_a_job_that_goes_on_after_losses_is_started_without_mpirun():
 )
 def test_where_losses_cannot_be_tolerated_the_plan_says_so(options, text):
     with pytest.raises(ArgumentError, match=text):
-        make_plan(Options(COMMAND, on_failure="continue", **options))
+        make_plan(Options(COMMAND, **{"on_failure": "continue", **options}))

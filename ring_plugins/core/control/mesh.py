@@ -101,6 +101,7 @@ class Mesh:
         ranks: members of the last view that is agreed on.
         is_cut_off: whether the others go on without this rank, if they go on at all.
         announced: by rank, where it listens in the place of rank 0.
+        on_cut_off: called when this rank finds that.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Mesh:
         self.ranks = tuple(range(len(peers)))
         self.is_cut_off = False
         self.announced: dict[int, dict[str, Any]] = {}
+        self.on_cut_off: Callable[[], object] = lambda: None
         self._handlers: dict[str, Handler] = {}
         self._lock = threading.RLock()
         self._consensus = Consensus(rank, self.ranks, self._send_message, self._hang_up)
@@ -238,6 +240,7 @@ class Mesh:
         decision = consensus.decisions.get(view)
         if decision is None or self.rank not in decision.members:
             self.is_cut_off = True
+            self.on_cut_off()
             raise self._cut_off(decision)
         lost = [rank for rank in self.ranks if rank not in decision.members]
         left = [rank for rank in decision.members if not self.has_left(rank)]

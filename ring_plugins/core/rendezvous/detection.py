@@ -20,6 +20,7 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.rendezvous import mpi, slurm, spawn, tcp
 from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous, integer
+from ring_plugins.core.rendezvous.seats import own_seat
 
 _DETECTORS: dict[str, Callable[[], LaunchRecord | None]] = {
     "spawned": spawn.detect,
@@ -68,6 +69,8 @@ def connect(ranks: int | None, generation: int) -> Rendezvous:
     if not config.LAUNCHER.is_set():
         _check_that_nobody_is_missing(record, ranks)
     _check_that_this_is_the_rank(record)
+    if (seat := own_seat()) is not None:
+        seat.start()
     if record.kind == "spawned" or (record.kind == "single" and max(ranks or 1, spawn.spawned_size()) > 1):
         found = spawn.connect(record, ranks or spawn.spawned_size())
     elif record.kind == "mpi":

@@ -5,24 +5,30 @@ new world rank. Processes of one job that start at different times have nothing 
 segment, in which they meet. Behind the start-up exchange (spawn.py) it has a row for each seat: whose it is, where
 other processes find that one's liveness segment, and whether it takes part already. `ring run` reads there, too, how
 the end of a process is meant.
+
+In a job on several hosts, each host's supervisor has such rows for its own ranks (`OwnSeat`), without the exchange.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import NamedTuple
 
 import numpy as np
 
+from ring_plugins.core.base import config
+from ring_plugins.core.base.errors import LaunchError, SharedMemoryError
 from ring_plugins.core.base.types import Bytes
-from ring_plugins.core.linux.shared_memory import Address, publish
+from ring_plugins.core.linux.shared_memory import Address, Segment, publish
 
 #: Bytes of a row.
 ROW = 64
 #: Its words. The address is that of the process's liveness segment.
 _STATE, _WORLD_RANK, _PID, _FILE, _NBYTES = range(5)
-#: States: nobody yet, or not any more; a member of the job; one that waits to join; a member that left as it was told.
-_EMPTY, _MEMBER, _WAITING, _LEFT = range(4)
+#: States: nobody yet, or not any more; a member of the job; one that waits to join; a member that left as it was told;
+#: one that waits in `init` for the others; a member without which the others go on, as they could not reach it.
+_EMPTY, _MEMBER, _WAITING, _LEFT, _STARTING, _CUT_OFF = range(6)
 
 
 class Occupant(NamedTuple):
@@ -79,6 +85,22 @@ class Seats:
         row = self._rows[seat]
         return bool(row[_STATE] in (_MEMBER, _LEFT) and row[_WORLD_RANK] == world_rank)
 
+    def note(self, seat: int, state: int) -> None:
+        """Say how far this process is, where no other looks for its memory here."""
+        self._rows[seat, _STATE] = state
+
+    def is_starting(self, seat: int) -> bool:
+        """Whether the process of a seat has called `init`, and waits there."""
+        return bool(self._rows[seat, _STATE] == _STARTING)
+
+    def has_started(self, seat: int) -> bool:
+        """Whether it takes part, or did."""
+        return bool(self._rows[seat, _STATE] in (_MEMBER, _LEFT, _CUT_OFF))
+
+    def is_cut_off(self, seat: int) -> bool:
+        """Whether it ends because others go on without it."""
+        return bool(self._rows[seat, _STATE] == _CUT_OFF)
+
     def has_waiting(self) -> bool:
         """Whether a process waits to join; a look of a microsecond."""
         return bool((self._rows[:, _STATE] == _WAITING).any())
@@ -98,3 +120,53 @@ class Seats:
             if row[_STATE] == state:
                 found.append(Occupant(seat, row[_WORLD_RANK], (row[_PID], row[_FILE], row[_NBYTES])))
         return found
+
+
+class OwnSeat:
+    """The row by which a process tells the supervisor of its host how far it is.
+
+    Args:
+        text: value of RING_SEAT: the file of the rows, which this process has inherited, their number, and its own row.
+
+    Raises:
+        LaunchError: the process has not inherited that file.
+    """
+
+    def __init__(self, text: str) -> None:
+        try:
+            fd, number, self._seat = map(int, text.split(":"))
+            self._segment = Segment.inherited(fd, number * ROW)
+        except (ValueError, SharedMemoryError) as error:
+            raise LaunchError(
+                f"{config.SEAT.name}={text!r} is set, but this process did not inherit the file that it names "
+                f"({error}): the variable was copied from a rank of a job into another environment; unset it."
+            ) from error
+        self._seats = Seats(self._segment.array)
+
+    @staticmethod
+    def environment(segment: Segment, number: int, seat: int) -> dict[str, str]:
+        """Environment of a process that has a seat and inherits the file of the rows."""
+        return {config.SEAT.name: f"{segment.fd}:{number}:{seat}"}
+
+    def start(self) -> None:
+        """Say that this process waits in `init` for the others."""
+        self._seats.note(self._seat, _STARTING)
+
+    def take_part(self) -> None:
+        """Say that it is a member of the job."""
+        self._seats.note(self._seat, _MEMBER)
+
+    def note_cut_off(self) -> None:
+        """Say that it ends because others go on without it."""
+        self._seats.note(self._seat, _CUT_OFF)
+
+
+@functools.cache
+def own_seat() -> OwnSeat | None:
+    """The seat that the supervisor of this host has given to this process, None if there is none.
+
+    Raises:
+        LaunchError: as for `OwnSeat`.
+    """
+    is_another_job = config.LAUNCHER.get() != "rendezvous"  # that of a child of a rank
+    return None if is_another_job or not config.SEAT.is_set() else OwnSeat(config.SEAT.get())

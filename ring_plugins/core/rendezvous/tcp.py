@@ -77,7 +77,7 @@ def detect() -> LaunchRecord | None:
     """The record that torchrun's variables give; None if one of them is missing."""
     if _missing_variables():
         return None
-    by = "torchrun" if os.environ.get("TORCHELASTIC_RUN_ID") else started_by
+    by = "torchrun" if os.environ.get("TORCHELASTIC_RUN_ID") else "ring run" if config.SEAT.is_set() else started_by
     return LaunchRecord(
         "rendezvous", by, integer("RANK"), integer("WORLD_SIZE"), integer("LOCAL_RANK"), integer("LOCAL_WORLD_SIZE")
     )

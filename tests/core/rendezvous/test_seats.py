@@ -1,9 +1,13 @@
 """Seats, as `ring run` and the processes of a job see them in shared memory."""
 
-import numpy as np
+import os
 
+import numpy as np
+import pytest
+
+from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.linux.shared_memory import Segment
-from ring_plugins.core.rendezvous.seats import ROW, Occupant, Seats
+from ring_plugins.core.rendezvous.seats import ROW, Occupant, OwnSeat, Seats, own_seat
 
 
 def test_a_seat_passes_from_its_first_process_to_one_that_waits_and_joins():
@@ -31,3 +35,25 @@ def test_a_process_is_there_as_long_as_it_has_its_segment():
     assert occupant.is_there()
     segment.close_file()
     assert not occupant.is_there()
+
+
+def test_a_rank_tells_its_hosts_supervisor_how_far_it_is(monkeypatch):
+    segment = Segment.create(2 * ROW)
+    seats = Seats(segment.array)
+    variables = OwnSeat.environment(segment, 2, 1)
+    own_seat.cache_clear()
+    monkeypatch.setenv("RING_SEAT", variables["RING_SEAT"])
+    assert own_seat() is None, "a child of the rank that is a job of its own"
+    own_seat.cache_clear()
+    monkeypatch.setenv("RING_LAUNCHER", "rendezvous")
+    own = OwnSeat(f"{os.dup(segment.fd)}:2:1")
+    own.start()
+    assert seats.is_starting(1) and not seats.has_started(1)
+    own.take_part()
+    assert seats.has_started(1) and not seats.is_starting(1) and not seats.is_cut_off(1)
+    own.note_cut_off()
+    assert seats.has_started(1) and seats.is_cut_off(1) and not seats.has_started(0)
+    monkeypatch.setenv("RING_SEAT", "999:2:1")
+    with pytest.raises(LaunchError, match="copied from a rank of a job into another environment"):
+        own_seat()
+    own_seat.cache_clear()

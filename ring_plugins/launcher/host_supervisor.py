@@ -1,0 +1,362 @@
+"""Runs the ranks of one host, in a job on several hosts that goes on when ranks, or whole hosts, are lost.
+
+Each host of such a job has one of these processes; several_hosts.py has the whole story. It starts the ranks, ends them
+together, tells the coordinator how they ended, and leaves with the job's exit status. What the ranks print passes
+through it, so that a lost login does not break the pipe into which they print.
+
+**When the coordinator is gone.** The kernel says how the connection to it ended. If the coordinator's host has
+acknowledged nothing for RING_NETWORK_TIMEOUT, it is down, or the network is cut: the ranks agree among themselves who
+goes on, and this process lets them. If the connection was closed, this process connects once more. Refused: the
+coordinator has ended or was killed, and so the ranks end. Otherwise it lives, and the ranks go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TextIO, cast
+
+from ring_plugins.core.base import config
+from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.linux.interfaces import reserve_port
+from ring_plugins.core.linux.shared_memory import Segment
+from ring_plugins.core.net.auth import Claim, Disconnected, Purpose, connect
+from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
+from ring_plugins.core.rendezvous.seats import ROW, OwnSeat, Seats
+from ring_plugins.core.rendezvous.spawn import ending, silent_end
+from ring_plugins.launcher.output import Relay
+from ring_plugins.launcher.rank_assignment import RankAssignment
+from ring_plugins.launcher.supervision import Supervisor
+
+#: Seconds without traffic before the kernel probes the other host, and between its probes.
+_PROBE = 1
+#: Seconds to connect to the coordinator, and to find out whether it is gone.
+_CONNECT, _ASK = 30.0, 2.0
+#: How often it must have answered within that, so that a process which is just ending does not count.
+_ANSWERS = 3
+#: Bytes of one write to a terminal or login that may be slow, and milliseconds between two looks whether it is lost.
+_WRITE, _LOOK = 4096, 200
+#: Seconds between two looks at ranks and messages.
+_TICK = 0.02
+
+
+@dataclass(frozen=True)
+class HostJob:
+    """What the process of a host has to know.
+
+    Attributes:
+        addresses: at which it may reach the coordinator, the likeliest first.
+        port, key: where that listens, and a secret.
+        index, hosts: which of how many hosts this is.
+        ranks: of this host.
+        size: of the job.
+        command: of every rank.
+        environment: variables of every rank beside those of this process.
+        tag_output, output_directory: as in `JobSpec`.
+    """
+
+    addresses: Sequence[str]
+    port: int
+    key: str
+    index: int
+    hosts: int
+    ranks: Sequence[int]
+    size: int
+    command: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    tag_output: bool = False
+    output_directory: str | None = None
+
+    def pack(self) -> bytes:
+        """As `unpack` takes it."""
+        return to_json(asdict(self))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> HostJob:
+        """The job that bytes of `pack` describe."""
+        return cls(**from_json(data))
+
+
+def watch(connected: socket.socket) -> None:
+    """Have the kernel end a connection whose other host acknowledges nothing for RING_NETWORK_TIMEOUT."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(config.NETWORK_TIMEOUT.get() * 1000))
+
+
+class Link:
+    """The connection to the coordinator.
+
+    Args:
+        job: says where it is.
+
+    Attributes:
+        is_lost: whether the connection has ended.
+        is_orphaned: whether the coordinator has ended, too.
+
+    Raises:
+        LaunchError: it cannot be reached.
+    """
+
+    def __init__(self, job: HostJob) -> None:
+        self.is_lost = self.is_orphaned = False
+        self._port = job.port
+        problems = []
+        for address in job.addresses:
+            try:
+                claim = Claim(job.index)
+                connected = connect(address, job.port, job.key.encode(), Purpose.LAUNCHER, claim, _CONNECT)
+            except (OSError, Disconnected) as error:
+                problems.append(f"{address}:{job.port}: {getattr(error, 'strerror', None) or error}")
+                continue
+            watch(connected)
+            self._address, self._frames = address, FrameSocket(connected, Purpose.LAUNCHER)
+            return
+        raise LaunchError(
+            f"{socket.gethostname()} cannot reach the process that started this job ({'; '.join(problems)}): it has "
+            "ended, or a firewall is between the hosts."
+        )
+
+    def send(self, kind: str, body: Any) -> None:
+        """Send a message, unless the connection is lost."""
+        with contextlib.suppress(Disconnected, TimeoutError):
+            if not self.is_lost:
+                self._frames.send(to_json([kind, body]))
+                self._frames.flush(config.NETWORK_TIMEOUT.get())
+
+    def read(self) -> list[tuple[str, Any]]:
+        """The messages that have arrived."""
+        if self.is_lost:
+            return []
+        try:
+            return [tuple(from_json(data)) for data in self._frames.read()]
+        except Disconnected as error:
+            self.is_lost = True
+            self._frames.close()
+            # No error, or a reset: the coordinator, or something on the way, has closed the connection.
+            self.is_orphaned = error.code in _CLOSED and not self._answers()
+            return []
+
+    def _answers(self) -> bool:
+        """Whether the coordinator may live, as nothing refuses a connection in its place."""
+        for attempt in range(_ANSWERS):
+            time.sleep(_ASK / 20 if attempt else 0.0)
+            try:
+                socket.create_connection((self._address, self._port), _ASK).close()
+            except ConnectionRefusedError:
+                return False
+            except OSError:
+                return True
+        return True
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._frames.close()
+
+
+#: Errors of a connection that its other end, rather than the network, has ended.
+_CLOSED = (0, 104, 32)
+
+
+class _Outlet:
+    """Standard output or error that nobody waits for once the login through which it leaves is lost.
+
+    Args:
+        descriptor: of the file.
+        link: to the coordinator, which is lost when the host of the login is.
+    """
+
+    def __init__(self, descriptor: int, link: Link) -> None:
+        self._descriptor, self._link, self._closed = descriptor, link, False
+        os.set_blocking(descriptor, False)
+
+    def write(self, text: str) -> int:
+        data = memoryview(text.encode(errors="replace"))
+        while data and not self._closed:
+            try:
+                data = data[os.write(self._descriptor, data[:_WRITE]) :]
+            except BlockingIOError:
+                poll = select.poll()
+                poll.register(self._descriptor, select.POLLOUT)
+                if not poll.poll(_LOOK) and self._link.is_lost:
+                    self._closed = True
+            except OSError:
+                self._closed = True
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+
+class HostRanks:
+    """The ranks of this host.
+
+    Args:
+        job: what to run.
+        link: to the coordinator.
+        supervisor: starts and ends processes.
+    """
+
+    def __init__(self, job: HostJob, link: Link, supervisor: Supervisor) -> None:
+        self._job, self._link, self._supervisor = job, link, supervisor
+        self._has_told = False
+        self._segment = Segment.create(len(job.ranks) * ROW)
+        self._seats = Seats(self._segment.array)
+        supervisor.is_out = self._is_out
+        #: The job's exit status, once the coordinator has said it.
+        self._status: int | None = None
+
+    def run(self) -> int:
+        """Run them to the job's end, and return its exit status."""
+        reserved = reserve_port() if 0 in self._job.ranks else None
+        with contextlib.nullcontext() if reserved is None else reserved:
+            port = reserved.getsockname()[1] if reserved is not None else 0
+            self._link.send("here", {"host": socket.gethostname(), "port": port})
+            start = self._wait_for("start")
+            if start is None:
+                return 1 if self._status is None else self._status
+            with Relay(self._job.tag_output, self._job.output_directory, always=True) as relay:
+                self._start(start, relay)
+                status, why = self._supervisor.wait(self._find_trouble)
+            self._link.send("ended", {"ranks": self._ends(), "why": why})
+            if self._status is None and self._supervisor.signalled is None:
+                self._wait_for("over")
+        own = status or (0 if self._supervisor.has_succeeded() else 1)
+        return own if self._status is None else self._status
+
+    def _start(self, start: Mapping[str, Any], relay: Relay) -> None:
+        job, supervisor = self._job, self._supervisor
+        number = len(job.ranks)
+        for local, rank in enumerate(job.ranks):
+            place = RankAssignment(rank, job.size, local, number, job.index, job.hosts)
+            out, err = relay.files(rank)
+            supervisor.start(
+                job.command,
+                {
+                    **os.environ,
+                    **job.environment,
+                    **place.environment(start["address"], start["port"], start["secret"]),
+                    **OwnSeat.environment(self._segment, number, local),
+                },
+                pass_fds=[self._segment.fd],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+            )
+        relay.start()
+
+    def _wait_for(self, kind: str) -> Any:
+        """The body of the coordinator's next message of a kind; None if the job, or the coordinator, ends before."""
+        while self._supervisor.signalled is None and self._status is None:
+            for found, body in self._link.read():
+                if found == kind:
+                    return body
+                self._take(found, body)
+            if self._link.is_lost:
+                return None
+            time.sleep(_TICK)
+        return None
+
+    def _take(self, kind: str, body: Any) -> None:
+        """Heed a message of the coordinator."""
+        if kind == "over":
+            self._status = int(body)
+        elif kind == "end" and self._supervisor.signalled is None:
+            number = signal.Signals(body)
+            if number == signal.SIGINT:  # as a terminal sends it to all processes of this host's
+                for process in self._supervisor.processes:
+                    if process.poll() is None:
+                        process.send_signal(number)
+            self._supervisor.signalled = number
+
+    def _find_trouble(self) -> str | None:
+        """Why the ranks of this host cannot go on; also tells the coordinator of the first that fails."""
+        for kind, body in self._link.read():
+            self._take(kind, body)
+        if self._link.is_orphaned and self._supervisor.signalled is None:
+            self._supervisor.signalled = signal.SIGTERM
+        trouble = self._early_end()
+        if not self._has_told:
+            failed = [local for local, code in enumerate(self._codes()) if self._ends_job(local, code)]
+            if trouble or failed:
+                self._has_told = True
+                self._link.send("failed", {"ranks": self._ends(), "why": trouble})
+        return trouble
+
+    def _early_end(self) -> str | None:
+        """A rank that ended before or in init(), where the others wait for it."""
+        seats, codes = self._seats, self._codes()
+        is_awaited = any(map(seats.is_starting, range(len(codes))))
+        for local, code in enumerate(codes):
+            if code is None or seats.has_started(local) or not (is_awaited or code < 0):
+                continue
+            how = silent_end(code) if code < 0 else f"ended ({ending(code)})"
+            where = "completed" if seats.is_starting(local) else "reached"
+            return (
+                f"rank {self._job.ranks[local]} {how} before it {where} ring_plugins.init(), where the others wait for "
+                f"it{'' if code < 0 else '; its own output says why'}."
+            )
+        return None
+
+    def _codes(self) -> list[int | None]:
+        return [process.poll() for process in self._supervisor.processes]
+
+    def _ends_job(self, local: int, code: int | None) -> bool:
+        return self._supervisor.ends_job(code) and not self._is_out(local)
+
+    def _is_out(self, local: int) -> bool:
+        return self._seats.is_cut_off(local) or self._seats.has_left(local)
+
+    def _ends(self) -> list[list[Any]]:
+        """Each rank that has ended: its number, its `returncode`, and whether it left, or others go on without it."""
+        ends: list[list[Any]] = []
+        for local, (rank, code) in enumerate(zip(self._job.ranks, self._codes(), strict=True)):
+            if code is not None:
+                how = "left" if self._seats.has_left(local) else "cut off" if self._seats.is_cut_off(local) else ""
+                ends.append([rank, code, how])
+        return ends
+
+
+def run(job: HostJob, prepare: Callable[[Link], None] = lambda link: None) -> int:
+    """Run this host's ranks, and return the job's exit status.
+
+    Args:
+        job: what to run.
+        prepare: called once the coordinator is reached.
+    """
+    with Supervisor(tolerates_losses=True) as supervisor:
+        link = Link(job)
+        try:
+            prepare(link)
+            return HostRanks(job, link, supervisor).run()
+        finally:
+            link.close()
+
+
+def _print_through(link: Link) -> None:
+    sys.stdout, sys.stderr = cast("TextIO", _Outlet(1, link)), cast("TextIO", _Outlet(2, link))
+
+
+def main() -> int:
+    """Run the job that standard input describes."""
+    # The end of the login by which this process was started: the ranks go on without it.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    job = HostJob.unpack(sys.stdin.buffer.read())
+    try:
+        return run(job, _print_through)
+    except LaunchError as error:
+        print(f"ring run: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,380 @@
+"""Starts a job on several hosts that goes on when ranks, or whole hosts, are lost, and follows it to its end.
+
+mpirun ends all ranks as soon as one of them, a host, or a connection of its own is lost. So this kind of job does
+without: each host has a supervisor of its own (host_supervisor.py), which starts that host's ranks, and the ranks find
+each other by RANK and MASTER_ADDR, as those that a user starts one by one.
+
+    ring run ─┬─ supervisor of host1 ── rank 0, rank 1
+              └─ ssh ── supervisor of host2 ── rank 2, rank 3
+
+Supervisors log in to the coordinator, which is in `ring run`. In JSON, over authenticated connections:
+
+    supervisor -> coordinator   ["here", {host, port}]     it runs; the port is one that rank 0 can listen at
+                                ["failed", {ranks, why}]   a rank has ended in a way that ends the job
+                                ["ended", {ranks, why}]    all of its ranks have ended
+    coordinator -> supervisor   ["start", {address, port, secret}]   all are here: where rank 0 will listen
+                                ["end", signal]            end all ranks
+                                ["over", status]           the job has ended
+
+**Who may be lost.** A rank: its supervisor goes on with the others. All ranks of a host, its supervisor, or the host:
+the connection to it ends, and the coordinator goes on with the other hosts. A login: what that host prints is lost. The
+coordinator's host: the other supervisors go on without a coordinator, and nobody sees their exit status. Which ranks go
+on is for the ranks to agree (control/consensus.py); nobody here decides that.
+
+**Who may not.** If the coordinator is killed while its host lives, all supervisors end their ranks, so that nothing of
+a job is left behind. A rank that ends with an exit status, rather than by a signal, ends the job as on one host: its
+supervisor says so, and after some seconds the coordinator ends all.
+
+Considered and rejected: Open MPI's --enable-recovery and MPICH's -disable-auto-cleanup, which keep ranks alive but not
+the daemons of a lost host. One `ring run` for each host that knows nothing of the others: a job in which all ranks were
+killed would end with status 0 somewhere, and Ctrl-C would end one host's ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import shlex
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ring_plugins.core.base import config
+from ring_plugins.core.base.errors import name_ranks
+from ring_plugins.core.base.progress_line import ProgressLine, arrivals
+from ring_plugins.core.linux.interfaces import address_towards, own_addresses
+from ring_plugins.core.net.acceptor import Acceptor, Authenticated
+from ring_plugins.core.net.auth import Claim, Disconnected, Purpose
+from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
+from ring_plugins.core.rendezvous.spawn import ending, silent_end
+from ring_plugins.launcher.host_supervisor import HostJob, watch
+from ring_plugins.launcher.hosts import is_this_host
+from ring_plugins.launcher.mpirun import JobSpec
+from ring_plugins.launcher.output import Relay
+from ring_plugins.launcher.preflight import login
+from ring_plugins.launcher.supervision import Supervisor
+
+#: Connections that the coordinator keeps beside those of supervisors, and those that wait in the kernel.
+_OTHER_CONNECTIONS, _BACKLOG = 64, 1024
+#: Seconds that supervisors have to report after they were told to end: as long as theirs give to the ranks, and more.
+_END_SECONDS = 18.0
+#: Seconds for which the ranks may end by themselves after one has failed, as in supervision.py.
+_GRACE_SECONDS = 8.0
+#: Seconds that supervisors and logins have to end after the job.
+_LEAVE_SECONDS = 10.0
+#: Seconds between two looks.
+_TICK = 0.05
+
+Notify = Callable[[str], None]
+#: Rank, `returncode`, and "left" or "cut off" if that is why it ended.
+End = tuple[int, int, str]
+
+
+class _Host:
+    """What the coordinator knows of a host.
+
+    Attributes:
+        name: of it.
+        ranks: that it runs.
+        frames: the connection to its supervisor, None before it has come.
+        here: what that said first.
+        report: what it said of the ends of its ranks, None before.
+        why: why they could not go on.
+        is_lost: whether the connection has ended before all was said.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int]) -> None:
+        self.name, self.ranks = name, tuple(ranks)
+        self.frames: FrameSocket | None = None
+        self.here: Mapping[str, Any] | None = None
+        self.report: list[End] | None = None
+        self.why: str | None = None
+        self.is_lost = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is to be expected from it."""
+        return self.is_lost or self.report is not None
+
+
+class Coordinator:
+    """Knows the supervisors of all hosts of a job. Leaving the context closes all connections.
+
+    Args:
+        hosts: their names, with the ranks of each.
+        supervisor: whose signals end the job.
+        notify: shows one line to the user.
+        address: of the host of rank 0, at which the others reach it; "" for the one from which it has come.
+
+    Attributes:
+        port, key: for `HostJob`.
+    """
+
+    def __init__(
+        self, hosts: Sequence[tuple[str, Sequence[int]]], supervisor: Supervisor, notify: Notify, address: str = ""
+    ) -> None:
+        self._hosts = [_Host(name, ranks) for name, ranks in hosts]
+        self._supervisor, self._notify, self._address = supervisor, notify, address
+        self.key = secrets.token_hex(32)
+        listener = socket.create_server(("", 0), backlog=_BACKLOG)
+        self.port: int = listener.getsockname()[1]
+        limit = len(self._hosts) + _OTHER_CONNECTIONS
+        self._acceptor = Acceptor(self.key.encode(), Purpose.LAUNCHER, self._expects, limit)
+        self._acceptor.add(listener)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._acceptor, selectors.EVENT_READ)
+        self._failed: list[End] = []  # the ends that end the job, in the order in which they were told
+
+    def __enter__(self) -> Coordinator:  # noqa: PYI034 - typing.Self needs Python 3.11
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._acceptor.close()  # first: a supervisor that sees its connection end tries this
+        for host in self._hosts:
+            if host.frames is not None:
+                host.frames.close()
+        self._selector.close()
+
+    def wait(self, find_trouble: Callable[[], str | None]) -> tuple[int, str | None]:
+        """Follow the job to its end.
+
+        Args:
+            find_trouble: returns why a supervisor will not come, None while all may.
+
+        Returns:
+            The job's exit status, and a line for the user.
+        """
+        trouble = self._gather(find_trouble)
+        if trouble is None and self._supervisor.signalled is None:
+            self._start()
+            self._follow()
+        if trouble is not None or self._supervisor.signalled is not None:
+            self._tell_all("end", int(self._supervisor.signalled or signal.SIGTERM))
+            self._poll_until(time.monotonic() + (_END_SECONDS if trouble is None else 0.0))
+        status, why = (1, trouble) if trouble is not None else self._verdict()
+        self._tell_all("over", status)
+        return status, why
+
+    def _gather(self, find_trouble: Callable[[], str | None]) -> str | None:
+        """Wait for all supervisors; returns why one does not come."""
+        end = time.monotonic() + config.START_TIMEOUT.get()
+        with ProgressLine() as line:
+            while missing := [host.name for host in self._hosts if host.here is None]:
+                self._poll()
+                if self._supervisor.signalled is not None:
+                    return None
+                if lost := [host.name for host in self._hosts if host.is_lost]:
+                    return f"{' and '.join(lost)} ended before the job started; the output above says why."
+                if (trouble := find_trouble()) is not None:
+                    return trouble
+                if time.monotonic() > end:
+                    return (
+                        f"{' and '.join(missing)} did not come within {config.START_TIMEOUT.get():g} s. Set "
+                        f"{config.START_TIMEOUT.name} to wait longer."
+                    )
+                came = {number: host.name for number, host in enumerate(self._hosts) if host.here is not None}
+                line.show(lambda came=came: arrivals(came, len(self._hosts), " to be reached"))  # type: ignore[misc]
+        return None
+
+    def _start(self) -> None:
+        first = next(host for host in self._hosts if 0 in host.ranks)
+        assert first.frames is not None
+        assert first.here is not None
+        address = self._address or str(first.frames.socket.getpeername()[0])
+        secret = config.SECRET.get() or secrets.token_hex(32)
+        self._tell_all("start", {"address": address, "port": int(first.here["port"]), "secret": secret})
+
+    def _follow(self) -> None:
+        """Until the job is over everywhere."""
+        failed_at: float | None = None
+        while not all(host.is_over for host in self._hosts) and self._supervisor.signalled is None:
+            self._poll()
+            now = time.monotonic()
+            if failed_at is None and (self._failed or any(host.why for host in self._hosts)):
+                failed_at = now
+            if failed_at is not None and now - failed_at > _GRACE_SECONDS:
+                self._tell_all("end", int(signal.SIGTERM))
+                self._poll_until(now + _END_SECONDS)
+                return
+
+    def _poll_until(self, deadline: float) -> None:
+        while not all(host.is_over or host.frames is None for host in self._hosts) and time.monotonic() < deadline:
+            self._poll()
+
+    def _expects(self, claim: Claim) -> bool:
+        return 0 <= claim.rank < len(self._hosts) and self._hosts[claim.rank].frames is None
+
+    def _poll(self) -> None:
+        for key, _ in self._selector.select(_TICK):
+            if key.data is not None:
+                self._read(key.data)
+        for new in self._acceptor.poll():
+            self._join(new)
+
+    def _join(self, new: Authenticated) -> None:
+        if not self._expects(new.claim):
+            new.socket.close()
+            return
+        host = self._hosts[new.claim.rank]
+        watch(new.socket)
+        host.frames = FrameSocket(new.socket, Purpose.LAUNCHER)
+        self._selector.register(host.frames, selectors.EVENT_READ, host)
+
+    def _read(self, host: _Host) -> None:
+        assert host.frames is not None
+        try:
+            for data in host.frames.read():
+                kind, body = from_json(data)
+                if kind == "here":
+                    host.here = body
+                elif kind in ("failed", "ended"):
+                    ends = [(int(rank), int(code), str(how)) for rank, code, how in body["ranks"]]
+                    self._failed += [end for end in ends if self._ends_job(end) and end not in self._failed]
+                    host.why = body["why"]
+                    host.report = ends if kind == "ended" else None
+        except (Disconnected, ValueError, KeyError, TypeError):
+            self._lose(host)
+
+    def _lose(self, host: _Host) -> None:
+        assert host.frames is not None
+        self._selector.unregister(host.frames)
+        host.frames.close()
+        if not host.is_over:
+            host.is_lost = True
+            if host.here is not None and self._supervisor.signalled is None:
+                self._notify(f"{host.name} is lost, with {name_ranks(host.ranks)}; the others may go on.")
+
+    def _tell_all(self, kind: str, body: Any) -> None:
+        for host in self._hosts:
+            if host.frames is None or host.is_lost:
+                continue
+            with contextlib.suppress(Disconnected, TimeoutError):
+                host.frames.send(to_json([kind, body]))
+                host.frames.flush(config.NETWORK_TIMEOUT.get())
+
+    def _ends_job(self, end: End) -> bool:
+        return not end[2] and self._supervisor.ends_job(end[1])
+
+    def _verdict(self) -> tuple[int, str | None]:
+        """The exit status of a job whose hosts have reported or are lost, and what the user should know of it."""
+        if self._supervisor.signalled is not None:
+            return 128 + self._supervisor.signalled, None
+        ends = [end for host in self._hosts for end in host.report or ()]
+        lost = [host for host in self._hosts if host.report is None]
+        if why := next((host.why for host in self._hosts if host.why), None):
+            return 1, why
+        if self._failed:
+            rank, code, _ = min(self._failed, key=lambda end: end[1] == 1)  # those that end because of another have 1
+            return code, f"rank {rank} ended with {ending(code)}."
+        died = [end for end in ends if end[1] < 0 and not end[2]]
+        cut = [rank for rank, _, how in ends if how == "cut off"]
+        left = [rank for rank, _, how in ends if how == "left"]
+        well = [end for end in ends if not end[1] and end[2] != "cut off"]
+        told = [f"{name_ranks(left)} left"] if left else []
+        told += [f"{name_ranks([rank for rank, *_ in died])} died"] if died else []
+        told += [f"{name_ranks(cut)} ended as the others could not be reached"] if cut else []
+        told += [f"{host.name} was lost, with {name_ranks(host.ranks)}" for host in lost]
+        if well:
+            normally = len(well) - len([end for end in well if end[2]])
+            return 0, f"{', '.join(told)}, and the other {normally} ended normally." if told else None
+        if lost and (cut or not died):
+            where = " and ".join(host.name for host in lost)
+            return 1, f"{', '.join(told)}. The ranks on {where} may have gone on; nobody here can tell."
+        if len(died) == 1:
+            return 128 - died[0][1], f"rank {died[0][0]} {silent_end(died[0][1])}."
+        return (128 - died[0][1] if died else 1), f"{', '.join(told)}, and no rank is left."
+
+
+def commands(job: JobSpec) -> list[tuple[str, list[str]]]:
+    """Each host of a job, with the command that starts its supervisor."""
+    found = []
+    program = job.command[0]
+    python = program if Path(program).name.startswith("python") else sys.executable
+    module = [python, "-m", "ring_plugins.launcher.host_supervisor"]
+    for part in job.shares:
+        if is_this_host(part.host):
+            found.append((part.host, [sys.executable, *module[1:]]))
+            continue
+        paths = [name for name in ("PYTHONPATH", "LD_LIBRARY_PATH") if name in job.environment and name in os.environ]
+        remote = shlex.join(["env", *(f"{name}={os.environ[name]}" for name in paths), *module])
+        alive = [] if job.agent else ["-o", "ServerAliveInterval=15"]  # a firewall may drop a login that is idle
+        command = [*login(job), *alive, part.host, f"cd {shlex.quote(os.getcwd())} 2>/dev/null; exec {remote}"]
+        found.append((part.host, command))
+    return found
+
+
+def run(job: JobSpec, supervisor: Supervisor, notify: Notify) -> tuple[int, str | None]:
+    """Run a job on the hosts of its shares, and return its exit status and a line for the user.
+
+    Args:
+        job: the job.
+        supervisor: for the processes that this one starts.
+        notify: shows one line to the user.
+    """
+    ranks = iter(range(job.ranks))
+    hosts = [(part.host, [next(ranks) for _ in range(part.ranks)]) for part in job.shares]
+    elsewhere = [host.rpartition("@")[2] for host, _ in hosts if not is_this_host(host)]
+    first = address_towards(elsewhere[0]) if is_this_host(hosts[0][0]) else ""
+    environment = {
+        name: os.environ[name] if value is None else value
+        for name, value in job.environment.items()
+        if value is not None or name in os.environ
+    }
+    with contextlib.ExitStack() as stack:
+        relay = stack.enter_context(Relay(False, always=True))
+        coordinator = stack.enter_context(Coordinator(hosts, supervisor, notify, first))
+        started = []
+        for index, ((host, own), (_, command)) in enumerate(zip(hosts, commands(job), strict=True)):
+            towards = "" if is_this_host(host) else address_towards(host.rpartition("@")[2])
+            addresses = ["127.0.0.1"] if is_this_host(host) else [*filter(None, [towards]), *own_addresses()]
+            told = HostJob(
+                list(dict.fromkeys(addresses)), coordinator.port, coordinator.key, index, len(hosts), own, job.ranks,
+                job.command, environment, job.tag_output, job.output_directory,
+            )  # fmt: skip
+            started.append((host, _start(supervisor, command, told, relay, index)))
+        relay.start()
+
+        def find_trouble() -> str | None:
+            for host, process in started:
+                if (code := process.poll()) is not None:
+                    how = silent_end(code) if code < 0 else f"ended with status {code}"
+                    what = "the supervisor" if is_this_host(host) else "the login"
+                    return f"{host}: {what} {how} before the job started; its output above says why."
+            return None
+
+        status, why = coordinator.wait(find_trouble)
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while any(process.poll() is None for _, process in started) and time.monotonic() < deadline:
+            time.sleep(_TICK)
+            if why is not None and status == 1 and time.monotonic() > deadline - _LEAVE_SECONDS / 2:
+                break
+        for _, process in started:
+            if process.poll() is None:
+                process.kill()
+    return status, why
+
+
+def _start(supervisor: Supervisor, command: Sequence[str], job: HostJob, relay: Relay, index: int) -> Any:
+    """Start the supervisor of a host, which reads what it has to know, secrets among it, from standard input."""
+    out, err = relay.files(index)
+    description = os.memfd_create("ring_plugins/job")
+    try:
+        os.write(description, job.pack())
+        os.lseek(description, 0, os.SEEK_SET)
+        return supervisor.start(
+            command,
+            os.environ,
+            end_signal=signal.SIGTERM,
+            stdin=description,
+            stdout=out,
+            stderr=err,
+            own_session=command[0] != sys.executable,  # Ctrl-C is for the ranks, not for their logins
+        )
+    finally:
+        os.close(description)

@@ -1,0 +1,144 @@
+"""What the coordinator of a job on several hosts makes of its hosts' reports, and how supervisors notice its end."""
+
+import os
+import signal
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.launcher import host_supervisor, several_hosts
+from ring_plugins.launcher.host_supervisor import HostJob, Link
+from ring_plugins.launcher.hosts import Share
+from ring_plugins.launcher.mpirun import JobSpec
+from ring_plugins.launcher.several_hosts import Coordinator
+from ring_plugins.launcher.supervision import Supervisor
+
+GONE = None
+
+
+def coordinator(notify=lambda text: None):
+    return Coordinator([("host1", [0, 1]), ("host2", [2, 3])], Supervisor(tolerates_losses=True), notify)
+
+
+def job(of, index=0, addresses=("127.0.0.1",)):
+    return HostJob(addresses, of.port, of.key, index, 2, [0, 1], 4, ["true"])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ([(0, 0, ""), (1, 0, "")], [(2, 0, ""), (3, 0, "")], (0, None)),
+        ([(0, -9, ""), (1, 0, "")], [(2, 0, "left"), (3, 0, "")], (0, "rank 2 left, rank 0 died, and the other 2")),
+        ([(0, 0, ""), (1, 0, "")], GONE, (0, "host2 was lost, with ranks 2, 3, and the other 2 ended normally")),
+        ([(0, 0, ""), (1, 0, "")], [(2, 1, "cut off"), (3, 1, "cut off")], (0, "ranks 2, 3 ended as the others could")),
+        ([(0, 1, "cut off"), (1, 1, "cut off")], GONE, (1, "The ranks on host2 may have gone on")),
+        ([(0, 1, ""), (1, 1, "")], [(2, 3, ""), (3, -9, "")], (3, "rank 2 ended with exit status 3")),
+        ([(0, 0, ""), (1, 1, "")], GONE, (1, "rank 1 ended with exit status 1")),
+        ([(0, -9, ""), (1, -9, "")], [(2, -9, ""), (3, -11, "")], (137, "ranks 0, 1, 2, 3 died, and no rank is left")),
+        ([(0, -9, ""), (1, -9, "")], GONE, (137, "host2 was lost, with ranks 2, 3, and no rank is left")),
+        (GONE, GONE, (1, "may have gone on")),
+    ],
+)
+def test_the_verdict_follows_those_that_went_on(first, second, expected):
+    with coordinator() as found:
+        for host, report in zip(found._hosts, (first, second), strict=True):
+            host.report = report
+            found._failed += [end for end in report or () if found._ends_job(end)]
+        status, why = found._verdict()
+    assert status == expected[0]
+    assert (why is None) if expected[1] is None else (expected[1] in why)
+
+
+class Polled:
+    """A coordinator that hears its supervisors, in a thread."""
+
+    def __init__(self):
+        self.told = []
+        self.coordinator = coordinator(self.told.append)
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self):
+        while not self._done.is_set():
+            self.coordinator._poll()
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def stop(self):
+        self._done.set()
+        self._thread.join()
+
+    def __exit__(self, *_):
+        self.stop()
+        self.coordinator.__exit__()
+
+
+def read(link, until):
+    end = 200
+    while not until() and end:
+        link.read()
+        end -= 1
+        threading.Event().wait(0.02)
+    assert until()
+
+
+def test_a_supervisor_whose_coordinator_is_gone_is_orphaned_and_one_that_only_lost_the_connection_is_not():
+    with Polled() as polled:
+        link = Link(job(polled.coordinator))
+        link.send("here", {"host": "a", "port": 1})
+        while polled.coordinator._hosts[0].here is None:
+            threading.Event().wait(0.01)
+        polled.stop()
+        polled.coordinator._lose(polled.coordinator._hosts[0])
+        read(link, lambda: link.is_lost)
+        assert not link.is_orphaned and link.read() == []
+        assert polled.told == ["host1 is lost, with ranks 0, 1; the others may go on."]
+    with Polled() as polled:
+        link = Link(job(polled.coordinator))
+    read(link, lambda: link.is_lost)
+    assert link.is_orphaned
+    with pytest.raises(LaunchError, match=r"cannot reach the process that started this job \(127.0.0.1:"):
+        Link(job(polled.coordinator))
+
+
+def test_a_host_that_is_silent_does_not_count_as_ended(monkeypatch):
+    with Polled() as polled:
+        link = Link(job(polled.coordinator))
+        polled.stop()
+        timeout = host_supervisor.Disconnected("Connection timed out", 110)
+        monkeypatch.setattr(link, "_frames", SimpleNamespace(read=lambda: (_ for _ in ()).throw(timeout), close=list))
+    link.read()
+    assert link.is_lost and not link.is_orphaned
+
+
+def test_what_is_printed_after_the_login_is_lost_is_dropped():
+    link = SimpleNamespace(is_lost=True)
+    reading, writing = os.pipe()
+    outlet = host_supervisor._Outlet(writing, link)
+    outlet.write("x" * (1 << 20))  # more than the pipe holds, and nobody reads
+    assert len(os.read(reading, 1 << 20)) >= 4096
+    os.close(reading)
+    host_supervisor._Outlet(writing, link).write("nobody reads")
+    os.close(writing)
+
+
+def test_secrets_do_not_stand_on_command_lines(monkeypatch):
+    monkeypatch.setenv("RING_SECRET", "hush")
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    environment = {"RING_SECRET": None, "PYTHONPATH": None}
+    spec = JobSpec(("/bin/python3", "x.py"), 2, (Share("localhost", 1), Share("me@far", 1)), environment=environment)
+    (here, local), (there, remote) = several_hosts.commands(spec)
+    assert (here, there) == ("localhost", "me@far")
+    assert "hush" not in " ".join([*local, *remote]) and remote[0] == "ssh"
+    assert "PYTHONPATH=/somewhere /bin/python3 -m ring_plugins.launcher.host_supervisor" in remote[-1]
+    assert local[-1] == "ring_plugins.launcher.host_supervisor"
+
+
+def test_a_signal_ends_the_job_with_its_status():
+    with coordinator() as found:
+        found._supervisor.signalled = signal.SIGTERM
+        assert found.wait(lambda: None) == (143, None)
