@@ -54,6 +54,11 @@ class Ended:
         """The ranks that were killed with SIGKILL."""
         return {rank for rank, code in self.codes.items() if code == -signal.SIGKILL}
 
+    @property
+    def departed(self) -> set[int]:
+        """The ranks that left early, with exit status 0."""
+        return {rank for rank, code in self.codes.items() if code == 0 and rank not in self.found}
+
 
 def run_forked(
     ranks: int,
@@ -125,6 +130,8 @@ def _be(rank: int, function: Callable[[int], Any], variables: Mapping[str, str],
             file.rename(directory / file.name)
             world.shutdown()
             status = 0
+        except SystemExit as error:  # of a rank that leaves
+            status = int(error.code or 0)
         except Exception:
             sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
             world.shutdown()

@@ -203,8 +203,8 @@ class World:
             self._follow_losses()
         self.communicator = self.new_communicator("ring", gather=rendezvous.gather)
         self._rank_marker = RankMarker(rank) if size > 1 else None
-        if self.heals and isinstance(self._membership, Membership):
-            self.notice.install()  # on several hosts, a rank that gets SIGTERM dies at once, and the others go on
+        if self.heals:
+            self.notice.install()
         if self._seat is not None:
             self._seat.take_part()
         if self.replaces and own is not None and (places := seats()) is not None:
@@ -420,18 +420,6 @@ class World:
             return self._rendezvous.rank, self._rendezvous.size
         return self.topology.rank, self.topology.size
 
-    def refuse_to_heal_between_hosts(self, what: str) -> None:
-        """Refuse what has been tried on one host only, in a job on several that is to go on after a loss.
-
-        Args:
-            what: begins the error's text.
-
-        Raises:
-            ArgumentError: on_failure is "continue", and there are several hosts.
-        """
-        if isinstance(self._membership, Mesh):
-            self.refuse_to_heal(f"{what} on several hosts")
-
     @property
     def view(self) -> int:
         """How often the ranks of the job have changed."""
@@ -443,18 +431,29 @@ class World:
         Raises:
             PeerFailed: too few are left, or a rank has failed by an exception meanwhile.
         """
-        assert self._membership is not None
-        assert self.failure_detector is not None
         began = time.monotonic()
-        try:
-            lost = self._membership.agree(wait)
-        except PeerFailed:
-            self.failure_detector.aborted = True
-            raise
+        lost = self._agree(wait)
         if lost is None:  # this rank finds it in its next operation, as others do
             return
         self._follow_members(lost=lost)
-        if lost and self.topology.rank == 0:
+        if lost:
+            self._warn_of(lost, began)
+
+    def _agree(self, wait: Wait, leaving: Sequence[int] = ()) -> list[int] | None:
+        """As `Mesh.agree`, also on one host, where it knows nothing of ranks that leave."""
+        assert self._membership is not None
+        assert self.failure_detector is not None
+        try:
+            if isinstance(self._membership, Mesh):
+                return self._membership.agree(wait, leaving)
+            return self._membership.agree(wait)
+        except PeerFailed:
+            self.failure_detector.aborted = True
+            raise
+
+    def _warn_of(self, lost: Sequence[int], began: float) -> None:
+        """Tell the user of lost ranks, and of an agreement that began then, on one rank."""
+        if self.topology.rank == 0:
             silent = [rank for rank in lost if isinstance(self._membership, Mesh) and self._membership.was_silent(rank)]
             names = {rank: member.host for rank, member in self._members.items()}
             hosts = names if isinstance(self._membership, Mesh) else None
@@ -510,6 +509,7 @@ class World:
         Raises:
             SystemExit: on ranks that leave, and on all if too few would be left.
         """
+        began = time.monotonic()
         own = (self.world_rank if self.notice.given else None, self._sees_newcomers())
         asked, seen = zip(*self.communicator.all_gather_object(own), strict=True)
         self.is_awaited = self.is_awaited or any(seen)
@@ -521,20 +521,38 @@ class World:
             if self.topology.rank == 0:
                 logger.warning(too_few_left(leaving, self.pids, left, self._policy.min_ranks))
             self.exit_from_job(TERMINATED)
-        assert isinstance(self._membership, Membership)
-        assert self._local_peers is not None
-        if self.world_rank in leaving:
-            self._local_peers.own.leave()
-            if (places := seats()) is not None:
-                places.leave(self._rendezvous.rank)
-            self.exit_from_job(0)
-        # The next barriers do not wait for those that leave, which may still read what was gathered.
-        gone = partial(self._local_peers.are_gone, leaving)
-        Wait("membership", self.failure_detector).until(gone, lambda: leaving, lambda: "ranks that leave the job")
-        self._membership.drop(leaving)
-        self._follow_members(left=leaving)
+        lost = self._let_leave(leaving)
+        self._follow_members(lost=lost, left=leaving)
+        if lost:
+            self._warn_of(lost, began)
         if self.topology.rank == 0:
             logger.warning(who_left(leaving, self.pids, self.world_ranks, self._job))
+
+    def _let_leave(self, leaving: Sequence[int]) -> list[int]:
+        """Leave the job, or go on without those that do; returns ranks that were lost meanwhile.
+
+        Raises:
+            SystemExit: on ranks that leave.
+        """
+        membership, peers, wait = self._membership, self._local_peers, Wait("membership", self.failure_detector)
+        assert peers is not None
+        lost: list[int] = []
+        if isinstance(membership, Mesh):
+            gone = self._agree(wait, leaving)
+            assert gone is not None
+            lost = [rank for rank in gone if rank not in leaving]
+        if self.world_rank in leaving:
+            peers.own.leave()
+            if (places := seats()) is not None:
+                places.leave(self._rendezvous.rank)
+            if self._seat is not None:
+                self._seat.leave()
+            self.exit_from_job(0)
+        if isinstance(membership, Membership):
+            # The next barriers do not wait for those that leave, which may still read what was gathered.
+            wait.until(partial(peers.are_gone, leaving), lambda: leaving, lambda: "ranks that leave the job")
+            membership.drop(leaving)
+        return lost
 
     # Joining (core/joining.py) --------------------------------------------------------------------
 

@@ -169,7 +169,6 @@ class GradientAveraging:
         )
         chosen_overlap(overlap)  # raises now if it is none of the choices
         self.settings.rounding  # noqa: B018 - raises now if `compression` is unknown
-        connect().refuse_to_heal_between_hosts("Keras")
         topology = connect().topology
         refuse_to_heal_overlapped(overlap)
         if topology.size > 1:

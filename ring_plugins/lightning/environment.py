@@ -99,7 +99,7 @@ class RingEnvironment:
         if self._record.kind == "single":
             return None
         # Where a launcher's variables say too little, the ranks must connect to learn the rest.
-        return _recorded_topology(self._record) or world.init().topology
+        return _recorded_topology(self._record) or world.init(**self.failure_policy).topology
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Accept everything: `warn_about_launcher` handles settings that contradict the launcher."""

@@ -236,7 +236,6 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
         own_world.refuse_to_replace(type(self).__name__)
         if own_world.heals and not self.can_heal:
             own_world.refuse_to_heal("RingFabricStrategy")
-        own_world.refuse_to_heal_between_hosts("Lightning")
         if not own_world.heals:  # a process group would keep its number of ranks
             ensure_process_group(own_world, self._timeout)
 

@@ -4,6 +4,7 @@
     python -m tests.campaigns.healing --only 1:17                     # run 17 of seed 1 again, with all it printed
     python -m tests.campaigns.healing --runs 300 --seed 1 --keep      # also writes benchmarks/results
     python -m tests.campaigns.healing --runs 300 --seed 1 --hosts     # ranks that act as several hosts
+    python -m tests.campaigns.healing --runs 300 --hosts --faces lightning keras   # instead of a plain loop
 
 A run is drawn from its seed and number alone. Its ranks are forked (tests/forked_ranks.py), train, and kill or stop
 themselves at the points that were drawn. Then it is judged:
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -46,6 +48,7 @@ from ring_plugins.core.control.membership import Membership
 from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.world import World, current
 from ring_plugins.torch import DistributedOptimizer, broadcast_parameters
+from tests.campaigns.healing_faces import EPOCH, train_keras, train_lightning
 from tests.forked_ranks import Ended, run_forked
 from tests.mortal import die, die_in_barrier
 
@@ -61,6 +64,14 @@ POINTS = {
     "forward": 1, "between gradients": 1, "reduction": 3, "update": 1, "collective": 2, "broadcast": 0.7,
     "skipped step": 2, "healing": 2, "stop": 0.5,
 }  # fmt: skip
+#: What takes the place of some of them in a training with Lightning or Keras, where an epoch ends.
+AT_EPOCH_END = {
+    "between gradients": "validation", "collective": "epoch end", "broadcast": "checkpoint",
+    "skipped step": "epoch end", "stop": "validation",
+}  # fmt: skip
+#: On several hosts some ranks get SIGTERM instead.
+LEAVES = "SIGTERM"
+FACES = ("torch", "lightning", "keras")
 #: A rank prints this, and the root, if the root of a broadcast died.
 _ROOT = "no broadcast from"
 COLLECTIVES = ("all_reduce", "all_gather", "barrier", "all_gather_object", "broadcast_object")
@@ -96,6 +107,8 @@ class Plan:
         skips: in which step, and which rank cannot compute its gradients.
         stops: seconds for which a rank is stopped.
         nodes: of how many ranks each host is, as RING_VIRTUAL_NODES takes it; "" for one host.
+        face: what trains: one of `FACES`.
+        compression: of gradients between hosts, with error feedback; "" for none.
     """
 
     seed: int
@@ -106,10 +119,12 @@ class Plan:
     skips: tuple[int, int]
     stops: float
     nodes: str = ""
+    face: str = "torch"
+    compression: str = ""
 
 
-def draw(seed: int, number: int, hosts: bool = False) -> Plan:
-    """The plan of a run, on one host or on several."""
+def draw(seed: int, number: int, hosts: bool = False, faces: Sequence[str] = FACES[:1]) -> Plan:
+    """The plan of a run, on one host or on several, with one of these faces."""
     drawn = random.Random(f"{seed}:{number}")
     ranks = drawn.randint(2, 6)
     skips = drawn.randrange(1, STEPS - 1), drawn.randrange(ranks)
@@ -138,7 +153,22 @@ def draw(seed: int, number: int, hosts: bool = False) -> Plan:
         nodes = ",".join(str(end - start) for start, end in zip([0, *cuts], [*cuts, ranks], strict=True))
         # Exchanges with other hosts count beside barriers, so there are more.
         faults = [fault if fault.point == "stop" else replace(fault, number=drawn.randint(1, 24)) for fault in faults]
-    return Plan(seed, number, ranks, tuple(faults), in_place, skips, stops, nodes)
+    face, compression = drawn.choice(faces), ""
+    if hosts:
+        compression = drawn.choice(["", "", "", "bf16", "fp16"])
+        # One that leaves does so wherever the others are.
+        is_leaving = [fault.point not in ("healing", "stop") and drawn.random() < 0.15 for fault in faults]
+        faults = [replace(one, point=LEAVES) if leaves else one for one, leaves in zip(faults, is_leaving, strict=True)]
+    if face != "torch":
+        faults, skips = [_at_epoch_end(fault) for fault in faults], (STEPS, 0)
+    return Plan(seed, number, ranks, tuple(faults), in_place, skips, stops, nodes, face, compression)
+
+
+def _at_epoch_end(fault: Fault) -> Fault:
+    """The counterpart of a fault in a training that has epochs."""
+    if fault.point not in AT_EPOCH_END:
+        return fault
+    return replace(fault, point=AT_EPOCH_END[fault.point], step=fault.step // EPOCH * EPOCH + EPOCH - 1)
 
 
 # A rank -------------------------------------------------------------------------------------------
@@ -149,14 +179,15 @@ def gradient(step: int, rank: int) -> float:
     return UNIT * ((7 * step + 3 * rank) % 5 - 2)
 
 
-def patterns() -> list[torch.Tensor]:
-    """What the gradients of each parameter are multiples of."""
-    return [(torch.arange(count) % 3 + 1).float() for count in COUNTS]
+def patterns(compression: str = "") -> list[torch.Tensor]:
+    """What the gradients of each parameter are multiples of; with compression, numbers that are rounded."""
+    return [(torch.arange(count) % 251 + 1) / 77 if compression else torch.arange(count) % 3 + 1.0 for count in COUNTS]
 
 
-def checksums(model: Sequence[torch.Tensor]) -> list[str]:
+def checksums(model: Sequence[Any]) -> list[str]:
     """Of the weights."""
-    return [hashlib.blake2b(one.detach().numpy().tobytes(), digest_size=8).hexdigest() for one in model]
+    arrays = [one.detach().numpy() if isinstance(one, torch.Tensor) else one for one in model]
+    return [hashlib.blake2b(array.tobytes(), digest_size=8).hexdigest() for array in arrays]
 
 
 def die_in_healing(when: str) -> None:
@@ -194,9 +225,12 @@ class Mortal:
             os.kill(os.getpid(), signal.SIGSTOP)
         if fault.point != point:
             return
-        if point in ("forward", "between gradients", "update"):
+        if point in ("forward", "between gradients", "update", "checkpoint"):
             die()
         self._fault = None
+        if point == LEAVES:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
         if point == "healing":
             die_in_healing(fault.when)
         else:
@@ -211,22 +245,29 @@ class Mortal:
 
 def train(plan: Plan, rank: int) -> dict[str, Any]:
     """What a rank does."""
-    ring.init(on_failure="continue")
     mortal, me = Mortal(plan, rank), rank
+    if plan.face != "torch":
+        trained = train_lightning if plan.face == "lightning" else train_keras
+        options = {"compression": plan.compression or None, "error_feedback": bool(plan.compression)}
+        found = trained(mortal, me, STEPS, patterns(plan.compression), gradient, UNIT * me, options)
+        return {**found, "weights": checksums(found["weights"])}
+    ring.init(on_failure="continue")
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(count)) for count in COUNTS])
     broadcast_parameters(model)
     optimizer = DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5), model.named_parameters(), bucket_bytes=4096
-    )
+        torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5), model.named_parameters(), bucket_bytes=4096,
+        compression=plan.compression or None, error_feedback=bool(plan.compression),
+    )  # fmt: skip
     model[1].register_post_accumulate_grad_hook(lambda _: mortal.at("between gradients"))
     optimizer.optimizer.register_step_pre_hook(lambda *_: mortal.at("update"))
-    factors, history, told = patterns(), [], []
+    factors, history, told = patterns(plan.compression), [], []
     log = averages_log(optimizer)
-    ring.on_membership_change(lambda change: told.extend(change.lost))
+    ring.on_membership_change(lambda change: told.extend([*change.lost, *change.left]))
     for step in range(STEPS):
         mortal.step = step
         mortal.at("healing")
         mortal.at("forward")
+        mortal.at(LEAVES)
         mortal.at("skipped step")
         log.clear()
         with optimizer.skip_step_on(MemoryError) as outcome:
@@ -299,14 +340,14 @@ def expected(name: str, ranks: Sequence[int]) -> Any:
 # Judging ------------------------------------------------------------------------------------------
 
 
-def replayed(history: Sequence[Any]) -> list[str]:
-    """The checksums of the weights after one process has taken the same averages."""
+def replayed(history: Sequence[Any], period: int = STEPS) -> list[str]:
+    """The checksums of the weights after one process has taken the same averages, of gradients of so many steps."""
     model = [torch.nn.Parameter(torch.zeros(count)) for count in COUNTS]
     optimizer = torch.optim.SGD(model, lr=0.5, momentum=0.5)
     factors = patterns()
     for step, (ranks, *_) in enumerate(history):
         if ranks is not None:
-            average = sum(gradient(step, rank) for rank in ranks) / len(ranks)
+            average = sum(gradient(step % period, rank) for rank in ranks) / len(ranks)
             for parameter, factor in zip(model, factors, strict=True):
                 parameter.grad = average * factor
             optimizer.step()
@@ -319,10 +360,12 @@ def judge(plan: Plan, job: Ended) -> tuple[str, str]:
         return "left", ", ".join(job.left)
     if None in job.codes.values():
         return "hang", f"{job.codes}"
-    alive = [rank for rank in range(plan.ranks) if rank not in job.killed]
-    unplanned = job.killed - {fault.rank for fault in plan.faults}
+    gone = job.killed | job.departed
+    alive = [rank for rank in range(plan.ranks) if rank not in gone]
+    leaving = {fault.rank for fault in plan.faults if fault.point == LEAVES}
+    unplanned = job.departed - leaving or job.killed - {fault.rank for fault in plan.faults}
     if unplanned or not alive:
-        return "wrong", f"killed: {sorted(job.killed)}"
+        return "wrong", f"killed: {sorted(job.killed)}, left: {sorted(job.departed)}"
     if any(job.codes[rank] for rank in alive):
         return _judge_end(plan, job, alive)
     found = [job.found[rank] for rank in alive]
@@ -332,9 +375,11 @@ def judge(plan: Plan, job: Ended) -> tuple[str, str]:
 
 
 def _problems(plan: Plan, alive: list[int], found: list[Any], history: list[Any]) -> list[tuple[bool, str]]:
+    # Where they are rounded, `compare` replays.
+    weights = found[0]["weights"] if plan.compression else replayed(history, STEPS if plan.face == "torch" else EPOCH)
     problems = [
         (any(one["history"] != history for one in found), "the histories differ"),
-        (any(one["weights"] != replayed(history) for one in found), "the weights are not those of the replay"),
+        (any(one["weights"] != weights for one in found), "the weights are not those of the replay"),
         (any(one["left"] != alive for one in found), f"left: {found[0]['left']}, alive: {alive}"),
         (any(one["told"] != found[0]["told"] for one in found), "ranks were told of different losses"),
         (not set(found[0]["told"]).isdisjoint(alive), f"told of the loss of {found[0]['told']}"),
@@ -343,18 +388,37 @@ def _problems(plan: Plan, alive: list[int], found: list[Any], history: list[Any]
     died = {fault.rank: fault.step for fault in plan.faults if fault.rank not in alive}
     before = tuple(range(plan.ranks))
     for step, (averaged, after, value) in enumerate(history):
-        earlier = [rank for rank, when in died.items() if when < step - 1]  # it may have died at the next barrier
+        # It may have died at the next barrier; with epochs, at one until the end of its epoch.
+        earlier = [rank for rank, when in died.items() if _last_step(plan, when) < step - 1]
         problems += [
             (averaged is not None and not set(averaged) <= set(before), f"step {step}: a lost rank came back"),
             (not set(alive) <= set(after), f"step {step}: {after} lacks a rank that lives"),
             (not {r for r in range(plan.ranks) if r in alive or died[r] > step} <= set(after), f"step {step}: too few"),
             (bool(set(earlier) & set(after)), f"step {step}: {after} has ranks that were gone"),
-            (value != expected(COLLECTIVES[step % len(COLLECTIVES)], after), f"step {step}: {value} over {after}"),
+            (value != _expected(plan, step, after, value), f"step {step}: {value} over {after}"),
             (plan.skips[0] == step and plan.skips[1] in alive and averaged is not None, f"step {step}: not skipped"),
             (plan.skips[0] != step and averaged is None, f"step {step}: skipped"),
         ]
         before = after
     return problems
+
+
+def _last_step(plan: Plan, step: int) -> int:
+    """The last one in which a rank can be that is to die in a step."""
+    return step if plan.face == "torch" else step // EPOCH * EPOCH + EPOCH - 1
+
+
+def _expected(plan: Plan, step: int, after: Sequence[int], value: Any) -> Any:
+    """The value that goes with a step after which these ranks were left."""
+    if plan.face == "torch":
+        return expected(COLLECTIVES[step % len(COLLECTIVES)], after)
+    if step % EPOCH < EPOCH - 1 or value is None:
+        return None
+    ranks, mean = value  # some may have died in validation, and Lightning takes the mean of a metric before others
+    died = [rank for rank in after if rank not in ranks]
+    parts = itertools.chain.from_iterable(itertools.combinations(died, count) for count in range(len(died) + 1))
+    means = [UNIT * sum([*ranks, *part]) / len([*ranks, *part]) for part in parts]
+    return value if mean in means and set(ranks) <= set(after) else means
 
 
 def _judge_end(plan: Plan, job: Ended, alive: list[int]) -> tuple[str, str]:
@@ -367,12 +431,34 @@ def _judge_end(plan: Plan, job: Ended, alive: list[int]) -> tuple[str, str]:
     return "wrong", f"ended with {job.codes}"
 
 
+def compare(plan: Plan, job: Ended) -> tuple[str, str]:
+    """The verdict on a job whose gradients were rounded: another one has its weights that is like it, but for deaths.
+
+    Its ranks die between steps. So nothing is repeated, and all rounding errors are added to the next step.
+    """
+    found = next(iter(job.found.values()))
+    passes = [set(ranks) for ranks, *_ in found["history"] if ranks is not None]
+    steps = [step for step, (ranks, *_) in enumerate(found["history"]) if ranks is not None]
+    absent = {rank: step for step, ranks in reversed([*zip(steps, passes, strict=True)])
+              for rank in range(plan.ranks) if rank not in ranks}  # fmt: skip
+    faults = tuple(Fault(rank, step, "forward", 1, "in") for rank, step in absent.items())
+    skips = plan.skips if len(steps) < STEPS else (STEPS, 0)
+    like = replace(plan, faults=faults, skips=skips)
+    other = run_forked(plan.ranks, lambda rank: train(like, rank), HANGS, {}, nodes=plan.nodes)
+    same = [one["weights"] == found["weights"] for one in other.found.values()]
+    if not same or not all(same):
+        return "wrong", f"the weights are not those of {like}: {other.codes}"
+    return "went on", ""
+
+
 def run(plan: Plan) -> dict[str, Any]:
     """Run a plan; returns a line of the result."""
     is_stopped = any(fault.point == "stop" for fault in plan.faults)
     environment = {"RING_TIMEOUT": TIMEOUT} if is_stopped else {}
     job = run_forked(plan.ranks, lambda rank: train(plan, rank), HANGS, environment, plan.stops, plan.nodes)
     verdict, why = judge(plan, job)
+    if verdict == "went on" and plan.compression:
+        verdict, why = compare(plan, job)
     return {
         "plan": asdict(plan), "verdict": verdict, "why": why, "seconds": job.seconds, "killed": len(job.killed),
         "output": "" if verdict in ("went on", "ended") else job.output,
@@ -385,7 +471,7 @@ def run(plan: Plan) -> dict[str, Any]:
 def summary(lines: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """By the point of the first fault: numbers of jobs, of ranks that died, and of verdicts; seconds of a job."""
     rows: dict[str, dict[str, Any]] = {}
-    for point in POINTS:
+    for point in dict.fromkeys([*POINTS, *AT_EPOCH_END.values(), LEAVES]):
         of_point = [line for line in lines if line["plan"]["faults"] and _point(line) == point]
         if not of_point:
             continue
@@ -422,18 +508,24 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no run begins")
     parser.add_argument("--only", help="SEED:NUMBER of a run to repeat")
     parser.add_argument("--hosts", action="store_true", help="let the ranks act as several hosts")
+    parser.add_argument("--faces", nargs="+", choices=FACES, default=FACES[:1], help="what trains")
     parser.add_argument("--keep", action="store_true", help=f"write {RESULT.name}")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if "keras" in options.faces:
+        os.environ.setdefault("KERAS_BACKEND", "torch")
+        import ring_plugins.keras
+    if "lightning" in options.faces:
+        import ring_plugins.lightning  # noqa: F401
     if options.only:
-        line = run(draw(*map(int, options.only.split(":")), options.hosts))  # type: ignore[misc]
+        line = run(draw(*map(int, options.only.split(":")), options.hosts, options.faces))  # type: ignore[misc]
         print(line.pop("output"), json.dumps(line, indent=1), sep="\n")
         return int(line["verdict"] not in ("went on", "ended"))
     lines, end = [], time.monotonic() + options.seconds
     for number in range(options.runs):
         if time.monotonic() > end:
             break
-        lines.append(line := run(draw(options.seed, number, options.hosts)))
+        lines.append(line := run(draw(options.seed, number, options.hosts, options.faces)))
         if line["verdict"] not in ("went on", "ended"):
             print(f"{options.seed}:{number} {line['verdict']}: {line['why']}\n{line['output']}", flush=True)
     rows = summary(lines)

@@ -7,6 +7,8 @@ import time
 import pytest
 
 from tests.hosts import hosts
+from tests.keras import test_healing as of_keras
+from tests.lightning import test_healing as of_lightning
 from tests.torch.test_healing import CHECKS, check_survivors, replayed
 
 
@@ -16,25 +18,74 @@ def cluster():
         yield cluster
 
 
-def train(cluster, deaths, ranks_per_host=2, min_ranks=1, check=False, **env):
+def train(cluster, deaths, ranks_per_host=2, checks=CHECKS, seconds=60, **env):
     """Start ranks as docs/healing.md starts train.py, with MASTER_ADDR=host1 and MASTER_PORT=29500."""
     size = ranks_per_host * len(cluster.hosts)
-    env = {"TEST_DEATHS": json.dumps(deaths), "TEST_MIN": str(min_ranks), "TEST_RANKS": str(size), **env}
-    return cluster.environment(CHECKS, ranks_per_host, env=env).run(60, check=check)
+    env = {"TEST_DEATHS": json.dumps(deaths), "TEST_MIN": "1", "TEST_RANKS": str(size), **env}
+    return cluster.environment(checks, ranks_per_host, env=env).run(seconds, check=False)
 
 
-@pytest.mark.slow  # under `ring run`, the default suite tries it
-def test_the_others_go_on_without_rank_0_and_its_host(cluster):
+def fit(cluster, deaths, directory, ranks_per_host=1):
+    """The same with Lightning's Trainer."""
+    return train(cluster, deaths, ranks_per_host, of_lightning.CHECKS, TEST_ROOT=str(directory))
+
+
+@pytest.mark.slow  # the default suite tries it without Lightning, and Lightning in tests/campaigns
+def test_the_others_go_on_without_rank_0_and_its_host(cluster, tmp_path):
     deaths = {0: [2, "barrier 3 in"]}
-    result = train(cluster, deaths, 1)
-    check_survivors(result, deaths, 3)
+    result = fit(cluster, deaths, tmp_path)
+    of_lightning.check_survivors(result, deaths)
     assert " on host1) died; the job goes on with 2 of its 3 ranks" in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks_per_host", "deaths"),
+    [
+        (1, {2: [2, "in step"]}),
+        (2, {0: [1, "in validation"], 1: [1, "in validation"]}),
+        (1, {0: [1, "in checkpoint"]}),
+        (1, {1: [3, "barrier 20 in"], 0: [6, "barrier 5 before"]}),
+    ],
+    ids=str,
+)
+def test_so_they_do_wherever_in_a_fit_of_lightning_ranks_die(cluster, tmp_path, ranks_per_host, deaths):
+    found = of_lightning.check_survivors(fit(cluster, deaths, tmp_path, ranks_per_host), deaths, 3 * ranks_per_host)
+    assert all(mean == sum(rank + 1 for rank in ranks) / len(ranks) for ranks, mean in found["validated"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", of_keras.BACKENDS)
+@pytest.mark.parametrize(
+    ("ranks_per_host", "deaths"),
+    [
+        (1, {2: [2, "before the step"]}),
+        (1, {0: [2, "barrier 3 in"]}),
+        (1, {1: [3, "barrier 9 in"], 0: [5, "barrier 4 before"]}),  # after the last step of an epoch
+        (2, {0: [5, "before the step"], 1: [5, "before the step"]}),
+    ],
+    ids=str,
+)
+def test_so_they_do_wherever_in_a_fit_of_keras(cluster, backend, ranks_per_host, deaths):
+    result = train(cluster, deaths, ranks_per_host, of_keras.CHECKS, 120, KERAS_BACKEND=backend)
+    of_keras.check_survivors(result, deaths, 3 * ranks_per_host)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", of_keras.BACKENDS)
+def test_the_next_rank_writes_again_what_rank_0_of_another_host_was_writing(cluster, backend, tmp_path):
+    deaths = {0: [4, "while saving"]}
+    result = train(cluster, deaths, 1, of_keras.CHECKS, 120, KERAS_BACKEND=backend, TEST_FILES=str(tmp_path))
+    of_keras.check_survivors(result, deaths)
+    files = ["1.keras", "2.keras", "backup", "best.keras", "log.csv"]
+    assert result.reports[1]["saved"] == [True, *files]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "deaths",
     [
+        {0: [2, "barrier 3 in"]},
         {5: [3, "in forward"]},
         {0: [2, "barrier 3 in"], 4: [5, "in step"]},
         {2: [3, "barrier 2 in"], 3: [3, "barrier 2 in"]},
@@ -49,33 +100,31 @@ def test_ranks_and_whole_hosts_may_be_killed_anywhere(cluster, deaths):
 
 
 @pytest.mark.slow
-def test_what_works_on_one_host_only_is_refused_on_several(cluster):
-    script = """
-        import torch
-        import ring_plugins as ring
-        from ring_plugins.torch import DistributedOptimizer
-        from tests.worker import report
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        {0: [2, "SIGTERM"], 1: [2, "SIGTERM"]},
+        {4: [2, "SIGTERM"], 0: [2, "barrier 12 in"], 3: [4, "SIGTERM"]},
+    ],
+    ids=str,
+)
+def test_ranks_leave_after_the_step_in_which_they_get_sigterm(cluster, deaths):
+    result = train(cluster, deaths)
+    check_survivors(result, deaths, 6)
+    assert "left on SIGTERM" in result.output and "Traceback" not in result.output
 
-        ring.init(on_failure="continue")
-        model = torch.nn.Linear(2, 2)
-        try:
-            DistributedOptimizer(
-                torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression="bf16"
-            )
-        except ring.ArgumentError as error:
-            report("compression", str(error))
-        import keras
-        from ring_plugins.keras import DistributedOptimizer
 
-        try:
-            DistributedOptimizer(keras.optimizers.SGD(0.1))
-        except ring.ArgumentError as error:
-            report("keras", str(error))
-    """
-    result = cluster.environment(script, 1, env={"KERAS_BACKEND": "torch"}).run(60)
-    for rank in range(3):
-        assert 'compression does not support on_failure="continue" on several' in result.reports[rank]["compression"]
-        assert 'Keras on several hosts does not support on_failure="continue" yet' in result.reports[rank]["keras"]
+@pytest.mark.slow
+@pytest.mark.parametrize("face", ["lightning", *of_keras.BACKENDS])
+def test_so_does_rank_0_from_a_fit(cluster, tmp_path, face):
+    deaths = {0: [2, "SIGTERM"]}
+    if face == "lightning":
+        result = fit(cluster, deaths, tmp_path)
+        assert of_lightning.check_survivors(result, deaths)["history"][:2] == [[0, 1, 2]] * 2
+    else:
+        result = train(cluster, deaths, 1, of_keras.CHECKS, 120, KERAS_BACKEND=face)
+        of_keras.check_survivors(result, deaths)
+    assert "left on SIGTERM" in result.output and "Traceback" not in result.output
 
 
 @pytest.mark.slow

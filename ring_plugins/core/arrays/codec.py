@@ -98,15 +98,16 @@ class HalfCodec:
 
     Args:
         compression: what to round to, and whether to add the rounding errors of a step to the next.
+        can_undo: whether `undo` may be called.
     """
 
     exact = False
 
-    def __init__(self, compression: Compression) -> None:
+    def __init__(self, compression: Compression, can_undo: bool = False) -> None:
         self.dtype, self._error_feedback = compression
-        self._start = 0
+        self._start, self._can_undo = 0, can_undo
         self._errors: Array | None = None  # by element, the sum of all rounding so far
-        self._packed: set[int] = set()  # offsets of pieces that were packed in this reduction
+        self._packed: dict[int, Array | None] = {}  # by offset of a piece in this reduction, the errors before it
 
     def __str__(self) -> str:
         return f"as {self.dtype}"
@@ -118,6 +119,13 @@ class HalfCodec:
         if self._error_feedback and (self._errors is None or self._errors.size != array.size):
             self._errors = np.zeros(array.size, np.float32)  # pages that are never written cost nothing
 
+    def undo(self) -> None:
+        """Have the errors from before this reduction, which is given up, or repeated."""
+        for offset, before in self._packed.items():
+            if before is not None and self._errors is not None:
+                self._errors[offset : offset + before.size] = before
+        self._packed.clear()
+
     def pack(self, piece: Array) -> Array:
         """Round a piece. The second time in a reduction it holds the result, which is already rounded."""
         half = np.empty(piece.size, STORAGE[self.dtype])
@@ -126,8 +134,8 @@ class HalfCodec:
         if self._errors is None or offset in self._packed:
             narrow(values, half, self.dtype)
             return half
-        self._packed.add(offset)
         errors = self._errors[offset : offset + piece.size]
+        self._packed[offset] = errors.copy() if self._can_undo else None
         values += errors
         narrow(values, half, self.dtype)
         widen(half, errors, self.dtype)

@@ -143,11 +143,6 @@ class HealingCommunicator(HostCommunicator):
     def _new_executor(self, name: str, wait: Wait, members: Members) -> _OneThreadExecutor:
         return _OneThreadExecutor(name, wait, members)
 
-    @property
-    def spans_hosts(self) -> bool:
-        """Whether operations are confirmed between hosts."""
-        return self._confirmations is not None
-
     def go_on_after(
         self,
         on_members_lost: Callable[[Wait], None],

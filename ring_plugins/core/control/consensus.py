@@ -34,6 +34,12 @@ proposes the value of the highest ballot that a promise reports, or else one of 
 - Two ranks may be silent to each other but not to the leader. It leaves out the higher one of each such pair.
 - A rank that learns of a decision passes it on to all before it does anything else.
 
+**Leaving.** Ranks that are to end (core/leaving.py) are known from an operation of all. Whoever has its result arrives
+and says so with its promise, those ranks too, and the view that is decided then lacks them. So they count in every
+quorum until they are gone, and a rank that dies at the same moment is lost in the same view. Considered and rejected:
+to drop them without an agreement, since those that have the result already would count with other quorums than those
+that have not.
+
 The dead do not count in the first case but do in the second: if of four ranks one is killed while another is silent,
 the other two go on only if they have the lowest rank. A rule that took the dead out of the count first would be wrong:
 these may have helped the other side to a decision before they died.
@@ -63,10 +69,17 @@ class Decision(NamedTuple):
     Attributes:
         members: of the view, in order.
         committed: how many operations are confirmed for all of them.
+        leaving: ranks that are no members any more since they were told to end.
     """
 
     members: tuple[int, ...]
     committed: int
+    leaving: tuple[int, ...] = ()
+
+    @classmethod
+    def told(cls, told: Sequence[Any]) -> Decision:
+        """As a message has it."""
+        return cls(tuple(told[0]), int(told[1]), tuple(told[2]))
 
 
 class _Promise(NamedTuple):
@@ -74,6 +87,7 @@ class _Promise(NamedTuple):
 
     committed: int
     silent: frozenset[int]
+    leaving: frozenset[int]
     accepted: tuple[int, Decision] | None
 
 
@@ -113,6 +127,7 @@ class Consensus:
 
     def _begin_view(self) -> None:
         self._committed: int | None = None  # of this rank, once its script has arrived
+        self._leaving: frozenset[int] = frozenset()  # that it knows of
         self._promised = self._seen = 0
         self._accepted: tuple[int, Decision] | None = None
         self._prepares: dict[int, int] = {}  # ballots of leaders that this rank has not answered
@@ -149,15 +164,16 @@ class Consensus:
 
     # Events ---------------------------------------------------------------------------------------
 
-    def arrive(self, view: int, committed: int) -> None:
+    def arrive(self, view: int, committed: int, leaving: Collection[int] = ()) -> None:
         """This rank's script has stopped, to agree on a view.
 
         Args:
             view: its number.
             committed: how many operations this rank has confirmed.
+            leaving: ranks that are to end, as the last of those operations says.
         """
         if view == self.view + 1 and self._committed is None and not self.is_excluded():
-            self._committed = committed
+            self._committed, self._leaving = committed, frozenset(leaving)
             self._step()
 
     def note_dead(self, rank: int) -> None:
@@ -195,8 +211,7 @@ class Consensus:
         self._send(rank, {"view": self.view + 1 if view is None else view, "kind": kind, "body": body})
 
     def _tell_decision(self, rank: int, view: int) -> None:
-        members, committed = self.decisions[view]
-        self._tell(rank, "decided", view, members=list(members), committed=committed)
+        self._tell(rank, "decided", view, decision=list(self.decisions[view]))
 
     def _receive_call(self, sender: int) -> None:
         self._was_called = True
@@ -210,20 +225,26 @@ class Consensus:
         self._prepares[sender] = ballot
 
     def _receive_promise(
-        self, sender: int, ballot: int, committed: int, silent: Sequence[int], accepted: Sequence[Any] | None
+        self,
+        sender: int,
+        ballot: int,
+        committed: int,
+        silent: Sequence[int],
+        leaving: Sequence[int],
+        accepted: Sequence[Any] | None,
     ) -> None:
         if ballot == self._ballot:
-            value = (accepted[0], Decision(tuple(accepted[1]), accepted[2])) if accepted is not None else None
-            self._promises[sender] = _Promise(committed, frozenset(silent), value)
+            value = (int(accepted[0]), Decision.told(accepted[1])) if accepted is not None else None
+            self._promises[sender] = _Promise(committed, frozenset(silent), frozenset(leaving), value)
 
     def _receive_refused(self, sender: int, ballot: int, promised: int) -> None:
         self._seen = max(self._seen, promised)
         if ballot == self._ballot:
             self._ballot = 0  # and the next step begins a higher one
 
-    def _receive_accept(self, sender: int, ballot: int, members: Sequence[int], committed: int) -> None:
+    def _receive_accept(self, sender: int, ballot: int, decision: Sequence[Any]) -> None:
         if ballot == self._promised:
-            self._accepted = ballot, Decision(tuple(members), committed)
+            self._accepted = ballot, Decision.told(decision)
             self._tell(sender, "accepted", ballot=ballot)
         else:
             self._tell(sender, "refused", ballot=ballot, promised=self._promised)
@@ -232,8 +253,8 @@ class Consensus:
         if ballot == self._ballot:
             self._acceptances.add(sender)
 
-    def _receive_decided(self, sender: int, members: Sequence[int], committed: int) -> None:
-        self._adopt(Decision(tuple(members), committed))
+    def _receive_decided(self, sender: int, decision: Sequence[Any]) -> None:
+        self._adopt(Decision.told(decision))
 
     # The algorithm --------------------------------------------------------------------------------
 
@@ -267,17 +288,18 @@ class Consensus:
             self._tell(leader, "refused", ballot=ballot, promised=self._promised)
             return
         self._promised = ballot
-        own, accepted = self._own_promise(), None
-        if own.accepted is not None:
-            before, (members, committed) = own.accepted
-            accepted = [before, list(members), committed]
-        self._tell(
-            leader, "promise", ballot=ballot, committed=own.committed, silent=sorted(own.silent), accepted=accepted
-        )
+        own = self._own_promise()
+        accepted = None if own.accepted is None else [own.accepted[0], list(own.accepted[1])]
+        told: dict[str, Any] = {
+            "committed": own.committed,
+            "silent": sorted(own.silent),
+            "leaving": sorted(own.leaving),
+        }
+        self._tell(leader, "promise", ballot=ballot, accepted=accepted, **told)
 
     def _own_promise(self) -> _Promise:
         assert self._committed is not None
-        return _Promise(self._committed, frozenset(self.silent), self._accepted)
+        return _Promise(self._committed, frozenset(self.silent), self._leaving, self._accepted)
 
     def _lead(self) -> None:
         known_dead = frozenset(self.dead)
@@ -311,9 +333,7 @@ class Consensus:
         self._accepted = self._ballot, proposal
         for rank in promises:
             if rank != self.rank and self._is_reachable(rank):
-                self._tell(
-                    rank, "accept", ballot=self._ballot, members=list(proposal.members), committed=proposal.committed
-                )
+                self._tell(rank, "accept", ballot=self._ballot, decision=list(proposal))
 
     def _have_answered(self, answers: Collection[int]) -> bool:
         """Whether all have answered that can, and they are enough."""
@@ -334,8 +354,10 @@ class Consensus:
             self.is_stranded = True
             return None
         left = {rank: committed for rank, committed in self.left.items() if rank in self.members}
-        committed = [*(promise.committed for promise in self._promises.values()), *left.values()]
-        return Decision(tuple(sorted({*kept, *left})), max(committed))
+        promises = self._promises.values()
+        committed = [*(promise.committed for promise in promises), *left.values()]
+        leaving = frozenset[int]().union(*(promise.leaving for promise in promises))
+        return Decision(tuple(sorted({*kept, *left} - leaving)), max(committed), tuple(sorted(leaving)))
 
     def _is_quorum(self, ranks: Collection[int]) -> bool:
         twice = 2 * sum(rank in ranks for rank in self.members)

@@ -207,16 +207,17 @@ class Mesh:
                     self._consensus.note_silent(other)
         self._wake()
 
-    def agree(self, wait: Waiting) -> list[int] | None:
+    def agree(self, wait: Waiting, leaving: Sequence[int] = ()) -> list[int] | None:
         """Agree with all that can be reached on the next view; each calls this when it has raised `MembersLost`.
 
         Takes over what was agreed on before, if that is pending.
 
         Args:
             wait: waits for the others.
+            leaving: ranks that are to leave, as the last operation has told all. They call this, too.
 
         Returns:
-            The ranks that are lost; None if that is to be found in the next operation (`pending`).
+            The ranks that are lost or leave; None if that is to be found in the next operation (`pending`).
 
         Raises:
             PeerFailed: this rank does not go on, or a rank failed by an exception.
@@ -228,7 +229,7 @@ class Mesh:
         try:
             self._is_agreeing = True
             with self._lock:
-                consensus.arrive(view, self.committed)
+                consensus.arrive(view, self.committed, leaving)
             self._wake()
             wait.until(
                 lambda: view in consensus.decisions or consensus.is_stranded,
@@ -238,20 +239,20 @@ class Mesh:
         finally:
             self._is_agreeing = False
         decision = consensus.decisions.get(view)
-        if decision is None or self.rank not in decision.members:
+        if decision is None or self.rank not in (*decision.members, *decision.leaving):
             self.is_cut_off = True
             self.on_cut_off()
             raise self._cut_off(decision)
         lost = [rank for rank in self.ranks if rank not in decision.members]
         left = [rank for rank in decision.members if not self.has_left(rank)]
-        if len(left) < self._min_ranks:
+        if len(left) < self._min_ranks and self.rank not in decision.leaving:
             raise PeerFailed(
                 f"{self._how_lost(lost[0])} Training cannot go on with {len(left)} rank{'s' * (len(left) != 1)}: "
                 f"min_ranks={self._min_ranks}.",
                 lost[0],
             )
         if self._local_peers is not None:
-            self._local_peers.forget(lost)
+            self._local_peers.forget([rank for rank in lost if rank != self.rank])
         is_behind = decision.committed > self.committed
         self._agreed, self.ranks, self.committed = view, decision.members, decision.committed
         if is_behind:

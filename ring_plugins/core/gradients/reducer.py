@@ -12,7 +12,6 @@ from typing import Any
 from ring_plugins.core.arrays.codec import Compression, HalfCodec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory, Memory
-from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.api import Communicator, Work
 from ring_plugins.core.collectives.healing import HealingCommunicator
 from ring_plugins.core.control.membership import MembersLost
@@ -81,10 +80,6 @@ class GradientReducer:
             for entry in bucket.entries:
                 self._bucket_of[entry] = bucket.index
         self.kept = KeptInputs() if isinstance(communicator, HealingCommunicator) else None
-        if compression is not None and isinstance(communicator, HealingCommunicator) and communicator.spans_hosts:
-            raise ArgumentError(
-                'compression does not support on_failure="continue" on several hosts yet: leave one of them out.'
-            )
         self._overlap = (overlap or ALWAYS) if self.kept is None else FixedOverlap(False)
         self.overlaps = self._overlap.now
         self.holds = False
@@ -194,6 +189,8 @@ class GradientReducer:
                 if self.kept is None:
                     raise
                 self._next = 0  # the pass is repeated as a whole, see `repetition`
+                for codec in self._codecs.values():
+                    codec.undo()
 
     def _reduce_in_line(self, fill: Fill | None) -> None:
         description, reduce = self._reduction(fill, len(self._buckets) - self._next)
@@ -258,7 +255,7 @@ class GradientReducer:
         """The codec for one memory; None sends it as it is. GPU memory has already been rounded."""
         if not isinstance(memory, HostMemory) or not compression.applies_to(memory.dtype):
             return None
-        codec = self._codecs.setdefault((bucket, place), HalfCodec(compression))
+        codec = self._codecs.setdefault((bucket, place), HalfCodec(compression, can_undo=self.kept is not None))
         codec.begin(memory.array)
         return codec
 

@@ -156,6 +156,10 @@ class OwnSeat:
         """Say that it is a member of the job."""
         self._seats.note(self._seat, _MEMBER)
 
+    def leave(self) -> None:
+        """Say that it leaves the job before its end, as it was told to."""
+        self._seats.leave(self._seat)
+
     def note_cut_off(self) -> None:
         """Say that it ends because others go on without it."""
         self._seats.note(self._seat, _CUT_OFF)

@@ -46,6 +46,23 @@ def test_error_feedback_loses_nothing_over_many_steps():
         assert np.allclose(total / 1024, mean, atol=2**-17)
 
 
+def test_a_reduction_that_is_repeated_adds_the_errors_of_the_one_before_it():
+    codec = HalfCodec(Compression("bfloat16", True), can_undo=True)
+    array, half = np.full(10, 1 + 2**-10, np.float32), np.full(5, 1 + 2**-9 + 2**-10, np.float32)
+    codec.begin(array)
+    codec.pack(array)
+    codec.begin(array)
+    packed = [codec.pack(array[:6]), codec.pack(array[6:])]
+    codec.undo()
+    array[:5] = half  # after a loss, a member may reduce other pieces
+    codec.begin(array)
+    codec.pack(array[:5])
+    codec.undo()
+    array[:5] = array[5:]
+    codec.begin(array)
+    assert np.array_equal(np.concatenate([codec.pack(array[:6]), codec.pack(array[6:])]), np.concatenate(packed))
+
+
 def test_an_overflow_is_seen_once():
     codec = HalfCodec(Compression("float16", True))
     array = np.array([1e6, 1.0], np.float32)

@@ -35,6 +35,7 @@ class Job:
         for rank in range(size):
             self.ranks[rank] = Consensus(rank, range(size), self.sender(rank), self.hanger(rank))
         self.committed = dict.fromkeys(range(size), 7)
+        self.leaving = set()  # as the operation says that some have confirmed
 
     def sender(self, rank):
         def send(to, message):
@@ -55,11 +56,19 @@ class Job:
 
     @property
     def living(self):
-        return [rank for rank in self.ranks if rank not in self.dead]
+        return [rank for rank in self.ranks if rank not in self.dead and rank not in self.gone]
+
+    @property
+    def gone(self):
+        """Ranks that have left."""
+        return {
+            rank for rank in self.leaving if any(rank in one.leaving for one in self.ranks[rank].decisions.values())
+        }
 
     def kill(self, rank):
         """What it has sent is still under way."""
-        self.dead.add(rank)
+        if rank not in self.gone:
+            self.dead.add(rank)
 
     def cut_off(self, one, other):
         """Messages under way may be lost, and both notice by themselves."""
@@ -69,8 +78,19 @@ class Job:
         message = self.queues[sender, to].popleft()
         if not self.queues[sender, to]:
             del self.queues[sender, to]
-        if to not in self.dead and (to, sender) not in self.hung_up:
-            self.ranks[to].receive(sender, message)
+        if to in self.living and (to, sender) not in self.hung_up:
+            before = self.gone
+            if message["kind"] == "goodbye":
+                self.ranks[to].note_left(sender, 8)
+            else:
+                self.ranks[to].receive(sender, message)
+            self.say_goodbye(self.gone - before)
+
+    def say_goodbye(self, ranks):
+        """What they have sent arrives before that."""
+        for rank in ranks:
+            for other in self.living:
+                self.sender(rank)(other, {"kind": "goodbye"})
 
     def notices(self):
         """Deaths and cuts of which a rank does not know yet."""
@@ -98,12 +118,19 @@ class Job:
         return [
             rank
             for rank in self.living
-            if self.ranks[rank].must_agree() and self.ranks[rank]._committed is None and self.is_going_on(rank)
+            if (self.ranks[rank].must_agree() or self.has_to_leave(rank))
+            and self.ranks[rank]._committed is None
+            and self.is_going_on(rank)
         ]
 
+    def has_to_leave(self, rank):
+        """Whether it knows of ranks that leave, and has not agreed on that."""
+        return bool(self.leaving) and self.committed[rank] == 8 and not self.ranks[rank].view
+
     def arrive(self, rank):
-        one = self.ranks[rank]
-        one.arrive(one.view + 1, self.committed[rank])
+        one, before = self.ranks[rank], self.gone
+        one.arrive(one.view + 1, self.committed[rank], self.leaving if self.has_to_leave(rank) else ())
+        self.say_goodbye(self.gone - before)
 
     def is_going_on(self, rank):
         return not self.ranks[rank].is_excluded() and not self.ranks[rank].is_stranded
@@ -128,6 +155,7 @@ class Job:
         for rank in self.living:
             for decision in self.ranks[rank].decisions.values():
                 assert decision.committed in (7, 8)
+                assert not (self.leaving and decision.committed == 8 and self.leaving.intersection(decision.members))
 
     def run(self, draw, happenings):
         """Draw moves until nothing can happen any more; `happenings` are (after so many moves, function)."""
@@ -155,8 +183,7 @@ def at_random(job, draw, deaths, cuts):
 
 
 def check_that_survivors_go_on(job):
-    members = {job.ranks[rank].members for rank in job.living}
-    assert members == {tuple(job.living)}
+    assert all(job.ranks[rank].members == tuple(job.living) for rank in job.living)
 
 
 @in_random_orders
@@ -169,6 +196,22 @@ def test_all_survivors_go_on_whoever_dies_and_whenever(seed):
     deaths = draw.sample(range(size), draw.randrange(1, size))
     job.run(draw, at_random(job, draw, deaths, []))
     check_that_survivors_go_on(job)
+
+
+@in_random_orders
+def test_all_that_stay_go_on_when_ranks_leave_while_others_die(seed):
+    draw = random.Random(seed)
+    size = draw.randrange(2, 7)
+    job = Job(size)
+    job.leaving = set(draw.sample(range(size), draw.randrange(1, size)))
+    job.committed[draw.randrange(size)] = 8
+    for rank in range(size):
+        job.committed[rank] = max(job.committed[rank], 7 + draw.randrange(2))
+    deaths = draw.sample(range(size), draw.randrange(size))
+    job.run(draw, at_random(job, draw, deaths, []))
+    check_that_survivors_go_on(job)
+    if any(job.committed[rank] == 8 for rank in job.living):
+        assert not job.leaving.intersection(job.living)
 
 
 @in_random_orders
@@ -198,6 +241,9 @@ def test_cuts_between_any_two_ranks_and_deaths_never_make_two_jobs(seed):
     pairs = [(one, other) for one in range(size) for other in range(one)]
     cuts = draw.sample(pairs, draw.randrange(1, len(pairs) + 1))
     deaths = draw.sample(range(size), draw.randrange(size // 2 + 1))
+    if draw.randrange(2):
+        job.leaving = set(draw.sample(range(size), draw.randrange(1, size)))
+        job.committed[draw.randrange(size)] = 8
     job.run(draw, at_random(job, draw, deaths, cuts))
     going_on = [rank for rank in job.living if job.ranks[rank].view]
     assert len({job.ranks[rank].members for rank in going_on}) <= 1
@@ -210,7 +256,7 @@ def test_what_one_survivor_has_confirmed_counts_for_all():
         if confirmed < 3:
             job.committed[confirmed] = 8
         job.run(random.Random(0), [(0, lambda job=job: job.kill(3))])
-        assert {job.ranks[rank].decisions[1] for rank in range(3)} == {((0, 1, 2), 8 if confirmed < 3 else 7)}
+        assert {job.ranks[rank].decisions[1] for rank in range(3)} == {((0, 1, 2), 8 if confirmed < 3 else 7, ())}
 
 
 def test_so_does_what_a_rank_has_confirmed_that_left_since():
@@ -219,7 +265,7 @@ def test_so_does_what_a_rank_has_confirmed_that_left_since():
         job.ranks[rank].note_left(1, 8)
     del job.ranks[1]
     job.run(random.Random(0), [(0, lambda: job.kill(2))])
-    assert job.ranks[0].decisions[1] == ((0, 1), 8)
+    assert job.ranks[0].decisions[1] == ((0, 1), 8, ())
 
 
 def test_nobody_goes_on_before_all_that_can_be_reached_have_stopped():
@@ -252,7 +298,7 @@ def test_a_decision_that_only_the_dead_have_made_is_kept_if_a_survivor_may_have_
                 job.deliver(*pair)
     assert job.ranks[2].view == 1 and job.ranks[1].view == 0
     job.run(random.Random(0), [])
-    assert job.ranks[1].decisions[1] == job.ranks[2].decisions[1] == ((0, 1, 2), 7)
+    assert job.ranks[1].decisions[1] == job.ranks[2].decisions[1] == ((0, 1, 2), 7, ())
     check_that_survivors_go_on(job)
 
 
@@ -272,13 +318,13 @@ def test_a_leader_that_is_cut_off_after_it_has_decided_binds_the_others():
         job.notice(rank, 4, "dead")
         job.arrive(rank)
     deliver_all(job, ("call", "prepare", "promise", "accept", "accepted"))
-    assert job.ranks[0].decisions == {1: ((0, 1, 2, 3), 7)} and not job.ranks[1].view
+    assert job.ranks[0].decisions == {1: ((0, 1, 2, 3), 7, ())} and not job.ranks[1].view
     for rank in (1, 2, 3):
         job.cut_off(0, rank)
         job.notice(rank, 0, "silent")
         job.notice(0, rank, "silent")
     job.run(random.Random(0), [])
-    assert job.ranks[1].decisions == {1: ((0, 1, 2, 3), 7), 2: ((1, 2, 3), 7)}
+    assert job.ranks[1].decisions == {1: ((0, 1, 2, 3), 7, ()), 2: ((1, 2, 3), 7, ())}
     assert job.living == [1, 2, 3]
 
 
