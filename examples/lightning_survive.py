@@ -2,9 +2,10 @@
 
     python examples/lightning_survive.py               # four processes; one of them is killed in epochs 3, 6 and 9
     python examples/lightning_survive.py --kill        # nobody is killed, to compare the accuracy
+    python examples/lightning_survive.py --on-failure replace   # another process takes the place of each
 
-The only argument for that is `RingStrategy(on_failure="continue")`. `Killer` kills, and `fewer_samples` lowers the
-learning rate with the number of samples in a step, which is up to you.
+The only argument for that is `RingStrategy(on_failure=...)`. `Killer` kills, and `as_many_samples` changes the learning
+rate with the number of samples in a step, which is up to you.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from ring_plugins.lightning import RingStrategy
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--devices", type=int, default=4, help="number of processes")
 parser.add_argument("--kill", type=int, nargs="*", default=[3, 6, 9], help="epochs in which a rank is killed")
+parser.add_argument("--on-failure", choices=["continue", "replace"], default="continue", help="what the others do")
 arguments = parser.parse_args()
 
 batch_size = 16  # per rank
@@ -61,10 +63,10 @@ class Digits(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=learning_rate * self.trainer.world_size)
 
     def on_train_start(self) -> None:
-        ring.on_membership_change(self.fewer_samples)
+        ring.on_membership_change(self.as_many_samples)
 
-    def fewer_samples(self, change: ring.MembershipChange) -> None:
-        """Called on all that are left, before the step in which they lost a rank."""
+    def as_many_samples(self, change: ring.MembershipChange) -> None:
+        """Called on all ranks, before the step in which they lost one or after the step in which one joined."""
         for group in self.optimizers().param_groups:
             group["lr"] *= change.size / change.size_before
 
@@ -96,11 +98,11 @@ training, validation = random_split(
 )
 
 trainer = L.Trainer(
-    strategy=RingStrategy(on_failure="continue"), accelerator="cpu", devices=arguments.devices, max_epochs=12,
+    strategy=RingStrategy(on_failure=arguments.on_failure), accelerator="cpu", devices=arguments.devices, max_epochs=12,
     callbacks=[Killer()], logger=False, enable_checkpointing=False, enable_progress_bar=False,
     enable_model_summary=False, num_sanity_val_steps=0,
 )  # fmt: skip
-# Lightning gives every rank its own share of both loaders, and makes new ones after a loss.
+# Lightning gives every rank its own share of both loaders. With "continue", it makes new shares after a loss.
 trainer.fit(
     Digits(), DataLoader(training, batch_size, shuffle=True, drop_last=True), DataLoader(validation, batch_size=60)
 )

@@ -17,6 +17,7 @@ data; and to stop the others' scripts and start them again at a common point, as
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -30,7 +31,7 @@ from ring_plugins.core.collectives.shm_group import create_segment
 from ring_plugins.core.control.admission import Admission, NotAdmitted
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.liveness import RUNNING, Liveness
-from ring_plugins.core.healing import who_joined
+from ring_plugins.core.healing import MembershipChange, who_joined
 from ring_plugins.core.linux.shared_memory import Address, Segment
 from ring_plugins.core.rendezvous.seats import Occupant, Seats
 from ring_plugins.core.rendezvous.spawn import seats
@@ -42,8 +43,11 @@ _LOOK = 0.01
 _ROUNDS, _ATTEMPTS = 16, 5
 
 
-def admit() -> tuple[int, ...]:
+def admit(place: str = "") -> tuple[int, ...]:
     """Let those join that wait; all members call this at the same place, outside of operations.
+
+    Args:
+        place: of the script, as `join` gets it in processes that are to come to the same one.
 
     Returns:
         The world ranks of those that joined; none if they have ended meanwhile. The caller gives them the state of its
@@ -64,8 +68,9 @@ def admit() -> tuple[int, ...]:
     if not waiting:
         return ()
     call = Call(start, sorted([*members, *waiting]), [one.world_rank for one in waiting])
+    entry = {**world.introduction(), "place": place}
     try:
-        joined = take_part(call, peers.own, peers.others, world.healing_communicators(), world.introduction())
+        joined = take_part(call, peers.own, peers.others, world.healing_communicators(), entry)
     except NotAdmitted:  # the newcomer tells if it does not try again
         return ()
     joined.go_on(world)
@@ -75,15 +80,18 @@ def admit() -> tuple[int, ...]:
     return tuple(call.newcomers)
 
 
-def join() -> tuple[int, ...]:
+def join(place: str = "") -> tuple[int, ...]:
     """Wait until the members let this process join, and go on as one of them.
+
+    Args:
+        place: of the script, for the error if the members are at another one.
 
     Returns:
         The world ranks of all that joined together. The members give them the state of their training next.
 
     Raises:
         SystemExit: no member is left.
-        MismatchError: this process has made other communicators than the members.
+        MismatchError: this process has come to another place than the members, or has made other communicators.
         SharedMemoryError: memory could not be mapped in several attempts.
     """
     world, places = current(), seats()
@@ -97,8 +105,9 @@ def join() -> tuple[int, ...]:
         if call is None:
             logger.info(f"process {os.getpid()} ends: the job has ended before it could join.")
             world.exit_from_job(0)
+        entry = {**world.introduction(), "place": place}
         try:
-            joined = take_part(call, peers.own, {}, world.healing_communicators(), world.introduction())
+            joined = take_part(call, peers.own, {}, world.healing_communicators(), entry)
         except DifferentScript as reason:
             raise MismatchError(str(reason)) from None
         except NotAdmitted as reason:  # perhaps since a process has died, whose memory could not be mapped
@@ -108,6 +117,21 @@ def join() -> tuple[int, ...]:
         places.take(own, as_member=True)
         return tuple(call.newcomers)
     raise SharedMemoryError(f"this process cannot join the others: {problems[-1]}")
+
+
+def untold_before(joined: Sequence[int]) -> list[MembershipChange]:
+    """Changes before these joined that the script of a member is yet to be told of; a newcomer's state lacks them too.
+
+    Args:
+        joined: world ranks.
+    """
+    return list(itertools.takewhile(lambda change: not set(change.joined) & set(joined), current().changes.untold))
+
+
+def hear_of(changes: Sequence[MembershipChange]) -> None:
+    """In a newcomer, have the script told of changes before it joined, as a member told them."""
+    untold, rank = current().changes.untold, current().topology.rank
+    untold.extendleft(change._replace(rank_before=rank, rank=rank) for change in reversed(changes))
 
 
 class Call(NamedTuple):
@@ -236,6 +260,7 @@ def take_part(
         problem = f"rank {own.rank} {error}"
     offers = {key: _offer(communicators[key], segment) for key, segment in segments.items()}
     told = admission.gather({**entry, "offers": offers, "problem": problem})
+    _check_places({rank: of_rank["place"] for rank, of_rank in told.items()}, call)
     theirs = {rank: {int(key): offer for key, offer in of_rank["offers"].items()} for rank, of_rank in told.items()}
     first = _agreed(theirs, call)
     mapped: dict[HealingCommunicator, tuple[list[Segment], list[list[Segment]], int, int]] = {}
@@ -272,6 +297,21 @@ def _offer(communicator: HealingCommunicator, segment: Segment) -> dict[str, Any
 def _open(address: Sequence[int], rank: int) -> Segment:
     pid, file, nbytes = address
     return Segment.open((pid, file, nbytes), rank)
+
+
+def _check_places(places: Mapping[int, str], call: Call) -> None:
+    """Check that newcomers have come to the place in the script at which the members are.
+
+    Raises:
+        DifferentScript: one has not, as all find alike.
+    """
+    wanted = next(places[rank] for rank in call.ranks if rank not in call.newcomers)
+    for rank in call.newcomers:
+        if places[rank] != wanted:
+            raise DifferentScript(
+                f"rank {rank} cannot join: its script has come to another place ({places[rank]}) than the others "
+                f"({wanted})."
+            )
 
 
 def _agreed(offers: Mapping[int, Mapping[int, dict[str, Any]]], call: Call) -> dict[int, dict[str, Any]]:

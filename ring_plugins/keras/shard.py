@@ -270,20 +270,9 @@ def shard_data_loader(loader: Any, rank: int, size: int, shuffle: bool | int | N
     if shuffle is None:
         shuffle = type(loader.sampler).__name__ != "SequentialSampler"
     sampler = _EpochOrder(count, loader.batch_size, rank, size, bool(shuffle), seed, remainder)
-    return type(loader)(
-        loader.dataset,
-        batch_size=loader.batch_size,
-        sampler=sampler,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-    )
+    from ring_plugins.torch.loaders import with_sampler  # which imports torch, as whoever made the loader has
+
+    return with_sampler(loader, sampler)
 
 
 class _EpochOrder(Order):

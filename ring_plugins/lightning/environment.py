@@ -8,6 +8,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 
 from ring_plugins.core import world
+from ring_plugins.core.base import config
 from ring_plugins.core.linux.interfaces import reserve_port
 from ring_plugins.core.rendezvous import LaunchRecord, detect, tcp
 from ring_plugins.core.rendezvous.topology import Topology
@@ -176,7 +177,9 @@ def set_rank_zero(rank: int | None = None) -> None:
     (fabric/utilities/rank_zero.py:35), which mpirun does not set and which inside a SLURM allocation say 0 on every
     rank.
     """
-    if rank is None:
+    if world.is_joining() or (config.JOINS.is_set() and not world.is_initialized()):
+        rank = config.JOINS.get()  # one of the others acts as rank 0, and writes
+    elif rank is None:
         rank = world.current().topology.rank if world.is_initialized() else detect().rank
     if rank is not None:
         rank_zero_only.rank = rank  # type: ignore[attr-defined]

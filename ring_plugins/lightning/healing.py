@@ -25,6 +25,7 @@ from ring_plugins.core.collectives.healing import repeated
 from ring_plugins.core.healing import MembershipChange
 from ring_plugins.core.world import current
 from ring_plugins.lightning.environment import set_rank_zero
+from ring_plugins.lightning.joining import MeetingPoint
 from ring_plugins.torch.device import memory_of
 
 T = TypeVar("T")
@@ -45,12 +46,22 @@ class LossFollower:
         self._world = current()
         self._world.changes.add(self._follow)
         self._metrics = [_Gathered(metric) for metric in module.modules() if _is_metric(metric)]
+        is_replaced = self._world.replaces and trainer.state.fn == "fit"
+        self._meeting_point = MeetingPoint(strategy, trainer) if is_replaced else None
 
     def _follow(self, change: MembershipChange) -> None:
+        if change.rank > change.rank_before == 0:  # a process has taken the place of rank 0, whose loggers go on
+            for logger in self._trainer.loggers:
+                logger.finalize("success")
+        if change.rank < change.rank_before or change.joined:
+            for logger in self._trainer.loggers if change.rank == 0 else ():
+                _begin_another_version(logger, self._world.world_rank)
         set_rank_zero(change.rank)
         strategy = self._strategy()
         if strategy is not None:
-            strategy.parallel_devices = strategy.parallel_devices[: change.size]
+            strategy.parallel_devices = strategy.parallel_devices[:1] * change.size
+        if self._world.replaces:  # each keeps the share of its seat
+            return
         # Lightning makes them anew where an epoch begins, with samplers for the ranks that there are then.
         self._trainer.reload_dataloaders_every_n_epochs = 1
 
@@ -61,6 +72,23 @@ class LossFollower:
         for metric in self._metrics:
             metric.undo()
         self._metrics.clear()
+        if self._meeting_point is not None:
+            self._meeting_point.close()
+
+
+def _begin_another_version(logger: Any, number: int) -> None:
+    """Keep a `CSVLogger` that takes over from deleting what was logged: it deletes files of its version at first.
+
+    Lightning 2.6.6, fabric/loggers/csv_logs.py:243.
+
+    Args:
+        logger: any.
+        number: that no other process has.
+    """
+    is_csv = any(kind.__name__ == "CSVLogger" for kind in type(logger).__mro__)
+    if is_csv and logger._experiment is None:
+        version = logger.version
+        logger._version = f"{version}_{number}" if isinstance(version, str) else None  # the next one that is free
 
 
 # torchmetrics -------------------------------------------------------------------------------------
@@ -88,7 +116,7 @@ class _Gathered:
 
 
 def _has_several_ranks() -> bool:
-    return ring.size() > 1
+    return ring.size() > 1 and not current().is_joining
 
 
 def _gather(value: Tensor, group: Any = None) -> list[Tensor]:
@@ -136,6 +164,13 @@ def all_reduce(tensor: Tensor, op: ring.Op) -> Tensor:
             return torch.as_tensor(total / ring.size())
         ring.all_reduce(tensor.detach(), op, out=tensor.detach())
         return tensor
+
+
+def reduced_if_all_had(tensor: Tensor, op: ring.Op, size: int) -> Tensor:
+    """What reducing a tensor over so many ranks would give if all had this one."""
+    if op is ring.SUM:
+        return tensor * size
+    return tensor**size if op is ring.PRODUCT else tensor
 
 
 def all_gather(tensor: Tensor) -> Tensor:

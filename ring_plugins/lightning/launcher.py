@@ -77,7 +77,9 @@ def join_world(environment: RingEnvironment) -> world.World:
         more = "; pass devices= to start more" if is_alone else ""
         rank_zero_info(f"ring_plugins: {world.current().summary}{more}")
     wanted = environment.failure_policy.get("on_failure")
-    if wanted is not None and (wanted != "end") != world.current().heals and world.current().topology.size > 1:
+    found = world.current()
+    differs = (wanted != "end", wanted == "replace") != (found.heals, found.replaces)
+    if wanted is not None and differs and found.topology.size > 1:
         raise ArgumentError(
             f"RingStrategy(on_failure={wanted!r}), but init() was called before with another on_failure; pass the same "
             "to both, or to init() alone."

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Literal, TypeVar
@@ -70,7 +71,7 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
 
     package: ClassVar[Package]
     accelerator_type: ClassVar[type]
-    can_heal: ClassVar[bool] = False  # whether it supports on_failure="continue"
+    can_heal: ClassVar[bool] = False  # whether it supports on_failure="continue" and "replace"
 
     cluster_environment: RingEnvironment
     parallel_devices: list[torch.device] | None
@@ -83,6 +84,7 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
     _timeout: timedelta | None
     _shard: Shard
     _num_nodes = 1
+    _is_catching_up = False
 
     def _keep_arguments(self, arguments: Mapping[str, Any]) -> None:
         """Keep the constructor's arguments: all of them, those of `GradientAverager`, and those of the processes.
@@ -141,13 +143,38 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        if world.is_initialized() and world.current().replaces:
+            share, shares = world.current().share
+            return {"num_replicas": shares, "rank": share}
         return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    @override
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0; not in a process that has yet to join the others, of which one acts as rank 0."""
+        return self.global_rank == 0 and not world.is_joining()
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no other rank is to take part in what this process does, since it has yet to catch up with them."""
+        return world.is_joining() or self._is_catching_up
+
+    @contextmanager
+    def as_if_alone(self) -> Iterator[None]:
+        """Take part in no collective of Lightning's inside the context: each returns what it would if all had it."""
+        self._is_catching_up = True
+        try:
+            yield
+        finally:
+            self._is_catching_up = False
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Stack the tensors of all ranks along a new first dimension; at world size 1 return `tensor` itself."""
         if self.world_size == 1:
             return tensor
+        if self._is_alone:
+            return torch.stack([tensor] * self.world_size)
         if self._heals:
             if sync_grads or group is not None:
                 world.current().refuse_to_heal("all_gather with sync_grads=True or a group")
@@ -157,14 +184,14 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
     @override
     def barrier(self, name: str | None = None) -> None:
         """Wait until every rank has called; return at once if a failure made that impossible."""
-        if world.is_initialized() and not has_failed():
+        if world.is_initialized() and not has_failed() and not self._is_alone:
             world.current().communicator.barrier()
             _tell_losses()
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return the object of rank `src`, pickled, on every rank."""
-        if not world.is_initialized() or self.world_size == 1 or has_failed():
+        if not world.is_initialized() or self.world_size == 1 or has_failed() or self._is_alone:
             return obj
         if self._heals:
             item = healing.broadcast_object(obj, src)
@@ -178,6 +205,8 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
         is_single = self.world_size == 1 or has_failed() or not (self._heals or dist.is_initialized())
         if is_single or not isinstance(tensor, Tensor):
             return tensor
+        if self._is_alone:
+            return healing.reduced_if_all_had(tensor, op_of(reduce_op), self.world_size)
         if not self._heals:
             return all_reduce(tensor, group, reduce_op)
         if group is not None:
@@ -233,7 +262,6 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
                 f"The accelerator chose {self.root_device}, but ring_plugins averages gradients only in the memory of"
                 " CPUs and CUDA GPUs. Pass `accelerator='cpu'` or `accelerator='gpu'`."
             )
-        own_world.refuse_to_replace(type(self).__name__)
         if own_world.heals and not self.can_heal:
             own_world.refuse_to_heal("RingFabricStrategy")
         if not own_world.heals:  # a process group would keep its number of ranks

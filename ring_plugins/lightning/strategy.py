@@ -73,7 +73,8 @@ class RingTrainerLogic(RingParallelLogic):
             rank's ``training_step`` or backward raises it is skipped by all ranks, with a warning. Only for automatic
             optimization.
         on_failure: What happens when a rank is killed: "end" ends the job; "continue" lets the other ranks finish the
-            step and go on (docs/healing.md). The default is RING_ON_FAILURE, or "end".
+            step and go on (docs/healing.md); "replace" also starts another process in its place, which joins them
+            between two batches. The default is RING_ON_FAILURE, or "end".
         min_ranks: The fewest ranks with which a job goes on. The default is RING_MIN_RANKS, or 1.
         timeout: For calls through torch.distributed; by default torch's, 30 minutes.
         start_method: How a script that was started alone starts the other ranks: "popen" runs the script again; with
@@ -111,7 +112,7 @@ class RingTrainerLogic(RingParallelLogic):
         broadcast_buffers: bool = True,
         drift_check_every: int | None = None,
         skip_step_on: SkipStepOn = None,
-        on_failure: Literal["end", "continue"] | None = None,
+        on_failure: Literal["end", "continue", "replace"] | None = None,
         min_ranks: int | None = None,
         timeout: timedelta | None = None,
         start_method: StartMethod | None = None,
@@ -180,7 +181,7 @@ class RingTrainerLogic(RingParallelLogic):
         if is_fitting and self.is_distributed:
             assert self.lightning_module is not None
             self._buffers = BufferBroadcast(self.lightning_module) if self._broadcast_buffers else None
-            self._is_compared = False
+            self._is_compared = world.is_joining()
             named = self.lightning_module.named_parameters
             self._drift = drift_check(self._drift_check_every, lambda: parameter_checksums(named()))
         if is_fitting and (self.is_distributed or self._skip_step_on):

@@ -9,20 +9,19 @@ and torchrun's snapshots do. At the end of a step they say that their state is w
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.data import DataLoader
 
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, PeerFailed, name_ranks
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.healing import repeated
-from ring_plugins.core.joining import admit, join
+from ring_plugins.core.joining import admit, hear_of, join, untold_before
 from ring_plugins.core.world import current
 from ring_plugins.torch.broadcast import Placeholder
+from ring_plugins.torch.loaders import batches_from
 from ring_plugins.torch.tensor_memory import dense_memory
 
 T = TypeVar("T")
@@ -103,7 +102,7 @@ class TrainingState:
                 )
         self._batch, self._batches = skipped, length
         try:
-            for batch in _from(loader, skipped):
+            for batch in batches_from(loader, skipped):
                 self._batch += 1
                 yield batch
         finally:
@@ -141,21 +140,8 @@ class TrainingState:
             mine.load_state_dict(value) if isinstance(mine, Stateful) else setattr(self, name, value)
 
     def _share(self, joined: tuple[int, ...]) -> None:
-        """Give newcomers the state of an earlier rank; if that rank is lost meanwhile, of the next one."""
-        communicator = current().communicator
-
-        def attempt() -> dict[str, Any] | None:
-            giver = next((rank for rank in communicator.ranks if rank not in joined), None)
-            if giver is None:
-                text = (
-                    f"all ranks from which {name_ranks(sorted(joined))} could get the state of the training are lost."
-                )
-                raise PeerFailed(text, joined[0])
-            return _broadcast_state(self._state, giver, communicator)
-
-        received = repeated(attempt)
-        if communicator.ranks[communicator.rank] in joined:
-            assert received is not None
+        received = share_state(self._state, joined)
+        if received is not None:
             self._load(received)
 
     def _compare(self) -> None:
@@ -169,6 +155,37 @@ class TrainingState:
                 f"ranks are at different places of the training since a process has joined: {told}. Iterate over "
                 "state.batches(loader), or call commit() only where an epoch begins."
             )
+
+
+def share_state(state: Callable[[], dict[str, Any]], joined: Sequence[int]) -> dict[str, Any] | None:
+    """Give those that have joined the state of an earlier rank; if that is lost meanwhile, of the next one. Collective.
+
+    Args:
+        state: returns this rank's: what can be pickled, and tensors on the CPU in dicts, lists and tuples.
+        joined: world ranks of those that have joined.
+
+    Returns:
+        The state in a process that has joined, None on the other ranks. A process that has joined is told of changes
+        from now on as the others are, even of those before that they were not told of yet.
+
+    Raises:
+        PeerFailed: no earlier rank is left.
+    """
+    communicator = current().communicator
+
+    def attempt() -> dict[str, Any] | None:
+        giver = next((rank for rank in communicator.ranks if rank not in joined), None)
+        if giver is None:
+            text = f"all ranks from which {name_ranks(sorted(joined))} could get the state of the training are lost."
+            raise PeerFailed(text, joined[0])
+        return _broadcast_state(lambda: {"state": state(), "untold": untold_before(joined)}, giver, communicator)
+
+    received = repeated(attempt)
+    if received is None or communicator.ranks[communicator.rank] not in joined:
+        return None
+    hear_of(received["untold"])
+    found: dict[str, Any] = received["state"]
+    return found
 
 
 def _broadcast_state(state: Any, giver: int, communicator: Communicator[Any]) -> dict[str, Any] | None:
@@ -191,36 +208,3 @@ def _broadcast_state(state: Any, giver: int, communicator: Communicator[Any]) ->
                 tensor = leaf.detach().contiguous()  # the giver's may be a view with gaps; a new one has none
                 communicator.broadcast(dense_memory(tensor), communicator.ranks.index(giver))
     return None if is_mine else found
-
-
-def _from(loader: Iterable[T], skipped: int) -> Iterator[T]:
-    """The batches of a loader behind the first ones, which are not loaded if it is torch's with a sampler."""
-    if not skipped:
-        return iter(loader)
-    sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
-    if sampler is None:
-        return itertools.islice(loader, skipped, None)
-    assert isinstance(loader, DataLoader)
-    rest: DataLoader[Any] = DataLoader(
-        loader.dataset,
-        batch_sampler=_Rest(sampler, skipped),
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-    )
-    return iter(rest)
-
-
-class _Rest(torch.utils.data.Sampler[list[int]]):
-    """The batches of a sampler behind the first ones."""
-
-    def __init__(self, sampler: Iterable[list[int]], skipped: int) -> None:
-        self._sampler, self._skipped = sampler, skipped
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return itertools.islice(self._sampler, self._skipped, None)

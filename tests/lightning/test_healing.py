@@ -60,8 +60,9 @@ def check_survivors(result, deaths, ranks=3):
     return first
 
 
+@pytest.mark.slow
 def test_rank_0_is_killed_in_a_step_and_the_next_one_takes_its_roles(tmp_path):
-    """The default suite's one job; the points of a step are tried in threads (tests/core/collectives)."""
+    """In the default suite, test_replacement.py kills rank 0 so."""
     deaths = {0: [2, "barrier 2 in"]}
     check_survivors(fit(tmp_path, deaths), deaths)
 

@@ -56,16 +56,41 @@ def die_in_round(number: int, when: str) -> None:
     admission.Admission.gather = mortally
 
 
+def own_deaths(seat: int, ranks: int) -> list[tuple[int, str]]:
+    """The (step, point)s of TEST_DEATHS that are of this process."""
+    number, deaths = current().world_rank, json.loads(os.environ["TEST_DEATHS"])
+    mine = [(step, point) for of, step, point in deaths if of == seat and (number >= ranks) == ("newcomer" in point)]
+    if number > ranks:
+        mine = [(step, point.removeprefix("every ")) for step, point in mine if point.startswith("every")]
+    return [(step, point.removeprefix("every ").removeprefix("newcomer ")) for step, point in mine]
+
+
+def prepare_newcomer(mine: list[tuple[int, str]]) -> None:
+    """Die, before or while this process joins, if it is one that is to."""
+    for _, point in mine:
+        if current().is_joining and point.startswith("round"):
+            die_in_round(int(point.split()[1]), point.split()[2])
+        if point == "raises":
+            raise ValueError("a script that fails")
+
+
+def begin_step(number: int, mine: list[tuple[int, str]], ranks: int) -> None:
+    """Die in this step if it is time, and else wait for newcomers if ranks are missing."""
+    for point in [point for step, point in mine if step == number]:
+        if point.startswith("round"):
+            die_in_round(int(point.split()[1]), point.split()[2])
+        else:
+            end_at(point)
+    if "TEST_AWAITED" in os.environ:
+        wait_for_newcomers(set(range(ranks)) - set(seats_taken()))
+
+
 def main() -> None:
     ranks = int(os.environ["TEST_RANKS"])
     ring.init(ranks=ranks, on_failure="replace", min_ranks=int(os.environ.get("TEST_MIN", "1")))
     seat, number = ring.rank(), current().world_rank
     is_new = current().is_joining
-    deaths = json.loads(os.environ["TEST_DEATHS"])
-    mine = [(step, point) for of, step, point in deaths if of == seat and is_new == ("newcomer" in point)]
-    if number > ranks:
-        mine = [(step, point.removeprefix("every ")) for step, point in mine if point.startswith("every")]
-    mine = [(step, point.removeprefix("every ").removeprefix("newcomer ")) for step, point in mine]
+    mine = own_deaths(seat, ranks)
     assert (ring.rank(), ring.size()) == (seat, ranks)
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(count)) for count in (10, 20_000, 300_000)])
     if is_new:
@@ -84,24 +109,14 @@ def main() -> None:
     ring.on_membership_change(
         lambda change: changes.append([*map(list, (change.lost, change.left, change.joined)), change.size_before])
     )
-    for _, point in mine:
-        if is_new and point.startswith("round"):
-            die_in_round(int(point.split()[1]), point.split()[2])
-        if point == "raises":
-            raise ValueError("a script that fails")
+    prepare_newcomer(mine)
     state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, epoch=0, step=0, history=[])
     joined_at = state.step if is_new else None
     for state.epoch in range(state.epoch, EPOCHS):  # noqa: B020 - the range is made once
         for (sample,) in state.batches(loader):
             seat_of_sample, batch = int(sample) % ranks, int(sample) // ranks
             assert seat_of_sample == seat and batch == state.step % BATCHES
-            for point in [point for step, point in mine if step == state.step]:
-                if point.startswith("round"):
-                    die_in_round(int(point.split()[1]), point.split()[2])
-                else:
-                    end_at(point)
-            if "TEST_AWAITED" in os.environ:
-                wait_for_newcomers(set(range(ranks)) - set(seats_taken()))
+            begin_step(state.step, mine, ranks)
             time.sleep(float(os.environ.get("TEST_PAUSE", "0")))
             optimizer.zero_grad()
             (gradient(state.step, seat) * sum(parameter.sum() for parameter in model)).backward()

@@ -22,7 +22,7 @@ def train(deaths, ranks=3, env=None, awaited=True, **options):
     return run_ranks(CHECKS, ranks, env=env, timeout=120, **options)
 
 
-def replayed(averaged_over):
+def replayed(averaged_over, batches=BATCHES):
     """The weight of every parameter after one process has taken the same averages, with the same schedule."""
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.5)
@@ -30,7 +30,7 @@ def replayed(averaged_over):
     for step, seats in enumerate(averaged_over):
         weight.grad = torch.full((1,), sum(gradient(step, seat) for seat in seats) / len(seats))
         optimizer.step()
-        if (step + 1) % BATCHES == 0:
+        if (step + 1) % batches == 0:
             scheduler.step()
     return weight.tolist()
 

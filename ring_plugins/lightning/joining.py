@@ -1,0 +1,245 @@
+"""A Trainer that a process joins in the place of a lost rank: `on_failure="replace"`.
+
+The process runs the script from its first line, and comes to ``fit`` while the others train. Until it joins, its
+strategy answers as if all ranks had the same (`parallel`), so everything that Lightning does before the first batch
+meets nobody: broadcasts of directories, barriers, numbers of batches, hooks.
+
+**Where.** All meet where `_TrainingEpochLoop` is about to fetch a batch. There is no strategy hook and no callback hook
+between two batches that has neither a batch in hand nor a part of the last one undone (validation, schedulers), so
+`advance` of this Trainer's loop is wrapped. The members are in the middle of their epoch there, and the new process at
+the first batch of its first. It takes over the state of a member, the position in the epoch too, and what Lightning
+does next is the same for all.
+
+**What.** The state is Lightning's own checkpoint, in memory, which has weights, optimizers, schedulers, the scaler, the
+loops' progress and callbacks. Beside it: what a checkpoint leaves out because a Trainer that starts again makes it
+anew, but members do not. All members make the checkpoint, before they let anybody join, since hooks such as
+``on_save_checkpoint`` may use collectives.
+
+Considered and rejected: to let the Trainer restore from a file or from ``ckpt_path``, whose restart in the middle of an
+epoch skips or repeats hooks and validation by rules of its own (`RestartStage`), and which is over before the first
+batch is due; and to join at the start of an epoch only, which leaves the seat empty for up to an epoch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from ring_plugins.core.base.errors import ArgumentError, MismatchError
+from ring_plugins.core.joining import admit, join
+from ring_plugins.core.world import current
+from ring_plugins.torch.loaders import from_batch
+from ring_plugins.torch.training_state import share_state
+
+#: What `ModelCheckpoint` of Lightning 2.6.6 decides by and leaves out of its state.
+_OF_CHECKPOINTS = ("dirpath", "_last_global_step_saved", "_last_checkpoint_saved")
+_OF_METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+
+
+class MeetingPoint:
+    """Lets processes join a Trainer between two batches, from now until `close`.
+
+    Args:
+        strategy: the Trainer's.
+        trainer: about to run ``fit``.
+
+    Raises:
+        ArgumentError: the module fetches its batches itself.
+    """
+
+    def __init__(self, strategy: Any, trainer: Any) -> None:
+        self._strategy, self._trainer = strategy, trainer
+        self._loop = trainer.fit_loop.epoch_loop
+        self._advance: Callable[[Any], None] = self._loop.advance
+        self._sanity_steps = trainer.num_sanity_val_steps
+        self._loop.advance = self._meet_and_advance
+        if current().is_joining:
+            trainer.num_sanity_val_steps = 0  # the others' validation has worked
+            # Lightning has not restored them yet from `ckpt_path`: a member has newer ones.
+            trainer._checkpoint_connector._loaded_checkpoint = {}
+
+    def close(self) -> None:
+        """Undo everything."""
+        del self._loop.advance
+        self._trainer.num_sanity_val_steps = self._sanity_steps
+
+    def _meet_and_advance(self, fetcher: Any) -> None:
+        world = current()
+        if world.is_joining:
+            self._join(fetcher)
+        elif world.is_awaited:
+            state = self._state()
+            if joined := admit(self._place()):
+                share_state(lambda: state, joined)
+                self._agree_on_random_numbers(None)
+                world.tell_changes()
+        self._advance(fetcher)
+
+    def _join(self, fetcher: Any) -> None:
+        if type(fetcher).__name__ == "_DataLoaderIterDataFetcher":
+            raise ArgumentError(
+                'a module whose training_step takes dataloader_iter does not support on_failure="replace": let it take '
+                "batches."
+            )
+        # Lightning's handler for SIGTERM gives way to that of a member, which leaves after its step.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        world = current()
+        state = share_state(dict, join(self._place()))
+        assert state is not None
+        with self._strategy.as_if_alone():
+            self._load(state, fetcher)
+        self._agree_on_random_numbers(state["random"])
+        world.tell_changes()
+        if self._strategy.is_global_zero:
+            self._show_progress()
+
+    def _place(self) -> str:
+        """What has to be the same in a process that joins."""
+        callbacks = [type(callback).__name__ for callback in self._trainer.callbacks]
+        # Loaders that are made anew may have another number in this epoch; `_load_data` compares then.
+        batches = "?" if self._trainer.reload_dataloaders_every_n_epochs else self._trainer.num_training_batches
+        return f"fit() with {batches} training batches per epoch, and {', '.join(callbacks) or 'no callbacks'}"
+
+    # The state ------------------------------------------------------------------------------------
+
+    def _state(self) -> dict[str, Any]:
+        trainer, fit_loop, connector = self._trainer, self._trainer.fit_loop, self._trainer._logger_connector
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # positions in this rank's data
+        named = trainer.lightning_module.named_buffers()
+        val_loop = fit_loop.epoch_loop.val_loop
+        return {
+            "checkpoint": checkpoint,
+            "buffers": {name: buffer for name, buffer in named if name not in checkpoint["state_dict"]},
+            "metrics": {name: dict(getattr(connector, name)) for name in _OF_METRICS},
+            "checkpoints": [[getattr(one, name) for name in _OF_CHECKPOINTS] for one in trainer.checkpoint_callbacks],
+            "batches": trainer.num_training_batches,
+            "reloads": (fit_loop._last_train_dl_reload_epoch, val_loop._last_val_dl_reload_epoch),
+            "validates": val_loop._combined_loader is not None,
+            "stops": trainer.should_stop,
+            "random": _random_states(),
+        }
+
+    def _load(self, state: dict[str, Any], fetcher: Any) -> None:
+        trainer, fit_loop, connector = self._trainer, self._trainer.fit_loop, self._trainer._logger_connector
+        for callback, values in zip(trainer.checkpoint_callbacks, state["checkpoints"], strict=True):
+            for name, value in zip(_OF_CHECKPOINTS, values, strict=True):
+                setattr(callback, name, value)
+        restore = trainer._checkpoint_connector
+        restore._loaded_checkpoint = state["checkpoint"]
+        restore.restore_datamodule()
+        restore.restore_model()
+        restore.restore_callbacks()
+        restore.restore_training_state()
+        restore._loaded_checkpoint = {}
+        _go_on(fit_loop)
+        with torch.no_grad():
+            for name, buffer in trainer.lightning_module.named_buffers():
+                if name in state["buffers"]:
+                    buffer.copy_(state["buffers"][name])
+        for name, metrics in state["metrics"].items():
+            getattr(connector, name).update(metrics)
+        trainer.should_stop = state["stops"]
+        self._load_data(state, fetcher)
+
+    def _load_data(self, state: dict[str, Any], fetcher: Any) -> None:
+        """Be where the members are in the training data, and have validation data if they have."""
+        trainer, fit_loop = self._trainer, self._trainer.fit_loop
+        val_loop = fit_loop.epoch_loop.val_loop
+        if trainer.reload_dataloaders_every_n_epochs:  # that of the first epoch may be another one
+            fit_loop._combined_loader = None
+            fit_loop.setup_data()
+            fetcher.setup(fit_loop._combined_loader)
+            fit_loop._data_fetcher = fetcher  # epoch_loop.run has this one in hand
+        if trainer.num_training_batches != state["batches"]:
+            raise MismatchError(
+                f"this process has {trainer.num_training_batches} training batches per epoch, and the ranks that it "
+                f"has joined have {state['batches']}. Make data loaders in the same way on all ranks."
+            )
+        val_loop._combined_loader = None
+        if state["validates"]:
+            trainer.validating = True
+            val_loop.setup_data()
+            trainer.training = True
+        fit_loop._last_train_dl_reload_epoch, val_loop._last_val_dl_reload_epoch = state["reloads"]
+        _skip(fit_loop._combined_loader, fetcher, trainer.current_epoch, fit_loop.epoch_loop.batch_progress)
+
+    def _agree_on_random_numbers(self, states: dict[str, Any] | None) -> None:
+        """Go on with the members' random numbers where all have the same, as after ``seed_everything``; collective.
+
+        Args:
+            states: a member's, in a process that has joined.
+        """
+        own = None if states is not None else {name: _digest(state) for name, state in _random_states().items()}
+        found = [one for one in current().communicator.all_gather_object(own) if one is not None]
+        for name, state in (states or {}).items():
+            if len({of_member[name] for of_member in found}) == 1:
+                _TAKE_STATE[name](state)
+
+    def _show_progress(self) -> None:
+        """Let the progress bar, which was off while this process was not rank 0, begin in the middle of the epoch."""
+        bar, module = self._trainer.progress_bar_callback, self._trainer.lightning_module
+        if bar is not None:
+            bar.enable()
+            bar.on_train_start(self._trainer, module)
+            bar.on_train_epoch_start(self._trainer, module)
+
+
+_TAKE_STATE: dict[str, Callable[[Any], Any]] = {
+    "python": random.setstate, "numpy": np.random.set_state, "torch": torch.random.set_rng_state,
+}  # fmt: skip
+
+
+def _random_states() -> dict[str, Any]:
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.random.get_rng_state()}
+
+
+def _digest(state: Any) -> str:
+    """Of a generator's state: a tensor, or a tuple of arrays, numbers and tuples of numbers."""
+    leaves = state if isinstance(state, tuple) else (state,)
+    read = [np.asarray(leaf).tobytes() if hasattr(leaf, "__array__") else repr(leaf).encode() for leaf in leaves]
+    return hashlib.blake2b(b"".join(read)).hexdigest()
+
+
+def _go_on(loop: Any) -> None:
+    """Let a loop and those inside it go on where they are: loading their state has told them to start again."""
+    loop.on_iteration_done()
+    for inner in vars(loop).values():
+        if hasattr(inner, "on_iteration_done"):
+            _go_on(inner)
+
+
+def _skip(combined: Any, fetcher: Any, epoch: int, progress: Any) -> None:
+    """Let a data fetcher begin an epoch behind the batches that were done."""
+    done = progress.current.completed
+    for loader in combined.flattened:
+        for sampler in {id(one): one for one in _samplers(loader)}.values():
+            sampler.set_epoch(epoch)
+    whole, limits = combined.flattened, combined.limits
+    rest = from_batch(whole[0], done) if len(whole) == 1 and isinstance(whole[0], DataLoader) else None
+    if rest is None:  # their batches are loaded and dropped
+        iter(fetcher)
+        for _ in range(done):
+            next(fetcher)
+        return
+    combined.flattened = [rest]
+    combined.limits = None if limits is None else [limit - done for limit in limits]
+    iter(fetcher)  # has its own references to what it iterates over
+    combined.flattened, combined.limits = whole, limits
+
+
+def _samplers(loader: Any) -> Iterator[Any]:
+    """Those that have an order for each epoch, as Lightning 2.6.6 finds them (fabric/utilities/data.py:415)."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
+        if callable(getattr(sampler, "set_epoch", None)):
+            yield sampler
