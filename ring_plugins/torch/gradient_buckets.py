@@ -33,7 +33,7 @@ from ring_plugins.torch.device import index_of, is_capturing, is_on_gpu, streams
 from ring_plugins.torch.device_buckets import DeviceBuckets, HalfBuckets
 from ring_plugins.torch.intact_gradients import IntactGradients
 from ring_plugins.torch.sparse import average_sparse
-from ring_plugins.torch.tensor_memory import dense_memory, is_dense, is_shared, memory_like
+from ring_plugins.torch.tensor_memory import dense_memory, host_memory_of, is_dense, is_shared, memory_like
 
 Named = tuple[str, nn.Parameter]
 
@@ -45,6 +45,10 @@ _address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _FAILED, _SPARSE, _OTHERS, _CHANGE = 0, 1, 2, 3
 _OPTIONS = 4
 _CONTROL = _OPTIONS + COUNT
+#: The shares where no rank tells anything.
+_NOTHING_TOLD = (0.0,) * _CONTROL
+#: Element types whose memory numpy can show.
+_KNOWN_TO_NUMPY = frozenset({"float16", "float32", "float64", "complex64", "complex128"})
 #: How many different options are kept as tensors.
 _OPTION_TENSORS = 32
 
@@ -141,9 +145,14 @@ class GradientBuckets:
         self._scale = 1.0 if gpu is None else 1 / communicator.size
         self._gradients: list[torch.Tensor] = []
         self._flags: list[torch.Tensor] = []
+        #: By bucket what follows its gradients, its flags and perhaps the control numbers, and what a rank writes there
+        #: that has all gradients, and nothing to tell but its options.
+        self._tails: list[torch.Tensor] = []
         for bucket, tensor in zip(self.plan.buckets, tensors, strict=True):
             self._gradients.append(tensor[: bucket.flags])
             self._flags.append(tensor[bucket.flags : bucket.flags + len(bucket.entries)])
+            control = self.plan.control if bucket is self.plan.buckets[-1] else 0
+            self._tails.append(tensor[bucket.flags : bucket.flags + len(bucket.entries) + control])
             for i, offset in zip(bucket.entries, bucket.offsets, strict=True):
                 if i not in bucket.direct:
                     self.views[i] = _view_of(tensor, offset, self.parameters[i])
@@ -153,11 +162,10 @@ class GradientBuckets:
         #: Entries found to have sparse gradients in this pass.
         self._found_sparse: set[int] = set()
         self._gathers_sparse = gathers_sparse
-        last = self.plan.buckets[-1]
-        self._control = tensors[-1][last.flags + len(last.entries) :][: self.plan.control]
-        #: What a rank writes there that has nothing to tell but its options, and these, as last seen.
-        self._usual_control = torch.zeros_like(self._control)
-        self._written_options: object = None
+        self._usual_tails = [torch.ones_like(tail) for tail in self._tails]
+        flags = len(self.plan.buckets[-1].entries)
+        self._control, self._usual_control = self._tails[-1][flags:], self._usual_tails[-1][flags:].zero_()
+        self._written_options: object = None  # those in `_usual_control`
         #: The numbers that were written before, as tensors, by identity.
         self._option_tensors: dict[int, tuple[Array, torch.Tensor]] = {}
         #: Control numbers of the last pass, for which the host did not wait; None if it reads them in every pass.
@@ -249,11 +257,9 @@ class GradientBuckets:
             if to:
                 torch._foreach_copy_(to, source)
             self._scale_down(bucket, direct)
-            flags = self._flags[bucket.index]
-            flags.fill_(1)
+            self._write_tail(bucket)
             for place in zero_flags:
-                flags[place] = 0
-            self._write_control(bucket)
+                self._flags[bucket.index][place] = 0
         self._check_unchanged(*moved)
         for i in moved:
             self.parameters[i].grad = self.views[i]
@@ -294,6 +300,8 @@ class GradientBuckets:
         if self._intact is not None:
             self._intact.moved(bucket, moved, views)
             return [*self._intact.memories(bucket, direct, self.parameters, self._absent)]
+        if self._streams is None and bucket.dtype in _KNOWN_TO_NUMPY:
+            return [host_memory_of(gradient, bucket.dtype) for gradient in direct]
         return [dense_memory(gradient) for gradient in direct]
 
     def _scale_down(self, bucket: Bucket, direct: list[torch.Tensor]) -> None:
@@ -304,10 +312,13 @@ class GradientBuckets:
             for gradient in direct:
                 gradient.mul_(self._scale)  # torch 2.13's `_foreach_mul_` on the CPU rounds the factor to bfloat16
 
-    def _write_control(self, bucket: Bucket) -> None:
-        if bucket.index == len(self.plan.buckets) - 1:
+    def _write_tail(self, bucket: Bucket) -> None:
+        """Write the flags of a bucket, as if no gradient were missing, and the control numbers of the last one."""
+        is_last = bucket.index == len(self.plan.buckets) - 1
+        if is_last:
             self._write_options(self._options.update())
-            self._control.copy_(self._usual_control)
+        self._tails[bucket.index].copy_(self._usual_tails[bucket.index])
+        if is_last:
             if self._is_failing:
                 self._control[_FAILED] = 1
             if self._found_sparse:
@@ -410,12 +421,14 @@ class GradientBuckets:
         """The control numbers of the pass that was just reduced, as shares of the ranks; 0 if not known yet."""
         if self._late_control is not None:
             if is_capturing():
-                return (0.0,) * _CONTROL
+                return _NOTHING_TOLD
             if not at_once and not self._is_first:
                 self._late_control.copy_(self._control.real, non_blocking=True)
                 if self._found_sparse:
                     self._refuse_late_sparse()
-                return (0.0,) * _CONTROL
+                return _NOTHING_TOLD
+        elif torch.equal(self._control, self._usual_control):
+            return _NOTHING_TOLD  # an average equals what this rank wrote only if all wrote the same
         self._is_first = False
         return self._shares(self._control)
 
@@ -504,7 +517,7 @@ class GradientBuckets:
         whole = torch.zeros(max(counts, default=0), dtype=tensor.dtype, device=tensor.device)
         zeros = [whole[:count] for count in counts]
         with torch.no_grad():
-            self._write_control(bucket)
+            self._write_tail(bucket)
         return [dense_memory(zero) for zero in zeros] if self._half is None else self._half.pack(bucket, zeros)
 
     def release(self) -> None:
@@ -590,10 +603,21 @@ def _view_of(bucket: torch.Tensor, offset: int, parameter: nn.Parameter) -> torc
 
 def _laid_out(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
     """The gradient in the layout of all ranks and in memory that nothing shares; a copy if autograd's is neither."""
-    expected = parameter.stride() if is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
     lazy = gradient.is_conj() or gradient.is_neg()
-    if gradient.stride() != expected or gradient.requires_grad or lazy or is_shared(gradient):
+    if not _has_layout_of(parameter, gradient) or gradient.requires_grad or lazy or is_shared(gradient):
         with torch.no_grad():
             parameter.grad = memory_like(parameter).copy_(gradient)
         return parameter.grad
     return gradient
+
+
+def _has_layout_of(parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
+    """Whether the gradient is laid out like its parameter, or without gaps if that has some."""
+    strides = gradient.stride()
+    if strides == parameter.stride() and gradient.is_contiguous():
+        return True  # the usual case, at little cost
+    return strides == (parameter.stride() if is_dense(parameter) else _contiguous_strides(parameter))
+
+
+def _contiguous_strides(parameter: nn.Parameter) -> tuple[int, ...]:
+    return torch.empty(parameter.shape, device="meta").stride()

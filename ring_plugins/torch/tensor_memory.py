@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ring_plugins.core.arrays.memory import Memory
+from ring_plugins.core.arrays.memory import HostMemory, Memory
 from ring_plugins.torch.device import memory_of
 
 
@@ -19,6 +19,18 @@ def memory_like(parameter: nn.Parameter) -> torch.Tensor:
 def dense_memory(tensor: torch.Tensor) -> Memory:
     """The memory of a dense tensor, in the order in which its elements lie there."""
     return memory_of(tensor.detach().as_strided((tensor.numel(),), (1,)))
+
+
+def host_memory_of(gradient: torch.Tensor, dtype: str) -> Memory:
+    """As `dense_memory`, faster for what most gradients in host memory are.
+
+    Args:
+        gradient: a dense tensor that requires no gradient.
+        dtype: name of its element type, which numpy knows too.
+    """
+    if gradient.is_contiguous():
+        return HostMemory(gradient.numpy().reshape(-1), dtype)
+    return dense_memory(gradient)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -198,15 +198,9 @@ class HostCommunicator:
             for memory, codec in zip(memories, codecs, strict=True):
                 self.all_reduce(memory, op, codec)
             return
-        for memory in memories:
-            check_reducible(memory.dtype, op)
-        details = {str(codec) for codec in codecs if codec is not None}
+        details = tuple(sorted({str(codec) for codec in codecs if codec is not None}))
         self._executor.run(
-            fingerprint_of_several(
-                "all_reduce",
-                tuple((memory.dtype, memory.array.size) for memory in memories),
-                " ".join([op._value_, *sorted(details)]),
-            ),
+            _all_reduce_of_several(tuple([(memory.dtype, memory.array.size) for memory in memories]), op, details),
             self._reducer.all_reduce_coalesced,
             [memory.array for memory in memories],
             [memory.array if memory.source is None else memory.source for memory in memories],
@@ -428,6 +422,14 @@ def _all_reduce(dtype: str, count: int | tuple[int, ...], op: Op, codec: str) ->
     """Check an all-reduce and fingerprint it: one look-up for a small message."""
     check_reducible(dtype, op)
     return fingerprint("all_reduce", dtype, count, f"{op._value_} {codec}" if codec else op._value_)
+
+
+@lru_cache(maxsize=256)
+def _all_reduce_of_several(arrays: tuple[tuple[str, int], ...], op: Op, details: tuple[str, ...]) -> Fingerprint:
+    """Check an all-reduce of several arrays and fingerprint it."""
+    for dtype, _ in arrays:
+        check_reducible(dtype, op)
+    return fingerprint_of_several("all_reduce", arrays, " ".join([op._value_, *details]))
 
 
 def _pickled(item: Any) -> Bytes:

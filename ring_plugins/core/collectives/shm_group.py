@@ -51,6 +51,8 @@ _SMALLEST_CHUNK_BYTES = 64 * 1024
 #: Up to this size each of two members reads everything: one barrier instead of two. 64 KiB of ordinary memory took 11.4
 #: µs instead of 16.0, 128 KiB in a bucket 18 instead of 15. More members read more, see `_small_bytes`.
 SMALL_BYTES = 64 * 1024
+#: How many arrays in shared buffers are remembered with everyone's part of them; a step reduces the same ones again.
+_MAPPED = 256
 #: Bytes of each of the four buffers through which chunks go to and from other hosts. Pages that are never written take
 #: no memory.
 CHUNK_STAGING_BYTES = 4 * 1024 * 1024
@@ -110,6 +112,8 @@ class SharedMemoryGroup:
         segments = self._open(own, addresses)
         self._use(segments)
         self._buffers: list[SharedBuffer] = []
+        #: What `mapped` has found, by `id` of the array, which is kept so that no other has its `id`.
+        self._mapped: dict[int, tuple[Array, list[Array]]] = {}
         self.may_grow = False
         self._close_files(segments)
 
@@ -161,6 +165,7 @@ class SharedMemoryGroup:
         self.chunk_staging = [self.chunk_staging[place] for place in places]
         for buffer in self._buffers:
             buffer.keep(places)
+        self._mapped.clear()
         self._ranks = tuple(ranks)
         self.position, self.size = self._ranks.index(own), len(ranks)
         self._small_bytes = _small_bytes(self.size)
@@ -182,6 +187,7 @@ class SharedMemoryGroup:
         """
         self._ranks, self.position, self.size = tuple(ranks), position, len(ranks)
         self._use(segments)
+        self._mapped.clear()
         for buffer, of_buffer in zip(self._buffers, parts, strict=True):
             buffer.replace([segment.array for segment in of_buffer], position)
             for place, segment in enumerate(of_buffer):
@@ -278,13 +284,20 @@ class SharedMemoryGroup:
     def release(self, buffer: SharedBuffer) -> None:
         """Forget a buffer; its memory is freed with the last view of it."""
         self._buffers.remove(buffer)
+        self._mapped.clear()
 
     def mapped(self, array: Array) -> list[Array] | None:
         """The memory of all members that corresponds to `array`, if it lies in a buffer from `allocate`."""
+        if (known := self._mapped.get(id(array))) is not None:
+            return known[1]
         for buffer in self._buffers:
             offset = buffer.offset_of(array)
             if offset is not None:
-                return [part[offset : offset + array.nbytes].view(array.dtype) for part in buffer.parts]
+                found = [part[offset : offset + array.nbytes].view(array.dtype) for part in buffer.parts]
+                if len(self._mapped) >= _MAPPED:
+                    self._mapped.clear()
+                self._mapped[id(array)] = array, found
+                return found
         return None
 
     # All-reduce -----------------------------------------------------------------------------------
