@@ -129,6 +129,16 @@ def run(
             rich_help_panel=_HOW,
         ),
     ] = None,
+    spares: Annotated[
+        int,
+        typer.Option(
+            "--spares",
+            envvar="RING_SPARES",
+            help="How many further processes wait in `init()` to take the places of lost ranks at once, with "
+            "`--on-failure replace`.",
+            rich_help_panel=_HOW,
+        ),
+    ] = 0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the command and exit.", rich_help_panel=_HOW)
     ] = False,
@@ -194,6 +204,7 @@ def run(
                 starter=starter.value,
                 on_failure=on_failure.value,
                 min_ranks=min_ranks,
+                spares=spares,
             )
         )
         if dry_run:

@@ -30,7 +30,7 @@ from ring_plugins.core.linux.interfaces import reserve_port
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.net.auth import Claim, Disconnected, Purpose, connect
 from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
-from ring_plugins.core.rendezvous.seats import ROW, OwnSeat, Seats
+from ring_plugins.core.rendezvous.seats import OwnSeat, Seats
 from ring_plugins.core.rendezvous.spawn import ending, silent_end
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.rank_assignment import RankAssignment
@@ -209,7 +209,7 @@ class HostRanks:
     def __init__(self, job: HostJob, link: Link, supervisor: Supervisor) -> None:
         self._job, self._link, self._supervisor = job, link, supervisor
         self._has_told = False
-        self._segment = Segment.create(len(job.ranks) * ROW)
+        self._segment = Segment.create(Seats.nbytes(len(job.ranks)))
         self._seats = Seats(self._segment.array)
         supervisor.is_out = self._is_out
         #: The job's exit status, once the coordinator has said it.

@@ -8,9 +8,11 @@ import shlex
 import signal
 import subprocess
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import name_ranks
+from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.control.parent_notifier import ParentNotifier
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.rendezvous.seats import Seats
@@ -22,6 +24,7 @@ from ring_plugins.launcher.lingering import LingeringMpirun, OtherHosts
 from ring_plugins.launcher.lost_host import LostHost
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.replacements import Replacements
+from ring_plugins.launcher.spares import Spares
 from ring_plugins.launcher.supervision import Supervisor
 
 _DEAF = "ended every rank because the thread that reads mpirun's errors died; its traceback is above."
@@ -110,27 +113,32 @@ def _run_ranks(plan: LaunchPlan, supervisor: Supervisor, notify: Callable[[str],
     with Relay(job.tag_output, job.output_directory) as relay:
         inherited = {name: value for name, value in os.environ.items() if name != config.JOINS.name}
 
-        def start(rank: int, joins_as: int | None = None) -> None:
-            is_first = joins_as is None
-            out, err = relay.files(rank, again=not is_first)
-            joins = {} if is_first else {config.JOINS.name: str(joins_as)}
-            supervisor.start(
+        def start(seat: int | None, world_rank: int) -> subprocess.Popen[bytes]:
+            """Start a rank, a process that takes the seat of one, or, without a seat, a spare."""
+            is_new = world_rank >= job.ranks
+            out, err = relay.files(world_rank if seat is None else seat, again=is_new)
+            joins = {config.JOINS.name: str(world_rank)} if is_new else {}
+            process = supervisor.start(
                 job.command,
-                {**inherited, **variables, **child_environment(segment, rank, job.ranks, 0), **joins},
+                {**inherited, **variables, **child_environment(segment, seat, job.ranks, 0), **joins},
                 pass_fds=[segment.fd],
-                stdin=None if is_first and rank == 0 else subprocess.DEVNULL,
+                stdin=None if world_rank == 0 else subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                index=None if is_first else rank,
+                index=seat if is_new else None,
+                is_spare=seat is None,
             )
-            if not is_first:
+            if is_new:
                 relay.start()
+            return process
 
         for rank in range(job.ranks):
-            start(rank)
+            start(rank, rank)
         relay.start()
+        seats, unused = rendezvous.seats, iter(range(job.ranks, MOST_MEMBERS))
+        spares = Spares(supervisor, seats, plan.spares, unused, partial(start, None), relay.rename)
         told = notify if plan.replaces else None
-        replacements = Replacements(supervisor, rendezvous.seats, job.ranks, start, told)
+        replacements = Replacements(supervisor, seats, job.ranks, unused, start, told, spares)
         supervisor.is_out = replacements.is_out
 
         def find_missing_rank() -> str | None:
@@ -149,7 +157,7 @@ def _run_ranks(plan: LaunchPlan, supervisor: Supervisor, notify: Callable[[str],
             return None
 
         status, why = supervisor.wait(find_missing_rank)
-    return status, why or _failed_rank(supervisor, rendezvous.seats, replacements.filled)
+    return status, why or _failed_rank(supervisor, seats, replacements.filled)
 
 
 def _failed_rank(supervisor: Supervisor, seats: Seats, filled: Mapping[int, int]) -> str | None:

@@ -40,6 +40,7 @@ class Options:
     starter: Literal["auto", "mpirun", "python"] = "auto"
     on_failure: Literal["end", "continue", "replace"] = "end"
     min_ranks: int | None = None
+    spares: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class LaunchPlan:
         is_local: whether all ranks run on this host.
         tolerates_losses: whether the other ranks go on when one is killed.
         replaces: whether another process takes its place.
+        spares: how many processes wait to do so.
     """
 
     job: JobSpec
@@ -66,6 +68,7 @@ class LaunchPlan:
     is_local: bool = False
     tolerates_losses: bool = False
     replaces: bool = False
+    spares: int = 0
 
 
 def make_plan(options: Options) -> LaunchPlan:
@@ -132,6 +135,7 @@ def make_plan(options: Options) -> LaunchPlan:
         is_local,
         tolerates_losses,
         options.on_failure == "replace",
+        options.spares,
     )
 
 
@@ -175,6 +179,13 @@ def _check(options: Options) -> None:
         raise ArgumentError(f"-n {options.ranks} is not a positive number of ranks.")
     if options.hosts and options.hostfile:
         raise ArgumentError("-H and --hostfile both name hosts: give one of them.")
+    if options.spares < 0:
+        raise ArgumentError(f"--spares {options.spares} is not a number of processes.")
+    if options.spares and options.on_failure != "replace":
+        raise ArgumentError(
+            f"--spares {options.spares} needs --on-failure replace, with which spare processes take the places of lost "
+            "ranks; or leave it out, and unset RING_SPARES."
+        )
     if options.bind not in BINDINGS:
         raise ArgumentError(f"--bind {options.bind} is not one of {', '.join(BINDINGS)}.")
 

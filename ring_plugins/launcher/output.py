@@ -43,6 +43,7 @@ class Relay:
         self._needed = tag or always
         self._threads: list[threading.Thread] = []
         self._open: list[int] = []
+        self._sources: dict[int, list[_Source]] = {}
         self._lock = threading.Lock()
         #: Whose line is unfinished, None if every line is finished.
         self._unfinished: _Source | None = None
@@ -70,6 +71,11 @@ class Relay:
             return None, None
         return self._pipe(rank, lambda: sys.stdout), self._pipe(rank, lambda: sys.stderr)
 
+    def rename(self, rank: int, new: int) -> None:
+        """Put another rank in front of the lines of what has got the files of `rank`."""
+        for source in self._sources.pop(rank, ()):
+            source.prefix = self._prefix(new)
+
     def start(self) -> None:
         """Begin to relay, and close this process's copies of the ranks' files, so that each pipe ends with its rank."""
         while self._open:
@@ -87,10 +93,14 @@ class Relay:
     def _pipe(self, rank: int, stream: Callable[[], TextIO]) -> int:
         reading, writing = os.pipe()
         self._open.append(writing)
-        source = _Source(f"[{rank}] " if self._tag else "", stream)
+        source = _Source(self._prefix(rank), stream)
+        self._sources.setdefault(rank, []).append(source)
         # Its death closes the pipe, and the rank's next print fails.
         self._threads.append(HelperThread(self._copy, f"ring:output {rank}", (reading, source)))
         return writing
+
+    def _prefix(self, rank: int) -> str:
+        return f"[{rank}] " if self._tag else ""
 
     def _copy(self, reading: int, source: _Source) -> None:
         decoder, rest = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""

@@ -2,16 +2,17 @@
 
 A new process is started only while a rank of the job lives that can give it the state of the training. How it ends does
 not matter to the job until it has joined: a script that fails before that would fail again, so a seat is filled a few
-times an hour at most.
+times an hour at most. Where there are spares (spares.py), one of them gets the seat.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from ring_plugins.core.control.liveness import MOST_MEMBERS
+from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.rendezvous.seats import Seats
+from ring_plugins.launcher.spares import Spares
 from ring_plugins.launcher.supervision import Supervisor
 
 #: How often a seat is filled again within an hour, and the seconds of an hour.
@@ -25,8 +26,10 @@ class Replacements:
         supervisor: has a process for each seat.
         seats: in which the processes say whether they take part.
         size: number of seats.
+        world_ranks: numbers that no process of the job has had.
         start: starts a process for a seat that joins under a world rank.
         notify: shows one line to the user; None if seats stay empty.
+        spares: processes that need not be started first.
 
     Attributes:
         filled: how often each seat was filled again.
@@ -37,12 +40,14 @@ class Replacements:
         supervisor: Supervisor,
         seats: Seats,
         size: int,
-        start: Callable[[int, int], None],
+        world_ranks: Iterator[int],
+        start: Callable[[int, int], object],
         notify: Callable[[str], None] | None,
+        spares: Spares,
     ) -> None:
         self._supervisor, self._seats, self._start, self._notify = supervisor, seats, start, notify
+        self._world_ranks, self._spares = world_ranks, spares
         self._ranks = list(range(size))  # world rank of the process of each seat
-        self._next_rank = size
         self._times: list[list[float]] = [[] for _ in range(size)]
         self._given_up: set[int] = set()
 
@@ -73,6 +78,7 @@ class Replacements:
         for seat, code in enumerate(codes):
             if code is not None and seat not in self._given_up and self._is_lost(seat, code):
                 self._fill(seat, self._notify)
+        self._spares.fill_up(self._notify)
 
     def _ends_job(self, seat: int, code: int | None) -> bool:
         return self._supervisor.ends_job(code) and not self.is_out(seat)
@@ -87,12 +93,25 @@ class Replacements:
             self._seats.clear(seat)  # it may have waited
         now = time.monotonic()
         lately = [since for since in self._times[seat] if now - since < _HOUR]
-        if len(lately) >= _MOST or self._next_rank >= MOST_MEMBERS:
-            self._given_up.add(seat)
-            notify(f"rank {seat} was replaced {len(lately)} times within an hour; the job goes on without it.")
+        if len(lately) >= _MOST:
+            self._give_up(seat, f"rank {seat} was replaced {len(lately)} times within an hour", notify)
             return
         self._seats.clear(seat)
+        if (spare := self._spares.take(seat)) is not None:
+            self._ranks[seat] = spare
+            notify(f"a spare process takes the place of rank {seat}.")
+        elif (unused := next(self._world_ranks, None)) is not None:
+            self._ranks[seat] = unused
+            notify(f"starting another process in the place of rank {seat}.")
+            try:
+                self._start(seat, unused)
+            except LaunchError as error:  # counts as one that has ended
+                notify(str(error))
+        else:
+            self._give_up(seat, f"rank {seat} is not replaced, since the job has had too many processes", notify)
+            return
         self._times[seat].append(now)
-        self._ranks[seat], self._next_rank = self._next_rank, self._next_rank + 1
-        notify(f"starting another process in the place of rank {seat}.")
-        self._start(seat, self._ranks[seat])
+
+    def _give_up(self, seat: int, why: str, notify: Callable[[str], None]) -> None:
+        self._given_up.add(seat)
+        notify(f"{why}; the job goes on without it.")

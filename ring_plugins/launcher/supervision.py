@@ -48,6 +48,7 @@ class Supervisor:
 
     Attributes:
         processes: in the order of their start.
+        spares: further processes, for which nobody waits and whose ends do not matter; they end with the others.
         signalled: the last signal that this process received, None if none.
         own_helpers: returns the process ids of children that are no orphans of the job.
         is_out: whether the exit status of the process of an index does not matter, as it has left the job before its
@@ -57,6 +58,7 @@ class Supervisor:
     def __init__(self, tolerates_losses: bool = False) -> None:
         self._tolerates_losses = tolerates_losses
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.spares: list[subprocess.Popen[bytes]] = []
         self.signalled: signal.Signals | None = None
         self.own_helpers: Callable[[], set[int]] = set
         self.is_out: Callable[[int], bool] = lambda index: False
@@ -70,7 +72,7 @@ class Supervisor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _kill_all(self.processes)
+        _kill_all([*self.processes, *self.spares])
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         adopt_orphans(False)
@@ -89,6 +91,7 @@ class Supervisor:
         stderr: int | None = None,
         index: int | None = None,
         own_session: bool = False,
+        is_spare: bool = False,
     ) -> subprocess.Popen[bytes]:
         """Start a process, which gets `end_signal` if this process ends before it.
 
@@ -97,6 +100,7 @@ class Supervisor:
             end_signal: see above.
             index: of the process that has ended and whose place it takes in `processes`; None for none.
             own_session: whether it must not get what a terminal sends to all processes, such as Ctrl-C.
+            is_spare: whether it becomes one of `spares` instead.
 
         Raises:
             LaunchError: the program cannot be run.
@@ -123,11 +127,18 @@ class Supervisor:
             raise LaunchError(
                 f"{command[0]} cannot be run: {error.strerror}; does a script lack its #! line?"
             ) from error
-        if index is None:
+        if is_spare:
+            self.spares.append(process)
+        elif index is None:
             self.processes.append(process)
         else:
             self.processes[index] = process
         return process
+
+    def seat_spare(self, spare: subprocess.Popen[bytes], index: int) -> None:
+        """Put one of `spares` into the place of the process of an index that has ended."""
+        self.spares.remove(spare)
+        self.processes[index] = spare
 
     def wait(self, find_trouble: Callable[[], str | None] = lambda: None) -> tuple[int, str | None]:
         """Wait until all processes have ended.
@@ -167,7 +178,7 @@ class Supervisor:
                 next_search = now + _ORPHAN_SECONDS
                 had_orphans = self._kill_orphans_of_idle_processes(had_orphans)
             time.sleep(0.02)
-        _kill_all(self.processes)
+        _kill_all([*self.processes, *self.spares])
         if self.signalled is not None:
             return 128 + self.signalled, trouble
         if self.has_succeeded():
@@ -202,7 +213,7 @@ class Supervisor:
         """
         family = children()
         own = [process.pid for process in self.processes]
-        known = self.own_helpers().union(own)
+        known = self.own_helpers().union(own, [spare.pid for spare in self.spares])
         orphans = [pid for pid in family.get(os.getpid(), []) if pid not in known]
         is_busy = any(family.get(pid) for pid in own)
         if had_orphans and not is_busy:

@@ -125,7 +125,8 @@ def test_a_job_that_goes_on_after_losses_is_started_without_mpirun():
     assert planned.job.environment.items() >= variables.items()
     assert not planned.replaces
     replacing = make_plan(Options(COMMAND, ranks=3, on_failure="replace"))
-    assert replacing.tolerates_losses and replacing.replaces
+    assert replacing.tolerates_losses and replacing.replaces and replacing.spares == 0
+    assert make_plan(Options(COMMAND, ranks=3, on_failure="replace", spares=2)).spares == 2
     assert replacing.job.environment["RING_ON_FAILURE"] == "replace"
     ordinary = make_plan(Options(COMMAND, ranks=3))
     assert not ordinary.tolerates_losses and not ordinary.job.environment.keys() & variables.keys()
@@ -139,6 +140,8 @@ def test_a_job_that_goes_on_after_losses_is_started_without_mpirun():
         ({"mpirun": "/opt/mpirun"}, "does not work with mpirun"),
         ({"ranks": 2, "min_ranks": 3}, "--min-ranks 3 is not between 1 and the 2 ranks"),
         ({"ranks": 2, "min_ranks": 0}, "--min-ranks 0 is not between"),
+        ({"ranks": 2, "spares": 1}, "--spares 1 needs --on-failure replace"),
+        ({"ranks": 2, "spares": -1}, "--spares -1 is not a number of processes"),
     ],
 )
 def test_where_losses_cannot_be_tolerated_the_plan_says_so(options, text):

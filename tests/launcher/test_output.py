@@ -19,6 +19,17 @@ def test_lines_are_tagged_with_their_rank_and_a_last_line_is_completed(capsys):
     assert sorted(printed.err.splitlines()) == ["[0] err 0", "[1] err 1"]
 
 
+def test_lines_of_a_spare_are_tagged_with_the_rank_that_it_becomes(capsys):
+    with Relay(tag=True) as relay:
+        out, err = (os.dup(file) for file in relay.files(3))
+        os.close(err)
+        relay.start()
+        relay.rename(3, 0)
+        os.write(out, b"hello\n")
+        os.close(out)
+    assert capsys.readouterr().out == "[0] hello\n"
+
+
 def test_each_rank_gets_its_own_files_in_a_directory(tmp_path):
     with Relay(tag=False, directory=str(tmp_path / "logs")) as relay:
         out, _ = relay.files(3)

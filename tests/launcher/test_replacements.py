@@ -7,8 +7,9 @@ import time
 import numpy as np
 import pytest
 
-from ring_plugins.core.rendezvous.seats import ROW, Occupant, Seats
+from ring_plugins.core.rendezvous.seats import Occupant, Seats
 from ring_plugins.launcher.replacements import Replacements
+from ring_plugins.launcher.spares import Spares
 from ring_plugins.launcher.supervision import Supervisor
 
 
@@ -16,10 +17,31 @@ class Job:
     """Two seats; processes end as told, and `start` starts another that ends so."""
 
     def __init__(self, supervisor):
-        self.supervisor, self.seats, self.told, self.started = supervisor, Seats(np.zeros(2 * ROW, np.uint8)), [], []
+        self.supervisor, self.told, self.started = supervisor, [], []
+        self.seats = Seats(np.zeros(Seats.nbytes(2), np.uint8))
         self.next, self.ends = "sys.exit(1)", True
-        self.replacements = Replacements(supervisor, self.seats, 2, self.start, self.told.append)
-        supervisor.is_out = self.replacements.is_out
+        self.spare, self.renamed = "time.sleep(3600)", []
+        self.unused = iter(range(2, 20))
+        self.keep(0)
+
+    def keep(self, spares):
+        """Have so many spares from now on."""
+        spares = Spares(self.supervisor, self.seats, spares, self.unused, self.start_spare, self.rename)
+        self.replacements = Replacements(
+            self.supervisor, self.seats, 2, self.unused, self.start, self.told.append, spares
+        )
+        self.supervisor.is_out = self.replacements.is_out
+
+    def rename(self, world_rank, seat):
+        self.renamed.append((world_rank, seat))
+
+    def start_spare(self, world_rank):
+        self.started.append((None, world_rank))
+        code = f"import os, sys, time; {self.spare}"
+        process = self.supervisor.start([sys.executable, "-c", code], os.environ, is_spare=True)
+        if "sleep" not in self.spare:
+            process.wait()
+        return process
 
     def run(self, code, index=None):
         return self.supervisor.start([sys.executable, "-c", f"import os, sys, time; {code}"], os.environ, index=index)
@@ -79,6 +101,53 @@ def test_one_that_has_not_joined_when_the_others_end_is_killed(job):
     living.wait()
     job.replacements.tick()
     assert newcomer.wait(10) == -9
+
+
+def test_a_spare_that_waits_gets_the_seat_and_another_is_started(job):
+    job.keep(2)
+    job.replacements.tick()
+    assert not job.started  # nobody is there yet who could let it join
+    living, dying = job.run("time.sleep(3600)"), job.run("time.sleep(3600)")
+    job.join(0, 0)
+    job.join(1, 1)
+    job.replacements.tick()
+    assert job.started == [(None, 2), (None, 3)]
+    job.seats.wait_as_spare(3)  # the other is not there yet
+    ready = job.supervisor.spares[1]
+    dying.kill()
+    dying.wait()
+    job.replacements.tick()
+    assert job.started == [(None, 2), (None, 3), (None, 4)] and job.renamed == [(3, 1)]
+    assert job.seats.given(3) == 1 and job.supervisor.processes == [living, ready]
+    assert job.replacements.filled == {1: 1} and job.replacements.is_out(1)
+    assert job.told == ["a spare process takes the place of rank 1."]
+    job.join(1, 3)
+    assert not job.replacements.is_out(1)
+    spares = job.supervisor.spares
+    living.kill()
+    ready.kill()
+    job.supervisor.wait()
+    assert len(spares) == 2 and all(spare.poll() == -9 for spare in spares)  # nobody waits for them
+
+
+def test_spares_that_end_unused_are_replaced_a_few_times_and_count_for_no_seat(job):
+    job.run("time.sleep(3600)")
+    dying = job.run("time.sleep(3600)")
+    job.join(0, 0)
+    job.join(1, 1)
+    job.keep(1)
+    job.spare = "os.kill(os.getpid(), 9)"
+    for _ in range(8):
+        job.replacements.tick()
+    assert job.started == [(None, rank) for rank in range(2, 7)] and job.replacements.filled == {}
+    assert job.told[0].startswith("a spare process was killed by SIGKILL")
+    assert job.told[-1].endswith("before it was needed, the 5th within an hour; no more are started.")
+    assert len(job.told) == 5
+    dying.kill()
+    dying.wait()
+    job.next, job.ends = "time.sleep(3600)", False
+    job.replacements.tick()
+    assert job.started[-1] == (1, 7) and job.told[-1] == "starting another process in the place of rank 1."
 
 
 def test_one_that_leaves_is_replaced_and_no_one_if_nobody_has_the_state(job):

@@ -2,12 +2,14 @@
 
 TEST_DEATHS says who dies: [[seat, step, point], ...], each by its first process at that seat, or by the newcomer whose
 number is the next if the point begins with "newcomer", or by every newcomer at that seat if it begins with "every
-newcomer". With TEST_AWAITED, members that lack others wait in each step until processes wait to join, at most for that
-many seconds.
+newcomer". Where there are spares, it dies once one of them waits; TEST_KILLED_SPARE is the number of one that dies
+while it waits. With TEST_AWAITED, members that lack others wait in each step until processes wait to join, at most for
+that many seconds.
 """
 
 import json
 import os
+import threading
 import time
 from typing import Any
 
@@ -38,6 +40,18 @@ def wait_for_newcomers(missing: set[int]) -> None:
     """Wait until processes wait for these seats, so that they join after this step; not longer than some seconds."""
     end = time.monotonic() + float(os.environ["TEST_AWAITED"])
     while not missing.issubset(one.seat for one in seats().waiting()) and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+#: Of a spare that dies while it waits.
+KILLED_SPARE = int(os.environ.get("TEST_KILLED_SPARE", "-1"))
+
+
+def wait_for_spare() -> None:
+    """Wait until a spare waits that has no seat yet and lives on; return at once if there are none."""
+    others = [number for number in range(100) if number != KILLED_SPARE]
+    places, wanted = seats(), "RING_SPARES" in os.environ
+    while wanted and not any(places.has_come(one) and places.given(one) is None for one in others):
         time.sleep(0.01)
 
 
@@ -80,6 +94,7 @@ def begin_step(number: int, mine: list[tuple[int, str]], ranks: int) -> None:
         if point.startswith("round"):
             die_in_round(int(point.split()[1]), point.split()[2])
         else:
+            wait_for_spare()
             end_at(point)
     if "TEST_AWAITED" in os.environ:
         wait_for_newcomers(set(range(ranks)) - set(seats_taken()))
@@ -138,4 +153,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if os.environ.get("RING_JOINS") == str(KILLED_SPARE):
+        threading.Timer(0.5, die).start()
     main()

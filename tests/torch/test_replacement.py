@@ -65,6 +65,27 @@ def test_another_process_takes_the_place_of_rank_0():
 
 
 @pytest.mark.slow
+def test_a_spare_takes_the_place_at_once_and_the_next_one_that_of_the_next_rank():
+    result = train([[0, 2, "now"], [2, 7, "now"]], env={"RING_SPARES": "1"})
+    found, _ = check(result)
+    assert found["history"] == [[0, 1, 2]] * 2 + [[1, 2]] * 2 + [[0, 1, 2]] * 3 + [[0, 1]] * 2 + [[0, 1, 2]] * 3
+    assert found["numbers"] == [3, 1, 4]
+    assert "ring run: a spare process takes the place of rank 0.\n" in result.output
+    assert "ring run: a spare process takes the place of rank 2.\n" in result.output
+    assert "starting another process" not in result.output and "before it was needed" not in result.output
+
+
+@pytest.mark.slow
+def test_a_spare_that_is_killed_while_it_waits_is_replaced_and_so_is_one_that_is_killed_while_it_joins():
+    result = train([[1, 2, "now"]], env={"RING_SPARES": "1", "TEST_KILLED_SPARE": "3"})
+    found, _ = check(result)
+    assert found["numbers"] == [0, 4, 2]
+    assert "a spare process was killed by SIGKILL (out of memory? `kill -9`?) before it was needed." in result.output
+    found, _ = check(train([[1, 2, "now"], [1, 0, "newcomer round 2 in"]], env={"RING_SPARES": "1"}))
+    assert found["numbers"] == [0, 4, 2]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("point", [f"newcomer round {n} {when}" for n in (1, 2, 3) for when in ("before", "in")])
 def test_a_newcomer_may_die_while_it_joins_and_the_next_one_joins(point):
     found, own = check(train([[1, 2, "now"], [1, 0, point]]))

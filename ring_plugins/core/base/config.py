@@ -257,6 +257,13 @@ MIN_RANKS = Variable(
     1,
     "the fewest ranks with which a job goes on if RING_ON_FAILURE is not `end`: see [healing](healing.md)",
 )
+SPARES = Variable(
+    "RING_SPARES",
+    WHOLE_NUMBER,
+    0,
+    "how many further processes wait to take the places of lost ranks at once if RING_ON_FAILURE is `replace`: see "
+    "[healing](healing.md#spares)",
+)
 NCCL_LIBRARY = Variable(
     "RING_NCCL_LIBRARY",
     TEXT,

@@ -7,6 +7,9 @@ other processes find that one's liveness segment, and whether it takes part alre
 the end of a process is meant.
 
 In a job on several hosts, each host's supervisor has such rows for its own ranks (`OwnSeat`), without the exchange.
+
+Spares are processes that `ring run` has started before a seat is free. They wait in `init` until it gives them one:
+each looks at words of its own, behind the rows.
 """
 
 from __future__ import annotations
@@ -20,15 +23,18 @@ import numpy as np
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, SharedMemoryError
 from ring_plugins.core.base.types import Bytes
+from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.linux.shared_memory import Address, Segment, publish
 
-#: Bytes of a row.
-ROW = 64
+#: Bytes of a row, and of the words of spares, two for each world rank.
+_ROW, _SPARES = 64, 16 * MOST_MEMBERS
 #: Its words. The address is that of the process's liveness segment.
 _STATE, _WORLD_RANK, _PID, _FILE, _NBYTES = range(5)
 #: States: nobody yet, or not any more; a member of the job; one that waits to join; a member that left as it was told;
 #: one that waits in `init` for the others; a member without which the others go on, as they could not reach it.
 _EMPTY, _MEMBER, _WAITING, _LEFT, _STARTING, _CUT_OFF = range(6)
+#: A spare's words: whether it has come to wait, and one more than the seat that it has got, which may happen before.
+_HAS_COME, _GIVEN = range(2)
 
 
 class Occupant(NamedTuple):
@@ -45,14 +51,20 @@ class Occupant(NamedTuple):
 
 
 class Seats:
-    """The rows of all seats.
+    """The rows of all seats, and the words of spares.
 
     Args:
-        memory: `ROW` bytes for each seat, zeros to begin with.
+        memory: `nbytes` of it, zeros to begin with.
     """
 
     def __init__(self, memory: Bytes) -> None:
-        self._rows = memory.view(np.int64).reshape(-1, ROW // 8)
+        self._rows = memory[:-_SPARES].view(np.int64).reshape(-1, _ROW // 8)
+        self._spares = memory[-_SPARES:].view(np.int64).reshape(-1, 2)
+
+    @staticmethod
+    def nbytes(size: int) -> int:
+        """Bytes for this many seats."""
+        return size * _ROW + _SPARES
 
     def clear(self, seat: int) -> None:
         """Free a seat whose process has ended."""
@@ -113,6 +125,24 @@ class Seats:
         """Those that take part, as far as they live."""
         return self._in_state(_MEMBER)
 
+    # Spares -----------------------------------------------------------------------------------------
+
+    def wait_as_spare(self, world_rank: int) -> None:
+        """Say that a spare waits, under the world rank that it will have."""
+        self._spares[world_rank, _HAS_COME] = 1
+
+    def has_come(self, world_rank: int) -> bool:
+        """Whether a spare has said so."""
+        return bool(self._spares[world_rank, _HAS_COME])
+
+    def give(self, seat: int, world_rank: int) -> None:
+        """Give a seat to a spare."""
+        self._spares[world_rank, _GIVEN] = seat + 1
+
+    def given(self, world_rank: int) -> int | None:
+        """The seat that a spare has got, None for none."""
+        return int(self._spares[world_rank, _GIVEN]) - 1 if self._spares[world_rank, _GIVEN] else None
+
     def _in_state(self, state: int) -> list[Occupant]:
         publish()
         found = []
@@ -135,7 +165,7 @@ class OwnSeat:
     def __init__(self, text: str) -> None:
         try:
             fd, number, self._seat = map(int, text.split(":"))
-            self._segment = Segment.inherited(fd, number * ROW)
+            self._segment = Segment.inherited(fd, Seats.nbytes(number))
         except (ValueError, SharedMemoryError) as error:
             raise LaunchError(
                 f"{config.SEAT.name}={text!r} is set, but this process did not inherit the file that it names "

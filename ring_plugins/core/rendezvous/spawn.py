@@ -35,7 +35,7 @@ from ring_plugins.core.linux.process import STOPPED, end_with_parent, state
 from ring_plugins.core.linux.shared_memory import Segment, publish
 from ring_plugins.core.rendezvous.claim import check_is_original_script
 from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous
-from ring_plugins.core.rendezvous.seats import ROW, Seats
+from ring_plugins.core.rendezvous.seats import Seats
 
 #: Bytes of a slot: two int64 words (round, length) and a payload.
 _SLOT = 8192
@@ -45,6 +45,8 @@ _GRACE = 8.0
 _EXIT = 1.0
 #: More ranks than this for each usable processor are more likely a slip of the hand than a test.
 _CROWDED = 4
+#: In place of the rank of a process that is to wait for a free seat, and the seconds between two of its looks.
+_SPARE, _LOOK = -1, 0.01
 #: Where the script was started, which may have changed directory since.
 START_DIRECTORY = os.getcwd()
 
@@ -52,16 +54,24 @@ START_DIRECTORY = os.getcwd()
 started_by = "ring run"
 
 
-def child_environment(segment: Segment, rank: int, size: int, parent: int) -> dict[str, str]:
+def child_environment(segment: Segment, rank: int | None, size: int, parent: int) -> dict[str, str]:
     """Environment of a process that becomes a rank and inherits the segment's file.
 
     Args:
         segment: of `SharedMemoryRendezvous.nbytes(size)` bytes.
-        rank, size: of the process and of the job.
+        rank: of the process; None for a spare, which gets the seat of a lost rank in `connect`.
+        size: of the job.
         parent: process id that the rank's parent must have, or 0 if the first descendant to arrive is the rank.
     """
-    # LOCAL_RANK is what Lightning's rank_zero_only reads at import.
-    return {config.SPAWNED.name: f"{segment.fd}:{rank}:{size}:{parent}", "LOCAL_RANK": str(rank)}
+    return _variables(segment.fd, _SPARE if rank is None else rank, size, parent)
+
+
+def _variables(fd: int, rank: int, size: int, parent: int) -> dict[str, str]:
+    # LOCAL_RANK is what Lightning's rank_zero_only reads at import. A spare does not speak for the job yet.
+    return {
+        config.SPAWNED.name: f"{fd}:{rank}:{size}:{parent}",
+        "LOCAL_RANK": str(size if rank == _SPARE else rank),
+    }
 
 
 class SharedMemoryRendezvous:
@@ -78,13 +88,13 @@ class SharedMemoryRendezvous:
 
     def __init__(self, segment: Segment, rank: int, size: int, children: list[subprocess.Popen[bytes]]) -> None:
         self.segment, self.rank, self.size, self.children = segment, rank, size, children
-        self.seats = Seats(segment.array[2 * size * _SLOT :][: size * ROW])
+        self.seats = Seats(segment.array[2 * size * _SLOT :][: Seats.nbytes(size)])
         self._round = 0
 
     @staticmethod
     def nbytes(size: int) -> int:
         """Bytes of a segment for this many ranks."""
-        return 2 * size * _SLOT + size * ROW
+        return 2 * size * _SLOT + Seats.nbytes(size)
 
     def gather(self, payload: Any) -> list[Any]:
         """Every rank's payload (anything JSON can hold) in rank order.
@@ -153,6 +163,8 @@ def detect() -> LaunchRecord | None:
         _, rank, size, _ = map(int, text.split(":"))
     except ValueError:
         raise LaunchError(f"{config.SPAWNED.name}={text!r} was not set by ring_plugins; unset it.") from None
+    if rank == _SPARE:
+        return LaunchRecord("spawned", started_by, None, size, None, size)
     by = "a script that started itself" if rank else started_by  # a script that starts itself is its own rank 0
     return LaunchRecord("spawned", by, rank, size, rank, size)
 
@@ -176,8 +188,7 @@ def seats() -> Seats | None:
 
 
 def _join(record: LaunchRecord) -> SharedMemoryRendezvous:
-    fd, _, _, parent = map(int, config.SPAWNED.get().split(":"))
-    assert record.rank is not None
+    fd, rank, _, parent = map(int, config.SPAWNED.get().split(":"))
     assert record.size is not None
     end_with_parent()
     try:
@@ -185,18 +196,38 @@ def _join(record: LaunchRecord) -> SharedMemoryRendezvous:
     except SharedMemoryError as error:
         raise LaunchError(
             f"{config.SPAWNED.name} is set, but this process did not inherit the file that it names ({error}): the "
-            f"variable was copied from rank {record.rank} of a job into another environment; unset it."
+            f"variable was copied from {_named(rank)} of a job into another environment; unset it."
         ) from error
-    found = SharedMemoryRendezvous(segment, record.rank, record.size, [])
+    found = SharedMemoryRendezvous(segment, rank, record.size, [])
     # `ring run` may start Python through a shell. The rank is then the first process that arrives.
-    has_arrived = found.seats.is_taken if config.JOINS.is_set() else found.has_arrived
-    if (os.getppid() != parent) if parent else has_arrived(record.rank):
+    if rank == _SPARE:
+        has_arrived = found.seats.has_come(config.JOINS.get())
+    elif config.JOINS.is_set():
+        has_arrived = found.seats.is_taken(rank)
+    else:
+        has_arrived = found.has_arrived(rank)
+    if (os.getppid() != parent) if parent else has_arrived:
         raise LaunchError(
-            f"this process inherited {config.SPAWNED.name} from rank {record.rank} but is not that rank: it is a child "
+            f"this process inherited {config.SPAWNED.name} from {_named(rank)} but is not that rank: it is a child "
             "of it (a data loader's worker?), or the parent has ended. Call ring_plugins.init() in the ranks "
             "themselves."
         )
+    if rank == _SPARE:
+        found.rank = _wait_for_seat(found.seats, config.JOINS.get())
+        os.environ |= _variables(fd, found.rank, record.size, parent)
     return found
+
+
+def _named(rank: int) -> str:
+    return "a spare" if rank == _SPARE else f"rank {rank}"
+
+
+def _wait_for_seat(seats: Seats, world_rank: int) -> int:
+    """Wait as a spare until `ring run`, which ends this process with the job, gives it the seat of a lost rank."""
+    seats.wait_as_spare(world_rank)
+    while (seat := seats.given(world_rank)) is None:
+        time.sleep(_LOOK)
+    return seat
 
 
 #: Where a shell puts what can be read once: `python /dev/stdin < train.py`, `python <(cat train.py)`.

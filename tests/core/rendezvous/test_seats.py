@@ -7,11 +7,11 @@ import pytest
 
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.linux.shared_memory import Segment
-from ring_plugins.core.rendezvous.seats import ROW, Occupant, OwnSeat, Seats, own_seat
+from ring_plugins.core.rendezvous.seats import Occupant, OwnSeat, Seats, own_seat
 
 
 def test_a_seat_passes_from_its_first_process_to_one_that_waits_and_joins():
-    seats = Seats(np.zeros(3 * ROW, np.uint8))
+    seats = Seats(np.zeros(Seats.nbytes(3), np.uint8))
     first, second = Occupant(1, 1, (100, 5, 4096)), Occupant(1, 3, (200, 6, 4096))
     assert not seats.is_taken(1) and not seats.has_joined(1, 1)
     seats.take(first, as_member=True)
@@ -29,6 +29,19 @@ def test_a_seat_passes_from_its_first_process_to_one_that_waits_and_joins():
     assert seats.has_left(1) and seats.has_joined(1, 3) and second not in seats.members()
 
 
+def test_a_spare_waits_until_it_gets_a_seat():
+    seats = Seats(np.zeros(Seats.nbytes(2), np.uint8))
+    assert not seats.has_come(4)
+    seats.wait_as_spare(4)
+    assert seats.has_come(4) and seats.given(4) is None and not seats.has_come(3)
+    seats.give(0, 4)
+    assert seats.given(4) == 0 and seats.has_come(4) and not seats.is_taken(0)
+    seats.give(1, 3)  # before it has come
+    assert not seats.has_come(3)
+    seats.wait_as_spare(3)
+    assert seats.given(3) == 1 and seats.has_come(3)
+
+
 def test_a_process_is_there_as_long_as_it_has_its_segment():
     segment = Segment.create(10)
     occupant = Occupant(0, 0, segment.address)
@@ -38,7 +51,7 @@ def test_a_process_is_there_as_long_as_it_has_its_segment():
 
 
 def test_a_rank_tells_its_hosts_supervisor_how_far_it_is(monkeypatch):
-    segment = Segment.create(2 * ROW)
+    segment = Segment.create(Seats.nbytes(2))
     seats = Seats(segment.array)
     variables = OwnSeat.environment(segment, 2, 1)
     own_seat.cache_clear()

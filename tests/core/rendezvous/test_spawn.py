@@ -17,6 +17,7 @@ from ring_plugins.core.linux import process
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.rendezvous import spawn
 from ring_plugins.core.rendezvous.record import LaunchRecord
+from ring_plugins.core.rendezvous.seats import Occupant
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment, ending
 from tests.launch import run_ranks
 
@@ -82,6 +83,33 @@ def test_a_data_loaders_worker_is_not_the_rank_it_descends_from(monkeypatch):
     monkeypatch.setattr(spawn, "end_with_parent", lambda: None)
     with pytest.raises(LaunchError, match="inherited RING_SPAWNED from rank 1 but is not that rank"):
         spawn._join(LaunchRecord("spawned", "a test", 1, 2))
+
+
+def test_a_spare_becomes_the_rank_whose_seat_it_gets_and_its_children_do_not(monkeypatch):
+    segment = Segment.create(SharedMemoryRendezvous.nbytes(2))
+    monkeypatch.setattr(spawn, "end_with_parent", lambda: None)
+    monkeypatch.setattr(Segment, "inherited", lambda *_: segment)
+    for name, value in {**child_environment(segment, None, 2, 0), "RING_JOINS": "5"}.items():
+        monkeypatch.setenv(name, value)
+    record = spawn.detect()
+    assert (record.rank, record.size, os.environ["LOCAL_RANK"]) == (None, 2, "2")
+    seats = SharedMemoryRendezvous(segment, 0, 2, []).seats
+
+    def give():
+        while not seats.has_come(5):
+            time.sleep(0.001)
+        with pytest.raises(LaunchError, match="inherited RING_SPAWNED from a spare but is not that rank"):
+            spawn._join(record)
+        seats.give(1, 5)
+
+    giving = threading.Thread(target=give)
+    giving.start()
+    assert spawn._join(record).rank == 1
+    giving.join()
+    assert (spawn.detect().rank, os.environ["LOCAL_RANK"]) == (1, "1")
+    seats.take(Occupant(1, 5, segment.address), as_member=False)
+    with pytest.raises(LaunchError, match="inherited RING_SPAWNED from rank 1 but is not that rank"):
+        spawn._join(spawn.detect())
 
 
 def test_only_the_main_thread_spawns(monkeypatch):
