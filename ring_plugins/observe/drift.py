@@ -25,6 +25,7 @@ from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, DriftError, name_ranks
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.world import current, is_initialized
 
 #: Names and checksums of all weights, in an order that is equal on all ranks.
@@ -115,7 +116,7 @@ def is_check_wanted() -> bool:
     return is_initialized() and current().topology.size > 1 and config.WEIGHT_CHECK.get()
 
 
-def differing_weights(checksums: Checksums, when: str, communicator: Communicator | None = None) -> str:
+def differing_weights(checksums: Checksums, when: str, communicator: Communicator[Any] | None = None) -> str:
     """Compare the weights of all ranks once. Collective.
 
     Args:
@@ -134,10 +135,14 @@ def differing_weights(checksums: Checksums, when: str, communicator: Communicato
     return "" if by_rank is None else f"{when} {_what_differs(names, by_rank, communicator.ranks)}."
 
 
-def _unequal(sums: Sequence[int], communicator: Communicator) -> list[list[int]] | None:
+def _unequal(sums: Sequence[int], communicator: Communicator[Any]) -> list[list[int]] | None:
     """The checksums of all ranks, None if they are equal. Collective."""
     digest = hashlib.blake2b(repr(list(sums)).encode(), digest_size=7).digest()
     mine = int.from_bytes(digest, "little")
+    if isinstance(communicator, DeviceCommunicator):  # reduces the memory of its GPU only
+        if len(set(communicator.all_gather_object(mine))) == 1:
+            return None
+        return communicator.all_gather_object([int(value) for value in sums])
     # The maximum of -x is minus the minimum of x, so one reduction tells whether all are equal.
     extremes = np.array([mine, -mine], np.int64)
     communicator.all_reduce(HostMemory(extremes, "int64"), Op.MAX)
@@ -165,6 +170,9 @@ def difference(names: Sequence[str], by_rank: Sequence[Sequence[int]], ranks: Se
 
 
 def _what_differs(names: Sequence[str], by_rank: Sequence[Sequence[int]], ranks: Sequence[int]) -> str:
+    if len(set(map(len, by_rank))) > 1:
+        counts = ", ".join(f"rank {rank}: {len(sums)}" for rank, sums in zip(ranks, by_rank, strict=True))
+        return f"the ranks train different numbers of weights ({counts})"
     different = [i for i in range(len(names)) if len({sums[i] for sums in by_rank}) > 1]
     first = different[0]
     groups: dict[int, list[int]] = {}

@@ -7,14 +7,15 @@ buckets that were made in that order.
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
 from ring_plugins.core.arrays.codec import Compression
-from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.healing import HealingCommunicator
 from ring_plugins.core.collectives.validation import refusals_told
@@ -157,7 +158,7 @@ class BucketSets:
         if len(self.kept) >= _KEPT:
             self._drop(next(iter(self.kept)))
         order = self._order.of(_positions(trained))
-        with refusals_told(self._communicator, "making buckets"):
+        with refusals_told(self._communicator, "making buckets"), self._changes_named(trained):
             if self._streams is not None and is_capturing():
                 raise ArgumentError(
                     f"{self._communicator.name}: buckets would be made while a CUDA graph is being captured. Run "
@@ -178,6 +179,28 @@ class BucketSets:
         if not self._hooks.fit(buckets):
             self._put_hooks()
         return buckets
+
+    @contextlib.contextmanager
+    def _changes_named(self, trained: _Trained) -> Iterator[None]:
+        """Say in a `MismatchError` what this rank has frozen or unfrozen, which the others may not have."""
+        try:
+            yield
+        except MismatchError as error:
+            before = next(reversed(self.kept), None)
+            if before is None or len(before) != len(trained):
+                raise
+            found = [
+                f"{self.named[i][0]} was {'unfrozen' if now else 'frozen'}"
+                for i, (then, now) in enumerate(zip(before, trained, strict=True))
+                if then != now
+            ]
+            more = f" and {len(found) - 1} other changes" if len(found) > 1 else ""
+            text = (
+                f"{error} This rank makes new buckets, since {found[0]}{more} (requires_grad). Freeze and unfreeze the "
+                "same parameters on all ranks, between the same two steps."
+            )
+            error.args = (text,)  # what has been told to other ranks about it stays
+            raise
 
     def settle_ownership(self) -> None:
         """Take over from older averagers of these parameters if they are gone on all ranks; collective then.

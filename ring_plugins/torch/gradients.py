@@ -13,7 +13,7 @@ import itertools
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -138,6 +138,7 @@ class GradientAverager:
         self._backward = Backward(next(_order), self._launch_rest, self._backward_ended, self._hooks.stop_counting)
         #: Whether it averaged, and was closed.
         self.is_closed = False
+        self._after_pass: weakref.WeakMethod[Callable[[int], None]] | None = None
         #: Reductions of all gradients so far.
         self.steps = 0
         if self._communicator.size > 1 or communicator is not None or self._healing is not None:
@@ -216,6 +217,14 @@ class GradientAverager:
     def count_update(self) -> None:
         """Note that an optimizer has used the averages."""
         self._sets.options.updates += 1
+
+    def call_after_pass(self, method: Callable[[int], None]) -> None:
+        """From now on call a method, which this does not keep alive, when all ranks have averaged and are in step.
+
+        Args:
+            method: gets the number of updates, as `count_update` counts them; may be collective.
+        """
+        self._after_pass = weakref.WeakMethod(method)
 
     def prepare(self) -> bool:
         """Check whether parameters were frozen, unfrozen or added, and make new buckets if so (collective then).
@@ -383,7 +392,10 @@ class GradientAverager:
         self.steps += 1
         if outcome.options_differ:
             self._raise_difference()
-        if self._hooks.arrivals is not None and not (self._streams is not None and is_capturing()):
+        captures = self._streams is not None and is_capturing()
+        if not captures and self._after_pass is not None and (method := self._after_pass()) is not None:
+            method(self._sets.options.updates)
+        if self._hooks.arrivals is not None and not captures:
             if outcome.has_others:
                 # Ranks may wait for their averagers in different orders, so none may wait for more than its gradients.
                 buckets.is_ordered = True

@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES
-from ring_plugins.core.world import constructed_by_all, current, is_joining
+from ring_plugins.core.world import constructed_by_all, is_joining
 from ring_plugins.observe.drift import differing_weights, drift_check
 from ring_plugins.observe.training import announce_training
 from ring_plugins.torch.compared_options import groups_of
 from ring_plugins.torch.drift import parameter_checksums
 from ring_plugins.torch.gradients import GradientAverager
+from ring_plugins.torch.other_optimizers import OtherOptimizers
 from ring_plugins.torch.sharded_optimizer import Shard, ShardedOptimizer, shard_optimizer
 from ring_plugins.torch.skipped_steps import SkippableStep
 from ring_plugins.torch.wrapped_optimizer import WrappedOptimizer
@@ -129,6 +130,8 @@ class DistributedOptimizer(WrappedOptimizer):
         self._is_sharded = isinstance(self.optimizer, ShardedOptimizer)
         # The others do not compare again with one that joins them, but for `HealingCheck`.
         self._is_compared = self._is_sharded or is_joining()
+        self._others = OtherOptimizers()
+        self.averager.call_after_pass(self._compare)
         announce_training()
         self._drift = drift_check(drift_check_every, lambda: parameter_checksums(self._named()))
 
@@ -197,17 +200,25 @@ class DistributedOptimizer(WrappedOptimizer):
             result = self.optimizer.step(self._averaged(closure))
         self.averager.count_update()
         self._reductions_so_far = self.averager.steps
-        if not self._is_compared:
-            self._is_compared = True
-            self._compare_weights()
         if self._drift is not None and not self._is_sharded:
             self._drift.after_step()
         return result
 
-    def _compare_weights(self) -> None:
-        """Warn on rank 0 if the ranks' weights differ after the first step."""
-        found = differing_weights(lambda: parameter_checksums(self._named()), "after the first step")
-        if found and current().topology.rank == 0:
+    def _compare(self, updates: int) -> None:
+        """Warn on rank 0 if the ranks' weights differ after the first step, or later those of other optimizers.
+
+        The averager calls this at the end of a backward, where all ranks are: in `step` one that leaves it out would be
+        waited for. It compares on the averager's communicator, since other optimizers may step in other threads.
+        """
+        communicator = self.averager.communicator
+        found = self._others.compare(updates, self._names, communicator)
+        if found and communicator.rank == 0:
+            logger.warning(found)
+        if self._is_compared or updates == 0:
+            return
+        self._is_compared = True
+        found = differing_weights(lambda: parameter_checksums(self._named()), "after the first step", communicator)
+        if found and communicator.rank == 0:
             logger.warning(
                 f"{found} Call ring_plugins.torch.broadcast_parameters(model) before the first step: ranks that begin "
                 "with different weights train different models, although their gradients are averaged. If they differ "

@@ -80,6 +80,11 @@ class Claim:
         return f"{rival.name} and {self.name} both average {shared[0]}{more}"
 
 
+def is_claimed(parameter: Any) -> bool:
+    """Whether some averager trains a parameter."""
+    return any(id(parameter) in claim._names for claim in list(_claims))
+
+
 def still_there(rivals: Sequence[Claim]) -> list[Claim]:
     """Collect garbage, and return the claims that are left: those whose averagers are still referenced."""
     if rivals:

@@ -4,11 +4,12 @@
 
 import contextlib
 import gc
+import logging
 import os
 import re
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import ring_plugins as ring
 
@@ -1526,6 +1527,100 @@ def gradients_in_sixteen_bits() -> None:
         assert "sent as float16" in str(error)
     else:
         raise AssertionError("ranks that round differently were not noticed")
+
+
+@contextlib.contextmanager
+def warnings_of_ours() -> Iterator[list[str]]:
+    """What ring_plugins warns of on this rank."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ring_plugins").addHandler(handler)
+    try:
+        yield found
+    finally:
+        logging.getLogger("ring_plugins").removeHandler(handler)
+
+
+@check_among_several
+def optimizers_of_several_threads_compare_their_own_weights() -> None:
+    """Threads come to their comparisons in different orders on the ranks."""
+    torch.manual_seed(0)
+    models = [nn.Linear(4, 1) for _ in range(3)]
+    optimizers = [
+        DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters()) for model in models
+    ]
+    # The first step goes in rank order on one rank, and in the opposite order on the others.
+    turns = [threading.Event() for _ in models]
+
+    def train(number: int) -> None:
+        for step in range(4):
+            optimizers[number].zero_grad()
+            models[number](torch.full((1, 4), RANK + 1.0)).sum().backward()
+            if step == 0:
+                turns[number].wait()
+                successor = number + 1 if RANK == 0 else number - 1
+                threading.Timer(0.05, turns[successor].set if 0 <= successor < 3 else lambda: None).start()
+            optimizers[number].step()
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(3)]
+    with warnings_of_ours() as found:
+        for thread in threads:
+            thread.start()
+        turns[0 if RANK == 0 else 2].set()
+        for thread in threads:
+            thread.join()
+    assert not found
+    assert same_everywhere([p for model in models for p in model.parameters()])
+
+
+@check_among_several
+def an_optimizer_that_is_not_wrapped_is_told() -> None:
+    """Its parameters drift apart, unless the script averages their gradients in another way."""
+    for averages in (False, True):
+        for names_all in (False, True):
+            torch.manual_seed(0)
+            model = nn.ModuleDict({"generator": nn.Linear(4, 4), "discriminator": nn.Linear(4, 1)})
+            generator, discriminator = model["generator"], model["discriminator"]
+            named = (model if names_all else generator).named_parameters()
+            ours = DistributedOptimizer(torch.optim.SGD(generator.parameters(), 0.1), named)
+            plain = torch.optim.Adam(discriminator.parameters(), 0.1)
+            with warnings_of_ours() as found:
+                for _ in range(4):
+                    ours.zero_grad()
+                    plain.zero_grad()
+                    discriminator(generator(torch.full((2, 4), RANK + 1.0))).square().mean().backward()
+                    for parameter in discriminator.parameters() if averages else ():
+                        parameter.grad = ring.all_reduce(parameter.grad)
+                    ours.step()
+                    plain.step()
+            ours.close()
+            if averages or RANK > 0:
+                assert not found, found
+            else:
+                (text,) = found
+                name = "discriminator.weight" if names_all else r"parameter 0 of another optimizer \(Adam\)"
+                pattern = (
+                    rf"after 2 steps the weights of rank.* differ .*first in {name}, in 2 of 2 .*not averaged: Adam"
+                )
+                assert re.search(pattern, text), text
+
+
+@check_among_several
+def a_parameter_that_one_rank_freezes_is_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    averager = GradientAverager(model)
+    model(torch.ones(1, 4)).sum().backward()
+    model[1].bias.requires_grad_(RANK > 0)
+    text = ""
+    try:
+        for _ in range(2):
+            model(torch.ones(1, 4)).sum().backward()
+    except ring.MismatchError as error:
+        text = str(error)
+    assert "ranks disagree" in text
+    assert ("since 1.bias was frozen (requires_grad)" in text) == (RANK == 0), text
+    averager.close()
 
 
 ONLY = os.environ.get("TEST_ONLY", "").split(",")
