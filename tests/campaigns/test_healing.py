@@ -6,14 +6,44 @@ import sys
 import pytest
 import torch
 
-from tests.campaigns.healing import COUNTS, POINTS, STEPS, Fault, Plan, checksums, draw, judge, replayed
+from tests.campaigns.healing import (
+    AT_EPOCH_END,
+    COUNTS,
+    FACES,
+    POINTS,
+    STEPS,
+    Fault,
+    Plan,
+    checksums,
+    draw,
+    judge,
+    replayed,
+)
 from tests.forked_ranks import Ended
 
 
-@pytest.mark.parametrize("hosts", [[], ["--hosts"]], ids=["one host", "several hosts"])
-@pytest.mark.parametrize("runs", [4, pytest.param(80, marks=pytest.mark.slow)])
-def test_random_deaths_leave_the_others_whole(runs, hosts):
-    command = [sys.executable, "-m", "tests.campaigns.healing", "--runs", str(runs), "--seed", "5", *hosts]  # they fork
+@pytest.mark.parametrize(
+    ("runs", "options"),
+    [
+        (4, []),
+        (4, ["--hosts"]),
+        pytest.param(80, [], marks=pytest.mark.slow),
+        pytest.param(80, ["--hosts"], marks=pytest.mark.slow),
+        pytest.param(30, ["--hosts", "--faces", "lightning", "keras"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_random_deaths_leave_the_others_whole(runs, options):
+    command = [
+        sys.executable,
+        "-m",
+        "tests.campaigns.healing",
+        "--runs",
+        str(runs),
+        "--seed",
+        "5",
+        *options,
+    ]  # they fork
     result = subprocess.run(command, capture_output=True, text=True, timeout=60 * runs, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"{runs} jobs, " in result.stdout
@@ -25,6 +55,14 @@ def test_a_run_is_drawn_from_its_seed_and_number_alone():
     assert {fault.point for plan in plans for fault in plan.faults} == set(POINTS)
     assert {len(plan.faults) for plan in plans} == {1, 2, 3, 4, 5} and {plan.ranks for plan in plans} == {2, 3, 4, 5, 6}
     assert all(len({fault.rank for fault in plan.faults}) == len(plan.faults) < plan.ranks for plan in plans)
+
+
+def test_between_hosts_ranks_also_leave_and_gradients_are_rounded():
+    plans = [draw(1, number, True, FACES) for number in range(300)]
+    assert {plan.face for plan in plans} == set(FACES) and {plan.compression for plan in plans} == {"", "bf16", "fp16"}
+    points = {fault.point for plan in plans for fault in plan.faults if plan.face != "torch"}
+    assert points == {"forward", "reduction", "update", "healing", *AT_EPOCH_END.values(), "SIGTERM"}
+    assert all(sum(map(int, plan.nodes.split(","))) == plan.ranks for plan in plans)
 
 
 PLAN = Plan(1, 1, 3, (Fault(1, 3, "forward", 1, "in"),), False, (6, 0), 0.3)

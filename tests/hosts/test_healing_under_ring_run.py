@@ -61,6 +61,14 @@ def test_ranks_and_all_of_a_host_may_be_killed(cluster, deaths):
     check_survivors(train(cluster, deaths, options=()), deaths, 6)
 
 
+@pytest.mark.slow
+def test_a_rank_that_gets_sigterm_leaves(cluster):
+    deaths = {0: [2, "SIGTERM"], 3: [4, "in step"]}
+    result = train(cluster, deaths, options=())
+    check_survivors(result, deaths, 6)
+    assert "ring run: rank 0 left, rank 3 died, and the other 4 ended normally." in result.output
+
+
 def supervisors(job):
     """By the number of their host."""
     found = {}
