@@ -6,9 +6,10 @@
     mpirun -n 2 python benchmarks/keras_step.py --sharded                # Adam, and its update divided among the ranks
     python benchmarks/keras_steps.py                                     # all of these but the last
 
-"none" trains the ranks independently. "ours" averages like `BroadcastCallback`. TensorFlow has two more variants.
-"copied" is ours with each all-reduce replaced by a copy of the large gradients to the memory of their averages: the
-minimum cost of averages outside TensorFlow's memory. "fused" has the structure of a published Horovod script without
+"none" trains the ranks independently. "ours" averages like `BroadcastCallback`. "copied", for TensorFlow and JAX, is
+ours with each all-reduce replaced by a copy of the gradients: with TensorFlow to the memory of their averages, which is
+the minimum cost of averages outside TensorFlow's memory; with JAX, which reads averages where its gradients are, to
+other memory and back. "fused", for TensorFlow, has the structure of a published Horovod script without
 its negotiation: when all gradients are ready, one host call copies them into one buffer, MPI reduces it, and they are
 copied out. "one bucket" is ours without overlap, for the simulated network, in which the reduction of a bucket sleeps
 for the time that its bytes would need. "sharded" is ours with `shard_optimizer=True`.
@@ -86,7 +87,7 @@ def step_of(kind: str, name: str, bandwidth: float, is_adam: bool) -> tuple[Call
             )
         averaging.prepare(model.trainable_variables)
         if kind == "copied":
-            averaging.exchange.communicator.all_reduce = copy
+            replace_reductions(averaging.exchange.communicator, Copy())
         if bandwidth:
             simulate_network(averaging.exchange.communicator, bandwidth)
     broadcast_variables(model)
@@ -107,13 +108,33 @@ def simulate_network(communicator: Any, bandwidth: float) -> None:
         time.sleep(memory.array.nbytes / bandwidth)
         reduce(memory, op, codec)
 
-    communicator.all_reduce = delayed
+    replace_reductions(communicator, delayed)
 
 
-def copy(memory: Any, op: Any, codec: Any = None) -> None:
-    """Replace an all-reduce: only copy gradients from the framework's memory to the memory of their averages."""
-    if memory.source is not None:
-        np.copyto(memory.array, memory.source)
+def replace_reductions(communicator: Any, all_reduce: Callable[..., None]) -> None:
+    """Have a communicator call this function for each memory that it is to reduce, alone or with others."""
+
+    def coalesced(memories: Sequence[Any], op: Any, codecs: Any = None) -> None:
+        for memory in memories:
+            all_reduce(memory, op)
+
+    communicator.all_reduce, communicator.all_reduce_coalesced = all_reduce, coalesced
+
+
+class Copy:
+    """Takes the place of an all-reduce, and only copies: to the memory of averages, or to its own memory and back."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, np.ndarray] = {}  # by bytes
+
+    def __call__(self, memory: Any, op: Any, codec: Any = None) -> None:
+        if memory.source is not None:
+            np.copyto(memory.array, memory.source)
+        elif BACKEND == "jax":
+            if (kept := self._kept.get(memory.nbytes)) is None:
+                kept = self._kept[memory.nbytes] = np.empty_like(memory.array)
+            np.copyto(kept, memory.array)
+            np.copyto(memory.array, kept)
 
 
 def fuse(optimizer: Any) -> None:
@@ -150,8 +171,8 @@ def main() -> None:
     kinds = ["none", "ours", "one bucket"] if options.network else ["none", "ours"]
     if options.sharded:
         kinds = ["none", "ours", "sharded"]
-    elif not options.network and BACKEND == "tensorflow":
-        kinds += ["copied", "fused"] if current().launcher == "mpi" else ["copied"]
+    elif not options.network and BACKEND != "torch":
+        kinds += ["copied", "fused"] if BACKEND == "tensorflow" and current().launcher == "mpi" else ["copied"]
     rows: dict[str, dict[str, Times]] = {}
     for name in options.models:
         made = {kind: step_of(kind, name, options.network * 1e9, options.sharded) for kind in kinds}

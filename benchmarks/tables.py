@@ -62,6 +62,18 @@ def steps() -> str:
     return table(header, rows) + f"\n\n({record['machine']})"
 
 
+def overlap() -> str:
+    """Median ms with quartiles by the value of `overlap`, and the ratio of "auto" to the better of both ways."""
+    record = load("overlap")
+    rows = []
+    for model, times in record["seconds"].items():
+        cells = [f"{t['median'] * 1e3:.2f} ({t['low'] * 1e3:.2f}-{t['high'] * 1e3:.2f})" for t in times.values()]
+        _, auto, *fixed = (t["median"] for t in times.values())
+        rows.append([model, *cells, f"{auto / min(fixed):.3f}"])
+    header = ["", *(f"{n}, ms" for n in times), "auto / the better"]
+    return table(header, rows) + f"\n\n({record['machine']})"
+
+
 def memory() -> str:
     """Peak and growth."""
     record = load("memory")
@@ -149,7 +161,7 @@ def kills() -> str:
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ROOT / "docs" / "performance.md", ROOT / "docs" / "healing.md", ROOT / "README.md"
 RESULT = re.compile(r"(<!-- results: (\w+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
-MADE = {make.__name__: make for make in (messages, steps, memory, overhead, between_hosts, kills, summary)}
+MADE = {make.__name__: make for make in (messages, steps, overlap, memory, overhead, between_hosts, kills, summary)}
 
 
 def filled(text: str) -> str:

@@ -2,19 +2,22 @@
 
     mpirun -n 2 python benchmarks/training_step.py                  # about six minutes
     mpirun -n 2 python benchmarks/training_step.py --models cnn --seconds 5
+    mpirun -n 2 python benchmarks/training_step.py --overlap        # both ways of averaging; about four minutes
 
 A step is zero_grad, forward, backward and an SGD update. Every repetition runs all variants one after the other; the
 time of a step is that of the slower rank. Numbers of threads are those that `init()` chooses, and nothing is bound or
 prioritized.
 
 "no communication" trains the ranks independently. "copied" also copies all gradients into a buffer and back after
-backward: the least that any averaging outside of the gradients' own memory costs.
+backward: the least that any averaging outside of the gradients' own memory costs. With `--overlap`, "auto" is what
+ring_plugins chooses in its first steps, and "while backward runs" and "after backward" are its choices.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from measure import machine, save
@@ -63,6 +66,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "cnn": cnn,
 }
 NAMES = "no communication", "copied", "ring_plugins", "DDP (gloo)"
+#: With `--overlap`: the argument of `DistributedOptimizer`.
+OVERLAPS: dict[str, Any] = {"auto": "auto", "while backward runs": True, "after backward": False}
 
 
 def step(
@@ -96,19 +101,21 @@ def copying(model: nn.Module) -> Callable[[], None]:
 
 
 def variants(
-    make: Callable[[], tuple[nn.Module, torch.Tensor]],
-) -> tuple[dict[str, Callable[[], None]], DistributedOptimizer]:
-    """Return name -> step to time, and our optimizer, which records its waiting time."""
+    make: Callable[[], tuple[nn.Module, torch.Tensor]], names: Sequence[str]
+) -> tuple[dict[str, Callable[[], None]], dict[str, DistributedOptimizer]]:
+    """Return name -> step to time, and our optimizers, which record their waiting time."""
     made: dict[str, Callable[[], None]] = {}
-    for name in NAMES:
+    ours: dict[str, DistributedOptimizer] = {}
+    for name in names:
         torch.manual_seed(0)
         model, x = make()
         y = torch.randint(0, 10, (x.shape[0],))
         if name.startswith("DDP"):
             model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-        if name == "ring_plugins":
-            optimizer = ours = DistributedOptimizer(optimizer, model.named_parameters())
+        if name in ("ring_plugins", *OVERLAPS):
+            overlap = OVERLAPS.get(name, "auto")
+            optimizer = ours[name] = DistributedOptimizer(optimizer, model.named_parameters(), overlap=overlap)
         made[name] = step(model, optimizer, x, y, *([copying(model)] if name == "copied" else []))
     return made, ours
 
@@ -127,24 +134,48 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="parts of their names")
     parser.add_argument("--seconds", type=float, default=60.0, help="approximate time to spend on each model")
+    parser.add_argument("--overlap", action="store_true", help="compare the values of `overlap`")
     options = parser.parse_args()
     ring.init(ranks=2)
-    start_gloo()
+    names = NAMES[:1] + tuple(OVERLAPS) if options.overlap else NAMES
+    if not options.overlap:
+        start_gloo()
     rows: dict[str, dict[str, Times]] = {}
     profile: dict[str, dict[str, float]] = {}
     for name in (name for name in MODELS if any(part in name for part in options.models)):
-        made, ours = variants(MODELS[name])
+        made, ours = variants(MODELS[name], names)
         for _ in range(75):  # in which ring_plugins decides whether to overlap
-            made["ring_plugins"]()
+            made["auto" if options.overlap else "ring_plugins"]()
         probe = interleaved(made, 3)
         repetitions = int(max(9, options.seconds / sum(times.median for times in probe.values())))
         rows[name] = interleaved(made, repetitions)
-        profile[name] = shares(ours)
+        if not options.overlap:
+            profile[name] = shares(ours["ring_plugins"])
         if ring.rank() == 0:
             print(f"{name}: " + "  ".join(f"{n} {t.median * 1e3:.2f} ms" for n, t in rows[name].items()), flush=True)
-    if ring.rank() == 0:
+    if ring.rank() == 0 and options.overlap:
+        report_overlap(rows)
+    elif ring.rank() == 0:
         report(rows, profile)
     ring.barrier()
+
+
+def report_overlap(rows: dict[str, dict[str, Times]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"training step, {ring.size()} ranks: median ms (quartiles)", caption=machine())
+    columns = ("model", NAMES[0], *OVERLAPS, "auto / the better")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for model, times in rows.items():
+        cells = [f"{t.median * 1e3:.2f} ({t.low * 1e3:.2f}-{t.high * 1e3:.2f})" for t in times.values()]
+        auto, *fixed = (times[name].median for name in OVERLAPS)
+        table.add_row(model, *cells, f"{auto / min(fixed):.3f}")
+    Console(width=160).print(table)
+    save(
+        "overlap", {"ranks": ring.size(), "seconds": {m: {n: vars(t) for n, t in ts.items()} for m, ts in rows.items()}}
+    )
 
 
 def report(rows: dict[str, dict[str, Times]], profile: dict[str, dict[str, float]]) -> None:
