@@ -92,7 +92,7 @@ class Backward:
         self.callback = weakref.ref(callback, gone)
         try:
             with _pending_lock:
-                _pending.add(callback)
+                _pending.add(weakref.ref(callback, _pending.discard))
             callback.request()
         except BaseException:
             self.note_raised(callback)
@@ -177,16 +177,17 @@ class _EndOfBackward:
         self._prehooks += [function.register_prehook(lambda *_: self.request()) for function in following]
 
 
-#: Of all threads: a process may run backwards in several.
-_pending: weakref.WeakSet[_EndOfBackward] = weakref.WeakSet()
+#: Of all threads: a process may run backwards in several. Going through a WeakSet takes more calls.
+_pending: set[weakref.ref[_EndOfBackward]] = set()
 _pending_lock = threading.RLock()
 
 
 def _end_together(task: int) -> None:
     """End all averagers' parts in one backward; raises the first error after having ended all of them."""
     with _pending_lock:
-        pending = list(_pending)
-    ending = [c for c in pending if c.task == task and c.backward.callback() is c]
+        pending = _pending.copy()
+    callbacks = [callback for reference in pending if (callback := reference()) is not None]
+    ending = [c for c in callbacks if c.task == task and c.backward.callback() is c]
     ending.sort(key=lambda callback: callback.backward.order)
     errors: list[BaseException] = []
     together = (Backward.launch, Backward.finish)

@@ -148,7 +148,7 @@ class BucketSets:
         buckets = self.kept.get(trained)  # looked up once: it may be thousands of parameters
         if buckets is None:
             buckets = self._make(trained, passes)
-        buckets.has_others = bool(self.claim.others())
+        buckets.has_others = self.claim.has_others
         if buckets.is_ordered == (self._hooks.arrivals is not None):
             self._hooks.arrivals = None if buckets.is_ordered else []
             self._put_hooks()

@@ -252,7 +252,7 @@ class GradientBuckets:
             else:
                 self._check_unchanged(i)
                 direct.append(_laid_out(parameter, gradient))
-        with torch.no_grad():
+        with torch.inference_mode():  # takes a third less than `no_grad` for small tensors
             small.take(gradients, lambda: self._check_unchanged(*bucket.entries))
             if to:
                 torch._foreach_copy_(to, source)
@@ -560,7 +560,7 @@ class _Small:
         return gradients
 
     def take(self, gradients: list[torch.Tensor] | None, explain: Callable[[], None]) -> None:
-        """Move what `gradients` returned into the bucket, if there is anything.
+        """Move what `gradients` returned into the bucket, if there is anything; called without recording gradients.
 
         Args:
             gradients: see above.
@@ -569,8 +569,7 @@ class _Small:
         if not gradients:
             return
         try:
-            with torch.inference_mode():  # takes a third less than `no_grad` for small tensors
-                torch._foreach_copy_(self.views, gradients)
+            torch._foreach_copy_(self.views, gradients)
             collections.deque(map(setattr, self._parameters, itertools.repeat("grad"), self.views), maxlen=0)
         except RuntimeError:
             explain()

@@ -59,9 +59,10 @@ class Claim:
         """Newer claims to some of these parameters."""
         return [claim for claim in self._rivals() if claim._order > self._order]
 
-    def others(self) -> list[Claim]:
-        """All other claims."""
-        return [claim for claim in list(_claims) if claim is not self]
+    @property
+    def has_others(self) -> bool:
+        """Whether there are claims besides this one, which has parameters."""
+        return len(_claims) > 1
 
     def _rivals(self) -> list[Claim]:
         if len(_claims) < 2:

@@ -3,6 +3,7 @@
 import gc
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -160,7 +161,7 @@ def test_backwards_in_several_threads_do_not_disturb_each_other():
     errors, ended = [], []
     others = [autograd._EndOfBackward(Averager([]).backward) for _ in range(200)]  # which take their time to look at
     for other in others:
-        autograd._pending.add(other)
+        autograd._pending.add(weakref.ref(other))
 
     def run():
         try:
