@@ -98,6 +98,8 @@ class Job:
         for rank in self.living:
             one = self.ranks[rank]
             for other in self.ranks:
+                if other in one.left:
+                    continue  # its connection has ended with a goodbye
                 if self.is_cut(rank, other) and other not in one.silent:
                     found.append((rank, other, "silent"))
                 elif other in self.dead and other not in one.dead and not self.is_cut(rank, other):
