@@ -21,6 +21,7 @@ import pytest
 from ring_plugins.core.base.errors import RingError
 from ring_plugins.core.control import server as control_server
 from ring_plugins.core.control.channel import ControlConnection
+from ring_plugins.core.control.consensus import Consensus
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.failure_detector import Peer as Member
 from ring_plugins.core.control.parent_notifier import ParentNotifier, notify_parent
@@ -32,7 +33,7 @@ from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
 from ring_plugins.core.net.message_stream import HEADER_BYTES, Header, Incoming, Kind
 from ring_plugins.core.observe.stall import StallAggregator, StallWatch
 from ring_plugins.core.observe.step_breakdown import StepAggregator
-from ring_plugins.core.rendezvous import bootstrap, record
+from ring_plugins.core.rendezvous import bootstrap, record, seats, slot_holder
 from ring_plugins.core.rendezvous import tcp as rendezvous
 from ring_plugins.launcher import control, preflight
 from ring_plugins.launcher.outcomes import Outcome
@@ -398,6 +399,84 @@ class ControlMessages(JsonTarget):
         self._server.abandon()
 
 
+class MeshMessages(JsonTarget):
+    """Messages among ranks of several hosts, which agree on who is left: each changes nothing, or is a message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ranks = range(4)
+
+    def valid(self) -> list[bytes]:
+        decision = [[0, 1, 2], 7, [3]]
+        bodies: list[tuple[str, dict[str, Any]]] = [
+            ("call", {}),
+            ("prepare", {"ballot": 1 << 20, "dead": [3]}),
+            ("promise", {"ballot": 1 << 20, "committed": 7, "silent": [], "leaving": [], "accepted": None}),
+            ("promise", {"ballot": 1 << 20, "committed": 7, "silent": [3], "leaving": [2], "accepted": [1, decision]}),
+            ("refused", {"ballot": 1 << 20, "promised": 2 << 20}),
+            ("accept", {"ballot": 1 << 20, "decision": decision}),
+            ("accepted", {"ballot": 1 << 20}),
+            ("decided", {"decision": decision}),
+        ]
+        return [to_json({"view": 1, "kind": kind, "body": body}) for kind, body in bodies]
+
+    def run(self, data: bytes, rng: random.Random) -> None:
+        try:
+            message = from_json(data)
+        except Disconnected:
+            return
+        rank = rng.choice(self._ranks)
+        told: list[Any] = []
+        one = Consensus(rank, self._ranks, lambda to, body: told.append((to, json.dumps(body))), lambda other: None)
+        if rng.randrange(2):
+            one.note_dead(rng.choice([other for other in self._ranks if other != rank]))
+        if rng.randrange(2):
+            one.arrive(1, rng.randrange(9))
+        sender = rng.choice([other for other in self._ranks if other != rank])
+        before = repr(sorted(vars(one).items(), key=lambda pair: pair[0]))
+        try:
+            one.receive(sender, message)
+        except ValueError:
+            assert repr(sorted(vars(one).items(), key=lambda pair: pair[0])) == before
+            return
+        one.note_silent(sender)  # what was taken must not break what follows
+        one.arrive(one.view + 1, 9)
+        one.awaited() if one._reachable() else None
+        assert set(one.members) <= set(self._ranks)
+        assert all(set(found.members) <= set(self._ranks) for found in one.decisions.values())
+
+
+class Greetings(Target):
+    """What a process that reaches the socket of a slot's holder says: only a holder's own line counts."""
+
+    def valid(self) -> list[bytes]:
+        return [b"1 0123456789abcdef\n", b"999999 0123456789abcdef\n", b"\n", b"1 " + b"f" * 100]
+
+    def run(self, data: bytes, rng: random.Random) -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            for piece in _pieces(data[:4096], rng):
+                theirs.send(piece)
+            theirs.close()
+            slot, digest = slot_holder._greeting(ours)
+        line = data[:64].partition(b"\n")[0] + b"\n"
+        if (slot, digest) != (0, ""):
+            assert line == f"{slot} {digest}\n".encode() or int(line.split()[0]) == slot
+            assert len(digest) == 16 and 0 <= slot < 1_000_000
+
+
+class SeatTexts(Target):
+    """The variable that names a process's seat: a LaunchError, or a row of the file."""
+
+    raises = OURS
+
+    def valid(self) -> list[bytes]:
+        return [b"3:4:1", b"-1:4:1", b"0:0:0", b"3:4", b"999999999999999999999:1:1"]
+
+    def run(self, data: bytes, rng: random.Random) -> None:
+        seats.OwnSeat(data.decode("utf-8", "replace"))
+
+
 class LauncherMessages(Target):
     """What a rank says to the driver of `run(hosts=...)` and of Spark, except what pickles hold."""
 
@@ -541,6 +620,7 @@ class ProbeReports(JsonTarget):
 
 
 TARGETS: list[Callable[[], Target]] = [
-    Handshakes, Acceptors, Frames, TaggedMessages, Json, Joins, Answers, ControlMessages, LauncherMessages, Claims,
+    Handshakes, Acceptors, Frames, TaggedMessages, Json, Joins, Answers, ControlMessages, MeshMessages, Greetings,
+    SeatTexts, LauncherMessages, Claims,
     ParentNotes, StoreValues, NcclIds, ProbeReports,
 ]  # fmt: skip

@@ -194,7 +194,12 @@ class Consensus:
         self._step()
 
     def receive(self, sender: int, message: Message) -> None:
-        """Take a message of another rank."""
+        """Take a message of another rank.
+
+        Raises:
+            ValueError: it is none of this algorithm's, so that the sender cannot be trusted; nothing has changed.
+        """
+        _check(message)
         if message["view"] <= self.view:
             if message["kind"] in ("prepare", "accept") and message["view"] in self.decisions:
                 self._tell_decision(sender, message["view"])
@@ -202,6 +207,8 @@ class Consensus:
         is_current = message["view"] == self.view + 1
         if not is_current or self.is_excluded() or sender in self.dead or sender in self.silent:
             return
+        if not _members_in(message).issubset(self.members):
+            raise ValueError(f"{message!r} has members that the view before has not")
         getattr(self, f"_receive_{message['kind']}")(sender, **message["body"])
         self._step()
 
@@ -372,3 +379,65 @@ class Consensus:
             if rank != self.rank and self._is_reachable(rank):
                 self._tell_decision(rank, self.view)
         self._begin_view()
+
+
+# Messages of others, which a faulty memory or another version may have changed -----------------------------
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _are_ranks(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(_is_number(one) and one < _STRIDE for one in value)
+
+
+def _is_decision(value: Any) -> bool:
+    if not isinstance(value, (list, tuple)) or len(value) != 3:
+        return False
+    members, committed, leaving = value
+    are_ranks = _are_ranks(members) and _are_ranks(leaving)
+    return are_ranks and list(members) == sorted(set(members)) and _is_number(committed)
+
+
+def _is_accepted(value: Any) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, (list, tuple)) and len(value) == 2 and _is_number(value[0]) and _is_decision(value[1])
+
+
+#: What the body of each kind of message holds.
+_BODIES: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "call": {},
+    "prepare": {"ballot": _is_number, "dead": _are_ranks},
+    "promise": {
+        "ballot": _is_number,
+        "committed": _is_number,
+        "silent": _are_ranks,
+        "leaving": _are_ranks,
+        "accepted": _is_accepted,
+    },
+    "refused": {"ballot": _is_number, "promised": _is_number},
+    "accept": {"ballot": _is_number, "decision": _is_decision},
+    "accepted": {"ballot": _is_number},
+    "decided": {"decision": _is_decision},
+}
+
+
+def _check(message: Any) -> None:
+    """Raise `ValueError` if this is no message of the algorithm."""
+    if isinstance(message, dict) and message.keys() == {"view", "kind", "body"} and _is_number(message["view"]):
+        kind, body = message["kind"], message["body"]
+        form = _BODIES.get(kind) if isinstance(kind, str) else None
+        is_complete = form is not None and isinstance(body, dict) and body.keys() == form.keys()
+        if form is not None and is_complete and all(is_right(body[name]) for name, is_right in form.items()):
+            return
+    raise ValueError(f"{str(message)[:200]} is no message of an agreement")
+
+
+def _members_in(message: Message) -> set[int]:
+    """The members of the decisions that a message holds."""
+    body = message["body"]
+    accepted = body.get("accepted")
+    decisions = [body.get("decision"), accepted[1] if accepted is not None else None]
+    return {rank for decision in decisions if decision is not None for rank in (*decision[0], *decision[2])}

@@ -128,8 +128,8 @@ class Mesh:
         self._selector.register(self._wake_end, selectors.EVENT_READ, None)
         self._is_agreeing = self._closed = False
         self._thread = HelperThread(self._run, "ring:mesh")
-        self.on("server", self.announced.__setitem__)
-        self.on("dead", lambda sender, body: self._consensus.note_dead(int(body["rank"])))
+        self.on("server", self._note_server)
+        self.on("dead", lambda sender, body: self._consensus.note_dead(self._rank_in(body)))
         self.on("left", lambda sender, body: self._consensus.note_left(sender, int(body["committed"])))
         self.on("agree", self._consensus.receive)
 
@@ -317,6 +317,17 @@ class Mesh:
             rank,
         )
 
+    def _rank_in(self, body: dict[str, Any]) -> int:
+        rank = body["rank"]
+        if type(rank) is not int or not 0 <= rank < len(self._peers):
+            raise ValueError(f"{body!r} names no rank")
+        return rank
+
+    def _note_server(self, sender: int, body: dict[str, Any]) -> None:
+        if not isinstance(body, dict):
+            raise TypeError(f"{body!r} is no address")
+        self.announced[sender] = body
+
     # Sending, with the lock held ------------------------------------------------------------------
 
     def _send_message(self, rank: int, message: Message) -> None:
@@ -381,6 +392,14 @@ class Mesh:
                     handler(rank, body)
             except Disconnected as how:
                 self._note_end(rank, how)
+                return
+            except Exception:  # what one rank sends must not end this one's thread, on which all others rely
+                logger.exception(
+                    f"rank {self.rank} has closed its connection to rank {rank} (process {self._peers[rank].pid} on "
+                    f"{self._peers[rank].host}), which sent an invalid message: {data[:200]!r}. Memory or network are "
+                    "faulty, or this is a bug of ring_plugins."
+                )
+                self._note_end(rank, Disconnected("it sent an invalid message", is_invalid=True))
                 return
 
     def _note_end(self, rank: int, how: Disconnected) -> None:

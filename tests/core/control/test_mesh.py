@@ -121,6 +121,30 @@ def test_a_rank_that_leaves_is_not_lost(meshes):
     assert not any(mesh.interrupts() for mesh, _ in others)
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"not JSON",
+        b"[1, 2, 3]",
+        b'["agree", {"view": 1, "kind": "_step", "body": {}}]',
+        b'["agree", {"view": 1, "kind": "prepare", "body": {"ballot": 1, "dead": ["x"]}}]',
+        b'["agree", {"view": 1, "kind": "decided", "body": {"decision": [[0, 9], 0, []]}}]',
+        b'["dead", {"rank": [1]}]',
+    ],
+)
+def test_a_rank_that_sends_an_invalid_message_is_left_behind_and_told_so(message, meshes, caplog):
+    sender = meshes[3][0]
+    with sender._lock:
+        sender._send(0, message)
+    assert until(meshes[0][0].interrupts), "the others do not notice"
+    results = agreed(meshes)
+    assert results[:3] == [[3]] * 3
+    assert "this side ends" in str(results[3]) or "goes on without rank 3" in str(results[3])
+    assert all(mesh._thread.is_alive() for mesh, _ in meshes)
+    if message != b"not JSON":
+        assert "rank 3 (process 103 on host3), which sent an invalid message" in caplog.text
+
+
 def test_ranks_that_are_out_of_reach_are_left_behind(meshes):
     for mesh, _ in meshes[:3]:
         mesh.note_unreachable(3)
