@@ -158,10 +158,26 @@ def kills() -> str:
     return table(header, rows) + f"\n\n({record['machine']})"
 
 
+def healing_campaign() -> str:
+    """What jobs came to in which ranks died, by the point of the first death."""
+    record = load("healing_campaign")
+    columns = {"jobs": "jobs", "deaths": "deaths", "went on": "went on", "ended": "ended as documented", "bad": "wrong"}
+    rows, machines = [], []
+    for kind, campaign in record["campaigns"].items():
+        points = campaign["points"]
+        rows += [[f"{kind}: {point}", *(str(found[name]) for name in columns)] for point, found in points.items()]
+        rows.append([f"**{kind}**", *(f"**{sum(found[name] for found in points.values())}**" for name in columns)])
+        machines.append(f"{kind}: seed {campaign['seed']}, {campaign['machine']}")
+    return table(["ranks die first in", *columns.values()], rows) + f"\n\n({'; '.join(machines)})"
+
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ROOT / "docs" / "performance.md", ROOT / "docs" / "healing.md", ROOT / "README.md"
 RESULT = re.compile(r"(<!-- results: (\w+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
-MADE = {make.__name__: make for make in (messages, steps, overlap, memory, overhead, between_hosts, kills, summary)}
+MADE = {
+    make.__name__: make
+    for make in (messages, steps, overlap, memory, overhead, between_hosts, kills, healing_campaign, summary)
+}
 
 
 def filled(text: str) -> str:

@@ -501,6 +501,14 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     return "\n".join(text)
 
 
+def keep(kind: str, seed: int, rows: dict[str, dict[str, Any]]) -> None:
+    """Write the summary of a campaign beside that of the other kind."""
+    campaigns = json.loads(RESULT.read_text())["campaigns"] if RESULT.exists() else {}
+    machine = f"{os.cpu_count()} cores, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
+    campaigns[kind] = {"machine": machine, "seed": seed, "load": os.getloadavg()[0], "points": rows}
+    RESULT.write_text(json.dumps({"campaigns": campaigns}, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=300)
@@ -533,9 +541,7 @@ def main() -> int:
     bad = sum(row["bad"] for row in rows.values())
     print(f"{len(lines)} jobs, {sum(row['deaths'] for row in rows.values())} deaths, {bad} bad")
     if options.keep:
-        cores = f"{os.cpu_count()} cores, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
-        kept = {"machine": cores, "seed": options.seed, "load": os.getloadavg()[0], "points": rows}
-        RESULT.write_text(json.dumps(kept, indent=1) + "\n")
+        keep("several hosts" if options.hosts else "one host", options.seed, rows)
     return int(bad > 0)
 
 
