@@ -251,7 +251,7 @@ def take_part(
                 peers.append(peer)
             except SharedMemoryError as error:
                 problem = str(error)
-    admission = Admission(own, peers, call.start)
+    admission = Admission(own, peers, call.start, call.newcomers)
     admission.gather({**call._asdict(), "problem": problem})
     segments: dict[int, Segment] = {}
     try:

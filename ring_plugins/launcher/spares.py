@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.linux.process import STOPPED, state
 from ring_plugins.core.rendezvous.seats import Seats
 from ring_plugins.core.rendezvous.spawn import silent_end
 from ring_plugins.launcher.supervision import Supervisor
@@ -54,7 +55,7 @@ class Spares:
 
     def take(self, seat: int) -> int | None:
         """Give a seat to a spare, one that waits already if there is one; returns its world rank, None for none."""
-        living = [spare for spare in self._spares if spare.process.poll() is None]
+        living = [one for one in self._spares if one.process.poll() is None and state(one.process.pid) not in STOPPED]
         if not living:
             return None
         spare = next((one for one in living if self._seats.has_come(one.world_rank)), living[0])

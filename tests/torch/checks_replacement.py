@@ -9,6 +9,7 @@ that many seconds.
 
 import json
 import os
+import signal
 import threading
 import time
 from typing import Any
@@ -56,7 +57,7 @@ def wait_for_spare() -> None:
 
 
 def die_in_round(number: int, when: str) -> None:
-    """Die in a round of an admission, counted from 1, before or after telling the others."""
+    """Die "before" or "in" a round of an admission, counted from 1, or be "stopped" before it."""
     gather, seen = admission.Admission.gather, []
 
     def mortally(self: Any, payload: Any) -> Any:
@@ -64,7 +65,7 @@ def die_in_round(number: int, when: str) -> None:
         if len(seen) == number and when == "in":
             self._own.tell(self._round + 1, json.dumps(payload).encode())
         if len(seen) == number:
-            die()
+            os.kill(os.getpid(), signal.SIGSTOP if when == "stopped" else signal.SIGKILL)
         return gather(self, payload)
 
     admission.Admission.gather = mortally
@@ -77,6 +78,10 @@ def own_deaths(seat: int, ranks: int) -> list[tuple[int, str]]:
     if number > ranks:
         mine = [(step, point.removeprefix("every ")) for step, point in mine if point.startswith("every")]
     return [(step, point.removeprefix("every ").removeprefix("newcomer ")) for step, point in mine]
+
+
+if "stopped" in os.environ.get("TEST_DEATHS", ""):
+    admission._PATIENCE = 2.0
 
 
 def prepare_newcomer(mine: list[tuple[int, str]]) -> None:

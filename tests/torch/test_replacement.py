@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.launch import run_ranks, slowness
+from tests.launchers import find_mpirun
 from tests.torch.checks_replacement import BATCHES, EPOCHS, gradient
 
 CHECKS = Path(__file__).with_name("checks_replacement.py")
@@ -92,6 +93,26 @@ def test_a_newcomer_may_die_while_it_joins_and_the_next_one_joins(point):
     assert found["numbers"] == [0, 4, 2]
     has_joined = point == "newcomer round 3 in"
     assert [change[2] for change in own[0]["changes"] if change[2]] == [*[[3]] * has_joined, [4]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_nobody_waits_long_for_a_newcomer_that_is_stopped_while_it_joins(number):
+    result = train([[1, 2, "now"], [1, 0, f"newcomer round {number} stopped"]])
+    found, _ = check(result)
+    assert found["numbers"] == [0, 4, 2]
+    assert "which was to join as rank 3, has not answered for 2 s (stopped?). It was killed, and the" in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_lost_ranks_are_replaced_under_launchers_by_spares_too(launcher):
+    if launcher == "mpirun" and find_mpirun() is None:
+        pytest.skip("there is no mpirun")
+    result = train([[1, 2, "now"], [0, 6, "now"]], launcher=launcher, env={"RING_SPARES": "1"})
+    found, _ = check(result)
+    assert found["numbers"] == [4, 3, 2]
+    assert result.output.count("ring run: a spare process takes the place of rank") == 2
 
 
 @pytest.mark.slow

@@ -17,18 +17,30 @@ Who passes the last round, in which nobody reports a problem, takes the new memo
 that. Until then the old memory is as it was. So if anyone dies or reports a problem, the members go on as if nobody had
 wanted to join. A newcomer that is left over waits for the next chance.
 
+Members stand still meanwhile, so they do not wait long for a newcomer that is stopped or hangs. They may not just go
+on: it could write what it has to tell at the last moment, and one member would see it and another would not. So they
+kill it, and then the rule above applies. It is no part of the job yet, and another process takes its place.
+
 Considered and rejected: mending the groups that exist. A newcomer would have to learn at which barrier they are, and
 members would use memory in which it may have died.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+import os
+import signal
+import time
+from collections.abc import Collection, Sequence
 from typing import Any
 
+from ring_plugins.core.base.log import logger
 from ring_plugins.core.control.liveness import RUNNING, Liveness
 from ring_plugins.core.control.wait import Wait
+
+#: Seconds for which members wait for a newcomer in a round. It takes milliseconds to map the memory.
+_PATIENCE = 10.0
 
 
 class NotAdmitted(Exception):
@@ -42,11 +54,14 @@ class Admission:
         own: of this process.
         others: of all others that take part.
         start: number of the round before the first; higher than that of any round before.
+        newcomers: world ranks of those that are to join.
     """
 
-    def __init__(self, own: Liveness, others: Sequence[Liveness], start: int) -> None:
+    def __init__(self, own: Liveness, others: Sequence[Liveness], start: int, newcomers: Collection[int] = ()) -> None:
         self._own, self._others = own, list(others)
-        self._round = start
+        self._round, self._began = start, 0.0
+        self._members = {peer.rank for peer in (own, *others)}.difference(newcomers)
+        self._killed = set[int]()
 
     def gather(self, payload: dict[str, Any]) -> dict[int, dict[str, Any]]:
         """Exchange what JSON can hold; returns everyone's by world rank.
@@ -57,7 +72,7 @@ class Admission:
         Raises:
             NotAdmitted: only processes are missing that are gone, or one reports a problem.
         """
-        self._round += 1
+        self._round, self._began = self._round + 1, time.monotonic()
         self._own.tell(self._round, json.dumps(payload).encode())
         Wait("admission", None).until(self._all_have_told, self._missing, lambda: "the admission of new ranks")
         found = {peer.rank: json.loads(peer.told(self._round) or b"{}") for peer in self._others}
@@ -75,4 +90,22 @@ class Admission:
         missing = self._missing()
         if missing and set(gone).issuperset(missing):
             raise NotAdmitted("")
+        if missing and self._own.rank in self._members and time.monotonic() - self._began > _PATIENCE:
+            # All members have told, or else a newcomer that works could wait for one of them.
+            self._kill_newcomers([peer for peer in self._others if peer.rank in missing])
         return not missing
+
+    def _kill_newcomers(self, missing: Sequence[Liveness]) -> None:
+        """Kill those that are missing, if no member is."""
+        if not self._members.isdisjoint(peer.rank for peer in missing):
+            return
+        for peer in missing:
+            if peer.rank not in self._killed and not peer.has_died():
+                self._killed.add(peer.rank)
+                with contextlib.suppress(OSError):
+                    os.kill(peer.pid, signal.SIGKILL)
+                if self._own.rank == min(self._members):
+                    logger.warning(
+                        f"process {peer.pid}, which was to join as rank {peer.rank}, has not answered for "
+                        f"{_PATIENCE:g} s (stopped?). It was killed, and the other ranks go on without it."
+                    )

@@ -1,9 +1,13 @@
 """Rounds of an admission among threads, each of which has a liveness segment; the lock of one that dies is let go."""
 
+import os
+import signal
 import threading
+import time
 
 import pytest
 
+from ring_plugins.core.control import admission
 from ring_plugins.core.control.admission import Admission, NotAdmitted
 from ring_plugins.core.control.liveness import Liveness
 
@@ -12,12 +16,12 @@ class Peers:
     """Liveness segments of some ranks in one process, of which none ever looks dead: the process has all locks."""
 
     def __init__(self, monkeypatch, count):
-        self.dead = set()
+        self.dead, self.newcomers = set(), ()
         self.own = [Liveness.create(rank) for rank in range(count)]
         monkeypatch.setattr(Liveness, "has_died", lambda one: one.rank in self.dead)
 
     def admission(self, rank):
-        return Admission(self.own[rank], [one for one in self.own if one.rank != rank], 32)
+        return Admission(self.own[rank], [one for one in self.own if one.rank != rank], 32, self.newcomers)
 
     def run(self, *functions):
         """What the function of each rank returns, or the text of the `NotAdmitted` that it raises."""
@@ -65,3 +69,28 @@ def test_one_that_is_gone_keeps_all_from_going_on_unless_it_has_told(monkeypatch
     peers.own[2].tell(33, b'{"rank": 2}')
     told = {rank: {"rank": rank} for rank in range(3)}
     assert peers.run(gather, gather, None)[:2] == [told] * 2
+
+
+def test_a_newcomer_that_does_not_answer_is_killed_and_a_member_is_not(monkeypatch):
+    peers, killed = Peers(monkeypatch, 3), []
+
+    def kill(pid, number):
+        killed.append((pid, number))
+        peers.dead.add(2)
+
+    monkeypatch.setattr(admission.os, "kill", kill)
+    monkeypatch.setattr(admission, "_PATIENCE", 0.1)
+    peers.newcomers = (2,)
+    gather = lambda one: one.gather({"rank": one._own.rank})  # noqa: E731
+
+    def gather_late(one):
+        time.sleep(0.5)
+        return gather(one)
+
+    told = {rank: {"rank": rank} for rank in range(3)}
+    assert peers.run(gather, gather_late, gather) == [told] * 3 and not killed
+    for one in peers.own:
+        one.tell(0, b"")
+        one.tell(1, b"")
+    assert peers.run(gather, gather_late, None)[:2] == ["not admitted: "] * 2
+    assert set(killed) == {(os.getpid(), signal.SIGKILL)}
