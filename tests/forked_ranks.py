@@ -91,7 +91,7 @@ def run_forked(
             variables = {**(environment or {}), **own}
             pid = os.fork()
             if not pid:
-                _be(rank, function, variables, directory)
+                be_rank(rank, function, variables, directory)
             pids[pid] = rank
         codes = _wait(pids, began + seconds, resume_after)
         ended = time.monotonic()
@@ -112,7 +112,7 @@ def _free_port() -> str:
         return str(listener.getsockname()[1])
 
 
-def _be(rank: int, function: Callable[[int], Any], variables: Mapping[str, str], directory: Path) -> None:
+def be_rank(rank: int, function: Callable[[int], Any], variables: Mapping[str, str], directory: Path) -> None:
     """Be a rank, in a forked child; does not return."""
     status = 1
     try:
