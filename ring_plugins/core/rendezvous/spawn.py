@@ -225,8 +225,11 @@ def _named(rank: int) -> str:
 def _wait_for_seat(seats: Seats, world_rank: int) -> int:
     """Wait as a spare until `ring run`, which ends this process with the job, gives it the seat of a lost rank."""
     seats.wait_as_spare(world_rank)
-    while (seat := seats.given(world_rank)) is None:
-        time.sleep(_LOOK)
+    try:
+        while (seat := seats.given(world_rank)) is None:
+            time.sleep(_LOOK)
+    except KeyboardInterrupt:  # at which all ranks end, and say so
+        sys.exit(128 + signal.SIGINT)
     return seat
 
 
