@@ -10,6 +10,7 @@ is done again after going back to a checkpoint counts once, and a step in which 
 that number per second, as a share of the same variant's undisturbed one.
 
     replace     ring_plugins with on_failure="replace": the others go on, and a new process takes the place
+    spare       the same with `ring run --spares 1`: a process that has imported torch takes the place
     restart     ring_plugins without: the job ends, and starts again from its last checkpoint
     torchrun    DDP over gloo with --max-restarts: all processes start again from the last checkpoint. It gets a store
                 of its own for each start: in the store that torch 2.13 shares by default, new processes find the dead
@@ -249,6 +250,9 @@ def started(variant: str, torchft: str | None) -> Iterator[tuple[Job, Path]]:
         port = 29611
         commands = {
             "replace": {"job": ([*ring_run, "--on-failure", "replace", sys.executable, *training], {})},
+            "spare": {
+                "job": ([*ring_run, "--on-failure", "replace", "--spares", "1", sys.executable, *training], {})
+            },
             "restart": {"job": ([*ring_run, sys.executable, *training], {})},
             "torchrun": {
                 "job": ([*torchrun, "--max-restarts=100000", *training], {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
@@ -333,7 +337,8 @@ def seat_has(logs: Path, seat: int, steps: int) -> bool:
 def main() -> None:
     """Measure and print; with --keep, also write benchmarks/results/kills.json."""
     trainings: dict[str, Callable[[], None]] = {
-        "replace": train_replace, "restart": train_restart, "torchrun": train_torchrun, "torchft": train_torchft,
+        "replace": train_replace, "spare": train_replace, "restart": train_restart, "torchrun": train_torchrun,
+        "torchft": train_torchft,
     }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", type=float, nargs="*", default=[60.0, 5.0], help="seconds from one kill to the next")

@@ -144,6 +144,7 @@ def kills() -> str:
     record = load("kills")
     names = {
         "replace": '`on_failure="replace"`',
+        "spare": '`on_failure="replace"`, with a spare',
         "restart": "ring_plugins, restarted from a checkpoint",
         "torchrun": "DDP, `torchrun --max-restarts`",
         "torchft": "DDP, torchft",
