@@ -9,7 +9,7 @@ all ranks' arithmetic and for the kernel's packets, so from about 10 Gbit/s on t
 
 The limit is the time of 2(n-1)/n of the bytes at the rate of one host's link. TCP and Ethernet headers take 4.4 % of
 that rate. "bare sockets" (bare_sockets.py) only moves the same bytes: it shows which share of the limit the cores can
-reach.
+reach. "sockets and sums" also computes the sums.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from bare_sockets import bare_sockets
+from bare_sockets import bare_sockets, sockets_and_sums
 from measure import init_under_mpirun, machine, on_test_hosts, save, used_by_others
 
 import ring_plugins as ring
@@ -74,7 +74,8 @@ def worker(options: argparse.Namespace) -> None:
         Path("/proc/self/autogroup").write_text("-20")
     init_under_mpirun(options.address)
     variants: dict[str, Backend] = {"ring": ordinary, "ring bucket": bucket, "ring over MPI": over_mpi()}
-    variants |= {"bare sockets": bare_sockets(), "MPI": flat_mpi} | ({} if options.without_gloo else {"gloo": gloo})
+    variants |= {"bare sockets": bare_sockets(), "sockets and sums": sockets_and_sums(), "MPI": flat_mpi}
+    variants |= {} if options.without_gloo else {"gloo": gloo}
     rows: dict[int, dict[str, Times]] = {}
     for nbytes in [size for size in SIZES if size <= (options.largest or SIZES[-1])]:
         made = {name: make(nbytes) for name, make in variants.items()}
@@ -114,7 +115,15 @@ def report(record: dict[str, object]) -> None:
     names = list(next(iter(rows.values())))
     caption = machine(RANKS, float(str(record["shared"])))
     table = Table(title=f"{hosts} hosts, {record['ranks']} ranks, {rate or 'no limit'}: median ms", caption=caption)
-    ratios = ("limit / ring", "limit / bucket", "bare / ring", "bare / bucket", "MPI / ring", "gloo / ring")
+    ratios = (
+        "limit / ring",
+        "limit / bucket",
+        "bare / ring",
+        "bare / bucket",
+        "sums / bucket",
+        "MPI / ring",
+        "gloo / ring",
+    )
     for title in ("bytes", *names, "limit", *ratios):
         table.add_column(title, justify="right")
     for size, times in rows.items():
@@ -122,6 +131,7 @@ def report(record: dict[str, object]) -> None:
         least = limit(int(size), hosts, rate if rate is None else str(rate))
         shares = [f"{least / m[name]:.2f}" if least else "" for name in ("ring", "ring bucket")]
         shares += [f"{m['bare sockets'] / m[name]:.2f}" for name in ("ring", "ring bucket")]
+        shares += [f"{m['sockets and sums'] / m['ring bucket']:.2f}"]
         shares += [f"{m[name] / m['ring']:.2f}" if name in m else "" for name in ("MPI", "gloo")]
         table.add_row(f"{int(size):,}", *(f"{m[n] * 1e3:,.3f}" for n in names), f"{least * 1e3:,.3f}", *shares)
     Console(width=200).print(table)

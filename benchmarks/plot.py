@@ -37,9 +37,11 @@ LABELS = {
     "plain copy": "plain copy of the same bytes",
     "ring over MPI": "ring_plugins over MPI",
     "bare sockets": "bare sockets, the same bytes",
+    "sockets and sums": "bare sockets, then the same sums",
 }
 INK = "#768390"
 COLORS = COLORS | {"ring": "#2a9d76", "ring bucket": "#6bbf59", "ring over MPI": "#a77bca", "bare sockets": "#4c92d9"}
+COLORS |= {"sockets and sums": "#8fbce6"}
 STYLE = {
     **dict.fromkeys(["text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"], INK),
     "grid.color": INK,
