@@ -37,7 +37,7 @@ from ring_plugins.core.arrays.codec import Codec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import slices
 from ring_plugins.core.base.errors import PeerFailed
-from ring_plugins.core.base.types import Array
+from ring_plugins.core.base.types import Array, Bytes
 from ring_plugins.core.collectives.butterfly import radices, rounds
 from ring_plugins.core.collectives.fingerprint import Fingerprint
 from ring_plugins.core.collectives.net_group import NetworkGroup, PendingHeaders
@@ -78,34 +78,39 @@ class Reduction:
         self._sizes = [nbytes] * group.size
         #: By round, until they are checked.
         self._headers: list[PendingHeaders | None] = []
-        self._unsent: list[tuple[int, Request]] = []
+        self._unsent: deque[Request] = deque()
 
     def introduce(self, number: int, members: Sequence[int]) -> None:
         """Send headers to the `members` with whom chunks are exchanged in a round, before the first chunk is."""
         if number == len(self._headers):
             self._headers.append(self.group.send_headers(self._sizes, self._sizes, self._fingerprint, members))
 
-    def send(self, members: Sequence[int], piece: Array) -> None:
-        """Start sending a piece to some members; the piece must not change before `finish_sending`."""
-        if piece.size:
-            data = self.codec.pack(piece).view(np.uint8)
-            self._unsent += [(member, self.group.send(member, data)) for member in members]
+    def send(self, pieces: Sequence[tuple[Sequence[int], Array]]) -> None:
+        """Start to send each piece to some members; the pieces must not change before `finish_sending`."""
+        outgoing: list[tuple[int, Bytes]] = []
+        for members, piece in pieces:
+            if piece.size:
+                data = self.codec.pack(piece).view(np.uint8)
+                outgoing += [(member, data) for member in members]
+        if outgoing:
+            self._unsent.append(self.group.exchange(outgoing, ()))
 
     def progress(self) -> None:
         """Advance the sends, and forget those that are done."""
         with contextlib.suppress(PeerFailed):  # the next wait raises it, with the reason
-            while self._unsent and self._unsent[0][1].done():
-                del self._unsent[0]
+            while self._unsent and self._unsent[0].done():
+                self._unsent.popleft()
 
     def finish_sending(self) -> None:
         """Wait until everything is sent, after which the memory may change."""
-        self.group.wait_each(self._unsent, self._fingerprint, spin=False)
-        self._unsent = []
+        self.group.wait(self._unsent, self._fingerprint, spin=False)
+        self._unsent.clear()
 
-    def receive(self, member: int, buffer: Array) -> Request:
-        return self.group.receive(member, buffer.view(np.uint8))
+    def receive(self, buffers: Sequence[tuple[int, Array]]) -> Request:
+        """Start to fill buffers with what members send."""
+        return self.group.exchange((), [(member, buffer.view(np.uint8)) for member, buffer in buffers])
 
-    def wait(self, number: int, pending: Sequence[tuple[int, Request]]) -> None:
+    def wait(self, number: int, pending: Request) -> None:
         """Wait for the transfers of a chunk in a round, and the first time for the headers of that round too.
 
         Raises:
@@ -115,7 +120,7 @@ class Reduction:
         if headers is not None:
             self.group.check_headers(headers)
             self._headers[number] = None
-        self.group.wait_each(pending, self._fingerprint, spin=False)
+        self.group.wait([pending], self._fingerprint, spin=False)
 
     def take_term(self, piece: Array) -> Array:
         """Return a buffer that receives a term of a sum; `return_term` takes it back."""
@@ -164,7 +169,7 @@ class PairExchange:
         (self._peer,) = reduction.group.others
         reduction.introduce(0, [self._peer])
         outgoing, incoming = self._packed.view(np.uint8), self._term.view(np.uint8)
-        self._pending = [(self._peer, reduction.group.exchange(self._peer, outgoing, incoming))] if chunk.size else []
+        self._pending = reduction.group.exchange([(self._peer, outgoing)], [(self._peer, incoming)])
 
     def advance(self) -> bool:
         reduction, chunk = self._reduction, self._chunk
@@ -198,15 +203,14 @@ class Butterfly:
         me, others = self._me_and_others(group)
         reduction.introduce(self._round, [group[i] for i in others])
         self._receive(group, {i: reduction.take_term(parts[me]) for i in others})
-        for i in others:
-            reduction.send([group[i]], parts[i])
+        reduction.send([([group[i]], parts[i]) for i in others])
 
     def _gather(self) -> None:
         """Begin a round of the all-gather: everyone sends the others of its group its part."""
         reduction, group, parts = self._reduction, self._groups[self._level], self._parts[self._level]
         me, others = self._me_and_others(group)
         self._receive(group, {i: reduction.codec.receive_buffer(parts[i]) for i in others})
-        reduction.send([group[i] for i in others], parts[me])
+        reduction.send([([group[i] for i in others], parts[me])])
 
     @property
     def _level(self) -> int:
@@ -219,8 +223,8 @@ class Butterfly:
         return me, [(me + step) % len(group) for step in range(1, len(group))]
 
     def _receive(self, group: Sequence[int], buffers: dict[int, Array]) -> None:
-        self._received, receive = buffers, self._reduction.receive
-        self._pending = [(group[i], receive(group[i], buffer)) for i, buffer in buffers.items() if buffer.size]
+        self._received = buffers
+        self._pending = self._reduction.receive([(group[i], buffer) for i, buffer in buffers.items()])
 
     def advance(self) -> bool:
         reduction, last = self._reduction, len(self._groups) - 1
@@ -254,7 +258,7 @@ class Ring:
         self._round, self._last_sum = 0, group.size - 2
         self._next, self._previous = (group.position + 1) % group.size, (group.position - 1) % group.size
         reduction.introduce(0, group.others)
-        reduction.send([self._next], self._parts[group.position])
+        reduction.send([([self._next], self._parts[group.position])])
         self._receive()
 
     def _receive(self) -> None:
@@ -263,7 +267,7 @@ class Ring:
         self._part = part = self._parts[(group.position - 1 - self._round) % group.size]
         is_term = self._round <= self._last_sum
         self._buffer = reduction.take_term(part) if is_term else reduction.codec.receive_buffer(part)
-        self._pending = [(self._previous, reduction.receive(self._previous, self._buffer))] if part.size else []
+        self._pending = reduction.receive([(self._previous, self._buffer)])
 
     def advance(self) -> bool:
         reduction, part = self._reduction, self._part
@@ -276,7 +280,7 @@ class Ring:
         if self._round == 2 * self._last_sum + 1:
             return True
         self._round += 1
-        reduction.send([self._next], part)
+        reduction.send([([self._next], part)])
         self._receive()
         return False
 

@@ -218,16 +218,16 @@ class HierarchicalCollectives:
             if self._host == root_host:
                 pending = rail.exchange_parts([parts.get(host) for host in range(len(hosts))], nothing)
                 yield
-                rail.wait_each(pending, fingerprint, spin=False)
+                rail.wait([pending], fingerprint, spin=False)
                 return
             mine = parts.pop(self._host)
             pending = rail.exchange_parts(nothing, [mine if host == root_host else None for host in range(len(hosts))])
             yield
-            rail.wait_each(pending, fingerprint, spin=False)
+            rail.wait([pending], fingerprint, spin=False)
             if scattered:
                 outgoing = [mine if host in parts else None for host in range(len(hosts))]
                 incoming = [parts.get(host) for host in range(len(hosts))]
-                rail.wait_each(rail.exchange_parts(outgoing, incoming), fingerprint, spin=False)
+                rail.wait([rail.exchange_parts(outgoing, incoming)], fingerprint, spin=False)
 
         steps = max(1, -(-data.size // length))
         self._run(fingerprint, steps, rails, give, transfer, take_local, take_remote)
@@ -263,7 +263,7 @@ class HierarchicalCollectives:
             incoming = [self._results[step & 1][number][cut] for cut in cuts]
             pending = rail.exchange_parts([block] * len(hosts), incoming)
             yield
-            rail.wait_each(pending, fingerprint, spin=False)
+            rail.wait([pending], fingerprint, spin=False)
 
         steps = max(1, *(-(-part.size // share) for part in parts))
         self._run(fingerprint, steps, rails, give, transfer, take_local, take_remote)
@@ -307,15 +307,16 @@ class HierarchicalCollectives:
             result, *rest = [buffer[cut] for cut in _cuts([counts[own]] * (1 + len(hosts)) + counts)]
             terms, sums = rest[: len(hosts)], rest[len(hosts) :]
             sums[own] = terms[own]
-            pending: list[tuple[int, Request]] = []
+            requests: list[Request] = []
             for host in (*self._remote, own):
                 if counts[host]:
                     reduce_into(sums[host], [numbers[cuts[host]] for numbers in staged], op, dtype, before)
                 if host != own:
-                    pending.append((host, rail.exchange(host, sums[host].view(np.uint8), terms[host].view(np.uint8))))
+                    sent, expected = sums[host].view(np.uint8), terms[host].view(np.uint8)
+                    requests.append(rail.exchange([(host, sent)], [(host, expected)]))
                     rail.progress()
             yield
-            rail.wait_each(pending, fingerprint, spin=False)
+            rail.wait(requests, fingerprint, spin=False)
             if result.size:
                 reduce_into(result, terms, op, dtype, after)
 
@@ -342,7 +343,7 @@ class HierarchicalCollectives:
         in_sizes = [_up_to(limit, expected[:, list(members)].T) * (members != self._members) for members in hosts]
         out_rails, in_rails = (list(map(self._rails_of_pair, sizes)) for sizes in (out_sizes, in_sizes))
         out_blocks, in_blocks = _blocks(out_sizes, out_rails, self._rails), _blocks(in_sizes, in_rails, self._rails)
-        direct: list[tuple[int, Request]] = []
+        direct: list[Request] = []
 
         def give(step: int) -> None:
             for host in self._remote:
@@ -359,7 +360,7 @@ class HierarchicalCollectives:
                 [self._results[0][me][row[me]] for row in in_blocks],
             )
             yield
-            rail.wait_each(pending, fingerprint, spin=False)
+            rail.wait([pending], fingerprint, spin=False)
 
         def start_direct(step: int) -> None:
             """Start the transfers of large parts, behind the headers and blocks on the same connections."""
@@ -368,7 +369,7 @@ class HierarchicalCollectives:
                 [part if member in remote and part.size > limit else None for member, part in enumerate(parts)]
                 for parts in (outgoing, incoming)
             ]
-            direct.extend(self._all.exchange_parts(*large))
+            direct.append(self._all.exchange_parts(*large))
             self._all.progress()
 
         def take_remote(step: int) -> None:
@@ -388,7 +389,7 @@ class HierarchicalCollectives:
             self._node.exchange([outgoing[i] for i in columns], [incoming[i] for i in columns], largest)
         else:
             incoming[self._position][:] = outgoing[self._position]
-        self._all.wait_each(direct, fingerprint, spin=False)
+        self._all.wait(direct, fingerprint, spin=False)
 
     def _sizes(
         self, outgoing: Sequence[Bytes], incoming: Sequence[Bytes], fingerprint: Fingerprint
@@ -433,7 +434,7 @@ class HierarchicalCollectives:
 
         def check() -> None:
             rail.check_headers(headers)
-            rail.wait_each(pending, fingerprint)
+            rail.wait([pending], fingerprint)
             for host, mine, other in zip(range(len(hosts)), tables, theirs, strict=True):
                 if mine is not None and other is not None:
                     self._compare(self._members, hosts[host], mine[0], other[1].T, fingerprint)

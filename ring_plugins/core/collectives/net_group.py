@@ -90,8 +90,8 @@ class NetworkGroup:
 
     def connect(self) -> None:
         """Connect now, so that an unreachable member is found before training begins; collective."""
-        others = [self._ranks[i] for i in self.others]
-        self._wait_for(self._transport.connect(others, self._tag), lambda: others, fingerprint("connect"))
+        request = self._transport.connect([self._ranks[i] for i in self.others], self._tag)
+        self._wait_for(request, request.missing, fingerprint("connect"))
 
     def close(self) -> None:
         """Close the connections, which nobody uses any more."""
@@ -105,53 +105,44 @@ class NetworkGroup:
 
     # Transfers ------------------------------------------------------------------------------------
 
-    def send(self, member: int, data: Bytes) -> Request:
+    def exchange(self, outgoing: Sequence[tuple[int, Bytes]], incoming: Sequence[tuple[int, Bytes]]) -> Request:
+        """Start to send to members and to receive from them; (member, data) each, as in `Transport.exchange`."""
+        ranks = self._ranks
         self._wait.begun = True
-        return self._transport.exchange([(self._ranks[member], data)], [], self._tag)
+        return self._transport.exchange(
+            [(ranks[member], data) for member, data in outgoing],
+            [(ranks[member], data) for member, data in incoming],
+            self._tag,
+        )
 
-    def receive(self, member: int, data: Bytes) -> Request:
-        self._wait.begun = True
-        return self._transport.exchange([], [(self._ranks[member], data)], self._tag)
-
-    def exchange(self, member: int, outgoing: Bytes, incoming: Bytes) -> Request:
-        rank = self._ranks[member]
-        self._wait.begun = True
-        return self._transport.exchange([(rank, outgoing)], [(rank, incoming)], self._tag)
-
-    def exchange_parts(
-        self, outgoing: Sequence[Bytes | Sequence[Bytes] | None], incoming: Sequence[Bytes | Sequence[Bytes] | None]
-    ) -> list[tuple[int, Request]]:
-        """Start to send `outgoing[i]`, one or several arrays, to member i and to fill `incoming[i]` from it.
+    def exchange_parts(self, outgoing: Sequence[Bytes | None], incoming: Sequence[Bytes | None]) -> Request:
+        """Start to send `outgoing[i]` to member i and to fill `incoming[i]` from it.
 
         The next member comes first, so that not all send to the same member at once. This member's own are ignored.
         """
-        self._wait.begun = True
-        requests = []
-        for step in range(1, self.size):
-            i = (self.position + step) % self.size
-            sent, expected = _message(self._ranks[i], outgoing[i]), _message(self._ranks[i], incoming[i])
-            if sent or expected:
-                requests.append((i, self._transport.exchange(sent, expected, self._tag)))
-        return requests
+        members = [(self.position + step) % self.size for step in range(1, self.size)]
+        return self.exchange(
+            [(i, data) for i in members if (data := outgoing[i]) is not None],
+            [(i, data) for i in members if (data := incoming[i]) is not None],
+        )
 
     def progress(self) -> None:
         """Advance pending transfers while this member waits for something else; their own wait raises errors."""
         with contextlib.suppress(RingError):
             self._transport.progress(self._tag)
 
-    def wait_each(self, pending: Sequence[tuple[int, Request]], fingerprint: Fingerprint, spin: bool = True) -> None:
-        """Wait for transfers with one member each; a member may disconnect as soon as its own transfer is done."""
-        left = list(pending)
+    def wait(self, requests: Sequence[Request], fingerprint: Fingerprint, spin: bool = True) -> None:
+        """Wait for transfers; a member may disconnect as soon as those with itself are done."""
+        left = list(requests)
         while left:
-            first = left[0][1]
             try:
-                finished = first.done()
+                finished = left[0].done()
             except PeerFailed:  # the wait raises it again, with the peer's reason
                 finished = False
             if not finished:
                 self._wait_for(
-                    first,
-                    lambda: [self._ranks[i] for i, request in left if not request.done()],
+                    left[0],
+                    lambda: [rank for request in left if not request.done() for rank in request.missing()],
                     fingerprint,
                     spin=spin,
                 )
@@ -277,13 +268,13 @@ class NetworkGroup:
         Where only some `members` exchange data with this one, they alone exchange headers with it.
         """
         headers = self.send_headers(_sizes(outgoing), _sizes(incoming), fingerprint, members)
-        requests = self.exchange_parts(outgoing, incoming)
+        request = self.exchange_parts(outgoing, incoming)
         self.check_headers(headers)
         if confirm:
             self._check_own_size(outgoing, incoming, fingerprint)
             nothing = [0] * self.size
             self.check_headers(self.send_headers(nothing, nothing, fingerprint))
-        self.wait_each(requests, fingerprint)
+        self.wait([request], fingerprint)
         own_outgoing, own_incoming = outgoing[self.position], incoming[self.position]
         if own_outgoing is not None and own_incoming is not None and own_outgoing is not own_incoming:
             own_incoming[:] = own_outgoing
@@ -372,12 +363,6 @@ def _header(fingerprint: Fingerprint, sent: int, expected: int) -> Bytes:
     text = fingerprint.text.encode()[: _HEADER_BYTES - _HEADER_TEXT]
     header[_HEADER_TEXT : _HEADER_TEXT + len(text)] = np.frombuffer(text, np.uint8)
     return header
-
-
-def _message(rank: int, part: Bytes | Sequence[Bytes] | None) -> list[tuple[int, Bytes]]:
-    if part is None or isinstance(part, np.ndarray):
-        return [] if part is None or not part.size else [(rank, part)]
-    return [(rank, piece) for piece in part if piece.size]
 
 
 def _sizes(parts: Sequence[Bytes | None]) -> list[int]:

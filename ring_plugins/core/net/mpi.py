@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import MissingDependency, PeerFailed, RingError, name_ranks
+from ring_plugins.core.base.errors import MissingDependency, PeerFailed, RingError
 from ring_plugins.core.base.install import pip_command
 from ring_plugins.core.base.types import Bytes
 from ring_plugins.core.linux.process import loaded_libraries
@@ -126,35 +126,43 @@ class MpiRequest:
     under_way: ClassVar[weakref.WeakSet[MpiRequest]] = weakref.WeakSet()
     some_were_dropped: ClassVar[bool] = False
 
-    def __init__(self, transport: MpiTransport, peers: Sequence[int], keep: Any) -> None:
-        self._transport, self._peers, self._keep = transport, peers, keep
-        self._requests: list[Any] = []
+    def __init__(self, transport: MpiTransport, keep: Any) -> None:
+        self._transport, self._keep = transport, keep
+        #: By transfer, the peer and MPI's request.
+        self._requests: list[tuple[int, Any]] = []
         self._failure: PeerFailed | None = None
 
-    def start(self, transfers: Iterable[Callable[[], Any]]) -> None:
-        """Start transfers; `done` raises if one fails here."""
+    def start(self, transfers: Iterable[tuple[int, Callable[[], Any]]]) -> None:
+        """Start transfers with peers; `done` raises if one fails here."""
         self.under_way.add(self)
-        try:
-            with self._transport.exclusive:
-                self._requests.extend(start() for start in transfers)
-        except self._transport.mpi.Exception as error:
-            self._fail(error)
+        for peer, start in transfers:
+            try:
+                with self._transport.exclusive:
+                    self._requests.append((peer, start()))
+            except self._transport.mpi.Exception as error:
+                self._fail(peer, error)
+                return
 
     def done(self) -> bool:
         if self._failure is not None:
             raise self._failure
-        if not self._requests:
-            return True
-        finished: bool
-        try:
-            with self._transport.exclusive:
-                finished = self._transport.mpi.Request.Testall(self._requests)
-        except self._transport.mpi.Exception as error:
-            raise self._fail(error) from error
-        if finished:
-            self._requests, self._keep = [], None
+        left = []
+        for peer, request in self._requests:  # one by one: an error of MPI_Testall does not say whose it is
+            try:
+                with self._transport.exclusive:
+                    finished = request.Test()
+            except self._transport.mpi.Exception as error:
+                raise self._fail(peer, error) from error
+            if not finished:
+                left.append((peer, request))
+        self._requests = left
+        if not left:
+            self._keep = None
             self.under_way.discard(self)
-        return finished
+        return not left
+
+    def missing(self) -> list[int]:
+        return sorted({peer for peer, _ in self._requests})
 
     def nap(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -163,12 +171,11 @@ class MpiRequest:
         """Whether transfers were unfinished at the last call of `done`."""
         return bool(self._requests)
 
-    def _fail(self, error: Exception) -> PeerFailed:
-        peers = sorted(set(self._peers))
+    def _fail(self, peer: int, error: Exception) -> PeerFailed:
         self._failure = PeerFailed(
-            f"MPI communication of rank {self._transport.rank} with {name_ranks(peers)} failed ({error}). The rank "
-            "or its host has probably ended; look for the error that it printed.",
-            peers[0],
+            f"MPI communication of rank {self._transport.rank} with rank {peer} failed ({error}). The rank or its "
+            "host has probably ended; look for the error that it printed.",
+            peer,
         )
         return self._failure
 
@@ -206,7 +213,7 @@ class MpiTransport:
 
     def connect(self, ranks: Sequence[int], tag: int) -> MpiRequest:
         """Do nothing: MPI connects on demand."""
-        return MpiRequest(self, ranks, None)
+        return MpiRequest(self, None)
 
     def disconnect(self, tag: int) -> None:
         """Do nothing: MPI keeps its connections for other tags."""
@@ -218,12 +225,13 @@ class MpiTransport:
     def exchange(
         self, outgoing: Sequence[tuple[int, Bytes]], incoming: Sequence[tuple[int, Bytes]], tag: int
     ) -> MpiRequest:
-        request = MpiRequest(self, [rank for rank, _ in (*outgoing, *incoming)], (outgoing, incoming))
+        request = MpiRequest(self, (outgoing, incoming))
         directions = (self._comm.Irecv, incoming), (self._comm.Isend, outgoing)
         request.start(
-            partial(start, [piece, self.mpi.BYTE], rank, tag)
+            (rank, partial(start, [piece, self.mpi.BYTE], rank, tag))
             for start, messages in directions
             for rank, data in messages
+            if data.size
             for piece in _pieces(data)
         )
         return request

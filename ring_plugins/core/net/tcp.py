@@ -364,6 +364,9 @@ class _TcpRequest:
             self._pending = [goal for goal in self._pending if goal[0].sent < goal[1] or goal[0].received < goal[2]]
         return bool(self._pending)
 
+    def missing(self) -> list[int]:
+        return [connection.peer for connection, _, _ in self._pending]
+
     def nap(self, seconds: float) -> None:
         self._group.sleep({connection: received for connection, _, received in self._pending}, seconds)
 
@@ -373,13 +376,17 @@ class _ConnectRequest:
 
     def __init__(self, listener: Listener, connections: Sequence[PeerConnection]) -> None:
         self._listener, self._connections = listener, connections
+        self._waiting = [connection.peer for connection in connections]
         self._end = time.monotonic() + config.START_TIMEOUT.get()
 
     def done(self) -> bool:
-        waiting = [connection.peer for connection in self._connections if not connection.is_connected()]
-        if waiting and time.monotonic() > self._end:
-            self._listener.raise_missing(waiting)
-        return not waiting
+        self._waiting = [connection.peer for connection in self._connections if not connection.is_connected()]
+        if self._waiting and time.monotonic() > self._end:
+            self._listener.raise_missing(self._waiting)
+        return not self._waiting
+
+    def missing(self) -> list[int]:
+        return self._waiting
 
     def nap(self, seconds: float) -> None:
         time.sleep(seconds)

@@ -18,6 +18,9 @@ class Request(Protocol):
             PeerFailed: a transfer failed, possibly when it was started.
         """
 
+    def missing(self) -> Sequence[int]:
+        """World ranks whose transfers had not finished at the last call of `done`, for messages."""
+
     def nap(self, seconds: float) -> None:
         """Sleep until `done` may have changed.
 

@@ -122,6 +122,9 @@ def test_a_connection_found_closed_before_the_wait_still_gives_the_peers_reason(
         def done(self):
             raise PeerFailed("lost the connection to rank 1", 1)
 
+        def missing(self):
+            return [1]
+
         def nap(self, seconds):
             pass
 
@@ -139,7 +142,7 @@ def test_a_connection_found_closed_before_the_wait_still_gives_the_peers_reason(
     transport = SimpleNamespace(rank=0, size=2, disconnect=lambda tag: None)
     group = NetworkGroup(transport, (0, 1), 0, 1, Wait("ring", Detector()), "ring")
     with pytest.raises(PeerFailed, match="died without reporting an error"):
-        group.wait_each([(1, Broken())], fingerprint("barrier"))
+        group.wait([Broken()], fingerprint("barrier"))
 
 
 def test_what_a_rank_sent_before_it_left_arrives_however_slowly():
@@ -171,14 +174,14 @@ def test_what_a_rank_sent_before_it_left_arrives_however_slowly():
 
             def send_slowly():
                 for start in range(0, sent.size, 10_000):
-                    groups[0].wait_each([(1, groups[0].send(1, sent[start : start + 10_000]))], fingerprint("send"))
+                    groups[0].wait([groups[0].exchange([(1, sent[start : start + 10_000])], [])], fingerprint("send"))
                     time.sleep(0.01)
 
             sending = threads.submit(send_slowly)
-            first = groups[1].receive(0, received[:10_000])
+            first = groups[1].exchange([], [(0, received[:10_000])])
             while not first.done():
                 first.nap(0.001)
-            groups[1].wait_each([(0, groups[1].receive(0, received[10_000:]))], fingerprint("receive"))
+            groups[1].wait([groups[1].exchange([], [(0, received[10_000:])])], fingerprint("receive"))
             sending.result(10)
         finally:
             for transport in (sender, receiver):
