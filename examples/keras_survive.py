@@ -2,10 +2,12 @@
 
     python examples/keras_survive.py                   # four processes; rank 0 is killed in epochs 3, 6 and 9
     python examples/keras_survive.py --kill            # nobody is killed, to compare the accuracy
+    python examples/keras_survive.py --on-failure replace   # another process takes the place of each
     KERAS_BACKEND=jax python examples/keras_survive.py # or tensorflow; the default is torch
 
-The only argument for that is `ring.init(on_failure="continue")`. The lowest rank that is left becomes rank 0, and
-prints. `fit` is called once an epoch, so that `shard` deals all data to the ranks that are left.
+The only argument for that is `ring.init(on_failure=...)`. The lowest rank that is left becomes rank 0, and prints.
+`fit` is called once an epoch, so that with "continue" `shard` deals all data to the ranks that are left. With "replace"
+it deals the share of a lost rank to the process that takes its place, which joins in `state.commit()`.
 """
 
 import argparse
@@ -22,11 +24,12 @@ from keras import layers
 from sklearn.datasets import load_digits
 
 import ring_plugins as ring
-from ring_plugins.keras import BroadcastCallback, MetricAverageCallback, shard
+from ring_plugins.keras import BroadcastCallback, MetricAverageCallback, TrainingState, shard
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--ranks", type=int, default=4, help="number of processes")
 parser.add_argument("--kill", type=int, nargs="*", default=[3, 6, 9], help="epochs in which rank 0 is killed")
+parser.add_argument("--on-failure", choices=["continue", "replace"], default="continue", help="what the others do")
 arguments = parser.parse_args()
 
 batch_size = 16  # per rank
@@ -34,7 +37,7 @@ epochs = 12
 validation_digits = 360  # a fifth of the 1,797
 
 started = time.perf_counter()
-ring.init(ranks=arguments.ranks, on_failure="continue")
+ring.init(ranks=arguments.ranks, on_failure=arguments.on_failure)
 keras.utils.set_random_seed(1)
 
 scans = load_digits()
@@ -68,16 +71,22 @@ class Killer(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-for epoch in range(1, epochs + 1):
+state = TrainingState(model, epoch=1)
+for state.epoch in range(state.epoch, epochs + 1):  # noqa: B020 - the range is made once
+    state.commit()
     history = model.fit(
-        shard((images[training], scans.target[training]), batch_size=batch_size, seed=epoch),
+        shard((images[training], scans.target[training]), batch_size=batch_size, seed=state.epoch),
         validation_data=shard((images[validation], scans.target[validation]), shuffle=False, remainder="keep"),
         shuffle=False,  # shard shuffles, in the same order on all ranks
         verbose=0,
-        callbacks=[BroadcastCallback(), MetricAverageCallback(), *([Killer()] if epoch in arguments.kill else [])],
+        callbacks=[
+            BroadcastCallback(),
+            MetricAverageCallback(),
+            *([Killer()] if state.epoch in arguments.kill else []),
+        ],
     ).history
     if ring.rank() == 0:
-        print(f"epoch {epoch:2}, ranks {ring.size()}, accuracy {history['val_accuracy'][-1]:.3f}")
+        print(f"epoch {state.epoch:2}, ranks {ring.size()}, accuracy {history['val_accuracy'][-1]:.3f}")
 
 if ring.rank() == 0:
     seconds, accuracy = time.perf_counter() - started, history["val_accuracy"][-1]

@@ -401,18 +401,6 @@ class World:
                 f"{config.ON_FAILURE.name}. The first rank that fails then ends the job."
             )
 
-    def refuse_to_replace(self, what: str) -> None:
-        """Refuse what cannot let another process join, in a job in which one is to take the place of a lost rank.
-
-        Raises:
-            ArgumentError: on_failure is "replace".
-        """
-        if self.replaces:
-            raise ArgumentError(
-                f'{what} does not support on_failure="replace" yet: "continue" lets the other ranks go on. Plain loops '
-                "of PyTorch support both."
-            )
-
     @property
     def share(self) -> tuple[int, int]:
         """Which of how many shares of the data is this rank's: that of its seat, if lost ranks are replaced."""
@@ -756,7 +744,7 @@ class World:
         Args:
             threads: how many threads this rank computes with.
         """
-        return self.topology.num_nodes > 1 or thread_count.share(self.world_rank, self._cores) > threads
+        return self.topology.num_nodes > 1 or thread_count.share(self._rendezvous.rank, self._cores) > threads
 
     @property
     def summary(self) -> str:

@@ -21,6 +21,7 @@ from ring_plugins.keras.learning_rate import LearningRateScheduleCallback, Learn
 from ring_plugins.keras.metrics import BestModelCheckpoint, MetricAverageCallback
 from ring_plugins.keras.observe import BalanceMonitor, TimelineCallback
 from ring_plugins.keras.shard import shard
+from ring_plugins.keras.training_state import TrainingState
 
 __all__ = [
     "BalanceMonitor",
@@ -31,6 +32,7 @@ __all__ = [
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
     "TimelineCallback",
+    "TrainingState",
     "broadcast_variables",
     "communication_of",
     "shard",

@@ -39,6 +39,7 @@ from ring_plugins.keras.buckets import describe_gradient
 from ring_plugins.keras.healing import refuse_to_heal_overlapped
 from ring_plugins.keras.interrupted_fit import watch_fit
 from ring_plugins.keras.job import connect
+from ring_plugins.keras.joining import refuse_before_joining
 from ring_plugins.keras.sharded_optimizer import ShardedUpdates, check_shardable, is_sharded, sharded
 from ring_plugins.keras.state import optimizers_of, value_of
 from ring_plugins.keras.validation import check_equal_optimizers, warn_of_gpu_copies
@@ -290,6 +291,7 @@ class GradientAveraging:
 
     def average(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         """Average the gradients of these variables; None stays None."""
+        refuse_before_joining()
         self._is_watched = self._is_watched or watch_fit(self)
         self.prepare(self.variables if self.optimizer.built else variables)
         assert self.exchange is not None

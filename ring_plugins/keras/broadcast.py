@@ -16,6 +16,7 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.healing import repeated
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.gradients.overlap import Wanted, chosen_overlap
+from ring_plugins.core.joining import admit, join
 from ring_plugins.core.world import current
 from ring_plugins.keras.averaging import (
     BUCKET_BYTES,
@@ -30,6 +31,7 @@ from ring_plugins.keras.callback_list import arrange, call_when_over, check_form
 from ring_plugins.keras.healing import LossWatch, Root, check_equal
 from ring_plugins.keras.interrupted_fit import tell_interrupted
 from ring_plugins.keras.job import connect
+from ring_plugins.keras.joining import joins_within_fit, place_of, share_state
 from ring_plugins.keras.shard import continue_at
 from ring_plugins.keras.sharded_optimizer import readmit
 from ring_plugins.keras.state import (
@@ -86,6 +88,9 @@ class BroadcastCallback(keras.callbacks.Callback):
     by rank, so that dropout differs. From then on gradients are averaged (a `DistributedOptimizer` already does that).
     The model and optimizer are restored when `fit` is over. When any rank wants to stop (`EarlyStopping`,
     `model.stop_training`), all stop after the same step. Only the root writes checkpoints, logs and the progress bar.
+
+    With `init(on_failure="replace")`, a process that takes the place of a lost rank joins at the end of an epoch, with
+    the others' state (docs/healing.md).
 
     The callback moves itself to the end of the list, after callbacks that restore a state or decide to stop.
 
@@ -205,7 +210,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._communicator, stop = world.new_communicator("fit"), world.new_communicator("stop")
         self._communicators = [self._communicator, stop]
         self._stop = SynchronizedStop(stop, self._take_part_in_saving)
-        self._losses = LossWatch(stop)
+        self._losses = LossWatch()
         self._drift = drift_check(self.drift_check_every, lambda: weight_checksums(self.model))
         model = self.model
         check_other_parallelism(model)
@@ -218,9 +223,16 @@ class BroadcastCallback(keras.callbacks.Callback):
         if world.heals and self.write_on_root_only:
             warn_of_lone_writers(self._writers, self._communicator)
         if any(self._communicator.all_gather_object(backend().is_lazy(model))):
+            if world.replaces:
+                raise ArgumentError(
+                    'with on_failure="replace", a model must be built before fit(), so that a process that takes the '
+                    "place of a lost rank can get the weights: begin it with keras.Input(...), or call it once."
+                )
             backend().before_first_step(model, self._start)
         else:
             self._start()
+        if world.is_joining:
+            self._join()
 
     def _initial_epoch(self) -> Any:
         """The root's first epoch, on all ranks."""
@@ -261,6 +273,29 @@ class BroadcastCallback(keras.callbacks.Callback):
         make_train_function(model)
         self._passes_before = self._passes()
         self._steps_until_check = max((averaging.accumulation_steps for averaging in self._active()), default=1)
+
+    def _join(self) -> None:
+        """In a process that takes the place of a lost rank: go on with the others from the end of an epoch."""
+        self._settle_writers()  # what they have not written belongs to this process alone
+        told = self._share_state(0, join(place_of(self.params)))
+        assert told is not None
+        assert self._root is not None
+        self._root.world_rank, self._saves_weights = told["root"], told["saves_weights"]
+        self._has_begun, self._steps_until_check = True, 0
+        self._model._initial_epoch = told["epoch"] + 1
+        continue_at(told["epoch"] + 1)
+
+    def _share_state(self, epoch: int, joined: tuple[int, ...]) -> dict[str, Any] | None:
+        """Give those that have joined this rank's state, and what it knows of this `fit`; returns that on them."""
+        assert self._root is not None
+        callbacks = enclosing_list(self)
+        told = {"epoch": epoch, "root": self._root.world_rank, "saves_weights": self._saves_weights}
+        own = [] if callbacks is None else callbacks.callbacks
+        found = share_state(self.model, own, told, joined, self._communicator)
+        current().tell_changes()
+        for writer in self._writers:
+            writer.hand_over()
+        return found
 
     def _install(self) -> None:
         """Let the model's optimizers average, those that do not yet."""
@@ -327,6 +362,10 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._after_exchange(self._stop.after_epoch(self._model))
         if self._model.optimizer is not None:
             check_equal_learning_rates(self._model.optimizer, self._communicator)
+        if current().is_awaited and joins_within_fit() and not self._model.stop_training:
+            joined = admit(place_of(self.params))
+            if joined:
+                self._share_state(epoch, joined)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if not self._is_fitting:
@@ -351,9 +390,9 @@ class BroadcastCallback(keras.callbacks.Callback):
     def _passes(self) -> int:
         return sum(averaging.passes for averaging in self._active())
 
-    def _after_exchange(self, anyone_leaves: bool) -> None:
-        """Do what is due after ranks were lost or if some leave; all ranks know of that after an exchange."""
-        if anyone_leaves:
+    def _after_exchange(self, wants_change: bool) -> None:
+        """Do what is due after ranks were lost, or if some leave or wait to join; all know after an exchange."""
+        if wants_change:
             current().change_members()
         self._settle_writers()
         assert self._losses is not None

@@ -89,7 +89,7 @@ class HostBuckets:
         chosen = choose_overlap(overlap, has_room, communicator)
         self.reducer = GradientReducer(self._buffer, communicator, self._fill, compression=compression, overlap=chosen)
         self._communicator, self._in_place = communicator, in_place
-        self._losses = LossWatch(communicator)
+        self._losses = LossWatch()
         self._given: dict[int, Array] = {}
         self._forms: dict[int, tuple[np.dtype[Any], tuple[int, ...]]] = {}  # of all gradients of this pass
         #: The average of each entry; for a large gradient reduced in place, set in each pass.

@@ -13,7 +13,7 @@ from ring_plugins.core.base.errors import DriftError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.overlap import Wanted, chosen_overlap
 from ring_plugins.core.world import current
-from ring_plugins.observe.drift import Checksums, differing_weights
+from ring_plugins.observe.drift import Checksums, differing_weights, membership_changes
 
 
 def refuse_to_heal_overlapped(overlap: Wanted) -> None:
@@ -26,6 +26,10 @@ def refuse_to_heal_overlapped(overlap: Wanted) -> None:
         current().refuse_to_heal("averaging gradients while backward runs (overlap=True, RING_OVERLAP=1)")
 
 
+#: No rank.
+_UNKNOWN = -1
+
+
 class Root:
     """The rank whose state all ranks get, and that writes; if it is lost, the lowest of those that are left.
 
@@ -34,35 +38,32 @@ class Root:
     """
 
     def __init__(self, rank: int) -> None:
-        self._world_rank = current().world_ranks[rank]
+        #: A process that takes the place of a lost rank hears of it when it joins.
+        self.world_rank = _UNKNOWN if current().is_joining else current().world_ranks[rank]
 
     def is_here(self) -> bool:
         """Whether it is this process now."""
         world = current()
-        return self._among(world.world_ranks) == world.world_rank
+        return not world.is_joining and self._among(world.world_ranks) == world.world_rank
 
     def rank_in(self, communicator: Communicator[Any]) -> int:
         """Its rank in a communicator now."""
         return communicator.ranks.index(self._among(communicator.ranks))
 
     def _among(self, ranks: Sequence[int]) -> int:
-        return self._world_rank if self._world_rank in ranks else ranks[0]
+        return self.world_rank if self.world_rank in ranks else ranks[0]
 
 
 class LossWatch:
-    """Notices once that ranks were lost, at a place to which all ranks come.
+    """Notices once that ranks were lost or have joined, at a place to which all ranks come."""
 
-    Args:
-        communicator: of all ranks.
-    """
-
-    def __init__(self, communicator: Communicator[Any]) -> None:
-        self._communicator, self._size = communicator, communicator.size
+    def __init__(self) -> None:
+        self._view = membership_changes()
 
     def has_changed(self) -> bool:
-        """Whether ranks were lost since the last call."""
-        before, self._size = self._size, self._communicator.size
-        return self._size != before
+        """Whether ranks were lost or have joined since the last call."""
+        before, self._view = self._view, membership_changes()
+        return self._view != before
 
 
 def check_equal(checksums: Checksums, communicator: Communicator[Any]) -> None:
@@ -71,6 +72,6 @@ def check_equal(checksums: Checksums, communicator: Communicator[Any]) -> None:
     Raises:
         DriftError: on all ranks, if they differ. Not if RING_WEIGHT_CHECK=0.
     """
-    found = differing_weights(checksums, "after the loss of a rank", communicator)
+    found = differing_weights(checksums, "after ranks were lost or joined", communicator)
     if found:
         raise DriftError(f"{found} Continue from a checkpoint.")

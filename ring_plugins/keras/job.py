@@ -32,7 +32,6 @@ def connect() -> World:
     if not is_initialized():
         init()
     _install_excepthook()
-    current().refuse_to_replace("ring_plugins.keras")
     return current()
 
 

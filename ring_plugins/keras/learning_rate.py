@@ -54,6 +54,17 @@ class _RateCallback(keras.callbacks.Callback):
         self._over: weakref.finalize[..., Any] | None = None
         self._multiplied: Any = None  # the optimizer whose schedule this callback multiplies
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a process that joins in the middle of a `fit` has to know; see keras/joining.py."""
+        has_rate = self._started and self._rate is not None
+        return {"rate": vars(self._rate) if has_rate else None, "size": self._size, "epoch": self._epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with a rate that is a number. One that a schedule computes is multiplied anew in the next epoch."""
+        if state["rate"] is not None:
+            self._rate = Rate.restored(innermost(self.model.optimizer), state["rate"])
+            self._started, self._size, self._epoch = True, state["size"], state["epoch"]
+
     @abc.abstractmethod
     def _multiplier(self, epoch: float) -> float | None:
         """The multiplier of the base at this epoch; None if this callback does not set the rate there."""
@@ -177,6 +188,13 @@ class LearningRateWarmupCallback(_RateCallback):
         scale_for(scaling, 1)
         self.warmup_epochs, self.verbose, self.scaling = warmup_epochs, verbose, scaling
         self._is_over = self._has_said_rate = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "is_over": self._is_over}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._is_over = state["is_over"]
 
     def _multipliers(self) -> tuple[float, float]:
         """The multipliers of the base at the first step and after warm-up."""
@@ -335,6 +353,13 @@ class Rate:
         rate._follow(current)
         if given is not None:
             rate.base, rate._last = given, current
+        return rate
+
+    @classmethod
+    def restored(cls, optimizer: Any, state: dict[str, float]) -> Rate:
+        """The rate of this optimizer with another's attributes; the callbacks of an optimizer share one object."""
+        rate: Rate = optimizer.__dict__.setdefault(_ATTRIBUTE, cls(0.0, 0.0))
+        vars(rate).update(state)
         return rate
 
     def set(self, optimizer: Any, multiplier: float, momentum_correction: bool) -> None:

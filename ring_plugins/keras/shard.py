@@ -72,8 +72,7 @@ def shard(
     _refuse_divided(data)
     if remainder not in ("drop", "pad", "keep"):
         raise ArgumentError(f'remainder={remainder!r} must be "drop", "pad" or "keep".')
-    topology = connect().topology
-    rank, size = topology.rank, topology.size
+    rank, size = connect().share
     if isinstance(data, keras.utils.PyDataset):
         _refuse_if(remainder == "keep", remainder, "a PyDataset")
         return ShardedBatches(data, rank, size, shuffle is not False, seed, remainder == "pad")

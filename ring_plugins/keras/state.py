@@ -26,7 +26,7 @@ from ring_plugins.keras.validation import check_root
 from ring_plugins.observe.drift import checksum
 
 #: Difference between the seeds of consecutive ranks, so that no two ranks of a job draw the same numbers.
-_SEED_STRIDE = 7919
+SEED_STRIDE = 7919
 #: Attribute of a slot variable that holds only this rank's part, in a sharded optimizer.
 PART = "_ring_part"
 
@@ -103,15 +103,19 @@ def broadcast_state(model: Any, root: Root, communicator: Communicator) -> None:
         MismatchError: models or optimizers differ; the message names the first variable that differs.
         PeerFailed: the root was lost meanwhile, and nobody else has all of its weights and optimizer state.
     """
+    state, seeds = state_and_seeds(model)
+    check_equal([*state, *seeds], communicator)
+    while not _has_broadcast(state, seeds, root, communicator):
+        pass
+
+
+def state_and_seeds(model: Any) -> tuple[list[Any], list[Any]]:
+    """The variables that are equal on all ranks, and the states of the seed generators of dropout and the like."""
     state = list(model.weights)
     for optimizer in optimizers_of(model):
         state.extend(variable for variable in optimizer.variables if not hasattr(variable, PART))
     weights = {id(variable) for variable in model.weights}
-    # The states of the seed generators of dropout and the like.
-    seeds = [variable for variable in model.variables if id(variable) not in weights]
-    check_equal([*state, *seeds], communicator)
-    while not _has_broadcast(state, seeds, root, communicator):
-        pass
+    return state, [variable for variable in model.variables if id(variable) not in weights]
 
 
 def _has_broadcast(state: Sequence[Any], seeds: Sequence[Any], root: Root, communicator: Communicator) -> bool:
@@ -125,7 +129,7 @@ def _has_broadcast(state: Sequence[Any], seeds: Sequence[Any], root: Root, commu
             rank = communicator.ranks.index(source)
             seed = _broadcast(variable, rank, communicator)
             rank = communicator.ranks.index(source)  # ranks before it may have been lost
-            seed.reshape(-1)[0] += (communicator.rank - rank) % communicator.size * _SEED_STRIDE
+            seed.reshape(-1)[0] += (communicator.rank - rank) % communicator.size * SEED_STRIDE
             variable.assign(seed)
     except MembersLost:
         if not is_equal:

@@ -148,7 +148,8 @@ class SynchronizedStop:
     """Stops all ranks after the same step, and detects epochs of different lengths.
 
     After every step and every epoch the ranks exchange whether any of them wants to stop, in a reduction of 40 bytes.
-    It also tells whether a rank is to leave. It costs little, because the averaging has just synchronized the ranks.
+    It also tells whether a rank is to leave, or others wait to join. It costs little, because the averaging has just
+    synchronized the ranks.
 
     Between two steps a rank may also ask the others, which come to the next exchange, to take part in something.
 
@@ -169,7 +170,7 @@ class SynchronizedStop:
         """Set `model.stop_training` on all ranks if any rank has set it. Collective.
 
         Returns:
-            Whether any rank was told to leave.
+            Whether any rank was told to leave, or sees others that wait to join.
 
         Raises:
             MismatchError: another rank has ended its epoch.
@@ -183,9 +184,9 @@ class SynchronizedStop:
         Raises:
             MismatchError: another rank has not ended its epoch.
         """
-        anyone_leaves = self._exchange(model, self._EPOCH)
+        wants_change = self._exchange(model, self._EPOCH)
         self._steps = 0
-        return anyone_leaves
+        return wants_change
 
     def request(self, number: int) -> None:
         """Make all other ranks take part in what has this number, counted from 1. Collective, as the others' exchange.
@@ -207,18 +208,18 @@ class SynchronizedStop:
 
     def _exchange(self, model: Any, point: int) -> bool:
         # max(-point) is -min(point), so one reduction shows whether all ranks are at the same point.
-        flags = [int(model.stop_training), point, -point, int(current().notice.given), 0]
+        flags = [int(model.stop_training), point, -point, int(current().wants_change), 0]
         try:
             while (found := self._reduced(flags))[4]:
                 self._serve(found[4])
         except DeadlockError as error:
             raise self._mismatch() from error
-        stop, largest, negated_smallest, anyone_leaves, _ = found
+        stop, largest, negated_smallest, wants_change, _ = found
         if largest != -negated_smallest:
             raise self._mismatch()
         if stop:
             model.stop_training = True
-        return bool(anyone_leaves)
+        return bool(wants_change)
 
     def _mismatch(self) -> MismatchError:
         self.mismatch = (

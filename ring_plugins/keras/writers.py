@@ -78,6 +78,16 @@ class HeldWriter(keras.callbacks.Callback):
                 name, args = self._held.popleft()
                 self._call(name, args)
 
+    def hand_over(self) -> None:
+        """Write no more if another rank does from now on, and leave files whole."""
+        if not self._has_written or self._writes_here():
+            return
+        self._has_written = False
+        if isinstance(self.writer, keras.callbacks.CSVLogger) and self.writer.csv_file is not None:
+            self.writer.csv_file.close()
+        elif isinstance(self.writer, keras.callbacks.TensorBoard):
+            self.writer._close_writers()
+
     def _call_or_hold(self, name: str, args: tuple[Any, ...]) -> None:
         with self._lock:
             self._is_fitting |= name == "on_train_begin"

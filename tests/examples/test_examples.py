@@ -61,6 +61,17 @@ def test_survive(example, killed):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("example", ["lightning_survive.py", "keras_survive.py"])
+def test_survive_while_others_take_the_places(example):
+    """How many ranks there are at the end depends on how fast processes start."""
+    result = run_ranks(EXAMPLES / example, 1, "spawned", ["--on-failure", "replace"], timeout=120)
+    closing_line = closing(result, r"^ranks \d, [\d.]+ s, validation accuracy ([\d.]+)$")
+    assert float(closing_line[1]) >= 0.96
+    assert len(re.findall(r"^epoch +\d+, ranks \d", result.stdout, re.MULTILINE)) == 12, result
+    assert "ring run: starting another process in the place of rank " in result.output, result
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("example", "option"), [("lightning_digits.py", "--devices"), ("torch_loop.py", "--ranks")])
 def test_one_process(example, option):
     check(run_ranks(EXAMPLES / example, 1, args=[option, "1"], timeout=120), ranks=1)

@@ -34,7 +34,10 @@ from ring_plugins.keras.slices import SliceGather, SliceLayout, new_part, on_gpu
 
 
 class Exchange:
-    """See the protocol. Buckets are planned when the first gradients are known, since sparse ones need no bucket."""
+    """See the protocol. Buckets are planned when the first gradients are known, since sparse ones need no bucket.
+
+    Where other processes may join, there are no sparse ones, and they need the buckets before their first step.
+    """
 
     def __init__(self, variables: Sequence[Any], entries: Sequence[Entry], settings: Settings) -> None:
         self._entries, self._settings = list(entries), settings
@@ -42,6 +45,8 @@ class Exchange:
         self.buckets: Buckets | None = None
         self._sparse: list[int] = []
         self._call = tf.numpy_function
+        if connect().replaces:
+            self.buckets = self._plan()
 
     @property
     def passes(self) -> int:
@@ -62,8 +67,11 @@ class Exchange:
             InsideXla: the function being traced will be compiled by XLA.
         """
         refuse_inside_xla()
+        sparse = [i for i, gradient in gradients.items() if isinstance(gradient, tf.IndexedSlices)]
+        if sparse:
+            connect().refuse_to_heal("Averaging sparse gradients")
         if self.buckets is None:
-            self._sparse = [i for i, gradient in gradients.items() if isinstance(gradient, tf.IndexedSlices)]
+            self._sparse = sparse
             self.buckets = self._plan()
         dense = {i: tf.convert_to_tensor(g) for i, g in gradients.items() if i not in self._sparse}
         averages = self._average_dense(self.buckets, dense)
@@ -75,8 +83,6 @@ class Exchange:
     def _plan(self) -> Buckets:
         """Create the buckets: on the GPUs if requested, unless compression is used, which rounds on the host."""
         entries, settings = list(self._entries), self._settings
-        if self._sparse:
-            connect().refuse_to_heal("Averaging sparse gradients")
         for i in self._sparse:
             entries[i] = replace(entries[i], count=0, layout=f"{entries[i].layout}, sparse")
         on_gpus = None if settings.compression else tensorflow_device.connect(settings.name, self.communicator)

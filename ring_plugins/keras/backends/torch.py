@@ -253,4 +253,4 @@ def offset_seed(communicator: Communicator, root: Root) -> None:
     own = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     digest: int = repeated(lambda: communicator.broadcast_object(own, root.rank_in(communicator)))
     if not root.is_here():
-        torch.manual_seed(digest + communicator.rank)
+        torch.manual_seed(digest + communicator.ranks[communicator.rank])

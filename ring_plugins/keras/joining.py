@@ -1,0 +1,183 @@
+"""A `fit` that a process joins in the place of a lost rank: `on_failure="replace"`.
+
+The process runs the script from its first line, and comes to `fit` while the others train. Everything that
+`BroadcastCallback` does at its beginning meets nobody: the process is a job of one until it joins, at the end of
+`on_train_begin`. The members let it join at the end of an epoch, when all other callbacks are done. There it gets their
+weights, the optimizer's variables and the number of the epoch, and `fit` begins with the next one.
+
+Callbacks know how training went: the best result, how long to wait, how fast to learn. Keras's have no interface for
+that, but keep it in attributes that are numbers, arrays and lists of them. These are copied, unless a script may have
+passed them to the constructor, and so are those of subclasses. Any other callback takes part if it has `state_dict` and
+`load_state_dict`.
+
+Considered and rejected: to join at the end of a batch. The number of the epoch is a local variable of `fit`, and so is
+the iterator over the data, which cannot be moved to a batch on every backend.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from ring_plugins.core.base.errors import ArgumentError, PeerFailed, name_ranks
+from ring_plugins.core.base.types import Array
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.healing import repeated
+from ring_plugins.core.joining import hear_of, untold_before
+from ring_plugins.core.world import World, current
+from ring_plugins.keras.state import SEED_STRIDE, broadcast_array, check_equal, state_and_seeds, value_of
+from ring_plugins.keras.writers import HeldWriter
+
+
+def refuse_before_joining() -> None:
+    """Refuse to average gradients in a process that has yet to join the others, and would train alone.
+
+    Raises:
+        ArgumentError: it is to take the place of a lost rank.
+    """
+    if current().is_joining:
+        raise ArgumentError(
+            "this process takes the place of a lost rank, and averages gradients before it has joined the others: with "
+            'on_failure="replace", Keras trains by model.fit(callbacks=[BroadcastCallback()]).'
+        )
+
+
+def set_joins_between_fits() -> None:
+    """Let nobody join within a `fit` from now on: the script has a loop of its own around it (`TrainingState`)."""
+    _between_fits.append(current())
+
+
+def joins_within_fit() -> bool:
+    """Whether processes join at the end of an epoch."""
+    return current() not in _between_fits
+
+
+#: Worlds of which the script has a `TrainingState`.
+_between_fits: list[World] = []
+
+
+def place_of(params: dict[str, Any] | None) -> str:
+    """What has to be the same in a process that joins."""
+    given = params or {}
+    return f"fit() with {given.get('epochs')} epochs of {given.get('steps')} steps"
+
+
+def share_state(
+    model: Any, callbacks: Sequence[Any], told: dict[str, Any], joined: Sequence[int], communicator: Communicator[Any]
+) -> dict[str, Any] | None:
+    """Give those that have joined the state of an earlier rank; if that is lost meanwhile, of the next one. Collective.
+
+    Args:
+        model: built, with its optimizer.
+        callbacks: of `fit`. Those of a kind have the same order on all ranks that have them.
+        told: what else an earlier rank tells; can be pickled.
+        joined: world ranks of those that have joined.
+        communicator: of all ranks.
+
+    Returns:
+        What was told, in a process that has joined; None on the other ranks.
+
+    Raises:
+        MismatchError: models or optimizers differ.
+        PeerFailed: no earlier rank is left.
+    """
+    is_new = communicator.ranks[communicator.rank] in joined
+    variables, seeds = state_and_seeds(model)
+    check_equal([*variables, *seeds], communicator)
+    found: list[Array] = []
+    received: dict[str, Any] = {}
+
+    def attempt() -> None:
+        nonlocal found, received
+        giver = next((rank for rank in communicator.ranks if rank not in joined), None)
+        if giver is None:
+            text = f"all ranks from which {name_ranks(sorted(joined))} could get the state of the training are lost."
+            raise PeerFailed(text, joined[0])
+        own = None
+        if communicator.ranks[communicator.rank] == giver:
+            states = {name: _state_of(callback) for name, callback in _named(callbacks)}
+            own = {"told": told, "callbacks": states, "seat": current().share[0], "untold": untold_before(joined)}
+        received = communicator.broadcast_object(own, communicator.ranks.index(giver))
+        found = [
+            broadcast_array(value_of(variable), communicator.ranks.index(giver), communicator)
+            for variable in [*variables, *seeds]
+        ]
+
+    repeated(attempt)
+    if not is_new:
+        return None
+    for variable, value in zip(variables, found, strict=False):
+        variable.assign(value)
+    own_seat, seats = current().share
+    for variable, value in zip(seeds, found[len(variables) :], strict=True):
+        value.reshape(-1)[0] += (own_seat - received["seat"]) % seats * SEED_STRIDE
+        variable.assign(value)
+    for name, callback in _named(callbacks):
+        _load_state(callback, received["callbacks"].get(name))
+    hear_of(received["untold"])
+    result: dict[str, Any] = received["told"]
+    return result
+
+
+# Callbacks ------------------------------------------------------------------------------------------
+
+
+def _named(callbacks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Each with its class and a number: a script may give some callbacks to one rank only."""
+    counts = Counter[str]()
+    for callback in map(_inner, callbacks):
+        kind = type(callback).__name__
+        counts[kind] += 1
+        yield f"{kind} {counts[kind]}", callback
+
+
+def _inner(callback: Any) -> Any:
+    return callback.writer if isinstance(callback, HeldWriter) else callback
+
+
+def _state_of(callback: Any) -> Any:
+    if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
+        return callback.state_dict()
+    if not _is_of_keras(callback):
+        return None
+    given = _parameters(type(callback))
+    return {name: value for name, value in vars(callback).items() if name not in given and _is_state(value)}
+
+
+def _load_state(callback: Any, state: Any) -> None:
+    if state is None:
+        return
+    if hasattr(callback, "load_state_dict"):
+        callback.load_state_dict(state)
+        return
+    own = vars(callback)
+    own.update({name: value for name, value in state.items() if _is_plain(own.get(name))})
+
+
+def _parameters(kind: type[Any]) -> set[str]:
+    """What scripts pass to a class of callbacks: it may differ among ranks, and Keras changes some of it once."""
+    constructors = [vars(base)["__init__"] for base in kind.__mro__[:-1] if "__init__" in vars(base)]
+    return {"params", *(name for one in constructors for name in inspect.signature(one).parameters)}
+
+
+def _is_state(value: Any) -> bool:
+    return _is_plain(value) and not isinstance(value, str)  # a string is where to write
+
+
+def _is_of_keras(callback: Any) -> bool:
+    """Whether Keras defines its class, or one from which that derives, and not only `Callback` itself."""
+    kinds = type(callback).__mro__
+    return any(kind.__module__.split(".")[0] == "keras" for kind in kinds if kind is not keras.callbacks.Callback)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return value is None or isinstance(value, bool | int | float | str | np.generic | np.ndarray)

@@ -1,0 +1,203 @@
+"""Ranks are killed in a `fit` and other processes take their places: the end is that of a replay."""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.launch import run_ranks, slowness
+
+CHECKS = Path(__file__).with_name("checks_replacement.py")
+BACKENDS = ("tensorflow", "torch", "jax")
+EPOCHS, BATCHES = 3, 4
+
+
+def gradient(step, seat):
+    """Of every weight: its average over any of up to four ranks is exact."""
+    return 12.0 * ((7 * step + 3 * seat) % 5 - 2)
+
+
+def fit(backend, deaths, ranks=3, awaited=True, environment=None, **options):
+    env = {
+        "TEST_DEATHS": json.dumps(deaths), "KERAS_BACKEND": backend,
+        **({"TEST_AWAITED": str(60 * slowness())} if awaited else {}), **(environment or {}),
+    }  # fmt: skip
+    return run_ranks(CHECKS, ranks, env=env, timeout=150, **options)
+
+
+def replayed(averaged_over):
+    """The weight and the velocity after SGD with momentum 0.5 and rate 0.5 has taken the averages over these seats."""
+    weight = velocity = np.float32(0)
+    for step, seats in enumerate(averaged_over):
+        average = np.float32(sum(gradient(step % BATCHES, seat) for seat in seats) / len(seats))
+        velocity = np.float32(0.5) * velocity - np.float32(0.5) * average
+        weight = weight + velocity
+    return float(weight), float(velocity)
+
+
+def check(result, seats=range(3), has_warmup=False):
+    """That all ranks of the end have the same, and what a replay gives; returns it, and their numbers."""
+    found = [result.reports[seat]["found"] for seat in seats]
+    assert all(one == found[0] for one in found), str(result)
+    first = found[0]
+    assert len(first["history"]) == EPOCHS * BATCHES
+    assert first["fitted"][0] == list(range(EPOCHS))
+    assert all(len(values) == EPOCHS for values in first["fitted"][1].values())
+    assert first["ranks"] == [[rank, len(found), seat] for rank, seat in enumerate(seats)]
+    *_, (kernel,), (bias,) = first["weights"]
+    assert kernel == bias
+    if not has_warmup:
+        assert first["rates"] == [0.5] * EPOCHS * BATCHES
+        # A rank that was lost in a step took part in its averages, or did not; the same holds for all that are left.
+        possible = [
+            [before, after] if len(after) < len(before) else [after]
+            for before, after in itertools.pairwise([[0, 1, 2], *first["history"]])
+        ]
+        (velocity,) = first["optimizer"][-1]
+        assert (kernel, velocity) in {replayed(choice) for choice in itertools.product(*possible)}
+    return first, [result.reports[seat]["number"] for seat in seats]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("point", ["now", "barrier 3 in"])
+def test_another_process_takes_a_place_at_the_end_of_the_epoch(backend, victim, point):
+    result = fit(backend, [[victim, 1, point]])
+    found, numbers = check(result)
+    assert numbers[victim] == 3
+    assert result.values("min_delta") == [-0.25] * 3  # EarlyStopping changes the sign once in each process
+    assert found["history"][BATCHES:] == [[0, 1, 2]] * (EPOCHS - 1) * BATCHES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("death", [[0, 1, "now"], [0, 1, "while saving"], [0, 1, "in validation"]])
+def test_files_go_on_in_the_new_rank_0(backend, death, tmp_path):
+    result = fit(backend, [death], environment={"TEST_FILES": str(tmp_path)})
+    found, _ = check(result)
+    assert result.reports[0]["saved"] == [True, "1.keras", "2.keras", "3.keras", "backup", "best.keras", "log.csv"]
+    lines = (tmp_path / "log.csv").read_text().splitlines()
+    assert [line.partition(",")[0] for line in lines] == ["epoch", "0", "1", "2"]
+    assert found["best"] == max(found["fitted"][1]["val_mae"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        [[0, 1, "now"], [1, 1, "now"]],
+        [[0, 1, "barrier 3 in"], [0, 6, "newcomer now"], [2, 9, "now"]],
+        [[1, 2, "SIGTERM"]],
+        [[0, 1, "now"], [0, 6, "newcomer SIGTERM"]],
+    ],
+)
+def test_several_may_be_replaced_at_once_or_in_a_row(backend, deaths):
+    check(fit(backend, deaths))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", [f"newcomer round {n} {when}" for n in (1, 2, 3) for when in ("before", "in")])
+def test_a_newcomer_may_die_while_it_joins_and_the_next_one_joins(point):
+    _, numbers = check(fit("torch", [[1, 2, "now"], [1, 0, point]]))
+    assert numbers[1] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("point", [f"round {n} {when}" for n in (1, 3) for when in ("before", "in")])
+def test_so_may_a_member_while_another_process_joins(backend, victim, point):
+    _, numbers = check(fit(backend, [[1, 1, "now"], [victim, 3, point]]))
+    assert sorted(numbers) == sorted([3, 4, 2 - victim])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("epochs", [0.5, 2])
+def test_the_rate_follows_the_ranks(backend, epochs):
+    found, _ = check(fit(backend, [[0, 1, "now"]], environment={"TEST_WARMUP": str(epochs)}), has_warmup=True)
+    sizes = [len(seats) for seats in found["history"]]
+    # A step in which a rank was lost had the rate for all.
+    sizes = [
+        before if step < BATCHES else after for step, (before, after) in enumerate(itertools.pairwise([3, *sizes]))
+    ]
+    warm = [min(1, step / (epochs * BATCHES)) for step in range(EPOCHS * BATCHES)]
+    expected = [0.5 + 0.5 * (size - 1) * share for size, share in zip(sizes, warm, strict=True)]
+    assert found["rates"] == pytest.approx(expected)
+
+
+#: Rank 1 dies in the fit or step that TEST_DEATH names; the other waits for whoever takes its place.
+SCRIPT = """
+    import os, signal, time
+    import keras, numpy as np
+    import ring_plugins as ring
+    from ring_plugins.core.rendezvous.spawn import seats
+    from ring_plugins.core.world import current
+    from ring_plugins.keras import BroadcastCallback, DistributedOptimizer, TrainingState, broadcast_variables
+    from tests.worker import report
+
+    ring.init(ranks=2, on_failure="replace")
+    is_new = current().is_joining
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(0.1), "mse")
+
+    def die_or_wait(number):
+        if ring.rank() == 1 and not is_new and number == int(os.environ["TEST_DEATH"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        end = time.monotonic() + float(os.environ["TEST_PATIENCE"])
+        while len(current().world_ranks) == 1 and not seats().has_waiting() and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def fit(number):
+        steps = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs=None: die_or_wait(number))
+        model.fit(*data, batch_size=4, verbose=0, callbacks=[steps, BroadcastCallback()])
+
+    data = np.ones((16, 2), np.float32), np.ones((16, 1), np.float32)
+    way, first = os.environ["TEST_WAY"], 0
+    if way == "by hand":
+        DistributedOptimizer(model.optimizer)
+        broadcast_variables(model)
+        for step in range(8):
+            die_or_wait(step)
+            model.train_on_batch(*data)
+    elif way == "several fits":
+        for number in range(3):
+            fit(number)
+    else:
+        state = TrainingState(model, number=0)
+        first = state.number
+        for state.number in range(state.number, 4):
+            state.commit()
+            fit(state.number)
+    weights = [float(np.sum(weight)) for weight in model.get_weights()]
+    report("left", [ring.size(), is_new, first], ring.rank())
+    report("equal", all(one == weights for one in ring.all_gather_object(weights)), ring.rank())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("way", "text"),
+    [
+        ("by hand", "averages gradients before it has joined the others"),
+        ("several fits", "its script has come to another place"),
+    ],
+)
+def test_a_script_that_cannot_be_joined_is_told_why_and_disturbs_nobody(backend, way, text):
+    env = {"KERAS_BACKEND": backend, "TEST_WAY": way, "TEST_PATIENCE": str(4 * slowness()), "TEST_DEATH": "1"}
+    result = run_ranks(SCRIPT, 2, env=env, timeout=150)
+    assert result.reports == {0: {"left": [1, False, 0], "equal": True}}
+    assert text in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_process_joins_between_two_fits(backend):
+    env = {"KERAS_BACKEND": backend, "TEST_WAY": "state", "TEST_PATIENCE": str(60 * slowness()), "TEST_DEATH": "1"}
+    result = run_ranks(SCRIPT, 2, env=env, timeout=150)
+    assert result.reports == {0: {"left": [2, False, 0], "equal": True}, 1: {"left": [2, True, 2], "equal": True}}
