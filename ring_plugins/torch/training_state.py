@@ -26,6 +26,9 @@ from ring_plugins.torch.tensor_memory import dense_memory
 
 T = TypeVar("T")
 
+#: How many a process has made.
+_made = 0
+
 
 @runtime_checkable
 class Stateful(Protocol):
@@ -48,8 +51,9 @@ class TrainingState:
                 state.commit()
             scheduler.step()
 
-    Create it on all ranks, before the loop and after everything that averages or broadcasts. In a replacement, the
-    constructor waits until the other ranks call `commit`, and then sets everything to their values.
+    Make only one, since a process joins with the values of one. Create it on all ranks, before the loop and after
+    everything that averages or broadcasts. In a replacement, the constructor waits until the other ranks call
+    `commit`, and then sets everything to their values.
 
     It works with any `on_failure`; processes join only with "replace".
 
@@ -66,6 +70,9 @@ class TrainingState:
         for name in state:
             if hasattr(type(self), name) or name.startswith("_"):
                 raise ArgumentError(f"TrainingState({name}=...): choose another name.")
+        global _made
+        _made += 1
+        self._number = _made
         self._names = list(state)
         #: Batches of this epoch that are done, and how many it has; 0 and None outside of `batches`.
         self._batch = 0
@@ -75,7 +82,7 @@ class TrainingState:
         for name, value in state.items():
             setattr(self, name, value)
         if current().is_joining:
-            joined = join()
+            joined = join(self._place())
             self._share(joined)
             self._resumes = self._has_joined = True
             current().tell_changes()
@@ -119,7 +126,7 @@ class TrainingState:
         world = current()
         if world.operations() == self._operations_at_join:  # it has come to the place at which the others let it join
             return
-        if world.is_awaited and (joined := admit()):
+        if world.is_awaited and (joined := admit(self._place())):
             self._share(joined)
             self._has_joined = True
             world.tell_changes()
@@ -127,6 +134,10 @@ class TrainingState:
             self._compare()
 
     # Helpers ----------------------------------------------------------------------------------------
+
+    def _place(self) -> str:
+        """Which of the script's states this is: a second one of a newcomer would keep the values of its first line."""
+        return f"TrainingState {self._number} of {_made} made so far, of {', '.join(self._names) or 'nothing'}"
 
     def _state(self) -> dict[str, Any]:
         """All that a newcomer needs; apart from tensors, it shares nothing with the live objects."""

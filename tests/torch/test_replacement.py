@@ -176,6 +176,8 @@ SCRIPT = """
     state = None
     if "TEST_STATELESS" not in os.environ:
         state = TrainingState(model=model, optimizer=optimizer, epoch=0)
+    if "TEST_SECOND_STATE" in os.environ:
+        second = TrainingState(seen=0)
     for epoch in range(state.epoch if state else 0, 3):
         if state:
             state.epoch = epoch
@@ -185,6 +187,8 @@ SCRIPT = """
             if ring.rank() == 1 and not is_new and (epoch, step) == (0, 1):
                 os.kill(os.getpid(), signal.SIGKILL)
             end = time.monotonic() + float(os.environ.get("TEST_PATIENCE", "20"))
+            if "TEST_SECOND_STATE" in os.environ and (epoch, step) == (0, 2):  # it is refused at the others' commit
+                end += 60
             while len(current().world_ranks) == 1 and not seats().has_waiting() and time.monotonic() < end:
                 time.sleep(0.01)
             optimizer.zero_grad()
@@ -207,6 +211,10 @@ SCRIPT = """
         (
             "TEST_BROADCASTS",
             "broadcast_object() was called in a process that takes the place of a lost rank, before it",
+        ),
+        (
+            "TEST_SECOND_STATE",
+            "has come to another place (TrainingState 1 of 1 made so far, of model, optimizer, epoch)",
         ),
     ],
 )
