@@ -13,6 +13,7 @@ coordinator has ended or was killed, and so the ranks end. Otherwise it lives, a
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -38,12 +39,15 @@ from ring_plugins.launcher.supervision import Supervisor
 
 #: Seconds without traffic before the kernel probes the other host, and between its probes.
 _PROBE = 1
-#: Seconds to connect to the coordinator, and to find out whether it is gone.
-_CONNECT, _ASK = 30.0, 2.0
+#: Seconds to connect to the coordinator, at each of its addresses if it may not be there yet, and to find out whether
+#: it is gone.
+_CONNECT, _TRY, _ASK = 30.0, 3.0, 2.0
 #: How often it must have answered within that, so that a process which is just ending does not count.
 _ANSWERS = 3
 #: Bytes of one write to a terminal or login that may be slow, and milliseconds between two looks whether it is lost.
 _WRITE, _LOOK = 4096, 200
+#: How a connection ends that its other end, rather than the network, has closed; 0 stands for no error.
+_CLOSED = (0, errno.ECONNRESET, errno.EPIPE)
 #: Seconds between two looks at ranks and messages.
 _TICK = 0.02
 
@@ -61,6 +65,7 @@ class HostJob:
         command: of every rank.
         environment: variables of every rank beside those of this process.
         tag_output, output_directory: as in `JobSpec`.
+        patience: seconds for which the coordinator may not be there yet.
     """
 
     addresses: Sequence[str]
@@ -74,6 +79,7 @@ class HostJob:
     environment: Mapping[str, str] = field(default_factory=dict)
     tag_output: bool = False
     output_directory: str | None = None
+    patience: float = 0.0
 
     def pack(self) -> bytes:
         """As `unpack` takes it."""
@@ -98,6 +104,7 @@ class Link:
 
     Args:
         job: says where it is.
+        is_over: whether to wait for it no longer.
 
     Attributes:
         is_lost: whether the connection has ended.
@@ -107,24 +114,28 @@ class Link:
         LaunchError: it cannot be reached.
     """
 
-    def __init__(self, job: HostJob) -> None:
+    def __init__(self, job: HostJob, is_over: Callable[[], bool] = lambda: True) -> None:
         self.is_lost = self.is_orphaned = False
         self._port = job.port
-        problems = []
-        for address in job.addresses:
-            try:
-                claim = Claim(job.index)
-                connected = connect(address, job.port, job.key.encode(), Purpose.LAUNCHER, claim, _CONNECT)
-            except (OSError, Disconnected) as error:
-                problems.append(f"{address}:{job.port}: {getattr(error, 'strerror', None) or error}")
-                continue
-            watch(connected)
-            self._address, self._frames = address, FrameSocket(connected, Purpose.LAUNCHER)
-            return
-        raise LaunchError(
-            f"{socket.gethostname()} cannot reach the process that started this job ({'; '.join(problems)}): it has "
-            "ended, or a firewall is between the hosts."
-        )
+        end = time.monotonic() + job.patience
+        while True:
+            problems = []
+            for address in job.addresses:
+                try:
+                    claim, seconds = Claim(job.index), _TRY if job.patience else _CONNECT
+                    connected = connect(address, job.port, job.key.encode(), Purpose.LAUNCHER, claim, seconds)
+                except (OSError, Disconnected) as error:
+                    problems.append(f"{address}:{job.port}: {getattr(error, 'strerror', None) or error}")
+                    continue
+                watch(connected)
+                self._address, self._frames = address, FrameSocket(connected, Purpose.LAUNCHER)
+                return
+            if time.monotonic() > end or is_over():
+                raise LaunchError(
+                    f"{socket.gethostname()} cannot reach the process that started this job ({'; '.join(problems)}): "
+                    "it has ended, or a firewall is between the hosts."
+                )
+            time.sleep(0.1)
 
     def send(self, kind: str, body: Any) -> None:
         """Send a message, unless the connection is lost."""
@@ -161,10 +172,6 @@ class Link:
     def close(self) -> None:
         """Close the connection."""
         self._frames.close()
-
-
-#: Errors of a connection that its other end, rather than the network, has ended.
-_CLOSED = (0, 104, 32)
 
 
 class _Outlet:
@@ -212,6 +219,8 @@ class HostRanks:
         self._segment = Segment.create(Seats.nbytes(len(job.ranks)))
         self._seats = Seats(self._segment.array)
         supervisor.is_out = self._is_out
+        #: Signals that this process got, and that are meant for the ranks.
+        self.to_send: list[int] = []
         #: The job's exit status, once the coordinator has said it.
         self._status: int | None = None
 
@@ -229,7 +238,7 @@ class HostRanks:
                 status, why = self._supervisor.wait(self._find_trouble)
             self._link.send("ended", {"ranks": self._ends(), "why": why})
             if self._status is None and self._supervisor.signalled is None:
-                self._wait_for("over")
+                self._status = self._wait_for("over")
         own = status or (0 if self._supervisor.has_succeeded() else 1)
         return own if self._status is None else self._status
 
@@ -280,6 +289,11 @@ class HostRanks:
 
     def _find_trouble(self) -> str | None:
         """Why the ranks of this host cannot go on; also tells the coordinator of the first that fails."""
+        while self.to_send:
+            number = self.to_send.pop()
+            for process in self._supervisor.processes:
+                if process.poll() is None:
+                    process.send_signal(number)
         for kind, body in self._link.read():
             self._take(kind, body)
         if self._link.is_orphaned and self._supervisor.signalled is None:
@@ -326,18 +340,24 @@ class HostRanks:
         return ends
 
 
-def run(job: HostJob, prepare: Callable[[Link], None] = lambda link: None) -> int:
+def run(
+    job: HostJob, prepare: Callable[[Link], None] = lambda link: None, user_signals: Sequence[signal.Signals] = ()
+) -> int:
     """Run this host's ranks, and return the job's exit status.
 
     Args:
         job: what to run.
         prepare: called once the coordinator is reached.
+        user_signals: those that are passed on to the ranks.
     """
     with Supervisor(tolerates_losses=True) as supervisor:
-        link = Link(job)
+        link = Link(job, lambda: supervisor.signalled is not None)
         try:
             prepare(link)
-            return HostRanks(job, link, supervisor).run()
+            ranks = HostRanks(job, link, supervisor)
+            for number in user_signals:
+                signal.signal(number, lambda number, _: ranks.to_send.append(number))
+            return ranks.run()
         finally:
             link.close()
 
@@ -352,7 +372,7 @@ def main() -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     job = HostJob.unpack(sys.stdin.buffer.read())
     try:
-        return run(job, _print_through)
+        return run(job, _print_through, (signal.SIGUSR1, signal.SIGUSR2))
     except LaunchError as error:
         print(f"ring run: {error}", file=sys.stderr)
         return 1

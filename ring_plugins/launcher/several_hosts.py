@@ -7,6 +7,9 @@ each other by RANK and MASTER_ADDR, as those that a user starts one by one.
     ring run ─┬─ supervisor of host1 ── rank 0, rank 1
               └─ ssh ── supervisor of host2 ── rank 2, rank 3
 
+Under mpirun, torchrun and srun, the holders of their slots start the supervisors (core/rendezvous/slots.py), and the
+one on rank 0's host is the coordinator's child.
+
 Supervisors log in to the coordinator, which is in `ring run`. In JSON, over authenticated connections:
 
     supervisor -> coordinator   ["here", {host, port}]     it runs; the port is one that rank 0 can listen at
@@ -39,6 +42,7 @@ import selectors
 import shlex
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -110,19 +114,24 @@ class Coordinator:
         hosts: their names, with the ranks of each.
         supervisor: whose signals end the job.
         notify: shows one line to the user.
-        address: of the host of rank 0, at which the others reach it; "" for the one from which it has come.
+        port, key: where to listen, and a secret; new ones by default.
 
     Attributes:
         port, key: for `HostJob`.
     """
 
     def __init__(
-        self, hosts: Sequence[tuple[str, Sequence[int]]], supervisor: Supervisor, notify: Notify, address: str = ""
+        self,
+        hosts: Sequence[tuple[str, Sequence[int]]],
+        supervisor: Supervisor,
+        notify: Notify,
+        port: int = 0,
+        key: str = "",
     ) -> None:
         self._hosts = [_Host(name, ranks) for name, ranks in hosts]
-        self._supervisor, self._notify, self._address = supervisor, notify, address
-        self.key = secrets.token_hex(32)
-        listener = socket.create_server(("", 0), backlog=_BACKLOG)
+        self._supervisor, self._notify = supervisor, notify
+        self.key = key or secrets.token_hex(32)
+        listener = socket.create_server(("", port), backlog=_BACKLOG)
         self.port: int = listener.getsockname()[1]
         limit = len(self._hosts) + _OTHER_CONNECTIONS
         self._acceptor = Acceptor(self.key.encode(), Purpose.LAUNCHER, self._expects, limit)
@@ -186,7 +195,10 @@ class Coordinator:
         first = next(host for host in self._hosts if 0 in host.ranks)
         assert first.frames is not None
         assert first.here is not None
-        address = self._address or str(first.frames.socket.getpeername()[0])
+        address = str(first.frames.socket.getpeername()[0])
+        if address.startswith("127."):  # this host, which others have reached at another address
+            reached = [str(host.frames.socket.getsockname()[0]) for host in self._hosts if host.frames is not None]
+            address = next((one for one in reached if not one.startswith("127.")), address)
         secret = config.SECRET.get() or secrets.token_hex(32)
         self._tell_all("start", {"address": address, "port": int(first.here["port"]), "secret": secret})
 
@@ -319,8 +331,6 @@ def run(job: JobSpec, supervisor: Supervisor, notify: Notify) -> tuple[int, str 
     """
     ranks = iter(range(job.ranks))
     hosts = [(part.host, [next(ranks) for _ in range(part.ranks)]) for part in job.shares]
-    elsewhere = [host.rpartition("@")[2] for host, _ in hosts if not is_this_host(host)]
-    first = address_towards(elsewhere[0]) if is_this_host(hosts[0][0]) else ""
     environment = {
         name: os.environ[name] if value is None else value
         for name, value in job.environment.items()
@@ -328,7 +338,7 @@ def run(job: JobSpec, supervisor: Supervisor, notify: Notify) -> tuple[int, str 
     }
     with contextlib.ExitStack() as stack:
         relay = stack.enter_context(Relay(False, always=True))
-        coordinator = stack.enter_context(Coordinator(hosts, supervisor, notify, first))
+        coordinator = stack.enter_context(Coordinator(hosts, supervisor, notify))
         started = []
         for index, ((host, own), (_, command)) in enumerate(zip(hosts, commands(job), strict=True)):
             towards = "" if is_this_host(host) else address_towards(host.rpartition("@")[2])
@@ -339,28 +349,57 @@ def run(job: JobSpec, supervisor: Supervisor, notify: Notify) -> tuple[int, str 
             )  # fmt: skip
             started.append((host, _start(supervisor, command, told, relay, index)))
         relay.start()
+        return _follow(coordinator, started)
 
-        def find_trouble() -> str | None:
-            for host, process in started:
-                if (code := process.poll()) is not None:
-                    how = silent_end(code) if code < 0 else f"ended with status {code}"
-                    what = "the supervisor" if is_this_host(host) else "the login"
-                    return f"{host}: {what} {how} before the job started; its output above says why."
-            return None
 
-        status, why = coordinator.wait(find_trouble)
-        deadline = time.monotonic() + _LEAVE_SECONDS
-        while any(process.poll() is None for _, process in started) and time.monotonic() < deadline:
-            time.sleep(_TICK)
-            if why is not None and status == 1 and time.monotonic() > deadline - _LEAVE_SECONDS / 2:
-                break
-        for _, process in started:
-            if process.poll() is None:
-                process.kill()
+def coordinate(
+    job: HostJob, hosts: Sequence[tuple[str, Sequence[int]]], supervisor: Supervisor, notify: Notify
+) -> tuple[int, str | None]:
+    """The same for a job whose other hosts' supervisors come by themselves.
+
+    Args:
+        job: of this host.
+        hosts: all of them, this one first.
+        supervisor, notify: as for `run`.
+    """
+    with contextlib.ExitStack() as stack:
+        relay = stack.enter_context(Relay(False, always=True))
+        coordinator = stack.enter_context(Coordinator(hosts, supervisor, notify, job.port, job.key))
+        command = [sys.executable, "-m", "ring_plugins.launcher.host_supervisor"]
+        started = [(hosts[0][0], _start(supervisor, command, job, relay, 0))]
+        relay.start()
+        return _follow(coordinator, started)
+
+
+def _follow(coordinator: Coordinator, started: Sequence[tuple[str, subprocess.Popen[bytes]]]) -> tuple[int, str | None]:
+    """Follow a job to its end.
+
+    Args:
+        coordinator: of all supervisors.
+        started: the hosts whose supervisors, or logins, this process has started.
+    """
+
+    def find_trouble() -> str | None:
+        for host, process in started:
+            if (code := process.poll()) is not None:
+                how = silent_end(code) if code < 0 else f"ended with status {code}"
+                what = "the supervisor" if is_this_host(host) else "the login"
+                return f"{host}: {what} {how} before the job started; its output above says why."
+        return None
+
+    status, why = coordinator.wait(find_trouble)
+    deadline = time.monotonic() + _LEAVE_SECONDS
+    while any(process.poll() is None for _, process in started) and time.monotonic() < deadline:
+        time.sleep(_TICK)
+    for _, process in started:
+        if process.poll() is None:
+            process.kill()
     return status, why
 
 
-def _start(supervisor: Supervisor, command: Sequence[str], job: HostJob, relay: Relay, index: int) -> Any:
+def _start(
+    supervisor: Supervisor, command: Sequence[str], job: HostJob, relay: Relay, index: int
+) -> subprocess.Popen[bytes]:
     """Start the supervisor of a host, which reads what it has to know, secrets among it, from standard input."""
     out, err = relay.files(index)
     description = os.memfd_create("ring_plugins/job")

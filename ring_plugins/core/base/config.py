@@ -304,6 +304,7 @@ MEMBER = Variable("RING_MEMBER", TEXT, "", "")
 LOSSES_TOLERATED = Variable("RING_LOSSES_TOLERATED", TEXT, "", "")
 JOINS = Variable("RING_JOINS", WHOLE_NUMBER, 0, "")
 SEAT = Variable("RING_SEAT", TEXT, "", "")
+HOST_JOB = Variable("RING_HOST_JOB", TEXT, "", "")
 PARENT_NOTIFIER = Variable("RING_PARENT_NOTIFIER", TEXT, "", "")
 DRIVER = Variable("RING_DRIVER", TEXT, "", "")
 

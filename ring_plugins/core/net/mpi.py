@@ -71,7 +71,7 @@ def mpi_init_waits_for_every_rank() -> Any:
     return MPI
 
 
-def _finalize() -> None:
+def finalize() -> None:
     """Finalize MPI in place of mpi4py, which does so in a forked child, too, where it never returns."""
     module = sys.modules.get("mpi4py.MPI")
     if module is not None and os.getpid() == _finalizing_process and not module.Is_finalized():
@@ -79,7 +79,7 @@ def _finalize() -> None:
 
 
 # On import, so that it is called after everything else that is registered to leave the job.
-atexit.register(_finalize)
+atexit.register(finalize)
 
 
 def _limit_finalize() -> None:

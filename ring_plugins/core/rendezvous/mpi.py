@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from ring_plugins.core.base.errors import LaunchError
@@ -55,9 +56,24 @@ def connect(record: LaunchRecord) -> Rendezvous:
         return _connect(record)
 
 
-def _connect(record: LaunchRecord) -> Rendezvous:
+def exchange(record: LaunchRecord, payload: Any) -> list[Any]:
+    """Every rank's payload, in rank order; leaves MPI, which this process cannot join again.
+
+    Raises:
+        MissingDependency, LaunchError: as for `connect`.
+    """
+    with mpi.every_rank_must_come_in_time(), ShownArrivals(record):
+        transport, gather = _join(record)
+        found = gather(payload)
+    transport.close()
+    mpi.finalize()
+    return found
+
+
+def _join(record: LaunchRecord) -> tuple[mpi.MpiTransport, Callable[[Any], list[Any]]]:
+    """Join MPI, and check that the ranks fit each other."""
     mpi_transport = mpi.MpiTransport()
-    rank, size, gather = mpi_transport.rank, mpi_transport.size, mpi_transport.all_gather_object
+    size, gather = mpi_transport.size, mpi_transport.all_gather_object
     if record.size is not None and record.size != size:
         library = mpi_transport.library_version()
         raise LaunchError(
@@ -68,6 +84,12 @@ def _connect(record: LaunchRecord) -> Rendezvous:
     problem = differences({rank: (host, versions) for rank, (host, versions) in enumerate(hosts)})
     if problem:
         raise LaunchError(problem)
+    return mpi_transport, gather
+
+
+def _connect(record: LaunchRecord) -> Rendezvous:
+    mpi_transport, gather = _join(record)
+    rank, size = mpi_transport.rank, mpi_transport.size
     if size == 1:
         return Rendezvous(0, 1, gather, mpi_transport, mpi_transport.close, abort=mpi_transport.abort)
     choice = choose_transport(rank, gather)

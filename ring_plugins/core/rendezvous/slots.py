@@ -12,6 +12,11 @@ as long as the job does, and all end with its exit status:
 The ranks get none of the launcher's variables, and are found as ranks of `ring run`. They may use all cores that the
 launcher has bound any slot to.
 
+**On several hosts** the processes first meet once, by the launcher's own means: MPI, torchrun's store, or the first
+host of srun's step. They tell each other where they are and what they would run, and leave MPI in good order. Then they
+become holders, too, but the first of each host starts a supervisor of that host's ranks (launcher/held_host.py). These
+supervisors work together as those that `ring run` starts by ssh; the one on rank 0's host also takes `ring run`'s part.
+
 Considered and rejected: a holder in every slot with its own rank below it. Those ranks would have to meet by the
 launcher's own means, MPI among them, which ends the job when a rank is gone (MPICH, also with -disable-auto-cleanup) or
 calls it failed (Open MPI). Options of the launchers (Open MPI's --enable-recovery, srun's --kill-on-bad-exit=0
@@ -23,17 +28,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import ArgumentError, LaunchError
+from ring_plugins.core.base.errors import ArgumentError, LaunchError, name_ranks
 from ring_plugins.core.base.log import flush_output
+from ring_plugins.core.linux.interfaces import own_addresses, reserve_port
 from ring_plugins.core.linux.process import parent
+from ring_plugins.core.linux.shared_memory import is_available, shared_memory_domain
 from ring_plugins.core.net.mpi import world_size_if_initialized
-from ring_plugins.core.rendezvous import mpi, slot_holder, slurm, spawn
+from ring_plugins.core.rendezvous import mpi, slot_holder, slurm, spawn, tcp
 from ring_plugins.core.rendezvous.claim import check_is_original_script
 from ring_plugins.core.rendezvous.record import LaunchRecord
 
@@ -77,7 +86,7 @@ def hold_slot(record: LaunchRecord, min_ranks: int, on_failure: str, remedy: str
         ArgumentError: this does not work here; the text says why.
     """
     assert record.rank is not None
-    size = _size_on_this_host(record, remedy)
+    size = _size_on_this_host(record, on_failure, remedy)
     refused = f'on_failure="{on_failure}" does not work under {record.by} if'
     if world_size_if_initialized():
         raise ArgumentError(
@@ -86,7 +95,7 @@ def hold_slot(record: LaunchRecord, min_ranks: int, on_failure: str, remedy: str
         )
     try:
         check_is_original_script()
-        again = spawn.ring_run(size, min_ranks, on_failure)
+        command = spawn.command()
     except LaunchError as error:
         raise ArgumentError(f"{refused} the script cannot start again: {error}") from error
     names = _own_variables(record)
@@ -98,12 +107,76 @@ def hold_slot(record: LaunchRecord, min_ranks: int, on_failure: str, remedy: str
             f"of one container, or start the job there with `ring run`; or {remedy}."
         )
     job = _digest([os.geteuid(), pid, started, *(os.environ.get(name, "") for name in _JOB)])
-    common = [_digest([again, spawn.START_DIRECTORY]), str(pid), started, str(config.START_TIMEOUT.get())]
-    own = ["first", job, str(size), *common, *again] if record.rank == 0 else ["other", job, str(record.rank), *common]
+    work = _digest([command, min_ranks, on_failure, spawn.START_DIRECTORY])
+    environment = environment_of_ranks(os.environ)
+    if size is not None:
+        slot, again = record.rank, spawn.ring_run(size, min_ranks, on_failure)
+    else:
+        policy = {config.ON_FAILURE.name: on_failure, config.MIN_RANKS.name: str(min_ranks)}
+        place = _meet_on_several_hosts(record, work, command, policy)
+        slot, size = place.job["ranks"].index(record.rank), len(place.job["ranks"])
+        again = [sys.executable, "-m", "ring_plugins.launcher.held_host"]
+        environment |= {config.HOST_JOB.name: json.dumps(place._asdict())}
+    common = [work, str(pid), started, str(config.START_TIMEOUT.get())]
+    own = ["other", job, str(slot), *common] if slot else ["first", job, str(size), *common, *again]
     flush_output()
     os.chdir(spawn.START_DIRECTORY)
     holder = [sys.executable, "-I", "-S", slot_holder.__file__]
-    os.execve(sys.executable, [*holder, *own], environment_of_ranks(os.environ))
+    os.execve(sys.executable, [*holder, *own], environment)
+
+
+class _Place(NamedTuple):
+    """What the supervisor of a host has to know.
+
+    Attributes:
+        job: the fields of `HostJob`.
+        hosts: the names of all, and the ranks of each.
+    """
+
+    job: dict[str, Any]
+    hosts: list[tuple[str, list[int]]]
+
+
+def _meet_on_several_hosts(record: LaunchRecord, work: str, command: list[str], policy: dict[str, str]) -> _Place:
+    """Meet the job's other processes once, to find out which are on which host, and where rank 0 is.
+
+    Raises:
+        ArgumentError: ranks have another command.
+        LaunchError, MissingDependency: they do not find each other.
+    """
+    is_first = record.rank == 0
+    own: dict[str, Any] = {"domain": shared_memory_domain(), "host": socket.gethostname(), "work": work}
+    if is_first:
+        reserved = reserve_port()
+        os.set_inheritable(reserved.fileno(), True)  # the holder keeps it
+        own |= {"addresses": own_addresses(), "port": reserved.getsockname()[1], "key": secrets.token_hex(32)}
+        reserved.detach()
+    everyone = (mpi if record.kind == "mpi" else tcp).exchange(record, own)
+    if different := [rank for rank, one in enumerate(everyone) if one["work"] != everyone[0]["work"]]:
+        raise ArgumentError(
+            f"{name_ranks(different)} {'has' if len(different) == 1 else 'have'} another command, directory or "
+            'min_ranks than rank 0, but with on_failure="continue" all ranks have to start alike.'
+        )
+    if is_first and record.kind != "mpi":
+        tcp.note_missing_secret()
+    ranks: dict[str, list[int]] = {}
+    for rank, one in enumerate(everyone):
+        ranks.setdefault(one["domain"], []).append(rank)
+    index = list(ranks).index(own["domain"])
+    first = everyone[0]
+    job = {
+        "addresses": first["addresses"] if index else ["127.0.0.1"],
+        "port": first["port"],
+        "key": first["key"],
+        "index": index,
+        "hosts": len(ranks),
+        "ranks": ranks[own["domain"]],
+        "size": len(everyone),
+        "command": command,
+        "environment": policy,
+        "patience": config.START_TIMEOUT.get(),
+    }
+    return _Place(job, [(everyone[own[0]]["host"], own) for own in ranks.values()])
 
 
 def environment_of_ranks(environment: Mapping[str, str]) -> dict[str, str]:
@@ -115,24 +188,26 @@ def environment_of_ranks(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _size_on_this_host(record: LaunchRecord, remedy: str) -> int:
-    """The number of ranks, all of which are on this host.
+def _size_on_this_host(record: LaunchRecord, on_failure: str, remedy: str) -> int | None:
+    """The number of ranks if all of them are on this host, None if they are on several.
 
     Raises:
-        ArgumentError: they are not, or the launcher does not say so.
+        ArgumentError: this does not work under the launcher, or not on several hosts.
     """
     local = record.local_size
     if record.kind == "mpi" and local is None and os.environ.get("SLURM_STEP_NUM_NODES") == "1":
         local = record.size  # `srun --mpi=pmix`
-    if record.kind == "rendezvous" and record.by != "srun" and "TORCHELASTIC_RUN_ID" not in os.environ:
-        local = None  # LOCAL_WORLD_SIZE may be anything
-    if record.size is not None and record.size == local and not config.VIRTUAL_NODES.get():
-        return record.size
+    is_known = record.kind == "mpi" or record.by == "srun" or "TORCHELASTIC_RUN_ID" in os.environ
+    if is_known and record.size is not None and not config.VIRTUAL_NODES.get():
+        if record.size == local:
+            return record.size
+        if on_failure == "continue" and is_available():
+            return None
     here = f", which were to act as several (unset {config.VIRTUAL_NODES.name})" if config.VIRTUAL_NODES.get() else ""
     raise ArgumentError(
-        f'on_failure="continue" does not work under {record.by} if it does not start all ranks on this host{here}. It '
-        "works on one host: with mpirun, torchrun or srun, with `ring run --on-failure continue -n 4 python train.py`, "
-        f"or with plain python and init(ranks=4); or {remedy}."
+        f'on_failure="{on_failure}" does not work under {record.by} if it does not start all ranks on this host{here}. '
+        "It works on one host: with mpirun, torchrun or srun, with `ring run --on-failure continue -n 4 python "
+        f"train.py`, or with plain python and init(ranks=4); or {remedy}."
     )
 
 

@@ -15,7 +15,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, MissingDependency
@@ -132,6 +132,26 @@ def connect(record: LaunchRecord, generation: int) -> Rendezvous:
     return Rendezvous(rank, size, connections.gather, transport, close, (address,), _end_process)
 
 
+def exchange(record: LaunchRecord, payload: Any, generation: int = 0) -> list[Any]:
+    """Every rank's payload, in rank order, without staying connected.
+
+    Args:
+        record, generation: as for `connect`.
+        payload: anything that JSON can hold.
+
+    Raises:
+        LaunchError: as for `connect`.
+    """
+    os.environ.update(record.variables)
+    assert record.rank is not None
+    assert record.size is not None
+    connections = _meet(record.rank, record.size, os.environ.get("MASTER_ADDR", ""), generation)
+    try:
+        return connections.gather(payload)
+    finally:
+        connections.close()
+
+
 def _end_process(code: int) -> None:
     """End this process: torchrun then ends the other ranks, and a peer that waits sees its connection close."""
     flush_output()
@@ -214,6 +234,15 @@ def _listen(port: int, size: int, address: str = "") -> socket.socket:
         time.sleep(0.05)
 
 
+def note_missing_secret() -> None:
+    """Say so, on rank 0 of a job on several hosts, if it has no secret."""
+    if not bootstrap.job_secret():
+        logger.info(
+            "RING_SECRET is not set: anyone who could reach rank 0 while the job started could have joined it. Set it "
+            "to the same random text on all hosts (docs/security.md)."
+        )
+
+
 def _open_transport(connections: bootstrap.Bootstrap, rank: int) -> tuple[TcpTransport, str]:
     """Agree on a network and open sockets on it; returns rank 0's address as well."""
     master = os.environ.get("MASTER_ADDR", "")
@@ -223,10 +252,7 @@ def _open_transport(connections: bootstrap.Bootstrap, rank: int) -> tuple[TcpTra
     choice = choose(hosts, measure(networks, hosts, rank, connections.gather) if networks else None)
     if rank == 0 and choice.text:
         logger.info(f"{choice.text}.")
-    if rank == 0 and not bootstrap.job_secret() and len({host.kernel for host in hosts}) > 1:
-        logger.info(
-            "RING_SECRET is not set: anyone who could reach rank 0 while the job started could have joined it. Set it "
-            "to the same random text on all hosts (docs/security.md)."
-        )
+    if rank == 0 and len({host.kernel for host in hosts}) > 1:
+        note_missing_secret()
     transport = open_transport(rank, [host.host for host in hosts], choice.addresses, connections.gather)
     return transport, choice.addresses[0]

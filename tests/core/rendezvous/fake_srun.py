@@ -1,4 +1,7 @@
-"""As `srun --kill-on-bad-exit=1` on one host: `fake_srun.py 3 python train.py` runs three tasks of a step."""
+"""As `srun --kill-on-bad-exit=1` on one host: `fake_srun.py 3 python train.py` runs three tasks of a step.
+
+`fake_srun.py 3@1/2 python train.py` runs those of host2 of two hosts, as SLURM's daemon there does.
+"""
 
 import os
 import signal
@@ -10,21 +13,23 @@ KILL_WAIT = 3.0
 
 
 def main() -> int:
-    size, command = int(sys.argv[1]), sys.argv[2:]
+    how_many, command = sys.argv[1], sys.argv[2:]
+    each, _, where = how_many.partition("@")
+    node, nodes = map(int, (where or "0/1").split("/"))
+    size = int(each)
     step = {
-        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_JOB_ID": "78" if where else str(os.getpid()),
         "SLURM_STEP_ID": "0",
-        "SLURM_NTASKS": str(size),
-        "SLURM_STEP_NUM_TASKS": str(size),
-        "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NODEID": str(node),
+        "SLURM_NTASKS": str(nodes * size),
+        "SLURM_STEP_NUM_TASKS": str(nodes * size),
+        "SLURM_STEP_NUM_NODES": str(nodes),
+        "SLURM_STEP_NODELIST": f"host[1-{nodes}]" if where else "localhost",
         "SLURM_JOB_NODELIST": "node[1-2]",  # of the allocation, which may be larger than the step
-        "SLURM_STEP_TASKS_PER_NODE": str(size),
+        "SLURM_STEP_TASKS_PER_NODE": f"{size}(x{nodes})" if where else str(size),
     }
-    tasks = [
-        subprocess.Popen(command, env={**os.environ, **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)})
-        for rank in range(size)
-    ]
+    own = [{"SLURM_PROCID": str(node * size + local), "SLURM_LOCALID": str(local)} for local in range(size)]
+    tasks = [subprocess.Popen(command, env={**os.environ, **step, **one}) for one in own]
     asked: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: asked.append(number))

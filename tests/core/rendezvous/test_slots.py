@@ -13,6 +13,7 @@ import pytest
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.rendezvous import slot_holder, slots, spawn
 from ring_plugins.core.rendezvous.record import LaunchRecord
+from ring_plugins.launcher.host_supervisor import HostJob
 from tests.hosts.cluster import find_mpich
 from tests.launch import run_ranks, start_ranks
 from tests.launchers import find_mpirun, launcher_command
@@ -177,18 +178,17 @@ def test_a_job_of_one_rank_and_a_script_that_has_initialized_mpi():
     assert result.returncode and "the script initializes MPI itself" in result.output
 
 
-def refused(record, match):
+def refused(record, match, on_failure="continue"):
     with pytest.raises(ArgumentError, match=match):
-        slots.hold_slot(record, 1, "continue", "leave it out")
+        slots.hold_slot(record, 1, on_failure, "leave it out")
 
 
 def test_what_cannot_work_is_refused(monkeypatch):
     monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("became a holder"))
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     one_host = LaunchRecord("mpi", "mpirun (Open MPI)", 1, 4, 1, 4)
-    refused(
-        LaunchRecord("mpi", "mpirun (Open MPI)", 1, 4, 1, 2), r"work under mpirun \(Open MPI\) if it does not start"
-    )
+    several = LaunchRecord("mpi", "mpirun (Open MPI)", 1, 4, 1, 2)
+    refused(several, r"\"replace\" does not work under mpirun \(Open MPI\) if it does not start", "replace")
     refused(
         LaunchRecord("mpi", "MPI", 1), "work under MPI if it does not start all ranks on this host. It works on one"
     )
@@ -201,11 +201,32 @@ def test_what_cannot_work_is_refused(monkeypatch):
     monkeypatch.setattr(spawn, "command", lambda: ["python", "train.py"])
     monkeypatch.setattr(slots, "_launcher", lambda own: 0)
     refused(one_host, "containers of their own")
-    refused(LaunchRecord("mpi", "mpirun (PMIx)", 1, 4, 1), "if it does not start all ranks on this host")
+    refused(several, "containers of their own")
+    refused(LaunchRecord("mpi", "mpirun (PMIx)", 1, 4, 1), "if it does not start all ranks on this host", "replace")
     monkeypatch.setenv("SLURM_STEP_NUM_NODES", "1")
     refused(LaunchRecord("mpi", "mpirun (PMIx)", 1, 4, 1), "containers of their own")  # as far as any other here
     monkeypatch.setenv("RING_VIRTUAL_NODES", "2")
     refused(one_host, "unset RING_VIRTUAL_NODES")
+
+
+def test_processes_that_meet_on_several_hosts_learn_where_each_is(monkeypatch):
+    """Ranks 0 and 2 on one host, 1 and 3 on another; all run the same."""
+    record = LaunchRecord("mpi", "mpirun (Open MPI)", 3, 4, 1, 2)
+    first = {"addresses": ["10.0.0.1"], "port": 7, "key": "hush"}
+
+    def exchange(record, own):
+        everyone = [{**own, "domain": name, "host": name, "work": "1"} for name in ("a", "b", "a", "b")]
+        everyone[record.rank]["work"] = own["work"]
+        return [everyone[0] | first, *everyone[1:]]
+
+    monkeypatch.setattr(slots.mpi, "exchange", exchange)
+    monkeypatch.setattr(slots, "shared_memory_domain", lambda: "b")
+    job, hosts = slots._meet_on_several_hosts(record, "1", ["python", "x.py"], {"RING_ON_FAILURE": "continue"})
+    assert hosts == [("a", [0, 2]), ("b", [1, 3])]
+    assert HostJob(**job).ranks == [1, 3] and job["index"] == 1 and job["addresses"] == ["10.0.0.1"]
+    assert (job["port"], job["key"], job["size"], job["hosts"]) == (7, "hush", 4, 2)
+    with pytest.raises(ArgumentError, match="rank 3 has another command, directory or min_ranks than rank 0"):
+        slots._meet_on_several_hosts(record, "2", ["python"], {})
 
 
 def test_ranks_get_no_variable_that_tells_a_process_of_the_launcher_who_it_is():
