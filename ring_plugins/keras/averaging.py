@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -40,7 +41,7 @@ from ring_plugins.keras.healing import refuse_to_heal_overlapped
 from ring_plugins.keras.interrupted_fit import watch_fit
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.joining import refuse_before_joining
-from ring_plugins.keras.sharded_optimizer import ShardedUpdates, check_shardable, is_sharded, sharded
+from ring_plugins.keras.sharded_optimizer import ShardedUpdates, check_shardable, innermost, is_sharded, sharded
 from ring_plugins.keras.state import optimizers_of, value_of
 from ring_plugins.keras.validation import check_equal_optimizers, warn_of_gpu_copies
 from ring_plugins.observe.drift import checksum, differing_weights
@@ -167,6 +168,7 @@ class GradientAveraging:
             error_feedback,
             self.accumulation_steps > 1,
             overlap,
+            call_if_alive(weakref.WeakMethod(self.rate)),
         )
         chosen_overlap(overlap)  # raises now if it is none of the choices
         self.settings.rounding  # noqa: B018 - raises now if `compression` is unknown
@@ -262,7 +264,7 @@ class GradientAveraging:
             self._originals["apply"](grads, trainable_variables)
             return
         variables = self.variables if trainable_variables is None else list(trainable_variables)
-        averages = self.average(list(grads), variables)
+        averages = self.average(list(grads), variables, self.rate())
         assert self.exchange is not None
         self.exchange.update(self._originals["apply"], averages, trainable_variables)
 
@@ -278,7 +280,7 @@ class GradientAveraging:
         if self.sharded is not None:
             self.sharded.check_is_known()
         if self.accumulation_steps == 1:
-            grads = self.average(list(grads), self.variables)
+            grads = self.average(list(grads), self.variables, self.rate_among(optimizer_variables))
             self._is_averaged = True
         try:
             return self._originals["stateless_apply"](optimizer_variables, grads, trainable_variables)
@@ -289,8 +291,24 @@ class GradientAveraging:
         """Update with gradients that are already averaged."""
         self._originals["apply"](averages, variables)
 
-    def average(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        """Average the gradients of these variables; None stays None."""
+    def _rate_variable(self) -> Any:
+        """The variable of the learning rate; None if a schedule computes it, or if sharded updates compare it."""
+        rate = innermost(self.optimizer)._learning_rate  # Keras 3.15.1, optimizers/base_optimizer.py:777
+        return rate if isinstance(rate, keras.Variable) and self.sharded is None else None
+
+    def rate(self) -> Any:
+        """The value of the learning rate, to be compared among the ranks; None if a schedule computes it."""
+        variable = self._rate_variable()
+        return None if variable is None else variable.value
+
+    def rate_among(self, optimizer_variables: Sequence[Any]) -> Any:
+        """The learning rate in a step that gets the values of all variables."""
+        wanted = self._rate_variable()
+        pairs = zip(self.optimizer.variables, optimizer_variables, strict=False)
+        return next((value for variable, value in pairs if variable is wanted), None)
+
+    def average(self, gradients: list[Any], variables: list[Any], rate: Any = None) -> list[Any]:
+        """Average the gradients of these variables; None stays None. `rate` is compared among the ranks."""
         refuse_before_joining()
         self._is_watched = self._is_watched or watch_fit(self)
         self.prepare(self.variables if self.optimizer.built else variables)
@@ -304,7 +322,10 @@ class GradientAveraging:
                 raise self._unknown_variable(variables) from None
             present = {i: gradient for i, gradient in zip(indices, gradients, strict=True) if gradient is not None}
             self._check_dtypes(present)
-            averages = self._average_sums(present) if self.accumulation_steps > 1 else self.exchange.average(present)
+            if self.accumulation_steps > 1:
+                averages = self._average_sums(present, rate)
+            else:
+                averages = self.exchange.average(present, rate)
         return [None if g is None else averages[i] for i, g in zip(indices, gradients, strict=True)]
 
     def _compare_weights(self) -> None:
@@ -361,7 +382,7 @@ class GradientAveraging:
             return []
         return [found for variable in self.variables if (found := self._accumulator(variable)) is not None]
 
-    def _average_sums(self, gradients: dict[int, Any]) -> dict[int, Any]:
+    def _average_sums(self, gradients: dict[int, Any], rate: Any) -> dict[int, Any]:
         """In the step that updates, average the sums of all steps and reset the accumulators.
 
         In other steps, gradients and accumulators remain those of this rank.
@@ -377,7 +398,7 @@ class GradientAveraging:
 
         def update() -> tuple[dict[int, Any], dict[int, Any]]:
             totals = {i: g + keras.ops.cast(sums[i], g.dtype) if i in sums else g for i, g in own.items()}
-            return exchange.average(totals), {i: keras.ops.zeros_like(value) for i, value in sums.items()}
+            return exchange.average(totals, rate), {i: keras.ops.zeros_like(value) for i, value in sums.items()}
 
         is_update = (self.optimizer._iterations.value + 1) % self.accumulation_steps == 0
         averages, left = backend().choose(is_update, update, lambda: (own, sums))
@@ -406,6 +427,11 @@ class GradientAveraging:
             f"variable {getattr(variable, 'path', variable)!r} is not among those the optimizer was built for; use a "
             "separate optimizer for it."
         )
+
+
+def call_if_alive(method: weakref.WeakMethod[Callable[[], Any]]) -> Callable[[], Any]:
+    """A function that calls a method while its object lives, and returns None afterwards."""
+    return lambda: None if (found := method()) is None else found()
 
 
 def averaging_of(optimizer: Any) -> GradientAveraging | None:

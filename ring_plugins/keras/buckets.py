@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+import zlib
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
@@ -30,6 +31,10 @@ T = TypeVar("T")
 
 #: Bytes of a cache line. TensorFlow needs no copy of an array that starts on one.
 _LINE = 64
+#: Control numbers: the bits of a checksum of the learning rate, then the inverted bits. After the reduction a
+#: bit and its inverse are both above zero only if ranks differ in it, so that comparing needs no message of its own.
+_BITS = 32
+_CONTROL = 2 * _BITS
 #: The bits of 1.0; numpy stores bfloat16 as uint16.
 _ONE_BFLOAT16 = 0x3F80
 
@@ -82,8 +87,9 @@ class HostBuckets:
     ) -> None:
         if compression is not None:
             entries = [replace(entry, layout=f"{entry.layout}, {compression}") for entry in entries]
-        self.plan = FusionPlan(entries, sizes)
+        self.plan = FusionPlan(entries, sizes, _CONTROL)
         self.plan.check_equal(communicator)
+        self._rate: float | None = None
         self._buffer = FusionBuffer(self.plan, communicator)
         has_room = has_room_to_overlap(threads_in_use())
         chosen = choose_overlap(overlap, has_room, communicator)
@@ -103,6 +109,10 @@ class HostBuckets:
                     self._averages[i] = memory.array[offset : offset + count]
                 elif not in_place:
                     self._averages[i] = aligned(count, memory.array.dtype)
+
+    def follow_rate(self, rate: float) -> None:
+        """Compare the learning rate of this pass among the ranks; call it before `give`."""
+        self._rate = rate
 
     def give(self, indices: Sequence[int], gradients: Sequence[Array]) -> None:
         """Add gradients that are complete.
@@ -132,16 +142,17 @@ class HostBuckets:
             next pass overwrites; or the gradient itself, if it is large and `in_place`.
 
         Raises:
-            MismatchError: a variable has a gradient on some ranks only.
+            MismatchError: a variable has a gradient on some ranks only, or their learning rates differ.
             PeerFailed: another rank is gone.
         """
-        forms = self._forms
+        forms, rate = self._forms, self._rate
         try:
             with refusals_told(self._communicator, "filling buckets"):
                 self.reducer.finish()
         finally:
-            self._given, self._forms = {}, {}
+            self._given, self._forms, self._rate = {}, {}, None
         self._check_flags(forms)
+        self._check_rate(rate)
         if self._losses.has_changed():
             names = [entry.name for entry in self.plan.entries]
             check_equal(lambda: (names, [checksum(average) for average in self._averages]), self._communicator)
@@ -156,6 +167,8 @@ class HostBuckets:
         flags = self._flags[bucket.index]
         storage = STORAGE[bucket.dtype]
         one = _ONE_BFLOAT16 if bucket.dtype == "bfloat16" else 1
+        if bucket.index == len(self.plan.buckets) - 1:
+            np.multiply(_bits(self._rate), one, out=self._control(), casting="unsafe")
         direct: list[HostMemory] = []
         for position, i in enumerate(bucket.entries):
             gradient = self._given.pop(i, None)
@@ -178,6 +191,26 @@ class HostBuckets:
                 direct.append(HostMemory(self._averages[i], bucket.dtype, source))
         return direct
 
+    def _control(self) -> Array:
+        bucket = self.plan.buckets[-1]
+        start = bucket.flags + len(bucket.entries)
+        control: Array = self._buffer.memories[-1].array[start : start + _CONTROL]
+        return control
+
+    def _check_rate(self, rate: float | None) -> None:
+        shares = self._control()
+        if not np.logical_and(shares[:_BITS], shares[_BITS:]).any():
+            return
+        rates = self._communicator.all_gather_object(rate)
+        by_rank = ", ".join(
+            f"rank {rank}: {one:.7g}" for rank, one in zip(self._communicator.ranks, rates, strict=True)
+        )
+        raise MismatchError(
+            f"learning rates differ among ranks ({by_rank}), so equal gradients would become different updates. Has a "
+            "rank set its rate by a loss that is only its own? Decide by what is equal on all ranks, such as "
+            "ring_plugins.all_reduce(loss); in fit(), add MetricAverageCallback()."
+        )
+
     def _check_flags(self, given: Container[int]) -> None:
         """Check that all ranks gave gradients for the same variables; otherwise their weights would diverge.
 
@@ -188,6 +221,14 @@ class HostBuckets:
             for i, flag in zip(bucket.entries, flags.tolist(), strict=True):
                 if flag != (one if i in given else 0):
                     raise unequal_gradients(i in given, self.plan.entries[i].name)
+
+
+def _bits(rate: float | None) -> Array:
+    """What `_CONTROL` says; zeros for no rate."""
+    if rate is None:
+        return np.zeros(_CONTROL, np.uint8)
+    checksum = zlib.crc32(np.float32(rate).tobytes())
+    return np.unpackbits(np.array([checksum, checksum ^ 0xFFFFFFFF], np.uint32).view(np.uint8))
 
 
 def call_weakly(method: Callable[..., T]) -> Callable[..., T]:

@@ -40,6 +40,15 @@ def test_rates_that_differ_are_an_error(seen):
         assert "MismatchError" in found and "[0.1" in found and "0.05" in found and "MetricAverageCallback" in found
 
 
+@on_ranks("rates_that_differ_later", "torch", slow=("tensorflow", "jax"))
+def test_rates_that_one_rank_changes_between_its_steps_are_an_error(seen):
+    for found in seen:
+        assert found["equal"] == "none"
+        for what in ("differs", "differs, accumulating"):
+            assert "differ among ranks (rank 0: " in found[what], found[what]
+            assert "0.05" in found[what] and "0.01" in found[what], found[what]
+
+
 @on_ranks("unequal_steps_of_a_generator", "torch", slow=("tensorflow", "jax"))
 def test_unequal_steps_of_a_generator(seen):
     ended, longer = seen

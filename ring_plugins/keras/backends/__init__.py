@@ -37,6 +37,7 @@ class Settings(NamedTuple):
         compression, error_feedback: compression between hosts, as for `BroadcastCallback`.
         accumulates: whether the optimizer accumulates gradients over several steps.
         overlap: whether gradients are averaged while others are still computed.
+        rate: returns the learning rate, as `Exchange.average` gets it, where backward averages.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Settings(NamedTuple):
     error_feedback: bool = False
     accumulates: bool = False
     overlap: Wanted = "auto"
+    rate: Callable[[], Any] = lambda: None
 
     @property
     def rounding(self) -> Compression | None:
@@ -81,8 +83,14 @@ class Exchange(Protocol):
     @property
     def reduced_bytes(self) -> int: ...
 
-    def average(self, gradients: dict[int, Any]) -> dict[int, Any]:
-        """Average gradients, by index of their variables. Called in `optimizer.apply`, traced or eagerly."""
+    def average(self, gradients: dict[int, Any], rate: Any = None) -> dict[int, Any]:
+        """Average gradients, by index of their variables. Called in `optimizer.apply`, traced or eagerly.
+
+        Args:
+            gradients: of this rank.
+            rate: the learning rate, a scalar of the framework, to be compared among the ranks; None for one that
+                follows from the number of steps. On GPUs it is not compared.
+        """
 
     def update(self, apply: Callable[..., None], gradients: list[Any], variables: Any) -> None:
         """Call `apply(gradients, variables)`; later steps must not overwrite the averages before it has read them."""

@@ -61,12 +61,14 @@ class Exchange:
     def reduced_bytes(self) -> int:
         return self.buckets.reducer.reduced_bytes
 
-    def average(self, gradients: dict[int, Any]) -> dict[int, Any]:
+    def average(self, gradients: dict[int, Any], rate: Any = None) -> dict[int, Any]:
         """See the protocol."""
         if isinstance(self.buckets, jax_device.DeviceBuckets):
             return self.buckets.average(gradients)
         indices, given = list(gradients), list(gradients.values())
         reduce = functools.partial(call_weakly(self._reduce), indices)
+        if rate is not None:
+            given.append(jax.numpy.reshape(jax.numpy.asarray(rate), 1))
 
         def reduce_copies(*operands: Any) -> list[Array]:
             copies = [np.array(operand) for operand in operands]
@@ -81,12 +83,14 @@ class Exchange:
         if averages is None:
             shapes = [jax.ShapeDtypeStruct(gradient.shape, gradient.dtype) for gradient in given]
             averages = io_callback(capture_exceptions(reduce_copies), shapes, *given, ordered=True)
-        return dict(zip(indices, averages, strict=True))
+        return dict(zip(indices, averages, strict=False))
 
     def _reduce(self, indices: list[int], arrays: list[Array]) -> None:
-        """Overwrite flat arrays with their averages."""
+        """Overwrite flat arrays with their averages; the learning rate may follow."""
         assert isinstance(self.buckets, HostBuckets)
         started = time.perf_counter()
+        if len(arrays) > len(indices):
+            self.buckets.follow_rate(float(arrays.pop()[0]))
         self.buckets.give(indices, arrays)
         averages = self.buckets.finish()
         for i, array in zip(indices, arrays, strict=True):

@@ -60,7 +60,7 @@ class Exchange:
     def reduced_bytes(self) -> int:
         return self.buckets.reducer.reduced_bytes if self.buckets else 0
 
-    def average(self, gradients: dict[int, Any]) -> dict[int, Any]:
+    def average(self, gradients: dict[int, Any], rate: Any = None) -> dict[int, Any]:
         """See the protocol; sparse gradients stay sparse.
 
         Raises:
@@ -74,7 +74,7 @@ class Exchange:
             self._sparse = sparse
             self.buckets = self._plan()
         dense = {i: tf.convert_to_tensor(g) for i, g in gradients.items() if i not in self._sparse}
-        averages = self._average_dense(self.buckets, dense)
+        averages = self._average_dense(self.buckets, dense, rate)
         for i in self._sparse:
             if i in gradients:
                 averages[i] = _average_sparse(gradients[i], self.communicator)
@@ -91,7 +91,7 @@ class Exchange:
             return tensorflow_device.DeviceBuckets(entries, on_gpus, settings.sizes)
         return HostBuckets(entries, self.communicator, settings.sizes, settings.rounding, overlap=settings.overlap)
 
-    def _average_dense(self, buckets: Buckets, dense: dict[int, Any]) -> dict[int, Any]:
+    def _average_dense(self, buckets: Buckets, dense: dict[int, Any], rate: Any) -> dict[int, Any]:
         """Trace a call for each bucket and one for the averages."""
         indices = list(dense)
         give_now, finish_now = call_weakly(buckets.give), call_weakly(buckets.finish)
@@ -103,6 +103,9 @@ class Exchange:
             averages = finish_now()
             return [averages[i] for i in indices]
 
+        if rate is not None and isinstance(buckets, HostBuckets):
+            follow_now = call_weakly(buckets.follow_rate)
+            tf.numpy_function(capture_exceptions(lambda rate: follow_now(float(rate))), [rate], [])
         for bucket in buckets.plan.buckets:
             here = [i for i in bucket.entries if i in dense]
             if here:

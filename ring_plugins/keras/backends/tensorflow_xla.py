@@ -130,7 +130,7 @@ def _in_two_parts(model: Any, averaging: Any) -> Callable[[Any], Any]:
 
     def step(data: Any) -> Any:
         logs, gradients = first(data)
-        last(averaging.average(gradients, list(updated)))
+        last(averaging.average(gradients, list(updated), averaging.rate()))
         return logs
 
     return step

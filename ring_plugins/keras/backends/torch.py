@@ -43,6 +43,7 @@ class Exchange:
             error_feedback=settings.error_feedback,
             overlap=settings.overlap,
         )
+        self._averager.compare_options(lambda: [{"lr": settings.rate()}])
         self._passes_seen = 0
         self._without_hooks = contextlib.ExitStack()
         if settings.accumulates:
@@ -64,8 +65,8 @@ class Exchange:
     def reduced_bytes(self) -> int:
         return self._averager.reduced_bytes
 
-    def average(self, gradients: dict[int, Any]) -> dict[int, Any]:
-        """See the protocol."""
+    def average(self, gradients: dict[int, Any], rate: Any = None) -> dict[int, Any]:
+        """See the protocol. The averager has compared the rate."""
         is_averaged = self._averager.steps > self._passes_seen and all(
             gradient is self._parameters[i].grad and self._parameters[i].requires_grad
             for i, gradient in gradients.items()

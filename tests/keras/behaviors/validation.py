@@ -12,7 +12,7 @@ import numpy as np
 from keras import layers
 
 import ring_plugins as ring
-from ring_plugins.keras import BroadcastCallback, DistributedOptimizer, shard, validation
+from ring_plugins.keras import BroadcastCallback, DistributedOptimizer, shard, undistribute, validation
 from tests.keras.behaviors import behavior, error_of, fit
 from tests.keras.scenarios import BACKEND, dense, features, momentum
 
@@ -114,6 +114,30 @@ def rates_that_differ() -> Any:
             self.model.optimizer.learning_rate = 0.1 / (1 + ring.rank())
 
     return error_of(lambda: fit(dense(momentum()), [Halves(), BroadcastCallback()]))
+
+
+@behavior
+def rates_that_differ_later() -> Any:
+    """Rates that a script sets between two steps of its own loop: to the same value, and then on one rank only."""
+    x, y = features(1, 1)
+
+    def train(one_rank_differs: bool, **options: Any) -> None:
+        keras.utils.set_random_seed(0)
+        model = dense(DistributedOptimizer(keras.optimizers.SGD(0.1, **options)))
+        for step in range(6):
+            if step == 2:
+                model.optimizer.learning_rate = 0.05
+            if step == 4 and one_rank_differs and ring.rank() == 1:
+                model.optimizer.learning_rate = 0.01
+            model.train_on_batch(x, y)
+        model.get_weights()  # JAX computes meanwhile
+        undistribute(model.optimizer)
+
+    return {
+        "equal": error_of(lambda: train(False)),
+        "differs": error_of(lambda: train(True)),
+        "differs, accumulating": error_of(lambda: train(True, gradient_accumulation_steps=2)),
+    }
 
 
 @behavior
