@@ -154,6 +154,7 @@ import torch
 import ring_plugins as ring
 from ring_plugins.core.world import current
 from ring_plugins.torch import DistributedOptimizer, broadcast_parameters
+from tests.passes import members_of_passes
 from tests.torch.checks_healing import gradient
 from tests.worker import report, report_pid
 
@@ -163,12 +164,12 @@ report_pid()
 model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(count)) for count in (10, 200_000)])
 broadcast_parameters(model)
 optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5), model.named_parameters())
-averaged_over, since = [], 0
+averaged_over, since, passes = [], 0, members_of_passes()
 try:
     while since < 20:
         optimizer.zero_grad()
         (gradient(len(averaged_over), me) * sum(parameter.sum() for parameter in model)).backward()
-        averaged_over.append(current().world_ranks)
+        averaged_over.append(passes[-1])
         optimizer.step()
         since += current().view > 0
         report("steps", len(averaged_over), me)

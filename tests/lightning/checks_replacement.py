@@ -23,6 +23,7 @@ from ring_plugins.core.world import current
 from ring_plugins.lightning import RingStrategy
 from tests.lightning.test_replacement import BATCHES, EPOCHS, SEED
 from tests.mortal import die
+from tests.passes import members_of_passes
 from tests.torch.checks_replacement import begin_step, gradient, own_deaths, prepare_newcomer, seats_taken
 from tests.worker import report
 
@@ -52,6 +53,7 @@ class Model(L.LightningModule):
         self.register_buffer("left_out", torch.zeros(1), persistent=False)
         self.mean = MeanMetric()
         self.history: list[Any] = []
+        self.passes = members_of_passes()
         self.seen: dict[str, list[int]] = {}
         self.validated: list[Any] = []
         self.hooks: list[str] = []
@@ -85,7 +87,7 @@ class Model(L.LightningModule):
         return gradient(step, self.seat) * (self.large.sum() + self.small.sum())
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.history.append(seats_taken())
+        self.history.append(seats_taken(self.passes[-1]))
 
     def validation_step(self, batch: torch.Tensor, index: int) -> None:
         if (self.current_epoch, "in validation") in self.mine:

@@ -13,6 +13,7 @@ import ring_plugins as ring
 from ring_plugins.core.world import current
 from ring_plugins.torch import DistributedOptimizer, broadcast_parameters
 from tests.mortal import die, die_in_barrier
+from tests.passes import members_of_passes
 from tests.worker import report
 
 STEPS = 8
@@ -33,7 +34,7 @@ def main() -> None:
     optimizer = DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5), model.named_parameters(), bucket_bytes=4096
     )
-    history, changes, step = [], [], 0
+    history, changes, step, passes = [], [], 0, members_of_passes()
 
     @ring.on_membership_change
     def told(change: ring.MembershipChange) -> None:
@@ -64,7 +65,7 @@ def main() -> None:
             model[1].register_post_accumulate_grad_hook(die)
         optimizer.zero_grad()
         (gradient(step, me) * sum(parameter.sum() for parameter in model)).backward()
-        averaged_over = current().world_ranks
+        averaged_over = passes[-1]
         optimizer.step()
         mean = ring.all_reduce(torch.tensor([12.0 * me]))
         history.append([averaged_over, current().world_ranks, float(mean)])

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,13 +24,15 @@ from ring_plugins.core.rendezvous.spawn import seats
 from ring_plugins.core.world import current
 from ring_plugins.torch import DistributedOptimizer, TrainingState, broadcast_parameters
 from tests.mortal import die, end_at
+from tests.passes import members_of_passes
 from tests.worker import report
 
 EPOCHS, BATCHES = 2, 6
 
 
-def seats_taken() -> list[int]:
-    return [current()._seats[rank] for rank in current().world_ranks]
+def seats_taken(ranks: Sequence[int] | None = None) -> list[int]:
+    """The seats of all members now, or of those with these world ranks."""
+    return [current()._seats[rank] for rank in (current().world_ranks if ranks is None else ranks)]
 
 
 def gradient(step: int, seat: int) -> float:
@@ -126,6 +129,7 @@ def main() -> None:
     sampler = DistributedSampler(data, ring.size(), ring.rank(), shuffle=False)
     loader = DataLoader(data, batch_size=1, sampler=sampler, num_workers=int(os.environ.get("TEST_WORKERS", "0")))
     changes: list[Any] = []
+    passes = members_of_passes()
     ring.on_membership_change(
         lambda change: changes.append([*map(list, (change.lost, change.left, change.joined)), change.size_before])
     )
@@ -140,7 +144,7 @@ def main() -> None:
             time.sleep(float(os.environ.get("TEST_PAUSE", "0")))
             optimizer.zero_grad()
             (gradient(state.step, seat) * sum(parameter.sum() for parameter in model)).backward()
-            state.history.append(seats_taken())
+            state.history.append(seats_taken(passes[-1]))
             optimizer.step()
             state.step += 1
             state.commit()

@@ -66,9 +66,9 @@ KILLED = """
     import torch
     from torch.utils.data import DataLoader
     import ring_plugins as ring
-    from ring_plugins.core.world import current
     from ring_plugins.torch import DistributedOptimizer, ElasticSampler, broadcast_parameters
     from tests.mortal import die, die_in_barrier
+    from tests.passes import members_of_passes
     from tests.worker import report
 
     ring.init(ranks=4, on_failure="continue")
@@ -80,6 +80,7 @@ KILLED = """
     for epoch in range(2):
         sampler.set_epoch(epoch)
         averaged_over = []
+        passes = members_of_passes()
         for step, batch in enumerate(loader):
             report(f"drawn {epoch} {step}", batch.int(), me)
             if (me, epoch, step) == (0, 0, 2):
@@ -88,7 +89,7 @@ KILLED = """
                 die_in_barrier(2, "in")
             optimizer.zero_grad()
             model(batch[:, None]).sum().backward()
-            averaged_over.append(list(current().world_ranks))
+            averaged_over.append(list(passes[-1]))
             optimizer.step()
         report(f"averaged over {epoch}", averaged_over, me)
 """
