@@ -67,6 +67,7 @@ def test_another_process_takes_the_place_of_rank_0():
 
 @pytest.mark.slow
 def test_a_spare_takes_the_place_at_once_and_the_next_one_that_of_the_next_rank():
+    """RING_SPARES is what `ring run --spares` reads, too."""
     result = train([[0, 2, "now"], [2, 7, "now"]], env={"RING_SPARES": "1"})
     found, _ = check(result)
     assert found["history"] == [[0, 1, 2]] * 2 + [[1, 2]] * 2 + [[0, 1, 2]] * 3 + [[0, 1]] * 2 + [[0, 1, 2]] * 3
