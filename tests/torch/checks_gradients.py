@@ -1545,6 +1545,8 @@ def warnings_of_ours() -> Iterator[list[str]]:
 @check_among_several
 def optimizers_of_several_threads_compare_their_own_weights() -> None:
     """Threads come to their comparisons in different orders on the ranks."""
+    if os.environ.get("TEST_GPU_STAND_IN"):
+        return  # NCCL may not be called for several communicators in different orders on the ranks
     torch.manual_seed(0)
     models = [nn.Linear(4, 1) for _ in range(3)]
     optimizers = [
