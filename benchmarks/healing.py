@@ -146,8 +146,8 @@ def mortal_training(seed: int, ranks: int, deaths: int) -> Callable[[int], Any]:
         for number in range(30 * (deaths + 1)):
             began = time.monotonic()
             if number == moments.get(rank, (-1, 0))[0]:
-                signal.setitimer(signal.ITIMER_REAL, max(1e-6, typical * moments[rank][1]))
                 signal.signal(signal.SIGALRM, _die)
+                signal.setitimer(signal.ITIMER_REAL, max(1e-6, typical * moments[rank][1]))
             run()
             typical = 0.8 * typical + 0.2 * (time.monotonic() - began)
             ended.append([time.monotonic(), float(ring.size())])
