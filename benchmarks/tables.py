@@ -173,12 +173,47 @@ def healing_campaign() -> str:
     return table(["ranks die first in", *columns.values()], rows) + f"\n\n({'; '.join(machines)})"
 
 
+def healing_cost() -> str:
+    """What going on after a loss adds to a step between hosts, in ms with its 95 % interval."""
+    record = load("healing_between_hosts")
+    rows = []
+    for hosts, models in record["cost"].items():
+        for model, row in models.items():
+            end, more, low, high = (row[what] * 1e3 for what in ("end", "more", "low", "high"))
+            cells = [f"{end:.2f}", f"{more:+.2f} ({low:+.2f} to {high:+.2f})", f"{more / end:+.0%}"]
+            rows.append([f"{hosts} hosts, {model} of parameters", *cells])
+    header = ["", 'a step with `"end"`, ms', '`"continue"` adds, ms', "of the step"]
+    return table(header, rows) + f"\n\n({record['machine']})"
+
+
+def healing_recovery() -> str:
+    """Seconds from a loss between hosts to the end of the next step."""
+    record = load("healing_between_hosts")
+    cut = record["cut"]
+    rows = [(f"one of {hosts} hosts: SIGKILL", row) for hosts, row in record["kill"].items()]
+    rows.append((f"one of 4, 3 or 2 hosts: its network, RING_NETWORK_TIMEOUT={cut['timeout']:g}", cut))
+    cells = [[name, str(row["losses"]), f"{row['median']:.3f}", f"{row['worst']:.3f}"] for name, row in rows]
+    return table(["lost", "losses", "median, s", "worst, s"], cells) + f"\n\n({record['machine']})"
+
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ROOT / "docs" / "performance.md", ROOT / "docs" / "healing.md", ROOT / "README.md"
 RESULT = re.compile(r"(<!-- results: (\w+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 MADE = {
     make.__name__: make
-    for make in (messages, steps, overlap, memory, overhead, between_hosts, kills, healing_campaign, summary)
+    for make in (
+        messages,
+        steps,
+        overlap,
+        memory,
+        overhead,
+        between_hosts,
+        kills,
+        healing_campaign,
+        healing_cost,
+        healing_recovery,
+        summary,
+    )
 }
 
 
