@@ -164,13 +164,13 @@ def healing_campaign() -> str:
     """What jobs came to in which ranks died, by the point of the first death."""
     record = load("healing_campaign")
     columns = {"jobs": "jobs", "deaths": "deaths", "went on": "went on", "ended": "ended as documented", "bad": "wrong"}
-    rows, machines = [], []
+    rows = []
     for kind, campaign in record["campaigns"].items():
         points = campaign["points"]
         rows += [[f"{kind}: {point}", *(str(found[name]) for name in columns)] for point, found in points.items()]
         rows.append([f"**{kind}**", *(f"**{sum(found[name] for found in points.values())}**" for name in columns)])
-        machines.append(f"{kind}: seed {campaign['seed']}, {campaign['machine']}")
-    return table(["ranks die first in", *columns.values()], rows) + f"\n\n({'; '.join(machines)})"
+    seeds = ", ".join(f"{kind}: seed {campaign['seed']}" for kind, campaign in record["campaigns"].items())
+    return table(["ranks die first in", *columns.values()], rows) + f"\n\n({seeds}; {record['machine']})"
 
 
 def healing_cost() -> str:

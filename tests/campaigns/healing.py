@@ -504,9 +504,11 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 def keep(kind: str, seed: int, rows: dict[str, dict[str, Any]]) -> None:
     """Write the summary of a campaign beside that of the other kind."""
     campaigns = json.loads(RESULT.read_text())["campaigns"] if RESULT.exists() else {}
-    machine = f"{os.cpu_count()} cores, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
-    campaigns[kind] = {"machine": machine, "seed": seed, "load": os.getloadavg()[0], "points": rows}
-    RESULT.write_text(json.dumps({"campaigns": campaigns}, indent=1) + "\n")
+    models = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+    machine = f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores, forked ranks of 1 thread, "
+    machine += f"Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
+    campaigns[kind] = {"seed": seed, "load": os.getloadavg()[0], "points": rows}
+    RESULT.write_text(json.dumps({"machine": machine, "campaigns": campaigns}, indent=1) + "\n")
 
 
 def main() -> int:
