@@ -29,7 +29,10 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--devices", type=int, default=4, help="number of processes")
 parser.add_argument("--kill", type=int, nargs="*", default=[3, 6, 9], help="epochs in which a rank is killed")
 parser.add_argument("--on-failure", choices=["continue", "replace"], default="continue", help="what the others do")
+parser.add_argument("--pause", type=float, help="seconds a step takes longer, as in a larger network")
 arguments = parser.parse_args()
+if arguments.pause is None:  # a new process imports for seconds, in which this training would be over
+    arguments.pause = 0.15 if arguments.on_failure == "replace" else 0.0
 
 batch_size = 16  # per rank
 learning_rate = 1e-3  # for one rank; multiplied by the number of ranks, because the batch grows with them
@@ -75,6 +78,7 @@ class Killer(L.Callback):
     """Kills rank 0 or 1 in the middle of some epochs, and says how each epoch went."""
 
     def on_train_batch_start(self, trainer: L.Trainer, model: Digits, batch: list[torch.Tensor], index: int) -> None:
+        time.sleep(arguments.pause)
         epoch = trainer.current_epoch + 1
         is_victim = epoch in arguments.kill and trainer.world_size > 1 and trainer.global_rank == epoch % 2
         if index == 5 and is_victim:

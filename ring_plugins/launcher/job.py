@@ -157,10 +157,10 @@ def _run_ranks(plan: LaunchPlan, supervisor: Supervisor, notify: Callable[[str],
             return None
 
         status, why = supervisor.wait(find_missing_rank)
-    return status, why or _failed_rank(supervisor, seats, replacements.filled)
+    return status, why or _failed_rank(supervisor, seats, replacements)
 
 
-def _failed_rank(supervisor: Supervisor, seats: Seats, filled: Mapping[int, int]) -> str | None:
+def _failed_rank(supervisor: Supervisor, seats: Seats, replacements: Replacements) -> str | None:
     """The rank that failed; a killed rank leaves no traceback that would say so.
 
     Ranks that end because of another exit with status 1, so any other end is the likelier cause.
@@ -170,13 +170,16 @@ def _failed_rank(supervisor: Supervisor, seats: Seats, filled: Mapping[int, int]
     codes = [(rank, supervisor.processes[rank].returncode) for rank in everyone if not supervisor.is_out(rank)]
     failed = [(rank, code) for rank, code in codes if code]
     dead = [rank for rank, _ in failed]
+    filled, late = replacements.filled, replacements.late
     if not (failed or left or filled) or supervisor.signalled is not None:
         return None
     if supervisor.has_succeeded():
         told = [f"{name_ranks(ranks)} {how}" for ranks, how in ((left, "left"), (dead, "died")) if ranks]
-        replaced = ", ".join(f"rank {rank}{f' ({n} times)' * (n > 1)}" for rank, n in filled.items())
+        taken = [(rank, times) for rank, times in filled.items() if rank not in late]
+        replaced = ", ".join(f"rank {rank}{f' ({times} times)' * (times > 1)}" for rank, times in taken)
         told = [*([f"other processes took the place of {replaced}"] if replaced else []), *told]
-        others = "the other" if left or dead else "all"
+        told += [f"nobody had joined yet in the place of {name_ranks(late)}"] if late else []
+        others = "the other" if left or dead or late else "all"
         return f"{', '.join(told)}, and {others} {len(codes) - len(failed)} ended normally."
     if not failed:
         return None

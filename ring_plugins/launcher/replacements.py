@@ -55,6 +55,11 @@ class Replacements:
     def filled(self) -> dict[int, int]:
         return {seat: len(times) for seat, times in enumerate(self._times) if times}
 
+    @property
+    def late(self) -> list[int]:
+        """Seats that were filled again, but whose last process had not joined when it ended."""
+        return [seat for seat in self.filled if not self._has_joined(seat)]
+
     def is_out(self, seat: int) -> bool:
         """Whether the end of a seat's process does not matter: it has left, or it was to join and has not yet."""
         return self._seats.has_left(seat) or (self._is_new(seat) and not self._has_joined(seat))

@@ -73,6 +73,7 @@ def test_a_seat_is_filled_until_it_has_failed_too_often(job):
         job.replacements.tick()
     assert job.started == [(1, 2), (1, 3), (1, 4), (1, 5), (1, 6)]
     assert job.replacements.filled == {1: 5} and job.replacements.is_out(1) and not job.replacements.is_out(0)
+    assert job.replacements.late == [1]
     assert job.told[-1] == "rank 1 was replaced 5 times within an hour; the job goes on without it."
     living.kill()
 

@@ -139,6 +139,8 @@ def test_several_may_be_replaced_at_once_or_in_a_row_and_those_that_left(deaths)
     result = train(deaths, env={"TEST_WORKERS": "1"} if deaths[0][2] == "SIGTERM" else {})
     ends_alone = [2] if deaths[-1][1] == EPOCHS * BATCHES - 1 else []
     check(result, [seat for seat in range(3) if seat not in ends_alone])
+    said = "nobody had joined yet in the place of rank 2, and the other 2 ended normally." in result.output
+    assert said == bool(ends_alone), result
 
 
 @pytest.mark.slow
