@@ -1,10 +1,13 @@
 """How a rank under test dies at a certain point."""
 
+import json
 import os
 import signal
+from typing import Any
 
 from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.collectives.shm_barrier import SharedMemoryBarrier
+from ring_plugins.core.control import admission
 from ring_plugins.core.net.tcp import TcpTransport
 from ring_plugins.core.world import current
 
@@ -57,3 +60,18 @@ def die_in_barrier(number: int, when: str) -> None:
     for communicator in current()._in_use():  # which keep the bound method
         if isinstance(communicator, HostCommunicator) and communicator._node is not None:
             communicator._node._synchronize = communicator._node.barriers.synchronize
+
+
+def end_in_round(number: int, when: str) -> None:
+    """Die "before" or "in" this round of an admission from now on, counted from 1, or be "stopped" before it."""
+    gather, seen = admission.Admission.gather, []
+
+    def mortally(self: Any, payload: Any) -> Any:
+        seen.append(1)
+        if len(seen) == number and when == "in":
+            self._own.tell(self._round + 1, json.dumps(payload).encode())
+        if len(seen) == number:
+            os.kill(os.getpid(), signal.SIGSTOP if when == "stopped" else signal.SIGKILL)
+        return gather(self, payload)
+
+    admission.Admission.gather = mortally  # type: ignore[method-assign]

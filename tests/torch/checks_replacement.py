@@ -9,7 +9,6 @@ that many seconds.
 
 import json
 import os
-import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from ring_plugins.core.control import admission
 from ring_plugins.core.rendezvous.spawn import seats
 from ring_plugins.core.world import current
 from ring_plugins.torch import DistributedOptimizer, TrainingState, broadcast_parameters
-from tests.mortal import die, end_at
+from tests.mortal import die, end_at, end_in_round
 from tests.passes import members_of_passes
 from tests.worker import report
 
@@ -59,21 +58,6 @@ def wait_for_spare() -> None:
         time.sleep(0.01)
 
 
-def die_in_round(number: int, when: str) -> None:
-    """Die "before" or "in" a round of an admission, counted from 1, or be "stopped" before it."""
-    gather, seen = admission.Admission.gather, []
-
-    def mortally(self: Any, payload: Any) -> Any:
-        seen.append(1)
-        if len(seen) == number and when == "in":
-            self._own.tell(self._round + 1, json.dumps(payload).encode())
-        if len(seen) == number:
-            os.kill(os.getpid(), signal.SIGSTOP if when == "stopped" else signal.SIGKILL)
-        return gather(self, payload)
-
-    admission.Admission.gather = mortally
-
-
 def own_deaths(seat: int, ranks: int) -> list[tuple[int, str]]:
     """The (step, point)s of TEST_DEATHS that are of this process."""
     number, deaths = current().world_rank, json.loads(os.environ["TEST_DEATHS"])
@@ -91,7 +75,7 @@ def prepare_newcomer(mine: list[tuple[int, str]]) -> None:
     """Die, before or while this process joins, if it is one that is to."""
     for _, point in mine:
         if current().is_joining and point.startswith("round"):
-            die_in_round(int(point.split()[1]), point.split()[2])
+            end_in_round(int(point.split()[1]), point.split()[2])
         if point == "raises":
             raise ValueError("a script that fails")
 
@@ -100,7 +84,7 @@ def begin_step(number: int, mine: list[tuple[int, str]], ranks: int) -> None:
     """Die in this step if it is time, and else wait for newcomers if ranks are missing."""
     for point in [point for step, point in mine if step == number]:
         if point.startswith("round"):
-            die_in_round(int(point.split()[1]), point.split()[2])
+            end_in_round(int(point.split()[1]), point.split()[2])
         else:
             wait_for_spare()
             end_at(point)
