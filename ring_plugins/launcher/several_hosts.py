@@ -62,14 +62,12 @@ from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.mpirun import JobSpec
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.preflight import login
-from ring_plugins.launcher.supervision import Supervisor
+from ring_plugins.launcher.supervision import GRACE_SECONDS, Supervisor
 
 #: Connections that the coordinator keeps beside those of supervisors, and those that wait in the kernel.
 _OTHER_CONNECTIONS, _BACKLOG = 64, 1024
 #: Seconds that supervisors have to report after they were told to end: as long as theirs give to the ranks, and more.
 _END_SECONDS = 18.0
-#: Seconds for which the ranks may end by themselves after one has failed, as in supervision.py.
-_GRACE_SECONDS = 8.0
 #: Seconds that supervisors and logins have to end after the job.
 _LEAVE_SECONDS = 10.0
 #: Seconds between two looks.
@@ -210,7 +208,7 @@ class Coordinator:
             now = time.monotonic()
             if failed_at is None and (self._failed or any(host.why for host in self._hosts)):
                 failed_at = now
-            if failed_at is not None and now - failed_at > _GRACE_SECONDS:
+            if failed_at is not None and now - failed_at > GRACE_SECONDS:
                 self._tell_all("end", int(signal.SIGTERM))
                 self._poll_until(now + _END_SECONDS)
                 return

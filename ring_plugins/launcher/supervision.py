@@ -27,7 +27,7 @@ from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.linux.process import STOPPED, adopt_orphans, children, descendants, end_with_parent, state
 
 #: Seconds that the other processes get to end with their own errors, once the job is over.
-_GRACE_SECONDS = 8.0
+GRACE_SECONDS = 8.0
 #: Seconds before SIGTERM follows a Ctrl-C, which the terminal has sent to all processes already.
 _INTERRUPT_SECONDS = 3.0
 #: Seconds between two searches for orphans.
@@ -143,7 +143,7 @@ class Supervisor:
     def wait(self, find_trouble: Callable[[], str | None] = lambda: None) -> tuple[int, str | None]:
         """Wait until all processes have ended.
 
-        Once one has failed, the others get `_GRACE_SECONDS`, unless they are stopped (Ctrl-Z, SIGSTOP).
+        Once one has failed, the others get `GRACE_SECONDS`, unless they are stopped (Ctrl-Z, SIGSTOP).
 
         Args:
             find_trouble: called regularly; returns why the job cannot succeed any more, None while it can.
@@ -171,7 +171,7 @@ class Supervisor:
                 for process in running:
                     process.terminate()
             if over is not None and (
-                now - over > _GRACE_SECONDS or all(state(process.pid) in STOPPED for process in running)
+                now - over > GRACE_SECONDS or all(state(process.pid) in STOPPED for process in running)
             ):
                 break
             if now > next_search:
