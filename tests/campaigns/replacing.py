@@ -47,7 +47,7 @@ from ring_plugins.launcher.supervision import Supervisor
 from ring_plugins.torch import DistributedOptimizer, TrainingState, broadcast_parameters
 from tests.campaigns.healing import COUNTS, averages_log, checksums, gradient, patterns, replayed
 from tests.forked_ranks import be_rank
-from tests.mortal import die, die_in_barrier
+from tests.mortal import die, die_in_barrier, end_in_round
 
 STEPS, HANGS = 10, 60.0
 #: Seconds for which a step waits for processes that are to join, so that most do; and members for one that is stopped.
@@ -107,21 +107,6 @@ def draw(seed: int, number: int) -> Plan:
 # A process ----------------------------------------------------------------------------------------
 
 
-def in_round(number: int, end: int, when: str) -> None:
-    """Send this process a signal in a round of an admission, counted from 1, before or after it tells the others."""
-    gather, seen = admission.Admission.gather, []
-
-    def mortally(self: Any, payload: Any) -> Any:
-        seen.append(1)
-        if len(seen) == number and when == "in":
-            self._own.tell(self._round + 1, json.dumps(payload).encode())
-        if len(seen) == number:
-            os.kill(os.getpid(), end)
-        return gather(self, payload)
-
-    admission.Admission.gather = mortally  # type: ignore[method-assign]
-
-
 def taken() -> list[int]:
     """The seats of the members."""
     return [current()._seats[rank] for rank in current().world_ranks]
@@ -140,10 +125,10 @@ def train(plan: Plan, process: int) -> dict[str, Any]:
     """What a process does."""
     admission._PATIENCE = PATIENCE
     fault = next((fault for fault in plan.faults if fault.process == process), None)
+    ends_waiting = threading.Timer(0.05 * fault.number if fault is not None else 0.0, die)
+    ends_waiting.daemon = True
     if fault is not None and fault.point == "waiting":
-        timer = threading.Timer(0.05 * fault.number, die)
-        timer.daemon = True
-        timer.start()
+        ends_waiting.start()
     ring.init(on_failure="replace")
     seat, is_new = ring.rank(), current().is_joining
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(count)) for count in COUNTS])
@@ -152,18 +137,19 @@ def train(plan: Plan, process: int) -> dict[str, Any]:
         torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5), model.named_parameters(), bucket_bytes=4096
     )
     if fault is not None and is_new and fault.point == "stopped":
-        in_round(fault.number, signal.SIGSTOP, "before")
+        end_in_round(fault.number, "stopped")
     if fault is not None and is_new and fault.point == "round":
-        in_round(fault.number, signal.SIGKILL, fault.when)
+        end_in_round(fault.number, fault.when)
     log, factors = averages_log(optimizer), patterns()
     state = TrainingState(model=model, optimizer=optimizer, step=0, history=[])
+    ends_waiting.cancel()  # behind its last step, the others could not tell that it has not finished
     seat_of = dict(current()._seats)
     ends_at = None if fault is None else fault.step + (state.step if is_new else 0)
     while state.step < STEPS:
         point = fault.point if fault is not None and state.step == ends_at else ""
         if point == "round" and not is_new:
             assert fault is not None
-            in_round(fault.number, signal.SIGKILL, fault.when)
+            end_in_round(fault.number, fault.when)
         await_newcomers(plan.ranks)
         if point == "forward":
             die()
