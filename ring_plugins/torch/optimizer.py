@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES
-from ring_plugins.core.world import constructed_by_all, is_joining
+from ring_plugins.core.world import constructed_by_all, has_been_joined, is_joining
 from ring_plugins.observe.drift import differing_weights, drift_check
 from ring_plugins.observe.training import announce_training
 from ring_plugins.torch.compared_options import groups_of
@@ -214,7 +214,7 @@ class DistributedOptimizer(WrappedOptimizer):
         found = self._others.compare(updates, self._names, communicator)
         if found and communicator.rank == 0:
             logger.warning(found)
-        if self._is_compared or updates == 0:
+        if self._is_compared or updates == 0 or has_been_joined():
             return
         self._is_compared = True
         found = differing_weights(lambda: parameter_checksums(self._named()), "after the first step", communicator)
