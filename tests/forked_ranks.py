@@ -26,6 +26,7 @@ from ring_plugins.core.base import config
 from ring_plugins.core.linux.process import children, descendants
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment
+from tests.launch import read_reports
 
 #: Printing where it hangs must not take longer.
 _TRACES = 1.0
@@ -36,11 +37,13 @@ class Ended:
     """How the ranks of a job ended.
 
     Attributes:
-        codes: by rank, the exit status, or minus the signal that killed it; None if it hung and was killed.
+        codes: by rank, the exit status, or minus the signal that killed it; None if it hung and was killed. Processes
+            that took the places of lost ranks have further numbers.
         found: by rank, what its function returned; nothing for those that ended otherwise.
         output: what all ranks printed, and where those that hung were.
         seconds: from the first fork to the last end.
         left: processes and files that stayed behind.
+        faults: by rank, what `tests.worker.report("fault", ...)` was told.
     """
 
     codes: dict[int, int | None]
@@ -48,6 +51,7 @@ class Ended:
     output: str
     seconds: float
     left: list[str] = field(default_factory=list)
+    faults: dict[int, str] = field(default_factory=dict)
 
     @property
     def killed(self) -> set[int]:
@@ -94,17 +98,22 @@ def run_forked(
                 be_rank(rank, function, variables, directory)
             pids[pid] = rank
         codes = _wait(pids, began + seconds, resume_after)
-        ended = time.monotonic()
-        family = [pid for pid in descendants(os.getpid(), children()) if Path(f"/proc/{pid}/exe").exists()]
-        for pid in family:
-            os.kill(pid, signal.SIGKILL)
-        files = [file for rank in range(ranks) if (file := directory / f"{rank}.json").exists()]
-        found = {int(file.stem): json.loads(file.read_text()) for file in files}
-        output = "".join((directory / f"{rank}.txt").read_text(errors="replace") for rank in range(ranks))
+        ended = collect(directory, codes, began)
     segment.close_file()
-    left = [f"process {pid}" for pid in family]
-    left += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - before if "ring" in name]
-    return Ended(codes, found, output, ended - began, left)
+    ended.left += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - before if "ring" in name]
+    return ended
+
+
+def collect(directory: Path, codes: dict[int, int | None], began: float) -> Ended:
+    """How the ranks ended that wrote into this directory; kills what is left of them."""
+    seconds = time.monotonic() - began
+    family = [pid for pid in descendants(os.getpid(), children()) if Path(f"/proc/{pid}/exe").exists()]
+    for pid in family:
+        os.kill(pid, signal.SIGKILL)
+    found = {int(file.stem): json.loads(file.read_text()) for file in directory.glob("*.json")}
+    output = "".join(file.read_text(errors="replace") for file in sorted(directory.glob("*.txt")))
+    faults = {rank: told["fault"] for rank, told in read_reports(directory).items() if "fault" in told}
+    return Ended(codes, found, output, seconds, [f"process {pid}" for pid in family], faults)
 
 
 def _free_port() -> str:
@@ -116,7 +125,7 @@ def be_rank(rank: int, function: Callable[[int], Any], variables: Mapping[str, s
     """Be a rank, in a forked child; does not return."""
     status = 1
     try:
-        os.environ.update(variables)
+        os.environ.update(variables, TEST_REPORTS=str(directory))
         output = os.open(directory / f"{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)

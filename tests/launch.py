@@ -233,13 +233,7 @@ class Job:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def reports(self) -> dict[int, dict[str, Any]]:
-        found: dict[int, dict[str, Any]] = {}
-        for file in sorted((self.directory / "reports").glob("*.jsonl")):
-            for line in file.read_text().splitlines(keepends=True):
-                if line.endswith("\n"):
-                    rank, key, value = json.loads(line)
-                    found.setdefault(rank, {})[key] = value
-        return found
+        return read_reports(self.directory / "reports")
 
     def wait(self, timeout: float = 60, ignore_files: Sequence[str] = (), grace: float | None = None) -> Result:
         """Wait until the launched process and everything it started have ended.
@@ -334,6 +328,17 @@ class Job:
             ended=time.time(),
             reports=self.reports(),
         )
+
+
+def read_reports(directory: Path) -> dict[int, dict[str, Any]]:
+    """Rank to key to value, as `tests.worker.report` wrote them into this directory."""
+    found: dict[int, dict[str, Any]] = {}
+    for file in sorted(directory.glob("*.jsonl")):
+        for line in file.read_text().splitlines(keepends=True):
+            if line.endswith("\n"):
+                rank, key, value = json.loads(line)
+                found.setdefault(rank, {})[key] = value
+    return found
 
 
 def processes_with(variable: str, value: str) -> list[psutil.Process]:

@@ -1,84 +1,83 @@
-"""The short form of the healing campaign, and the drawing and judging of its runs."""
+"""The short form of the healing campaign, and the drawing and judging of its jobs."""
 
+import json
 import subprocess
 import sys
+from argparse import Namespace
 
 import pytest
 import torch
 
-from tests.campaigns.healing import (
-    AT_EPOCH_END,
-    COUNTS,
-    FACES,
-    POINTS,
-    STEPS,
-    Fault,
-    Plan,
-    checksums,
-    draw,
-    judge,
-    replayed,
-)
+from tests.campaigns import healing
+from tests.campaigns.healing import CASES, draw
+from tests.campaigns.judging import judge, replayed
+from tests.campaigns.plans import AT_EPOCH_END, NEW_POINTS, POINTS, STEP_POINTS, STEPS, Fault, Plan
+from tests.campaigns.training import COLLECTIVES, COUNTS, checksums, expected
 from tests.forked_ranks import Ended
 
 
 @pytest.mark.parametrize(
-    ("runs", "options"),
+    ("jobs", "cases"),
     [
-        (4, []),
-        (4, ["--hosts"]),
-        pytest.param(80, [], marks=pytest.mark.slow),
-        pytest.param(80, ["--hosts"], marks=pytest.mark.slow),
-        pytest.param(30, ["--hosts", "--faces", "lightning", "keras"], marks=pytest.mark.slow),
+        (8, ["one host", "several hosts"]),
+        pytest.param(80, ["one host"], marks=pytest.mark.slow),
+        pytest.param(80, ["several hosts"], marks=pytest.mark.slow),
+        pytest.param(30, ["faces"], marks=pytest.mark.slow),
+        pytest.param(25, ["replaced"], marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_random_deaths_leave_the_others_whole(runs, options):
-    command = [
-        sys.executable,
-        "-m",
-        "tests.campaigns.healing",
-        "--runs",
-        str(runs),
-        "--seed",
-        "5",
-        *options,
-    ]  # they fork
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60 * runs, check=False)
+def test_random_deaths_leave_the_others_whole(jobs, cases):
+    command = [sys.executable, "-m", "tests.campaigns.healing", "--seed", "5"]  # they fork
+    command += ["--jobs", str(jobs), "--cases", *cases]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60 * jobs, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert f"{runs} jobs, " in result.stdout
+    assert f"{jobs} jobs, " in result.stdout and " 0 bad" in result.stdout
 
 
-def test_a_run_is_drawn_from_its_seed_and_number_alone():
-    plans = [draw(1, number) for number in range(300)]
-    assert plans == [draw(1, number) for number in range(300)]
+def test_a_job_is_drawn_from_its_seed_number_and_cases_alone():
+    assert [draw(1, number, list(CASES)) for number in range(300)] == [draw(1, n, list(CASES)) for n in range(300)]
+    assert {draw(1, number, list(CASES)).case for number in range(300)} == set(CASES)
+    plans = [draw(1, number, ["one host"]) for number in range(300)]
     assert {fault.point for plan in plans for fault in plan.faults} == set(POINTS)
     assert {len(plan.faults) for plan in plans} == {1, 2, 3, 4, 5} and {plan.ranks for plan in plans} == {2, 3, 4, 5, 6}
-    assert all(len({fault.rank for fault in plan.faults}) == len(plan.faults) < plan.ranks for plan in plans)
+    assert all(len({fault.process for fault in plan.faults}) == len(plan.faults) < plan.ranks for plan in plans)
 
 
 def test_between_hosts_ranks_also_leave_and_gradients_are_rounded():
-    plans = [draw(1, number, True, FACES) for number in range(300)]
-    assert {plan.face for plan in plans} == set(FACES) and {plan.compression for plan in plans} == {"", "bf16", "fp16"}
-    points = {fault.point for plan in plans for fault in plan.faults if plan.face != "torch"}
+    plans = [draw(1, number, ["faces"]) for number in range(300)]
+    assert {plan.face for plan in plans} == {"lightning", "keras"}
+    assert {plan.compression for plan in plans} == {"", "bf16", "fp16"}
+    points = {fault.point for plan in plans for fault in plan.faults}
     assert points == {"forward", "reduction", "update", "healing", *AT_EPOCH_END.values(), "SIGTERM"}
     assert all(sum(map(int, plan.nodes.split(","))) == plan.ranks for plan in plans)
 
 
-PLAN = Plan(1, 1, 3, (Fault(1, 3, "forward", 1, "in"),), False, (6, 0), 0.3)
+def test_where_ranks_are_replaced_somebody_stays_and_newcomers_die_too():
+    plans = [draw(1, number, ["replaced"]) for number in range(300)]
+    assert {fault.point for plan in plans for fault in plan.faults} == {*STEP_POINTS, *NEW_POINTS}
+    assert {plan.spares for plan in plans} == {0, 1, 2} and {plan.ranks for plan in plans} == {2, 3, 4}
+    assert all(0 < sum(fault.process < plan.ranks for fault in plan.faults) < plan.ranks for plan in plans)
 
 
-def job(weights=None, averaged=None, told=(1,)):
-    """A job of which rank 1 died in step 3."""
+PLAN = Plan(1, 1, 3, (Fault(1, 3, "forward", 1, "in"),), skips=(6, 0))
+REPLACING = Plan(1, 1, 3, PLAN.faults, replaces=True)
+
+
+def job(weights=None, averaged=None, told=(1,), back_at=STEPS):
+    """A job of which rank 1 died in step 3, and process 3 took its place in another."""
     history = []
     for step in range(STEPS):
-        ranks = [0, 1, 2] if step < 3 else [0, 2]
-        value = {0: 60.0 * sum(ranks) / len(ranks), 2: None, 4: "from "}.get(step % 5, ranks)
-        history.append([None if step == 6 else ranks, ranks, value])
+        ranks = [0, 2] if 3 <= step < back_at else [0, 1, 2]
+        value = expected(COLLECTIVES[step % len(COLLECTIVES)], ranks)
+        history.append([None if step == 6 and back_at == STEPS else ranks, ranks, value])
     if averaged:
         history[averaged[0]][0] = averaged[1]
-    found = {"history": history, "weights": weights or replayed(history), "left": [0, 2], "told": list(told)}
-    return Ended({0: 0, 1: -9, 2: 0}, {0: found, 2: found}, "", 1.0)
+    left = [0, 2] if back_at == STEPS else [0, 1, 2]
+    seats = {0: 0, 2: 2} | ({} if back_at == STEPS else {3: 1})
+    same = {"history": history, "weights": weights or replayed(history, STEPS), "left": left, "told": list(told)}
+    found = {process: {"seat": seat, **same} for process, seat in seats.items()}
+    return Ended({0: 0, 1: -9, 2: 0} | dict.fromkeys(found, 0), found, "", 1.0)
 
 
 def test_a_job_that_went_on_is_compared_with_the_replay_of_its_log():
@@ -88,6 +87,17 @@ def test_a_job_that_went_on_is_compared_with_the_replay_of_its_log():
     assert judge(PLAN, job(averaged=(6, [0, 2])))[1] == "step 6: not skipped"
     assert judge(PLAN, job(averaged=(5, [0, 1, 2])))[1] == "step 5: a lost rank came back"
     assert judge(PLAN, job(told=(2,)))[1] == "told of the loss of [2]"
+
+
+def test_where_ranks_are_replaced_all_places_are_taken_at_last():
+    assert judge(REPLACING, job(back_at=5)) == ("went on", "")
+    assert judge(REPLACING, job(back_at=7))[1] == "seats stayed empty in 4 steps"
+    back = job(back_at=5)
+    back.found[3]["weights"] = ["", "", ""]
+    assert judge(REPLACING, back) == ("wrong", "the weights are not those of the replay")
+    back = job(back_at=5)
+    del back.found[3]
+    assert judge(REPLACING, back)[1] == "left: [0, 1, 2], alive: [0, 2]"
 
 
 def test_a_hang_an_unplanned_end_and_what_stays_behind_are_bad():
@@ -100,3 +110,23 @@ def test_a_hang_an_unplanned_end_and_what_stays_behind_are_bad():
     root_died = "no broadcast from 1\n" * 2
     assert judge(PLAN, Ended({0: 1, 1: -9, 2: 1}, {}, root_died + "rank 1 died", 1.0)) == ("ended", "")
     assert judge(PLAN, Ended({0: 1, 1: -9, 2: 1}, {}, root_died + "a rank died", 1.0))[0] == "wrong"
+
+
+def test_a_campaign_goes_on_where_it_was_interrupted(monkeypatch, tmp_path):
+    ran = []
+
+    def run(plan):
+        ran.append(plan.number)
+        return {"plan": {"seed": plan.seed, "number": plan.number}, "verdict": "went on", "faults": {"died": 2}}
+
+    monkeypatch.setattr(healing, "run", run)
+    file = tmp_path / "lines"
+    options = {"seed": 1, "cases": ["one host"], "seconds": 60.0, "lane": "0/1", "out": file, "faults": 0}
+    list(healing.campaign(Namespace(jobs=3, **options)))
+    list(healing.campaign(Namespace(jobs=0, **{**options, "faults": 9})))
+    assert ran == [0, 1, 2, 3, 4] and len(file.read_text().splitlines()) == 5
+    list(healing.campaign(Namespace(jobs=9, **{**options, "lane": "1/2"})))
+    assert ran == [0, 1, 2, 3, 4, 5, 7]
+    of = Namespace(jobs=0, faults=20)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert healing.progress(lines, 5, of, 60.0) == "[14 of 20 faults, 7 jobs, 0 bad, 2 min left]"

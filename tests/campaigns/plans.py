@@ -1,0 +1,156 @@
+"""What a job of the healing campaign does and who is lost in it, drawn from a seed and a number."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+STEPS, REPLACING_STEPS = 8, 10
+#: Steps of an epoch, where something has epochs.
+EPOCH = 4
+#: Seconds that ranks wait for one that is stopped, and for which a rank is stopped: less, or more.
+TIMEOUT, STOPS = "4", (0.3, 6.0)
+#: Where a rank dies, and how often that is drawn.
+POINTS = {
+    "forward": 1, "between gradients": 1, "reduction": 3, "update": 1, "collective": 2, "broadcast": 0.7,
+    "skipped step": 2, "healing": 2, "stop": 0.5,
+}  # fmt: skip
+#: What takes the place of some of them in a training with Lightning or Keras, where an epoch ends.
+AT_EPOCH_END = {
+    "between gradients": "validation", "collective": "epoch end", "broadcast": "checkpoint",
+    "skipped step": "epoch end", "stop": "validation",
+}  # fmt: skip
+#: On several hosts some ranks get SIGTERM instead.
+LEAVES = "SIGTERM"
+FACES = ("torch", "lightning", "keras")
+#: Where a process dies if others are replaced: in a step, in a round of a join in that step, before it has joined, or
+#: in one of its rounds.
+STEP_POINTS = ("forward", "reduction", "update", "commit", "round")
+NEW_POINTS = ("waiting", "round", "stopped", "reduction", "forward")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a process does to itself.
+
+    Attributes:
+        process: its number: its rank for the first ones, and further ones in the order of their start.
+        step: when, or how many steps after it has joined.
+        point: one of those above.
+        number: of the barrier or exchange, counted from the beginning of the reduction, collective or step; or of the
+            round of a join.
+        when: "before" or "in" that barrier; in healing, "before" it, once it has "decided", or when it is "over".
+    """
+
+    process: int
+    step: int
+    point: str
+    number: int
+    when: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job.
+
+    Attributes:
+        seed, number: it was drawn from.
+        ranks: of the job.
+        faults: at most one for each process.
+        in_place: whether gradients accumulate in the memory in which they are averaged.
+        skips: in which step, and which rank cannot compute its gradients.
+        stops: seconds for which a rank is stopped.
+        nodes: of how many ranks each host is, as RING_VIRTUAL_NODES takes it; "" for one host.
+        face: what trains: one of `FACES`.
+        compression: of gradients between hosts, with error feedback; "" for none.
+        steps: of the training.
+        replaces: whether other processes take the places of lost ones.
+        spares: that wait.
+        case: of `healing.CASES`.
+    """
+
+    seed: int
+    number: int
+    ranks: int
+    faults: tuple[Fault, ...]
+    in_place: bool = False
+    skips: tuple[int, int] = (STEPS, 0)
+    stops: float = STOPS[0]
+    nodes: str = ""
+    face: str = "torch"
+    compression: str = ""
+    steps: int = STEPS
+    replaces: bool = False
+    spares: int = 0
+    case: str = ""
+
+
+def draw_losses(
+    seed: int, number: int, *, case: str = "one host", hosts: bool = False, faces: Sequence[str] = FACES[:1]
+) -> Plan:
+    """A job that goes on without the ranks that it loses, on one host or on several, with one of these faces."""
+    drawn = random.Random(f"{seed}:{number}")
+    ranks = drawn.randint(2, 6)
+    skips = drawn.randrange(1, STEPS - 1), drawn.randrange(ranks)
+    point = drawn.choices(list(POINTS), list(POINTS.values()))[0]
+    most = ranks - 1
+    victims = drawn.sample(range(ranks), ranks)
+    first = drawn.choice([0, ranks - 1, ranks // 2, victims[0]])
+    victims = [first, *(rank for rank in victims if rank != first)]
+    count = drawn.choice([1, 1, min(2, most), min(2, most), drawn.randint(1, most), most])
+    if point == "healing":
+        count = max(count, min(2, most))
+    step = skips[0] if point == "skipped step" else drawn.randrange(STEPS)
+    faults = []
+    at_once = drawn.random() < 0.5
+    for place, victim in enumerate(victims[: 1 if point == "stop" else count]):
+        own = point if place == 0 else drawn.choice([point, "forward", "reduction", "collective"])
+        if point == "healing":
+            own = "healing" if place else drawn.choice(["forward", "reduction", "update"])
+        when = step if place == 0 or at_once or own in ("healing", "skipped step") else drawn.randrange(STEPS)
+        side = drawn.choice(["before", "decided", "over"] if own == "healing" else ["before", "in"])
+        faults.append(Fault(victim, when, own, drawn.randint(1, 4), side))
+    in_place, stops = drawn.random() < 0.3, drawn.choice(STOPS)
+    nodes = ""
+    if hosts:
+        cuts = sorted(drawn.sample(range(1, ranks), drawn.randint(1, ranks - 1)))
+        nodes = ",".join(str(end - start) for start, end in zip([0, *cuts], [*cuts, ranks], strict=True))
+        # Exchanges with other hosts count beside barriers, so there are more.
+        faults = [fault if fault.point == "stop" else replace(fault, number=drawn.randint(1, 24)) for fault in faults]
+    face, compression = drawn.choice(faces), ""
+    if hosts:
+        compression = drawn.choice(["", "", "", "bf16", "fp16"])
+        # One that leaves does so wherever the others are.
+        is_leaving = [fault.point not in ("healing", "stop") and drawn.random() < 0.15 for fault in faults]
+        faults = [replace(one, point=LEAVES) if leaves else one for one, leaves in zip(faults, is_leaving, strict=True)]
+    if face != "torch":
+        faults, skips = [_at_epoch_end(fault) for fault in faults], (STEPS, 0)
+    return Plan(seed, number, ranks, tuple(faults), in_place, skips, stops, nodes, face, compression, case=case)
+
+
+def _at_epoch_end(fault: Fault) -> Fault:
+    """The counterpart of a fault in a training that has epochs."""
+    if fault.point not in AT_EPOCH_END:
+        return fault
+    return replace(fault, point=AT_EPOCH_END[fault.point], step=fault.step // EPOCH * EPOCH + EPOCH - 1)
+
+
+def draw_replacing(seed: int, number: int, *, case: str = "replaced") -> Plan:
+    """A job in which processes take the places of lost ones; one of the first processes stays."""
+    drawn = random.Random(f"{seed}:{number}")
+    ranks, spares = drawn.randint(2, 4), drawn.choice([0, 0, 1, 2])
+    victims = drawn.sample(range(ranks), drawn.randint(1, ranks - 1))
+    at_once, step = drawn.random() < 0.4, drawn.randrange(REPLACING_STEPS - 4)
+    faults = []
+    for victim in victims:
+        point = drawn.choice(STEP_POINTS) if faults else drawn.choice(("forward", "reduction", "update", "commit"))
+        when = step if at_once or not faults else drawn.randrange(REPLACING_STEPS - 4)
+        faults.append(Fault(victim, when, point, drawn.randint(1, 3), drawn.choice(["before", "in"])))
+    for newcomer in range(ranks, ranks + drawn.choice([0, 0, 1, 2])):
+        point = drawn.choice(NEW_POINTS)
+        faults.append(Fault(newcomer, drawn.randrange(2), point, drawn.randint(1, 3), drawn.choice(["before", "in"])))
+    return Plan(
+        seed, number, ranks, tuple(faults), skips=(REPLACING_STEPS, 0), steps=REPLACING_STEPS, replaces=True,
+        spares=spares, case=case,
+    )  # fmt: skip

@@ -1,0 +1,294 @@
+"""What a process of the healing campaign does: it trains, and dies, leaves or stops where its plan says so."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import ring_plugins as ring
+from ring_plugins.core.control import admission
+from ring_plugins.core.control.consensus import Consensus
+from ring_plugins.core.control.membership import Membership
+from ring_plugins.core.control.mesh import Mesh
+from ring_plugins.core.rendezvous.spawn import seats
+from ring_plugins.core.world import World, current
+from ring_plugins.torch import DistributedOptimizer, TrainingState, broadcast_parameters
+from tests import mortal
+from tests.campaigns.healing_faces import train_keras, train_lightning
+from tests.campaigns.plans import LEAVES, Plan
+from tests.mortal import die, die_in_barrier, end_in_round
+from tests.worker import report
+
+COUNTS = (10, 20_000, 600_000)
+#: Times whole numbers, it has exact averages over up to 6 ranks.
+UNIT = 60.0
+#: A rank prints this, and the root, if the root of a broadcast died.
+LOST_ROOT = "no broadcast from"
+COLLECTIVES = ("all_reduce", "all_gather", "barrier", "all_gather_object", "broadcast_object")
+#: Seconds for which a step waits for processes that are to join, so that most do; and members for one that is stopped.
+AWAITED, PATIENCE = 5.0, 1.0
+
+
+def gradient(step: int, seat: int) -> float:
+    """The factor of all gradients of a rank in a step."""
+    return UNIT * ((7 * step + 3 * seat) % 5 - 2)
+
+
+def patterns(compression: str = "") -> list[torch.Tensor]:
+    """What the gradients of each parameter are multiples of; with compression, numbers that are rounded."""
+    return [(torch.arange(count) % 251 + 1) / 77 if compression else torch.arange(count) % 3 + 1.0 for count in COUNTS]
+
+
+def checksums(model: Sequence[Any]) -> list[str]:
+    """Of the weights."""
+    arrays = [one.detach().numpy() if isinstance(one, torch.Tensor) else one for one in model]
+    return [hashlib.blake2b(array.tobytes(), digest_size=8).hexdigest() for array in arrays]
+
+
+def die_in_healing(when: str) -> None:
+    """Die in the first agreement on who is left, see `Fault.when`."""
+    agree, go_on, decide = Membership.agree, World._go_on_without, None
+    if when == "before":
+        Membership.agree = lambda *_: die()  # type: ignore[method-assign, assignment, return-value]
+        Mesh.agree = lambda *_: die()  # type: ignore[method-assign, assignment, return-value]
+    elif when == "over":
+        World._go_on_without = lambda *args: (go_on(*args), die())  # type: ignore[method-assign, assignment, return-value]
+    elif isinstance(current()._membership, Mesh):  # half of the time, before it has told anybody
+        adopt = Consensus._adopt
+        Consensus._adopt = lambda *args: (os.getpid() % 2 and adopt(*args), die())  # type: ignore[method-assign, assignment, return-value]
+    else:
+        own = current()._membership._peers.own  # type: ignore[union-attr]
+        decide = own.decide
+        own.decide = lambda *args: (decide(*args), die())  # type: ignore[method-assign, assignment, return-value]
+        Membership.agree = lambda *args: (agree(*args), die())  # type: ignore[method-assign, assignment, return-value]
+
+
+class Mortal:
+    """A process that may have a fault.
+
+    Args:
+        plan: of the job.
+        process: its number.
+
+    Attributes:
+        step: in which it is, counted from its first one.
+    """
+
+    def __init__(self, plan: Plan, process: int) -> None:
+        self._process = process
+        self._fault = next((fault for fault in plan.faults if fault.process == process), None)
+        self._dies_in_barrier = False
+        self.step = 0
+        mortal.last_words[:] = [lambda: self._tell("died")]
+        self._timer = threading.Timer(0.05 * self._fault.number if self._fault else 0.0, die)
+        self._timer.daemon = True
+        if self._fault and self._fault.point == "waiting":
+            self._timer.start()
+
+    def _tell(self, what: str) -> None:
+        if "TEST_REPORTS" in os.environ:
+            report("fault", what, self._process)
+
+    def before_joining(self) -> None:
+        """Die or stop in a round of the own join."""
+        if self._fault and self._fault.point in ("round", "stopped"):
+            if self._fault.point == "stopped":
+                self._tell("stopped")
+            end_in_round(self._fault.number, "stopped" if self._fault.point == "stopped" else self._fault.when)
+            self._fault = None
+
+    def has_joined(self) -> None:
+        """No longer die while waiting: behind its last step, the others could not tell that it has not finished."""
+        self._timer.cancel()
+
+    def at(self, point: str) -> None:
+        """Do what is planned for this point of the step."""
+        fault = self._fault
+        if fault is None or fault.step != self.step:
+            return
+        if fault.point == "stop" and point == ("forward", "update", "collective", "broadcast")[fault.number - 1]:
+            self._tell("stopped")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if fault.point != point:
+            return
+        if point in ("forward", "between gradients", "update", "checkpoint", "commit"):
+            die()
+        self._fault = None
+        if point == LEAVES:
+            self._tell("left")
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        if point == "healing":
+            die_in_healing(fault.when)
+        elif point == "round":
+            end_in_round(fault.number, fault.when)
+        else:
+            self._dies_in_barrier = True
+            die_in_barrier(fault.number, fault.when)
+
+    def over(self) -> None:
+        """Die if the operation that has just ended had fewer barriers than that."""
+        if self._dies_in_barrier:
+            die()
+
+
+def taken() -> list[int]:
+    """The seats of the members; without replacements, the numbers with which they started."""
+    return [current()._seats[rank] for rank in current().world_ranks]
+
+
+def await_newcomers(ranks: int) -> None:
+    """Let processes come, so that they join after this step."""
+    end, missing = time.monotonic() + AWAITED, set(range(ranks)).difference(taken())
+    places = seats()
+    assert places is not None
+    while not missing.issubset(one.seat for one in places.waiting() if one.is_there()) and time.monotonic() < end:
+        time.sleep(0.002)
+
+
+def train(plan: Plan, process: int) -> dict[str, Any]:
+    """What a process does."""
+    mortal = Mortal(plan, process)
+    if plan.face != "torch":
+        trained = train_lightning if plan.face == "lightning" else train_keras
+        options = {"compression": plan.compression or None, "error_feedback": bool(plan.compression)}
+        found = trained(mortal, process, plan.steps, patterns(plan.compression), gradient, UNIT * process, options)
+        return {"seat": process, **found, "weights": checksums(found["weights"])}
+    admission._PATIENCE = PATIENCE
+    ring.init(on_failure="replace" if plan.replaces else "continue")
+    loop = Loop(plan, mortal)
+    while loop.state.step < plan.steps:
+        loop.step()
+    left = ring.all_gather_object(loop.seat)
+    return {
+        "seat": loop.seat, "history": loop.state.history, "weights": checksums(list(loop.model)), "left": left,
+        "told": loop.told,
+    }  # fmt: skip
+
+
+class Loop:
+    """A plain training loop.
+
+    Attributes:
+        seat: of this process.
+        state: its `step` and `history`: for each step, over whose gradients it averaged (None if it was skipped), who
+            was left after it, and what a collective gave.
+        told: ranks that are gone, as `on_membership_change` tells them.
+    """
+
+    def __init__(self, plan: Plan, mortal: Mortal) -> None:
+        self._plan, self._mortal, self.seat, is_new = plan, mortal, ring.rank(), current().is_joining
+        self.model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(count)) for count in COUNTS])
+        broadcast_parameters(self.model)
+        self._optimizer = DistributedOptimizer(
+            torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.5), self.model.named_parameters(),
+            bucket_bytes=4096, compression=plan.compression or None, error_feedback=bool(plan.compression),
+        )  # fmt: skip
+        self.model[1].register_post_accumulate_grad_hook(lambda _: mortal.at("between gradients"))
+        self._optimizer.optimizer.register_step_pre_hook(lambda *_: mortal.at("update"))
+        self._factors, self._log, self.told = patterns(plan.compression), averages_log(self._optimizer), list[int]()
+        ring.on_membership_change(lambda change: self.told.extend([*change.lost, *change.left]))
+        if is_new:
+            mortal.before_joining()
+        self.state: Any = SimpleNamespace(step=0, history=[])
+        if plan.replaces:
+            self.state = TrainingState(model=self.model, optimizer=self._optimizer, step=0, history=[])
+        mortal.has_joined()
+        self._first, self._seats = self.state.step if is_new else 0, dict(current()._seats)
+
+    def step(self) -> None:
+        """A step, and what may follow it."""
+        state, mortal = self.state, self._mortal
+        mortal.step = state.step - self._first
+        mortal.at("healing")
+        mortal.at("round")
+        if self._plan.replaces:
+            await_newcomers(self._plan.ranks)
+        for point in ("forward", LEAVES, "skipped step"):
+            mortal.at(point)
+        averaged = self._update()
+        mortal.at("collective")
+        value = collective(COLLECTIVES[state.step % len(COLLECTIVES)], self.seat)
+        mortal.over()
+        after = taken()
+        mortal.at("broadcast")
+        broadcast(current().world_ranks[-1], current().world_rank)
+        mortal.over()
+        state.history = [*state.history, [averaged, after, value]]
+        assert current().world_ranks[ring.rank()] == current().world_rank
+        assert ring.size() == len(current().world_ranks)
+        state.step += 1
+        mortal.at("commit")
+        if self._plan.replaces:
+            state.commit()
+
+    def _update(self) -> list[int] | None:
+        """Train on a batch; returns over whose gradients was averaged, None if the step was skipped."""
+        step, mortal = self.state.step, self._mortal
+        self._log.clear()
+        with self._optimizer.skip_step_on(MemoryError) as outcome:
+            self._optimizer.zero_grad(set_to_none=not self._plan.in_place)
+            if self._plan.skips == (step, self.seat):
+                raise MemoryError("no room")
+            factor = gradient(step, self.seat)
+            loss = sum((p * (factor * one)).sum() for p, one in zip(self.model, self._factors, strict=True))
+            mortal.at("reduction")
+            loss.backward()  # type: ignore[union-attr]
+            mortal.over()
+            self._seats |= current()._seats
+            self._optimizer.step()
+        mortal.over()
+        assert len(self._log) == (not outcome.skipped)
+        return None if outcome.skipped else [self._seats[rank] for rank in self._log[0]]
+
+
+def averages_log(optimizer: DistributedOptimizer) -> list[tuple[int, ...]]:
+    """A list that gets the members at the end of each pass; the next death may be found in the same backward."""
+    log: list[tuple[int, ...]] = []
+    check = optimizer.averager._healing
+    assert check is not None
+    after_pass = check.after_pass
+    check.after_pass = lambda named: (log.append(current().world_ranks), after_pass(named))  # type: ignore[method-assign, assignment, func-returns-value, return-value]
+    return log
+
+
+def collective(name: str, seat: int) -> Any:
+    """A public function's result, as a number or a list."""
+    if name == "all_reduce":
+        return float(ring.all_reduce(torch.tensor([UNIT * seat])))
+    if name == "all_gather":
+        return ring.all_gather(torch.tensor([float(seat)])).tolist()
+    if name == "barrier":
+        return ring.barrier()
+    if name == "all_gather_object":
+        return ring.all_gather_object(seat)
+    with contextlib.suppress(ring.PeerFailed):  # the root may die, but rank 0 of those that are left is another then
+        return ring.broadcast_object(f"from {seat}", 0)[:5]
+    return "from "
+
+
+def broadcast(root: int, me: int) -> None:
+    """From the process with the number `root`."""
+    told = torch.full((5,), float(me))
+    try:
+        told = ring.broadcast(told, current().world_ranks.index(root))
+    except ring.PeerFailed:
+        print(f"{LOST_ROOT} {root}", flush=True)
+        raise
+    assert set(told.tolist()) == {root}
+
+
+def expected(name: str, ranks: Sequence[int]) -> Any:
+    """What `collective` returns if these took part."""
+    if name == "all_reduce":
+        return UNIT * sum(ranks) / len(ranks)
+    return {"barrier": None, "broadcast_object": "from "}.get(name, list(ranks))
