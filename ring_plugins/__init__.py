@@ -47,6 +47,7 @@ from ring_plugins.core.healing import MembershipChange
 from ring_plugins.core.rendezvous.tcp import register_store_loader
 from ring_plugins.core.world import init, is_initialized, shutdown
 from ring_plugins.launcher.function import run
+from ring_plugins.launcher.outcomes import RankResults
 from ring_plugins.other_names import no_attribute
 
 # Under torchrun, whose agent may hold MASTER_PORT, ranks meet through torch's store, also in scripts without torch.
@@ -84,6 +85,7 @@ __all__ = [
     "PeerFailed",
     "PeerLeft",
     "RankFailed",
+    "RankResults",
     "RingError",
     "SharedMemoryError",
     "StepSkipped",

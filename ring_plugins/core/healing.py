@@ -90,6 +90,12 @@ def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: in
         raise ArgumentError(f'init() cannot be called again after shutdown() with on_failure="{policy.on_failure}".')
     if record.kind == "rendezvous" and own_seat() is not None:
         return  # the supervisor of this host lets the others go on
+    if record.by.startswith("ring_plugins.") and not is_under_ring_run:  # `ring_plugins.run` or a relative of it
+        raise ArgumentError(
+            f'init(on_failure="{policy.on_failure}") comes too late in a function that {record.by} calls, which ends '
+            f"all ranks when one dies: pass on_failure there instead, {record.by}(..., on_failure="
+            f'"{policy.on_failure}"), or {_REMEDY}.'
+        )
     if record.kind in ("mpi", "rendezvous"):
         if record.size == 1:
             return

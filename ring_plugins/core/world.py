@@ -128,6 +128,7 @@ class World:
         is_awaited: whether processes wait for that, as all ranks have agreed; `joining.admit` lets them join.
         changes: the script's functions that are to hear of that.
         notice: whether this process was told to end, if the job goes on without it then.
+        has_left: whether it has left the job before its end, as others had agreed.
         communicator: of all ranks, for the public functions.
         launcher: "mpi", "rendezvous", "spawned" or "single".
         failure_detector, channel, observers: the failure detector, the control channel, and the observing services;
@@ -142,7 +143,7 @@ class World:
         self.world_ranks = (self.world_rank,) if self.is_joining else tuple(range(rendezvous.size))
         self.heals = policy.continues and rendezvous.size > 1
         self.replaces = policy.replaces and self.heals
-        self.is_awaited = False
+        self.is_awaited = self.has_left = False
         self.changes = ChangeCallbacks()
         self._membership: Membership | Mesh | None = None
         self._succession: Succession | None = None
@@ -634,6 +635,7 @@ class World:
 
     def exit_from_job(self, status: int) -> NoReturn:
         """Leave the job now: what the script still does on its way out is not part of it."""
+        self.has_left = True
         self.close()
         sys.exit(status)
 

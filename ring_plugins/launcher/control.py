@@ -28,6 +28,8 @@ from ring_plugins.launcher.outcomes import Failure, Outcome, collect
 
 #: Connections that the driver keeps in addition to those of its ranks, and those that wait in the kernel.
 _OTHER_CONNECTIONS, _BACKLOG = 64, 1024
+#: Seconds for which the driver still waits for outcomes of ranks that have ended, as long as nothing arrives.
+_LAST_SECONDS = 2.0
 #: Seconds in which a rank must reach the driver.
 _CONNECT_SECONDS = 60.0
 
@@ -44,8 +46,9 @@ class Driver:
         self.key = secrets.token_bytes(32)
         listener = socket.create_server(("0.0.0.0", 0), backlog=_BACKLOG)
         self.port: int = listener.getsockname()[1]
-        self._ranks = 0
+        self._ranks = self._most = 0
         self._call = b""
+        self._ended: float | None = None
         self._connections: dict[int, _RankConnection] = {}
         self._acceptor = Acceptor(self.key, Purpose.LAUNCHER, self._expects)
         self._acceptor.add(listener)
@@ -62,7 +65,12 @@ class Driver:
         self._selector.close()
 
     def outcomes(
-        self, packed: bytes, ranks: int, trouble: Callable[[], str | None], timeout: float | None
+        self,
+        packed: bytes,
+        ranks: int,
+        trouble: Callable[[], str | None],
+        timeout: float | None,
+        most: int = 0,
     ) -> list[Outcome]:
         """Send the call to every rank that connects, and gather the outcomes in the order of their arrival.
 
@@ -71,21 +79,42 @@ class Driver:
             ranks: number of ranks that will connect.
             trouble: called regularly; returns why no further rank will connect, None while some may.
             timeout: seconds for everything, None for no limit.
+            most: of a job that goes on without lost ranks, how many processes it may have in all. It is over when
+                `trouble` says so. 0 for a job that ends with the first rank that is lost.
 
         Raises:
             LaunchError: `trouble` said so before all ranks had connected.
             TimeoutExceeded: the time has passed.
         """
-        self._ranks, self._call = ranks, packed
-        self._acceptor.limit = ranks + _OTHER_CONNECTIONS
+        self._ranks, self._most, self._call = ranks, most or ranks, packed
+        self._acceptor.limit = self._most + _OTHER_CONNECTIONS
+        is_over = (lambda: self._has_ended(trouble)) if most else None
         with ProgressLine() as line:
-            return collect(ranks, lambda seconds: self._poll(seconds, trouble, line), timeout)
+            return collect(ranks, lambda seconds: self._poll(seconds, trouble, line), timeout, is_over)
+
+    def _has_ended(self, trouble: Callable[[], str | None]) -> bool:
+        """Whether the job is over, and nothing is on its way from its ranks any more.
+
+        The connection of a host that was lost may never end.
+        """
+        now = time.monotonic()
+        if self._ended is None and trouble() is not None:
+            self._ended = now
+        if self._ended is None:
+            return False
+        is_heard = not self._missing and all(rank.has_reported for rank in self._connections.values())
+        return is_heard or now - self._ended > _LAST_SECONDS
+
+    @property
+    def _missing(self) -> int:
+        """How many of the first ranks have not connected."""
+        return sum(rank not in self._connections for rank in range(self._ranks))
 
     def _poll(self, seconds: float, trouble: Callable[[], str | None], line: ProgressLine) -> list[Outcome]:
         why = trouble()  # before ranks that connected in time are accepted
         for new in self._acceptor.poll():
             self._join(new)
-        missing = self._ranks - len(self._connections)
+        missing = self._missing
         if missing:
             came = {rank: connection.host for rank, connection in self._connections.items()}
             line.show(lambda: arrivals(came, self._ranks, " to be started"))
@@ -96,21 +125,25 @@ class Driver:
         found = []
         for key, events in self._selector.select(seconds):
             connection = key.data
-            if connection is not None and (outcome := connection.move(events)) is not None:
+            if connection is None:
+                continue
+            if self._ended is not None:
+                self._ended = time.monotonic()  # something still comes
+            if (outcome := connection.move(events)) is not None:
                 found.append(outcome)
-            if connection is not None:
-                self._watch(connection)
+            self._watch(connection)
         return found
 
     def _expects(self, claim: Claim) -> bool:
         """Reject a second process of the same rank, such as a task that the cluster has restarted."""
-        return 0 <= claim.rank < self._ranks and claim.rank not in self._connections
+        return 0 <= claim.rank < self._most and claim.rank not in self._connections
 
     def _join(self, new: Authenticated) -> None:
         if not self._expects(new.claim):  # a rank that connected twice at once
             new.socket.close()
             return
-        connection = _RankConnection(new.claim.rank, new.address, FrameSocket(new.socket, Purpose.LAUNCHER))
+        frames = FrameSocket(new.socket, Purpose.LAUNCHER)
+        connection = _RankConnection(new.claim.rank, new.address, frames, self._ranks)
         connection.frames.send(self._call)
         self._connections[connection.rank] = connection
         self._selector.register(connection.frames, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
@@ -126,13 +159,18 @@ class Driver:
 class _RankConnection:
     """The driver's connection to one rank.
 
+    Args:
+        rank: by which it has introduced itself: its own, or a higher number if it may take the place of a lost one.
+        host: its name, an address until the rank has said it.
+        frames: the connection.
+        ranks: number of ranks of the job.
+
     Attributes:
         has_reported: whether its outcome is known.
-        host: its name, an address until the rank has said it.
     """
 
-    def __init__(self, rank: int, host: str, frames: FrameSocket) -> None:
-        self.rank, self.frames = rank, frames
+    def __init__(self, rank: int, host: str, frames: FrameSocket, ranks: int) -> None:
+        self.rank, self.frames, self._ranks = rank, frames, ranks
         self.has_reported = False
         self.host, self._has_introduced_itself = host, False
 
@@ -151,22 +189,23 @@ class _RankConnection:
                 self.has_reported = True
                 return self._outcome(message)
         except Disconnected:
-            return self._failure("its process or the task around it was ended")
+            return self._failure("its process or the task around it was ended", is_loss=True)
         return None
 
     def _outcome(self, message: bytes) -> Outcome:
         try:
             outcome = pickle.loads(message)
-            if isinstance(outcome, Outcome) and outcome.rank == self.rank:
+            is_new = self.rank >= self._ranks
+            if isinstance(outcome, Outcome) and (outcome.rank < self._ranks if is_new else outcome.rank == self.rank):
                 return outcome
             why: object = f"it is a {type(outcome).__name__}"
         except Exception as error:  # an object's own hooks may raise anything
             why = error
         return self._failure(f"its outcome cannot be read ({why}); is the same ring_plugins installed there?")
 
-    def _failure(self, summary: str) -> Outcome:
+    def _failure(self, summary: str, is_loss: bool = False) -> Outcome:
         self.has_reported = True
-        return Outcome(self.rank, failure=Failure(self.host, summary))
+        return Outcome(self.rank, failure=Failure(self.host, summary, is_loss=is_loss))
 
 
 class DriverConnection:

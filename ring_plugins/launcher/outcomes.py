@@ -3,6 +3,10 @@
 `pack_call` makes bytes of a function and its arguments, `call` runs them on a rank, `collect` gathers an `Outcome` from
 each rank, and `results` returns what `ring_plugins.run` and its relatives return. How the bytes and outcomes travel is
 up to each launcher: a pipe on one host, a socket between hosts and on Spark, the object store of Ray.
+
+In a job that goes on without ranks that are lost, a rank without a result is no failure of the call, as long as others
+bring theirs; `RankResults.lost` names it. Where other processes take the places of lost ranks, the result of a place is
+that of the process which had it last.
 """
 
 from __future__ import annotations
@@ -14,10 +18,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from ring_plugins.core import world
+from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, RankFailed, TimeoutExceeded, name_ranks
+from ring_plugins.core.base.log import logger
 from ring_plugins.core.exit_hooks import consequence
 
 #: Seconds that the other ranks may still report after one has failed. A rank needs up to RING_NETWORK_TIMEOUT, 6 s by
@@ -25,6 +31,21 @@ from ring_plugins.core.exit_hooks import consequence
 GRACE_SECONDS = 7.0
 
 _POLL_SECONDS = 0.1
+
+T = TypeVar("T")
+
+
+class RankResults(list[T]):
+    """The results of a call in rank order, of the ranks that are left at its end.
+
+    Attributes:
+        lost: the ranks that have no result, numbered as at the start, and what became of each. Always empty unless
+            `on_failure` lets the job go on.
+    """
+
+    def __init__(self, results: Iterable[T] = (), lost: Mapping[int, str] | None = None) -> None:
+        super().__init__(results)
+        self.lost: dict[int, str] = dict(lost or {})
 
 
 @dataclass(frozen=True)
@@ -37,6 +58,7 @@ class Failure:
         traceback: the rank's own traceback, "" if there is none.
         error: the pickled exception, None if it cannot be pickled.
         caused_by: the rank whose failure made this one fail, None if this rank failed first.
+        is_loss: whether the rank's process was ended from outside, so that a job may go on without it.
     """
 
     host: str
@@ -44,15 +66,17 @@ class Failure:
     traceback: str = ""
     error: bytes | None = None
     caused_by: int | None = None
+    is_loss: bool = False
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the call ended on a rank: a pickled result, or a failure."""
+    """How the call ended on a rank: a pickled result, a failure, or, if it left the job before, what made it."""
 
     rank: int
     result: bytes = b""
     failure: Failure | None = None
+    left: str = ""
 
 
 def pack(what: str, value: Any) -> bytes:
@@ -106,13 +130,24 @@ def call(packed: bytes, rank: int) -> Outcome:
     """
     try:
         function, args, kwargs = pickle.loads(packed)
-        outcome = Outcome(rank, pack(f"the result of rank {rank}", function(*args, **kwargs)))
+        outcome = Outcome(rank, pack(f"the result of rank {rank}", function(*args, **kwargs)), left=_why_it_left())
         world.shutdown()
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
-            return Outcome(rank, pack("nothing", None))
+            return Outcome(rank, pack("nothing", None), left=_why_it_left())
         return Outcome(rank, failure=_failure(error))
     return outcome
+
+
+def _has_not_joined() -> bool:
+    """Whether this process was to take the place of a lost rank, and has not: how it ends is of no importance."""
+    return config.JOINS.is_set() and (not world.is_initialized() or world.is_joining())
+
+
+def _why_it_left() -> str:
+    if _has_not_joined():
+        return "the process in its place had not joined when the job ended"
+    return "left on SIGTERM" if world.is_initialized() and world.current().has_left else ""
 
 
 def _failure(error: BaseException) -> Failure:
@@ -127,16 +162,23 @@ def _failure(error: BaseException) -> Failure:
     packed = None
     with contextlib.suppress(Exception):
         packed = pack("the error", error.with_traceback(None))
-    return Failure(socket.gethostname(), summary, text, packed, caused_by)
+    return Failure(socket.gethostname(), summary, text, packed, caused_by, is_loss=_has_not_joined())
 
 
-def collect(ranks: int, poll: Callable[[float], Iterable[Outcome]], timeout: float | None) -> list[Outcome]:
+def collect(
+    ranks: int,
+    poll: Callable[[float], Iterable[Outcome]],
+    timeout: float | None,
+    is_over: Callable[[], bool] | None = None,
+) -> list[Outcome]:
     """Gather an outcome from every rank, or what arrives within `GRACE_SECONDS` of the first failure.
 
     Args:
         ranks: number of ranks.
         poll: waits up to the given number of seconds and returns the outcomes that have arrived meanwhile.
         timeout: seconds for all ranks to finish, None for no limit.
+        is_over: whether no more will come, where somebody else ends a job in which a rank has failed; None for the
+            rule above.
 
     Returns:
         The outcomes in the order of their arrival.
@@ -147,7 +189,7 @@ def collect(ranks: int, poll: Callable[[float], Iterable[Outcome]], timeout: flo
     found: list[Outcome] = []
     deadline = time.monotonic() + timeout if timeout is not None else float("inf")
     give_up = float("inf")
-    while len(found) < ranks and time.monotonic() < give_up:
+    while not is_over() if is_over is not None else len(found) < ranks and time.monotonic() < give_up:
         if time.monotonic() > deadline:
             late = sorted(set(range(ranks)) - {outcome.rank for outcome in found})
             raise TimeoutExceeded(
@@ -160,20 +202,33 @@ def collect(ranks: int, poll: Callable[[float], Iterable[Outcome]], timeout: flo
     return found
 
 
-def results(outcomes: Sequence[Outcome]) -> list[Any]:
+def results(outcomes: Sequence[Outcome], ranks: int = 0, trouble: str | None = None) -> RankResults[Any]:
     """The results in rank order.
 
     Args:
         outcomes: in the order of their arrival.
+        ranks: number of ranks of a job that goes on without those that are lost; 0 if it ends with the first.
+        trouble: of such a job as a whole, None if it has ended well.
 
     Raises:
-        RankFailed: a rank failed. Ranks that failed because of another are named only if there is no other.
+        RankFailed: a rank failed. Ranks that failed because of another are named only if there is no other. In a job
+            that goes on without lost ranks: it could not, or nobody was left.
     """
-    failed = [outcome for outcome in outcomes if outcome.failure is not None]
+    failed = [outcome for outcome in outcomes if outcome.failure and not (ranks and outcome.failure.is_loss)]
     if failed:
         causes = [outcome for outcome in failed if outcome.failure and outcome.failure.caused_by is None]
         _raise_failure((causes or failed)[0])
-    return [pickle.loads(outcome.result) for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
+    last = {outcome.rank: outcome for outcome in outcomes if not ranks or outcome.rank < ranks}
+    found = {rank: outcome for rank, outcome in last.items() if outcome.failure is None and not outcome.left}
+    fates = {rank: outcome.failure.summary if outcome.failure else outcome.left for rank, outcome in last.items()}
+    lost = {rank: fates.get(rank, "it did not report") for rank in range(ranks) if rank not in found}
+    told = "; ".join(f"rank {rank}: {fate}" for rank, fate in lost.items())
+    if ranks and (trouble or not found):
+        why = trouble or "no rank is left that could have a result"
+        raise RankFailed(f"{why}{f' ({told})' if told else ''}.", next(iter(lost), 0), "", "")
+    if lost:
+        logger.warning(f"{len(found)} of {ranks} ranks have results. Of the others, {told}.")
+    return RankResults((pickle.loads(found[rank].result) for rank in sorted(found)), lost)
 
 
 def _raise_failure(outcome: Outcome) -> NoReturn:

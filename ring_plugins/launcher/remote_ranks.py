@@ -1,4 +1,7 @@
-"""Runs a call on ranks of several hosts: `ring run` starts them, and each connects back to get the call."""
+"""Runs a call on ranks that `ring run` starts, each of which connects back to get the call.
+
+So it runs on several hosts, and wherever the job is to go on without ranks that are lost, which `ring run` can do.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,27 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.base.log import flush_output
 from ring_plugins.core.base.threads import HelperThread
+from ring_plugins.core.control.liveness import MOST_MEMBERS
+from ring_plugins.core.healing import FailurePolicy
 from ring_plugins.core.linux.interfaces import address_towards
 from ring_plugins.core.rendezvous import detect
 from ring_plugins.launcher.control import Driver, DriverConnection
 from ring_plugins.launcher.environment import search_path
 from ring_plugins.launcher.hosts import is_this_host, parse_hosts
-from ring_plugins.launcher.outcomes import Outcome, call
+from ring_plugins.launcher.outcomes import RankResults, call, results
 from ring_plugins.launcher.output import Relay
 
+#: Seconds after which a rank that outlives its driver is told again to end.
+_AGAIN_SECONDS = 0.2
 _RING = "from ring_plugins.cli.main import main; main()"
 _RANK = "from ring_plugins.launcher.remote_ranks import run_rank; run_rank()"
 
@@ -33,6 +43,7 @@ class RemoteRanks:
     Args:
         ranks: number of ranks.
         hosts: as `ring run -H` takes them.
+        policy: whether the job goes on without ranks that are lost.
         interface: as `ring run --interface` takes it, or None.
         variables: environment variables to set for the ranks.
         tag_output: put `[rank] ` in front of every line.
@@ -43,12 +54,13 @@ class RemoteRanks:
         self,
         ranks: int,
         hosts: str,
+        policy: FailurePolicy,
         interface: str | None,
         variables: Mapping[str, str],
         tag_output: bool,
         relay: Relay,
     ) -> None:
-        self._ranks = ranks
+        self._ranks, self._policy = ranks, policy
         with contextlib.ExitStack() as undo:  # if `ring run` cannot be started
             self._driver = Driver()
             undo.callback(self._driver.__exit__)
@@ -61,6 +73,8 @@ class RemoteRanks:
                 **variables,
             }
             options = ["-n", str(ranks), "-H", hosts, *(word for name in environment for word in ("-x", name))]
+            options += ["--on-failure", policy.on_failure]
+            options += ["--min-ranks", str(policy.min_ranks)] if policy.continues else []
             options += ["--interface", interface] if interface else []
             options += ["--tag-output"] if tag_output else []
             out, err = relay.files(0)
@@ -94,13 +108,23 @@ class RemoteRanks:
         self._process.kill()
         self._process.wait()
 
-    def outcomes(self, packed: bytes, timeout: float | None) -> list[Outcome]:
-        """As `LocalRanks.outcomes`.
+    def results(self, packed: bytes, timeout: float | None) -> RankResults[Any]:
+        """Send the call to every rank and return the results.
+
+        Args:
+            packed: what `outcomes.pack_call` made.
+            timeout: seconds for all ranks to finish, None for no limit.
 
         Raises:
             LaunchError: `ring run` could not start all ranks.
+            RankFailed: a rank failed, or the job could not go on.
+            TimeoutExceeded: the time has passed.
         """
-        return self._driver.outcomes(packed, self._ranks, self._trouble, timeout)
+        if not self._policy.continues:
+            return results(self._driver.outcomes(packed, self._ranks, self._trouble, timeout))
+        outcomes = self._driver.outcomes(packed, self._ranks, self._trouble, timeout, MOST_MEMBERS)
+        trouble = self._trouble() if self._process.returncode else None
+        return results(outcomes, self._ranks, trouble and trouble.rstrip("."))
 
     def _trouble(self) -> str | None:
         status = self._process.poll()
@@ -110,17 +134,18 @@ class RemoteRanks:
 def run_rank() -> None:
     """Run in a rank of `RemoteRanks`: fetch the call, run it, report its outcome, exit."""
     address, port, key = os.environ.pop(config.DRIVER.name).split()
-    rank = detect().rank
-    if rank is None:
-        raise LaunchError("this process was not started by mpirun; ring_plugins.run(hosts=...) starts it.")
-    driver = DriverConnection(address, int(port), bytes.fromhex(key), rank)
+    # A process that may take the place of a lost rank has a number of its own, and a spare does not know its rank yet.
+    number = config.JOINS.get() if config.JOINS.is_set() else detect().rank
+    if number is None:
+        raise LaunchError("this process was not started by `ring run`; ring_plugins.run() starts it.")
+    driver = DriverConnection(address, int(port), bytes.fromhex(key), number)
     packed = driver.receive_call()
     done = threading.Event()
     HelperThread(_end_with_driver, "ring:driver", (driver, done), outside_a_job=_end).start()
-    outcome = call(packed, rank)
+    outcome = call(packed, number)
     done.set()
     flush_output()
-    driver.report(outcome)
+    driver.report(replace(outcome, rank=detect().rank or 0) if config.JOINS.is_set() else outcome)
     # After a failure the driver cannot end ranks on other hosts; mpirun does, when one exits with a status.
     sys.exit(1 if outcome.failure is not None else 0)
 
@@ -134,3 +159,7 @@ def _end_with_driver(driver: DriverConnection, done: threading.Event) -> None:
 
 def _end() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
+    # In a job that goes on without lost ranks, the first is only a notice (core/leaving.py).
+    while config.LOSSES_TOLERATED.is_set():
+        time.sleep(_AGAIN_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -98,16 +98,130 @@ DRIVER = """
         while True:
             time.sleep(0.1)
 
-    ring.run(endless, ranks=2)
+    ring.run(endless, ranks=2, on_failure=os.environ["TEST_ON_FAILURE"])
 """
+SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_no_rank_survives_its_driver(number):
+@pytest.mark.parametrize(
+    ("number", "on_failure"),
+    [
+        (signal.SIGKILL, "end"),
+        (signal.SIGINT, "end"),
+        pytest.param(signal.SIGTERM, "end", marks=SLOW),
+        pytest.param(signal.SIGKILL, "continue", marks=SLOW),
+        pytest.param(signal.SIGINT, "continue", marks=SLOW),
+    ],
+)
+def test_no_rank_survives_its_driver(number, on_failure):
     pytest.importorskip("cloudpickle")
-    with start_ranks(DRIVER, 2) as job:
+    with start_ranks(DRIVER, 2, env={"TEST_ON_FAILURE": on_failure}) as job:
         job.wait_for("pid")
         job.signal_parent(number)
         result = job.wait(10)
     assert result.returncode in (-number, 1)
     assert result.output.count("KeyboardInterrupt") <= 1, result  # of the driver, not of each rank
+
+
+def sum_up(victims, how):
+    """Adds up over five steps; ranks of the start that are `victims` end in the third."""
+    ring.init()
+    start, total = ring.rank(), 0.0
+    for step in range(5):
+        if step == 2 and start in victims:
+            how()
+        total += float(ring.all_reduce(1.0, ring.SUM))
+    return start, ring.rank(), ring.size(), total
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_results_of_the_others_are_returned_if_they_go_on(capsys):
+    found = ring.run(sum_up, ([0], die), ranks=3, on_failure="continue", min_ranks=2, tag_output=True)
+    assert found == [(1, 0, 2, 12.0), (2, 1, 2, 12.0)]
+    assert list(found.lost) == [0] and "was ended" in found.lost[0]
+    said = capsys.readouterr().err
+    assert "[1] ring_plugins: rank 0 (process" in said and "the job goes on with 2 of its 3 ranks" in said
+    with pytest.raises(ring.ArgumentError, match="min_ranks=4 is more than the 3 ranks"):
+        ring.run(sum_up, ([0], die), ranks=3, on_failure="replace", min_ranks=4)
+
+
+def go_on():
+    ring.init(on_failure="continue")
+
+
+def test_init_says_that_run_must_know_of_on_failure():
+    with pytest.raises(
+        ring.RankFailed, match=r'pass on_failure there instead, ring_plugins.run\(..., on_failure="cont'
+    ):
+        ring.run(go_on, ranks=2)
+
+
+def exit_with_a_status():
+    os._exit(3)
+
+
+def fail():
+    raise ValueError("on purpose")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victims", "how", "error"),
+    [
+        ([0, 1], die, r"rank 2 on \S+ failed: .*PeerFailed: rank [01] .* min_ranks=2"),
+        ([0, 1, 2], die, "ring run ended with status 137; .*rank 0: .* was ended; rank 1: .*rank 2: "),
+        ([1], exit_with_a_status, "ring run ended with status 3; .*rank 1: "),
+        ([1], fail, r"rank 1 on \S+ failed: ValueError: on purpose"),
+    ],
+)
+def test_the_call_fails_if_the_job_cannot_go_on(victims, how, error):
+    with pytest.raises(ring.RankFailed, match=error):
+        ring.run(sum_up, (victims, how), ranks=3, on_failure="continue", min_ranks=2)
+
+
+def train(how, steps):
+    import torch
+
+    from ring_plugins.torch import DistributedOptimizer, TrainingState, broadcast_parameters
+
+    ring.init()
+    rank = ring.rank()
+    model = torch.nn.Linear(2, 1)
+    broadcast_parameters(model)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01), model.named_parameters())
+    state = TrainingState(model=model, optimizer=optimizer, step=0, last=steps)
+    first, awaits = state.step, os.environ["RING_ON_FAILURE"] == "replace"
+    while state.step < state.last:
+        state.commit()
+        if awaits and ring.size() < 3:
+            state.last = state.step + steps
+        if state.step == 5 and rank == 1 and not first:
+            os.kill(os.getpid(), how)
+        optimizer.zero_grad()
+        model(torch.full((1, 2), float(rank))).sum().backward()
+        optimizer.step()
+        state.step += 1
+        time.sleep(0.001)
+    return rank, ring.rank(), ring.size(), bool(first), model.weight.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("spares", ["0", "1"])
+def test_a_process_that_takes_a_lost_place_returns_its_result(spares, capfd):
+    variables = {"RING_SPARES": spares}
+    found = ring.run(train, (signal.SIGKILL, 20), ranks=3, on_failure="replace", env=variables, timeout=120)
+    assert [one[:4] for one in found] == [(0, 0, 3, False), (1, 1, 3, True), (2, 2, 3, False)]
+    assert found[0][4] == found[1][4] == found[2][4]
+    assert found.lost == {}
+    assert ("a spare process takes the place of rank 1" in capfd.readouterr().err) == (spares == "1")
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_on_sigterm_has_no_result():
+    found = ring.run(train, (signal.SIGTERM, 20), ranks=3, on_failure="continue", min_ranks=2, timeout=120)
+    assert [one[:3] for one in found] == [(0, 0, 2), (2, 1, 2)]
+    assert found.lost == {1: "left on SIGTERM"}
