@@ -78,7 +78,7 @@ def DistributedOptimizer(  # noqa: N802 - known by this name
             precision.
         error_feedback: whether the rounding error of a step is added to the next.
         overlap: True averages gradients while others are still computed, False when all are there. "auto" does as
-            RING_OVERLAP says, and by default tries both in the first steps and keeps the faster.
+            RING_OVERLAP says, and by default tries both in the first steps and keeps the faster; on JAX it is False.
         shard_optimizer: whether each rank updates only its part of every variable and keeps only that part's slot
             variables, such as Adam's momentum and velocity. All ranks then save together; see
             docs/sharded_optimizer.md.

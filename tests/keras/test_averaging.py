@@ -12,6 +12,11 @@ def test_accumulated_gradients_are_reduced_once_an_update(seen):
     assert first["updates"] == 2
 
 
+@on_ranks("trial_of_overlap", "jax")
+def test_jax_tries_no_overlap_as_backward_is_over_before_its_one_call(seen):
+    assert seen == [{"auto": {"tries": False, "overlaps": False}, "True": {"tries": False, "overlaps": True}}] * 2
+
+
 @on_ranks("overflow_on_one_rank", *BACKENDS)
 def test_an_overflow_on_one_rank_lets_all_skip(seen):
     assert seen == [{"unchanged": True, "scale": 8.0}] * 2

@@ -2,7 +2,7 @@
 
 On CPUs XLA calls Python on its own buffers (`jax_ffi.py`). On GPUs NCCL reduces them on request (`jax_device.py`).
 Otherwise `io_callback` is used, which copies. XLA makes the host call when all gradients are ready, so communication
-does not overlap with backward.
+does not overlap with backward. "auto" therefore tries nothing: all buckets are reduced in line, as one operation.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ring_plugins.core.arrays.dtypes import STORAGE
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.fusion import Entry
+from ring_plugins.core.gradients.overlap import chosen_overlap
 from ring_plugins.core.world import current
 from ring_plugins.keras.backends import Settings, jax_device
 from ring_plugins.keras.backends.jax_ffi import HostCalls
@@ -47,8 +48,10 @@ class Exchange:
             self.buckets = jax_device.DeviceBuckets(entries, on_gpus, settings.sizes)
         else:
             sizes = settings.sizes._replace(direct_bytes=_DIRECT_BYTES)
+            chosen = chosen_overlap(settings.overlap)
+            overlap = False if chosen == "auto" else chosen
             self.buckets = HostBuckets(
-                entries, self.communicator, sizes, settings.rounding, in_place=True, overlap=settings.overlap
+                entries, self.communicator, sizes, settings.rounding, in_place=True, overlap=overlap
             )
         self._calls = HostCalls()
         self.waited_seconds = 0.0

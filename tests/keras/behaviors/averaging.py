@@ -25,6 +25,22 @@ def accumulation_is_reduced_once_an_update() -> Any:
 
 
 @behavior
+def trial_of_overlap() -> Any:
+    model = dense(keras.optimizers.SGD(0.1))
+    found = {}
+    for overlap in ("auto", True):
+        DistributedOptimizer(model.optimizer, overlap=overlap)
+        averaging = averaging_of(model.optimizer)
+        assert averaging is not None
+        averaging.prepare(model.trainable_variables)
+        exchange: Any = averaging.exchange
+        way = exchange.buckets.reducer._overlap
+        found[str(overlap)] = {"tries": not way.finished, "overlaps": way.now}
+        undistribute(model.optimizer)
+    return found
+
+
+@behavior
 def wrapped_after_a_step() -> Any:
     """Steps that are compiled already; `undistribute` between two of them, too."""
     keras.utils.set_random_seed(0)
