@@ -410,11 +410,6 @@ class World:
         return self.topology.rank, self.topology.size
 
     @property
-    def has_been_joined(self) -> bool:
-        """Whether a process has joined since the job began."""
-        return len(self._members) > self._rendezvous.size
-
-    @property
     def view(self) -> int:
         """How often the ranks of the job have changed."""
         return self._membership.view if self._membership is not None else 0
@@ -929,11 +924,6 @@ def current() -> World:
 def is_joining() -> bool:
     """As `World.is_joining`; False outside of a job, where communicators are of threads of one process."""
     return _world is not None and _world.is_joining
-
-
-def has_been_joined() -> bool:
-    """Whether a process has joined since the job began; the same on all ranks that were there before it."""
-    return _world is not None and _world.has_been_joined
 
 
 def has_room_to_overlap(threads: int) -> bool:

@@ -29,7 +29,7 @@ from ring_plugins.lightning.launcher import RingLauncher
 from ring_plugins.lightning.parallel import RingParallelLogic, StartMethod
 from ring_plugins.lightning.shared_step import SharedStep, SkipStepOn, exceptions_to_skip
 from ring_plugins.lightning.sync_batchnorm import for_device
-from ring_plugins.observe.drift import DriftCheck, chosen_interval, differing_weights, drift_check
+from ring_plugins.observe.drift import DriftCheck, FirstComparison, chosen_interval, differing_weights, drift_check
 from ring_plugins.torch.broadcast import broadcast_parameters
 from ring_plugins.torch.compared_options import Groups
 from ring_plugins.torch.drift import parameter_checksums
@@ -135,7 +135,7 @@ class RingTrainerLogic(RingParallelLogic):
         self._averager: GradientAverager | None = None
         self._drift_check_every = chosen_interval(drift_check_every)
         self._drift: DriftCheck | None = None
-        self._is_compared = False
+        self._first = FirstComparison()
         self._accumulates = False
         self._buffers: BufferBroadcast | None = None
         self._applied_layer_sync: Any | None = None
@@ -181,7 +181,7 @@ class RingTrainerLogic(RingParallelLogic):
         if is_fitting and self.is_distributed:
             assert self.lightning_module is not None
             self._buffers = BufferBroadcast(self.lightning_module) if self._broadcast_buffers else None
-            self._is_compared = world.is_joining()
+            self._first = FirstComparison()
             named = self.lightning_module.named_parameters
             self._drift = drift_check(self._drift_check_every, lambda: parameter_checksums(named()))
         if is_fitting and (self.is_distributed or self._skip_step_on):
@@ -264,8 +264,8 @@ class RingTrainerLogic(RingParallelLogic):
         self._averager.count_update()
         if self._drift is not None and not self._shard:
             self._drift.after_step()
-        if not self._is_compared:
-            self._is_compared = True
+        if not self._first.is_over:
+            self._first.end()
             self._compare_weights("after the first step")
         return result
 
@@ -303,7 +303,7 @@ class RingTrainerLogic(RingParallelLogic):
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         if self._averager is not None:
             self._averager.check()
-            if self._is_compared:  # after a step
+            if self._first.is_over:  # after a step
                 self._compare_weights("before this checkpoint is saved")
         super().save_checkpoint(*args, **kwargs)
 

@@ -111,6 +111,26 @@ def membership_changes() -> int:
     return current().view if is_initialized() else 0
 
 
+class FirstComparison:
+    """Whether ranks have yet to compare their weights after their first step; all ranks find the same.
+
+    They compare after each loss and each join anyway. So the first of these ends this wait, too: those that join then
+    cannot know whether the others have taken a step.
+    """
+
+    def __init__(self) -> None:
+        self._is_made, self._view = False, membership_changes()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is made, or no longer needed."""
+        return self._is_made or self._view != membership_changes()
+
+    def end(self) -> None:
+        """Note that it is made, or not wanted."""
+        self._is_made = True
+
+
 def is_check_wanted() -> bool:
     """Whether weights are compared after the first step and before checkpoints: unless RING_WEIGHT_CHECK=0."""
     return is_initialized() and current().topology.size > 1 and config.WEIGHT_CHECK.get()

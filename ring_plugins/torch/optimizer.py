@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES
-from ring_plugins.core.world import constructed_by_all, has_been_joined, is_joining
-from ring_plugins.observe.drift import differing_weights, drift_check
+from ring_plugins.core.world import constructed_by_all
+from ring_plugins.observe.drift import FirstComparison, differing_weights, drift_check
 from ring_plugins.observe.training import announce_training
 from ring_plugins.torch.compared_options import groups_of
 from ring_plugins.torch.drift import parameter_checksums
@@ -128,8 +128,9 @@ class DistributedOptimizer(WrappedOptimizer):
             raise
         self._reductions_so_far = 0
         self._is_sharded = isinstance(self.optimizer, ShardedOptimizer)
-        # The others do not compare again with one that joins them, but for `HealingCheck`.
-        self._is_compared = self._is_sharded or is_joining()
+        self._first = FirstComparison()
+        if self._is_sharded:  # compares before the first step
+            self._first.end()
         self._others = OtherOptimizers()
         self.averager.call_after_pass(self._compare)
         announce_training()
@@ -214,9 +215,9 @@ class DistributedOptimizer(WrappedOptimizer):
         found = self._others.compare(updates, self._names, communicator)
         if found and communicator.rank == 0:
             logger.warning(found)
-        if self._is_compared or updates == 0 or has_been_joined():
+        if self._first.is_over or updates == 0:
             return
-        self._is_compared = True
+        self._first.end()
         found = differing_weights(lambda: parameter_checksums(self._named()), "after the first step", communicator)
         if found and communicator.rank == 0:
             logger.warning(
@@ -251,7 +252,7 @@ class DistributedOptimizer(WrappedOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.optimizer = state["optimizer"]
         self.averager = cast(GradientAverager, _NoAverager())
-        self._names, self._drift, self._reductions_so_far, self._is_compared = {}, None, 0, True
+        self._names, self._drift, self._reductions_so_far = {}, None, 0
         self._is_sharded = isinstance(self.optimizer, ShardedOptimizer)
 
     def __repr__(self) -> str:

@@ -87,7 +87,7 @@ class Model(L.LightningModule):
         return gradient(step, self.seat) * (self.large.sum() + self.small.sum())
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.history.append(seats_taken(self.passes[-1]))
+        self.history.append(seats_taken(self.passes.pop()) if self.passes else [])  # there is none if it accumulates
 
     def validation_step(self, batch: torch.Tensor, index: int) -> None:
         if (self.current_epoch, "in validation") in self.mine:

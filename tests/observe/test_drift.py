@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.observe.drift import _unequal, checksum, chosen_interval, difference
+from ring_plugins.observe import drift
+from ring_plugins.observe.drift import FirstComparison, _unequal, checksum, chosen_interval, difference
 from tests.core.collectives.mortal_ranks import on_mortal_ranks
 from tests.launch import run_ranks
 
@@ -137,3 +138,13 @@ def test_ranks_are_equal_if_the_one_that_differed_dies_while_they_compare(monkey
         return _unequal([7 + (rank.rank == 1)], ring), rank.barriers > first + 1
 
     assert on_mortal_ranks(monkeypatch, 3, run) == [(None, True), None, (None, True)]
+
+
+def test_a_loss_or_a_join_ends_the_wait_for_the_comparison_after_the_first_step(monkeypatch):
+    """Those that join cannot know whether the others have made it, so nobody makes it any more."""
+    made, waits = FirstComparison(), FirstComparison()
+    assert not made.is_over and not waits.is_over
+    made.end()
+    assert made.is_over and not waits.is_over
+    monkeypatch.setattr(drift, "membership_changes", lambda: 1)
+    assert waits.is_over and not FirstComparison().is_over

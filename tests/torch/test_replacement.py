@@ -131,7 +131,7 @@ def test_so_may_a_member_while_another_process_joins(victim, point):
         [[0, 2, "now"], [1, 2, "now"]],
         [[0, 2, "barrier 2 in"], [0, 6, "newcomer now"], [2, 9, "now"]],
         [[0, 1, "now"], [1, 3, "now"], [2, 5, "now"]],
-        [[1, 0, "now"]],
+        [[1, 0, "now"]],  # before the ranks have compared their weights after their first step
         [[1, 2, "SIGTERM"]],
         [[1, 5, "now"], [2, 11, "now"]],
     ],
