@@ -66,6 +66,7 @@ from ring_plugins.core.healing import (
 from ring_plugins.core.leaving import TERMINATED, Notice
 from ring_plugins.core.linux import thread_count
 from ring_plugins.core.linux.interfaces import own_addresses
+from ring_plugins.core.linux.malloc import keep_freed_memory
 from ring_plugins.core.linux.shared_memory import is_available, shared_memory_domain
 from ring_plugins.core.net.tcp import TcpTransport
 from ring_plugins.core.observe.observers import Observers
@@ -866,6 +867,8 @@ def init(ranks: int | None = None, *, on_failure: str | None = None, min_ranks: 
     if rendezvous.rank == 0 and _generation == 1:
         _warn_of_misspelled_variables()
     _world.share_cores()
+    if rendezvous.size > 1 and config.KEEP_MEMORY.get():
+        keep_freed_memory()
     return _world
 
 

@@ -236,6 +236,12 @@ OVERLAP = Variable(
     "[performance](performance.md#overlap)",
     shown_default="`auto`",
 )
+KEEP_MEMORY = Variable(
+    "RING_KEEP_MEMORY",
+    SWITCH,
+    True,
+    "0 lets glibc give back to the kernel what each step frees: see [page faults](performance.md#page-faults)",
+)
 AUTOTUNE = Variable(
     "RING_AUTOTUNE",
     SWITCH,
