@@ -132,7 +132,9 @@ def shares(optimizer: DistributedOptimizer) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), help="parts of their names")
+    parser.add_argument(
+        "--models", nargs="+", default=list(MODELS), help="parts of their names; the result is kept only with all"
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="approximate time to spend on each model")
     parser.add_argument("--overlap", action="store_true", help="compare the values of `overlap`")
     options = parser.parse_args()
@@ -173,9 +175,11 @@ def report_overlap(rows: dict[str, dict[str, Times]]) -> None:
         auto, *fixed = (times[name].median for name in OVERLAPS)
         table.add_row(model, *cells, f"{auto / min(fixed):.3f}")
     Console(width=160).print(table)
-    save(
-        "overlap", {"ranks": ring.size(), "seconds": {m: {n: vars(t) for n, t in ts.items()} for m, ts in rows.items()}}
-    )
+    if len(rows) == len(MODELS):
+        save(
+            "overlap",
+            {"ranks": ring.size(), "seconds": {m: {n: vars(t) for n, t in ts.items()} for m, ts in rows.items()}},
+        )
 
 
 def report(rows: dict[str, dict[str, Times]], profile: dict[str, dict[str, float]]) -> None:
@@ -199,7 +203,8 @@ def report(rows: dict[str, dict[str, Times]], profile: dict[str, dict[str, float
         )
     Console(width=190).print(table)
     seconds = {m: {n: vars(t) for n, t in ts.items()} for m, ts in rows.items()}
-    save("training_step", {"ranks": ring.size(), "seconds": seconds, "profile": profile})
+    if len(rows) == len(MODELS):
+        save("training_step", {"ranks": ring.size(), "seconds": seconds, "profile": profile})
 
 
 if __name__ == "__main__":
