@@ -82,7 +82,7 @@ def main() -> None:
     assert monitor.ident is not None
     processor = time.pthread_getcpuclockid(monitor.ident)
     steps = int(options.seconds / 2 / STEP)
-    for _ in range(75):  # in which ring_plugins decides whether to overlap
+    for _ in range(110):  # in which ring_plugins decides whether to overlap
         step()
     began, used = time.perf_counter(), time.clock_gettime(processor)
     for _ in range(2 * steps):

@@ -146,7 +146,7 @@ def main() -> None:
     profile: dict[str, dict[str, float]] = {}
     for name in (name for name in MODELS if any(part in name for part in options.models)):
         made, ours = variants(MODELS[name], names)
-        for _ in range(75):  # in which ring_plugins decides whether to overlap
+        for _ in range(110):  # in which ring_plugins decides whether to overlap
             made["auto" if options.overlap else "ring_plugins"]()
         probe = interleaved(made, 3)
         repetitions = int(max(9, options.seconds / sum(times.median for times in probe.values())))
