@@ -18,17 +18,17 @@ data; and to stop the others' scripts and start them again at a common point, as
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ring_plugins.core.base.errors import MismatchError, SharedMemoryError
+from ring_plugins.core.base.errors import MismatchError, SharedMemoryError, name_ranks
 from ring_plugins.core.base.log import logger
+from ring_plugins.core.base.progress_line import ProgressLine
 from ring_plugins.core.collectives.healing import HealingCommunicator, repeated
 from ring_plugins.core.collectives.shm_group import create_segment
-from ring_plugins.core.control.admission import Admission, NotAdmitted
+from ring_plugins.core.control.admission import Admission, NotAdmitted, told_by
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.liveness import RUNNING, Liveness
 from ring_plugins.core.healing import MembershipChange, who_joined
@@ -57,14 +57,15 @@ def admit(place: str = "") -> tuple[int, ...]:
     assert places is not None
     peers = world.local_peers
     world.is_awaited = False
-    start, waiting = repeated(
-        lambda: world.communicator.broadcast_object(
-            (peers.own.last_round + _ROUNDS, [one for one in places.waiting() if one.is_there()])
+    with peers.own.ready_to_admit():
+        start, waiting = repeated(
+            lambda: world.communicator.broadcast_object(
+                (peers.own.last_round + _ROUNDS, [one for one in places.waiting() if one.is_there()])
+            )
         )
-    )
     members = world.occupants()
-    taken = {one.seat for one in members}
-    waiting = [one for one in waiting if one.seat not in taken]
+    taken, ranks = {one.seat for one in members}, {one.world_rank for one in members}
+    waiting = [one for one in waiting if one.seat not in taken and one.world_rank not in ranks]
     if not waiting:
         return ()
     call = Call(start, sorted([*members, *waiting]), [one.world_rank for one in waiting])
@@ -80,11 +81,12 @@ def admit(place: str = "") -> tuple[int, ...]:
     return tuple(call.newcomers)
 
 
-def join(place: str = "") -> tuple[int, ...]:
+def join(place: str = "", until: str = "let it join") -> tuple[int, ...]:
     """Wait until the members let this process join, and go on as one of them.
 
     Args:
         place: of the script, for the error if the members are at another one.
+        until: what the members have to do before that, for the line that says what this process waits for.
 
     Returns:
         The world ranks of all that joined together. The members give them the state of their training next.
@@ -101,7 +103,7 @@ def join(place: str = "") -> tuple[int, ...]:
     problems = list[str]()
     while len(problems) < _ATTEMPTS:
         places.take(own, as_member=False)
-        call = wait_for_call(own, peers.own.last_round, places)
+        call = wait_for_call(own, peers.own.last_round, places, until)
         if call is None:
             logger.info(f"process {os.getpid()} ends: the job has ended before it could join.")
             world.exit_from_job(0)
@@ -148,10 +150,15 @@ class Call(NamedTuple):
     newcomers: list[int]
 
     @classmethod
-    def of(cls, found: Mapping[str, Any]) -> Call:
-        """The call in what a member told in the first round."""
-        everyone = [Occupant(seat, rank, tuple(address)) for seat, rank, address in found["everyone"]]
-        return cls(found["start"], everyone, found["newcomers"])
+    def of(cls, found: Mapping[str, Any]) -> Call | None:
+        """The call in what a member told in the first round; None if there is none."""
+        try:
+            everyone = [
+                Occupant(_number(seat), _number(rank), _address(address)) for seat, rank, address in found["everyone"]
+            ]
+            return cls(_number(found["start"]), everyone, [_number(rank) for rank in found["newcomers"]])
+        except _UNREADABLE:
+            return None
 
     @property
     def ranks(self) -> list[int]:
@@ -191,37 +198,60 @@ class Joined:
             communicator.renew(self._call.ranks, segments, parts, key, operations, failure_detector)
 
 
-def wait_for_call(own: Occupant, last_round: int, seats: Seats) -> Call | None:
+def wait_for_call(own: Occupant, last_round: int, seats: Seats, until: str = "let it join") -> Call | None:
     """Wait until the members call this process; returns None if none of them is left.
 
     Args:
         own: this process, which has said that it waits.
         last_round: of the attempts in which it took part.
         seats: where to find the members.
+        until: what members have to do before they call, for the line that says what this process waits for.
     """
     known: dict[Address, Liveness] = {}
-    while True:
-        living = 0
-        for occupant in seats.members():
-            if occupant.address not in known:
-                try:
-                    known[occupant.address] = Liveness.open(occupant.address, occupant.world_rank)
-                except SharedMemoryError:  # it has just ended
+    with ProgressLine() as line:
+        while True:
+            living = []
+            for occupant in seats.members():
+                if occupant.address not in known:
+                    try:
+                        known[occupant.address] = Liveness.open(occupant.address, occupant.world_rank)
+                    except SharedMemoryError:  # it has just ended
+                        continue
+                peer = known[occupant.address]
+                if peer.state != RUNNING or peer.has_died():
                     continue
-            peer = known[occupant.address]
-            if peer.state != RUNNING or peer.has_died():
-                continue
-            living += 1
-            told = peer.told(peer.last_round)
-            if (
-                told
-                and peer.last_round > last_round
-                and own.world_rank in (found := json.loads(told)).get("newcomers", ())
-            ):
-                return Call.of(found)
-        if not living:
-            return None
-        time.sleep(_LOOK)
+                living.append(peer)
+                call = _call_of(peer) if peer.last_round > last_round else None
+                if call is not None and own.world_rank in call.newcomers:
+                    return call
+            if not living:
+                return None
+            line.show(lambda found=living: what_is_awaited(own, found, until))  # type: ignore[misc]
+            time.sleep(_LOOK)
+
+
+def what_is_awaited(own: Occupant, members: Sequence[Liveness], until: str) -> str:
+    """What a process that is to join waits for, without a full stop: which members, and what they have to do.
+
+    Args:
+        own: that process.
+        members: those that live.
+        until: see `wait_for_call`.
+    """
+    ready = [member.rank for member in members if member.is_ready_to_admit]
+    others = [member.rank for member in members if member.rank not in ready]
+    who = f"process {own.address[0]}, which takes the place of rank {own.seat}, waits"
+    if not others:
+        return f"{who} for {name_ranks(ready)} to let it join"
+    have = f", as {name_ranks(ready)} {'has' if len(ready) == 1 else 'have'}" if ready else ""
+    return f"{who} for {name_ranks(others)} to {until}{have}"
+
+
+def _call_of(member: Liveness) -> Call | None:
+    try:
+        return Call.of(told_by(member, member.last_round))
+    except NotAdmitted:
+        return None
 
 
 def take_part(
@@ -260,8 +290,15 @@ def take_part(
         problem = f"rank {own.rank} {error}"
     offers = {key: _offer(communicators[key], segment) for key, segment in segments.items()}
     told = admission.gather({**entry, "offers": offers, "problem": problem})
+    theirs: dict[int, dict[int, dict[str, Any]]] = {}
+    first_member = next(rank for rank in call.ranks if rank not in call.newcomers)
+    for rank, of_rank in told.items():
+        try:
+            _check_like(told[first_member], of_rank, rank in call.newcomers)
+            theirs[rank] = {int(key): _checked_offer(offer) for key, offer in of_rank["offers"].items()}
+        except _UNREADABLE:  # as all find alike
+            raise NotAdmitted(f"rank {rank} has told what nobody understands.") from None
     _check_places({rank: of_rank["place"] for rank, of_rank in told.items()}, call)
-    theirs = {rank: {int(key): offer for key, offer in of_rank["offers"].items()} for rank, of_rank in told.items()}
     first = _agreed(theirs, call)
     mapped: dict[HealingCommunicator, tuple[list[Segment], list[list[Segment]], int, int]] = {}
     try:
@@ -299,6 +336,41 @@ def _open(address: Sequence[int], rank: int) -> Segment:
     return Segment.open((pid, file, nbytes), rank)
 
 
+# Reading what others have told: a mistake in it ends this attempt, on all ranks, and nothing else ------------------
+
+_UNREADABLE = (KeyError, TypeError, ValueError, AttributeError)
+
+
+def _number(found: Any) -> int:
+    if type(found) is not int or not 0 <= found < 1 << 63:
+        raise ValueError(found)
+    return found
+
+
+def _address(found: Any) -> Address:
+    pid, file, nbytes = found
+    return _number(pid), _number(file), _number(nbytes)
+
+
+def _check_like(member: Mapping[str, Any], found: Mapping[str, Any], is_new: bool) -> None:
+    """Check that what a process has told has the form of what a member has told, or the part that newcomers have."""
+    for name in {"member", "place", "offers"}.intersection(member) if is_new else member:
+        wanted, value = member[name], found[name]
+        if type(value) is not type(wanted) or (isinstance(wanted, list) and len(value) != len(wanted)):
+            raise ValueError(name)
+
+
+def _checked_offer(found: Any) -> dict[str, Any]:
+    """What `_offer` made, after its way through JSON."""
+    return {
+        "name": str(found["name"]),
+        "key": _number(found["key"]),
+        "operations": _number(found["operations"]),
+        "pages": _address(found["pages"]),
+        "buffers": [_address(buffer) for buffer in found["buffers"]],
+    }
+
+
 def _check_places(places: Mapping[int, str], call: Call) -> None:
     """Check that newcomers have come to the place in the script at which the members are.
 
@@ -319,12 +391,16 @@ def _agreed(offers: Mapping[int, Mapping[int, dict[str, Any]]], call: Call) -> d
 
     Raises:
         DifferentScript: a newcomer has others than the members, as all find alike.
+        NotAdmitted: the members' differ, as all find alike.
     """
     members = [rank for rank in call.ranks if rank not in call.newcomers]
     # One that a member has dropped is of no use to the others, which have not collected it yet.
     common = [key for key in sorted(offers[members[0]]) if all(key in offers[rank] for rank in members)]
     first = {key: offers[members[0]][key] for key in common}
     wanted = {key: _shape(offer) for key, offer in first.items()}
+    for rank in members[1:]:
+        if any(_shape(offers[rank][key]) != shape for key, shape in wanted.items()):
+            raise NotAdmitted(f"ranks {members[0]} and {rank} do not have the same buffers now.")
     for rank in call.newcomers:
         if (found := {key: _shape(offer) for key, offer in offers[rank].items()}) != wanted:
             raise DifferentScript(

@@ -277,7 +277,7 @@ class BroadcastCallback(keras.callbacks.Callback):
     def _join(self) -> None:
         """In a process that takes the place of a lost rank: go on with the others from the end of an epoch."""
         self._settle_writers()  # what they have not written belongs to this process alone
-        told = self._share_state(0, join(place_of(self.params)))
+        told = self._share_state(0, join(place_of(self.params), "finish the epoch"))
         assert told is not None
         assert self._root is not None
         self._root.world_rank, self._saves_weights = told["root"], told["saves_weights"]

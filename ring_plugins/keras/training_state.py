@@ -58,7 +58,7 @@ class TrainingState:
             set_joins_between_fits()
             build_optimizer(model)
         if world.is_joining:
-            self._share(join(_PLACE))
+            self._share(join(_PLACE, "begin the next fit"))
             self._operations_at_join = world.operations()
 
     def commit(self) -> None:

@@ -93,7 +93,7 @@ class MeetingPoint:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         world = current()
-        state = share_state(dict, join(self._place()))
+        state = share_state(dict, join(self._place(), "begin the next batch"))
         assert state is not None
         with self._strategy.as_if_alone():
             self._load(state, fetcher)

@@ -82,7 +82,7 @@ class TrainingState:
         for name, value in state.items():
             setattr(self, name, value)
         if current().is_joining:
-            joined = join(self._place())
+            joined = join(self._place(), "call TrainingState.commit()")
             self._share(joined)
             self._resumes = self._has_joined = True
             current().tell_changes()

@@ -45,7 +45,13 @@ class Forked:
         os.kill(self.pid, signal.SIGKILL)
 
 
-def run_replaced(ranks: int, spares: int, function: Callable[[int], Any], seconds: float) -> Ended:
+def run_replaced(
+    ranks: int,
+    spares: int,
+    function: Callable[[int], Any],
+    seconds: float,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> Ended:
     """Run `function(process)` on forked ranks, and on those that take their places, until all seats' processes end.
 
     Args:
@@ -53,6 +59,7 @@ def run_replaced(ranks: int, spares: int, function: Callable[[int], Any], second
         spares: that wait until a rank is lost.
         function: gets the number of its process: its rank for the first ones.
         seconds: after which a job hangs, and is ended.
+        meanwhile: called all the time, in this process.
     """
     segment = Segment.create(SharedMemoryRendezvous.nbytes(ranks))
     places = SharedMemoryRendezvous(segment, 0, ranks, []).seats
@@ -82,6 +89,7 @@ def run_replaced(ranks: int, spares: int, function: Callable[[int], Any], second
         codes = [process.poll() for process in supervisor.processes]
         while None in codes and time.monotonic() < began + seconds:
             replacements.tick()
+            meanwhile()
             time.sleep(0.002)
             codes = [process.poll() for process in supervisor.processes]
         if None in codes:

@@ -15,17 +15,23 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
-from ring_plugins.core.base.errors import RingError
+from ring_plugins.core import joining
+from ring_plugins.core.base.errors import RingError, SharedMemoryError
 from ring_plugins.core.control import server as control_server
+from ring_plugins.core.control.admission import NotAdmitted
 from ring_plugins.core.control.channel import ControlConnection
 from ring_plugins.core.control.consensus import Consensus
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.failure_detector import Peer as Member
+from ring_plugins.core.control.liveness import MOST_MEMBERS, RUNNING, Liveness
 from ring_plugins.core.control.parent_notifier import ParentNotifier, notify_parent
 from ring_plugins.core.gpu import nccl
+from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.net import network_choice
 from ring_plugins.core.net.acceptor import Acceptor, Authenticated
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, ServerHandshake
@@ -477,6 +483,82 @@ class SeatTexts(Target):
         seats.OwnSeat(data.decode("utf-8", "replace"))
 
 
+class SeatRows(Target):
+    """The rows of seats in shared memory: seats and ranks of the job, and addresses at which there is memory or not."""
+
+    def valid(self) -> list[bytes]:
+        rows = np.zeros(seats.Seats.nbytes(3), np.uint8)
+        places, self._segment = seats.Seats(rows), Segment.create(8)
+        places.take(seats.Occupant(0, 0, self._segment.address), as_member=True)
+        places.take(seats.Occupant(1, 7, self._segment.address), as_member=False)
+        places.leave(2)
+        return [rows[: 3 * 64].tobytes()]
+
+    def run(self, data: bytes, rng: random.Random) -> None:
+        rows = np.zeros(seats.Seats.nbytes(3), np.uint8)
+        found = np.frombuffer(data[: 3 * 64], np.uint8)
+        rows[: found.size] = found
+        places = seats.Seats(rows)
+        assert places.has_waiting() >= bool(places.waiting())
+        for one in [*places.members(), *places.waiting()]:
+            assert 0 <= one.seat < 3 and 0 <= one.world_rank < MOST_MEMBERS
+            one.is_there()
+            with contextlib.suppress(SharedMemoryError):
+                Liveness.open(one.address, one.world_rank)
+
+
+class Admissions(JsonTarget):
+    """What processes tell in the rounds of an admission: all join, or nobody does."""
+
+    def __init__(self) -> None:
+        self._segments = [Segment.create(64), Segment.create(640)]
+        everyone = [seats.Occupant(seat, rank, (os.getpid(), 5, 4096)) for seat, rank in ((0, 0), (1, 1), (2, 3))]
+        self._call = joining.Call(16, everyone, [3])
+        super().__init__()
+
+    def valid(self) -> list[bytes]:
+        pages, buffer = (segment.address for segment in self._segments)
+        offer = {"name": "ring", "key": 2, "operations": 7, "pages": pages, "buffers": [buffer]}
+        entry = {"member": ["x", "host1", 1], "place": "here", "offers": {"0": offer}, "problem": ""}
+        rounds = [{**self._call._asdict(), "problem": ""}, {**entry, "view": 1}, {"problem": ""}]
+        return [json.dumps(one).encode() for one in [*rounds, entry, {"problem": "no memory"}]]
+
+    def run(self, data: bytes, rng: random.Random) -> None:
+        with contextlib.suppress(NotAdmitted):
+            called: Any = _Told(0, [data])
+            found = joining.Call.of(joining.told_by(called, 17))
+            assert found is None or all(isinstance(rank, int) for rank in [found.start, *found.ranks])
+        of_call, of_member, last, of_newcomer, _ = self.seeds[:5]
+        peers: Any = {1: _Told(1, [of_call, of_member, last]), 3: _Told(3, [of_call, of_newcomer, last])}
+        peers[rng.choice([1, 3])].rounds[rng.randrange(3)] = data
+        communicator: Any = Mock()  # can be a key
+        communicator.name, communicator.key, communicator.statistics.operations = "ring", 2, 7
+        communicator.own_buffers = [self._segments[1].address]
+        own: Any = _Told(0, [])
+        entry = {"member": ["x", "host1", 1], "place": "here", "view": 1}
+        with contextlib.suppress(NotAdmitted), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(joining, "create_segment", lambda: Segment.create(64))
+            joining.take_part(self._call, own, peers, {0: communicator}, entry)
+
+
+class _Told:
+    """The liveness of a process that has told something in each round."""
+
+    state, pid = RUNNING, 4711
+
+    def __init__(self, rank: int, rounds: list[bytes]) -> None:
+        self.rank, self.rounds = rank, rounds
+
+    def tell(self, number: int, data: bytes) -> None:
+        self.rounds.append(data)
+
+    def told(self, number: int) -> bytes:
+        return self.rounds[number - 17]
+
+    def has_died(self) -> bool:
+        return False
+
+
 class LauncherMessages(Target):
     """What a rank says to the driver of `run(hosts=...)` and of Spark, except what pickles hold."""
 
@@ -621,6 +703,6 @@ class ProbeReports(JsonTarget):
 
 TARGETS: list[Callable[[], Target]] = [
     Handshakes, Acceptors, Frames, TaggedMessages, Json, Joins, Answers, ControlMessages, MeshMessages, Greetings,
-    SeatTexts, LauncherMessages, Claims,
+    SeatTexts, SeatRows, Admissions, LauncherMessages, Claims,
     ParentNotes, StoreValues, NcclIds, ProbeReports,
 ]  # fmt: skip

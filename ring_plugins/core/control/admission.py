@@ -35,6 +35,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from ring_plugins.core.base.errors import RingError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.control.liveness import RUNNING, Liveness
 from ring_plugins.core.control.wait import Wait
@@ -45,6 +46,21 @@ _PATIENCE = 10.0
 
 class NotAdmitted(Exception):
     """Nobody joins now: a process has died meanwhile, or reported a problem, which is the text."""
+
+
+def told_by(peer: Liveness, number: int) -> dict[str, Any]:
+    """What a process told in a round; empty if it has not come to that one.
+
+    Raises:
+        NotAdmitted: nobody can read it.
+    """
+    try:
+        found = json.loads(peer.told(number) or b"{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise NotAdmitted(f"rank {peer.rank} (process {peer.pid}) has told what cannot be read.")
+    return found
 
 
 class Admission:
@@ -70,14 +86,17 @@ class Admission:
             payload: of this process. The text of a "problem" in it keeps everyone from going on.
 
         Raises:
-            NotAdmitted: only processes are missing that are gone, or one reports a problem.
+            NotAdmitted: only processes are missing that are gone, or one reports a problem or tells what is no JSON.
         """
         self._round, self._began = self._round + 1, time.monotonic()
-        self._own.tell(self._round, json.dumps(payload).encode())
+        try:
+            self._own.tell(self._round, json.dumps(payload).encode())
+        except RingError as error:  # it is too long
+            self._own.tell(self._round, json.dumps({"problem": str(error)}).encode())
         Wait("admission", None).until(self._all_have_told, self._missing, lambda: "the admission of new ranks")
-        found = {peer.rank: json.loads(peer.told(self._round) or b"{}") for peer in self._others}
-        found[self._own.rank] = payload
-        problem = next(filter(None, (found[rank].get("problem") for rank in sorted(found))), "")
+        everyone = sorted([self._own, *self._others], key=lambda peer: peer.rank)
+        found = {peer.rank: told_by(peer, self._round) for peer in everyone}
+        problem = next(filter(None, (str(told.get("problem", "")) for told in found.values())), "")
         if problem:
             raise NotAdmitted(problem)
         return found

@@ -20,20 +20,21 @@ the reason.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ring_plugins.core.base.errors import PeerFailed, RingError
+from ring_plugins.core.base.errors import PeerFailed, RingError, SharedMemoryError
 from ring_plugins.core.linux.shared_memory import Address, Segment, publish
 
 RUNNING, LEFT, FAILED = 1, 2, 3
 
 #: Words (int64) at the start of a segment; the text of a cause begins at byte _CAUSE.
-_STATE, _PID, _ROOT_CAUSE_RANK, _CAUSE_LENGTH, _EXIT_STATUS, _VIEW, _ADDRESS_LENGTH = range(7)
+_STATE, _PID, _ROOT_CAUSE_RANK, _CAUSE_LENGTH, _EXIT_STATUS, _VIEW, _ADDRESS_LENGTH, _ADMITS = range(8)
 #: Between them one byte for each rank: whether it is a member of the view that the owner has decided on.
 _MEMBERS, _CAUSE, _ADDRESS, _REFUSALS = 128, 1024, 8192, 9216
 #: Refusals that peers can still read, and bytes of each: its number from 1, the operation (three words), the length of
@@ -72,7 +73,13 @@ class Liveness:
 
     @classmethod
     def open(cls, address: Address, rank: int) -> Liveness:
-        """Map the segment of another rank of this host."""
+        """Map the segment of another rank of this host.
+
+        Raises:
+            SharedMemoryError: there is none at this address.
+        """
+        if address[2] != _NBYTES:
+            raise SharedMemoryError(f"the memory of rank {rank} at {address} does not have {_NBYTES} bytes.")
         return cls(Segment.open(address, rank), rank)
 
     @property
@@ -189,6 +196,20 @@ class Liveness:
     def last_round(self) -> int:
         """The number of the last round in which this process told something."""
         return max(int(slot[:16].view(np.int64)[0]) for slot in self._rounds)
+
+    @contextlib.contextmanager
+    def ready_to_admit(self) -> Iterator[None]:
+        """Let processes that wait to join see that this one has come to where it lets them."""
+        self._words[_ADMITS] = 1
+        try:
+            yield
+        finally:
+            self._words[_ADMITS] = 0
+
+    @property
+    def is_ready_to_admit(self) -> bool:
+        """Whether this peer is there."""
+        return bool(self._words[_ADMITS])
 
     def announce(self, address: str) -> None:
         """Tell peers where this process listens."""

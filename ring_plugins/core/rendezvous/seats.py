@@ -147,7 +147,8 @@ class Seats:
         publish()
         found = []
         for seat, row in enumerate(self._rows.tolist()):
-            if row[_STATE] == state:
+            publish()  # another process may have taken the seat since
+            if row[_STATE] == state == self._rows[seat, _STATE] and 0 <= row[_WORLD_RANK] < MOST_MEMBERS:
                 found.append(Occupant(seat, row[_WORLD_RANK], (row[_PID], row[_FILE], row[_NBYTES])))
         return found
 

@@ -5,11 +5,15 @@ import signal
 import threading
 import time
 
+import numpy as np
 import pytest
 
+from ring_plugins.core.base import progress_line
 from ring_plugins.core.control import admission
 from ring_plugins.core.control.admission import Admission, NotAdmitted
 from ring_plugins.core.control.liveness import Liveness
+from ring_plugins.core.joining import wait_for_call, what_is_awaited
+from ring_plugins.core.rendezvous.seats import Occupant, Seats
 
 
 class Peers:
@@ -57,6 +61,19 @@ def test_the_problem_of_one_keeps_all_from_going_on(monkeypatch):
     assert found == ["not admitted: no memory"] * 2
 
 
+@pytest.mark.parametrize("told", [b"{", b"[1]", b"\xff", b"[" * 60_000])
+def test_what_nobody_can_read_or_is_too_long_keeps_all_from_going_on(monkeypatch, told):
+    peers = Peers(monkeypatch, 3)
+    peers.own[1].tell(33, told)
+    gather = lambda admission: admission.gather({})  # noqa: E731
+    assert peers.run(gather, None, gather)[::2] == [
+        f"not admitted: rank 1 (process {os.getpid()}) has told what cannot be read."
+    ] * 2  # fmt: skip
+    long = lambda admission: admission.gather({"long": "x" * 200_000})  # noqa: E731
+    text, *others = Peers(monkeypatch, 3).run(gather, gather, long)
+    assert text.startswith("not admitted: rank 2 has 200") and others == [text] * 2
+
+
 @pytest.mark.parametrize("how", ["dead", "failed"])
 def test_one_that_is_gone_keeps_all_from_going_on_unless_it_has_told(monkeypatch, how):
     peers = Peers(monkeypatch, 3)
@@ -94,3 +111,36 @@ def test_a_newcomer_that_does_not_answer_is_killed_and_a_member_is_not(monkeypat
         one.tell(1, b"")
     assert peers.run(gather, gather_late, None)[:2] == ["not admitted: "] * 2
     assert set(killed) == {(os.getpid(), signal.SIGKILL)}
+
+
+def test_a_process_that_waits_to_join_says_for_whom_and_what_they_have_to_do(monkeypatch):
+    own, peers = Occupant(1, 3, (4711, 5, 4096)), Peers(monkeypatch, 3)
+    members, until = [peers.own[0], peers.own[2]], "call TrainingState.commit()"
+    who = "process 4711, which takes the place of rank 1, waits for "
+    assert what_is_awaited(own, members, until) == f"{who}ranks 0, 2 to call TrainingState.commit()"
+    with peers.own[0].ready_to_admit():
+        assert what_is_awaited(own, members, until) == f"{who}rank 2 to call TrainingState.commit(), as rank 0 has"
+        with peers.own[2].ready_to_admit():
+            assert what_is_awaited(own, members, until) == f"{who}ranks 0, 2 to let it join"
+    assert what_is_awaited(own, members, until) == f"{who}ranks 0, 2 to call TrainingState.commit()"
+
+
+def test_it_waits_on_if_a_member_tells_what_is_no_call_and_until_no_member_is_left(monkeypatch):
+    """And it begins to say so after some seconds."""
+    monkeypatch.setattr(progress_line, "FIRST_SECONDS", 0.0)
+    said = []
+    monkeypatch.setattr(progress_line.logger, "info", said.append)
+    rows, peers = Seats(np.zeros(Seats.nbytes(2), np.uint8)), Peers(monkeypatch, 1)
+    rows.take(Occupant(0, 0, peers.own[0].address), as_member=True)
+    peers.own[0].tell(17, b'{"newcomers": [3]}')
+    found = []
+    own = Occupant(1, 3, (4711, 5, 4096))
+    thread = threading.Thread(target=lambda: found.append(wait_for_call(own, 0, rows, "finish the epoch")))
+    thread.start()
+    while not said:
+        time.sleep(0.01)
+    assert "takes the place of rank 1, waits for rank 0 to finish the epoch, after 0 s." in said[0]
+    assert not found
+    peers.own[0].leave()
+    thread.join(20)
+    assert found == [None]
