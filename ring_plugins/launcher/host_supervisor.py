@@ -236,6 +236,8 @@ class HostRanks:
             with Relay(self._job.tag_output, self._job.output_directory, always=True) as relay:
                 self._start(start, relay)
                 status, why = self._supervisor.wait(self._find_trouble)
+            if self._supervisor.signalled is None and self._status is None:
+                why = why or self._early_end()  # of the last rank here, at whose end `wait` returns at once
             self._link.send("ended", {"ranks": self._ends(), "why": why})
             if self._status is None and self._supervisor.signalled is None:
                 self._status = self._wait_for("over")

@@ -138,7 +138,7 @@ import numpy as np
 import ring_plugins as ring
 from tests.worker import report_pid
 end = os.environ.get("TEST_END")
-if end == "early" and os.environ["RANK"] == "3":
+if end == "early" and os.environ["RANK"] == "3" or end == "alone" and os.environ["RANK"] == "2":
     os.kill(os.getpid(), 9)
 ring.init()
 me = ring.rank()
@@ -176,15 +176,17 @@ def test_nothing_outlives_ring_run(cluster, end):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["exception", "status", "early"])
+@pytest.mark.parametrize("end", ["exception", "status", "early", "alone"])
 def test_a_rank_that_fails_ends_the_job(cluster, end):
-    result = start(cluster, ENDLESS, env={"TEST_END": end}).run(60, check=False)
-    expected = {"exception": 1, "status": 3, "early": 1}
+    """In the last case it is the only one of its host."""
+    result = start(cluster, ENDLESS, 1 if end == "alone" else 2, env={"TEST_END": end}).run(60, check=False)
+    expected = {"exception": 1, "status": 3, "early": 1, "alone": 1}
     assert result.returncode == expected[end], result
     last = {
         "exception": "rank 3 ended with exit status 1",
         "status": "rank 2 ended with exit status 3",
         "early": "rank 3 was killed by SIGKILL (out of memory? `kill -9`?) before it reached ring_plugins.init()",
+        "alone": "rank 2 was killed by SIGKILL (out of memory? `kill -9`?) before it reached ring_plugins.init()",
     }
     assert last[end] in result.output.splitlines()[-1], result
     assert result.output.count("ValueError: a bad sample") >= (end == "exception")
