@@ -161,16 +161,36 @@ def kills() -> str:
 
 
 def healing_campaign() -> str:
-    """What jobs came to in which ranks died, by the point of the first death."""
+    """What jobs of forked ranks came to in which ranks died, by the point of the first death."""
     record = load("healing_campaign")
+    campaigns = {kind: one for kind, one in record["campaigns"].items() if "launchers" not in one}
     columns = {"jobs": "jobs", "deaths": "deaths", "went on": "went on", "ended": "ended as documented", "bad": "wrong"}
     rows = []
-    for kind, campaign in record["campaigns"].items():
-        points = campaign["points"]
-        rows += [[f"{kind}: {point}", *(str(found[name]) for name in columns)] for point, found in points.items()]
-        rows.append([f"**{kind}**", *(f"**{sum(found[name] for found in points.values())}**" for name in columns)])
-    seeds = ", ".join(f"{kind}: seed {campaign['seed']}" for kind, campaign in record["campaigns"].items())
+    for kind, campaign in campaigns.items():
+        rows += campaign_rows(campaign["points"], columns, f"{kind}: ", kind)
+    seeds = ", ".join(f"{kind}: seed {campaign['seed']}" for kind, campaign in campaigns.items())
     return table(["ranks die first in", *columns.values()], rows) + f"\n\n({seeds}; {record['machine']})"
+
+
+def healing_launchers() -> str:
+    """What jobs came to that were started as users start them, by launcher, framework, and the first fault."""
+    record = load("healing_campaign")
+    campaign = record["campaigns"]["launchers"]
+    columns = {"jobs": "jobs", "faults": "faults", "joins": "joined", "went on": "went on",
+               "ended": "ended as documented", "bad": "wrong"}  # fmt: skip
+    rows = campaign_rows(campaign["launchers"], columns)
+    rows += campaign_rows(campaign["faces"], columns, "trains with ")
+    rows += campaign_rows(campaign["points"], columns, "first fault: ", "all")
+    return table(["jobs", *columns.values()], rows) + f"\n\n(seed {campaign['seed']}; {record['machine']})"
+
+
+def campaign_rows(
+    groups: dict[str, dict[str, int]], columns: dict[str, str], prefix: str = "", total: str = ""
+) -> list[list[str]]:
+    """A row for each group of a campaign's jobs, and one of their sums if it has a name."""
+    rows = [[f"{prefix}{name}", *(str(found[one]) for one in columns)] for name, found in groups.items()]
+    sums = [f"**{sum(found[one] for found in groups.values())}**" for one in columns]
+    return [*rows, [f"**{total}**", *sums]] if total else rows
 
 
 def healing_cost() -> str:
@@ -210,6 +230,7 @@ MADE = {
         between_hosts,
         kills,
         healing_campaign,
+        healing_launchers,
         healing_cost,
         healing_recovery,
         summary,

@@ -28,6 +28,8 @@ from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment
 from tests.launch import read_reports
 
+#: The number under which the status of a launcher stands in `Ended.codes`, if it is not 0.
+LAUNCHER = -1
 #: Printing where it hangs must not take longer.
 _TRACES = 1.0
 

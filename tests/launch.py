@@ -127,11 +127,14 @@ def run_ranks(
 def start_ranks(
     script: str | Path,
     ranks: int = 2,
-    launcher: Launcher = "spawned",
+    launcher: Launcher | Sequence[str] = "spawned",
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> Iterator["Job"]:
-    """As `run_ranks`, for tests that interfere: yields the running `Job`, and kills what still runs at the end."""
+    """As `run_ranks`, for tests that interfere: yields the running `Job`, and kills what still runs at the end.
+
+    A launcher may also be the words before the script's name.
+    """
     # A short path: Unix sockets inside it must stay below 108 characters.
     directory = Path(tempfile.mkdtemp(prefix="test-"))
     try:

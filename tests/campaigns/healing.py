@@ -14,7 +14,7 @@ stop themselves at the points that were drawn. Then it is judged:
               last bit; they agree on that log, and it has nobody who was gone, and lacks nobody who was not; where
               others take the places of lost ranks, all places were filled again
     ended     every rank ended with an error that names the dead or stopped one, where docs/healing.md says so
-    hang      a rank still ran after a minute
+    hang      a process still ran after a minute; if users' launchers start it on a busy machine, after a longer time
     left      a process or a file stayed behind
     wrong     anything else
 
@@ -34,6 +34,7 @@ import json
 import os
 import platform
 import re
+import signal
 import statistics
 import sys
 import time
@@ -50,10 +51,12 @@ os.environ.setdefault("KERAS_BACKEND", "torch")
 import torch
 
 from tests.campaigns.judging import HANGS, compare, judge
-from tests.campaigns.plans import FACES, TIMEOUT, Plan, draw_losses, draw_replacing
+from tests.campaigns.launching import missing, run_launched
+from tests.campaigns.plans import FACES, TIMEOUT, Plan, draw_launched, draw_losses, draw_replacing
 from tests.campaigns.replacing import run_replaced
 from tests.campaigns.training import train
 from tests.forked_ranks import Ended, run_forked
+from tests.launch import hear_interrupts
 
 RESULT = Path(__file__).parent.parent.parent / "benchmarks" / "results" / "healing_campaign.json"
 GOOD = ("went on", "ended")
@@ -87,6 +90,7 @@ CASES = {
     "several hosts": Case(partial(draw_losses, case="several hosts", hosts=True), _forked),
     "faces": Case(partial(draw_losses, case="faces", hosts=True, faces=FACES[1:]), _forked),
     "replaced": Case(draw_replacing, _replaced),
+    "launchers": Case(draw_launched, run_launched),
 }
 
 
@@ -117,35 +121,57 @@ def faults(lines: Sequence[dict[str, Any]]) -> int:
     return sum(sum(line["faults"].values()) for line in lines)
 
 
-def summary(lines: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By the point of the first fault: numbers of jobs, of ranks that died, and of verdicts; seconds of a job."""
+def summary(
+    lines: Sequence[dict[str, Any]], group: Callable[[dict[str, Any]], str] | None = None
+) -> dict[str, dict[str, Any]]:
+    """By the point of the first fault, or another group: numbers of jobs and verdicts, of faults and what came of them.
+
+    Args:
+        lines: of the jobs.
+        group: of the plan of a job.
+    """
+    group = group or point_of
     rows: dict[str, dict[str, Any]] = {}
-    for point in sorted({_point(line) for line in lines}):
-        of_point = [line for line in lines if _point(line) == point]
-        verdicts = Counter(line["verdict"] for line in of_point)
-        rows[point] = {
-            "jobs": len(of_point),
-            "deaths": sum(line["killed"] for line in of_point),
+    for name in sorted({group(line["plan"]) for line in lines}):
+        chosen = [line for line in lines if group(line["plan"]) == name]
+        verdicts = Counter(line["verdict"] for line in chosen)
+        rows[name] = {
+            "jobs": len(chosen),
+            "faults": faults(chosen),
+            "deaths": sum(line["killed"] for line in chosen),
+            "joins": sum(line["joined"] for line in chosen),
             "went on": verdicts.pop("went on", 0),
             "ended": verdicts.pop("ended", 0),
             "bad": sum(verdicts.values()),
-            "seconds": round(statistics.median(line["seconds"] for line in of_point), 2),
+            "seconds": round(statistics.median(line["seconds"] for line in chosen), 2),
         }
     return rows
 
 
-def _point(line: dict[str, Any]) -> str:
-    points = [fault["point"] for fault in line["plan"]["faults"]]
-    return "healing" if "healing" in points else str(points[0])
+def point_of(plan: dict[str, Any]) -> str:
+    """Where the first process dies, if none does in healing or in a join."""
+    points = [fault["point"] for fault in plan["faults"]]
+    return next((point for point in ("healing", "round", "stopped", "waiting") if point in points), str(points[0]))
+
+
+def starter_of(plan: dict[str, Any]) -> str:
+    """How a job is started."""
+    where = ", on several hosts" if plan["nodes"] else ", with other processes in lost places" * plan["replaces"]
+    return f"{plan['launcher']}{where}"
+
+
+def face_of(plan: dict[str, Any]) -> str:
+    """What trains."""
+    return f"Keras on {plan['backend']}" if plan["face"] == "keras" else str(plan["face"])
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """The summary as text."""
-    text = [f"{'point':<18} {'jobs':>5} {'deaths':>7} {'went on':>8} {'ended':>6} {'bad':>4} {'median s':>9}"]
-    for point, row in rows.items():
-        numbers = (row[name] for name in ("jobs", "deaths", "went on", "ended", "bad", "seconds"))
-        text.append("{:<18} {:>5} {:>7} {:>8} {:>6} {:>4} {:>9}".format(point, *numbers))
-    return "\n".join(text)
+    columns = list(next(iter(rows.values()), {}))
+    text = [" " * 50 + "".join(f"{name:>9}" for name in columns)]
+    return "\n".join(
+        [*text, *(f"{name:<50}" + "".join(f"{row[one]:>9}" for one in columns) for name, row in rows.items())]
+    )
 
 
 def told(lines: Sequence[dict[str, Any]]) -> str:
@@ -153,17 +179,21 @@ def told(lines: Sequence[dict[str, Any]]) -> str:
     bad = sum(line["verdict"] not in GOOD for line in lines)
     killed, joined = (sum(line[name] for line in lines) for name in ("killed", "joined"))
     last = f"{len(lines)} jobs, {faults(lines)} faults, {killed} processes killed, {joined} joins, {bad} bad"
-    return f"{table(summary(lines))}\n{last}"
+    launched = [line for line in lines if line["plan"]["launcher"]]
+    rows = summary(lines) | summary(launched, starter_of) | summary(launched, face_of)
+    return f"{table(rows)}\n{last}"
 
 
 def keep(kind: str, lines: Sequence[dict[str, Any]]) -> None:
     """Write the summary of a campaign beside those of other kinds."""
     campaigns = json.loads(RESULT.read_text())["campaigns"] if RESULT.exists() else {}
     models = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
-    machine = f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores, forked ranks of 1 thread, "
+    machine = f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores, ranks of 1 thread, "
     machine += f"Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
     seed = lines[0]["plan"]["seed"]
     campaigns[kind] = {"seed": seed, "load": os.getloadavg()[0], "points": summary(lines)}
+    if all(line["plan"]["launcher"] for line in lines):
+        campaigns[kind] |= {"launchers": summary(lines, starter_of), "faces": summary(lines, face_of)}
     RESULT.write_text(json.dumps({"machine": machine, "campaigns": campaigns}, indent=1) + "\n")
 
 
@@ -223,6 +253,10 @@ def main() -> int:
         if options.keep:
             keep(options.keep[0], lines)
         return 0
+    if "launchers" in options.cases and (lacking := missing()):
+        parser.error(f"--cases launchers: {lacking}")
+    hear_interrupts()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # launched jobs do not outlive this one
     torch.set_num_threads(1)
     if "faces" in options.cases:
         import ring_plugins.keras

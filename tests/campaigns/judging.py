@@ -23,7 +23,7 @@ from tests.campaigns.training import (
     patterns,
     train,
 )
-from tests.forked_ranks import Ended, run_forked
+from tests.forked_ranks import LAUNCHER, Ended, run_forked
 
 #: Seconds after which a job of forked ranks hangs.
 HANGS = 60.0
@@ -131,12 +131,15 @@ def _expected(plan: Plan, step: int, after: Sequence[int], value: Any) -> Any:
 
 
 def _judge_end(plan: Plan, job: Ended) -> tuple[str, str]:
-    """A job may end if the root of a broadcast dies, or if a rank is stopped for longer than RING_TIMEOUT."""
+    """A job may end if the root of a broadcast dies, or a rank in `init`, or if one is stopped for too long."""
     alive = [process for process, code in job.codes.items() if code not in (0, -signal.SIGKILL)]
-    lost_roots = {root for root in job.killed if job.output.count(f"{LOST_ROOT} {root}\n") == len(alive)}
-    overdue = {fault.process for fault in plan.faults if fault.point == "stop" and plan.stops > float(TIMEOUT)}
-    is_named = any(re.search(rf"\brank {rank}\b", job.output) for rank in lost_roots | overdue)
-    if is_named and not job.found and all(job.codes[rank] == 1 for rank in alive):
+    # A launcher ends the others as soon as the first one has failed.
+    tell = 1 if plan.launcher else len(alive)
+    causes = {root for root in job.killed if job.output.count(f"{LOST_ROOT} {root}\n") >= tell}
+    causes |= {fault.process for fault in plan.faults if fault.point == "stop" and plan.stops > float(TIMEOUT)}
+    causes |= {fault.process for fault in plan.faults if fault.point == "init"}
+    is_named = any(re.search(rf"\brank {rank}\b", job.output) for rank in causes)
+    if is_named and not job.found and all(job.codes[process] == 1 for process in alive if process != LAUNCHER):
         return "ended", ""
     return "wrong", f"ended with {job.codes}"
 

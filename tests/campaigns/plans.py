@@ -28,6 +28,16 @@ FACES = ("torch", "lightning", "keras")
 #: in one of its rounds.
 STEP_POINTS = ("forward", "reduction", "update", "commit", "round")
 NEW_POINTS = ("waiting", "round", "stopped", "reduction", "forward")
+#: How jobs are started, and how often that is drawn. Which of these start them on several hosts, and on how many ranks
+#: each; only some can start other numbers on each.
+LAUNCHERS = {"python": 1, "ring run": 2, "mpirun": 1.5, "MPICH": 1, "torchrun": 1.5, "srun": 1}
+LAYOUTS = ((1, 1), (2, 2), (1, 1, 1), (2, 2, 2))
+UNEVEN_LAYOUTS = ((2, 1), (1, 3), (1, 2, 1))
+#: What trains in such jobs, with which backend of Keras.
+LAUNCHED_FACES = {
+    ("torch", "torch"): 17, ("lightning", "torch"): 1,
+    ("keras", "torch"): 0.7, ("keras", "tensorflow"): 0.7, ("keras", "jax"): 0.6,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,8 @@ class Plan:
         replaces: whether other processes take the places of lost ones.
         spares: that wait.
         case: of `healing.CASES`.
+        launcher: that starts the job, one of `LAUNCHERS`; "" if its ranks are forked.
+        backend: of Keras.
     """
 
     seed: int
@@ -84,14 +96,30 @@ class Plan:
     replaces: bool = False
     spares: int = 0
     case: str = ""
+    launcher: str = ""
+    backend: str = "torch"
 
 
 def draw_losses(
-    seed: int, number: int, *, case: str = "one host", hosts: bool = False, faces: Sequence[str] = FACES[:1]
+    seed: int,
+    number: int,
+    *,
+    case: str = "one host",
+    hosts: bool = False,
+    faces: Sequence[str] = FACES[:1],
+    layout: Sequence[int] = (),
 ) -> Plan:
-    """A job that goes on without the ranks that it loses, on one host or on several, with one of these faces."""
+    """A job that goes on without the ranks that it loses.
+
+    Args:
+        seed, number: from which it is drawn.
+        case: of `healing.CASES`.
+        hosts: whether it has several hosts.
+        faces: one of which trains.
+        layout: ranks of each host, if that is not drawn.
+    """
     drawn = random.Random(f"{seed}:{number}")
-    ranks = drawn.randint(2, 6)
+    ranks = sum(layout) or drawn.randint(2, 6)
     skips = drawn.randrange(1, STEPS - 1), drawn.randrange(ranks)
     point = drawn.choices(list(POINTS), list(POINTS.values()))[0]
     most = ranks - 1
@@ -115,7 +143,8 @@ def draw_losses(
     nodes = ""
     if hosts:
         cuts = sorted(drawn.sample(range(1, ranks), drawn.randint(1, ranks - 1)))
-        nodes = ",".join(str(end - start) for start, end in zip([0, *cuts], [*cuts, ranks], strict=True))
+        parts = layout or [end - start for start, end in zip([0, *cuts], [*cuts, ranks], strict=True)]
+        nodes = ",".join(map(str, parts))
         # Exchanges with other hosts count beside barriers, so there are more.
         faults = [fault if fault.point == "stop" else replace(fault, number=drawn.randint(1, 24)) for fault in faults]
     face, compression = drawn.choice(faces), ""
@@ -154,3 +183,42 @@ def draw_replacing(seed: int, number: int, *, case: str = "replaced") -> Plan:
         seed, number, ranks, tuple(faults), skips=(REPLACING_STEPS, 0), steps=REPLACING_STEPS, replaces=True,
         spares=spares, case=case,
     )  # fmt: skip
+
+
+def draw_launched(seed: int, number: int) -> Plan:
+    """A job that is started as a user starts it, on one host or on several test hosts."""
+    drawn = random.Random(f"launched {seed}:{number}")
+    launcher = drawn.choices(list(LAUNCHERS), list(LAUNCHERS.values()))[0]
+    hosts = launcher != "python" and drawn.random() < 0.5
+    layout: tuple[int, ...] = (drawn.choice([2, 3, 3, 4]),)
+    if hosts:
+        layout = drawn.choice(LAYOUTS + UNEVEN_LAYOUTS if launcher in ("ring run", "mpirun") else LAYOUTS)
+    face, backend = drawn.choices(list(LAUNCHED_FACES), list(LAUNCHED_FACES.values()))[0]
+    case = "launchers"
+    if not hosts and face == "torch" and drawn.random() < 0.5:
+        plan = draw_replacing(seed, number, case=case)
+    else:
+        plan = draw_losses(seed, number, case=case, hosts=hosts, faces=[face], layout=layout)
+    plan = replace(plan, launcher=launcher, backend=backend, compression="")
+    kind = drawn.random()
+    step, victim, at = drawn.randrange(4), drawn.randrange(plan.ranks), drawn.randint(1, 4)
+    if kind < 0.05 and face == "torch":
+        return replace(plan, faults=(Fault(victim, 0, "init", at, drawn.choice(["before", "in"])),))
+    if kind < 0.12 and face == "torch":
+        return replace(plan, faults=(Fault(victim, step, "stop", at, ""),), stops=drawn.choice(STOPS))
+    if kind < 0.3 and hosts:
+        return replace(plan, faults=_all_of_a_host(drawn, layout, plan.faults[0]))
+    faults = list(plan.faults)
+    for place, fault in enumerate(faults):
+        is_first = fault.process < plan.ranks and fault.point not in ("healing", "stop", "round")
+        if is_first and not hosts and drawn.random() < 0.15:
+            faults[place] = replace(fault, point=LEAVES)
+    return replace(plan, faults=tuple(faults))
+
+
+def _all_of_a_host(drawn: random.Random, layout: Sequence[int], like: Fault) -> tuple[Fault, ...]:
+    """All ranks of a host die at once."""
+    host = drawn.randrange(len(layout))
+    ranks = range(sum(layout[:host]), sum(layout[: host + 1]))
+    point = "reduction" if like.point in ("healing", "stop", LEAVES) else like.point
+    return tuple(replace(like, process=rank, point=point, when="in") for rank in ranks)

@@ -1,9 +1,12 @@
 """The short form of the healing campaign, and the drawing and judging of its jobs."""
 
+import itertools
 import json
 import subprocess
 import sys
 from argparse import Namespace
+from collections import Counter
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -11,7 +14,19 @@ import torch
 from tests.campaigns import healing
 from tests.campaigns.healing import CASES, draw
 from tests.campaigns.judging import judge, replayed
-from tests.campaigns.plans import AT_EPOCH_END, NEW_POINTS, POINTS, STEP_POINTS, STEPS, Fault, Plan
+from tests.campaigns.launched_rank import plan_of
+from tests.campaigns.launching import codes_of, missing
+from tests.campaigns.plans import (
+    AT_EPOCH_END,
+    LAUNCHED_FACES,
+    LAUNCHERS,
+    NEW_POINTS,
+    POINTS,
+    STEP_POINTS,
+    STEPS,
+    Fault,
+    Plan,
+)
 from tests.campaigns.training import COLLECTIVES, COUNTS, checksums, expected
 from tests.forked_ranks import Ended
 
@@ -24,10 +39,13 @@ from tests.forked_ranks import Ended
         pytest.param(80, ["several hosts"], marks=pytest.mark.slow),
         pytest.param(30, ["faces"], marks=pytest.mark.slow),
         pytest.param(25, ["replaced"], marks=pytest.mark.slow),
+        pytest.param(8, ["launchers"], marks=[pytest.mark.slow, pytest.mark.mpi]),
     ],
     ids=str,
 )
 def test_random_deaths_leave_the_others_whole(jobs, cases):
+    if "launchers" in cases and (lacking := missing()):
+        pytest.skip(lacking)
     command = [sys.executable, "-m", "tests.campaigns.healing", "--seed", "5"]  # they fork
     command += ["--jobs", str(jobs), "--cases", *cases]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60 * jobs, check=False)
@@ -58,6 +76,40 @@ def test_where_ranks_are_replaced_somebody_stays_and_newcomers_die_too():
     assert {fault.point for plan in plans for fault in plan.faults} == {*STEP_POINTS, *NEW_POINTS}
     assert {plan.spares for plan in plans} == {0, 1, 2} and {plan.ranks for plan in plans} == {2, 3, 4}
     assert all(0 < sum(fault.process < plan.ranks for fault in plan.faults) < plan.ranks for plan in plans)
+
+
+def test_users_start_jobs_in_all_ways_and_all_kinds_of_faults_come_to_them():
+    plans = [draw(1, number, ["launchers"]) for number in range(600)]
+    assert {(plan.launcher, bool(plan.nodes), plan.replaces) for plan in plans} == {
+        *((launcher, False, replaces) for launcher in LAUNCHERS for replaces in (False, True)),
+        *((launcher, True, False) for launcher in LAUNCHERS if launcher != "python"),
+    }
+    faces = Counter((plan.face, plan.backend) for plan in plans)
+    assert set(faces) == set(LAUNCHED_FACES) and faces["torch", "torch"] > 0.75 * len(plans)
+    points = {fault.point for plan in plans for fault in plan.faults}
+    assert points == {*POINTS, *AT_EPOCH_END.values(), *STEP_POINTS, *NEW_POINTS, "init", "SIGTERM"}
+    assert all(len(set(plan.nodes.split(","))) <= 1 or plan.launcher in ("ring run", "mpirun") for plan in plans)
+    hosts_lost = 0
+    for plan in plans:
+        ends = [*itertools.accumulate(map(int, plan.nodes.split(",") if plan.nodes else [plan.ranks]))]
+        lost = {fault.process for fault in plan.faults if fault.process < plan.ranks}
+        assert lost < set(range(plan.ranks))
+        hosts_lost += any(set(range(begin, end)) <= lost for begin, end in zip([0, *ends], ends, strict=False))
+    assert hosts_lost > 60
+    assert plan_of(json.dumps(asdict(plans[0]))) == plans[0]
+
+
+@pytest.mark.parametrize(
+    ("status", "reports", "codes"),
+    [
+        (0, {0: {"found": {}}, 1: {"fault": "died"}, 2: {"found": {}}}, {0: 0, 1: -9, 2: 0}),
+        (0, {0: {"found": {}}, 1: {"fault": "left"}, 2: {}}, {0: 0, 1: 0, 2: 1}),
+        (0, {0: {"found": {}}, 1: {"fault": "died"}, 2: {"found": {}}, 4: {"found": {}}}, {0: 0, 1: -9, 2: 0, 4: 0}),
+        (1, {1: {"fault": "died"}}, {-1: 1, 0: 1, 1: -9, 2: 1}),
+    ],
+)
+def test_how_processes_of_a_launcher_ended_follows_from_what_they_told(status, reports, codes):
+    assert codes_of(REPLACING, reports, status) == codes
 
 
 PLAN = Plan(1, 1, 3, (Fault(1, 3, "forward", 1, "in"),), skips=(6, 0))

@@ -36,6 +36,8 @@ LOST_ROOT = "no broadcast from"
 COLLECTIVES = ("all_reduce", "all_gather", "barrier", "all_gather_object", "broadcast_object")
 #: Seconds for which a step waits for processes that are to join, so that most do; and members for one that is stopped.
 AWAITED, PATIENCE = 5.0, 1.0
+#: The former where new processes must import torch.
+LAUNCHED_AWAITED = 40.0
 
 
 def gradient(step: int, seat: int) -> float:
@@ -91,12 +93,22 @@ class Mortal:
         mortal.last_words[:] = [lambda: self._tell("died")]
         self._timer = threading.Timer(0.05 * self._fault.number if self._fault else 0.0, die)
         self._timer.daemon = True
-        if self._fault and self._fault.point == "waiting":
+        if self._fault and self._fault.point in ("waiting", "init"):
             self._timer.start()
 
     def _tell(self, what: str) -> None:
         if "TEST_REPORTS" in os.environ:
             report("fault", what, self._process)
+
+    def before_init(self) -> None:
+        """Die before `init`."""
+        if self._fault and self._fault.point == "init" and self._fault.when == "before":
+            die()
+
+    def after_init(self) -> None:
+        """Die if `init` took less time than that."""
+        if self._fault and self._fault.point == "init":
+            die()
 
     def before_joining(self) -> None:
         """Die or stop in a round of the own join."""
@@ -146,9 +158,9 @@ def taken() -> list[int]:
     return [current()._seats[rank] for rank in current().world_ranks]
 
 
-def await_newcomers(ranks: int) -> None:
-    """Let processes come, so that they join after this step."""
-    end, missing = time.monotonic() + AWAITED, set(range(ranks)).difference(taken())
+def await_newcomers(ranks: int, seconds: float) -> None:
+    """Let processes come, so that they join after this step; not longer than so many seconds."""
+    end, missing = time.monotonic() + seconds, set(range(ranks)).difference(taken())
     places = seats()
     assert places is not None
     while not missing.issubset(one.seat for one in places.waiting() if one.is_there()) and time.monotonic() < end:
@@ -164,7 +176,9 @@ def train(plan: Plan, process: int) -> dict[str, Any]:
         found = trained(mortal, process, plan.steps, patterns(plan.compression), gradient, UNIT * process, options)
         return {"seat": process, **found, "weights": checksums(found["weights"])}
     admission._PATIENCE = PATIENCE
+    mortal.before_init()
     ring.init(on_failure="replace" if plan.replaces else "continue")
+    mortal.after_init()
     loop = Loop(plan, mortal)
     while loop.state.step < plan.steps:
         loop.step()
@@ -212,7 +226,7 @@ class Loop:
         mortal.at("healing")
         mortal.at("round")
         if self._plan.replaces:
-            await_newcomers(self._plan.ranks)
+            await_newcomers(self._plan.ranks, LAUNCHED_AWAITED if self._plan.launcher else AWAITED)
         for point in ("forward", LEAVES, "skipped step"):
             mortal.at(point)
         averaged = self._update()

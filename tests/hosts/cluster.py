@@ -43,6 +43,9 @@ from tests.launchers import clean_environment, find_mpirun
 
 HERE = Path(__file__).resolve().parent
 NAMESPACES = ["unshare", "--net", "--uts", "--mount", "--pid", "--ipc", "--fork", "--mount-proc", "--kill-child"]
+FAKE_SRUN = REPOSITORY / "tests" / "core" / "rendezvous" / "fake_srun.py"
+#: The state of a socket in /proc/net/tcp.
+_LISTENS = "0A"
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 Env = Mapping[str, str] | None
@@ -323,6 +326,47 @@ class Cluster:
         exported = [f"{name}={value}" for name, value in (env or {}).items()]
         whole = [*everywhere(self.hosts, ranks_per_host), "env", *exported, *command]
         return self.start(whole, script, size, args, env)
+
+    def torchrun(
+        self, script: str | Path, ranks_per_host: int = 2, args: Sequence[str] = (), env: Env = None
+    ) -> "HostsLaunch":
+        """A torchrun on each host."""
+        options = [f"--nnodes={len(self.hosts)}", f"--nproc-per-node={ranks_per_host}", "--node-rank={node}"]
+        options += ["--master-addr=host1", "--master-port=29500"]
+        command = [sys.executable, "-m", "torch.distributed.run", *options]
+        return self._on_each_host(command, script, ranks_per_host, args, env)
+
+    def srun(
+        self, script: str | Path, ranks_per_host: int = 2, args: Sequence[str] = (), env: Env = None
+    ) -> "HostsLaunch":
+        """A stand-in for srun, as SLURM's daemons start a step on each host."""
+        command = [sys.executable, str(FAKE_SRUN), f"{ranks_per_host}@{{node}}/{len(self.hosts)}", sys.executable]
+        return self._on_each_host(command, script, ranks_per_host, args, env, {"TEST_KILL_ON_BAD_EXIT": "1"})
+
+    def _on_each_host(
+        self,
+        command: Sequence[str],
+        script: str | Path,
+        ranks_per_host: int,
+        args: Sequence[str],
+        env: Env,
+        own: Env = None,
+    ) -> "HostsLaunch":
+        exported = [f"{name}={value}" for name, value in (env or {}).items()]
+        whole = [*everywhere(self.hosts, 1), "env", *exported, *command]
+        return self.start(whole, script, ranks_per_host * len(self.hosts), args, own)
+
+    def left_behind(self) -> list[str]:
+        """Ports on which processes listen, and files in shared memory: nothing, once a job has ended."""
+        found = []
+        for host in self.hosts:
+            root = Path("/proc") / str(self._pids[host])
+            for table in ("tcp", "tcp6"):
+                rows = (line.split() for line in (root / "net" / table).read_text().splitlines()[1:])
+                ports = [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == _LISTENS]
+                found += [f"port {port} on {host}" for port in ports if port != 22]  # which machine.py has opened
+            found += [f"/dev/shm/{file.name} on {host}" for file in (root / "root" / "dev" / "shm").iterdir()]
+        return found
 
 
 def everywhere(names: Sequence[str], commands_per_host: int) -> list[str]:

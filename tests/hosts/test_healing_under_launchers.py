@@ -2,18 +2,15 @@
 
 import json
 import signal
-import sys
 
 import pytest
 
 from ring_plugins.core.rendezvous import slot_holder
-from tests.hosts import everywhere, find_mpich, hosts
-from tests.launch import REPOSITORY
+from tests.hosts import find_mpich, hosts
 from tests.launchers import find_mpirun
 from tests.torch.test_healing import CHECKS, check_survivors
 
 pytestmark = [pytest.mark.slow, pytest.mark.mpi]
-FAKE_SRUN = str(REPOSITORY / "tests" / "core" / "rendezvous" / "fake_srun.py")
 LAUNCHERS = ["srun", "mpirun", "MPICH", "torchrun"]
 
 
@@ -33,15 +30,7 @@ def start(cluster, launcher, script, env):
         if find_mpich() is None:
             pytest.skip("MPICH's wheel is not installed")
         return cluster.mpich(script, env=env)
-    number = len(cluster.hosts)
-    exported = [f"{name}={value}" for name, value in env.items()]
-    if launcher == "torchrun":
-        options = [f"--nnodes={number}", "--nproc-per-node=2", "--node-rank={node}", "--master-addr=host1"]
-        command = [sys.executable, "-m", "torch.distributed.run", *options, "--master-port=29500"]
-        return cluster.start([*everywhere(cluster.hosts, 1), "env", *exported, *command], script, 2 * number)
-    command = [sys.executable, FAKE_SRUN, f"2@{{node}}/{number}", sys.executable]
-    whole = [*everywhere(cluster.hosts, 1), "env", *exported, *command]
-    return cluster.start(whole, script, 2 * number, env={"TEST_KILL_ON_BAD_EXIT": "1"})
+    return (cluster.torchrun if launcher == "torchrun" else cluster.srun)(script, env=env)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

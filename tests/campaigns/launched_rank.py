@@ -1,0 +1,43 @@
+"""A process of a job that the healing campaign starts as a user starts it: `launched_rank.py PLAN`, a plan as JSON."""
+
+import json
+import os
+import sys
+
+from tests.campaigns.plans import TIMEOUT, Fault, Plan
+from tests.worker import report
+
+
+def plan_of(text: str) -> Plan:
+    """The plan that `json.dumps(asdict(plan))` has written."""
+    told = json.loads(text)
+    return Plan(**{**told, "faults": tuple(Fault(**fault) for fault in told["faults"]), "skips": tuple(told["skips"])})
+
+
+def own_number() -> int:
+    """The number of this process, which it must know before `init` does."""
+    spawned = os.environ.get("RING_SPAWNED", "::").split(":")[1]
+    return int(os.environ.get("RING_JOINS") or spawned or os.environ["RANK"])
+
+
+def main() -> None:
+    plan = plan_of(sys.argv[1])
+    os.environ["KERAS_BACKEND"] = plan.backend
+    if plan.spares:
+        os.environ["RING_SPARES"] = str(plan.spares)
+    if any(fault.point == "stop" for fault in plan.faults):
+        os.environ["RING_TIMEOUT"] = TIMEOUT
+    if not {"RING_LOSSES_TOLERATED", "RING_SEAT"} & set(os.environ):  # `ring run` starts this script again
+        import ring_plugins as ring
+
+        ring.init(ranks=plan.ranks, on_failure="replace" if plan.replaces else "continue")
+        raise SystemExit("init() has returned in a process that is no rank")
+
+    from tests.campaigns.training import train  # imports torch
+
+    process = own_number()
+    report("found", train(plan, process), process)
+
+
+if __name__ == "__main__":
+    main()
