@@ -45,6 +45,14 @@ class FailurePolicy(NamedTuple):
         """As an argument of `init`."""
         return "replace" if self.replaces else "continue" if self.continues else "end"
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables for ranks of which each is started by itself and may outlive any other."""
+        if not self.continues:
+            return {}
+        chosen = {config.ON_FAILURE.name: self.on_failure, config.MIN_RANKS.name: str(self.min_ranks)}
+        return {**chosen, config.LOSSES_TOLERATED.name: "1"}
+
     @classmethod
     def chosen(cls, on_failure: str | None, min_ranks: int | None) -> FailurePolicy:
         """The policy of `init`'s arguments, or of RING_ON_FAILURE and RING_MIN_RANKS where they are None.
@@ -88,8 +96,8 @@ def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: in
         restart_under_ring_run(ranks, policy.min_ranks, policy.on_failure)
     if generation:
         raise ArgumentError(f'init() cannot be called again after shutdown() with on_failure="{policy.on_failure}".')
-    if record.kind == "rendezvous" and own_seat() is not None:
-        return  # the supervisor of this host lets the others go on
+    if record.kind == "rendezvous" and (own_seat() is not None or (is_under_ring_run and config.LAUNCHER.is_set())):
+        return  # the supervisor of this host lets the others go on, and so do Spark and Ray
     if record.by.startswith("ring_plugins.") and not is_under_ring_run:  # `ring_plugins.run` or a relative of it
         raise ArgumentError(
             f'init(on_failure="{policy.on_failure}") comes too late in a function that {record.by} calls, which ends '

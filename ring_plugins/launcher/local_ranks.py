@@ -21,13 +21,13 @@ from typing import Any
 from ring_plugins.core.base.log import flush_output
 from ring_plugins.core.linux.process import end_with_parent
 from ring_plugins.core.linux.shared_memory import Segment
-from ring_plugins.core.rendezvous import spawn
+from ring_plugins.core.rendezvous import spawn, tcp
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment, ending
 from ring_plugins.launcher.environment import search_path
 from ring_plugins.launcher.outcomes import GRACE_SECONDS, Failure, Outcome, call, collect
 from ring_plugins.launcher.output import Relay
 
-_START = "from ring_plugins.launcher.local_ranks import run_rank; run_rank({fd}, {parent}, {rank})"
+_START = "from ring_plugins.launcher.local_ranks import run_rank; run_rank({fd}, {parent}, {rank}, {by!r})"
 
 
 class LocalRanks:
@@ -93,6 +93,7 @@ class RankProcess:
         environment: all of its variables; PYTHONPATH is added.
         pass_fds: further file descriptors that it inherits.
         stdout, stderr: as for Popen.
+        by: what starts it, for messages.
 
     Attributes:
         connection: the pipe to the process; delivers one `Outcome`, or ends with the process.
@@ -105,13 +106,14 @@ class RankProcess:
         pass_fds: Sequence[int] = (),
         stdout: int | None = None,
         stderr: int | None = None,
+        by: str = "ring_plugins.run",
     ) -> None:
         self.rank = rank
         ours, theirs = Pipe()
         self.connection: Connection[Any, Any] = ours
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START.format(fd=theirs.fileno(), parent=os.getpid(), rank=rank)],
+                [sys.executable, "-c", _START.format(fd=theirs.fileno(), parent=os.getpid(), rank=rank, by=by)],
                 env={**environment, "PYTHONPATH": os.pathsep.join(search_path())},
                 pass_fds=[*pass_fds, theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -135,8 +137,9 @@ class RankProcess:
             assert isinstance(outcome, Outcome)
             return outcome
         except (EOFError, OSError):
-            how = ending(self._process.wait())
-            return Outcome(self.rank, failure=Failure(socket.gethostname(), f"its process ended with {how}"))
+            code = self._process.wait()
+            how = f"its process ended with {ending(code)}"
+            return Outcome(self.rank, failure=Failure(socket.gethostname(), how, is_loss=code < 0))
 
     def has_ended(self) -> bool:
         """Whether the process has ended."""
@@ -150,15 +153,16 @@ class RankProcess:
         self.connection.close()
 
 
-def run_rank(fd: int, parent: int, rank: int) -> None:
+def run_rank(fd: int, parent: int, rank: int, by: str) -> None:
     """Run in the process that `RankProcess` started: receive the call, run it, send its outcome, exit.
 
     Args:
         fd: file descriptor of the pipe to the parent.
         parent: process id of the parent.
         rank: number of this rank.
+        by: as for `RankProcess`.
     """
-    spawn.started_by = "ring_plugins.run"
+    spawn.started_by = tcp.started_by = by
     end_with_parent()
     if os.getppid() != parent:  # it ended before the line above took effect
         sys.exit(1)

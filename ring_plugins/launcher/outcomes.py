@@ -25,12 +25,17 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, RankFailed, TimeoutExceeded, name_ranks
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.exit_hooks import consequence
+from ring_plugins.core.healing import FailurePolicy
 
 #: Seconds that the other ranks may still report after one has failed. A rank needs up to RING_NETWORK_TIMEOUT, 6 s by
 #: default, to notice that a peer on another host is gone.
 GRACE_SECONDS = 7.0
 
 _POLL_SECONDS = 0.1
+
+#: Why a rank left the job before its end.
+LEFT = "left on SIGTERM"
+NOT_JOINED = "the process in its place had not joined when the job ended"
 
 T = TypeVar("T")
 
@@ -123,6 +128,16 @@ def pack_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     return pack(f"function={name!r} with its arguments", (function, tuple(args), {**(kwargs or {})}))
 
 
+def check_min_ranks(policy: FailurePolicy, ranks: int) -> None:
+    """Check that a job can begin at all.
+
+    Raises:
+        ArgumentError: it has fewer ranks than those with which it is to go on.
+    """
+    if policy.min_ranks > ranks:
+        raise ArgumentError(f"min_ranks={policy.min_ranks} is more than the {ranks} ranks of the job.")
+
+
 def call(packed: bytes, rank: int) -> Outcome:
     """Run a packed call as a rank, and leave the job.
 
@@ -146,8 +161,8 @@ def _has_not_joined() -> bool:
 
 def _why_it_left() -> str:
     if _has_not_joined():
-        return "the process in its place had not joined when the job ended"
-    return "left on SIGTERM" if world.is_initialized() and world.current().has_left else ""
+        return NOT_JOINED
+    return LEFT if world.is_initialized() and world.current().has_left else ""
 
 
 def _failure(error: BaseException) -> Failure:
@@ -170,6 +185,7 @@ def collect(
     poll: Callable[[float], Iterable[Outcome]],
     timeout: float | None,
     is_over: Callable[[], bool] | None = None,
+    tolerates_losses: bool = False,
 ) -> list[Outcome]:
     """Gather an outcome from every rank, or what arrives within `GRACE_SECONDS` of the first failure.
 
@@ -179,6 +195,7 @@ def collect(
         timeout: seconds for all ranks to finish, None for no limit.
         is_over: whether no more will come, where somebody else ends a job in which a rank has failed; None for the
             rule above.
+        tolerates_losses: whether a rank that is lost has not failed.
 
     Returns:
         The outcomes in the order of their arrival.
@@ -197,7 +214,7 @@ def collect(
             )
         for outcome in poll(_POLL_SECONDS):
             found.append(outcome)
-            if outcome.failure is not None:
+            if outcome.failure is not None and not (tolerates_losses and outcome.failure.is_loss):
                 give_up = min(give_up, time.monotonic() + GRACE_SECONDS)
     return found
 

@@ -16,7 +16,7 @@ from ring_plugins.launcher.spares import Spares
 from ring_plugins.launcher.supervision import Supervisor
 
 #: How often a seat is filled again within an hour, and the seconds of an hour.
-_MOST, _HOUR = 5, 3600.0
+MOST, HOUR = 5, 3600.0
 
 
 class Replacements:
@@ -97,8 +97,8 @@ class Replacements:
         if not self._has_joined(seat):
             self._seats.clear(seat)  # it may have waited
         now = time.monotonic()
-        lately = [since for since in self._times[seat] if now - since < _HOUR]
-        if len(lately) >= _MOST:
+        lately = [since for since in self._times[seat] if now - since < HOUR]
+        if len(lately) >= MOST:
             self._give_up(seat, f"rank {seat} was replaced {len(lately)} times within an hour", notify)
             return
         self._seats.clear(seat)

@@ -5,17 +5,37 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from ring_plugins.core.base.errors import ArgumentError, LaunchError, MissingDependency
+from ring_plugins.core.base import config
+from ring_plugins.core.base.errors import ArgumentError, LaunchError, MissingDependency, SharedMemoryError
 from ring_plugins.core.base.install import pip_command
+from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.progress_line import ProgressLine
+from ring_plugins.core.control.liveness import MOST_MEMBERS
+from ring_plugins.core.healing import FailurePolicy
 from ring_plugins.core.linux.interfaces import reserve_port
-from ring_plugins.launcher.outcomes import Failure, Outcome, call, collect, pack_call, results
-from ring_plugins.launcher.rank_assignment import assign_ranks
+from ring_plugins.core.linux.shared_memory import Address, Segment
+from ring_plugins.core.rendezvous import spawn, tcp
+from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment
+from ring_plugins.launcher.outcomes import (
+    LEFT,
+    NOT_JOINED,
+    Failure,
+    Outcome,
+    RankResults,
+    call,
+    check_min_ranks,
+    collect,
+    pack_call,
+    results,
+)
+from ring_plugins.launcher.rank_assignment import RankAssignment, assign_ranks
+from ring_plugins.launcher.replacements import HOUR, MOST
 
 T = TypeVar("T")
 #: Seconds between two looks at what Ray has started.
@@ -31,14 +51,20 @@ def run(
     resources: Mapping[str, float] | None = None,
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK",
     env: Mapping[str, str] | None = None,
+    on_failure: Literal["end", "continue", "replace"] | None = None,
+    min_ranks: int | None = None,
     start_timeout: float = 300.0,
     timeout: float | None = None,
-) -> list[T]:
+) -> RankResults[T]:
     """Call `function(*args, **kwargs)` on several actors of a Ray cluster, all at once.
 
     Each actor is one rank, in its own process, in which `ring_plugins.init()` finds the others. All ranks end when
     one fails and when the driver ends; a failed rank is not retried. Unless `ray.init()` was called before, Ray finds
     or starts a cluster as usual.
+
+    With `on_failure="continue"` the others go on when a rank's actor, its process or its node is lost, as
+    docs/healing.md says, and the results of those that are left are returned. With `"replace"`, another actor also
+    takes its place, if all are on one node. An exception still ends all.
 
     Args:
         function: the function; it may come from a notebook or be a closure.
@@ -47,15 +73,18 @@ def run(
         resources: of each rank, as Ray names them; `{"CPU": 1}` by default, `{"CPU": 4, "GPU": 1}` for a GPU each.
         placement: strategy of the placement group: PACK prefers few nodes, SPREAD many.
         env: variables to set for the ranks.
+        on_failure: as for `init`, in the ranks of this call; RING_ON_FAILURE or "end" by default.
+        min_ranks: as for `init`.
         start_timeout: seconds to wait until Ray has room for all ranks.
         timeout: seconds for the call after that, None for no limit.
 
     Returns:
-        The results in rank order.
+        The results in rank order, as `ring_plugins.run` returns them.
 
     Raises:
-        RankFailed: the function raised on a rank, or the rank's actor died; the text names rank and host.
-        ArgumentError: the function or an argument cannot be used.
+        RankFailed: the function raised on a rank, or the rank's actor died; the text names rank and host. With
+            `on_failure`: it raised, or fewer ranks than `min_ranks` were left.
+        ArgumentError: the function or an argument cannot be used, or `on_failure` not on these nodes.
         LaunchError: the cluster has no room for all ranks.
         TimeoutExceeded: `timeout` has passed; all ranks have been ended.
         MissingDependency: ray is not installed.
@@ -71,12 +100,14 @@ def run(
         isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1
     ):
         raise ArgumentError(f"num_workers={num_workers!r} is not a positive number of ranks.")
+    policy = FailurePolicy.chosen(on_failure, min_ranks)
     packed = pack_call(function, args, kwargs)
     if not ray.is_initialized():
         ray.init()
     ranks = num_workers or _max_ranks(ray.cluster_resources(), needs)
-    with _RankActors(ray, ranks, needs, placement, dict(env or {}), start_timeout) as actors:
-        return results(actors.outcomes(packed, timeout))
+    check_min_ranks(policy, ranks)
+    with _RankActors(ray, ranks, needs, placement, dict(env or {}), policy, start_timeout) as actors:
+        return results(actors.outcomes(packed, timeout), ranks if policy.continues else 0)
 
 
 def _max_ranks(cluster: Mapping[str, float], needs: Mapping[str, float]) -> int:
@@ -124,16 +155,59 @@ class _RankActor:
         self._reserved = reserve_port()
         return socket.gethostname(), ray.util.get_node_ip_address(), self._reserved.getsockname()[1]
 
-    def call(self, packed: bytes, rank: int, environment: Mapping[str, str]) -> Outcome:
+    def share_seats(self, ranks: int, others: Sequence[Address]) -> Address:
+        """Map the memory in which the ranks of one host meet, and later processes the others; returns where it is.
+
+        Args:
+            ranks: number of them.
+            others: where actors have it already; none if this one is to make it.
+        """
+        self._segment = _open_any(others) if others else Segment.create(SharedMemoryRendezvous.nbytes(ranks))
+        return self._segment.address
+
+    def call(self, packed: bytes, rank: int, environment: Mapping[str, str], size: int = 0, joins: int = 0) -> Outcome:
         """Run the packed call as a rank.
 
         Args:
             packed: what `pack_call` made.
             rank: number of this rank.
             environment: variables by which `ring_plugins.init()` finds the others.
+            size: number of ranks that meet in the memory of `share_seats`; 0 if they meet otherwise.
+            joins: number under which this process takes the place of a lost rank; 0 if it does not.
         """
+        spawn.started_by = tcp.started_by = "ring_plugins.ray.run"
         os.environ.update(environment)
+        if config.LOSSES_TOLERATED.is_set():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's own handler would fail the rank; see core/leaving.py
+        if size:
+            os.environ.update(child_environment(self._segment, rank, size, 0))
+        if joins:
+            os.environ[config.JOINS.name] = str(joins)
+            SharedMemoryRendezvous(self._segment, rank, size, []).seats.clear(rank)  # a former process's
         return call(packed, rank)
+
+
+def _open_any(addresses: Sequence[Address]) -> Segment:
+    """Map a segment of which several processes have the file; some of them may have ended."""
+    for address in addresses[:-1]:
+        with contextlib.suppress(SharedMemoryError):
+            return Segment.open(address, 0)
+    return Segment.open(addresses[-1], 0)
+
+
+class _Call(NamedTuple):
+    """A call of which an actor is to return the outcome.
+
+    Attributes:
+        rank, host: of the actor.
+        process: index of the actor and of its place among Ray's bundles.
+        started: a reference that is there once the actor runs, of one that takes the place of a lost rank; else None.
+    """
+
+    rank: int
+    host: str
+    process: int
+    started: Any = None
 
 
 class _RankActors:
@@ -146,12 +220,17 @@ class _RankActors:
         needs: dict[str, float],
         placement: str,
         variables: dict[str, str],
+        policy: FailurePolicy,
         start_timeout: float,
     ) -> None:
         from ray.util import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self._ray, self._actors = ray, []
+        self._ray, self._policy = ray, policy
+        self._actors: list[Any] = []
+        self._replacements: list[list[float]] = [[] for _ in range(ranks)]
+        self._seats: list[Address] = []
+        self._number, self._ends_soon = ranks, False
         self._group = placement_group([dict(needs) for _ in range(ranks)], strategy=placement)
         try:
             room = f"waiting for Ray to make room for {ranks} ranks of {_describe(needs)} each"
@@ -162,7 +241,9 @@ class _RankActors:
                     f"{_describe(ray.available_resources())} are free. Start fewer ranks, or add nodes."
                 )
             others = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
-            for number in range(ranks):
+
+            def start(number: int) -> Any:
+                """Start the actor of a bundle of the placement group."""
                 options = {
                     "num_cpus": needs["CPU"],
                     "num_gpus": needs.get("GPU", 0),
@@ -174,7 +255,10 @@ class _RankActors:
                         self._group, placement_group_bundle_index=number
                     ),
                 }
-                self._actors.append(ray.remote(_RankActor).options(**options).remote())
+                return ray.remote(_RankActor).options(**options).remote()
+
+            self._start = start
+            self._actors += map(start, range(ranks))
             asked = [actor.location.remote() for actor in self._actors]
             came: list[Any] = []
 
@@ -188,6 +272,8 @@ class _RankActors:
                     "ray list actors` shows the others' state. Give it longer with start_timeout."
                 )
             locations = ray.get(asked)
+            if policy.replaces:
+                self._share_seats([host for host, _, _ in locations])
         except BaseException:
             self._end()
             raise
@@ -203,27 +289,99 @@ class _RankActors:
     def __exit__(self, *_: object) -> None:
         self._end()
 
+    def _share_seats(self, hosts: Sequence[str]) -> None:
+        """Let all actors map the memory in which processes that take the places of lost ones find the others.
+
+        Raises:
+            ArgumentError: they are on several hosts.
+        """
+        if len(set(hosts)) > 1:
+            raise ArgumentError(
+                'on_failure="replace" works on one node of Ray, but the ranks are on '
+                f'{", ".join(sorted(set(hosts)))}: pass placement="STRICT_PACK", or on_failure="continue".'
+            )
+        first, *others = self._actors
+        address = self._ray.get(first.share_seats.remote(len(self._actors), []))
+        self._seats = [
+            address,
+            *self._ray.get([actor.share_seats.remote(len(self._actors), [address]) for actor in others]),
+        ]
+
     def outcomes(self, packed: bytes, timeout: float | None) -> list[Outcome]:
         """Run the call on every rank and collect the outcomes, in the order of their arrival."""
-        ray = self._ray
-        waiting = {
-            actor.call.remote(packed, assignment.rank, assignment.environment(*self._rendezvous)): (
-                assignment.rank,
-                host,
-            )
-            for actor, assignment, host in zip(self._actors, self._assignments, self._hosts, strict=True)
-        }
+        ray, waiting = self._ray, dict[Any, _Call]()
+        for process, (actor, assignment) in enumerate(zip(self._actors, self._assignments, strict=True)):
+            rank, environment = assignment.rank, self._environment(assignment)
+            size = len(self._actors) if self._policy.replaces else 0
+            reference = actor.call.remote(packed, rank, environment, size)
+            waiting[reference] = _Call(rank, self._hosts[process], process)
 
         def poll(seconds: float) -> Iterator[Outcome]:
             for reference in ray.wait(list(waiting), num_returns=1, timeout=seconds)[0]:
-                rank, host = waiting.pop(reference)
+                one = waiting.pop(reference)
                 try:
-                    yield ray.get(reference)
+                    outcome = ray.get(reference)
                 except ray.exceptions.RayError as error:
                     why = next(iter(str(error).strip().splitlines()), repr(error)).strip("'")
-                    yield Outcome(rank, failure=Failure(host, f"its actor ended: {why}"))
+                    failure = Failure(one.host, f"its actor ended: {why}", is_loss=True)
+                    outcome = Outcome(one.rank, failure=failure)
+                has_failed = outcome.failure is not None and not outcome.failure.is_loss
+                self._ends_soon = self._ends_soon or has_failed
+                is_gone = outcome.left == LEFT or (outcome.failure is not None and not has_failed)
+                if is_gone and (living := self._may_replace(one, waiting)):
+                    waiting.update([self._replace(packed, one, living)])
+                else:
+                    yield outcome
+            yield from self._never_started(waiting)
 
-        return collect(len(self._actors), poll, timeout)
+        return collect(len(self._actors), poll, timeout, tolerates_losses=self._policy.continues)
+
+    def _environment(self, assignment: RankAssignment) -> dict[str, str]:
+        """Variables by which `init` finds the others: in shared memory, or over the network."""
+        if self._policy.replaces:
+            return self._policy.environment
+        return {**assignment.environment(*self._rendezvous), **self._policy.environment}
+
+    def _may_replace(self, lost: _Call, waiting: Mapping[Any, _Call]) -> list[Address]:
+        """Where a process that takes a lost place finds the others; nowhere if none is to take it.
+
+        Nobody takes it in a job that ends, where all others have ended, or of which too many have been lost.
+        """
+        times = self._replacements[lost.process]
+        lately = [since for since in times if time.monotonic() - since < HOUR]
+        if not self._policy.replaces or self._ends_soon or len(lately) >= MOST or self._number >= MOST_MEMBERS:
+            return []
+        return [self._seats[one.process] for one in waiting.values() if self._has_started(one)]
+
+    def _has_started(self, one: _Call) -> bool:
+        """Whether an actor runs; notes where it has mapped the memory of the seats."""
+        if one.started is None:
+            return True
+        if not self._ray.wait([one.started], timeout=0)[0]:
+            return False
+        with contextlib.suppress(self._ray.exceptions.RayError):  # it has died; its call says so
+            self._seats[one.process] = self._ray.get(one.started)
+        return True
+
+    def _replace(self, packed: bytes, lost: _Call, living: Sequence[Address]) -> tuple[Any, _Call]:
+        """Start an actor that takes the place of a lost one, and call the function in it."""
+        self._replacements[lost.process].append(time.monotonic())
+        logger.warning(f"starting another actor in the place of rank {lost.rank}.")
+        with contextlib.suppress(Exception):
+            self._ray.kill(self._actors[lost.process])  # one that has left on SIGTERM still has its resources
+        actor = self._actors[lost.process] = self._start(lost.process)
+        size, number = len(self._actors), self._number
+        self._number += 1
+        started = actor.share_seats.remote(size, living)
+        reference = actor.call.remote(packed, lost.rank, self._policy.environment, size, number)
+        return reference, lost._replace(started=started)
+
+    def _never_started(self, waiting: dict[Any, _Call]) -> Iterator[Outcome]:
+        """Once all others have ended, the outcomes of actors for which Ray has found no room yet."""
+        if not any(map(self._has_started, waiting.values())):
+            for one in waiting.values():
+                yield Outcome(one.rank, left=NOT_JOINED)
+            waiting.clear()
 
     def _end(self) -> None:
         from ray.util import remove_placement_group

@@ -17,16 +17,17 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, MissingDependency
 from ring_plugins.core.base.install import pip_command
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.progress_line import ProgressLine
+from ring_plugins.core.healing import FailurePolicy
 from ring_plugins.core.linux.interfaces import address_towards, reserve_port
 from ring_plugins.launcher.control import Driver, DriverConnection
 from ring_plugins.launcher.local_ranks import RankProcess
-from ring_plugins.launcher.outcomes import pack_call, results
+from ring_plugins.launcher.outcomes import RankResults, check_min_ranks, pack_call, results
 from ring_plugins.launcher.rank_assignment import assign_ranks
 
 if TYPE_CHECKING:
@@ -42,14 +43,20 @@ def run(
     num_proc: int | None = None,
     *,
     env: Mapping[str, str] | None = None,
+    on_failure: Literal["end", "continue"] | None = None,
+    min_ranks: int | None = None,
     start_timeout: float = 300.0,
     timeout: float | None = None,
-) -> list[T]:
+) -> RankResults[T]:
     """Call `function(*args, **kwargs)` on several executors of the active Spark session, all at once.
 
     Each rank is a Spark task in barrier mode. It runs the function in a separate process, in which
     `ring_plugins.init()` finds the others; the process ends when another rank fails, when Spark ends the task, and when
     the driver ends. A failed rank is not retried.
+
+    With `on_failure="continue"` the others go on when a rank's process is killed or crashes in native code, as
+    docs/healing.md says, and the results of those that are left are returned. If Spark loses an executor or a task, it
+    ends all tasks of the barrier stage, and so the call.
 
     Args:
         function: the function; it may come from a notebook or be a closure.
@@ -57,11 +64,14 @@ def run(
         num_proc: number of ranks; by default the number of tasks that Spark can run at the same time when this is
             called, which is logged. With dynamic allocation Spark may be able to run more of them later.
         env: variables to set for the ranks.
+        on_failure: as for `init`, in the ranks of this call; RING_ON_FAILURE or "end" by default. "replace" is refused.
+        min_ranks: as for `init`.
         start_timeout: seconds to wait until Spark has slots for all ranks.
         timeout: seconds for the whole call, None for no limit.
 
     Returns:
-        The results in rank order. They pass through the driver's memory: let rank 0 write a model to storage.
+        The results in rank order, as `ring_plugins.run` returns them. They pass through the driver's memory: let rank 0
+        write a model to storage.
 
     Raises:
         RankFailed: the function raised on a rank, or the rank's task was lost; the text names rank and host.
@@ -73,13 +83,23 @@ def run(
     context = _context()
     if num_proc is not None and (isinstance(num_proc, bool) or not isinstance(num_proc, int) or num_proc < 1):
         raise ArgumentError(f"num_proc={num_proc!r} is not a positive number of ranks.")
+    policy = FailurePolicy.chosen(on_failure, min_ranks)
+    if policy.replaces:
+        raise ArgumentError(
+            'on_failure="replace" does not work on Spark, which starts the tasks of a barrier stage together and none '
+            'later: use on_failure="continue", or ring_plugins.run or Ray, where another process takes the place.'
+        )
     packed = pack_call(function, args, kwargs)
     ranks = _wait_for_slots(context, num_proc, start_timeout)
+    check_min_ranks(policy, ranks)
     with Driver() as driver:
         host = context.getConf().get("spark.driver.host") or "127.0.0.1"
-        job = _SparkJob(context, ranks, _RankTask(host, driver.port, driver.key, dict(env or {})))
+        variables = {**(env or {}), **policy.environment}
+        job = _SparkJob(context, ranks, _RankTask(host, driver.port, driver.key, variables))
+        goes_on = policy.continues
         try:
-            return results(driver.outcomes(packed, ranks, job.trouble, timeout))
+            outcomes = driver.outcomes(packed, ranks, job.trouble, timeout, tolerates_losses=goes_on)
+            return results(outcomes, ranks if goes_on else 0)
         finally:
             job.cancel()
 
@@ -187,9 +207,8 @@ class _RankTask:
             _, address, port = next(task for task, other in zip(tasks, assignments, strict=True) if other.rank == 0)
             driver = DriverConnection(self.driver, self.port, self.key, mine.rank)
             secret = hmac.new(self.key, b"RING_SECRET", "sha256").hexdigest()
-            process = RankProcess(
-                mine.rank, {**os.environ, **mine.environment(address, port, secret), **self.variables}
-            )
+            environment = {**os.environ, **mine.environment(address, port, secret), **self.variables}
+            process = RankProcess(mine.rank, environment, by="ring_plugins.spark.run")
             try:
                 process.send_call(driver.receive_call())
                 ready = wait([process.connection, driver.fileno()])

@@ -11,6 +11,7 @@ import pytest
 import ring_plugins as ring
 from ring_plugins.core.world import current
 from tests.launch import run_ranks, start_ranks
+from tests.launcher.healing_calls import sum_up, train
 
 
 def test_a_closure_runs_on_every_rank_and_its_results_come_back():
@@ -123,29 +124,14 @@ def test_no_rank_survives_its_driver(number, on_failure):
     assert result.output.count("KeyboardInterrupt") <= 1, result  # of the driver, not of each rank
 
 
-def sum_up(victims, how):
-    """Adds up over five steps; ranks of the start that are `victims` end in the third."""
-    ring.init()
-    start, total = ring.rank(), 0.0
-    for step in range(5):
-        if step == 2 and start in victims:
-            how()
-        total += float(ring.all_reduce(1.0, ring.SUM))
-    return start, ring.rank(), ring.size(), total
-
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def test_the_results_of_the_others_are_returned_if_they_go_on(capsys):
-    found = ring.run(sum_up, ([0], die), ranks=3, on_failure="continue", min_ranks=2, tag_output=True)
+    found = ring.run(sum_up, ([0], signal.SIGKILL), ranks=3, on_failure="continue", min_ranks=2, tag_output=True)
     assert found == [(1, 0, 2, 12.0), (2, 1, 2, 12.0)]
     assert list(found.lost) == [0] and "was ended" in found.lost[0]
     said = capsys.readouterr().err
     assert "[1] ring_plugins: rank 0 (process" in said and "the job goes on with 2 of its 3 ranks" in said
     with pytest.raises(ring.ArgumentError, match="min_ranks=4 is more than the 3 ranks"):
-        ring.run(sum_up, ([0], die), ranks=3, on_failure="replace", min_ranks=4)
+        ring.run(sum_up, ([0], signal.SIGKILL), ranks=3, on_failure="replace", min_ranks=4)
 
 
 def go_on():
@@ -171,8 +157,8 @@ def fail():
 @pytest.mark.parametrize(
     ("victims", "how", "error"),
     [
-        ([0, 1], die, r"rank 2 on \S+ failed: .*PeerFailed: rank [01] .* min_ranks=2"),
-        ([0, 1, 2], die, "ring run ended with status 137; .*rank 0: .* was ended; rank 1: .*rank 2: "),
+        ([0, 1], signal.SIGKILL, r"rank 2 on \S+ failed: .*PeerFailed: rank [01] .* min_ranks=2"),
+        ([0, 1, 2], signal.SIGKILL, "ring run ended with status 137; .*rank 0: .* was ended; rank 1: .*rank 2: "),
         ([1], exit_with_a_status, "ring run ended with status 3; .*rank 1: "),
         ([1], fail, r"rank 1 on \S+ failed: ValueError: on purpose"),
     ],
@@ -180,32 +166,6 @@ def fail():
 def test_the_call_fails_if_the_job_cannot_go_on(victims, how, error):
     with pytest.raises(ring.RankFailed, match=error):
         ring.run(sum_up, (victims, how), ranks=3, on_failure="continue", min_ranks=2)
-
-
-def train(how, steps):
-    import torch
-
-    from ring_plugins.torch import DistributedOptimizer, TrainingState, broadcast_parameters
-
-    ring.init()
-    rank = ring.rank()
-    model = torch.nn.Linear(2, 1)
-    broadcast_parameters(model)
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01), model.named_parameters())
-    state = TrainingState(model=model, optimizer=optimizer, step=0, last=steps)
-    first, awaits = state.step, os.environ["RING_ON_FAILURE"] == "replace"
-    while state.step < state.last:
-        state.commit()
-        if awaits and ring.size() < 3:
-            state.last = state.step + steps
-        if state.step == 5 and rank == 1 and not first:
-            os.kill(os.getpid(), how)
-        optimizer.zero_grad()
-        model(torch.full((1, 2), float(rank))).sum().backward()
-        optimizer.step()
-        state.step += 1
-        time.sleep(0.001)
-    return rank, ring.rank(), ring.size(), bool(first), model.weight.tolist()
 
 
 @pytest.mark.slow

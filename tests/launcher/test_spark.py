@@ -1,5 +1,6 @@
 """`ring_plugins.spark.run` on two executors: results, failures, and a driver that is killed."""
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -10,12 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.base.errors import ArgumentError, LaunchError
+from ring_plugins.core.healing import FailurePolicy
 from ring_plugins.launcher.outcomes import pack_call, results
 from tests.documents import blocks
 from tests.java import java_environment, spark_home
 from tests.launch import start_ranks
 from tests.launcher.cluster_jobs import check, script
+from tests.launcher.healing_calls import sum_up
 
 QUIET = """
 spark.sparkContext.setLogLevel("FATAL")
@@ -42,15 +45,16 @@ def test_the_number_of_ranks_that_spark_chooses_is_said(monkeypatch, caplog):
         spark_run._wait_for_slots(context, 4, 0.0)
 
 
-def test_tasks_become_ranks_and_report_to_the_driver(monkeypatch):
-    """Two threads stand in for Spark's tasks; the ranks are real processes."""
+@contextlib.contextmanager
+def tasks(monkeypatch, size, variables):
+    """Threads that stand in for Spark's tasks; the ranks are real processes. Yields the driver."""
     spark_run = importlib.import_module("ring_plugins.spark.run")
-    own, everyone, messages = threading.local(), threading.Barrier(2, timeout=30), {}
+    own, everyone, messages = threading.local(), threading.Barrier(size, timeout=30), {}
 
     def all_gather(message):
         messages[own.partition] = message
         everyone.wait()
-        return [messages[0], messages[1]]
+        return [messages[partition] for partition in range(size)]
 
     context = SimpleNamespace(allGather=all_gather, partitionId=lambda: own.partition)
     pyspark = SimpleNamespace(BarrierTaskContext=SimpleNamespace(get=lambda: context))
@@ -61,18 +65,45 @@ def test_tasks_become_ranks_and_report_to_the_driver(monkeypatch):
         list(task(()))
 
     with spark_run.Driver() as driver:
-        task = spark_run._RankTask("127.0.0.1", driver.port, driver.key, {"MINE": "yes"})
-        threads = [threading.Thread(target=run_task, args=(task, partition)) for partition in (0, 1)]
+        task = spark_run._RankTask("127.0.0.1", driver.port, driver.key, variables)
+        threads = [threading.Thread(target=run_task, args=(task, partition)) for partition in range(size)]
         for thread in threads:
             thread.start()
-        asked = "[os.environ['RANK'], os.environ['RING_SECRET'], open('/proc/self/cmdline').read()]"
-        outcomes = driver.outcomes(pack_call(eval, (asked, {"os": os}), None), 2, lambda: None, 30)
+        yield driver
     for thread in threads:
         thread.join()
+
+
+def test_tasks_become_ranks_and_report_to_the_driver(monkeypatch):
+    with tasks(monkeypatch, 2, {"MINE": "yes"}) as driver:
+        asked = "[os.environ['RANK'], os.environ['RING_SECRET'], open('/proc/self/cmdline').read()]"
+        outcomes = driver.outcomes(pack_call(eval, (asked, {"os": os}), None), 2, lambda: None, 30)
     (rank_0, secret, said_0), (rank_1, same, said_1) = results(outcomes)
     assert (rank_0, rank_1, secret) == ("0", "1", same)
     assert len(secret) == 64 and secret != driver.key.hex()
     assert secret not in said_0 + said_1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victims", [[0], [1, 2]])
+def test_the_others_go_on_without_a_rank_whose_process_is_killed(monkeypatch, victims):
+    policy = FailurePolicy.chosen("continue", 1)
+    with tasks(monkeypatch, 3, policy.environment) as driver:
+        packed = pack_call(sum_up, (victims, signal.SIGKILL), None)
+        found = results(driver.outcomes(packed, 3, lambda: None, 60, tolerates_losses=True), 3)
+    left = [rank for rank in range(3) if rank not in victims]
+    total = 2 * 3.0 + 3 * len(left)
+    assert found == [(rank, place, len(left), total) for place, rank in enumerate(left)]
+    assert found.lost == dict.fromkeys(victims, "its process ended with signal SIGKILL")
+
+
+def test_replacing_lost_ranks_is_refused_with_the_reason(monkeypatch):
+    spark_run = importlib.import_module("ring_plugins.spark.run")
+    monkeypatch.setattr(spark_run, "_context", lambda: None)
+    with pytest.raises(
+        ArgumentError, match="does not work on Spark, which starts the tasks of a barrier stage together"
+    ):
+        spark_run.run(sum_up, on_failure="replace")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pyspark") is None, reason="pyspark is not installed")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.core.rendezvous.test_slots import LAUNCHERS, command
 from tests.launch import run_ranks, slowness
-from tests.launchers import find_mpirun
 from tests.torch.checks_replacement import BATCHES, EPOCHS, gradient
 
 CHECKS = Path(__file__).with_name("checks_replacement.py")
@@ -106,14 +106,16 @@ def test_nobody_waits_long_for_a_newcomer_that_is_stopped_while_it_joins(number)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
-def test_lost_ranks_are_replaced_under_launchers_by_spares_too(launcher):
-    if launcher == "mpirun" and find_mpirun() is None:
-        pytest.skip("there is no mpirun")
-    result = train([[1, 2, "now"], [0, 6, "now"]], launcher=launcher, env={"RING_SPARES": "1"})
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("spares", [False, True])
+def test_lost_ranks_are_replaced_under_launchers_by_spares_too(launcher, spares):
+    result = train(
+        [[1, 2, "now"], [0, 6, "now"]], launcher=command(launcher, 3), env={"RING_SPARES": "1"} if spares else {}
+    )
     found, _ = check(result)
     assert found["numbers"] == [4, 3, 2]
-    assert result.output.count("ring run: a spare process takes the place of rank") == 2
+    taken = "a spare process takes" if spares else "starting another process in"
+    assert result.output.count(f"ring run: {taken} the place of rank") == 2
 
 
 @pytest.mark.slow
