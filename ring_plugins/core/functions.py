@@ -116,9 +116,11 @@ def all_or_none(collective: F) -> F:
             )
         communicator = world.communicator
         before = communicator.statistics.operations
+        world.end_if_all_are_told()
         try:
             result = collective(*args, **options)
         except Exception as error:
+            world.end_if_all_are_told()  # another rank has done so already
             communicator.refuse(collective.__name__, error)
             raise
         except BaseException as error:

@@ -635,6 +635,17 @@ class World:
         self.close()
         sys.exit(status)
 
+    def end_if_all_are_told(self) -> None:
+        """End this process if all of the job are told to: one that takes no steps would have no other occasion.
+
+        Raises:
+            SystemExit: it ends.
+        """
+        if self.notice.given:
+            places = self._seat or seats()
+            if places is not None and places.is_ending:
+                self.exit_from_job(TERMINATED)
+
     def tell_changes(self) -> None:
         """Tell the script of ranks that were lost; called where all ranks are at the same place, outside of operations.
 

@@ -218,7 +218,7 @@ class HostRanks:
         self._has_told = False
         self._segment = Segment.create(Seats.nbytes(len(job.ranks)))
         self._seats = Seats(self._segment.array)
-        supervisor.is_out = self._is_out
+        supervisor.is_out, supervisor.tell_end = self._is_out, self._seats.end_all
         #: Signals that this process got, and that are meant for the ranks.
         self.to_send: list[int] = []
         #: The job's exit status, once the coordinator has said it.

@@ -139,7 +139,7 @@ def _run_ranks(plan: LaunchPlan, supervisor: Supervisor, notify: Callable[[str],
         spares = Spares(supervisor, seats, plan.spares, unused, partial(start, None), relay.rename)
         told = notify if plan.replaces else None
         replacements = Replacements(supervisor, seats, job.ranks, unused, start, told, spares)
-        supervisor.is_out = replacements.is_out
+        supervisor.is_out, supervisor.tell_end = replacements.is_out, seats.end_all
 
         def find_missing_rank() -> str | None:
             """A rank that ended before or in init(), where the others wait for it; fills the places of lost ones."""

@@ -51,6 +51,7 @@ class Supervisor:
         spares: further processes, for which nobody waits and whose ends do not matter; they end with the others.
         signalled: the last signal that this process received, None if none.
         own_helpers: returns the process ids of children that are no orphans of the job.
+        tell_end: called before all processes get SIGTERM.
         is_out: whether the exit status of the process of an index does not matter, as it has left the job before its
             end or has not joined it.
     """
@@ -61,6 +62,7 @@ class Supervisor:
         self.spares: list[subprocess.Popen[bytes]] = []
         self.signalled: signal.Signals | None = None
         self.own_helpers: Callable[[], set[int]] = set
+        self.tell_end: Callable[[], None] = lambda: None
         self.is_out: Callable[[int], bool] = lambda index: False
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -168,6 +170,7 @@ class Supervisor:
             # After a failure the ranks notify each other. After a signal, or if a rank never came, nobody does.
             if over is not None and (self.signalled or trouble) and not terminated and now - over >= delay:
                 terminated = True
+                self.tell_end()
                 for process in running:
                     process.terminate()
             if over is not None and (

@@ -123,6 +123,8 @@ JOB = a_resource(
         completions=COUNT,
         parallelism=COUNT,
         backoffLimit=COUNT,
+        backoffLimitPerIndex=COUNT,
+        maxFailedIndexes=COUNT,
         activeDeadlineSeconds=COUNT,
         ttlSecondsAfterFinished=COUNT,
     ),

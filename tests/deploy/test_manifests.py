@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 
+from ring_plugins.core.base import config
 from tests.deploy.schemas import BY_KIND
 from tests.launch import REPOSITORY
 
@@ -55,6 +56,21 @@ def test_the_jobs_pods_find_the_first_by_the_services_name():
     assert spec["subdomain"] == service["metadata"]["name"]
     assert variables["MASTER_ADDR"] == f"{name}-0.{spec['subdomain']}"
     assert int(variables["WORLD_SIZE"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
+
+
+def test_the_job_that_goes_on_without_lost_pods_has_fields_that_kubernetes_knows():
+    (block,) = re.findall(
+        r"```yaml\n(.*?)```", (REPOSITORY / "docs" / "launching" / "kubernetes.md").read_text(), re.DOTALL
+    )
+    changes = yaml.safe_load(block)["spec"]
+    _, job = yaml.safe_load_all((DEPLOY / "indexed_job.yaml").read_text())
+    (container,) = changes.pop("template")["spec"]["containers"]
+    del job["spec"]["backoffLimit"]
+    job["spec"] |= changes
+    job["spec"]["template"]["spec"]["containers"][0]["env"] += container["env"]
+    jsonschema.validate(job, BY_KIND["Job"])
+    assert job["spec"]["maxFailedIndexes"] < job["spec"]["completions"]
+    assert container["env"] == [{"name": config.ON_FAILURE.name, "value": "continue"}]
 
 
 def test_the_manifests_without_mpi_take_their_secret_from_kubernetes():

@@ -127,6 +127,31 @@ def test_everything_ends(starter, ended):
         assert re.search(r"rank 1\b.*(SIGKILL|died|Killed)", result.output, re.DOTALL), result
 
 
+@pytest.mark.slow
+def test_sigterm_to_ring_run_reaches_ranks_that_go_on_after_losses_and_only_call_collectives():
+    script = """
+        import numpy as np
+        import ring_plugins as ring
+        from tests.worker import report, report_pid
+        ring.init()
+        rank = ring.rank()
+        report_pid()
+        try:
+            while True:
+                ring.all_reduce(np.ones(4))
+        except SystemExit as error:
+            report("status", error.code, rank)
+            raise
+    """
+    with start_ranks(script, 3, ring_run("-n", "3", "--on-failure", "continue")) as job:
+        job.pids()
+        job.signal_parent(signal.SIGTERM)
+        result = job.wait(30)
+    assert result.returncode == 143
+    assert result.values("status") == [143] * 3  # no rank was killed
+    assert "goes on" not in result.output and "Traceback" not in result.output
+
+
 def test_dry_run_prints_only():
     result = run_ranks("print('ran')", 2, ring_run("--dry-run", "-n", "2", "--with", "python", "-x", "A=b c"))
     assert re.fullmatch(r"env 'A=b c' \S*python\S* \S+script.py\n", result.stdout), result

@@ -80,6 +80,15 @@ class Seats:
         publish()
         row[_STATE] = _MEMBER if as_member else _WAITING
 
+    def end_all(self) -> None:
+        """Say that all processes are told to end, before they get SIGTERM."""
+        self._spares[0, _HAS_COME] = 1  # no spare has the world rank 0
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether all are told to end, rather than one to leave."""
+        return bool(self._spares[0, _HAS_COME])
+
     def is_taken(self, seat: int) -> bool:
         """Whether a process has said that this seat is its own."""
         return bool(self._rows[seat, _STATE] != _EMPTY)
@@ -190,6 +199,11 @@ class OwnSeat:
     def leave(self) -> None:
         """Say that it leaves the job before its end, as it was told to."""
         self._seats.leave(self._seat)
+
+    @property
+    def is_ending(self) -> bool:
+        """As `Seats.is_ending`."""
+        return self._seats.is_ending
 
     def note_cut_off(self) -> None:
         """Say that it ends because others go on without it."""
