@@ -51,7 +51,8 @@ _SPARE, _LOOK = -1, 0.01
 START_DIRECTORY = os.getcwd()
 
 #: What started this process as rank 0, for messages. A process that `ring_plugins.run` started changes it.
-started_by = "ring run"
+_RING_RUN = "ring run"
+started_by = _RING_RUN
 
 
 def child_environment(segment: Segment, rank: int | None, size: int, parent: int) -> dict[str, str]:
@@ -165,7 +166,8 @@ def detect() -> LaunchRecord | None:
         raise LaunchError(f"{config.SPAWNED.name}={text!r} was not set by ring_plugins; unset it.") from None
     if rank == _SPARE:
         return LaunchRecord("spawned", started_by, None, size, None, size)
-    by = "a script that started itself" if rank else started_by  # a script that starts itself is its own rank 0
+    # A script that starts itself is its own rank 0. The other ranks cannot tell `ring run` from one.
+    by = "a script that started itself" if rank and started_by == _RING_RUN else started_by
     return LaunchRecord("spawned", by, rank, size, rank, size)
 
 
