@@ -23,7 +23,7 @@ def test_a_script_without_an_interpreter_is_named(tmp_path):
 
 def test_a_stopped_process_is_not_waited_for_after_a_failure(monkeypatch):
     """It can do nothing in the seconds that others use to report the failure."""
-    monkeypatch.setattr(supervision, "_GRACE_SECONDS", 3600.0)
+    monkeypatch.setattr(supervision, "GRACE_SECONDS", 3600.0)
     with Supervisor() as supervisor:
         stopped = supervisor.start(["sleep", "3600"], os.environ)
         stopped.send_signal(signal.SIGSTOP)
@@ -36,7 +36,7 @@ def test_a_stopped_process_is_not_waited_for_after_a_failure(monkeypatch):
 
 @pytest.mark.parametrize("killed", ["kill -9 $$", "sh -c 'kill -9 $$'; exit $?"])  # also the command of a shell
 def test_a_killed_process_ends_the_others_only_if_losses_are_not_tolerated(killed, monkeypatch):
-    monkeypatch.setattr(supervision, "_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(supervision, "GRACE_SECONDS", 0.0)
     for tolerates, status in ((True, 0), (False, 137)):
         with Supervisor(tolerates) as supervisor:
             supervisor.start(["sh", "-c", killed], os.environ).wait()
@@ -47,7 +47,7 @@ def test_a_killed_process_ends_the_others_only_if_losses_are_not_tolerated(kille
 
 
 def test_a_failed_process_ends_the_others_also_if_losses_are_tolerated(monkeypatch):
-    monkeypatch.setattr(supervision, "_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(supervision, "GRACE_SECONDS", 0.0)
     with Supervisor(tolerates_losses=True) as supervisor:
         supervisor.start(["sh", "-c", "kill -9 $$"], os.environ)
         supervisor.start(["sh", "-c", "exit 3"], os.environ)
