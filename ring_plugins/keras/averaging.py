@@ -88,7 +88,8 @@ def DistributedOptimizer(  # noqa: N802 - known by this name
         load without this package.
 
     Raises:
-        ArgumentError: `optimizer` is not a Keras optimizer, or cannot be sharded, or `compression` is unknown.
+        ArgumentError: `optimizer` is not a Keras optimizer, or cannot be sharded, or `compression` is unknown, or a
+            `tf.function` of the script has updated with it already, which would never average.
         MismatchError: the variables differ among ranks; raised at the first use.
     """
     with constructed_by_all("the construction of a DistributedOptimizer"):
@@ -101,8 +102,11 @@ def DistributedOptimizer(  # noqa: N802 - known by this name
             raise not_sharded(optimizer)
         if connect().topology.size > 1 and averaging is None:
             options = bucket_bytes, compression, error_feedback, overlap
-            GradientAveraging(optimizer, *options, shard_optimizer=shard_optimizer).install()
+            averaging = GradientAveraging(optimizer, *options, shard_optimizer=shard_optimizer)
             _forget_compiled_steps(optimizer)
+            if optimizer.built:
+                backend().forget_traces(optimizer)
+            averaging.install()
             announce_training()
     return optimizer
 

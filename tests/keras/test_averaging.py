@@ -48,6 +48,14 @@ def test_steps_that_are_compiled_already_follow_their_optimizer(seen):
     assert seen == [[False, True, False]] * 2
 
 
+@on_ranks("own_function_called_before_wrapping", "tensorflow", "jax", slow=("torch",))
+def test_a_function_of_the_script_that_is_compiled_already_averages_or_is_refused(seen):
+    for found in seen:
+        assert found["spread"] == 0
+        refused = "the tf.function _compiled_step.<locals>.traced has been called with this optimizer before"
+        assert found["error"] == "none" or refused in found["error"]
+
+
 @on_ranks("gradients_from_elsewhere", "torch")
 def test_gradients_that_bypass_the_hooks(seen):
     for found in seen:

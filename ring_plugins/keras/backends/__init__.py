@@ -154,6 +154,13 @@ class Backend(Protocol):
     def opaque(self, function: Callable[..., T]) -> Callable[..., T]:
         """Keep the framework's compiler from tracing a function that calls collectives."""
 
+    def forget_traces(self, optimizer: Any) -> None:
+        """Have the script's own compiled functions, which may have updated with this optimizer, compiled anew.
+
+        Raises:
+            ArgumentError: there are some, and the framework keeps them as they are.
+        """
+
     def choose(self, condition: Any, yes: Callable[[], T], no: Callable[[], T]) -> T:
         """Call one of two functions with equal result types; works in a compiled step too."""
 

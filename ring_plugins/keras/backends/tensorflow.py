@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -295,6 +296,26 @@ def at_once() -> contextlib.AbstractContextManager[Any]:
 def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
     """See the protocol. No-op, because a graph contains only the host calls."""
     return function
+
+
+def forget_traces(optimizer: Any) -> None:
+    """See the protocol. A `tf.function` keeps its graphs for ever, but says which variables they use."""
+    kind = tf.types.experimental.PolymorphicFunction
+    own = {id(variable.value) for variable in (optimizer.iterations, *optimizer.variables)}
+    gc.collect()  # those of models that compile their step anew have no owner any more
+    for function in [found for found in gc.get_objects() if issubclass(type(found), kind)]:
+        original = getattr(function, "python_function", None)
+        if original is None or str(original.__module__).split(".")[0] in ("keras", "ring_plugins"):
+            continue
+        # TensorFlow 2.21, polymorphic_function.py:1156, whose method would trace one that has not been called.
+        cache = getattr(function, "_function_cache", None)
+        traced = [] if cache is None else cache.values()
+        if any(id(variable) in own for graph in traced for variable in graph.variables):
+            raise ArgumentError(
+                f"the tf.function {original.__qualname__} has been called with this optimizer before it was given to "
+                "DistributedOptimizer. Its graph would go on to update without averages. Wrap the optimizer before the "
+                "first call, or make the tf.function anew and drop the old one."
+            )
 
 
 def choose(condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:

@@ -184,6 +184,10 @@ def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @torch.no_grad()
+def forget_traces(optimizer: Any) -> None:
+    """See the protocol. No-op: what torch.compile has made checks at each call that `apply` is still the same."""
+
+
 def choose(condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
     """See the protocol."""
     return yes() if condition else no()

@@ -58,6 +58,66 @@ def wrapped_after_a_step() -> Any:
 
 
 @behavior
+def own_function_called_before_wrapping() -> Any:
+    """A compiled function of the script's that has made an update already."""
+    keras.utils.set_random_seed(0)
+    model, optimizer = dense(keras.optimizers.SGD(0.1)), keras.optimizers.SGD(0.1)
+    x = np.full((4, 5), ring.rank() + 1.0, "float32")
+    step = _compiled_step(model, optimizer)
+    step(x * 0)
+    broadcast_variables(model)
+    error = error_of(lambda: DistributedOptimizer(optimizer))
+    if error != "none":  # a new one averages
+        del step
+        step = _compiled_step(model, DistributedOptimizer(optimizer))
+    step(x)
+    rows = np.array(ring.all_gather_object([float(np.sum(value)) for value in model.get_weights()]))
+    return {"spread": float(np.ptp(rows, axis=0).max()), "error": error}
+
+
+def _compiled_step(model: Any, optimizer: Any) -> Any:
+    """A function that makes an update, compiled by the framework."""
+    weights = model.trainable_variables
+    optimizer.build(weights)
+    if BACKEND == "jax":
+        import jax
+
+        def loss(values: Any, x: Any) -> Any:
+            return keras.ops.mean(keras.ops.square(model.stateless_call(values, [], x)[0]))
+
+        @jax.jit
+        def update(values: Any, state: Any, x: Any) -> Any:
+            return optimizer.stateless_apply(state, jax.grad(loss)(values, x), values)
+
+        def step(x: Any) -> None:
+            values = [variable.value for variable in weights]
+            found, _ = update(values, [variable.value for variable in optimizer.variables], x)
+            for variable, value in zip(weights, found, strict=True):
+                variable.assign(value)
+
+        return step
+    if BACKEND == "torch":
+        import torch
+
+        def backward(x: Any) -> None:
+            model.zero_grad()
+            keras.ops.mean(keras.ops.square(model(torch.as_tensor(x)))).backward()
+            with torch.no_grad():
+                optimizer.apply([variable.value.grad for variable in weights], weights)
+
+        return torch.compile(backward, backend="eager")
+    import tensorflow as tf
+
+    @tf.function
+    def traced(x: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x)))
+        optimizer.apply(tape.gradient(loss, weights), weights)
+
+    return traced
+
+
+@behavior
 def overflow_on_one_rank() -> Any:
     keras.utils.set_random_seed(0)
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=16.0)
