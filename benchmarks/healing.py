@@ -53,7 +53,7 @@ NETWORKS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "mlp, batch 64": MODELS["mlp, batch 64"],
 }
 #: Steps before the first pair, in which "end" decides whether to overlap.
-WARM_UP = 80
+WARM_UP = 110
 
 
 # What it costs ------------------------------------------------------------------------------------
