@@ -7,7 +7,9 @@ import pytest
 
 from ring_plugins.core.rendezvous import slot_holder
 from tests.hosts import find_mpich, hosts
+from tests.keras import test_healing as of_keras
 from tests.launchers import find_mpirun
+from tests.lightning import test_healing as of_lightning
 from tests.torch.test_healing import CHECKS, check_survivors
 
 pytestmark = [pytest.mark.slow, pytest.mark.mpi]
@@ -49,6 +51,27 @@ def test_ranks_and_all_of_a_host_may_be_killed(cluster, launcher, deaths):
     check_survivors(result, deaths, 4)
     died = f"ranks {', '.join(map(str, deaths))} died" if len(deaths) == 2 else "rank 1 died"
     assert f"ring run: {died}, and the other {4 - len(deaths)} ended normally." in result.output
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_leaves_after_the_step_in_which_it_gets_sigterm(cluster, launcher):
+    deaths = {0: [2, "SIGTERM"], 3: [4, "SIGTERM"]}
+    env = {"TEST_DEATHS": json.dumps(deaths), "TEST_MIN": "1", "TEST_RANKS": "4"}
+    result = start(cluster, launcher, CHECKS, env).run(90)
+    check_survivors(result, deaths, 4)
+    assert result.output.count("left on SIGTERM") == 2 and "Traceback" not in result.output
+    assert "ring run: ranks 0, 3 left, and the other 2 ended normally." in result.output
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("face", ["lightning", *of_keras.BACKENDS])
+@pytest.mark.parametrize("deaths", [{0: [2, "barrier 3 in"]}, {1: [2, "SIGTERM"]}], ids=str)
+def test_a_fit_goes_on_without_a_rank(cluster, launcher, face, deaths, tmp_path):
+    faces = of_lightning if face == "lightning" else of_keras
+    own = {"TEST_ROOT": str(tmp_path)} if face == "lightning" else {"KERAS_BACKEND": face}
+    env = {"TEST_DEATHS": json.dumps(deaths), "TEST_MIN": "1", "TEST_RANKS": "4", **own}
+    result = start(cluster, launcher, faces.CHECKS, env).run(120)
+    faces.check_survivors(result, deaths, 4)
 
 
 RANK = """
