@@ -129,13 +129,23 @@ def run(
             rich_help_panel=_HOW,
         ),
     ] = None,
+    max_ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--max-ranks",
+            envvar="RING_MAX_RANKS",
+            help="Up to how many ranks `ring add-ranks` may let the job grow while it runs, with "
+            "`--on-failure replace`; no more than at the start by default.",
+            rich_help_panel=_HOW,
+        ),
+    ] = None,
     spares: Annotated[
         int,
         typer.Option(
             "--spares",
             envvar="RING_SPARES",
-            help="How many further processes wait in `init()` to take the places of lost ranks at once, with "
-            "`--on-failure replace`.",
+            help="How many further processes wait in `init()` to take the places of lost ranks, or to be added, at "
+            "once, with `--on-failure replace`.",
             rich_help_panel=_HOW,
         ),
     ] = 0,
@@ -180,6 +190,7 @@ def run(
     * `ring run -n 4 python train.py --epochs 5`
     * `ring run -n 4 -H node1:2,node2:2 --interface eth0 python train.py`
     * `ring run --hostfile hosts --tag-output --dry-run python train.py`
+    * `ring run -n 2 --on-failure replace --max-ranks 4 python train.py`, and later `ring add-ranks 2`
     """
     from ring_plugins.core.base.errors import RingError
     from ring_plugins.launcher import job
@@ -204,6 +215,7 @@ def run(
                 starter=starter.value,
                 on_failure=on_failure.value,
                 min_ranks=min_ranks,
+                max_ranks=max_ranks,
                 spares=spares,
             )
         )

@@ -71,7 +71,7 @@ def num_nodes() -> int:
 
 
 def on_membership_change(callback: C) -> C:
-    """Call a function whenever ranks die or leave and the others go on; needs `init(on_failure="continue")`.
+    """Call a function whenever ranks die or leave and the others go on, or join; needs `init(on_failure="continue")`.
 
     All remaining ranks call their functions at the same place, so these may use collectives: after the collective that
     noticed the loss, or at the end of backward, before the optimizer's step. For example:
@@ -82,7 +82,7 @@ def on_membership_change(callback: C) -> C:
                 group["lr"] *= change.size / change.size_before
 
     Args:
-        callback: called with a `MembershipChange`, which has the attributes `lost`, `left`, `rank_before`,
+        callback: called with a `MembershipChange`, which has the attributes `lost`, `left`, `joined`, `rank_before`,
             `size_before`, `rank` and `size`. That collective or backward raises the callback's exceptions.
 
     Returns:

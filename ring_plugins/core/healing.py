@@ -18,7 +18,7 @@ from ring_plugins.core.control.mesh import MOST_RANKS
 from ring_plugins.core.rendezvous import detect
 from ring_plugins.core.rendezvous.seats import own_seat
 from ring_plugins.core.rendezvous.slots import hold_slot
-from ring_plugins.core.rendezvous.spawn import restart_under_ring_run
+from ring_plugins.core.rendezvous.spawn import number_of_seats, restart_under_ring_run
 from ring_plugins.core.rendezvous.tcp import is_by_hand
 
 #: Process ids by world rank.
@@ -34,11 +34,13 @@ class FailurePolicy(NamedTuple):
         continues: whether the others go on.
         min_ranks: with how many of them at least.
         replaces: whether another process takes its place.
+        max_ranks: to how many ranks the job may grow; 0 for no more than at the start.
     """
 
     continues: bool
     min_ranks: int
     replaces: bool = False
+    max_ranks: int = 0
 
     @property
     def on_failure(self) -> str:
@@ -54,19 +56,45 @@ class FailurePolicy(NamedTuple):
         return {**chosen, config.LOSSES_TOLERATED.name: "1"}
 
     @classmethod
-    def chosen(cls, on_failure: str | None, min_ranks: int | None) -> FailurePolicy:
-        """The policy of `init`'s arguments, or of RING_ON_FAILURE and RING_MIN_RANKS where they are None.
+    def chosen(cls, on_failure: str | None, min_ranks: int | None, max_ranks: int | None = None) -> FailurePolicy:
+        """The policy of `init`'s arguments; where they are None, of RING_ON_FAILURE, _MIN_RANKS and _MAX_RANKS.
 
         Raises:
             ArgumentError: an argument or a variable is invalid.
         """
         if on_failure not in (None, "end", "continue", "replace"):
             raise ArgumentError(f'on_failure={on_failure!r} must be "end", "continue" or "replace".')
-        if min_ranks is not None and (isinstance(min_ranks, bool) or not isinstance(min_ranks, int) or min_ranks < 1):
-            raise ArgumentError(f"min_ranks={min_ranks!r} is not a positive number of ranks.")
+        for name, number in (("min_ranks", min_ranks), ("max_ranks", max_ranks)):
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+                raise ArgumentError(f"{name}={number!r} is not a positive number of ranks.")
         chosen = on_failure or config.ON_FAILURE.get()
-        continues = chosen != "end"
-        return cls(continues, (min_ranks or config.MIN_RANKS.get() or 1) if continues else 0, chosen == "replace")
+        continues, replaces = chosen != "end", chosen == "replace"
+        if max_ranks is not None and not replaces:
+            raise ArgumentError(
+                f'max_ranks={max_ranks} needs on_failure="replace", with which further processes can join a job; pass '
+                "both, or leave max_ranks out."
+            )
+        least = (min_ranks or config.MIN_RANKS.get() or 1) if continues else 0
+        return cls(continues, least, replaces, (max_ranks or config.MAX_RANKS.get()) if replaces else 0)
+
+    def check_size(self, ranks: int) -> None:
+        """Check that a job of so many ranks can begin.
+
+        Raises:
+            ArgumentError: it has fewer than `min_ranks`, or more than `max_ranks`, or could not grow.
+        """
+        if self.min_ranks > ranks:
+            raise ArgumentError(f"min_ranks={self.min_ranks} is more than the {ranks} ranks of the job.")
+        if 0 < self.max_ranks < ranks:
+            raise ArgumentError(f"max_ranks={self.max_ranks} is less than the {ranks} ranks of the job.")
+        if self.max_ranks > MOST_MEMBERS:
+            raise ArgumentError(
+                f"max_ranks={self.max_ranks} is more than {MOST_MEMBERS}, the most that can join a job."
+            )
+        if ranks == 1 < self.max_ranks:
+            raise ArgumentError(
+                f"max_ranks={self.max_ranks}: a job of one rank cannot grow. Start it with ranks=2 or more."
+            )
 
 
 def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: int) -> None:
@@ -90,10 +118,9 @@ def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: in
     if record.kind == "single" and (ranks is None or ranks == 1):
         return
     if record.kind == "single" and ranks is not None and not is_under_ring_run:
-        if policy.min_ranks > ranks:
-            raise ArgumentError(f"min_ranks={policy.min_ranks} is more than the {ranks} ranks of the job.")
+        policy.check_size(ranks)
         # This process would be the parent of the other ranks, which could not outlive it.
-        restart_under_ring_run(ranks, policy.min_ranks, policy.on_failure)
+        restart_under_ring_run(ranks, policy.min_ranks, policy.on_failure, policy.max_ranks)
     if generation:
         raise ArgumentError(f'init() cannot be called again after shutdown() with on_failure="{policy.on_failure}".')
     if record.kind == "rendezvous" and (own_seat() is not None or (is_under_ring_run and config.LAUNCHER.is_set())):
@@ -107,8 +134,8 @@ def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: in
     if record.kind in ("mpi", "rendezvous"):
         if record.size == 1:
             return
-        if record.size is not None and policy.min_ranks > record.size:
-            raise ArgumentError(f"min_ranks={policy.min_ranks} is more than the {record.size} ranks of the job.")
+        if record.size is not None:
+            policy.check_size(record.size)
         if is_by_hand(record):
             if policy.replaces:
                 raise ArgumentError(
@@ -116,12 +143,17 @@ def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: in
                     f"on one host with `ring run`, mpirun, torchrun or srun, or {_REMEDY}."
                 )
             return
-        hold_slot(record, policy.min_ranks, policy.on_failure, _REMEDY)
+        hold_slot(record, policy.min_ranks, policy.on_failure, policy.max_ranks, _REMEDY)
     if record.kind != "spawned" or not is_under_ring_run:
         raise ArgumentError(
             f'on_failure="{policy.on_failure}" does not work under {record.by}, which ends all ranks when one dies. '
             f"Start the job on one host, with `ring run --on-failure {policy.on_failure} -n 4 python train.py`, with "
             f"plain python and init(ranks=4), or with mpirun, torchrun or srun; or {_REMEDY}."
+        )
+    if policy.max_ranks and policy.max_ranks != (seats := number_of_seats()):
+        raise ArgumentError(
+            f"max_ranks={policy.max_ranks}, but {record.by} was told to have up to {seats} ranks: start the job with "
+            f"`ring run --max-ranks {policy.max_ranks}`, or leave max_ranks out of init()."
         )
 
 
@@ -140,8 +172,8 @@ def check_policies(policies: Sequence[Sequence[Any]], shares_memory: bool, uses_
     size, min_ranks = len(policies), policies[0][1]
     if len(set(map(tuple, policies))) > 1:
         raise ArgumentError(
-            f"on_failure and min_ranks differ by rank: {list(map(tuple, policies))}. Pass the same to init() on all "
-            "ranks."
+            f"on_failure, min_ranks or max_ranks differ by rank: {list(map(tuple, policies))}. Pass the same to init() "
+            "on all ranks."
         )
     if not shares_memory and not uses_sockets:
         raise ArgumentError(
@@ -185,7 +217,7 @@ def what_was_lost(
     return _who_goes_on(gone, lost, left, job, f", after {seconds * 1e3:.0f} ms")
 
 
-def who_joined(seats: Mapping[int, int], pids: Pids, members: Sequence[int], seconds: float) -> str:
+def who_joined(seats: Mapping[int, int], pids: Pids, members: Sequence[int], seconds: float, ranks: int) -> str:
     """The line that tells the user of processes that have joined.
 
     Args:
@@ -193,8 +225,12 @@ def who_joined(seats: Mapping[int, int], pids: Pids, members: Sequence[int], sec
         pids: by world rank.
         members: the world ranks of all, in order.
         seconds: that joining took.
+        ranks: how many the job had at the most before; those with seats beyond take nobody's place.
     """
-    who = " and ".join(f"{_named([rank], pids)} in the place of rank {seat}" for rank, seat in seats.items())
+    who = " and ".join(
+        f"{_named([rank], pids)} {f'in the place of rank {seat}' if seat < ranks else 'as a further rank'}"
+        for rank, seat in seats.items()
+    )
     numbers = ", ".join(f"{old} is now {new}" for new, old in enumerate(members) if old != new)
     return (
         f"{who} joined; the job goes on with {len(members)} ranks since {time.strftime('%H:%M:%S')}, after "

@@ -11,6 +11,9 @@ that it leaves. At the end of a step all members call the newcomers, and all tog
 (`take_part`, control/admission.py). Newcomers have world ranks of their own, beyond those of the start, but the places
 of their seats in the order of ranks. So once all seats are taken, everyone has the number with which the job has begun.
 
+A job grows in the same way: a further rank takes a seat that nobody has had. Only the data has no share for it. So it
+joins where the script divides data anew, at the beginning of an epoch, and sees the number of seats in use until then.
+
 Considered and rejected: to let `init` wait for the others, which would then wait for the newcomer while it loads its
 data; and to stop the others' scripts and start them again at a common point, as torchrun and Horovod do.
 """
@@ -43,11 +46,12 @@ _LOOK = 0.01
 _ROUNDS, _ATTEMPTS = 16, 5
 
 
-def admit(place: str = "") -> tuple[int, ...]:
+def admit(place: str = "", grows: bool = False) -> tuple[int, ...]:
     """Let those join that wait; all members call this at the same place, outside of operations.
 
     Args:
         place: of the script, as `join` gets it in processes that are to come to the same one.
+        grows: whether those may join here by which the job grows: data is divided anew behind this place.
 
     Returns:
         The world ranks of those that joined; none if they have ended meanwhile. The caller gives them the state of its
@@ -55,8 +59,7 @@ def admit(place: str = "") -> tuple[int, ...]:
     """
     world, places, began = current(), seats(), time.monotonic()
     assert places is not None
-    peers = world.local_peers
-    world.is_awaited = False
+    peers, shares_before = world.local_peers, world.shares
     with peers.own.ready_to_admit():
         start, waiting = repeated(
             lambda: world.communicator.broadcast_object(
@@ -66,6 +69,11 @@ def admit(place: str = "") -> tuple[int, ...]:
     members = world.occupants()
     taken, ranks = {one.seat for one in members}, {one.world_rank for one in members}
     waiting = [one for one in waiting if one.seat not in taken and one.world_rank not in ranks]
+    # Data has no shares that nobody ever had, so seats beyond those are taken in order.
+    world.awaited = frozenset(one.seat for one in waiting if one.seat >= world.shares)
+    last = next(seat for seat in itertools.count(world.shares) if seat not in world.awaited or not grows)
+    waiting = [one for one in waiting if one.seat < last]
+    world.awaited -= {one.seat for one in waiting}
     if not waiting:
         return ()
     call = Call(start, sorted([*members, *waiting]), [one.world_rank for one in waiting])
@@ -77,7 +85,7 @@ def admit(place: str = "") -> tuple[int, ...]:
     joined.go_on(world)
     if world.world_rank == next(rank for rank in world.world_ranks if rank not in call.newcomers):
         seat_of = {one.world_rank: one.seat for one in waiting}
-        logger.warning(who_joined(seat_of, world.pids, world.world_ranks, time.monotonic() - began))
+        logger.warning(who_joined(seat_of, world.pids, world.world_ranks, time.monotonic() - began, shares_before))
     return tuple(call.newcomers)
 
 

@@ -126,7 +126,9 @@ class World:
         heals: whether the job goes on when ranks are lost.
         replaces: whether other processes take the places of those.
         is_joining: whether this process is to take such a place, and has not yet.
-        is_awaited: whether processes wait for that, as all ranks have agreed; `joining.admit` lets them join.
+        awaited: seats of processes that wait to join, as all ranks have agreed; `joining.admit` lets them join.
+        shares, past_shares: into how many shares data is divided, one for each seat that has ever had a member, and all
+            such numbers that this process has seen.
         changes: the script's functions that are to hear of that.
         notice: whether this process was told to end, if the job goes on without it then.
         has_left: whether it has left the job before its end, as others had agreed.
@@ -144,7 +146,10 @@ class World:
         self.world_ranks = (self.world_rank,) if self.is_joining else tuple(range(rendezvous.size))
         self.heals = policy.continues and rendezvous.size > 1
         self.replaces = policy.replaces and self.heals
-        self.is_awaited = self.has_left = False
+        self.has_left = False
+        #: Seats of processes that wait to join, as far as all ranks know.
+        self.awaited: frozenset[int] = frozenset()
+        self.shares, self.past_shares = rendezvous.size, {rendezvous.size}
         self.changes = ChangeCallbacks()
         self._membership: Membership | Mesh | None = None
         self._succession: Succession | None = None
@@ -407,7 +412,7 @@ class World:
     def share(self) -> tuple[int, int]:
         """Which of how many shares of the data is this rank's: that of its seat, if lost ranks are replaced."""
         if self.replaces:
-            return self._rendezvous.rank, self._rendezvous.size
+            return self._rendezvous.rank, self.shares
         return self.topology.rank, self.topology.size
 
     @property
@@ -473,8 +478,8 @@ class World:
 
     @property
     def _job(self) -> tuple[int, bool]:
-        """How many ranks it started with, and whether other processes take the places of lost ones."""
-        return self._rendezvous.size, self.replaces
+        """How many ranks it had at the most, and whether other processes take the places of lost ones."""
+        return self.shares, self.replaces
 
     @property
     def pids(self) -> dict[int, int]:
@@ -484,11 +489,19 @@ class World:
     @property
     def wants_change(self) -> bool:
         """Whether this process was told to end, or sees that others wait to join: all ranks are to know."""
-        return self.notice.given or self._sees_newcomers()
+        return self.notice.given or bool(self._sees_newcomers())
 
-    def _sees_newcomers(self) -> bool:
-        places = seats() if self.replaces and not (self.is_awaited or self.is_joining) else None
-        return places is not None and places.has_waiting()
+    @property
+    def is_awaited(self) -> bool:
+        """Whether processes wait to take the places of lost ranks."""
+        return any(seat < self.shares for seat in self.awaited)
+
+    def _sees_newcomers(self) -> set[int]:
+        """Seats of those that wait to join, and that not all ranks know of."""
+        places = seats() if self.replaces and not self.is_joining else None
+        if places is None or not places.has_waiting():
+            return set()
+        return {one.seat for one in places.waiting()} - self.awaited
 
     def change_members(self) -> None:
         """Let ranks leave that were told to end, and note whether others wait to join.
@@ -502,7 +515,7 @@ class World:
         began = time.monotonic()
         own = (self.world_rank if self.notice.given else None, self._sees_newcomers())
         asked, seen = zip(*self.communicator.all_gather_object(own), strict=True)
-        self.is_awaited = self.is_awaited or any(seen)
+        self.awaited = self.awaited.union(*seen)
         leaving = [rank for rank in asked if rank is not None]
         left = [rank for rank in self.world_ranks if rank not in leaving]
         if not leaving:  # it has died meanwhile
@@ -568,7 +581,8 @@ class World:
         if self.is_joining:
             return entry
         return {
-            **entry, "view": self.view, "made": self._made, "server": self._server, "secret": self._secret.decode()
+            **entry, "view": self.view, "made": self._made, "server": self._server, "secret": self._secret.decode(),
+            "shares": self.shares,
         }  # fmt: skip
 
     def extend(
@@ -600,6 +614,8 @@ class World:
             self._nodes[rank] = self._nodes[self.world_rank]
             self._seats[rank] = seat
             detector.add(rank, Peer(member.host, member.pid, member.domain))
+        self.shares = max(of_members["shares"], 1 + everyone[-1].seat)
+        self.past_shares.add(self.shares)
         membership.extend([one.world_rank for one in everyone], of_members["view"] + 1)
         renew(detector)
         self._follow_members(joined=[rank for _, rank, _ in everyone if "view" not in told[rank]])
@@ -831,7 +847,13 @@ _world: World | None = None
 _generation = 0  # how often this process has connected
 
 
-def init(ranks: int | None = None, *, on_failure: str | None = None, min_ranks: int | None = None) -> World:
+def init(
+    ranks: int | None = None,
+    *,
+    on_failure: str | None = None,
+    min_ranks: int | None = None,
+    max_ranks: int | None = None,
+) -> World:
     """Join the other processes of the job; calling it again changes nothing.
 
     Under mpirun, torchrun, srun or another launcher the job consists of the ranks that it started. A script that was
@@ -843,13 +865,15 @@ def init(ranks: int | None = None, *, on_failure: str | None = None, min_ranks: 
             finish the step and go on (docs/healing.md says where that works; the script may start again in this call);
             "replace" also starts another process in its place. The default is RING_ON_FAILURE, or "end".
         min_ranks: the fewest ranks with which a job goes on. The default is RING_MIN_RANKS, or 1.
+        max_ranks: up to how many ranks the job may grow by `ring add-ranks` while it runs, with "replace". The default
+            is RING_MAX_RANKS, or no more than at the start.
 
     Returns:
         The connected job. Scripts need not keep it.
 
     Raises:
-        ArgumentError: `ranks` is not a positive integer, or `on_failure` or `min_ranks` is invalid or not supported
-            here.
+        ArgumentError: `ranks` is not a positive integer, or `on_failure`, `min_ranks` or `max_ranks` is invalid or not
+            supported here.
         LaunchError: the processes cannot find each other, or this one is a child of a rank.
         MissingDependency: the launcher needs a package that is not installed.
     """
@@ -863,7 +887,9 @@ def init(ranks: int | None = None, *, on_failure: str | None = None, min_ranks: 
             f"this process was forked from rank {_world.topology.rank} (a data loader's worker?); call "
             "ring_plugins.init() in the ranks themselves."
         )
-    policy = FailurePolicy.chosen(on_failure, min_ranks)
+    policy = FailurePolicy.chosen(on_failure, min_ranks, max_ranks)
+    if ranks is not None and max_ranks is not None:
+        policy.check_size(ranks)
     check_ancestors()
     if policy.continues:
         prepare_to_continue(ranks, policy, _generation)

@@ -18,6 +18,7 @@ from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.rendezvous.seats import Seats
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment, ending, silent_end
 from ring_plugins.launcher import mpirun, preflight, several_hosts
+from ring_plugins.launcher.growth import GrowthRequests
 from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.launch_plan import LaunchPlan
 from ring_plugins.launcher.lingering import LingeringMpirun, OtherHosts
@@ -107,20 +108,24 @@ def _other_hosts(plan: LaunchPlan, mpirun: int) -> OtherHosts | None:
 
 def _run_ranks(plan: LaunchPlan, supervisor: Supervisor, notify: Callable[[str], None]) -> tuple[int, str | None]:
     job = plan.job
-    segment = Segment.create(SharedMemoryRendezvous.nbytes(job.ranks))
-    rendezvous = SharedMemoryRendezvous(segment, 0, job.ranks, [])
+    most = max(plan.max_ranks, job.ranks)
+    segment = Segment.create(SharedMemoryRendezvous.nbytes(job.ranks, most))
+    rendezvous = SharedMemoryRendezvous(segment, 0, job.ranks, [], most)
+    seats = rendezvous.seats
     variables: Mapping[str, str] = {name: value for name, value in job.environment.items() if value is not None}
-    with Relay(job.tag_output, job.output_directory) as relay:
+    with Relay(job.tag_output, job.output_directory) as relay, contextlib.ExitStack() as stack:
         inherited = {name: value for name, value in os.environ.items() if name != config.JOINS.name}
 
         def start(seat: int | None, world_rank: int) -> subprocess.Popen[bytes]:
             """Start a rank, a process that takes the seat of one, or, without a seat, a spare."""
             is_new = world_rank >= job.ranks
-            out, err = relay.files(world_rank if seat is None else seat, again=is_new)
+            was_there = seat is None or seat < len(supervisor.processes)
+            out, err = relay.files(world_rank if seat is None else seat, again=is_new and was_there)
             joins = {config.JOINS.name: str(world_rank)} if is_new else {}
+            own = child_environment(segment, seat, max(job.ranks, seats.in_use), 0, most)
             process = supervisor.start(
                 job.command,
-                {**inherited, **variables, **child_environment(segment, seat, job.ranks, 0), **joins},
+                {**inherited, **variables, **own, **joins},
                 pass_fds=[segment.fd],
                 stdin=None if world_rank == 0 else subprocess.DEVNULL,
                 stdout=out,
@@ -135,17 +140,20 @@ def _run_ranks(plan: LaunchPlan, supervisor: Supervisor, notify: Callable[[str],
         for rank in range(job.ranks):
             start(rank, rank)
         relay.start()
-        seats, unused = rendezvous.seats, iter(range(job.ranks, MOST_MEMBERS))
+        unused = iter(range(most, MOST_MEMBERS))
         spares = Spares(supervisor, seats, plan.spares, unused, partial(start, None), relay.rename)
         told = notify if plan.replaces else None
         replacements = Replacements(supervisor, seats, job.ranks, unused, start, told, spares)
         supervisor.is_out, supervisor.tell_end = replacements.is_out, seats.end_all
+        requests = stack.enter_context(GrowthRequests(replacements.add)) if plan.replaces else None
 
         def find_missing_rank() -> str | None:
             """A rank that ended before or in init(), where the others wait for it; fills the places of lost ones."""
+            if requests is not None:
+                requests.poll()
             replacements.tick()
             rounds = [rendezvous.rounds(rank) for rank in range(job.ranks)]
-            for rank, process in enumerate(supervisor.processes):
+            for rank, process in enumerate(supervisor.processes[: job.ranks]):
                 if rounds[rank] < max(rounds) and (code := process.poll()) is not None:
                     if rendezvous.rounds(rank) == max(rounds):  # it came meanwhile, and ended
                         continue
@@ -170,15 +178,19 @@ def _failed_rank(supervisor: Supervisor, seats: Seats, replacements: Replacement
     codes = [(rank, supervisor.processes[rank].returncode) for rank in everyone if not supervisor.is_out(rank)]
     failed = [(rank, code) for rank, code in codes if code]
     dead = [rank for rank, _ in failed]
-    filled, late = replacements.filled, replacements.late
-    if not (failed or left or filled) or supervisor.signalled is not None:
+    filled, late, added = replacements.filled, replacements.late, replacements.added
+    if not (failed or left or filled or late or added) or supervisor.signalled is not None:
         return None
     if supervisor.has_succeeded():
         told = [f"{name_ranks(ranks)} {how}" for ranks, how in ((left, "left"), (dead, "died")) if ranks]
         taken = [(rank, times) for rank, times in filled.items() if rank not in late]
         replaced = ", ".join(f"rank {rank}{f' ({times} times)' * (times > 1)}" for rank, times in taken)
         told = [*([f"other processes took the place of {replaced}"] if replaced else []), *told]
-        told += [f"nobody had joined yet in the place of {name_ranks(late)}"] if late else []
+        told = [*([f"{name_ranks(added)} joined"] if added else []), *told]
+        further = [rank for rank in late if seats.is_new(rank)]
+        empty = [rank for rank in late if rank not in further]
+        told += [f"nobody had joined yet in the place of {name_ranks(empty)}"] if empty else []
+        told += [f"{name_ranks(further)} had not joined yet"] if further else []
         others = "the other" if left or dead or late else "all"
         return f"{', '.join(told)}, and {others} {len(codes) - len(failed)} ended normally."
     if not failed:

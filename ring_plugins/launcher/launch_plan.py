@@ -12,6 +12,7 @@ from typing import Literal
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, LaunchError
 from ring_plugins.core.base.install import pip_command
+from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.linux.process import cores
 from ring_plugins.launcher import mpirun
 from ring_plugins.launcher.environment import exported_variables, threads_per_rank
@@ -40,6 +41,7 @@ class Options:
     starter: Literal["auto", "mpirun", "python"] = "auto"
     on_failure: Literal["end", "continue", "replace"] = "end"
     min_ranks: int | None = None
+    max_ranks: int | None = None
     spares: int = 0
 
 
@@ -58,6 +60,7 @@ class LaunchPlan:
         tolerates_losses: whether the other ranks go on when one is killed.
         replaces: whether another process takes its place.
         spares: how many processes wait to do so.
+        max_ranks: up to how many ranks the job may grow; 0 for no more than at the start.
     """
 
     job: JobSpec
@@ -69,6 +72,7 @@ class LaunchPlan:
     tolerates_losses: bool = False
     replaces: bool = False
     spares: int = 0
+    max_ranks: int = 0
 
 
 def make_plan(options: Options) -> LaunchPlan:
@@ -109,6 +113,7 @@ def make_plan(options: Options) -> LaunchPlan:
     if tolerates_losses:
         environment |= {config.ON_FAILURE.name: options.on_failure, config.LOSSES_TOLERATED.name: "1"}
         environment |= {config.MIN_RANKS.name: str(options.min_ranks)} if options.min_ranks is not None else {}
+        environment |= {config.MAX_RANKS.name: str(options.max_ranks)} if options.max_ranks is not None else {}
     if is_local:  # the ranks inherit what this process has
         environment = {name: value for name, value in environment.items() if value is not None}
     job = JobSpec(
@@ -136,6 +141,7 @@ def make_plan(options: Options) -> LaunchPlan:
         tolerates_losses,
         options.on_failure == "replace",
         options.spares,
+        options.max_ranks or 0,
     )
 
 
@@ -186,6 +192,11 @@ def _check(options: Options) -> None:
             f"--spares {options.spares} needs --on-failure replace, with which spare processes take the places of lost "
             "ranks; or leave it out, and unset RING_SPARES."
         )
+    if options.max_ranks and options.on_failure != "replace":
+        raise ArgumentError(
+            f"--max-ranks {options.max_ranks} needs --on-failure replace, with which further processes can join a job; "
+            "or leave it out, and unset RING_MAX_RANKS."
+        )
     if options.bind not in BINDINGS:
         raise ArgumentError(f"--bind {options.bind} is not one of {', '.join(BINDINGS)}.")
 
@@ -199,6 +210,11 @@ def _check_that_losses_can_be_tolerated(options: Options, ranks: int, is_local: 
         raise ArgumentError(f"{option} does not work with mpirun, which ends all ranks: {remedy}")
     if options.min_ranks is not None and not 1 <= options.min_ranks <= ranks:
         raise ArgumentError(f"--min-ranks {options.min_ranks} is not between 1 and the {ranks} ranks of the job.")
+    most = options.max_ranks
+    if most is not None and not ranks <= most <= MOST_MEMBERS:
+        raise ArgumentError(f"--max-ranks {most} is not between the {ranks} ranks of the job and {MOST_MEMBERS}.")
+    if ranks == 1 and most is not None and most > 1:
+        raise ArgumentError(f"--max-ranks {most}: a job of one rank cannot grow. Start it with -n 2 or more.")
 
 
 def _named_hosts(options: Options) -> Sequence[Host]:

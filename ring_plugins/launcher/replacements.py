@@ -1,8 +1,11 @@
-"""Which process has which seat of a job that `ring run` starts itself, and a new one for a seat whose process is lost.
+"""Which process has which seat of a job that `ring run` starts itself, and new ones for seats that need one.
 
 A new process is started only while a rank of the job lives that can give it the state of the training. How it ends does
 not matter to the job until it has joined: a script that fails before that would fail again, so a seat is filled a few
 times an hour at most. Where there are spares (spares.py), one of them gets the seat.
+
+A job that may grow has seats that nobody has taken yet. `add` lets processes take them, in order; that is the same but
+that nobody was lost. Until one has joined by its seat, all behind it wait, so if that seat is given up, they are, too.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.base.errors import LaunchError, name_ranks
 from ring_plugins.core.rendezvous.seats import Seats
 from ring_plugins.launcher.spares import Spares
 from ring_plugins.launcher.supervision import Supervisor
@@ -23,9 +26,9 @@ class Replacements:
     """Fills seats whose processes are lost.
 
     Args:
-        supervisor: has a process for each seat.
+        supervisor: has a process for each seat in use.
         seats: in which the processes say whether they take part.
-        size: number of seats.
+        size: number of seats that are in use from the start.
         world_ranks: numbers that no process of the job has had.
         start: starts a process for a seat that joins under a world rank.
         notify: shows one line to the user; None if seats stay empty.
@@ -47,25 +50,50 @@ class Replacements:
     ) -> None:
         self._supervisor, self._seats, self._start, self._notify = supervisor, seats, start, notify
         self._world_ranks, self._spares = world_ranks, spares
+        self._size = size
         self._ranks = list(range(size))  # world rank of the process of each seat
-        self._times: list[list[float]] = [[] for _ in range(size)]
+        self._times: list[list[float]] = [[] for _ in range(seats.number)]
         self._given_up: set[int] = set()
+        #: How many seats are to be in use.
+        self._wanted = size
 
     @property
     def filled(self) -> dict[int, int]:
-        return {seat: len(times) for seat, times in enumerate(self._times) if times}
+        first_ones = [int(seat >= self._size) for seat in range(len(self._ranks))]
+        again = {seat: len(self._times[seat]) - first for seat, first in enumerate(first_ones)}
+        return {seat: times for seat, times in again.items() if times > 0 and not self._seats.is_new(seat)}
+
+    @property
+    def added(self) -> list[int]:
+        """Seats beyond the first that processes have joined by."""
+        return [seat for seat in range(self._size, len(self._ranks)) if not self._seats.is_new(seat)]
 
     @property
     def late(self) -> list[int]:
-        """Seats that were filled again, but whose last process had not joined when it ended."""
-        return [seat for seat in self.filled if not self._has_joined(seat)]
+        """Seats whose last process, which was not there from the start, had not joined when it ended."""
+        return [seat for seat in range(len(self._ranks)) if self._is_new(seat) and not self._has_joined(seat)]
+
+    def add(self, number: int) -> str:
+        """Let so many further processes join, if there are seats for all of them; returns an answer for the user."""
+        most = self._seats.number
+        free = most - self._wanted
+        if self._notify is None or most == self._size:
+            return "no: the job was started without --max-ranks, so it has no seats for further ranks"
+        if number > free:
+            return (
+                f"no: {free} of the job's {most} seats {'is' if free == 1 else 'are'} free (--max-ranks {most}), which "
+                f"is less than {number}"
+            )
+        first = self._wanted
+        self._wanted = self._seats.in_use = first + number
+        return f"ok: {name_ranks(list(range(first, self._wanted)))} will join where an epoch begins"
 
     def is_out(self, seat: int) -> bool:
         """Whether the end of a seat's process does not matter: it has left, or it was to join and has not yet."""
         return self._seats.has_left(seat) or (self._is_new(seat) and not self._has_joined(seat))
 
     def _is_new(self, seat: int) -> bool:
-        return self._ranks[seat] >= len(self._ranks)
+        return self._ranks[seat] >= self._size
 
     def _has_joined(self, seat: int) -> bool:
         return self._seats.has_joined(seat, self._ranks[seat])
@@ -81,8 +109,11 @@ class Replacements:
         if self._notify is None or not living or any(map(self._ends_job, range(len(codes)), codes)):
             return
         for seat, code in enumerate(codes):
-            if code is not None and seat not in self._given_up and self._is_lost(seat, code):
+            is_open = seat < len(self._ranks) and seat not in self._given_up
+            if code is not None and is_open and self._is_lost(seat, code):
                 self._fill(seat, self._notify)
+        while len(self._ranks) < self._wanted and self._fill(len(self._ranks), self._notify):
+            pass
         self._spares.fill_up(self._notify)
 
     def _ends_job(self, seat: int, code: int | None) -> bool:
@@ -93,30 +124,60 @@ class Replacements:
             return code != 0 or self._seats.has_left(seat)
         return code != 0 and self._is_new(seat)  # one that ends with 0 has found that the job is over
 
-    def _fill(self, seat: int, notify: Callable[[str], None]) -> None:
-        if not self._has_joined(seat):
+    def _fill(self, seat: int, notify: Callable[[str], None]) -> bool:
+        """Let a process take a seat that nobody has any more, or yet; returns whether one is to."""
+        is_further, unused = self._is_further(seat), None
+        if seat < len(self._ranks) and not self._has_joined(seat):
             self._seats.clear(seat)  # it may have waited
         now = time.monotonic()
         lately = [since for since in self._times[seat] if now - since < HOUR]
         if len(lately) >= MOST:
-            self._give_up(seat, f"rank {seat} was replaced {len(lately)} times within an hour", notify)
-            return
+            how = "was started" if is_further else "was replaced"
+            self._give_up(seat, f"rank {seat} {how} {len(lately)} times within an hour", notify)
+            return False
         self._seats.clear(seat)
         if (spare := self._spares.take(seat)) is not None:
-            self._ranks[seat] = spare
-            notify(f"a spare process takes the place of rank {seat}.")
-        elif (unused := next(self._world_ranks, None)) is not None:
-            self._ranks[seat] = unused
-            notify(f"starting another process in the place of rank {seat}.")
+            world_rank = spare
+            notify(f"a spare process {'becomes' if is_further else 'takes the place of'} rank {seat}.")
+        elif (unused := self._unused(seat)) is not None:
+            world_rank = unused
+            notify(f"starting another process {'as' if is_further else 'in the place of'} rank {seat}.")
+        else:
+            self._give_up(seat, f"rank {seat} is not replaced, since the job has had too many processes", notify)
+            return False
+        self._ranks[seat : seat + 1] = [world_rank]
+        self._times[seat].append(now)
+        if unused is not None:
             try:
                 self._start(seat, unused)
             except LaunchError as error:  # counts as one that has ended
                 notify(str(error))
-        else:
-            self._give_up(seat, f"rank {seat} is not replaced, since the job has had too many processes", notify)
-            return
-        self._times[seat].append(now)
+                if seat == len(self._supervisor.processes):
+                    self._close(seat)
+                    return False
+        return True
+
+    def _is_further(self, seat: int) -> bool:
+        """Whether it is one by which the job has yet to grow."""
+        return seat >= self._size and self._seats.is_new(seat)
+
+    def _unused(self, seat: int) -> int | None:
+        """A world rank that no process has had; that of a further seat is its own number at first."""
+        return seat if seat >= self._size and not self._times[seat] else next(self._world_ranks, None)
 
     def _give_up(self, seat: int, why: str, notify: Callable[[str], None]) -> None:
-        self._given_up.add(seat)
         notify(f"{why}; the job goes on without it.")
+        if self._is_further(seat):
+            self._close(seat)
+        else:
+            self._given_up.add(seat)
+
+    def _close(self, seat: int) -> None:
+        """Let nobody take this seat and those behind it until further ranks are wanted again."""
+        for process in self._supervisor.processes[seat:]:
+            process.kill()
+            process.wait()
+        for closed in range(seat, len(self._ranks)):
+            self._seats.clear(closed)
+        del self._supervisor.processes[seat:], self._ranks[seat:]
+        self._wanted = self._seats.in_use = seat

@@ -1,4 +1,4 @@
-"""Spares of a job that `ring run` starts itself: processes that are ready to take the place of a lost rank at once.
+"""Spares of a job that `ring run` starts itself: processes that are ready to become a rank at once.
 
 A new process needs seconds until it has imported torch. A spare has done that: it has run the script up to `init`,
 where it waits (core/rendezvous/spawn.py) until it is given a seat. Spares are started once the job's ranks have begun,

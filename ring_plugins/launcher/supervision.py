@@ -100,7 +100,7 @@ class Supervisor:
         Args:
             command, environment, pass_fds, stdin, stdout, stderr: as for Popen.
             end_signal: see above.
-            index: of the process that has ended and whose place it takes in `processes`; None for none.
+            index: that it gets in `processes`, of one that has ended or behind the last; None for the latter.
             own_session: whether it must not get what a terminal sends to all processes, such as Ctrl-C.
             is_spare: whether it becomes one of `spares` instead.
 
@@ -131,16 +131,17 @@ class Supervisor:
             ) from error
         if is_spare:
             self.spares.append(process)
-        elif index is None:
-            self.processes.append(process)
         else:
-            self.processes[index] = process
+            self._put(process, len(self.processes) if index is None else index)
         return process
 
+    def _put(self, process: subprocess.Popen[bytes], index: int) -> None:
+        self.processes[index : index + 1] = [process]
+
     def seat_spare(self, spare: subprocess.Popen[bytes], index: int) -> None:
-        """Put one of `spares` into the place of the process of an index that has ended."""
+        """Put one of `spares` into the place of the process of an index that has ended, or behind the last."""
         self.spares.remove(spare)
-        self.processes[index] = spare
+        self._put(spare, index)
 
     def wait(self, find_trouble: Callable[[], str | None] = lambda: None) -> tuple[int, str | None]:
         """Wait until all processes have ended.

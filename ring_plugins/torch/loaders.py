@@ -6,9 +6,30 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
+
+from ring_plugins.core.world import current
 
 T = TypeVar("T")
+
+
+def divide_anew(loader: Any) -> None:
+    """Let a `DistributedSampler` of a loader divide its data as a job does that has grown since the sampler was made.
+
+    One that the script made for other numbers than those of its ranks stays as it is.
+    """
+    world = current()
+    share, shares = world.share
+    samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
+    for sampler in samplers:
+        if not isinstance(sampler, DistributedSampler) or sampler.rank != share or sampler.num_replicas == shares:
+            continue
+        if sampler.num_replicas in world.past_shares:
+            fresh: DistributedSampler[Any] = DistributedSampler(
+                sampler.dataset, shares, share, sampler.shuffle, sampler.seed, sampler.drop_last
+            )
+            sampler.num_replicas, sampler.num_samples = shares, fresh.num_samples
+            sampler.total_size = fresh.total_size
 
 
 def with_sampler(loader: DataLoader[Any], sampler: Iterable[int]) -> DataLoader[Any]:

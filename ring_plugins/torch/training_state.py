@@ -5,6 +5,8 @@ first line, comes to the training loop, and needs the weights, the optimizer's s
 data. Only the script knows all that, so it lists them once, before the loop, in a `TrainingState`. When a rank is lost,
 the other ranks lose nothing and never go back. So they need not save or restore anything, as Horovod's elastic states
 and torchrun's snapshots do. At the end of a step they say that their state is whole; new processes may join there.
+
+Those by which the job grows (`max_ranks`) join where an epoch begins, since all ranks need other samples from then on.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from ring_plugins.core.collectives.healing import repeated
 from ring_plugins.core.joining import admit, hear_of, join, untold_before
 from ring_plugins.core.world import current
 from ring_plugins.torch.broadcast import Placeholder
-from ring_plugins.torch.loaders import batches_from
+from ring_plugins.torch.loaders import batches_from, divide_anew
 from ring_plugins.torch.tensor_memory import dense_memory
 
 T = TypeVar("T")
@@ -78,6 +80,11 @@ class TrainingState:
         self._batch = 0
         self._batches: int | None = None
         self._resumes = self._has_joined = False
+        #: Whether `batches` runs, and over which data; and that of the last one in which `commit` was called.
+        self._is_in_epoch, self._data = False, None
+        self._trained_on: Any = None
+        #: Whether there is such data, and the number of shares in the last epoch; a newcomer gets the others'.
+        self._commits_within, self._shares = False, current().shares
         self._operations_at_join = -1
         for name, value in state.items():
             setattr(self, name, value)
@@ -93,12 +100,23 @@ class TrainingState:
 
         Args:
             loader: must have the same number of batches on all ranks, even after a loss: make its sampler once, with
-                `ring.size()` and `ring.rank()` as they are at the start.
+                `ring.size()` and `ring.rank()` as they are at the start. If the job grows, a `DistributedSampler` gets
+                the new number of ranks here, and an `ElasticSampler` follows.
 
         Raises:
-            MismatchError: in a process that has joined, `loader` has another number of batches than on the other ranks.
+            MismatchError: in a process that has joined, `loader` has another number of batches than on the other ranks;
+                or on all ranks, if the numbers differ since the job has grown.
         """
+        data: Any = getattr(loader, "dataset", loader)
+        if self._resumes and self._commits_within:
+            self._trained_on = data
+        elif data is self._trained_on:
+            self._let_join(grows=True)
+        divide_anew(loader)
         length = len(loader) if isinstance(loader, Sized) else None
+        if self._shares != current().shares:
+            self._shares = current().shares
+            self._compare_lengths(length)
         skipped = 0
         if self._resumes:
             self._resumes, skipped = False, self._batch
@@ -107,13 +125,13 @@ class TrainingState:
                     f"this loader has {length} batches, and had {self._batches} on the ranks that this process has "
                     "joined. Make samplers once, with ring.size() and ring.rank() as they are when the script starts."
                 )
-        self._batch, self._batches = skipped, length
+        self._batch, self._batches, self._is_in_epoch, self._data = skipped, length, True, data
         try:
             for batch in batches_from(loader, skipped):
                 self._batch += 1
                 yield batch
         finally:
-            self._batch, self._batches = 0, None
+            self._batch, self._batches, self._is_in_epoch, self._data = 0, None, False, None
 
     def commit(self) -> None:
         """Let waiting processes join here; call it on all ranks at the end of each step or the beginning of each epoch.
@@ -126,12 +144,20 @@ class TrainingState:
         world = current()
         if world.operations() == self._operations_at_join:  # it has come to the place at which the others let it join
             return
-        if world.is_awaited and (joined := admit(self._place())):
+        if self._is_in_epoch:
+            self._trained_on, self._commits_within = self._data, True
+        if not self._let_join(grows=not self._is_in_epoch) and self._has_joined and len(world.world_ranks) > 1:
+            self._compare()
+
+    def _let_join(self, grows: bool) -> bool:
+        """Let processes join that wait, also such by which the job grows if it may here; returns whether one has."""
+        world = current()
+        joined = admit(self._place(), grows) if world.is_awaited or (grows and world.awaited) else ()
+        if joined:
             self._share(joined)
             self._has_joined = True
             world.tell_changes()
-        elif self._has_joined and len(world.world_ranks) > 1:
-            self._compare()
+        return bool(joined)
 
     # Helpers ----------------------------------------------------------------------------------------
 
@@ -143,7 +169,8 @@ class TrainingState:
         """All that a newcomer needs; apart from tensors, it shares nothing with the live objects."""
         state = {name: getattr(self, name) for name in self._names}
         found = {name: v.state_dict() if isinstance(v, Stateful) else v for name, v in state.items()}
-        return {**found, "_batch": self._batch, "_batches": self._batches}
+        own = ("_batch", "_batches", "_commits_within", "_shares")
+        return {**found, **{name: getattr(self, name) for name in own}}
 
     def _load(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
@@ -154,6 +181,18 @@ class TrainingState:
         received = share_state(self._state, joined)
         if received is not None:
             self._load(received)
+
+    def _compare_lengths(self, length: int | None) -> None:
+        """Check that all ranks have equally many batches since the job has grown."""
+        communicator = current().communicator
+        by_rank = communicator.all_gather_object(length)
+        if any(one != by_rank[0] for one in by_rank):
+            told = dict(zip(communicator.ranks, by_rank, strict=True))
+            raise MismatchError(
+                f"ranks have different numbers of batches since the job has grown: {told}. Divide data by a "
+                "DistributedSampler or an ElasticSampler, which batches() divides anew, or by ring.rank() and "
+                "ring.size() where each epoch begins."
+            )
 
     def _compare(self) -> None:
         """Check that ranks are at the same place: a newcomer that does not use `batches` is in another step."""

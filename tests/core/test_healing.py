@@ -30,6 +30,8 @@ CONTINUE = FailurePolicy(True, 1)
         (("continue", 0), "min_ranks=0 is not a positive"),
         (("continue", True), "min_ranks=True is not a positive"),
         (("continue", "2"), "min_ranks='2' is not a positive"),
+        (("replace", 1, 0), "max_ranks=0 is not a positive"),
+        (("continue", 1, 4), 'max_ranks=4 needs on_failure="replace"'),
     ],
 )
 def test_a_wrong_policy_is_refused(arguments, text):
@@ -38,18 +40,39 @@ def test_a_wrong_policy_is_refused(arguments, text):
 
 
 def test_the_variables_choose_what_the_arguments_do_not(monkeypatch):
-    assert FailurePolicy.chosen(None, 3) == (False, 0, False)
+    assert FailurePolicy.chosen(None, 3) == (False, 0, False, 0)
     monkeypatch.setenv("RING_ON_FAILURE", "continue")
     monkeypatch.setenv("RING_MIN_RANKS", "2")
-    assert FailurePolicy.chosen(None, None) == (True, 2, False)
-    assert FailurePolicy.chosen("end", None) == (False, 0, False)
-    assert FailurePolicy.chosen(None, 4) == (True, 4, False)
-    assert FailurePolicy.chosen("replace", None) == (True, 2, True)
+    monkeypatch.setenv("RING_MAX_RANKS", "8")
+    assert FailurePolicy.chosen(None, None) == (True, 2, False, 0)
+    assert FailurePolicy.chosen("end", None) == (False, 0, False, 0)
+    assert FailurePolicy.chosen(None, 4) == (True, 4, False, 0)
+    assert FailurePolicy.chosen("replace", None) == (True, 2, True, 8)
+    assert FailurePolicy.chosen("replace", None, 6) == (True, 2, True, 6)
     assert [FailurePolicy.chosen(name, 1).on_failure for name in ("end", "continue", "replace")] == [
         "end",
         "continue",
         "replace",
     ]
+
+
+def test_a_job_has_no_fewer_ranks_than_min_ranks_and_no_more_than_max_ranks(monkeypatch):
+    FailurePolicy(True, 2, True, 4).check_size(2)
+    FailurePolicy(True, 2, True, 4).check_size(4)
+    FailurePolicy(True, 1, True, 1).check_size(1)
+    for policy, ranks, text in (
+        (FailurePolicy(True, 3, True, 4), 2, "min_ranks=3 is more than the 2 ranks"),
+        (FailurePolicy(True, 1, True, 4), 5, "max_ranks=4 is less than the 5 ranks"),
+        (FailurePolicy(True, 1, True, MOST_MEMBERS + 1), 2, f"is more than {MOST_MEMBERS}, the most"),
+        (FailurePolicy(True, 1, True, 4), 1, "a job of one rank cannot grow"),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            policy.check_size(ranks)
+    monkeypatch.setenv("RING_SPAWNED", "5:0:2:0:3")
+    monkeypatch.setenv("RING_LOSSES_TOLERATED", "1")
+    prepare_to_continue(None, FailurePolicy(True, 1, True, 3), 0)
+    with pytest.raises(ArgumentError, match=r"max_ranks=4, but ring run was told to have up to 3 ranks"):
+        prepare_to_continue(None, FailurePolicy(True, 1, True, 4), 0)
 
 
 def test_a_launchers_processes_hold_their_slots(monkeypatch):
@@ -74,7 +97,7 @@ def test_a_launchers_processes_hold_their_slots(monkeypatch):
 
 
 def test_so_is_a_ring_run_that_was_not_told(monkeypatch):
-    monkeypatch.setenv("RING_SPAWNED", "5:0:2:0")
+    monkeypatch.setenv("RING_SPAWNED", "5:0:2:0:2")
     with pytest.raises(ArgumentError, match="ring run --on-failure continue"):
         prepare_to_continue(None, CONTINUE, 0)
     monkeypatch.setenv("RING_LOSSES_TOLERATED", "1")
@@ -96,7 +119,7 @@ def test_a_script_starts_again_under_ring_run_unless_it_is_alone(monkeypatch):
     assert not started
     with pytest.raises(SystemExit):
         prepare_to_continue(4, FailurePolicy(True, 2, replaces=True), 0)
-    assert started == [(4, 2, "replace")]
+    assert started == [(4, 2, "replace", 0)]
     monkeypatch.setenv("RING_LOSSES_TOLERATED", "1")  # as a script that a rank starts inherits it
     with pytest.raises(ArgumentError, match="does not work under"):
         prepare_to_continue(4, CONTINUE, 0)
@@ -106,7 +129,7 @@ def test_a_script_starts_again_under_ring_run_unless_it_is_alone(monkeypatch):
 def test_all_ranks_must_want_it_and_be_able_to():
     check_policies([CONTINUE, CONTINUE], True, False, "")
     check_policies([CONTINUE, CONTINUE], False, True, "")
-    with pytest.raises(ArgumentError, match=r"differ by rank: \[\(True, 1, False\), \(False, 0, False\)\]"):
+    with pytest.raises(ArgumentError, match=r"differ by rank: \[\(True, 1, False, 0\), \(False, 0, F"):
         check_policies([CONTINUE, (False, 0, False)], True, False, "")
     with pytest.raises(ArgumentError, match=r"2 ranks on 2 hosts are connected by MPI .* set RING_TRANSPORT=tcp"):
         check_policies([CONTINUE, CONTINUE], False, False, "2 ranks on 2 hosts")
@@ -162,9 +185,13 @@ def test_one_line_says_who_left_or_why_all_end():
 
 
 def test_one_line_says_who_joined_and_where():
-    line = who_joined({5: 1}, {0: 10, 4: 14, 5: 15}, (0, 5, 4), 0.0123)
+    line = who_joined({5: 1}, {0: 10, 4: 14, 5: 15}, (0, 5, 4), 0.0123, 3)
     assert line.startswith("rank 5 (process 15) in the place of rank 1 joined; the job goes on with 3 ranks since")
     assert line.endswith("after 12 ms. Errors keep the old numbers: rank 5 is now 1, 4 is now 2.")
+    line = who_joined({4: 1, 2: 2}, {0: 10, 2: 12, 4: 14}, (0, 4, 2), 0.0123, 2)
+    assert line.startswith(
+        "rank 4 (process 14) in the place of rank 1 and rank 2 (process 12) as a further rank joined;"
+    )
 
 
 def test_changes_are_told_in_order_and_one_that_comes_meanwhile_after_that():

@@ -14,14 +14,14 @@ from ring_plugins.launcher.supervision import Supervisor
 
 
 class Job:
-    """Two seats; processes end as told, and `start` starts another that ends so."""
+    """Two seats of four are in use; processes end as told, and `start` starts another that ends so."""
 
     def __init__(self, supervisor):
         self.supervisor, self.told, self.started = supervisor, [], []
-        self.seats = Seats(np.zeros(Seats.nbytes(2), np.uint8))
+        self.seats = Seats(np.zeros(Seats.nbytes(4), np.uint8))
         self.next, self.ends = "sys.exit(1)", True
         self.spare, self.renamed = "time.sleep(3600)", []
-        self.unused = iter(range(2, 20))
+        self.unused = iter(range(4, 20))
         self.keep(0)
 
     def keep(self, spares):
@@ -71,7 +71,7 @@ def test_a_seat_is_filled_until_it_has_failed_too_often(job):
     job.join(1, 1)
     for _ in range(8):
         job.replacements.tick()
-    assert job.started == [(1, 2), (1, 3), (1, 4), (1, 5), (1, 6)]
+    assert job.started == [(1, 4), (1, 5), (1, 6), (1, 7), (1, 8)]
     assert job.replacements.filled == {1: 5} and job.replacements.is_out(1) and not job.replacements.is_out(0)
     assert job.replacements.late == [1]
     assert job.told[-1] == "rank 1 was replaced 5 times within an hour; the job goes on without it."
@@ -112,17 +112,17 @@ def test_a_spare_that_waits_gets_the_seat_and_another_is_started(job):
     job.join(0, 0)
     job.join(1, 1)
     job.replacements.tick()
-    assert job.started == [(None, 2), (None, 3)]
-    job.seats.wait_as_spare(3)  # the other is not there yet
+    assert job.started == [(None, 4), (None, 5)]
+    job.seats.wait_as_spare(5)  # the other is not there yet
     ready = job.supervisor.spares[1]
     dying.kill()
     dying.wait()
     job.replacements.tick()
-    assert job.started == [(None, 2), (None, 3), (None, 4)] and job.renamed == [(3, 1)]
-    assert job.seats.given(3) == 1 and job.supervisor.processes == [living, ready]
+    assert job.started == [(None, 4), (None, 5), (None, 6)] and job.renamed == [(5, 1)]
+    assert job.seats.given(5) == 1 and job.supervisor.processes == [living, ready]
     assert job.replacements.filled == {1: 1} and job.replacements.is_out(1)
     assert job.told == ["a spare process takes the place of rank 1."]
-    job.join(1, 3)
+    job.join(1, 5)
     assert not job.replacements.is_out(1)
     spares = job.supervisor.spares
     living.kill()
@@ -140,7 +140,7 @@ def test_spares_that_end_unused_are_replaced_a_few_times_and_count_for_no_seat(j
     job.spare = "os.kill(os.getpid(), 9)"
     for _ in range(8):
         job.replacements.tick()
-    assert job.started == [(None, rank) for rank in range(2, 7)] and job.replacements.filled == {}
+    assert job.started == [(None, rank) for rank in range(4, 9)] and job.replacements.filled == {}
     assert job.told[0].startswith("a spare process was killed by SIGKILL")
     assert job.told[-1].endswith("before it was needed, the 5th within an hour; no more are started.")
     assert len(job.told) == 5
@@ -148,7 +148,7 @@ def test_spares_that_end_unused_are_replaced_a_few_times_and_count_for_no_seat(j
     dying.wait()
     job.next, job.ends = "time.sleep(3600)", False
     job.replacements.tick()
-    assert job.started[-1] == (1, 7) and job.told[-1] == "starting another process in the place of rank 1."
+    assert job.started[-1] == (1, 9) and job.told[-1] == "starting another process in the place of rank 1."
 
 
 def test_one_that_leaves_is_replaced_and_no_one_if_nobody_has_the_state(job):
@@ -159,10 +159,65 @@ def test_one_that_leaves_is_replaced_and_no_one_if_nobody_has_the_state(job):
     job.seats.leave(0)
     job.next = "os.kill(os.getpid(), 9)"
     job.replacements.tick()
-    assert job.started == [(0, 2)]
+    assert job.started == [(0, 4)]
     living.kill()
     living.wait()
     time.sleep(0.01)
     job.replacements.tick()
-    assert job.started == [(0, 2)]
+    assert job.started == [(0, 4)]
     assert job.supervisor.wait()[0] == 137
+
+
+def test_further_ranks_take_the_seats_that_nobody_has_had(job):
+    living = job.run("time.sleep(3600)")
+    job.run("time.sleep(3600)")
+    job.join(0, 0)
+    job.join(1, 1)
+    assert job.replacements.add(3).startswith("no: 2 of the job's 4 seats are free (--max-ranks 4), which is less than")
+    job.keep(1)
+    job.replacements.tick()
+    job.seats.wait_as_spare(4)
+    assert job.replacements.add(2) == "ok: ranks 2, 3 will join where an epoch begins"
+    assert job.seats.in_use == 4
+    job.next, job.ends = "time.sleep(3600)", False
+    job.replacements.tick()
+    assert job.started == [(None, 4), (3, 3), (None, 5)] and job.renamed == [(4, 2)]
+    assert job.told == ["a spare process becomes rank 2.", "starting another process as rank 3."]
+    assert job.replacements.is_out(2) and job.replacements.late == [2, 3] and job.replacements.added == []
+    job.join(2, 4)
+    job.supervisor.processes[3].kill()
+    job.supervisor.processes[3].wait()
+    job.replacements.tick()
+    assert job.started[-1] == (None, 6) and job.renamed[-1] == (5, 3)
+    job.join(3, 5)
+    assert job.replacements.added == [2, 3] and job.replacements.filled == {3: 1} and job.replacements.late == []
+    assert not job.replacements.is_out(3)
+    living.kill()
+
+
+def test_further_ranks_that_fail_before_they_join_end_the_wish_for_those_behind_them_too(job):
+    job.run("time.sleep(3600)")
+    job.run("time.sleep(3600)")
+    job.join(0, 0)
+    job.join(1, 1)
+    job.replacements.add(1)
+    for _ in range(4):
+        job.replacements.tick()
+    job.replacements.add(1)
+    job.next, job.ends = "time.sleep(3600)", False
+    job.replacements.tick()
+    waiting = job.supervisor.processes[3]
+    job.supervisor.processes[2].kill()
+    job.supervisor.processes[2].wait()
+    job.replacements.tick()
+    assert [seat for seat, _ in job.started] == [2, 2, 2, 2, 2, 3]
+    assert job.started[0] == (2, 2) and job.started[-1] == (3, 3)
+    assert job.told[-1] == "rank 2 was started 5 times within an hour; the job goes on without it."
+    assert waiting.poll() == -9 and len(job.supervisor.processes) == 2 and job.seats.in_use == 2
+    assert job.replacements.add(2).startswith("ok: ")
+
+
+def test_a_job_without_further_seats_says_so(job):
+    job.seats = Seats(np.zeros(Seats.nbytes(2), np.uint8))
+    job.keep(0)
+    assert job.replacements.add(1).startswith("no: the job was started without --max-ranks")

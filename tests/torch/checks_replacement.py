@@ -4,7 +4,7 @@ TEST_DEATHS says who dies: [[seat, step, point], ...], each by its first process
 number is the next if the point begins with "newcomer", or by every newcomer at that seat if it begins with "every
 newcomer". Where there are spares, it dies once one of them waits; TEST_KILLED_SPARE is the number of one that dies
 while it waits. With TEST_AWAITED, members that lack others wait in each step until processes wait to join, at most for
-that many seconds.
+that many seconds. TEST_ADDED says who asks for further ranks: [[seat, step, number], ...], of up to TEST_MOST in all.
 """
 
 import json
@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -21,12 +22,13 @@ import ring_plugins as ring
 from ring_plugins.core.control import admission
 from ring_plugins.core.rendezvous.spawn import seats
 from ring_plugins.core.world import current
+from ring_plugins.launcher.growth import request_ranks
 from ring_plugins.torch import DistributedOptimizer, TrainingState, broadcast_parameters
 from tests.mortal import die, end_at, end_in_round
 from tests.passes import members_of_passes
 from tests.worker import report
 
-EPOCHS, BATCHES = 2, 6
+EPOCHS, BATCHES = int(os.environ.get("TEST_EPOCHS", "2")), 6
 
 
 def seats_taken(ranks: Sequence[int] | None = None) -> list[int]:
@@ -46,6 +48,8 @@ def wait_for_newcomers(missing: set[int]) -> None:
         time.sleep(0.01)
 
 
+#: Up to how many ranks there may be.
+MOST = int(os.environ.get("TEST_MOST", os.environ.get("TEST_RANKS", "0")))
 #: Of a spare that dies while it waits.
 KILLED_SPARE = int(os.environ.get("TEST_KILLED_SPARE", "-1"))
 
@@ -62,7 +66,7 @@ def own_deaths(seat: int, ranks: int) -> list[tuple[int, str]]:
     """The (step, point)s of TEST_DEATHS that are of this process."""
     number, deaths = current().world_rank, json.loads(os.environ["TEST_DEATHS"])
     mine = [(step, point) for of, step, point in deaths if of == seat and (number >= ranks) == ("newcomer" in point)]
-    if number > ranks:
+    if number > (MOST if seat < ranks else seat):
         mine = [(step, point.removeprefix("every ")) for step, point in mine if point.startswith("every")]
     return [(step, point.removeprefix("every ").removeprefix("newcomer ")) for step, point in mine]
 
@@ -80,8 +84,11 @@ def prepare_newcomer(mine: list[tuple[int, str]]) -> None:
             raise ValueError("a script that fails")
 
 
-def begin_step(number: int, mine: list[tuple[int, str]], ranks: int) -> None:
-    """Die in this step if it is time, and else wait for newcomers if ranks are missing."""
+def begin_step(number: int, mine: list[tuple[int, str]], ranks: int, seat: int = -1) -> None:
+    """Ask for further ranks and die in this step if it is time, and else wait for newcomers if ranks are missing."""
+    for by, step, wanted in json.loads(os.environ.get("TEST_ADDED", "[]")):
+        if by == seat and step == number and current().world_rank == seat:
+            report("answer", request_ranks(wanted, os.getppid()), seat)
     for point in [point for step, point in mine if step == number]:
         if point.startswith("round"):
             end_in_round(int(point.split()[1]), point.split()[2])
@@ -89,16 +96,16 @@ def begin_step(number: int, mine: list[tuple[int, str]], ranks: int) -> None:
             wait_for_spare()
             end_at(point)
     if "TEST_AWAITED" in os.environ:
-        wait_for_newcomers(set(range(ranks)) - set(seats_taken()))
+        wait_for_newcomers(set(range(max(ranks, seats().in_use))) - set(seats_taken()))
 
 
 def main() -> None:
-    ranks = int(os.environ["TEST_RANKS"])
-    ring.init(ranks=ranks, on_failure="replace", min_ranks=int(os.environ.get("TEST_MIN", "1")))
+    ranks, least = int(os.environ["TEST_RANKS"]), int(os.environ.get("TEST_MIN", "1"))
+    ring.init(ranks=ranks, on_failure="replace", min_ranks=least, max_ranks=MOST)
     seat, number = ring.rank(), current().world_rank
     is_new = current().is_joining
     mine = own_deaths(seat, ranks)
-    assert (ring.rank(), ring.size()) == (seat, ranks)
+    assert (ring.rank(), ring.size()) == (seat, max(ranks, seats().in_use))
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(count)) for count in (10, 20_000, 300_000)])
     if is_new:
         with torch.no_grad():
@@ -118,13 +125,13 @@ def main() -> None:
         lambda change: changes.append([*map(list, (change.lost, change.left, change.joined)), change.size_before])
     )
     prepare_newcomer(mine)
-    state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, epoch=0, step=0, history=[])
+    state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, epoch=0, step=0, history=[], ends=[])
     joined_at = state.step if is_new else None
     for state.epoch in range(state.epoch, EPOCHS):  # noqa: B020 - the range is made once
         for (sample,) in state.batches(loader):
-            seat_of_sample, batch = int(sample) % ranks, int(sample) // ranks
-            assert seat_of_sample == seat and batch == state.step % BATCHES
-            begin_step(state.step, mine, ranks)
+            batch = state.step - ([0, *state.ends][-1])
+            assert int(sample) == (batch * current().shares + seat) % len(data)
+            begin_step(state.step, mine, ranks, seat)
             time.sleep(float(os.environ.get("TEST_PAUSE", "0")))
             optimizer.zero_grad()
             (gradient(state.step, seat) * sum(parameter.sum() for parameter in model)).backward()
@@ -133,10 +140,14 @@ def main() -> None:
             state.step += 1
             state.commit()
         scheduler.step()
+        state.ends = [*state.ends, state.step]
     weights = [sorted(set(parameter.tolist())) for parameter in model]
     found = {
         "weights": weights,
         "history": state.history,
+        "ends": state.ends,
+        # Of a size that two ranks reduce with one barrier, and three with two.
+        "sum": sorted(set(ring.all_reduce(np.full(12_000, seat + 1, np.float32), ring.SUM).tolist())),
         "rates": scheduler.get_last_lr(),
         "numbers": ring.all_gather_object(number),
         "ranks": ring.all_gather_object([ring.rank(), ring.size(), seat]),

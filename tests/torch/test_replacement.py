@@ -23,46 +23,56 @@ def train(deaths, ranks=3, env=None, awaited=True, **options):
     return run_ranks(CHECKS, ranks, env=env, timeout=120, **options)
 
 
-def replayed(averaged_over, batches=BATCHES):
-    """The weight of every parameter after one process has taken the same averages, with the same schedule."""
+def replayed(averaged_over, batches=BATCHES, ends=()):
+    """The weight of every parameter after one process has taken the same averages, with the same schedule.
+
+    Epochs have so many batches, or end with these numbers of steps.
+    """
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     for step, seats in enumerate(averaged_over):
         weight.grad = torch.full((1,), sum(gradient(step, seat) for seat in seats) / len(seats))
         optimizer.step()
-        if (step + 1) % batches == 0:
+        if step + 1 in ends or not (ends or (step + 1) % batches):
             scheduler.step()
     return weight.tolist()
 
 
-def check(result, seats=range(3)):
+def check(result, seats=range(3), epochs=EPOCHS, steps=EPOCHS * BATCHES):
     """That all ranks of the end have the same, and what a replay gives; returns it, and what each has seen itself."""
     found = [result.reports[seat]["found"] for seat in seats]
     assert all(one == found[0] for one in found), str(result)
-    assert len(found[0]["history"]) == EPOCHS * BATCHES
-    assert found[0]["weights"] == [replayed(found[0]["history"])] * 3
-    assert found[0]["rates"] == [0.5 * 0.5**EPOCHS]
+    assert len(found[0]["history"]) == found[0]["ends"][-1] == steps and len(found[0]["ends"]) == epochs
+    assert found[0]["weights"] == [replayed(found[0]["history"], ends=found[0]["ends"])] * 3
+    assert found[0]["sum"] == [sum(seats) + len(seats)]
+    assert found[0]["rates"] == [0.5 * 0.5**epochs]
     assert found[0]["ranks"] == [[rank, len(found), seat] for rank, seat in enumerate(seats)]
     return found[0], [result.reports[seat]["own"] for seat in seats]
 
 
-def test_another_process_takes_the_place_of_rank_0():
-    """The default suite's one job."""
-    result = train([[0, 2, "now"]])
-    found, own = check(result)
+def test_another_process_takes_the_place_of_rank_0_and_the_job_grows():
+    """The default suite's one job. In the second epoch four ranks share the 18 samples, two of them twice."""
+    result = train([[0, 2, "now"]], env={"TEST_ADDED": "[[1, 3, 1]]", "TEST_MOST": "4"})
+    found, own = check(result, range(4), steps=6 + 5)
     everyone, left = [0, 1, 2], [1, 2]
-    assert found["history"] == [everyone] * 2 + [left] * 2 + [everyone] * 8
-    assert found["numbers"] == [3, 1, 2]
-    assert [one["joined at"] for one in own] == [4, None, None]
-    assert [one["changes"] for one in own] == [[[[], [], [3], 2]], *[[[[0], [], [], 3], [[], [], [3], 2]]] * 2]
+    assert found["history"] == [everyone] * 2 + [left] * 2 + [everyone] * 2 + [[*everyone, 3]] * 5
+    assert found["numbers"] == [4, 1, 2, 3]
+    assert [one["joined at"] for one in own] == [4, None, None, 6]
+    joined, grown = [[], [], [4], 2], [[], [], [3], 3]
+    assert [one["changes"] for one in own] == [[joined, grown], *[[[[0], [], [], 3], joined, grown]] * 2, [grown]]
+    assert result.reports[1]["answer"] == "rank 3 will join where an epoch begins."
+    assert "ring run: starting another process as rank 3.\n" in result.output
+    assert "as a further rank joined; the job goes on with 4 ranks since" in result.output
     assert (
         "the job goes on with 2 of its 3 ranks" in result.output and "Another process takes its place." in result.output
     )
     assert "ring run: starting another process in the place of rank 0.\n" in result.output
     assert "in the place of rank 0 joined; the job goes on with 3 ranks since" in result.output
-    assert "Errors keep the old numbers: rank 3 is now 0." in result.output
-    assert "ring run: other processes took the place of rank 0, and all 3 ended normally." in result.output
+    assert "Errors keep the old numbers: rank 4 is now 0." in result.output
+    assert (
+        "ring run: rank 3 joined, other processes took the place of rank 0, and all 4 ended normally." in result.output
+    )
 
 
 @pytest.mark.slow
@@ -144,6 +154,32 @@ def test_several_may_be_replaced_at_once_or_in_a_row_and_those_that_left(deaths)
     check(result, [seat for seat in range(3) if seat not in ends_alone])
     said = "nobody had joined yet in the place of rank 2, and the other 2 ended normally." in result.output
     assert said == bool(ends_alone), result
+
+
+#: As docs/healing.md starts train.py.
+GROWING = [sys.executable, "-m", "ring_plugins", "run", "-n", "2", "--on-failure", "replace", "--max-ranks", "4"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("deaths", "numbers"),
+    [
+        ([], [0, 1, 2, 3]),
+        ([[2, 7, "newcomer now"], [1, 7, "now"]], None),
+        *(([[2, 0, f"newcomer round {n} {when}"]], [0, 1, 4, 3]) for n in (1, 3) for when in ("before", "in")),
+        ([[3, 0, "newcomer round 2 stopped"]], [0, 1, 2, 4]),
+        *(([[victim, 5, f"round {n} in"]], None) for victim, n in ((0, 2), (1, 3))),
+    ],
+)
+@pytest.mark.parametrize("spares", ["0", "1"])
+def test_a_job_grows_from_two_to_four_ranks_whoever_dies_meanwhile(deaths, numbers, spares):
+    env = {"TEST_ADDED": "[[1, 1, 2]]", "TEST_MOST": "4", "TEST_EPOCHS": "4", "RING_SPARES": spares}
+    result = train(deaths, ranks=2, env=env, launcher=[*GROWING, sys.executable])
+    found = result.reports[0]["found"]
+    check(result, range(4), epochs=4, steps=found["ends"][-1])
+    assert found["history"][:5] == [[0, 1]] * 5 and found["history"][-1] == [0, 1, 2, 3]
+    assert found["ends"][0] == 6 and found["ends"][-1] - found["ends"][-2] == 3
+    assert spares == "1" or numbers in (None, found["numbers"])
 
 
 @pytest.mark.slow

@@ -263,6 +263,14 @@ MIN_RANKS = Variable(
     1,
     "the fewest ranks with which a job goes on if RING_ON_FAILURE is not `end`: see [healing](healing.md)",
 )
+MAX_RANKS = Variable(
+    "RING_MAX_RANKS",
+    WHOLE_NUMBER,
+    0,
+    "up to how many ranks `ring add-ranks` may let a job grow if RING_ON_FAILURE is `replace`: see "
+    "[healing](healing.md#add-ranks)",
+    shown_default="as at the start",
+)
 SPARES = Variable(
     "RING_SPARES",
     WHOLE_NUMBER,

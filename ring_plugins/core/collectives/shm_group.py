@@ -186,6 +186,7 @@ class SharedMemoryGroup:
             parts: of each shared buffer, all members' parts. This member's own stays where it is.
         """
         self._ranks, self.position, self.size = tuple(ranks), position, len(ranks)
+        self._small_bytes = _small_bytes(self.size)
         self._use(segments)
         self._mapped.clear()
         for buffer, of_buffer in zip(self._buffers, parts, strict=True):

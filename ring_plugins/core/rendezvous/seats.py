@@ -1,10 +1,12 @@
 """The seats of a job that `ring run` has started on this host: which process has each, and who waits for one.
 
-A seat is what a user numbers as a rank at the start. When the process that has it ends, another may take it, under a
-new world rank. Processes of one job that start at different times have nothing in common but `ring run` and its shared
-segment, in which they meet. Behind the start-up exchange (spawn.py) it has a row for each seat: whose it is, where
-other processes find that one's liveness segment, and whether it takes part already. `ring run` reads there, too, how
-the end of a process is meant.
+A seat is what a user numbers as a rank. When the process that has it ends, another may take it, under a new world
+rank. Processes of one job that start at different times have nothing in common but `ring run` and its shared segment,
+in which they meet. Before the start-up exchange (spawn.py) it has a row for each seat: whose it is, where other
+processes find that one's liveness segment, and whether it takes part already. `ring run` reads there, too, how the end
+of a process is meant.
+
+A job that may grow (`max_ranks`) has rows for seats that nobody has taken yet, behind those of the first ranks.
 
 In a job on several hosts, each host's supervisor has such rows for its own ranks (`OwnSeat`), without the exchange.
 
@@ -29,7 +31,7 @@ from ring_plugins.core.linux.shared_memory import Address, Segment, publish
 #: Bytes of a row, and of the words of spares, two for each world rank.
 _ROW, _SPARES = 64, 16 * MOST_MEMBERS
 #: Its words. The address is that of the process's liveness segment.
-_STATE, _WORLD_RANK, _PID, _FILE, _NBYTES = range(5)
+_STATE, _WORLD_RANK, _PID, _FILE, _NBYTES, _HAD_MEMBER = range(6)
 #: States: nobody yet, or not any more; a member of the job; one that waits to join; a member that left as it was told;
 #: one that waits in `init` for the others; a member without which the others go on, as they could not reach it.
 _EMPTY, _MEMBER, _WAITING, _LEFT, _STARTING, _CUT_OFF = range(6)
@@ -51,20 +53,39 @@ class Occupant(NamedTuple):
 
 
 class Seats:
-    """The rows of all seats, and the words of spares.
+    """The rows of all seats, behind one that tells how many are in use, and the words of spares.
 
     Args:
         memory: `nbytes` of it, zeros to begin with.
     """
 
     def __init__(self, memory: Bytes) -> None:
-        self._rows = memory[:-_SPARES].view(np.int64).reshape(-1, _ROW // 8)
+        self._used = memory[:_ROW].view(np.int64)
+        self._rows = memory[_ROW:-_SPARES].view(np.int64).reshape(-1, _ROW // 8)
         self._spares = memory[-_SPARES:].view(np.int64).reshape(-1, 2)
 
     @staticmethod
-    def nbytes(size: int) -> int:
+    def nbytes(number: int) -> int:
         """Bytes for this many seats."""
-        return size * _ROW + _SPARES
+        return (1 + number) * _ROW + _SPARES
+
+    @property
+    def number(self) -> int:
+        """How many there are."""
+        return len(self._rows)
+
+    @property
+    def in_use(self) -> int:
+        """How many of them, from the first, `ring run` has or had processes for, once the job has grown."""
+        return int(self._used[0])
+
+    @in_use.setter
+    def in_use(self, number: int) -> None:
+        self._used[0] = number
+
+    def is_new(self, seat: int) -> bool:
+        """Whether no process with this seat has ever taken part: the job would grow by it."""
+        return not self._rows[seat, _HAD_MEMBER]
 
     def clear(self, seat: int) -> None:
         """Free a seat whose process has ended."""
@@ -77,6 +98,7 @@ class Seats:
         publish()
         row[_WORLD_RANK] = occupant.world_rank
         row[_PID : _NBYTES + 1] = occupant.address
+        row[_HAD_MEMBER] |= as_member
         publish()
         row[_STATE] = _MEMBER if as_member else _WAITING
 

@@ -73,13 +73,14 @@ _KEPT = (
 )
 
 
-def hold_slot(record: LaunchRecord, min_ranks: int, on_failure: str, remedy: str) -> NoReturn:
+def hold_slot(record: LaunchRecord, min_ranks: int, on_failure: str, max_ranks: int, remedy: str) -> NoReturn:
     """Replace this process by one that holds its launcher's slot, while the ranks run under a `ring run`.
 
     Args:
         record: of this process, which a launcher has started with others.
         min_ranks: with how many ranks the job goes on.
         on_failure: "continue" or "replace".
+        max_ranks: to how many ranks it may grow; 0 for no more than those of the launcher.
         remedy: what to do where this does not work, for errors.
 
     Raises:
@@ -107,10 +108,10 @@ def hold_slot(record: LaunchRecord, min_ranks: int, on_failure: str, remedy: str
             f"of one container, or start the job there with `ring run`; or {remedy}."
         )
     job = _digest([os.geteuid(), pid, started, *(os.environ.get(name, "") for name in _JOB)])
-    work = _digest([command, min_ranks, on_failure, spawn.START_DIRECTORY])
+    work = _digest([command, min_ranks, on_failure, max_ranks, spawn.START_DIRECTORY])
     environment = environment_of_ranks(os.environ)
     if size is not None:
-        slot, again = record.rank, spawn.ring_run(size, min_ranks, on_failure)
+        slot, again = record.rank, spawn.ring_run(size, min_ranks, on_failure, max_ranks)
     else:
         policy = {config.ON_FAILURE.name: on_failure, config.MIN_RANKS.name: str(min_ranks)}
         place = _meet_on_several_hosts(record, work, command, policy)

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -55,24 +55,47 @@ _RING_RUN = "ring run"
 started_by = _RING_RUN
 
 
-def child_environment(segment: Segment, rank: int | None, size: int, parent: int) -> dict[str, str]:
+class _Spawned(NamedTuple):
+    """What RING_SPAWNED tells a process: the segment's file, its rank, the job's size, and its parent or 0.
+
+    Attributes:
+        fd: of the segment.
+        rank: of the process, `_SPARE` for a spare.
+        size: of the job, as the process is to see it before it has met the others.
+        parent: process id of its parent, 0 if that may be another.
+        seats: how many there are.
+    """
+
+    fd: int
+    rank: int
+    size: int
+    parent: int
+    seats: int
+
+    @classmethod
+    def read(cls) -> _Spawned:
+        return cls(*map(int, config.SPAWNED.get().split(":")))
+
+    @property
+    def variables(self) -> dict[str, str]:
+        # LOCAL_RANK is what Lightning's rank_zero_only reads at import. A spare does not speak for the job yet.
+        return {
+            config.SPAWNED.name: ":".join(map(str, self)),
+            "LOCAL_RANK": str(self.size if self.rank == _SPARE else self.rank),
+        }
+
+
+def child_environment(segment: Segment, rank: int | None, size: int, parent: int, seats: int = 0) -> dict[str, str]:
     """Environment of a process that becomes a rank and inherits the segment's file.
 
     Args:
-        segment: of `SharedMemoryRendezvous.nbytes(size)` bytes.
+        segment: of `SharedMemoryRendezvous.nbytes(ranks, seats)` bytes.
         rank: of the process; None for a spare, which gets the seat of a lost rank in `connect`.
-        size: of the job.
+        size: of the job; for a process that joins later, of the seats that are in use then.
         parent: process id that the rank's parent must have, or 0 if the first descendant to arrive is the rank.
+        seats: number of them, if the job may grow beyond its size.
     """
-    return _variables(segment.fd, _SPARE if rank is None else rank, size, parent)
-
-
-def _variables(fd: int, rank: int, size: int, parent: int) -> dict[str, str]:
-    # LOCAL_RANK is what Lightning's rank_zero_only reads at import. A spare does not speak for the job yet.
-    return {
-        config.SPAWNED.name: f"{fd}:{rank}:{size}:{parent}",
-        "LOCAL_RANK": str(size if rank == _SPARE else rank),
-    }
+    return _Spawned(segment.fd, _SPARE if rank is None else rank, size, parent, max(seats, size)).variables
 
 
 class SharedMemoryRendezvous:
@@ -81,21 +104,27 @@ class SharedMemoryRendezvous:
     Every rank has two slots, for rounds of even and odd number: a rank can be one round ahead of its slowest reader but
     not two.
 
+    The seats lie before the slots: a process that joins later knows their number, but not that of the first ranks.
+
     Args:
-        segment: of `nbytes(size)` bytes, zeros at first.
+        segment: of `nbytes(size, seats)` bytes, zeros at first.
         rank, size: of this process and of the job.
         children: the spawned processes on rank 0 of a script that spawned its ranks; otherwise empty.
+        seats: number of them, if the job may grow beyond its size.
     """
 
-    def __init__(self, segment: Segment, rank: int, size: int, children: list[subprocess.Popen[bytes]]) -> None:
+    def __init__(
+        self, segment: Segment, rank: int, size: int, children: list[subprocess.Popen[bytes]], seats: int = 0
+    ) -> None:
         self.segment, self.rank, self.size, self.children = segment, rank, size, children
-        self.seats = Seats(segment.array[2 * size * _SLOT :][: Seats.nbytes(size)])
+        self._first_slot = Seats.nbytes(max(seats, size))
+        self.seats = Seats(segment.array[: self._first_slot])
         self._round = 0
 
     @staticmethod
-    def nbytes(size: int) -> int:
-        """Bytes of a segment for this many ranks."""
-        return 2 * size * _SLOT + Seats.nbytes(size)
+    def nbytes(size: int, seats: int = 0) -> int:
+        """Bytes of a segment for this many ranks, and seats if there are more."""
+        return Seats.nbytes(max(seats, size)) + 2 * size * _SLOT
 
     def gather(self, payload: Any) -> list[Any]:
         """Every rank's payload (anything JSON can hold) in rank order.
@@ -134,11 +163,11 @@ class SharedMemoryRendezvous:
 
     def rounds(self, rank: int) -> int:
         """How often a rank has called `gather`, as any process sees it that maps the segment."""
-        slots = self.segment.array[2 * rank * _SLOT : (2 * rank + 2) * _SLOT].reshape(2, _SLOT)
+        slots = self.segment.array[self._first_slot :][2 * rank * _SLOT :][: 2 * _SLOT].reshape(2, _SLOT)
         return int(np.ascontiguousarray(slots[:, :8]).view(np.int64).max())
 
     def _slot(self, rank: int) -> tuple[Any, Any]:
-        start = (2 * rank + self._round % 2) * _SLOT
+        start = self._first_slot + (2 * rank + self._round % 2) * _SLOT
         slot = self.segment.array[start : start + _SLOT]
         return slot[:16].view(np.int64), slot[16:]
 
@@ -161,8 +190,8 @@ def detect() -> LaunchRecord | None:
     if not text:
         return None
     try:
-        _, rank, size, _ = map(int, text.split(":"))
-    except ValueError:
+        _, rank, size, _, _ = _Spawned.read()
+    except (ValueError, TypeError):
         raise LaunchError(f"{config.SPAWNED.name}={text!r} was not set by ring_plugins; unset it.") from None
     if rank == _SPARE:
         return LaunchRecord("spawned", started_by, None, size, None, size)
@@ -175,7 +204,7 @@ def connect(record: LaunchRecord, ranks: int) -> Rendezvous:
     """Spawn the other ranks of a job of `ranks` processes (parent), or join the job that spawned this one (child)."""
     global _rendezvous
     if _rendezvous is None:
-        _rendezvous = _join(record) if record.kind == "spawned" else _spawn(ranks)
+        _rendezvous = _join() if record.kind == "spawned" else _spawn(ranks)
     return Rendezvous(_rendezvous.rank, _rendezvous.size, _rendezvous.gather, None)
 
 
@@ -189,18 +218,24 @@ def seats() -> Seats | None:
     return _rendezvous.seats if _rendezvous is not None else None
 
 
-def _join(record: LaunchRecord) -> SharedMemoryRendezvous:
-    fd, rank, _, parent = map(int, config.SPAWNED.get().split(":"))
-    assert record.size is not None
+def number_of_seats() -> int:
+    """Of the job that has started this process for one of its ranks, 0 if there is none."""
+    return _Spawned.read().seats if config.SPAWNED.is_set() else 0
+
+
+def _join() -> SharedMemoryRendezvous:
+    spawned = fd, rank, size, parent, number = _Spawned.read()
     end_with_parent()
+    meets_first_ranks = rank != _SPARE and not config.JOINS.is_set()
+    nbytes = SharedMemoryRendezvous.nbytes(size, number) if meets_first_ranks else Seats.nbytes(number)
     try:
-        segment = Segment.inherited(fd, SharedMemoryRendezvous.nbytes(record.size))
+        segment = Segment.inherited(fd, nbytes)
     except SharedMemoryError as error:
         raise LaunchError(
             f"{config.SPAWNED.name} is set, but this process did not inherit the file that it names ({error}): the "
             f"variable was copied from {_named(rank)} of a job into another environment; unset it."
         ) from error
-    found = SharedMemoryRendezvous(segment, rank, record.size, [])
+    found = SharedMemoryRendezvous(segment, rank, size, [], number)
     # `ring run` may start Python through a shell. The rank is then the first process that arrives.
     if rank == _SPARE:
         has_arrived = found.seats.has_come(config.JOINS.get())
@@ -216,7 +251,8 @@ def _join(record: LaunchRecord) -> SharedMemoryRendezvous:
         )
     if rank == _SPARE:
         found.rank = _wait_for_seat(found.seats, config.JOINS.get())
-        os.environ |= _variables(fd, found.rank, record.size, parent)
+        found.size = max(size, found.seats.in_use)
+        os.environ |= spawned._replace(rank=found.rank, size=found.size).variables
     return found
 
 
@@ -287,13 +323,14 @@ def _spawn(ranks: int) -> SharedMemoryRendezvous:
     return SharedMemoryRendezvous(segment, 0, ranks, children)
 
 
-def ring_run(ranks: int, min_ranks: int, on_failure: str) -> list[str]:
+def ring_run(ranks: int, min_ranks: int, on_failure: str, max_ranks: int = 0) -> list[str]:
     """The command that runs this script under `ring run`, on ranks of this host of which each can outlive any other.
 
     Args:
         ranks: of the job.
         min_ranks: with how many of them the job goes on.
         on_failure: "continue" or "replace".
+        max_ranks: to how many it may grow; 0 for no more than `ranks`.
 
     Raises:
         LaunchError: this script cannot be started again.
@@ -301,16 +338,17 @@ def ring_run(ranks: int, min_ranks: int, on_failure: str) -> list[str]:
     # -H: a scheduler may have allocated further hosts.
     where = ["-n", str(ranks), "-H", f"localhost:{ranks}", "--with", "python"]
     policy = ["--on-failure", on_failure, "--min-ranks", str(min_ranks)]
+    policy += ["--max-ranks", str(max_ranks)] if max_ranks else []
     return [sys.executable, "-m", "ring_plugins", "run", *where, *policy, "--", *command()]
 
 
-def restart_under_ring_run(ranks: int, min_ranks: int, on_failure: str) -> NoReturn:
+def restart_under_ring_run(ranks: int, min_ranks: int, on_failure: str, max_ranks: int = 0) -> NoReturn:
     """Replace this process by `ring_run` of its own command.
 
     The script runs again from its first line in every rank, as it does in all but the first where it spawns them.
     """
     check_is_original_script()
-    again = ring_run(ranks, min_ranks, on_failure)
+    again = ring_run(ranks, min_ranks, on_failure, max_ranks)
     flush_output()
     os.chdir(START_DIRECTORY)
     os.execv(sys.executable, again)

@@ -34,7 +34,7 @@ def _single(monkeypatch):
         (MPICH, ("mpi", 1, 4, 0)),
         (RENDEZVOUS, ("rendezvous", 3, 8, 1)),
         (SLURM, ("rendezvous", 5, 8, 1)),
-        ({"RING_SPAWNED": "3:1:2:99"}, ("spawned", 1, 2, 1)),
+        ({"RING_SPAWNED": "3:1:2:99:2"}, ("spawned", 1, 2, 1)),
         # mpirun inside a SLURM allocation: the inner launcher counts.
         ({**SLURM, **OPEN_MPI}, ("mpi", 1, 4, 1)),
         # one torchrun agent a host, started by mpirun

@@ -14,17 +14,23 @@ def test_a_seat_passes_from_its_first_process_to_one_that_waits_and_joins():
     seats = Seats(np.zeros(Seats.nbytes(3), np.uint8))
     first, second = Occupant(1, 1, (100, 5, 4096)), Occupant(1, 3, (200, 6, 4096))
     assert not seats.is_taken(1) and not seats.has_joined(1, 1)
+    assert seats.number == 3 and seats.in_use == 0 and seats.is_new(1)
     seats.take(first, as_member=True)
     seats.take(Occupant(2, 2, (102, 5, 4096)), as_member=True)
     assert seats.members() == [first, Occupant(2, 2, (102, 5, 4096))]
     assert seats.is_taken(1) and seats.has_joined(1, 1) and not seats.has_waiting()
+    seats.in_use = 3
     seats.clear(1)
+    assert seats.in_use == 3 and not seats.is_new(1) and seats.is_new(0)
     assert not seats.is_taken(1) and not seats.has_joined(1, 1)
     seats.take(second, as_member=False)
     assert seats.has_waiting() and seats.waiting() == [second]
     assert not seats.has_joined(1, 3) and seats.members() == [Occupant(2, 2, (102, 5, 4096))]
     seats.take(second, as_member=True)
     assert seats.has_joined(1, 3) and not seats.has_joined(1, 1) and not seats.has_waiting()
+    seats.take(Occupant(0, 4, (300, 6, 4096)), as_member=False)
+    assert seats.is_new(0)
+    seats.clear(0)
     seats.leave(1)
     assert seats.has_left(1) and seats.has_joined(1, 3) and second not in seats.members()
 

@@ -180,7 +180,7 @@ def test_a_job_of_one_rank_and_a_script_that_has_initialized_mpi():
 
 def refused(record, match, on_failure="continue"):
     with pytest.raises(ArgumentError, match=match):
-        slots.hold_slot(record, 1, on_failure, "leave it out")
+        slots.hold_slot(record, 1, on_failure, 0, "leave it out")
 
 
 def test_what_cannot_work_is_refused(monkeypatch):

@@ -73,16 +73,16 @@ def test_a_child_is_detected_by_its_environment(monkeypatch):
     for name, value in child_environment(segment, 2, 4, 99).items():
         monkeypatch.setenv(name, value)
     assert spawn.detect() == LaunchRecord("spawned", "a script that started itself", 2, 4, 2, 4)
-    monkeypatch.setenv("RING_SPAWNED", f"{segment.fd}:0:4:99")
+    monkeypatch.setenv("RING_SPAWNED", f"{segment.fd}:0:4:99:4")
     assert spawn.detect() == LaunchRecord("spawned", "ring run", 0, 4, 0, 4)
 
 
 def test_a_data_loaders_worker_is_not_the_rank_it_descends_from(monkeypatch):
     segment = Segment.create(SharedMemoryRendezvous.nbytes(2))
-    monkeypatch.setenv("RING_SPAWNED", f"{os.dup(segment.fd)}:1:2:1")  # its parent would be process 1
+    monkeypatch.setenv("RING_SPAWNED", f"{os.dup(segment.fd)}:1:2:1:2")  # its parent would be process 1
     monkeypatch.setattr(spawn, "end_with_parent", lambda: None)
     with pytest.raises(LaunchError, match="inherited RING_SPAWNED from rank 1 but is not that rank"):
-        spawn._join(LaunchRecord("spawned", "a test", 1, 2))
+        spawn._join()
 
 
 def test_a_spare_becomes_the_rank_whose_seat_it_gets_and_its_children_do_not(monkeypatch):
@@ -99,17 +99,17 @@ def test_a_spare_becomes_the_rank_whose_seat_it_gets_and_its_children_do_not(mon
         while not seats.has_come(5):
             time.sleep(0.001)
         with pytest.raises(LaunchError, match="inherited RING_SPAWNED from a spare but is not that rank"):
-            spawn._join(record)
+            spawn._join()
         seats.give(1, 5)
 
     giving = threading.Thread(target=give)
     giving.start()
-    assert spawn._join(record).rank == 1
+    assert spawn._join().rank == 1
     giving.join()
     assert (spawn.detect().rank, os.environ["LOCAL_RANK"]) == (1, "1")
     seats.take(Occupant(1, 5, segment.address), as_member=False)
     with pytest.raises(LaunchError, match="inherited RING_SPAWNED from rank 1 but is not that rank"):
-        spawn._join(spawn.detect())
+        spawn._join()
 
 
 def test_only_the_main_thread_spawns(monkeypatch):
@@ -200,6 +200,6 @@ def test_the_variable_of_a_spawned_rank_without_its_file_is_refused(monkeypatch,
     with open(tmp_path / "file", "w+b") as other:
         other.truncate(SharedMemoryRendezvous.nbytes(2))
         for fd in (-1, 2**31 - 1, other.fileno()):
-            monkeypatch.setenv("RING_SPAWNED", f"{fd}:1:2:{os.getppid()}")
+            monkeypatch.setenv("RING_SPAWNED", f"{fd}:1:2:{os.getppid()}:2")
             with pytest.raises(LaunchError, match="did not inherit the file"):
-                spawn._join(spawn.detect())
+                spawn._join()

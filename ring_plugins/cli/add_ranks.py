@@ -1,0 +1,32 @@
+"""`ring add-ranks`: lets a running job grow."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def add_ranks(
+    number: Annotated[int, typer.Argument(help="How many ranks to add.")],
+    job: Annotated[
+        int | None,
+        typer.Option("--job", help="Process id of the `ring run`; not needed if only one of yours runs on this host."),
+    ] = None,
+) -> None:
+    """Add ranks to a running job of this host, which was started with `ring run --on-failure replace --max-ranks`.
+
+    The new processes run the script from its first line, and join the others where an epoch begins.
+
+    **Example**
+
+    * `ring run -n 2 --on-failure replace --max-ranks 4 python train.py`, then in another terminal `ring add-ranks 2`
+    """
+    from ring_plugins.core.base.errors import RingError
+    from ring_plugins.launcher.growth import request_ranks
+
+    try:
+        typer.echo(f"ring add-ranks: {request_ranks(number, job)}")
+    except RingError as error:
+        typer.echo(f"ring add-ranks: {error}", err=True)
+        raise typer.Exit(2) from None

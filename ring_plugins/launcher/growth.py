@@ -1,0 +1,162 @@
+"""How a user asks a running `ring run` for further ranks: `ring add-ranks`, from another terminal of the host.
+
+A `ring run` whose job may change listens at a socket in Linux's abstract namespace, whose name has its user and process
+id: it leaves no file behind, and /proc/net/unix lists all such jobs. Any program of the host can connect there, so both
+sides ask the kernel for the other's user (SO_PEERCRED), and take nothing from anybody else. The request is one line, a
+word and a number, and the answer is one line for the user.
+
+`ring run` looks at the socket between two looks at its processes. It never waits for whoever has connected.
+
+Considered and rejected: a signal, which has neither a number of ranks nor an answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ring_plugins.core.base.errors import ArgumentError, LaunchError
+from ring_plugins.core.net.socket_owner import is_same_unix_user
+
+#: Bytes of the longest request, and of the longest answer.
+_REQUEST, _ANSWER = 64, 4096
+#: Seconds for which a connection may take to send its request, and a user waits for the answer.
+_PATIENCE, _WAITS = 2.0, 10.0
+#: Connections at once.
+_MOST = 8
+
+
+def _name(pid: int | str) -> str:
+    return f"ring_plugins/run/{os.geteuid()}/{pid}"
+
+
+class GrowthRequests:
+    """The end of `ring run`, a context manager.
+
+    Args:
+        add: lets so many ranks join; returns the answer, which begins with "ok: " or "no: ".
+    """
+
+    def __init__(self, add: Callable[[int], str]) -> None:
+        self._add = add
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._open: dict[socket.socket, tuple[float, bytes]] = {}  # since when, and what it has sent
+        with contextlib.suppress(OSError):  # another user has taken the name: nobody can ask then
+            self._listener.bind(f"\0{_name(os.getpid())}")
+            self._listener.listen(_MOST)
+        self._listener.setblocking(False)
+
+    def __enter__(self) -> GrowthRequests:  # noqa: PYI034 - typing.Self needs Python 3.11
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for connection in [self._listener, *self._open]:
+            connection.close()
+
+    def poll(self) -> None:
+        """Answer the requests that have come."""
+        with contextlib.suppress(OSError):
+            while len(self._open) < _MOST:
+                connection, _ = self._listener.accept()
+                if is_same_unix_user(connection):
+                    connection.setblocking(False)
+                    self._open[connection] = time.monotonic(), b""
+                else:
+                    connection.close()
+        for connection, (since, before) in list(self._open.items()):
+            try:
+                data = connection.recv(_REQUEST - len(before))
+            except BlockingIOError:
+                if time.monotonic() - since > _PATIENCE:
+                    self._close(connection)
+                continue
+            except OSError:
+                data = b""
+            text = before + data
+            self._open[connection] = since, text
+            if not data or text.endswith(b"\n") or len(text) == _REQUEST:
+                self._answer(connection, text)
+
+    def _answer(self, connection: socket.socket, request: bytes) -> None:
+        if found := re.fullmatch(rb"add (\d{1,6})\n", request):
+            with contextlib.suppress(OSError):
+                connection.send(self._add(int(found[1])).encode()[:_ANSWER])
+        self._close(connection)
+
+    def _close(self, connection: socket.socket) -> None:
+        del self._open[connection]
+        connection.close()
+
+
+def running_jobs() -> dict[int, str]:
+    """Process ids of this user's `ring run`s on this host that listen, and the commands that they run."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for pid in re.findall(f"@{_name('([0-9]+)')}$", Path("/proc/net/unix").read_text(), re.MULTILINE):
+            with contextlib.suppress(OSError):  # it has just ended
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+                found[int(pid)] = b" ".join(words).decode(errors="replace")
+    return found
+
+
+def _connect(connection: socket.socket, name: str) -> None:
+    """Connect; where too many others wait for that, the kernel answers with an error instead of letting this wait."""
+    deadline = time.monotonic() + _WAITS
+    while True:
+        try:
+            connection.connect(name)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def request_ranks(number: int, job: int | None) -> str:
+    """Ask a `ring run` of this user for further ranks; returns what it says.
+
+    Args:
+        number: how many.
+        job: its process id; None for the only one.
+
+    Raises:
+        ArgumentError: the number is not positive, or there is no such job, or there are several.
+        LaunchError: it refuses, or does not answer.
+    """
+    if number < 1:
+        raise ArgumentError(f"{number} is not a positive number of ranks.")
+    jobs = running_jobs()
+    listed = "".join(f"\n  {pid}: {command}" for pid, command in jobs.items())
+    if job is None and len(jobs) != 1:
+        if not jobs:
+            raise ArgumentError(
+                "no job of yours on this host can grow: start one with `ring run --on-failure replace --max-ranks 4`."
+            )
+        raise ArgumentError(f"several jobs run here; choose one with --job and its process id:{listed}")
+    pid = next(iter(jobs)) if job is None else job
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_WAITS)
+        try:
+            _connect(connection, f"\0{_name(pid)}")
+        except OSError as error:
+            others = f" Those that can:{listed}" if jobs else ""
+            raise ArgumentError(
+                f"process {pid} is not a `ring run --on-failure replace` of yours on this host "
+                f"({error.strerror}).{others}"
+            ) from None
+        if not is_same_unix_user(connection):
+            raise ArgumentError(f"process {pid} is another user's.")
+        try:
+            connection.sendall(f"add {number}\n".encode())
+            answer = connection.recv(_ANSWER).decode(errors="replace")
+        except OSError as error:
+            raise LaunchError(f"ring run (process {pid}) does not answer: {error.strerror or error}.") from None
+    kind, _, text = answer.partition(": ")
+    if kind != "ok":
+        raise LaunchError(f"{text or 'ring run ended before it answered'}.")
+    return f"{text}."

@@ -1,0 +1,84 @@
+"""Requests for further ranks, as `ring add-ranks` makes them and `ring run` answers them."""
+
+import os
+import socket
+import threading
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from ring_plugins.cli.main import app
+from ring_plugins.core.base.errors import ArgumentError, LaunchError
+from ring_plugins.launcher import growth
+from ring_plugins.launcher.growth import GrowthRequests, request_ranks, running_jobs
+
+
+@pytest.fixture
+def asked():
+    """What a `ring run` in this process was asked for; it refuses more than three ranks."""
+    numbers: list[int] = []
+    over = threading.Event()
+
+    def add(number: int) -> str:
+        numbers.append(number)
+        return "ok: they will join" if number <= 3 else "no: 3 seats are free"
+
+    with GrowthRequests(add) as requests:
+
+        def poll() -> None:
+            while not over.is_set():
+                requests.poll()
+                time.sleep(0.002)
+
+        polling = threading.Thread(target=poll)
+        polling.start()
+        try:
+            yield numbers
+        finally:
+            over.set()
+            polling.join()
+
+
+def test_a_request_is_answered_and_the_only_job_needs_no_name(asked, monkeypatch):
+    assert request_ranks(2, os.getpid()) == "they will join."
+    with pytest.raises(LaunchError, match="3 seats are free"):
+        request_ranks(4, os.getpid())
+    assert "pytest" in running_jobs()[os.getpid()]
+    monkeypatch.setattr(growth, "running_jobs", lambda: {os.getpid(): "ring run"})
+    done = CliRunner().invoke(app, ["add-ranks", "1"])
+    assert (done.exit_code, done.stdout) == (0, "ring add-ranks: they will join.\n")
+    assert CliRunner().invoke(app, ["add-ranks", "9"]).exit_code == 2
+    assert asked == [2, 4, 1, 9]
+
+
+def test_what_names_no_job_or_several_is_refused(monkeypatch):
+    monkeypatch.setattr(growth, "running_jobs", dict)
+    with pytest.raises(ArgumentError, match="no job of yours on this host can grow"):
+        request_ranks(1, None)
+    with pytest.raises(ArgumentError, match=r"process 1 is not a `ring run --on-failure replace` of yours"):
+        request_ranks(1, 1)
+    monkeypatch.setattr(growth, "running_jobs", lambda: {5: "ring run a", 6: "ring run b"})
+    with pytest.raises(ArgumentError, match=r"choose one with --job and its process id:\n  5: ring run a\n  6: ring"):
+        request_ranks(1, None)
+    with pytest.raises(ArgumentError, match="0 is not a positive number"):
+        request_ranks(0, None)
+
+
+def test_neither_silence_nor_nonsense_nor_another_user_keeps_others_from_asking(asked, monkeypatch):
+    monkeypatch.setattr(growth, "_PATIENCE", 0.2)
+    name = f"\0{growth._name(os.getpid())}"
+    connections = []
+    for sent in (b"", b"a" * 64, b"add x\n", b"add 1", b"add -1\n", b"add 1\nadd 1\n", *[b""] * 20):
+        connections.append(connection := socket.socket(socket.AF_UNIX))
+        connection.connect(name)
+        connection.sendall(sent)
+    assert request_ranks(2, os.getpid()) == "they will join."
+    monkeypatch.setattr(growth, "is_same_unix_user", lambda connection: False)
+    with pytest.raises(ArgumentError, match="another user's"):
+        request_ranks(3, os.getpid())
+    assert asked == [2]
+    for connection in connections:
+        connection.settimeout(20)
+        assert connection.recv(1) == b"", "one that was dropped"
+        connection.close()
