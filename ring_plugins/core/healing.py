@@ -182,6 +182,8 @@ def check_policies(policies: Sequence[Sequence[Any]], shares_memory: bool, uses_
         )
     if not shares_memory and policies[0][2]:
         raise ArgumentError(f'on_failure="replace" works on one host, but these are {job}: {_REMEDY}.')
+    if not shares_memory and policies[0][3]:
+        raise ArgumentError(f"max_ranks={policies[0][3]}: jobs grow on one host, but these are {job}: leave it out.")
     if size > (most := MOST_MEMBERS if shares_memory else MOST_RANKS):
         raise ArgumentError(f'on_failure="continue" works with up to {most} ranks, but these are {job}: {_REMEDY}.')
     if min_ranks > size > 1:

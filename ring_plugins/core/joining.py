@@ -46,12 +46,13 @@ _LOOK = 0.01
 _ROUNDS, _ATTEMPTS = 16, 5
 
 
-def admit(place: str = "", grows: bool = False) -> tuple[int, ...]:
+def admit(place: str = "", lost: bool = True, further: bool = False) -> tuple[int, ...]:
     """Let those join that wait; all members call this at the same place, outside of operations.
 
     Args:
         place: of the script, as `join` gets it in processes that are to come to the same one.
-        grows: whether those may join here by which the job grows: data is divided anew behind this place.
+        lost: whether those may join here that take the places of lost ranks.
+        further: whether those may by which the job grows: data is divided anew behind this place.
 
     Returns:
         The world ranks of those that joined; none if they have ended meanwhile. The caller gives them the state of its
@@ -69,10 +70,10 @@ def admit(place: str = "", grows: bool = False) -> tuple[int, ...]:
     members = world.occupants()
     taken, ranks = {one.seat for one in members}, {one.world_rank for one in members}
     waiting = [one for one in waiting if one.seat not in taken and one.world_rank not in ranks]
+    world.awaited = frozenset(one.seat for one in waiting)
     # Data has no shares that nobody ever had, so seats beyond those are taken in order.
-    world.awaited = frozenset(one.seat for one in waiting if one.seat >= world.shares)
-    last = next(seat for seat in itertools.count(world.shares) if seat not in world.awaited or not grows)
-    waiting = [one for one in waiting if one.seat < last]
+    last = next(seat for seat in itertools.count(shares_before) if seat not in world.awaited or not further)
+    waiting = [one for one in waiting if (lost or one.seat >= shares_before) and one.seat < last]
     world.awaited -= {one.seat for one in waiting}
     if not waiting:
         return ()

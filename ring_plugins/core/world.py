@@ -496,6 +496,17 @@ class World:
         """Whether processes wait to take the places of lost ranks."""
         return any(seat < self.shares for seat in self.awaited)
 
+    @property
+    def may_grow(self) -> bool:
+        """Whether the job may get further ranks."""
+        return self._policy.max_ranks > 0
+
+    @property
+    def is_further(self) -> bool:
+        """Whether this process has yet to join, and the job grows by it: nobody has had its seat."""
+        places = seats()
+        return self.is_joining and places is not None and places.is_new(self._rendezvous.rank)
+
     def _sees_newcomers(self) -> set[int]:
         """Seats of those that wait to join, and that not all ranks know of."""
         places = seats() if self.replaces and not self.is_joining else None

@@ -75,7 +75,7 @@ class TrainingState:
             world.change_members()
         if world.changes.untold:
             world.tell_changes()
-        if world.is_awaited and (joined := admit(_PLACE)):
+        if world.awaited and (joined := admit(_PLACE, further=True)):
             self._share(joined)
         elif self._has_joined:
             self._compare()

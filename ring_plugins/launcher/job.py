@@ -122,7 +122,8 @@ def _run_ranks(plan: LaunchPlan, supervisor: Supervisor, notify: Callable[[str],
             was_there = seat is None or seat < len(supervisor.processes)
             out, err = relay.files(world_rank if seat is None else seat, again=is_new and was_there)
             joins = {config.JOINS.name: str(world_rank)} if is_new else {}
-            own = child_environment(segment, seat, max(job.ranks, seats.in_use), 0, most)
+            size = max(job.ranks, seats.size_until_joined(seat) if is_new and seat is not None else 0)
+            own = child_environment(segment, seat, size, 0, most)
             process = supervisor.start(
                 job.command,
                 {**inherited, **variables, **own, **joins},

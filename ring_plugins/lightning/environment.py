@@ -27,7 +27,7 @@ class RingEnvironment:
     def __init__(self) -> None:
         self._record = detect()
         self._wanted_world_size = 1
-        #: The strategy's `on_failure` and `min_ranks`, for `ring_plugins.init()`.
+        #: The strategy's `on_failure`, `min_ranks` and `max_ranks`, for `ring_plugins.init()`.
         self.failure_policy: dict[str, Any] = {}
         self._main_port: int | None = None
         self._reserved: socket.socket | None = None

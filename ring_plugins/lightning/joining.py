@@ -8,7 +8,8 @@ meets nobody: broadcasts of directories, barriers, numbers of batches, hooks.
 between two batches that has neither a batch in hand nor a part of the last one undone (validation, schedulers), so
 `advance` of this Trainer's loop is wrapped. The members are in the middle of their epoch there, and the new process at
 the first batch of its first. It takes over the state of a member, the position in the epoch too, and what Lightning
-does next is the same for all.
+does next is the same for all. Processes by which the job grows join where an epoch is about to begin, before `FitLoop`
+sets up its data: all make their loaders anew there, with samplers for the larger number of ranks.
 
 **What.** The state is Lightning's own checkpoint, in memory, which has weights, optimizers, schedulers, the scaler, the
 loops' progress and callbacks. Beside it: what a checkpoint leaves out because a Trainer that starts again makes it
@@ -36,7 +37,7 @@ from torch.utils.data import DataLoader
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.joining import admit, join
 from ring_plugins.core.world import current
-from ring_plugins.torch.loaders import from_batch
+from ring_plugins.torch.loaders import divide_anew, from_batch
 from ring_plugins.torch.training_state import share_state
 
 #: What `ModelCheckpoint` of Lightning 2.6.6 decides by and leaves out of its state.
@@ -59,8 +60,10 @@ class MeetingPoint:
         self._strategy, self._trainer = strategy, trainer
         self._loop = trainer.fit_loop.epoch_loop
         self._advance: Callable[[Any], None] = self._loop.advance
+        self._begin_epoch: Callable[[], None] = trainer.fit_loop.on_advance_start
         self._sanity_steps = trainer.num_sanity_val_steps
         self._loop.advance = self._meet_and_advance
+        trainer.fit_loop.on_advance_start = self._meet_and_begin_epoch
         if current().is_joining:
             trainer.num_sanity_val_steps = 0  # the others' validation has worked
             # Lightning has not restored them yet from `ckpt_path`: a member has newer ones.
@@ -68,7 +71,7 @@ class MeetingPoint:
 
     def close(self) -> None:
         """Undo everything."""
-        del self._loop.advance
+        del self._loop.advance, self._trainer.fit_loop.on_advance_start
         self._trainer.num_sanity_val_steps = self._sanity_steps
 
     def _meet_and_advance(self, fetcher: Any) -> None:
@@ -77,11 +80,44 @@ class MeetingPoint:
             self._join(fetcher)
         elif world.is_awaited:
             state = self._state()
-            if joined := admit(self._place()):
+            if joined := admit(self._place(fetcher)):
                 share_state(lambda: state, joined)
                 self._agree_on_random_numbers(None)
                 world.tell_changes()
         self._advance(fetcher)
+
+    def _meet_and_begin_epoch(self) -> None:
+        """As `_meet_and_advance`, for processes by which the job grows, where an epoch is about to begin."""
+        world = current()
+        is_further = world.is_further
+        if is_further:
+            self._receive_state(None)
+        elif world.awaited:
+            state = self._state()
+            if joined := admit(self._place(None), lost=False, further=True):
+                share_state(lambda: state, joined)
+                self._agree_on_random_numbers(None)
+                is_further = True
+        if is_further:
+            self._divide_anew()
+            world.tell_changes()
+        self._begin_epoch()
+
+    def _divide_anew(self) -> None:
+        """Make all loaders anew, for the number of ranks that there are now; collective."""
+        fit_loop, communicator = self._trainer.fit_loop, current().communicator
+        for loader in fit_loop._combined_loader.flattened:
+            divide_anew(loader)  # if its sampler is the script's own, to which Lightning adds none
+        fit_loop._combined_loader = fit_loop.epoch_loop.val_loop._combined_loader = None
+        fit_loop.setup_data()
+        told = dict(
+            zip(communicator.ranks, communicator.all_gather_object(self._trainer.num_training_batches), strict=True)
+        )
+        if len(set(told.values())) > 1:
+            raise MismatchError(
+                f"ranks have different numbers of training batches since the job has grown: {told}. Let Lightning add "
+                "the samplers, or make a DistributedSampler in train_dataloader(), with trainer.world_size."
+            )
 
     def _join(self, fetcher: Any) -> None:
         if type(fetcher).__name__ == "_DataLoaderIterDataFetcher":
@@ -89,24 +125,33 @@ class MeetingPoint:
                 'a module whose training_step takes dataloader_iter does not support on_failure="replace": let it take '
                 "batches."
             )
-        # Lightning's handler for SIGTERM gives way to that of a member, which leaves after its step.
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        world = current()
-        state = share_state(dict, join(self._place(), "begin the next batch"))
-        assert state is not None
-        with self._strategy.as_if_alone():
-            self._load(state, fetcher)
-        self._agree_on_random_numbers(state["random"])
-        world.tell_changes()
+        self._receive_state(fetcher)
+        current().tell_changes()
         if self._strategy.is_global_zero:
             self._show_progress()
 
-    def _place(self) -> str:
-        """What has to be the same in a process that joins."""
+    def _receive_state(self, fetcher: Any) -> None:
+        """Join, and take over the others' state; their position in an epoch, too, if a fetcher is given."""
+        # Lightning's handler for SIGTERM gives way to that of a member, which leaves after its step.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        until = f"begin the next {'epoch' if fetcher is None else 'batch'}"
+        state = share_state(dict, join(self._place(fetcher), until))
+        assert state is not None
+        with self._strategy.as_if_alone():
+            self._load(state)
+            if fetcher is not None:
+                self._load_data(state, fetcher)
+        self._agree_on_random_numbers(state["random"])
+
+    def _place(self, fetcher: Any) -> str:
+        """What has to be the same in a process that joins, between two batches or, without a fetcher, two epochs."""
         callbacks = [type(callback).__name__ for callback in self._trainer.callbacks]
+        if fetcher is None:
+            return f"fit(), before an epoch, with {', '.join(callbacks) or 'no callbacks'}"
         # Loaders that are made anew may have another number in this epoch; `_load_data` compares then.
-        batches = "?" if self._trainer.reload_dataloaders_every_n_epochs else self._trainer.num_training_batches
+        is_open = self._trainer.reload_dataloaders_every_n_epochs or current().may_grow
+        batches = "?" if is_open else self._trainer.num_training_batches
         return f"fit() with {batches} training batches per epoch, and {', '.join(callbacks) or 'no callbacks'}"
 
     # The state ------------------------------------------------------------------------------------
@@ -129,7 +174,7 @@ class MeetingPoint:
             "random": _random_states(),
         }
 
-    def _load(self, state: dict[str, Any], fetcher: Any) -> None:
+    def _load(self, state: dict[str, Any]) -> None:
         trainer, fit_loop, connector = self._trainer, self._trainer.fit_loop, self._trainer._logger_connector
         for callback, values in zip(trainer.checkpoint_callbacks, state["checkpoints"], strict=True):
             for name, value in zip(_OF_CHECKPOINTS, values, strict=True):
@@ -149,13 +194,15 @@ class MeetingPoint:
         for name, metrics in state["metrics"].items():
             getattr(connector, name).update(metrics)
         trainer.should_stop = state["stops"]
-        self._load_data(state, fetcher)
 
     def _load_data(self, state: dict[str, Any], fetcher: Any) -> None:
         """Be where the members are in the training data, and have validation data if they have."""
         trainer, fit_loop = self._trainer, self._trainer.fit_loop
         val_loop = fit_loop.epoch_loop.val_loop
-        if trainer.reload_dataloaders_every_n_epochs:  # that of the first epoch may be another one
+        # That of the first epoch may be another one, and the job may have grown since this process made it.
+        if trainer.reload_dataloaders_every_n_epochs or len(current().past_shares) > 1:
+            for loader in fit_loop._combined_loader.flattened:
+                divide_anew(loader)
             fit_loop._combined_loader = None
             fit_loop.setup_data()
             fetcher.setup(fit_loop._combined_loader)

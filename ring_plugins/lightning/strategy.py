@@ -76,6 +76,8 @@ class RingTrainerLogic(RingParallelLogic):
             step and go on (docs/healing.md); "replace" also starts another process in its place, which joins them
             between two batches. The default is RING_ON_FAILURE, or "end".
         min_ranks: The fewest ranks with which a job goes on. The default is RING_MIN_RANKS, or 1.
+        max_ranks: Up to how many ranks ``ring add-ranks`` may let a job grow while it runs, with "replace". The default
+            is RING_MAX_RANKS, or no more than at the start.
         timeout: For calls through torch.distributed; by default torch's, 30 minutes.
         start_method: How a script that was started alone starts the other ranks: "popen" runs the script again; with
             "fork", "forkserver" and "spawn" they run only ``fit``, ``validate``, ``test`` or ``predict``. By default
@@ -114,6 +116,7 @@ class RingTrainerLogic(RingParallelLogic):
         skip_step_on: SkipStepOn = None,
         on_failure: Literal["end", "continue", "replace"] | None = None,
         min_ranks: int | None = None,
+        max_ranks: int | None = None,
         timeout: timedelta | None = None,
         start_method: StartMethod | None = None,
         **unknown: Any,
@@ -126,8 +129,9 @@ class RingTrainerLogic(RingParallelLogic):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        FailurePolicy.chosen(on_failure, min_ranks)  # raises if one is invalid
-        self.cluster_environment.failure_policy = {"on_failure": on_failure, "min_ranks": min_ranks}
+        FailurePolicy.chosen(on_failure, min_ranks, max_ranks)  # raises if one is invalid
+        policy = {"on_failure": on_failure, "min_ranks": min_ranks, "max_ranks": max_ranks}
+        self.cluster_environment.failure_policy = policy
         self._follower: LossFollower | None = None
         self._broadcast_buffers = broadcast_buffers
         self._skip_step_on = exceptions_to_skip(skip_step_on)

@@ -111,7 +111,7 @@ class TrainingState:
         if self._resumes and self._commits_within:
             self._trained_on = data
         elif data is self._trained_on:
-            self._let_join(grows=True)
+            self._let_join(further=True)
         divide_anew(loader)
         length = len(loader) if isinstance(loader, Sized) else None
         if self._shares != current().shares:
@@ -146,13 +146,14 @@ class TrainingState:
             return
         if self._is_in_epoch:
             self._trained_on, self._commits_within = self._data, True
-        if not self._let_join(grows=not self._is_in_epoch) and self._has_joined and len(world.world_ranks) > 1:
+        if not self._let_join(further=not self._is_in_epoch) and self._has_joined and len(world.world_ranks) > 1:
             self._compare()
 
-    def _let_join(self, grows: bool) -> bool:
+    def _let_join(self, further: bool) -> bool:
         """Let processes join that wait, also such by which the job grows if it may here; returns whether one has."""
         world = current()
-        joined = admit(self._place(), grows) if world.is_awaited or (grows and world.awaited) else ()
+        is_awaited = world.is_awaited or (further and world.awaited)
+        joined = admit(self._place(), further=further) if is_awaited else ()
         if joined:
             self._share(joined)
             self._has_joined = True

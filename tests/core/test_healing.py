@@ -141,6 +141,8 @@ def test_all_ranks_must_want_it_and_be_able_to():
         check_policies([(True, 3, False), (True, 3, False)], True, False, "")
     with pytest.raises(ArgumentError, match='on_failure="replace" works on one host'):
         check_policies([(True, 1, True)] * 2, False, True, "")
+    with pytest.raises(ArgumentError, match=r'"replace" works on one host|max_ranks=4: jobs grow on one host'):
+        check_policies([(True, 1, True, 4)] * 2, False, True, "")
 
 
 def test_ranks_that_were_started_one_by_one_need_nobody_who_holds_their_slots(monkeypatch):

@@ -201,3 +201,63 @@ def test_a_process_joins_between_two_fits(backend):
     env = {"KERAS_BACKEND": backend, "TEST_WAY": "state", "TEST_PATIENCE": str(60 * slowness()), "TEST_DEATH": "1"}
     result = run_ranks(SCRIPT, 2, env=env, timeout=150)
     assert result.reports == {0: {"left": [2, False, 0], "equal": True}, 1: {"left": [2, True, 2], "equal": True}}
+
+
+GROWS = """
+    import keras, numpy as np, os
+    import ring_plugins as ring
+    from ring_plugins.core.world import current
+    from ring_plugins.keras import BroadcastCallback, LearningRateWarmupCallback, TrainingState, shard
+    from tests.torch.checks_replacement import begin_step, seats_taken
+    from tests.worker import report
+
+    class Follows(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            begin_step(state.step, [], 2, current().share[0])
+
+        def on_train_batch_end(self, batch, logs=None):
+            state.step += 1
+            state.history = [*state.history, seats_taken()]
+
+    ring.init(ranks=2, on_failure="replace", max_ranks=4)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+    model.compile(keras.optimizers.SGD(0.5), loss=lambda wanted, found: keras.ops.sum(wanted * found, axis=-1))
+    inputs, targets = np.ones((24, 1), np.float32), 8.0 * (np.arange(24, dtype=np.float32)[:, None] % 7 - 2)
+    callbacks = [Follows(), BroadcastCallback()]
+    if "TEST_ONE_FIT" in os.environ:
+        state = type("State", (), {"step": 0, "history": []})()
+        model.fit(shard((inputs, targets), batch_size=1), epochs=40, shuffle=False, verbose=0, callbacks=callbacks)
+        report("found", [seats_taken()])
+        raise SystemExit
+    state = TrainingState(model, epoch=0, step=0, history=[])
+    for state.epoch in range(state.epoch, 3):
+        state.commit()
+        data = shard((inputs, targets), batch_size=1, seed=state.epoch, shuffle=False)
+        warmup = LearningRateWarmupCallback(0, initial_learning_rate=0.5)
+        model.fit(data, shuffle=False, verbose=0, callbacks=[*callbacks, warmup])
+    rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
+    report("found", [model.get_weights()[0].item(), state.history, rate])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_job_grows_between_two_fits(backend):
+    env = {"TEST_DEATHS": "[]", "TEST_ADDED": "[[1, 2, 2]]", "TEST_MOST": "4", "TEST_AWAITED": str(60 * slowness())}
+    result = run_ranks(GROWS, 2, env={**env, "KERAS_BACKEND": backend}, timeout=150)
+    targets = [8.0 * (i % 7 - 2) for i in range(24)]
+    weight = np.float32(0)
+    for ranks, epochs in ((2, 1), (4, 2)):
+        for _ in range(epochs):
+            for step in range(24 // ranks):
+                weight -= np.float32(0.5 * ranks) * np.float32(sum(targets[step * ranks : (step + 1) * ranks]) / ranks)
+    history = [[0, 1]] * 12 + [[0, 1, 2, 3]] * 12
+    assert result.values("found") == [[float(weight), history, 2.0]] * 4
+
+
+@pytest.mark.slow
+def test_ranks_that_cannot_be_added_say_why_and_disturb_nobody():
+    env = {"TEST_DEATHS": "[]", "TEST_ADDED": "[[1, 2, 1]]", "TEST_MOST": "4", "TEST_AWAITED": "6", "TEST_ONE_FIT": "1"}
+    result = run_ranks(GROWS, 2, env={**env, "KERAS_BACKEND": "torch"}, timeout=150)
+    assert result.values("found") == [[[0, 1]]] * 2
+    assert "ranks cannot be added within a fit(), whose data is divided once for all epochs" in result.output

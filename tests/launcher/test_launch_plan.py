@@ -126,7 +126,8 @@ def test_a_job_that_goes_on_after_losses_is_started_without_mpirun():
     assert not planned.replaces
     replacing = make_plan(Options(COMMAND, ranks=3, on_failure="replace"))
     assert replacing.tolerates_losses and replacing.replaces and replacing.spares == 0
-    assert make_plan(Options(COMMAND, ranks=3, on_failure="replace", spares=2)).spares == 2
+    growing = make_plan(Options(COMMAND, ranks=3, on_failure="replace", spares=2, max_ranks=4))
+    assert (growing.spares, growing.max_ranks, growing.job.environment["RING_MAX_RANKS"]) == (2, 4, "4")
     assert replacing.job.environment["RING_ON_FAILURE"] == "replace"
     ordinary = make_plan(Options(COMMAND, ranks=3))
     assert not ordinary.tolerates_losses and not ordinary.job.environment.keys() & variables.keys()
@@ -142,6 +143,9 @@ def test_a_job_that_goes_on_after_losses_is_started_without_mpirun():
         ({"ranks": 2, "min_ranks": 0}, "--min-ranks 0 is not between"),
         ({"ranks": 2, "spares": 1}, "--spares 1 needs --on-failure replace"),
         ({"ranks": 2, "spares": -1}, "--spares -1 is not a number of processes"),
+        ({"ranks": 2, "max_ranks": 4}, "--max-ranks 4 needs --on-failure replace"),
+        ({"ranks": 4, "max_ranks": 2, "on_failure": "replace"}, "--max-ranks 2 is not between the 4 ranks"),
+        ({"ranks": 1, "max_ranks": 2, "on_failure": "replace"}, "a job of one rank cannot grow"),
     ],
 )
 def test_where_losses_cannot_be_tolerated_the_plan_says_so(options, text):

@@ -179,3 +179,80 @@ def test_the_job_ends_while_a_process_waits_to_join(tmp_path):
     result = fit(tmp_path, [[1, 10, "now"]], awaited=False)
     check(result, [0, 2])
     assert "Traceback" not in result.output
+
+
+#: Two ranks become four in the second epoch; TEST_SAMPLER adds the script's own sampler.
+GROWS = """
+    import os, warnings, lightning as L, torch
+    from torch.utils.data import DataLoader, DistributedSampler
+    import ring_plugins as ring
+    from ring_plugins.core.world import current
+    from ring_plugins.lightning import RingStrategy
+    from tests.torch.checks_replacement import begin_step, gradient, seats_taken
+    from tests.worker import report
+
+    warnings.simplefilter("ignore")
+
+    class Model(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(20_000))
+            self.history, self.seen, self.validated = [], [], []
+
+        def training_step(self, batch, index):
+            seat = current().share[0]
+            self.seen.append([self.current_epoch, int(batch)])
+            begin_step(self.trainer.global_step, [], 2, seat)
+            return gradient(self.trainer.global_step, seat) * self.weight.sum()
+
+        def on_train_batch_end(self, *_):
+            self.history.append(seats_taken())
+
+        def validation_step(self, batch, index):
+            self.log("mean", batch.double().mean(), on_epoch=True, sync_dist=True)
+
+        def on_validation_epoch_end(self):
+            self.validated.append(len(current().world_ranks))
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), 0.5, momentum=0.5)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["kept"] = self.history, self.validated
+
+        def on_load_checkpoint(self, checkpoint):
+            self.history, self.validated = map(list, checkpoint["kept"])
+
+    model, data = Model(), range(24)
+    strategy = RingStrategy(on_failure="replace", max_ranks=4)
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", devices=2, max_epochs=3, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+    )
+    sampler = None
+    if "TEST_SAMPLER" in os.environ:
+        world = ring.init(ranks=2, on_failure="replace", max_ranks=4)
+        sampler = DistributedSampler(data, ring.size(), ring.rank())
+    trainer.fit(model, DataLoader(data, sampler=sampler, shuffle=sampler is None), DataLoader(range(8)))
+    found = [
+        sorted(set(model.weight.tolist())), model.history, model.validated, trainer.world_size, trainer.num_devices,
+        trainer.global_step, trainer.current_epoch, trainer.callback_metrics["mean"].item(),
+    ]
+    report("found", found)
+    report("seen", model.seen)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", [{}, {"TEST_SAMPLER": "1"}])
+def test_a_job_grows_where_an_epoch_begins(sampler):
+    env = {"TEST_DEATHS": "[]", "TEST_ADDED": "[[1, 2, 2]]", "TEST_MOST": "4", "TEST_AWAITED": str(60 * slowness())}
+    result = run_ranks(GROWS, 2, env={**env, **sampler}, timeout=150)
+    history = [[0, 1]] * 12 + [[0, 1, 2, 3]] * 12
+    found = [replayed(history, ends=[12, 18, 24]), history, [2, 4, 4], 4, 4, 24, 3, 3.5]
+    assert result.values("found") == [found] * 4
+    for epoch in range(3):
+        seen = [sample for of_rank in result.values("seen") for of, sample in of_rank if of == epoch]
+        assert sorted(seen) == list(range(24)), epoch
+    assert "ring run: ranks 2, 3 joined, and all 4 ended normally." in result.output

@@ -57,7 +57,7 @@ KILLED_SPARE = int(os.environ.get("TEST_KILLED_SPARE", "-1"))
 def wait_for_spare() -> None:
     """Wait until a spare waits that has no seat yet and lives on; return at once if there are none."""
     others = [number for number in range(100) if number != KILLED_SPARE]
-    places, wanted = seats(), "RING_SPARES" in os.environ
+    places, wanted = seats(), os.environ.get("RING_SPARES", "0") != "0"
     while wanted and not any(places.has_come(one) and places.given(one) is None for one in others):
         time.sleep(0.01)
 
@@ -105,7 +105,7 @@ def main() -> None:
     seat, number = ring.rank(), current().world_rank
     is_new = current().is_joining
     mine = own_deaths(seat, ranks)
-    assert (ring.rank(), ring.size()) == (seat, max(ranks, seats().in_use))
+    assert ring.rank() == seat and ring.size() in (ranks, seats().in_use)
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(count)) for count in (10, 20_000, 300_000)])
     if is_new:
         with torch.no_grad():

@@ -79,7 +79,7 @@ def connect(ranks: int | None, generation: int) -> Rendezvous:
         found = tcp.connect(record, generation)
     else:
         found = Rendezvous(0, 1, lambda payload: [payload], None)
-    if ranks is not None and ranks != found.size and found.rank == 0:
+    if ranks is not None and ranks != found.size and found.rank == 0 and not config.JOINS.is_set():
         warnings.warn(
             f"init(ranks={ranks}) was requested, but {record.by} started {found.size} "
             f"{'rank: using that' if found.size == 1 else 'ranks: using those'}. The launcher's own option decides.",

@@ -87,6 +87,10 @@ class Seats:
         """Whether no process with this seat has ever taken part: the job would grow by it."""
         return not self._rows[seat, _HAD_MEMBER]
 
+    def size_until_joined(self, seat: int) -> int:
+        """How many ranks a process with this seat is to see until it has joined: as many as there will be with it."""
+        return self.in_use if self.is_new(seat) else int(self._rows[:, _HAD_MEMBER].sum())
+
     def clear(self, seat: int) -> None:
         """Free a seat whose process has ended."""
         self._rows[seat, _STATE] = _EMPTY

@@ -88,6 +88,10 @@ def hold_slot(record: LaunchRecord, min_ranks: int, on_failure: str, max_ranks: 
     """
     assert record.rank is not None
     size = _size_on_this_host(record, on_failure, remedy)
+    if size is None and max_ranks:
+        raise ArgumentError(
+            f"max_ranks={max_ranks} does not work under {record.by} on several hosts, only on one: leave it out."
+        )
     refused = f'on_failure="{on_failure}" does not work under {record.by} if'
     if world_size_if_initialized():
         raise ArgumentError(

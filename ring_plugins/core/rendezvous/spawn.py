@@ -251,7 +251,7 @@ def _join() -> SharedMemoryRendezvous:
         )
     if rank == _SPARE:
         found.rank = _wait_for_seat(found.seats, config.JOINS.get())
-        found.size = max(size, found.seats.in_use)
+        found.size = max(size, found.seats.size_until_joined(found.rank))
         os.environ |= spawned._replace(rank=found.rank, size=found.size).variables
     return found
 

@@ -29,7 +29,7 @@ def test_a_seat_passes_from_its_first_process_to_one_that_waits_and_joins():
     seats.take(second, as_member=True)
     assert seats.has_joined(1, 3) and not seats.has_joined(1, 1) and not seats.has_waiting()
     seats.take(Occupant(0, 4, (300, 6, 4096)), as_member=False)
-    assert seats.is_new(0)
+    assert seats.is_new(0) and seats.size_until_joined(0) == 3 and seats.size_until_joined(1) == 2
     seats.clear(0)
     seats.leave(1)
     assert seats.has_left(1) and seats.has_joined(1, 3) and second not in seats.members()
