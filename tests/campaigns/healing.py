@@ -52,7 +52,15 @@ import torch
 
 from tests.campaigns.judging import HANGS, compare, judge
 from tests.campaigns.launching import missing, run_launched
-from tests.campaigns.plans import FACES, TIMEOUT, Plan, draw_launched, draw_losses, draw_replacing
+from tests.campaigns.plans import (
+    FACES,
+    TIMEOUT,
+    Plan,
+    draw_growing,
+    draw_launched,
+    draw_losses,
+    draw_replacing,
+)
 from tests.campaigns.replacing import run_replaced
 from tests.campaigns.training import train
 from tests.forked_ranks import Ended, run_forked
@@ -82,7 +90,7 @@ def _forked(plan: Plan) -> Ended:
 
 
 def _replaced(plan: Plan) -> Ended:
-    return run_replaced(plan.ranks, plan.spares, partial(train, plan), HANGS)
+    return run_replaced(plan.ranks, plan.spares, partial(train, plan), HANGS, plan.most)
 
 
 CASES = {
@@ -91,6 +99,7 @@ CASES = {
     "faces": Case(partial(draw_losses, case="faces", hosts=True, faces=FACES[1:]), _forked),
     "replaced": Case(draw_replacing, _replaced),
     "launchers": Case(draw_launched, run_launched),
+    "growing": Case(draw_growing, _replaced),
 }
 
 
@@ -108,7 +117,7 @@ def run(plan: Plan) -> dict[str, Any]:
     return {
         "plan": asdict(plan), "verdict": verdict, "why": why, "seconds": round(job.seconds, 2),
         "killed": len(job.killed), "faults": Counter(job.faults.values()),
-        "joined": len(set(re.findall(r"\((process \d+)\) in the place of rank \d+ joined;", job.output))),
+        "joined": len(set(re.findall(r"\((process \d+)\) (?:in the place of rank \d+|as a further rank)", job.output))),
         "output": "" if verdict in GOOD else job.output,
     }  # fmt: skip
 

@@ -109,7 +109,11 @@ def _problems_of_losses(plan: Plan, found: list[Any], history: list[Any]) -> lis
 def _problems_of_joins(plan: Plan, found: list[Any], history: list[Any]) -> list[tuple[bool, str]]:
     """Places are filled again."""
     few = sum(averaged is not None and len(averaged) < plan.ranks for averaged, *_ in history)
-    return [(few > 3 * len(plan.faults), f"seats stayed empty in {few} steps")]
+    _, after, _ = history[-1]
+    return [
+        (few > 3 * len(plan.faults), f"seats stayed empty in {few} steps"),
+        (len(after) < plan.most, f"{after} at the end, of {plan.most}"),
+    ]
 
 
 def _last_step(plan: Plan, step: int) -> int:

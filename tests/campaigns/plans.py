@@ -77,6 +77,8 @@ class Plan:
         steps: of the training.
         replaces: whether other processes take the places of lost ones.
         spares: that wait.
+        most: up to how many ranks the job grows; 0 for no more than at the start.
+        adds: in which steps it is asked for how many further ranks.
         case: of `healing.CASES`.
         launcher: that starts the job, one of `LAUNCHERS`; "" if its ranks are forked.
         backend: of Keras.
@@ -95,6 +97,8 @@ class Plan:
     steps: int = STEPS
     replaces: bool = False
     spares: int = 0
+    most: int = 0
+    adds: tuple[tuple[int, int], ...] = ()
     case: str = ""
     launcher: str = ""
     backend: str = "torch"
@@ -222,3 +226,17 @@ def _all_of_a_host(drawn: random.Random, layout: Sequence[int], like: Fault) -> 
     ranks = range(sum(layout[:host]), sum(layout[: host + 1]))
     point = "reduction" if like.point in ("healing", "stop", LEAVES) else like.point
     return tuple(replace(like, process=rank, point=point, when="in") for rank in ranks)
+
+
+def draw_growing(seed: int, number: int) -> Plan:
+    """A job of `draw_replacing` that also grows; among those that die may be further ranks and what replaces them."""
+    plan, drawn = draw_replacing(seed, number, case="growing"), random.Random(f"growing {seed}:{number}")
+    further = drawn.randint(1, 2)
+    steps = [drawn.randrange(REPLACING_STEPS - 5)] * further
+    if drawn.random() < 0.5:
+        steps = [drawn.randrange(REPLACING_STEPS - 5) for _ in range(further)]
+    # The first processes of further seats have their numbers, and those that replace others have higher ones.
+    moves = drawn.choice([0, 0, further])
+    faults = [replace(one, process=one.process + moves) if one.process >= plan.ranks else one for one in plan.faults]
+    adds = tuple((step, steps.count(step)) for step in sorted(set(steps)))
+    return replace(plan, faults=tuple(faults), most=plan.ranks + further, adds=adds)

@@ -18,6 +18,7 @@ from ring_plugins.core.base import config
 from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment
+from ring_plugins.launcher.growth import GrowthRequests
 from ring_plugins.launcher.replacements import Replacements
 from ring_plugins.launcher.spares import Spares
 from ring_plugins.launcher.supervision import Supervisor
@@ -50,6 +51,7 @@ def run_replaced(
     spares: int,
     function: Callable[[int], Any],
     seconds: float,
+    most: int = 0,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> Ended:
     """Run `function(process)` on forked ranks, and on those that take their places, until all seats' processes end.
@@ -59,39 +61,43 @@ def run_replaced(
         spares: that wait until a rank is lost.
         function: gets the number of its process: its rank for the first ones.
         seconds: after which a job hangs, and is ended.
+        most: up to how many ranks it grows, which a rank asks this process for.
         meanwhile: called all the time, in this process.
     """
-    segment = Segment.create(SharedMemoryRendezvous.nbytes(ranks))
-    places = SharedMemoryRendezvous(segment, 0, ranks, []).seats
+    most = max(most, ranks)
+    segment = Segment.create(SharedMemoryRendezvous.nbytes(ranks, most))
+    places = SharedMemoryRendezvous(segment, 0, ranks, [], most).seats
     supervisor, started, began = Supervisor(tolerates_losses=True), list[Forked](), time.monotonic()
     with TemporaryDirectory() as name:
         directory = Path(name)
 
         def start(seat: int | None, process: int) -> Any:
-            variables = child_environment(segment, seat, ranks, os.getpid()) | {config.LOSSES_TOLERATED.name: "1"}
+            size = max(ranks, places.size_until_joined(seat) if process >= ranks and seat is not None else 0)
+            variables = child_environment(segment, seat, size, os.getpid(), most)
+            variables |= {config.LOSSES_TOLERATED.name: "1"}
             variables |= {config.JOINS.name: str(process)} if process >= ranks else {}
             started.append(one := Forked(process, function, variables, directory))
             kept: Any = one
             if seat is None:
                 supervisor.spares.append(kept)
-            elif process < ranks:
-                supervisor.processes.append(kept)
             else:
-                supervisor.processes[seat] = kept
+                supervisor.processes[seat : seat + 1] = [kept]
             return one
 
         for rank in range(ranks):
             start(rank, rank)
-        unused = iter(range(ranks, MOST_MEMBERS))
+        unused = iter(range(most, MOST_MEMBERS))
         waiting = Spares(supervisor, places, spares, unused, lambda rank: start(None, rank), lambda *_: None)
         replacements = Replacements(supervisor, places, ranks, unused, start, lambda _: None, waiting)
         supervisor.is_out = replacements.is_out
         codes = [process.poll() for process in supervisor.processes]
-        while None in codes and time.monotonic() < began + seconds:
-            replacements.tick()
-            meanwhile()
-            time.sleep(0.002)
-            codes = [process.poll() for process in supervisor.processes]
+        with GrowthRequests(replacements.add) as requests:
+            while None in codes and time.monotonic() < began + seconds:
+                requests.poll()
+                replacements.tick()
+                meanwhile()
+                time.sleep(0.002)
+                codes = [process.poll() for process in supervisor.processes]
         if None in codes:
             for process in supervisor.processes:
                 if process.poll() is None:

@@ -76,7 +76,7 @@ def run(seconds: float, ranks: int, spares: int, kept: int) -> tuple[dict[str, A
         if time.time() > until - seconds + len(here) * seconds / 20:
             here.append(held())
 
-    ended = run_replaced(ranks, spares, lambda process: train(kept, until, process), seconds + 120, measure)
+    ended = run_replaced(ranks, spares, lambda process: train(kept, until, process), seconds + 120, meanwhile=measure)
     finished = sorted(one["seat"] for one in ended.found.values())
     there = ended.found.get(kept, {"held": []})
     wrong = [] if finished == list(range(ranks)) else [f"only seats {finished} have finished: {ended.codes}"]

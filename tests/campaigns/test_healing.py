@@ -40,6 +40,7 @@ from tests.forked_ranks import Ended
         pytest.param(30, ["faces"], marks=pytest.mark.slow),
         pytest.param(25, ["replaced"], marks=pytest.mark.slow),
         pytest.param(8, ["launchers"], marks=[pytest.mark.slow, pytest.mark.mpi]),
+        pytest.param(25, ["growing"], marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -110,6 +111,14 @@ def test_users_start_jobs_in_all_ways_and_all_kinds_of_faults_come_to_them():
 )
 def test_how_processes_of_a_launcher_ended_follows_from_what_they_told(status, reports, codes):
     assert codes_of(REPLACING, reports, status) == codes
+
+
+def test_jobs_that_grow_are_asked_for_as_many_ranks_as_there_is_room_for():
+    plans = [draw(1, number, ["growing"]) for number in range(300)]
+    assert all(sum(number for _, number in plan.adds) == plan.most - plan.ranks for plan in plans)
+    assert {plan.most - plan.ranks for plan in plans} == {1, 2} and {len(plan.adds) for plan in plans} == {1, 2}
+    assert any(fault.process in range(plan.ranks, plan.most) for plan in plans for fault in plan.faults)
+    assert any(fault.process >= plan.most for plan in plans for fault in plan.faults)
 
 
 PLAN = Plan(1, 1, 3, (Fault(1, 3, "forward", 1, "in"),), skips=(6, 0))

@@ -21,6 +21,7 @@ from ring_plugins.core.control.membership import Membership
 from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.rendezvous.spawn import seats
 from ring_plugins.core.world import World, current
+from ring_plugins.launcher.growth import request_ranks
 from ring_plugins.torch import DistributedOptimizer, TrainingState, broadcast_parameters
 from tests import mortal
 from tests.campaigns.healing_faces import train_keras, train_lightning
@@ -201,6 +202,7 @@ class Loop:
 
     def __init__(self, plan: Plan, mortal: Mortal) -> None:
         self._plan, self._mortal, self.seat, is_new = plan, mortal, ring.rank(), current().is_joining
+        self._asks = min(set(range(plan.ranks)).difference(fault.process for fault in plan.faults), default=-1)
         self.model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(count)) for count in COUNTS])
         broadcast_parameters(self.model)
         self._optimizer = DistributedOptimizer(
@@ -226,7 +228,12 @@ class Loop:
         mortal.at("healing")
         mortal.at("round")
         if self._plan.replaces:
-            await_newcomers(self._plan.ranks, LAUNCHED_AWAITED if self._plan.launcher else AWAITED)
+            places = seats()
+            if self.seat == self._asks and current().world_rank == self.seat:
+                for number in [number for step, number in self._plan.adds if step == state.step]:
+                    request_ranks(number, os.getppid())
+            in_use = places.in_use if places is not None else 0
+            await_newcomers(max(self._plan.ranks, in_use), LAUNCHED_AWAITED if self._plan.launcher else AWAITED)
         for point in ("forward", LEAVES, "skipped step"):
             mortal.at(point)
         averaged = self._update()
