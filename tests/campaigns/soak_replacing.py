@@ -69,7 +69,7 @@ def train(kept: int, until: float, process: int) -> dict[str, Any]:
 
 def run(seconds: float, ranks: int, spares: int, kept: int) -> tuple[dict[str, Any], list[str]]:
     """Run a job; returns what the process that stays and the launcher's have held, and what is wrong."""
-    replacements._MOST = 10**6  # a real job gives up a seat that is lost too often
+    replacements.MOST = 10**6  # a real job gives up a seat that is lost too often
     until, here = time.time() + seconds, list[dict[str, float]]()
 
     def measure() -> None:
