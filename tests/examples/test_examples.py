@@ -61,14 +61,17 @@ def test_survive(example, killed):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("spares", [0, 1])
 @pytest.mark.parametrize("example", ["lightning_survive.py", "keras_survive.py"])
-def test_survive_while_others_take_the_places(example):
+def test_survive_while_others_take_the_places(example, spares):
     """How many ranks there are at the end depends on how fast processes start."""
-    result = run_ranks(EXAMPLES / example, 1, "spawned", ["--on-failure", "replace"], timeout=120)
+    env = {"RING_SPARES": str(spares)}
+    result = run_ranks(EXAMPLES / example, 1, "spawned", ["--on-failure", "replace"], env=env, timeout=120)
     closing_line = closing(result, r"^ranks \d, [\d.]+ s, validation accuracy ([\d.]+)$")
     assert float(closing_line[1]) >= 0.96
     assert len(re.findall(r"^epoch +\d+, ranks \d", result.stdout, re.MULTILINE)) == 12, result
     assert " joined; the job goes on with " in result.output, result
+    assert ("a spare process takes the place of rank" in result.output) == bool(spares), result
 
 
 @pytest.mark.slow
