@@ -11,7 +11,9 @@ from tests.worker import report
 def plan_of(text: str) -> Plan:
     """The plan that `json.dumps(asdict(plan))` has written."""
     told = json.loads(text)
-    return Plan(**{**told, "faults": tuple(Fault(**fault) for fault in told["faults"]), "skips": tuple(told["skips"])})
+    told["faults"] = tuple(Fault(**fault) for fault in told["faults"])
+    told["skips"], told["adds"] = tuple(told["skips"]), tuple(map(tuple, told["adds"]))
+    return Plan(**told)
 
 
 def own_number() -> int:

@@ -27,7 +27,11 @@ class Doubling(SingleCommunicator):
 def world(monkeypatch):
     topology = SimpleNamespace(rank=5, size=8, local_rank=1, local_size=2, node_rank=2, num_nodes=4)
     world = SimpleNamespace(
-        communicator=Doubling("test"), topology=topology, changes=ChangeCallbacks(), is_joining=False
+        communicator=Doubling("test"),
+        topology=topology,
+        changes=ChangeCallbacks(),
+        is_joining=False,
+        end_if_all_are_told=lambda: None,
     )
     monkeypatch.setattr(functions, "current", lambda: world)
 

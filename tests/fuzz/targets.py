@@ -577,7 +577,7 @@ class LauncherMessages(Target):
 
         with ours, theirs, pytest.MonkeyPatch.context() as patch:
             patch.setattr(control, "pickle", SimpleNamespace(loads=loads))
-            connection = control._RankConnection(1, "host1", FrameSocket(ours, Purpose.LAUNCHER))
+            connection = control._RankConnection(1, "host1", FrameSocket(ours, Purpose.LAUNCHER), 3)
             theirs.setblocking(False)
             for piece in _pieces(data, rng):
                 theirs.send(piece)

@@ -215,7 +215,12 @@ class Jobs:
         size = len(members)
 
         def call_all(communicator: Any) -> list[Any]:
-            THREAD.world = SimpleNamespace(communicator=communicator, changes=ChangeCallbacks(), is_joining=False)
+            THREAD.world = SimpleNamespace(
+                communicator=communicator,
+                changes=ChangeCallbacks(),
+                is_joining=False,
+                end_if_all_are_told=lambda: None,
+            )
             results = [make(call, communicator.rank, size, salt) for salt, call in enumerate(sequence)]
             results = [result.wait() if hasattr(result, "wait") else result for result in results]
             for salt, (call, result) in enumerate(zip(sequence, results, strict=True)):
