@@ -44,7 +44,7 @@ def test_a_request_is_answered_and_the_only_job_needs_no_name(asked, monkeypatch
     assert request_ranks(2, os.getpid()) == "they will join."
     with pytest.raises(LaunchError, match="3 seats are free"):
         request_ranks(4, os.getpid())
-    assert "pytest" in running_jobs()[os.getpid()]
+    assert "python" in running_jobs()[os.getpid()]
     monkeypatch.setattr(growth, "running_jobs", lambda: {os.getpid(): "ring run"})
     done = CliRunner().invoke(app, ["add-ranks", "1"])
     assert (done.exit_code, done.stdout) == (0, "ring add-ranks: they will join.\n")
