@@ -593,7 +593,7 @@ class World:
             return entry
         return {
             **entry, "view": self.view, "made": self._made, "server": self._server, "secret": self._secret.decode(),
-            "shares": self.shares,
+            "shares": self.shares, "awaited": sorted(self.awaited),
         }  # fmt: skip
 
     def extend(
@@ -646,6 +646,7 @@ class World:
         assert peers is not None
         peers.add(others)
         self._secret, self._server, self._made = told["secret"].encode(), told["server"], told["made"]
+        self.awaited = frozenset(told["awaited"])  # who may join later, as all members have agreed
         own = self._members[self.world_rank]
         self.channel = ControlClient(self.world_rank, self._rendezvous.size, self._server, True)
         here = [Peer(own.host, own.pid, own.domain)] * (self.world_rank + 1)
