@@ -135,6 +135,7 @@ def test_every_function_tells_the_other_ranks_what_it_refuses(monkeypatch: pytes
         changes=ChangeCallbacks(),
         refuse_to_heal=lambda what: None,
         is_joining=False,
+        end_if_all_are_told=lambda: None,
     )
     for module in (functions, importlib.import_module("ring_plugins.torch.broadcast"), differentiable):
         monkeypatch.setattr(module, "current", lambda: world)
