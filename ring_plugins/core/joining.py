@@ -145,6 +145,18 @@ def hear_of(changes: Sequence[MembershipChange]) -> None:
     untold.extendleft(change._replace(rank_before=rank, rank=rank) for change in reversed(changes))
 
 
+def if_different(value: Any) -> dict[int, Any] | None:
+    """What each rank has, by world rank, if it is not the same on all; collective.
+
+    Args:
+        value: of this rank; can be pickled and compared.
+    """
+    communicator = current().communicator
+    by_rank = communicator.all_gather_object(value)
+    is_same = all(one == by_rank[0] for one in by_rank)
+    return None if is_same else dict(zip(communicator.ranks, by_rank, strict=True))
+
+
 class Call(NamedTuple):
     """What members call out to those that wait.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
-from ring_plugins.core.joining import admit, join
+from ring_plugins.core.joining import admit, if_different, join
 from ring_plugins.core.world import current
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.joining import set_joins_between_fits, share_state
@@ -91,10 +91,7 @@ class TrainingState:
 
     def _compare(self) -> None:
         found = {name: value for name in self._names if isinstance(value := getattr(self, name), int)}
-        communicator = current().communicator
-        by_rank = communicator.all_gather_object(found)
-        if any(one != by_rank[0] for one in by_rank):
-            told = dict(zip(communicator.ranks, by_rank, strict=True))
+        if told := if_different(found):
             raise MismatchError(
                 f"ranks are at different places of the training since a process has joined: {told}. Begin the loop "
                 "with the numbers of the TrainingState, as in `for state.epoch in range(state.epoch, epochs)`."

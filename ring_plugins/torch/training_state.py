@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, PeerFailed, name_ranks
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.healing import repeated
-from ring_plugins.core.joining import admit, hear_of, join, untold_before
+from ring_plugins.core.joining import admit, hear_of, if_different, join, untold_before
 from ring_plugins.core.world import current
 from ring_plugins.torch.broadcast import Placeholder
 from ring_plugins.torch.loaders import batches_from, divide_anew
@@ -185,10 +185,7 @@ class TrainingState:
 
     def _compare_lengths(self, length: int | None) -> None:
         """Check that all ranks have equally many batches since the job has grown."""
-        communicator = current().communicator
-        by_rank = communicator.all_gather_object(length)
-        if any(one != by_rank[0] for one in by_rank):
-            told = dict(zip(communicator.ranks, by_rank, strict=True))
+        if told := if_different(length):
             raise MismatchError(
                 f"ranks have different numbers of batches since the job has grown: {told}. Divide data by a "
                 "DistributedSampler or an ElasticSampler, which batches() divides anew, or by ring.rank() and "
@@ -198,10 +195,7 @@ class TrainingState:
     def _compare(self) -> None:
         """Check that ranks are at the same place: a newcomer that does not use `batches` is in another step."""
         found = {name: v for name in self._names if isinstance(v := getattr(self, name), int)}
-        communicator = current().communicator
-        by_rank = communicator.all_gather_object({**found, "batches": self._batch})
-        if any(one != by_rank[0] for one in by_rank):
-            told = dict(zip(communicator.ranks, by_rank, strict=True))
+        if told := if_different({**found, "batches": self._batch}):
             raise MismatchError(
                 f"ranks are at different places of the training since a process has joined: {told}. Iterate over "
                 "state.batches(loader), or call commit() only where an epoch begins."
