@@ -147,7 +147,6 @@ class World:
         self.heals = policy.continues and rendezvous.size > 1
         self.replaces = policy.replaces and self.heals
         self.has_left = False
-        #: Seats of processes that wait to join, as far as all ranks know.
         self.awaited: frozenset[int] = frozenset()
         self.shares, self.past_shares = rendezvous.size, {rendezvous.size}
         self.changes = ChangeCallbacks()

@@ -15,7 +15,7 @@ from ring_plugins.core.rendezvous import detect
 from ring_plugins.launcher.environment import threads_per_rank
 from ring_plugins.launcher.hosts import parse_hosts, slots
 from ring_plugins.launcher.local_ranks import LocalRanks
-from ring_plugins.launcher.outcomes import RankResults, check_min_ranks, pack_call, results
+from ring_plugins.launcher.outcomes import RankResults, pack_call, results
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.remote_ranks import RemoteRanks
 
@@ -84,7 +84,7 @@ def run(
             "script with plain python, or call the function itself after ring_plugins.init()."
         )
     policy = FailurePolicy.chosen(on_failure, min_ranks)
-    check_min_ranks(policy, ranks)
+    policy.check_size(ranks)
     packed = pack_call(function, args, kwargs)
     is_redirected = sys.stdout is not sys.__stdout__  # as in a notebook
     if hosts or policy.continues:

@@ -25,7 +25,6 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, RankFailed, TimeoutExceeded, name_ranks
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.exit_hooks import consequence
-from ring_plugins.core.healing import FailurePolicy
 
 #: Seconds that the other ranks may still report after one has failed. A rank needs up to RING_NETWORK_TIMEOUT, 6 s by
 #: default, to notice that a peer on another host is gone.
@@ -128,16 +127,6 @@ def pack_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     return pack(f"function={name!r} with its arguments", (function, tuple(args), {**(kwargs or {})}))
 
 
-def check_min_ranks(policy: FailurePolicy, ranks: int) -> None:
-    """Check that a job can begin at all.
-
-    Raises:
-        ArgumentError: it has fewer ranks than those with which it is to go on.
-    """
-    if policy.min_ranks > ranks:
-        raise ArgumentError(f"min_ranks={policy.min_ranks} is more than the {ranks} ranks of the job.")
-
-
 def call(packed: bytes, rank: int) -> Outcome:
     """Run a packed call as a rank, and leave the job.
 
@@ -206,7 +195,8 @@ def collect(
     found: list[Outcome] = []
     deadline = time.monotonic() + timeout if timeout is not None else float("inf")
     give_up = float("inf")
-    while not is_over() if is_over is not None else len(found) < ranks and time.monotonic() < give_up:
+    is_over = is_over or (lambda: len(found) >= ranks or time.monotonic() >= give_up)
+    while not is_over():
         if time.monotonic() > deadline:
             late = sorted(set(range(ranks)) - {outcome.rank for outcome in found})
             raise TimeoutExceeded(

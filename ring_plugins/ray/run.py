@@ -29,7 +29,6 @@ from ring_plugins.launcher.outcomes import (
     Outcome,
     RankResults,
     call,
-    check_min_ranks,
     collect,
     pack_call,
     results,
@@ -105,7 +104,7 @@ def run(
     if not ray.is_initialized():
         ray.init()
     ranks = num_workers or _max_ranks(ray.cluster_resources(), needs)
-    check_min_ranks(policy, ranks)
+    policy.check_size(ranks)
     with _RankActors(ray, ranks, needs, placement, dict(env or {}), policy, start_timeout) as actors:
         return results(actors.outcomes(packed, timeout), ranks if policy.continues else 0)
 

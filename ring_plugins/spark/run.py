@@ -27,7 +27,7 @@ from ring_plugins.core.healing import FailurePolicy
 from ring_plugins.core.linux.interfaces import address_towards, reserve_port
 from ring_plugins.launcher.control import Driver, DriverConnection
 from ring_plugins.launcher.local_ranks import RankProcess
-from ring_plugins.launcher.outcomes import RankResults, check_min_ranks, pack_call, results
+from ring_plugins.launcher.outcomes import RankResults, pack_call, results
 from ring_plugins.launcher.rank_assignment import assign_ranks
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def run(
         )
     packed = pack_call(function, args, kwargs)
     ranks = _wait_for_slots(context, num_proc, start_timeout)
-    check_min_ranks(policy, ranks)
+    policy.check_size(ranks)
     with Driver() as driver:
         host = context.getConf().get("spark.driver.host") or "127.0.0.1"
         variables = {**(env or {}), **policy.environment}
