@@ -1,7 +1,7 @@
 """Run `keras_step.py` on every backend, and on TensorFlow with a simulated network too.
 
-python benchmarks/keras_steps.py               # about ten minutes; nothing else should run meanwhile
-python benchmarks/keras_steps.py --seconds 15  # about four minutes
+python benchmarks/keras_steps.py               # about a quarter of an hour; nothing else should run meanwhile
+python benchmarks/keras_steps.py --seconds 15  # about nine minutes
 """
 
 from __future__ import annotations
