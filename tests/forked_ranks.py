@@ -84,7 +84,7 @@ def run_forked(
         resume_after: seconds after which a rank that has stopped itself (SIGSTOP) gets SIGCONT.
         nodes: RING_VIRTUAL_NODES, for ranks that act as several hosts and that nobody else has started.
     """
-    before, port = set(os.listdir("/dev/shm")), _free_port()
+    before, port = set(os.listdir("/dev/shm")), free_port()
     segment = Segment.create(SharedMemoryRendezvous.nbytes(ranks))
     with TemporaryDirectory() as name:
         began, directory = time.monotonic(), Path(name)
@@ -118,7 +118,8 @@ def collect(directory: Path, codes: dict[int, int | None], began: float) -> Ende
     return Ended(codes, found, output, seconds, [f"process {pid}" for pid in family], faults)
 
 
-def _free_port() -> str:
+def free_port() -> str:
+    """A port at which nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return str(listener.getsockname()[1])
 

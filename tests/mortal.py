@@ -8,7 +8,8 @@ from typing import Any
 
 from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.collectives.shm_barrier import SharedMemoryBarrier
-from ring_plugins.core.control import admission
+from ring_plugins.core.control import admission, mesh_admission
+from ring_plugins.core.control.consensus import Consensus
 from ring_plugins.core.net.tcp import TcpTransport
 from ring_plugins.core.world import current
 
@@ -83,3 +84,55 @@ def end_in_round(number: int, when: str) -> None:
         return gather(self, payload)
 
     admission.Admission.gather = mortally  # type: ignore[method-assign]
+    end_in_round_between_hosts(number, when)
+
+
+def end_in_round_between_hosts(number: int, when: str) -> None:
+    """As `end_in_round`, on several hosts, where the third round is the decision.
+
+    A member dies "in" that when it has told the others that it has arrived, and a newcomer when it knows of it.
+    """
+    of_members, of_newcomer = mesh_admission.MeshAdmission.gather, mesh_admission.Candidate.gather
+    arrive, decided = Consensus.arrive, mesh_admission.Candidate.decision
+    seen: list[int] = []
+
+    def end() -> None:
+        os.kill(os.getpid(), signal.SIGSTOP if when == "stopped" else signal.SIGKILL)
+
+    def gather(self: Any, *args: Any) -> Any:
+        seen.append(1)
+        if len(seen) == number and when == "in":
+            self._mesh.tell_all("admission", {"view": self._view, "round": args[0], "payload": args[1]})
+        if len(seen) == number:
+            end()
+        return of_members(self, *args)
+
+    def gather_as_newcomer(self: Any, view: int, round_: int, members: Any, payload: Any = None) -> Any:
+        seen.extend([1] * (payload is not None))
+        if len(seen) == number and payload is not None:
+            if when == "in":
+                for rank in members:
+                    self._tell(rank, {"view": view, "round": round_, "payload": payload})
+                self._look()
+            end()
+        return of_newcomer(self, view, round_, members, payload)
+
+    def arrive_with_newcomer(self: Any, *args: Any) -> None:
+        if number == 3 and args[3] and when == "in":
+            arrive(self, *args)
+        if number == 3 and args[3]:
+            end()
+        arrive(self, *args)
+
+    def decision(self: Any, *args: Any) -> Any:
+        if number == 3 and when != "in":
+            end()
+        found = decided(self, *args)
+        if number == 3:
+            end()
+        return found
+
+    mesh_admission.MeshAdmission.gather = gather  # type: ignore[method-assign]
+    mesh_admission.Candidate.gather = gather_as_newcomer  # type: ignore[method-assign]
+    mesh_admission.Candidate.decision = decision  # type: ignore[method-assign]
+    Consensus.arrive = arrive_with_newcomer  # type: ignore[method-assign]

@@ -115,8 +115,8 @@ def run(
         typer.Option(
             "--on-failure",
             envvar="RING_ON_FAILURE",
-            help="What happens when a rank is killed or crashes. `continue` lets the others go on; `replace`, on one "
-            "host, also starts another process in its place.",
+            help="What happens when a rank is killed or crashes. `continue` lets the others go on; `replace` also "
+            "starts another process in its place, on its host.",
             rich_help_panel=_HOW,
         ),
     ] = OnFailure.END,

@@ -124,6 +124,7 @@ def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: in
     if generation:
         raise ArgumentError(f'init() cannot be called again after shutdown() with on_failure="{policy.on_failure}".')
     if record.kind == "rendezvous" and (own_seat() is not None or (is_under_ring_run and config.LAUNCHER.is_set())):
+        _check_that_it_does_not_grow(policy)
         return  # the supervisor of this host lets the others go on, and so do Spark and Ray
     if record.by.startswith("ring_plugins.") and not is_under_ring_run:  # `ring_plugins.run` or a relative of it
         raise ArgumentError(
@@ -157,7 +158,17 @@ def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: in
         )
 
 
-def check_policies(policies: Sequence[Sequence[Any]], shares_memory: bool, uses_sockets: bool, job: str) -> None:
+def _check_that_it_does_not_grow(policy: FailurePolicy) -> None:
+    if policy.max_ranks and own_seat() is not None:
+        raise ArgumentError(
+            f"max_ranks={policy.max_ranks}: jobs grow only on the host of their `ring run`, started without -H; leave "
+            f"max_ranks out of init(), and unset {config.MAX_RANKS.name}."
+        )
+
+
+def check_policies(
+    policies: Sequence[Sequence[Any]], shares_memory: bool, uses_sockets: bool, job: str, has_seats: bool = False
+) -> None:
     """Check that all ranks want to go on after losses, and can.
 
     Args:
@@ -165,6 +176,7 @@ def check_policies(policies: Sequence[Sequence[Any]], shares_memory: bool, uses_
         shares_memory: whether all of them share memory.
         uses_sockets: whether sockets connect those that do not.
         job: the ranks and hosts, for the error.
+        has_seats: whether supervisors of all hosts can start processes in the places of lost ones.
 
     Raises:
         ArgumentError: on all ranks, if not.
@@ -180,8 +192,11 @@ def check_policies(policies: Sequence[Sequence[Any]], shares_memory: bool, uses_
             f'on_failure="continue" works on several hosts if sockets connect them, but {job} are connected by MPI or '
             f"cannot share memory on their host: set {config.TRANSPORT.name}=tcp, or {_REMEDY}."
         )
-    if not shares_memory and policies[0][2]:
-        raise ArgumentError(f'on_failure="replace" works on one host, but these are {job}: {_REMEDY}.')
+    if not shares_memory and policies[0][2] and not has_seats:
+        raise ArgumentError(
+            f'on_failure="replace" works on several hosts under `ring run -H`, but these are {job} without it: use '
+            f'on_failure="continue", or {_REMEDY}.'
+        )
     if not shares_memory and policies[0][3]:
         raise ArgumentError(f"max_ranks={policies[0][3]}: jobs grow on one host, but these are {job}: leave it out.")
     if size > (most := MOST_MEMBERS if shares_memory else MOST_RANKS):

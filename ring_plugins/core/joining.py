@@ -24,8 +24,9 @@ import itertools
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from ring_plugins.core import joining_between_hosts
 from ring_plugins.core.base.errors import MismatchError, SharedMemoryError, name_ranks
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.progress_line import ProgressLine
@@ -35,6 +36,17 @@ from ring_plugins.core.control.admission import Admission, NotAdmitted, told_by
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.liveness import RUNNING, Liveness
 from ring_plugins.core.healing import MembershipChange, who_joined
+from ring_plugins.core.join_offers import (
+    UNREADABLE,
+    Call,
+    DifferentScript,
+    agreed,
+    check_like,
+    check_places,
+    checked_offer,
+    offer_of,
+    open_segment,
+)
 from ring_plugins.core.linux.shared_memory import Address, Segment
 from ring_plugins.core.rendezvous.seats import Occupant, Seats
 from ring_plugins.core.rendezvous.spawn import seats
@@ -59,6 +71,8 @@ def admit(place: str = "", lost: bool = True, further: bool = False) -> tuple[in
         training, and calls `World.tell_changes` then.
     """
     world, places, began = current(), seats(), time.monotonic()
+    if world.mesh is not None:
+        return joining_between_hosts.admit(world, place, lost)
     assert places is not None
     peers, shares_before = world.local_peers, world.shares
     with peers.own.ready_to_admit():
@@ -106,6 +120,8 @@ def join(place: str = "", until: str = "let it join") -> tuple[int, ...]:
         SharedMemoryError: memory could not be mapped in several attempts.
     """
     world, places = current(), seats()
+    if world.own_seat is not None:
+        return joining_between_hosts.join(world, place, until)
     assert places is not None
     peers = world.local_peers
     own = world.occupants()[0]
@@ -155,40 +171,6 @@ def if_different(value: Any) -> dict[int, Any] | None:
     by_rank = communicator.all_gather_object(value)
     is_same = all(one == by_rank[0] for one in by_rank)
     return None if is_same else dict(zip(communicator.ranks, by_rank, strict=True))
-
-
-class Call(NamedTuple):
-    """What members call out to those that wait.
-
-    Attributes:
-        start: number of the round before the first of this attempt.
-        everyone: members and newcomers, in the order of their seats.
-        newcomers: world ranks of those that join.
-    """
-
-    start: int
-    everyone: list[Occupant]
-    newcomers: list[int]
-
-    @classmethod
-    def of(cls, found: Mapping[str, Any]) -> Call | None:
-        """The call in what a member told in the first round; None if there is none."""
-        try:
-            everyone = [
-                Occupant(_number(seat), _number(rank), _address(address)) for seat, rank, address in found["everyone"]
-            ]
-            return cls(_number(found["start"]), everyone, [_number(rank) for rank in found["newcomers"]])
-        except _UNREADABLE:
-            return None
-
-    @property
-    def ranks(self) -> list[int]:
-        """World ranks in the order of seats."""
-        return [occupant.world_rank for occupant in self.everyone]
-
-
-class DifferentScript(NotAdmitted):
-    """A newcomer has come to another place in the script than the members; the text says how that shows."""
 
 
 class Joined:
@@ -309,27 +291,27 @@ def take_part(
         segments = {key: create_segment() for key in communicators}
     except SharedMemoryError as error:
         problem = f"rank {own.rank} {error}"
-    offers = {key: _offer(communicators[key], segment) for key, segment in segments.items()}
+    offers = {key: offer_of(communicators[key], segment) for key, segment in segments.items()}
     told = admission.gather({**entry, "offers": offers, "problem": problem})
     theirs: dict[int, dict[int, dict[str, Any]]] = {}
     first_member = next(rank for rank in call.ranks if rank not in call.newcomers)
     for rank, of_rank in told.items():
         try:
-            _check_like(told[first_member], of_rank, rank in call.newcomers)
-            theirs[rank] = {int(key): _checked_offer(offer) for key, offer in of_rank["offers"].items()}
-        except _UNREADABLE:  # as all find alike
+            check_like(told[first_member], of_rank, rank in call.newcomers)
+            theirs[rank] = {int(key): checked_offer(one) for key, one in of_rank["offers"].items()}
+        except UNREADABLE:  # as all find alike
             raise NotAdmitted(f"rank {rank} has told what nobody understands.") from None
-    _check_places({rank: of_rank["place"] for rank, of_rank in told.items()}, call)
-    first = _agreed(theirs, call)
+    check_places({rank: of_rank["place"] for rank, of_rank in told.items()}, call)
+    first = agreed(theirs, call)
     mapped: dict[HealingCommunicator, tuple[list[Segment], list[list[Segment]], int, int]] = {}
     try:
         for key, offer in first.items():
             communicator = communicators.get(key)
             if communicator is None:
                 continue
-            fresh = [segments[key] if r == own.rank else _open(theirs[r][key]["pages"], r) for r in call.ranks]
+            fresh = [segments[key] if r == own.rank else open_segment(theirs[r][key]["pages"], r) for r in call.ranks]
             parts = [
-                [_open(theirs[rank][key]["buffers"][i], rank) for rank in call.ranks]
+                [open_segment(theirs[rank][key]["buffers"][i], rank) for rank in call.ranks]
                 for i in range(len(offer["buffers"]))
             ]
             mapped[communicator] = fresh, parts, offer["key"], offer["operations"]
@@ -339,103 +321,3 @@ def take_part(
     for segment in segments.values():
         segment.close_file()
     return Joined(call, told, peers, mapped)
-
-
-def _offer(communicator: HealingCommunicator, segment: Segment) -> dict[str, Any]:
-    """What others need to know of a communicator of this process."""
-    return {
-        "name": communicator.name,
-        "key": communicator.key,
-        "operations": communicator.statistics.operations,
-        "pages": segment.address,
-        "buffers": communicator.own_buffers,
-    }
-
-
-def _open(address: Sequence[int], rank: int) -> Segment:
-    pid, file, nbytes = address
-    return Segment.open((pid, file, nbytes), rank)
-
-
-# Reading what others have told: a mistake in it ends this attempt, on all ranks, and nothing else ------------------
-
-_UNREADABLE = (KeyError, TypeError, ValueError, AttributeError)
-
-
-def _number(found: Any) -> int:
-    if type(found) is not int or not 0 <= found < 1 << 63:
-        raise ValueError(found)
-    return found
-
-
-def _address(found: Any) -> Address:
-    pid, file, nbytes = found
-    return _number(pid), _number(file), _number(nbytes)
-
-
-def _check_like(member: Mapping[str, Any], found: Mapping[str, Any], is_new: bool) -> None:
-    """Check that what a process has told has the form of what a member has told, or the part that newcomers have."""
-    for name in {"member", "place", "offers"}.intersection(member) if is_new else member:
-        wanted, value = member[name], found[name]
-        if type(value) is not type(wanted) or (isinstance(wanted, list) and len(value) != len(wanted)):
-            raise ValueError(name)
-
-
-def _checked_offer(found: Any) -> dict[str, Any]:
-    """What `_offer` made, after its way through JSON."""
-    return {
-        "name": str(found["name"]),
-        "key": _number(found["key"]),
-        "operations": _number(found["operations"]),
-        "pages": _address(found["pages"]),
-        "buffers": [_address(buffer) for buffer in found["buffers"]],
-    }
-
-
-def _check_places(places: Mapping[int, str], call: Call) -> None:
-    """Check that newcomers have come to the place in the script at which the members are.
-
-    Raises:
-        DifferentScript: one has not, as all find alike.
-    """
-    wanted = next(places[rank] for rank in call.ranks if rank not in call.newcomers)
-    for rank in call.newcomers:
-        if places[rank] != wanted:
-            raise DifferentScript(
-                f"rank {rank} cannot join: its script has come to another place ({places[rank]}) than the others "
-                f"({wanted})."
-            )
-
-
-def _agreed(offers: Mapping[int, Mapping[int, dict[str, Any]]], call: Call) -> dict[int, dict[str, Any]]:
-    """The communicators that all have, by creation order, as a member tells of them.
-
-    Raises:
-        DifferentScript: a newcomer has others than the members, as all find alike.
-        NotAdmitted: the members' differ, as all find alike.
-    """
-    members = [rank for rank in call.ranks if rank not in call.newcomers]
-    # One that a member has dropped is of no use to the others, which have not collected it yet.
-    common = [key for key in sorted(offers[members[0]]) if all(key in offers[rank] for rank in members)]
-    first = {key: offers[members[0]][key] for key in common}
-    wanted = {key: _shape(offer) for key, offer in first.items()}
-    for rank in members[1:]:
-        if any(_shape(offers[rank][key]) != shape for key, shape in wanted.items()):
-            raise NotAdmitted(f"ranks {members[0]} and {rank} do not have the same buffers now.")
-    for rank in call.newcomers:
-        if (found := {key: _shape(offer) for key, offer in offers[rank].items()}) != wanted:
-            raise DifferentScript(
-                f"rank {rank} cannot join: its script has come to another place. It has made {_listed(found)}, and the "
-                f"others have {_listed(wanted)}. Make optimizers and averagers in the same order on all ranks, before "
-                "the TrainingState."
-            )
-    return first
-
-
-def _shape(offer: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What must be equal: the name, and the bytes of each shared buffer."""
-    return (offer["name"], *(nbytes for _, _, nbytes in offer["buffers"]))
-
-
-def _listed(shapes: Mapping[int, tuple[Any, ...]]) -> str:
-    return ", ".join(f"{name} ({sum(nbytes)} bytes)" for name, *nbytes in shapes.values())

@@ -63,6 +63,7 @@ from ring_plugins.core.healing import (
     what_was_lost,
     who_left,
 )
+from ring_plugins.core.join_offers import newcomers_here
 from ring_plugins.core.leaving import TERMINATED, Notice
 from ring_plugins.core.linux import thread_count
 from ring_plugins.core.linux.interfaces import own_addresses
@@ -74,7 +75,7 @@ from ring_plugins.core.observe.succession import Announcements, Succession
 from ring_plugins.core.observe.timeline import FILE_NAME
 from ring_plugins.core.rendezvous import Rendezvous, connect, detect, leave
 from ring_plugins.core.rendezvous.claim import RankMarker, check_ancestors
-from ring_plugins.core.rendezvous.seats import Occupant, own_seat
+from ring_plugins.core.rendezvous.seats import Occupant, OwnSeat, own_seat
 from ring_plugins.core.rendezvous.spawn import seats
 from ring_plugins.core.rendezvous.topology import find_topology, virtual_nodes
 
@@ -189,12 +190,16 @@ class World:
             raise LaunchError(
                 "RING_VIRTUAL_NODES needs a launcher that connects hosts: start the job with mpirun or torchrun."
             )
-        self.topology = find_topology(rank, nodes, [member.host for member in members])
+        hosts = [member.host for member in members]
+        self.topology = find_topology(rank, nodes, hosts)
+        self._node_of_seat = nodes
         if any(member.policy[0] for member in members):
             shares_memory = len(set(nodes)) == 1 and all(member.liveness for member in members)
             uses_sockets = isinstance(rendezvous.transport, TcpTransport) and all(one.liveness for one in members)
             policies = [member.policy for member in members]
-            check_policies(policies, shares_memory or size == 1, uses_sockets, self.topology.summary)
+            check_policies(
+                policies, shares_memory or size == 1, uses_sockets, self.topology.summary, self._seat is not None
+            )
         self._cores = [thread_count.Cores(one.kernel, one.container, one.cores, one.quota) for one in members]
         self._local_peers = self._watch_local_peers(own, members) if any(one.liveness for one in members) else None
         self._tags = itertools.count(rank, max(size, most))  # no two ranks ever offer the same
@@ -212,50 +217,66 @@ class World:
         if self.heals:
             self.notice.install()
         if self._seat is not None:
-            self._seat.take_part()
+            self._write_card(hosts)
+            self._seat.take_part(rank, own.address if own is not None else (0, 0, 0))
         if self.replaces and own is not None and (places := seats()) is not None:
             places.take(Occupant(rank, rank, own.address), as_member=True)
+
+    def _write_card(self, hosts: Sequence[str]) -> None:
+        """Write down what a process that takes the place of a rank of this host needs until it has joined."""
+        if self.replaces and self._seat is not None and self.transport is not None:
+            names = list(dict.fromkeys(self._node_of_seat))
+            nodes = [names.index(node) for node in self._node_of_seat]
+            where = {"secret": self.transport.listener.secret, "address": self.transport.address}
+            self._seat.write_card({**where, "nodes": nodes, "hosts": list(hosts), "cores": self._cores})
 
     def _connect_alone(self) -> None:
         """Be a job of one that looks like one of all seats, until it joins: the others do not wait for this process."""
         seat, size = self._rendezvous.rank, self._rendezvous.size
         own = Liveness.create(self.world_rank)
-        self._local_peers = LocalPeers(own, [], "", self._policy.min_ranks)
+        where = socket.gethostname() if self._seat is not None else ""
+        self._local_peers = LocalPeers(own, [], where, self._policy.min_ranks)
         self._secret = b""
         self._tags = itertools.count(self.world_rank, MOST_MEMBERS)
         member = self._entry(own, None)
         node = member.domain
         rank = self.world_rank
-        self._members, self._nodes, self._seats = {rank: member}, {rank: node}, {rank: seat}
-        self.topology = find_topology(seat, [node] * size, [member.host] * size)
+        nodes, hosts = [node] * size, [member.host] * size
         self._cores = [thread_count.Cores(member.kernel, member.container, member.cores, member.quota)] * size
+        if self._seat is not None:
+            card = self._seat.read_card()
+            nodes, hosts = [f"{node}/{number}" for number in card["nodes"]], card["hosts"]
+            self._cores = [thread_count.Cores(*one) for one in card["cores"]]
+        self._members, self._nodes, self._seats = {rank: member}, {rank: nodes[seat]}, {rank: seat}
+        self._node_of_seat = nodes
+        self.topology = find_topology(seat, nodes, hosts)
         self.communicator = self.new_communicator("ring", gather=lambda item: [item])
         self._rank_marker = RankMarker(self.world_rank)
 
-    def _follow_losses(self) -> None:
-        """From now on, the loss of a rank does not end the job; collective."""
+    def _follow_losses(self, joined: Mesh | None = None) -> None:
+        """From now on, the loss of a rank does not end the job; collective.
+
+        Args:
+            joined: the connections of a process that has joined a job on several hosts.
+        """
         peers, detector = self._local_peers, self.failure_detector
         assert peers is not None
         assert detector is not None
         assert self._monitor is not None
         assert self.observers is not None
         membership: Membership | Mesh
-        if self.is_joining or self.topology.num_nodes == 1:
+        has_supervisor = self._seat is not None and self.replaces  # of the only host, which is another one
+        if joined is None and (self.is_joining or (self.topology.num_nodes == 1 and not has_supervisor)):
             self._membership = membership = Membership(peers)
             announcements = Announcements(
                 lambda address: peers.own.announce(json.dumps(address)), lambda rank: _announced(peers, rank)
             )
         else:
-            transport = self._rendezvous.transport
-            assert isinstance(transport, TcpTransport)
-            ranks = [
-                MeshPeer(member.host, member.pid, member.domain, peer.address, peer.port)
-                for member, peer in zip(self._members.values(), transport.peers, strict=True)
-            ]
-            mesh = self._membership = Mesh(self.world_rank, ranks, transport.listener, peers, self._policy.min_ranks)
+            mesh = self._membership = joined or self._new_mesh(peers)
             if self._seat is not None:
                 mesh.on_cut_off = self._seat.note_cut_off
-            mesh.connect(Wait("ring", detector))
+            if joined is None:
+                mesh.connect(Wait("ring", detector))
             detector.go_on_over(mesh)
             membership = mesh
             announcements = Announcements(mesh.announce, mesh.announced.get)
@@ -264,6 +285,17 @@ class World:
             own = self.addresses() if isinstance(membership, Mesh) else []
             self._succession = Succession(self.channel, stalls, everyone, lambda: membership.ranks, announcements, own)
             self._monitor.add(self._succession)
+
+    def _new_mesh(self, peers: LocalPeers) -> Mesh:
+        transport = self.transport
+        assert transport is not None
+        ranks = {
+            rank: MeshPeer(
+                one.host, one.pid, one.domain, transport.peers[rank].address, transport.peers[rank].port, rank
+            )
+            for rank, one in self._members.items()
+        }
+        return Mesh(self.world_rank, ranks, transport.listener, peers, self._policy.min_ranks)
 
     def _give_up(self, error: BaseException) -> None:
         """Tell the other ranks that this one does not join, because of an exception, and close what is open."""
@@ -433,13 +465,13 @@ class World:
         if lost:
             self._warn_of(lost, began)
 
-    def _agree(self, wait: Wait, leaving: Sequence[int] = ()) -> list[int] | None:
+    def _agree(self, wait: Wait, leaving: Sequence[int] = (), joining: Sequence[int] = ()) -> list[int] | None:
         """As `Mesh.agree`, also on one host, where it knows nothing of ranks that leave."""
         assert self._membership is not None
         assert self.failure_detector is not None
         try:
             if isinstance(self._membership, Mesh):
-                return self._membership.agree(wait, leaving)
+                return self._membership.agree(wait, leaving, joining)
             return self._membership.agree(wait)
         except PeerFailed:
             self.failure_detector.aborted = True
@@ -452,7 +484,9 @@ class World:
             names = {rank: member.host for rank, member in self._members.items()}
             hosts = names if isinstance(self._membership, Mesh) else None
             seconds = time.monotonic() - began
-            logger.warning(what_was_lost(lost, self.pids, self.world_ranks, self._job, seconds, silent, hosts))
+            logger.warning(
+                what_was_lost(lost, self.pids, self.world_ranks, self._job_without(lost), seconds, silent, hosts)
+            )
 
     def _follow_members(self, lost: Sequence[int] = (), left: Sequence[int] = (), joined: Sequence[int] = ()) -> None:
         """Let all that this process has of the job follow its members, of which some died, left or joined."""
@@ -475,10 +509,10 @@ class World:
         if self.channel is not None and self.world_rank == 0 and not joined:
             self.channel.tell(0, "ranks_lost", {"ranks": [*lost, *left]})
 
-    @property
-    def _job(self) -> tuple[int, bool]:
-        """How many ranks it had at the most, and whether other processes take the places of lost ones."""
-        return self.shares, self.replaces
+    def _job_without(self, ranks: Sequence[int]) -> tuple[int, bool]:
+        """How many ranks it had at the most, and whether other processes take the places of these."""
+        left = {self._nodes[rank] for rank in self.world_ranks}
+        return self.shares, self.replaces and all(self._nodes[rank] in left for rank in ranks)
 
     @property
     def pids(self) -> dict[int, int]:
@@ -508,9 +542,11 @@ class World:
 
     def _sees_newcomers(self) -> set[int]:
         """Seats of those that wait to join, and that not all ranks know of."""
-        places = seats() if self.replaces and not self.is_joining else None
+        places = (seats() or self._seat) if self.replaces and not self.is_joining else None
         if places is None or not places.has_waiting():
             return set()
+        if isinstance(places, OwnSeat):
+            return {int(told["seat"]) for _, _, told in newcomers_here(places)} - self.awaited
         return {one.seat for one in places.waiting()} - self.awaited
 
     def change_members(self) -> None:
@@ -539,7 +575,7 @@ class World:
         if lost:
             self._warn_of(lost, began)
         if self.topology.rank == 0:
-            logger.warning(who_left(leaving, self.pids, self.world_ranks, self._job))
+            logger.warning(who_left(leaving, self.pids, self.world_ranks, self._job_without(leaving)))
 
     def _let_leave(self, leaving: Sequence[int]) -> list[int]:
         """Leave the job, or go on without those that do; returns ranks that were lost meanwhile.
@@ -580,6 +616,59 @@ class World:
         everyone = [self.local_peers.own, *self.local_peers.others.values()]
         return [Occupant(self._seats[one.rank], one.rank, one.address) for one in everyone]
 
+    @property
+    def mesh(self) -> Mesh | None:
+        """The connections to all other ranks of a job on several hosts that goes on after losses."""
+        return self._membership if isinstance(self._membership, Mesh) else None
+
+    @property
+    def mesh_peers(self) -> Mapping[int, MeshPeer]:
+        """Where all ranks of such a job are, also those that are lost."""
+        assert self.mesh is not None
+        return self.mesh.peers
+
+    @property
+    def transport(self) -> TcpTransport | None:
+        """What moves data between hosts, if sockets do."""
+        transport = self._rendezvous.transport
+        return transport if isinstance(transport, TcpTransport) else None
+
+    @property
+    def own_seat(self) -> OwnSeat | None:
+        """The row in which this process tells the supervisor of its host how far it is; None on one host."""
+        return self._seat
+
+    @property
+    def min_ranks(self) -> int:
+        """With how many ranks the job goes on."""
+        return self._policy.min_ranks
+
+    @property
+    def taken_seats(self) -> list[int]:
+        """Those of the members."""
+        return [self._seats[rank] for rank in self.world_ranks]
+
+    def node_of_seat(self, seat: int) -> str:
+        """Key of the real or virtual host to which a seat belongs."""
+        return self._node_of_seat[seat]
+
+    def liveness_of(self, rank: int) -> Sequence[int]:
+        """The address of a member's liveness segment on its host."""
+        return self._members[rank].liveness or ()
+
+    def agree_on_members(self, joining: Sequence[int] = ()) -> None:
+        """Agree on the next view of a job on several hosts, outside of operations, and go on without those it lacks.
+
+        Args:
+            joining: a process for which this rank is prepared. If it joins, `extend` is next.
+        """
+        began = time.monotonic()
+        assert self.mesh is not None
+        lost = self._agree(Wait("membership", self.failure_detector), joining=joining)
+        if lost:
+            self._follow_members(lost=lost)
+            self._warn_of(lost, began)
+
     def healing_communicators(self) -> dict[int, HealingCommunicator]:
         """Those in use, by creation order."""
         found = sorted(self._communicators.items())
@@ -601,45 +690,62 @@ class World:
         told: Mapping[int, Mapping[str, Any]],
         others: Sequence[Liveness],
         renew: Callable[[FailureDetector], None],
+        nodes: Mapping[int, str] | None = None,
+        mesh: Mesh | None = None,
+        take_over: Callable[[], None] = lambda: None,
     ) -> None:
         """Go on with further members, as all have agreed; nothing of this fails.
 
         Args:
             everyone: all members from now on, in the order of their seats.
             told: the `introduction` of each by world rank.
-            others: liveness of all of them but this process.
+            others: liveness of those others that share memory with this process.
             renew: lets all communicators go on with everyone.
+            nodes: by world rank, the keys of hosts; None if there is one host.
+            mesh: in a process that joins a job on several hosts, its connections.
+            take_over: begins to watch those.
         """
         of_members = next(introduction for introduction in told.values() if "view" in introduction)
         is_new = self.is_joining
+        joined = [rank for _, rank, _ in everyone if "view" not in told[rank]]
+        for seat, rank, _ in everyone:
+            self._members[rank] = _Member(*told[rank]["member"])
+            self._nodes[rank] = nodes[rank] if nodes is not None else self._nodes[self.world_rank]
+            self._seats[rank] = seat
+            if nodes is not None:
+                self._node_of_seat[seat] = nodes[rank]
         if is_new:
-            self._set_up_member(of_members, others)
+            self._set_up_member(of_members, others, mesh)
         peers, membership, detector = self._local_peers, self._membership, self.failure_detector
         assert peers is not None
-        assert isinstance(membership, Membership)
+        assert membership is not None
         assert detector is not None
         peers.add([peer for peer in others if peer.rank not in peers.others])
-        for seat, rank, _ in everyone:
-            self._members[rank] = member = _Member(*told[rank]["member"])
-            self._nodes[rank] = self._nodes[self.world_rank]
-            self._seats[rank] = seat
+        for _, rank, _ in everyone:
+            member = self._members[rank]
             detector.add(rank, Peer(member.host, member.pid, member.domain))
         self.shares = max(of_members["shares"], 1 + everyone[-1].seat)
         self.past_shares.add(self.shares)
-        membership.extend([one.world_rank for one in everyone], of_members["view"] + 1)
+        if isinstance(membership, Membership):
+            membership.extend([one.world_rank for one in everyone], of_members["view"] + 1)
         renew(detector)
-        self._follow_members(joined=[rank for _, rank, _ in everyone if "view" not in told[rank]])
+        take_over()
+        self._follow_members(joined=joined)
+        if self.mesh is not None and not is_new:
+            for rank in joined:
+                self.mesh.note_joined(rank)
         if is_new:
             assert self._monitor is not None
             self._monitor.start()
             self.notice.install()
 
-    def _set_up_member(self, told: Mapping[str, Any], others: Sequence[Liveness]) -> None:
+    def _set_up_member(self, told: Mapping[str, Any], others: Sequence[Liveness], mesh: Mesh | None) -> None:
         """Make what a member has beside its communicators.
 
         Args:
             told: the `introduction` of a member.
-            others: liveness of all other ranks.
+            others: liveness of all other ranks that share memory with this one.
+            mesh: as in `extend`.
         """
         peers = self._local_peers
         assert peers is not None
@@ -653,7 +759,13 @@ class World:
         self.observers = Observers(self.channel, self.failure_detector, self.activities)
         self._monitor = MonitorThread(self.failure_detector, self.channel, True, self.abort)
         self._monitor.add(self.observers.stalls)
-        self._follow_losses()
+        self._follow_losses(mesh)
+        if mesh is not None:
+            known = range(max(self._members) + 1)
+            addresses = [self._members[rank].addresses if rank in self._members else [] for rank in known]
+            self._monitor.add(TcpLiveness(self.failure_detector, addresses), vital=True)
+            for communicator in self.healing_communicators().values():
+                communicator.go_on_after(self._go_on_without, self._in_collective, self.replaces, mesh)
         self.is_joining = False
 
     def exit_from_job(self, status: int) -> NoReturn:

@@ -26,15 +26,17 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO, cast
 
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.base.errors import LaunchError, name_ranks
+from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.linux.interfaces import reserve_port
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.net.auth import Claim, Disconnected, Purpose, connect
 from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
-from ring_plugins.core.rendezvous.seats import OwnSeat, Seats
+from ring_plugins.core.rendezvous.seats import OwnSeat
 from ring_plugins.core.rendezvous.spawn import ending, silent_end
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.rank_assignment import RankAssignment
+from ring_plugins.launcher.replacements import Replacements
 from ring_plugins.launcher.supervision import Supervisor
 
 #: Seconds without traffic before the kernel probes the other host, and between its probes.
@@ -66,6 +68,7 @@ class HostJob:
         environment: variables of every rank beside those of this process.
         tag_output, output_directory: as in `JobSpec`.
         patience: seconds for which the coordinator may not be there yet.
+        replaces: whether other processes take the places of ranks that are lost.
     """
 
     addresses: Sequence[str]
@@ -80,6 +83,7 @@ class HostJob:
     tag_output: bool = False
     output_directory: str | None = None
     patience: float = 0.0
+    replaces: bool = False
 
     def pack(self) -> bytes:
         """As `unpack` takes it."""
@@ -216,8 +220,9 @@ class HostRanks:
     def __init__(self, job: HostJob, link: Link, supervisor: Supervisor) -> None:
         self._job, self._link, self._supervisor = job, link, supervisor
         self._has_told = False
-        self._segment = Segment.create(Seats.nbytes(len(job.ranks)))
-        self._seats = Seats(self._segment.array)
+        self._segment = Segment.create(OwnSeat.nbytes(len(job.ranks)))
+        self._seats, _ = OwnSeat.parts(self._segment.array)
+        self._replacements: Replacements | None = None
         supervisor.is_out, supervisor.tell_end = self._is_out, self._seats.end_all
         #: Signals that this process got, and that are meant for the ranks.
         self.to_send: list[int] = []
@@ -238,7 +243,8 @@ class HostRanks:
                 status, why = self._supervisor.wait(self._find_trouble)
             if self._supervisor.signalled is None and self._status is None:
                 why = why or self._early_end()  # of the last rank here, at whose end `wait` returns at once
-            self._link.send("ended", {"ranks": self._ends(), "why": why})
+            self._tell_of_empty_places()
+            self._link.send("ended", {"ranks": self._ends(), "why": why, "replaced": self._replaced()})
             if self._status is None and self._supervisor.signalled is None:
                 self._status = self._wait_for("over")
         own = status or (0 if self._supervisor.has_succeeded() else 1)
@@ -247,23 +253,41 @@ class HostRanks:
     def _start(self, start: Mapping[str, Any], relay: Relay) -> None:
         job, supervisor = self._job, self._supervisor
         number = len(job.ranks)
-        for local, rank in enumerate(job.ranks):
+        inherited = {name: value for name, value in os.environ.items() if name != config.JOINS.name}
+
+        def start_rank(local: int, world_rank: int) -> None:
+            """Start a rank, or a process that takes the seat of one under a world rank of its own."""
+            rank, is_new = job.ranks[local], world_rank >= job.size
             place = RankAssignment(rank, job.size, local, number, job.index, job.hosts)
-            out, err = relay.files(rank)
+            out, err = relay.files(rank, again=is_new)
             supervisor.start(
                 job.command,
                 {
-                    **os.environ,
+                    **inherited,
                     **job.environment,
                     **place.environment(start["address"], start["port"], start["secret"]),
                     **OwnSeat.environment(self._segment, number, local),
+                    **({config.JOINS.name: str(world_rank)} if is_new else {}),
                 },
                 pass_fds=[self._segment.fd],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
+                index=local if is_new else None,
             )
+            if is_new:
+                relay.start()
+
+        for local, rank in enumerate(job.ranks):
+            start_rank(local, rank)
         relay.start()
+        if job.replaces:
+            # No two hosts give the same number.
+            unused = iter(range(job.size + job.index, MOST_MEMBERS, job.hosts))
+            ranks = job.ranks, job.size
+            self._replacements = Replacements(
+                supervisor, self._seats, number, unused, start_rank, _tell_user, None, ranks
+            )
 
     def _wait_for(self, kind: str) -> Any:
         """The body of the coordinator's next message of a kind; None if the job, or the coordinator, ends before."""
@@ -289,6 +313,17 @@ class HostRanks:
                         process.send_signal(number)
             self._supervisor.signalled = number
 
+    def _tell_of_empty_places(self) -> None:
+        """Say that nobody is replaced if all ranks of this host are lost: none is left that lets another one join."""
+        codes = self._codes()
+        lost = all((code or 0) < 0 or self._seats.has_left(local) for local, code in enumerate(codes))
+        is_over = self._status is not None or self._supervisor.signalled is not None
+        if self._replacements is not None and lost and self._job.hosts > 1 and not is_over:
+            _tell_user(
+                f"nobody takes the place of {name_ranks(self._job.ranks)}: all ranks of {socket.gethostname()} are "
+                "lost, and only a rank of the same host lets another process join. Those of other hosts go on."
+            )
+
     def _find_trouble(self) -> str | None:
         """Why the ranks of this host cannot go on; also tells the coordinator of the first that fails."""
         while self.to_send:
@@ -300,6 +335,8 @@ class HostRanks:
             self._take(kind, body)
         if self._link.is_orphaned and self._supervisor.signalled is None:
             self._supervisor.signalled = signal.SIGTERM
+        if self._replacements is not None:
+            self._replacements.tick()
         trouble = self._early_end()
         if not self._has_told:
             failed = [local for local, code in enumerate(self._codes()) if self._ends_job(local, code)]
@@ -313,7 +350,7 @@ class HostRanks:
         seats, codes = self._seats, self._codes()
         is_awaited = any(map(seats.is_starting, range(len(codes))))
         for local, code in enumerate(codes):
-            if code is None or seats.has_started(local) or not (is_awaited or code < 0):
+            if code is None or seats.has_started(local) or not (is_awaited or code < 0) or self._is_out(local):
                 continue
             how = silent_end(code) if code < 0 else f"ended ({ending(code)})"
             where = "completed" if seats.is_starting(local) else "reached"
@@ -330,16 +367,34 @@ class HostRanks:
         return self._supervisor.ends_job(code) and not self._is_out(local)
 
     def _is_out(self, local: int) -> bool:
-        return self._seats.is_cut_off(local) or self._seats.has_left(local)
+        has_not_joined = self._replacements is not None and self._replacements.is_out(local)
+        return self._seats.is_cut_off(local) or self._seats.has_left(local) or has_not_joined
 
     def _ends(self) -> list[list[Any]]:
-        """Each rank that has ended: its number, its `returncode`, and whether it left, or others go on without it."""
+        """Each rank that has ended: its number, its `returncode`, and how if that does not say it.
+
+        It has "left", was "cut off" since others go on without it, or was too "late" to take the place of another.
+        """
         ends: list[list[Any]] = []
+        late = self._replacements.late if self._replacements is not None else ()
         for local, (rank, code) in enumerate(zip(self._job.ranks, self._codes(), strict=True)):
             if code is not None:
                 how = "left" if self._seats.has_left(local) else "cut off" if self._seats.is_cut_off(local) else ""
-                ends.append([rank, code, how])
+                ends.append([rank, code, "late" if local in late else how])
         return ends
+
+    def _replaced(self) -> list[list[int]]:
+        """Each rank whose place another process has taken, and how often."""
+        if self._replacements is None:
+            return []
+        late = self._replacements.late
+        return [
+            [self._job.ranks[local], times] for local, times in self._replacements.filled.items() if local not in late
+        ]
+
+
+def _tell_user(text: str) -> None:
+    print(f"ring run: {text}", file=sys.stderr, flush=True)
 
 
 def run(

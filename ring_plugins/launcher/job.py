@@ -24,7 +24,7 @@ from ring_plugins.launcher.launch_plan import LaunchPlan
 from ring_plugins.launcher.lingering import LingeringMpirun, OtherHosts
 from ring_plugins.launcher.lost_host import LostHost
 from ring_plugins.launcher.output import Relay
-from ring_plugins.launcher.replacements import Replacements
+from ring_plugins.launcher.replacements import Replacements, how_often
 from ring_plugins.launcher.spares import Spares
 from ring_plugins.launcher.supervision import Supervisor
 
@@ -55,7 +55,7 @@ def run(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
         if plan.mpirun is not None:
             status, why = _run_mpirun(plan, supervisor)
         elif plan.hosts:
-            status, why = several_hosts.run(plan.job, supervisor, notify)
+            status, why = several_hosts.run(plan.job, plan.replaces, supervisor, notify)
         else:
             status, why = _run_ranks(plan, supervisor, notify)
         if why:
@@ -185,8 +185,7 @@ def _failed_rank(supervisor: Supervisor, seats: Seats, replacements: Replacement
     if supervisor.has_succeeded():
         told = [f"{name_ranks(ranks)} {how}" for ranks, how in ((left, "left"), (dead, "died")) if ranks]
         taken = [(rank, times) for rank, times in filled.items() if rank not in late]
-        replaced = ", ".join(f"rank {rank}{f' ({times} times)' * (times > 1)}" for rank, times in taken)
-        told = [*([f"other processes took the place of {replaced}"] if replaced else []), *told]
+        told = [*([f"other processes took the place of {how_often(dict(taken))}"] if taken else []), *told]
         told = [*([f"{name_ranks(added)} joined"] if added else []), *told]
         further = [rank for rank in late if seats.is_new(rank)]
         empty = [rank for rank in late if rank not in further]

@@ -204,8 +204,11 @@ def _check(options: Options) -> None:
 def _check_that_losses_can_be_tolerated(options: Options, ranks: int, is_local: bool) -> None:
     option = f"--on-failure {options.on_failure}"
     remedy = f"leave out {option}, and unset RING_ON_FAILURE."
-    if not is_local and options.on_failure == "replace":
-        raise ArgumentError(f"{option} works on this host only: name no others, use --on-failure continue, or {remedy}")
+    if not is_local and options.spares:
+        raise ArgumentError(
+            f"--spares {options.spares} works on this host only: name no others, or leave it out and unset "
+            "RING_SPARES. Lost ranks are then replaced by processes that start at that moment."
+        )
     if options.starter == "mpirun" or options.mpirun is not None or options.mpirun_options:
         raise ArgumentError(f"{option} does not work with mpirun, which ends all ranks: {remedy}")
     if options.min_ranks is not None and not 1 <= options.min_ranks <= ranks:

@@ -11,7 +11,7 @@ that nobody was lost. Until one has joined by its seat, all behind it wait, so i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ring_plugins.core.base.errors import LaunchError, name_ranks
 from ring_plugins.core.rendezvous.seats import Seats
@@ -32,7 +32,8 @@ class Replacements:
         world_ranks: numbers that no process of the job has had.
         start: starts a process for a seat that joins under a world rank.
         notify: shows one line to the user; None if seats stay empty.
-        spares: processes that need not be started first.
+        spares: processes that need not be started first; None if there are none.
+        ranks: on one of several hosts, the ranks of all seats at the job's start, and of how many in all.
 
     Attributes:
         filled: how often each seat was filled again.
@@ -46,12 +47,15 @@ class Replacements:
         world_ranks: Iterator[int],
         start: Callable[[int, int], object],
         notify: Callable[[str], None] | None,
-        spares: Spares,
+        spares: Spares | None,
+        ranks: tuple[Sequence[int], int] | None = None,
     ) -> None:
         self._supervisor, self._seats, self._start, self._notify = supervisor, seats, start, notify
         self._world_ranks, self._spares = world_ranks, spares
         self._size = size
-        self._ranks = list(range(size))  # world rank of the process of each seat
+        # What users call the seats, and from which world rank on processes are new.
+        self._names, self._first_new = ranks or (range(seats.number), size)
+        self._ranks = list(self._names[:size])  # world rank of the process of each seat
         self._times: list[list[float]] = [[] for _ in range(seats.number)]
         self._given_up: set[int] = set()
         #: How many seats are to be in use.
@@ -93,7 +97,7 @@ class Replacements:
         return self._seats.has_left(seat) or (self._is_new(seat) and not self._has_joined(seat))
 
     def _is_new(self, seat: int) -> bool:
-        return self._ranks[seat] >= self._size
+        return self._ranks[seat] >= self._first_new
 
     def _has_joined(self, seat: int) -> bool:
         return self._seats.has_joined(seat, self._ranks[seat])
@@ -114,7 +118,8 @@ class Replacements:
                 self._fill(seat, self._notify)
         while len(self._ranks) < self._wanted and self._fill(len(self._ranks), self._notify):
             pass
-        self._spares.fill_up(self._notify)
+        if self._spares is not None:
+            self._spares.fill_up(self._notify)
 
     def _ends_job(self, seat: int, code: int | None) -> bool:
         return self._supervisor.ends_job(code) and not self.is_out(seat)
@@ -129,21 +134,21 @@ class Replacements:
         is_further, unused = self._is_further(seat), None
         if seat < len(self._ranks) and not self._has_joined(seat):
             self._seats.clear(seat)  # it may have waited
-        now = time.monotonic()
+        now, name = time.monotonic(), f"rank {self._names[seat]}"
         lately = [since for since in self._times[seat] if now - since < HOUR]
         if len(lately) >= MOST:
             how = "was started" if is_further else "was replaced"
-            self._give_up(seat, f"rank {seat} {how} {len(lately)} times within an hour", notify)
+            self._give_up(seat, f"{name} {how} {len(lately)} times within an hour", notify)
             return False
         self._seats.clear(seat)
-        if (spare := self._spares.take(seat)) is not None:
+        if self._spares is not None and (spare := self._spares.take(seat)) is not None:
             world_rank = spare
-            notify(f"a spare process {'becomes' if is_further else 'takes the place of'} rank {seat}.")
+            notify(f"a spare process {'becomes' if is_further else 'takes the place of'} {name}.")
         elif (unused := self._unused(seat)) is not None:
             world_rank = unused
-            notify(f"starting another process {'as' if is_further else 'in the place of'} rank {seat}.")
+            notify(f"starting another process {'as' if is_further else 'in the place of'} {name}.")
         else:
-            self._give_up(seat, f"rank {seat} is not replaced, since the job has had too many processes", notify)
+            self._give_up(seat, f"{name} is not replaced, since the job has had too many processes", notify)
             return False
         self._ranks[seat : seat + 1] = [world_rank]
         self._times[seat].append(now)
@@ -181,3 +186,8 @@ class Replacements:
             self._seats.clear(closed)
         del self._supervisor.processes[seat:], self._ranks[seat:]
         self._wanted = self._seats.in_use = seat
+
+
+def how_often(replaced: Mapping[int, int]) -> str:
+    """Ranks in words, with how often each was replaced."""
+    return ", ".join(f"rank {rank}{f' ({times} times)' * (times > 1)}" for rank, times in replaced.items())

@@ -62,6 +62,7 @@ from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.mpirun import JobSpec
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.preflight import login
+from ring_plugins.launcher.replacements import how_often
 from ring_plugins.launcher.supervision import GRACE_SECONDS, Supervisor
 
 #: Connections that the coordinator keeps beside those of supervisors, and those that wait in the kernel.
@@ -74,7 +75,7 @@ _LEAVE_SECONDS = 10.0
 _TICK = 0.05
 
 Notify = Callable[[str], None]
-#: Rank, `returncode`, and "left" or "cut off" if that is why it ended.
+#: Rank, `returncode`, and "left", "cut off" or "late" if that is why it ended.
 End = tuple[int, int, str]
 
 
@@ -88,6 +89,7 @@ class _Host:
         here: what that said first.
         report: what it said of the ends of its ranks, None before.
         why: why they could not go on.
+        replaced: ranks of it whose places other processes have taken, with how often.
         is_lost: whether the connection has ended before all was said.
     """
 
@@ -97,6 +99,7 @@ class _Host:
         self.here: Mapping[str, Any] | None = None
         self.report: list[End] | None = None
         self.why: str | None = None
+        self.replaced: dict[int, int] = {}
         self.is_lost = False
 
     @property
@@ -248,6 +251,7 @@ class Coordinator:
                     self._failed += [end for end in ends if self._ends_job(end) and end not in self._failed]
                     host.why = body["why"]
                     host.report = ends if kind == "ended" else None
+                    host.replaced = {int(rank): int(times) for rank, times in body.get("replaced", ())}
         except (Disconnected, ValueError, KeyError, TypeError):
             self._lose(host)
 
@@ -285,14 +289,19 @@ class Coordinator:
         died = [end for end in ends if end[1] < 0 and not end[2]]
         cut = [rank for rank, _, how in ends if how == "cut off"]
         left = [rank for rank, _, how in ends if how == "left"]
-        well = [end for end in ends if not end[1] and end[2] != "cut off"]
-        told = [f"{name_ranks(left)} left"] if left else []
+        late = [rank for rank, _, how in ends if how == "late"]
+        well = [end for end in ends if not end[1] and end[2] not in ("cut off", "late")]
+        replaced = {rank: times for host in self._hosts for rank, times in host.replaced.items()}
+        told = [f"other processes took the place of {how_often(replaced)}"] if replaced else []
+        told += [f"{name_ranks(left)} left"] if left else []
         told += [f"{name_ranks([rank for rank, *_ in died])} died"] if died else []
         told += [f"{name_ranks(cut)} ended as the others could not be reached"] if cut else []
         told += [f"{host.name} was lost, with {name_ranks(host.ranks)}" for host in lost]
         if well:
+            told += [f"nobody had joined yet in the place of {name_ranks(late)}"] if late else []
+            others = "all" if told and not (left or died or cut or lost or late) else "the other"
             normally = len(well) - len([end for end in well if end[2]])
-            return 0, f"{', '.join(told)}, and the other {normally} ended normally." if told else None
+            return 0, f"{', '.join(told)}, and {others} {normally} ended normally." if told else None
         if lost and (cut or not died):
             where = " and ".join(host.name for host in lost)
             return 1, f"{', '.join(told)}. The ranks on {where} may have gone on; nobody here can tell."
@@ -319,11 +328,12 @@ def commands(job: JobSpec) -> list[tuple[str, list[str]]]:
     return found
 
 
-def run(job: JobSpec, supervisor: Supervisor, notify: Notify) -> tuple[int, str | None]:
+def run(job: JobSpec, replaces: bool, supervisor: Supervisor, notify: Notify) -> tuple[int, str | None]:
     """Run a job on the hosts of its shares, and return its exit status and a line for the user.
 
     Args:
         job: the job.
+        replaces: whether other processes take the places of ranks that are lost.
         supervisor: for the processes that this one starts.
         notify: shows one line to the user.
     """
@@ -343,7 +353,7 @@ def run(job: JobSpec, supervisor: Supervisor, notify: Notify) -> tuple[int, str 
             addresses = ["127.0.0.1"] if is_this_host(host) else [*filter(None, [towards]), *own_addresses()]
             told = HostJob(
                 list(dict.fromkeys(addresses)), coordinator.port, coordinator.key, index, len(hosts), own, job.ranks,
-                job.command, environment, job.tag_output, job.output_directory,
+                job.command, environment, job.tag_output, job.output_directory, replaces=replaces,
             )  # fmt: skip
             started.append((host, _start(supervisor, command, told, relay, index)))
         relay.start()

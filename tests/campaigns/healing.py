@@ -61,7 +61,7 @@ from tests.campaigns.plans import (
     draw_losses,
     draw_replacing,
 )
-from tests.campaigns.replacing import run_replaced
+from tests.campaigns.replacing import run_replaced, run_replaced_between_hosts
 from tests.campaigns.training import train
 from tests.forked_ranks import Ended, run_forked
 from tests.launch import hear_interrupts
@@ -90,6 +90,8 @@ def _forked(plan: Plan) -> Ended:
 
 
 def _replaced(plan: Plan) -> Ended:
+    if plan.nodes:
+        return run_replaced_between_hosts([*map(int, plan.nodes.split(","))], partial(train, plan), HANGS)
     return run_replaced(plan.ranks, plan.spares, partial(train, plan), HANGS, plan.most)
 
 
@@ -100,6 +102,7 @@ CASES = {
     "replaced": Case(draw_replacing, _replaced),
     "launchers": Case(draw_launched, run_launched),
     "growing": Case(draw_growing, _replaced),
+    "replaced on hosts": Case(partial(draw_replacing, case="replaced on hosts", hosts=True), _replaced),
 }
 
 

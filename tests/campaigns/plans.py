@@ -169,23 +169,38 @@ def _at_epoch_end(fault: Fault) -> Fault:
     return replace(fault, point=AT_EPOCH_END[fault.point], step=fault.step // EPOCH * EPOCH + EPOCH - 1)
 
 
-def draw_replacing(seed: int, number: int, *, case: str = "replaced") -> Plan:
-    """A job in which processes take the places of lost ones; one of the first processes stays."""
+def draw_replacing(seed: int, number: int, *, case: str = "replaced", hosts: bool = False) -> Plan:
+    """A job in which processes take the places of lost ones, on one host or on several.
+
+    One of the first processes stays, of each host.
+    """
     drawn = random.Random(f"{seed}:{number}")
-    ranks, spares = drawn.randint(2, 4), drawn.choice([0, 0, 1, 2])
-    victims = drawn.sample(range(ranks), drawn.randint(1, ranks - 1))
+    sizes = [drawn.randint(2, 4)]
+    if hosts:  # with 6 ranks at most, over which averages are exact
+        sizes = list(drawn.choice([(1, 2), (2, 2), (3, 1), (2, 3), (3, 3), (2, 1, 2), (1, 3, 1), (2, 2, 2), (1, 2, 3)]))
+    ranks, spares = sum(sizes), 0 if hosts else drawn.choice([0, 0, 1, 2])
+    first = [sum(sizes[:host]) for host in range(len(sizes))]
+    stays = {start + drawn.randrange(size) for start, size in zip(first, sizes, strict=True)}
+    mortals = [rank for rank in range(ranks) if rank not in stays]
+    victims = drawn.sample(mortals, drawn.randint(1, len(mortals)))
     at_once, step = drawn.random() < 0.4, drawn.randrange(REPLACING_STEPS - 4)
     faults = []
     for victim in victims:
         point = drawn.choice(STEP_POINTS) if faults else drawn.choice(("forward", "reduction", "update", "commit"))
         when = step if at_once or not faults else drawn.randrange(REPLACING_STEPS - 4)
-        faults.append(Fault(victim, when, point, drawn.randint(1, 3), drawn.choice(["before", "in"])))
-    for newcomer in range(ranks, ranks + drawn.choice([0, 0, 1, 2])):
+        barrier = drawn.randint(1, 24 if hosts and point == "reduction" else 3)
+        faults.append(Fault(victim, when, point, barrier, drawn.choice(["before", "in"])))
+    for newcomer in range(ranks, ranks + drawn.choice([0, 0, 1, 2]) * len(sizes)):
         point = drawn.choice(NEW_POINTS)
-        faults.append(Fault(newcomer, drawn.randrange(2), point, drawn.randint(1, 3), drawn.choice(["before", "in"])))
+        # Between hosts, one that stops in the third round is a member already, for which the others wait.
+        most = 2 if hosts and point == "stopped" else 3
+        faults.append(
+            Fault(newcomer, drawn.randrange(2), point, drawn.randint(1, most), drawn.choice(["before", "in"]))
+        )
+    nodes = ",".join(map(str, sizes)) if hosts else ""
     return Plan(
-        seed, number, ranks, tuple(faults), skips=(REPLACING_STEPS, 0), steps=REPLACING_STEPS, replaces=True,
-        spares=spares, case=case,
+        seed, number, ranks, tuple(faults), skips=(REPLACING_STEPS, 0), nodes=nodes, steps=REPLACING_STEPS,
+        replaces=True, spares=spares, case=case,
     )  # fmt: skip
 
 

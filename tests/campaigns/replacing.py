@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,12 +17,13 @@ from typing import Any
 from ring_plugins.core.base import config
 from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.linux.shared_memory import Segment
+from ring_plugins.core.rendezvous.seats import OwnSeat
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment
 from ring_plugins.launcher.growth import GrowthRequests
 from ring_plugins.launcher.replacements import Replacements
 from ring_plugins.launcher.spares import Spares
 from ring_plugins.launcher.supervision import Supervisor
-from tests.forked_ranks import Ended, be_rank, collect
+from tests.forked_ranks import Ended, be_rank, collect, free_port
 
 
 class Forked:
@@ -90,25 +91,85 @@ def run_replaced(
         waiting = Spares(supervisor, places, spares, unused, lambda rank: start(None, rank), lambda *_: None)
         replacements = Replacements(supervisor, places, ranks, unused, start, lambda _: None, waiting)
         supervisor.is_out = replacements.is_out
-        codes = [process.poll() for process in supervisor.processes]
         with GrowthRequests(replacements.add) as requests:
-            while None in codes and time.monotonic() < began + seconds:
+
+            def each_time() -> None:
                 requests.poll()
-                replacements.tick()
                 meanwhile()
-                time.sleep(0.002)
-                codes = [process.poll() for process in supervisor.processes]
-        if None in codes:
-            for process in supervisor.processes:
-                if process.poll() is None:
-                    os.kill(process.pid, signal.SIGUSR1)
-            time.sleep(1.0)
-        hung = [process for process in supervisor.processes if process.poll() is None]
-        for one in started:
-            if one.poll() is None:
-                one.kill()
-                os.waitpid(one.pid, 0)
-        ended = {one.process: one.returncode for one in started if one.returncode is not None or one in hung}
-        result = collect(directory, ended, began)
+
+            result = _follow([(supervisor, replacements)], started, directory, began, seconds, each_time)
     segment.close_file()
     return result
+
+
+def run_replaced_between_hosts(sizes: Sequence[int], function: Callable[[int], Any], seconds: float) -> Ended:
+    """As `run_replaced`, of ranks that act as several hosts, each with a supervisor of its own, and without spares.
+
+    Args:
+        sizes: how many ranks each host has.
+        function, seconds: as there.
+    """
+    ranks, port, began = sum(sizes), free_port(), time.monotonic()
+    started, hosts, segments = list[Forked](), list[tuple[Supervisor, Replacements]](), list[Segment]()
+    with TemporaryDirectory() as name:
+        directory = Path(name)
+
+        def add(index: int, first: int, size: int) -> None:
+            segment, supervisor = Segment.create(OwnSeat.nbytes(size)), Supervisor(tolerates_losses=True)
+            segments.append(segment)
+
+            def start(local: int, process: int) -> None:
+                variables = {"RANK": str(first + local), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+                variables |= {"MASTER_PORT": port, config.VIRTUAL_NODES.name: ",".join(map(str, sizes))}
+                variables |= {config.LAUNCHER.name: "rendezvous", **OwnSeat.environment(segment, size, local)}
+                variables |= {config.JOINS.name: str(process)} if process >= ranks else {}
+                started.append(one := Forked(process, function, variables, directory))
+                kept: Any = one
+                supervisor.processes[local:] = [kept, *supervisor.processes[local + 1 :]]
+
+            for local in range(size):
+                start(local, first + local)
+            seats, _ = OwnSeat.parts(segment.array)
+            unused = iter(range(ranks + index, MOST_MEMBERS, len(sizes)))
+            own = range(first, first + size), ranks
+            replacements = Replacements(supervisor, seats, size, unused, start, lambda _: None, None, own)
+            supervisor.is_out = replacements.is_out
+            hosts.append((supervisor, replacements))
+
+        for index, size in enumerate(sizes):
+            add(index, sum(sizes[:index]), size)
+        result = _follow(hosts, started, directory, began, seconds)
+    for segment in segments:
+        segment.close_file()
+    return result
+
+
+def _follow(
+    hosts: Sequence[tuple[Supervisor, Replacements]],
+    started: Sequence[Forked],
+    directory: Path,
+    began: float,
+    seconds: float,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> Ended:
+    """Replace lost ranks until the processes of all seats have ended."""
+
+    def running() -> list[Any]:
+        return [process for supervisor, _ in hosts for process in supervisor.processes if process.poll() is None]
+
+    while (hung := running()) and time.monotonic() < began + seconds:
+        for _, replacements in hosts:
+            replacements.tick()
+        meanwhile()
+        time.sleep(0.002)
+    for process in hung:
+        os.kill(process.pid, signal.SIGUSR1)
+    if hung:
+        time.sleep(1.0)
+        hung = running()
+    for one in started:
+        if one.poll() is None:
+            one.kill()
+            os.waitpid(one.pid, 0)
+    ended = {one.process: one.returncode for one in started if one.returncode is not None or one in hung}
+    return collect(directory, ended, began)

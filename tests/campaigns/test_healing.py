@@ -34,13 +34,14 @@ from tests.forked_ranks import Ended
 @pytest.mark.parametrize(
     ("jobs", "cases"),
     [
-        (8, ["one host", "several hosts"]),
+        (9, ["one host", "several hosts", "replaced on hosts"]),
         pytest.param(80, ["one host"], marks=pytest.mark.slow),
         pytest.param(80, ["several hosts"], marks=pytest.mark.slow),
         pytest.param(30, ["faces"], marks=pytest.mark.slow),
         pytest.param(25, ["replaced"], marks=pytest.mark.slow),
         pytest.param(8, ["launchers"], marks=[pytest.mark.slow, pytest.mark.mpi]),
         pytest.param(25, ["growing"], marks=pytest.mark.slow),
+        pytest.param(25, ["replaced on hosts"], marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -77,6 +78,11 @@ def test_where_ranks_are_replaced_somebody_stays_and_newcomers_die_too():
     assert {fault.point for plan in plans for fault in plan.faults} == {*STEP_POINTS, *NEW_POINTS}
     assert {plan.spares for plan in plans} == {0, 1, 2} and {plan.ranks for plan in plans} == {2, 3, 4}
     assert all(0 < sum(fault.process < plan.ranks for fault in plan.faults) < plan.ranks for plan in plans)
+    for plan in [draw(1, number, ["replaced on hosts"]) for number in range(300)]:
+        sizes, victims = [*map(int, plan.nodes.split(","))], {fault.process for fault in plan.faults}
+        hosts = [range(sum(sizes[:host]), sum(sizes[: host + 1])) for host in range(len(sizes))]
+        assert len(hosts) in (2, 3) and all(not victims.issuperset(host) for host in hosts)
+        assert victims.intersection(range(plan.ranks))
 
 
 def test_users_start_jobs_in_all_ways_and_all_kinds_of_faults_come_to_them():

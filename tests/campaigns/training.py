@@ -7,7 +7,6 @@ import hashlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 import ring_plugins as ring
-from ring_plugins.core.control import admission
+from ring_plugins.core.control import admission, mesh_admission
 from ring_plugins.core.control.consensus import Consensus
 from ring_plugins.core.control.membership import Membership
 from ring_plugins.core.control.mesh import Mesh
@@ -27,6 +26,7 @@ from tests import mortal
 from tests.campaigns.healing_faces import train_keras, train_lightning
 from tests.campaigns.plans import LEAVES, Plan
 from tests.mortal import die, die_in_barrier, end_in_round
+from tests.newcomers import wait_for_newcomers
 from tests.worker import report
 
 COUNTS = (10, 20_000, 600_000)
@@ -159,15 +159,6 @@ def taken() -> list[int]:
     return [current()._seats[rank] for rank in current().world_ranks]
 
 
-def await_newcomers(ranks: int, seconds: float) -> None:
-    """Let processes come, so that they join after this step; not longer than so many seconds."""
-    end, missing = time.monotonic() + seconds, set(range(ranks)).difference(taken())
-    places = seats()
-    assert places is not None
-    while not missing.issubset(one.seat for one in places.waiting() if one.is_there()) and time.monotonic() < end:
-        time.sleep(0.002)
-
-
 def train(plan: Plan, process: int) -> dict[str, Any]:
     """What a process does."""
     mortal = Mortal(plan, process)
@@ -176,7 +167,7 @@ def train(plan: Plan, process: int) -> dict[str, Any]:
         options = {"compression": plan.compression or None, "error_feedback": bool(plan.compression)}
         found = trained(mortal, process, plan.steps, patterns(plan.compression), gradient, UNIT * process, options)
         return {"seat": process, **found, "weights": checksums(found["weights"])}
-    admission._PATIENCE = PATIENCE
+    admission._PATIENCE = mesh_admission._PATIENCE = PATIENCE
     mortal.before_init()
     ring.init(on_failure="replace" if plan.replaces else "continue")
     mortal.after_init()
@@ -233,7 +224,8 @@ class Loop:
                 for number in [number for step, number in self._plan.adds if step == state.step]:
                     request_ranks(number, os.getppid())
             in_use = places.in_use if places is not None else 0
-            await_newcomers(max(self._plan.ranks, in_use), LAUNCHED_AWAITED if self._plan.launcher else AWAITED)
+            wanted = set(range(max(self._plan.ranks, in_use)))
+            wait_for_newcomers(wanted.difference(taken()), LAUNCHED_AWAITED if self._plan.launcher else AWAITED)
         for point in ("forward", LEAVES, "skipped step"):
             mortal.at(point)
         averaged = self._update()

@@ -75,6 +75,15 @@ def test_a_job_has_no_fewer_ranks_than_min_ranks_and_no_more_than_max_ranks(monk
         prepare_to_continue(None, FailurePolicy(True, 1, True, 4), 0)
 
 
+def test_a_job_with_a_supervisor_on_each_host_does_not_grow(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(healing, "own_seat", object)
+    prepare_to_continue(None, FailurePolicy(True, 1, True), 0)
+    with pytest.raises(ArgumentError, match=r"max_ranks=4: jobs grow only on .*unset RING_MAX_RANKS"):
+        prepare_to_continue(None, FailurePolicy(True, 1, True, 4), 0)
+
+
 def test_a_launchers_processes_hold_their_slots(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -139,10 +148,13 @@ def test_all_ranks_must_want_it_and_be_able_to():
         check_policies([CONTINUE] * (MOST_RANKS + 1), False, True, "")
     with pytest.raises(ArgumentError, match="min_ranks=3 is more than the 2 ranks"):
         check_policies([(True, 3, False), (True, 3, False)], True, False, "")
-    with pytest.raises(ArgumentError, match='on_failure="replace" works on one host'):
-        check_policies([(True, 1, True)] * 2, False, True, "")
-    with pytest.raises(ArgumentError, match=r'"replace" works on one host|max_ranks=4: jobs grow on one host'):
-        check_policies([(True, 1, True, 4)] * 2, False, True, "")
+    with pytest.raises(
+        ArgumentError, match="works on several hosts under `ring run -H`, but these are 2 ranks on 2 hosts"
+    ):
+        check_policies([(True, 1, True, 0)] * 2, False, True, "2 ranks on 2 hosts")
+    check_policies([(True, 1, True, 0)] * 2, False, True, "2 ranks on 2 hosts", has_seats=True)
+    with pytest.raises(ArgumentError, match="max_ranks=4: jobs grow on one host, but these are 2 ranks on 2 hosts"):
+        check_policies([(True, 1, True, 4)] * 2, False, True, "2 ranks on 2 hosts", has_seats=True)
 
 
 def test_ranks_that_were_started_one_by_one_need_nobody_who_holds_their_slots(monkeypatch):

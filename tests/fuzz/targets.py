@@ -413,16 +413,18 @@ class MeshMessages(JsonTarget):
         self._ranks = range(4)
 
     def valid(self) -> list[bytes]:
-        decision = [[0, 1, 2], 7, [3]]
+        decision, joins = [[0, 1, 2], 7, [3], []], [[0, 1, 2, 3, 9], 7, [], [9]]
+        promise = {"ballot": 1 << 20, "committed": 7}
         bodies: list[tuple[str, dict[str, Any]]] = [
             ("call", {}),
             ("prepare", {"ballot": 1 << 20, "dead": [3]}),
-            ("promise", {"ballot": 1 << 20, "committed": 7, "silent": [], "leaving": [], "accepted": None}),
-            ("promise", {"ballot": 1 << 20, "committed": 7, "silent": [3], "leaving": [2], "accepted": [1, decision]}),
+            ("promise", {**promise, "silent": [], "leaving": [], "joining": [9], "accepted": None}),
+            ("promise", {**promise, "silent": [3], "leaving": [2], "joining": [], "accepted": [1, decision]}),
             ("refused", {"ballot": 1 << 20, "promised": 2 << 20}),
             ("accept", {"ballot": 1 << 20, "decision": decision}),
             ("accepted", {"ballot": 1 << 20}),
             ("decided", {"decision": decision}),
+            ("decided", {"decision": joins}),
         ]
         return [to_json({"view": 1, "kind": kind, "body": body}) for kind, body in bodies]
 
@@ -437,7 +439,7 @@ class MeshMessages(JsonTarget):
         if rng.randrange(2):
             one.note_dead(rng.choice([other for other in self._ranks if other != rank]))
         if rng.randrange(2):
-            one.arrive(1, rng.randrange(9))
+            one.arrive(1, rng.randrange(9), (), rng.choice([(), (9,)]))
         sender = rng.choice([other for other in self._ranks if other != rank])
         before = repr(sorted(vars(one).items(), key=lambda pair: pair[0]))
         try:
@@ -448,8 +450,9 @@ class MeshMessages(JsonTarget):
         one.note_silent(sender)  # what was taken must not break what follows
         one.arrive(one.view + 1, 9)
         one.awaited() if one._reachable() else None
-        assert set(one.members) <= set(self._ranks)
-        assert all(set(found.members) <= set(self._ranks) for found in one.decisions.values())
+        known = {*self._ranks, *one._joining, *(rank for found in one.decisions.values() for rank in found.joining)}
+        assert set(one.members) <= known <= {*self._ranks, 9}
+        assert all(set(found.members) <= known for found in one.decisions.values())
 
 
 class Greetings(Target):

@@ -19,12 +19,13 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ring_plugins as ring
-from ring_plugins.core.control import admission
+from ring_plugins.core.control import admission, mesh_admission
 from ring_plugins.core.rendezvous.spawn import seats
 from ring_plugins.core.world import current
 from ring_plugins.launcher.growth import request_ranks
 from ring_plugins.torch import DistributedOptimizer, TrainingState, broadcast_parameters
 from tests.mortal import die, end_at, end_in_round
+from tests.newcomers import wait_for_newcomers
 from tests.passes import members_of_passes
 from tests.worker import report
 
@@ -41,17 +42,18 @@ def gradient(step: int, seat: int) -> float:
     return 12.0 * ((7 * step + 3 * seat) % 5 - 2)
 
 
-def wait_for_newcomers(missing: set[int]) -> None:
-    """Wait until processes wait for these seats, so that they join after this step; not longer than some seconds."""
-    end = time.monotonic() + float(os.environ["TEST_AWAITED"])
-    while not missing.issubset(one.seat for one in seats().waiting()) and time.monotonic() < end:
-        time.sleep(0.01)
-
-
 #: Up to how many ranks there may be.
 MOST = int(os.environ.get("TEST_MOST", os.environ.get("TEST_RANKS", "0")))
+#: On how many hosts they are.
+HOSTS = int(os.environ.get("TEST_HOSTS", "1"))
 #: Of a spare that dies while it waits.
 KILLED_SPARE = int(os.environ.get("TEST_KILLED_SPARE", "-1"))
+
+
+def in_use() -> int:
+    """How many seats are, if the job has grown."""
+    places = seats()
+    return places.in_use if places is not None else 0
 
 
 def wait_for_spare() -> None:
@@ -66,13 +68,13 @@ def own_deaths(seat: int, ranks: int) -> list[tuple[int, str]]:
     """The (step, point)s of TEST_DEATHS that are of this process."""
     number, deaths = current().world_rank, json.loads(os.environ["TEST_DEATHS"])
     mine = [(step, point) for of, step, point in deaths if of == seat and (number >= ranks) == ("newcomer" in point)]
-    if number > (MOST if seat < ranks else seat):
+    if number > (seat if seat >= ranks else MOST + HOSTS - 1):
         mine = [(step, point.removeprefix("every ")) for step, point in mine if point.startswith("every")]
     return [(step, point.removeprefix("every ").removeprefix("newcomer ")) for step, point in mine]
 
 
 if "stopped" in os.environ.get("TEST_DEATHS", ""):
-    admission._PATIENCE = 2.0
+    admission._PATIENCE = mesh_admission._PATIENCE = 2.0
 
 
 def prepare_newcomer(mine: list[tuple[int, str]]) -> None:
@@ -96,16 +98,16 @@ def begin_step(number: int, mine: list[tuple[int, str]], ranks: int, seat: int =
             wait_for_spare()
             end_at(point)
     if "TEST_AWAITED" in os.environ:
-        wait_for_newcomers(set(range(max(ranks, seats().in_use))) - set(seats_taken()))
+        wait_for_newcomers(set(range(max(ranks, in_use()))) - set(seats_taken()), float(os.environ["TEST_AWAITED"]))
 
 
 def main() -> None:
     ranks, least = int(os.environ["TEST_RANKS"]), int(os.environ.get("TEST_MIN", "1"))
-    ring.init(ranks=ranks, on_failure="replace", min_ranks=least, max_ranks=MOST)
+    ring.init(ranks=ranks, on_failure="replace", min_ranks=least, max_ranks=MOST if HOSTS == 1 else None)
     seat, number = ring.rank(), current().world_rank
     is_new = current().is_joining
     mine = own_deaths(seat, ranks)
-    assert ring.rank() == seat and ring.size() in (ranks, seats().in_use)
+    assert ring.rank() == seat and ring.size() in (ranks, in_use())
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(count)) for count in (10, 20_000, 300_000)])
     if is_new:
         with torch.no_grad():

@@ -48,7 +48,7 @@ from ring_plugins.core.base.errors import ArgumentError, PeerFailed
 from ring_plugins.core.collectives.api import Work
 from ring_plugins.core.collectives.executor import BackgroundWork, Members, SerialExecutor
 from ring_plugins.core.collectives.fingerprint import Fingerprint, fingerprint
-from ring_plugins.core.collectives.host import HostCommunicator
+from ring_plugins.core.collectives.host import HostCommunicator, Member
 from ring_plugins.core.collectives.validation import check_rank
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.membership import MembersLost
@@ -260,6 +260,33 @@ class HealingCommunicator(HostCommunicator):
         if failure_detector is not None:
             failure_detector.watch(key, self._executor.failure)
         self._node.renew(ranks, self.rank, segments, parts)
+
+    def renew_between_hosts(
+        self,
+        members: Sequence[Member],
+        segments: Sequence[Segment],
+        parts: Sequence[Sequence[Segment]],
+        operations: int,
+        failure_detector: FailureDetector | None,
+    ) -> None:
+        """As `renew`, on several hosts; `keep` connects them.
+
+        Args:
+            members: all of them, in the order of ranks.
+            segments, parts: of this host's members, as in `SharedMemoryGroup.renew`; empty if these have not changed.
+            operations, failure_detector: as in `renew`.
+        """
+        assert self._node is not None
+        own, key = self.ranks[self.rank], members[0].tag
+        self._all, self.ranks = tuple(members), tuple(member.rank for member in members)
+        self.rank, self.size = self.ranks.index(own), len(members)
+        self._executor.renew(self.name, key, operations, failure_detector)
+        self._members.renew(self.ranks, key, failure_detector)
+        if failure_detector is not None:
+            failure_detector.watch(key, self._executor.failure)
+        if segments:
+            here = [member.rank for member in members if member.node == members[self.rank].node]
+            self._node.renew(here, here.index(own), segments, parts)
 
     # Repeated here --------------------------------------------------------------------------------
 

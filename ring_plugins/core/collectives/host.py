@@ -145,10 +145,10 @@ class HostCommunicator:
         """
         nodes = _by_node(members)
         name, wait, transport = self.name, self._wait, self._transport
+        self._executor.goes_on_after_mismatch = len(nodes) == 1
         if len(nodes) == 1:
             assert self._node is not None
             self._bytes = self._reducer = self._node
-            self._executor.goes_on_after_mismatch = True
             return
         if transport is None:
             raise RingError(

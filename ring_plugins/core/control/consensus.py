@@ -40,6 +40,11 @@ quorum until they are gone, and a rank that dies at the same moment is lost in t
 to drop them without an agreement, since those that have the result already would count with other quorums than those
 that have not.
 
+**Joining.** A process that takes the place of a lost rank (control/mesh_admission.py) becomes a member by a decision,
+too. Members arrive with the process for which they have prepared everything, or without. It is in the next view if all
+members of this one have promised, and all are prepared: if one is lost or is not, nobody joins, and all find that. It
+does not vote before, and it learns of the decision from each member that does.
+
 The dead do not count in the first case but do in the second: if of four ranks one is killed while another is silent,
 the other two go on only if they have the lowest rank. A rule that took the dead out of the count first would be wrong:
 these may have helped the other side to a decision before they died.
@@ -70,16 +75,18 @@ class Decision(NamedTuple):
         members: of the view, in order.
         committed: how many operations are confirmed for all of them.
         leaving: ranks that are no members any more since they were told to end.
+        joining: those of the members that were none in the view before.
     """
 
     members: tuple[int, ...]
     committed: int
     leaving: tuple[int, ...] = ()
+    joining: tuple[int, ...] = ()
 
     @classmethod
     def told(cls, told: Sequence[Any]) -> Decision:
         """As a message has it."""
-        return cls(tuple(told[0]), int(told[1]), tuple(told[2]))
+        return cls(tuple(told[0]), int(told[1]), tuple(told[2]), tuple(told[3]))
 
 
 class _Promise(NamedTuple):
@@ -88,6 +95,7 @@ class _Promise(NamedTuple):
     committed: int
     silent: frozenset[int]
     leaving: frozenset[int]
+    joining: frozenset[int]
     accepted: tuple[int, Decision] | None
 
 
@@ -96,9 +104,10 @@ class Consensus:
 
     Args:
         rank: world rank of this process.
-        members: world ranks of the first view.
+        members: world ranks of the view with which this rank begins.
         send: sends a message to a rank; messages of one rank to another arrive in order, if they arrive.
         hang_up: closes the connection to a rank, so that nothing that it has sent arrives any more.
+        view: number of that view.
 
     Attributes:
         view: number of the last view that is decided.
@@ -115,8 +124,9 @@ class Consensus:
         members: Sequence[int],
         send: Callable[[int, Message], None],
         hang_up: Callable[[int], None],
+        view: int = 0,
     ) -> None:
-        self.rank, self.view, self.members = rank, 0, tuple(members)
+        self.rank, self.view, self.members = rank, view, tuple(members)
         self.decisions: dict[int, Decision] = {}
         self.dead: set[int] = set()
         self.silent: set[int] = set()
@@ -128,6 +138,7 @@ class Consensus:
     def _begin_view(self) -> None:
         self._committed: int | None = None  # of this rank, once its script has arrived
         self._leaving: frozenset[int] = frozenset()  # that it knows of
+        self._joining: frozenset[int] = frozenset()  # for which it is prepared
         self._promised = self._seen = 0
         self._accepted: tuple[int, Decision] | None = None
         self._prepares: dict[int, int] = {}  # ballots of leaders that this rank has not answered
@@ -164,17 +175,25 @@ class Consensus:
 
     # Events ---------------------------------------------------------------------------------------
 
-    def arrive(self, view: int, committed: int, leaving: Collection[int] = ()) -> None:
+    def arrive(self, view: int, committed: int, leaving: Collection[int] = (), joining: Collection[int] = ()) -> None:
         """This rank's script has stopped, to agree on a view.
 
         Args:
             view: its number.
             committed: how many operations this rank has confirmed.
             leaving: ranks that are to end, as the last of those operations says.
+            joining: for which this rank is prepared.
         """
         if view == self.view + 1 and self._committed is None and not self.is_excluded():
-            self._committed, self._leaving = committed, frozenset(leaving)
+            self._committed, self._leaving, self._joining = committed, frozenset(leaving), frozenset(joining)
             self._step()
+
+    def take_over(self, decision: Decision) -> None:
+        """Begin with the view by which this rank has joined, and tell the others of it, which may not know yet."""
+        self.decisions[self.view] = decision
+        for rank in self.members:
+            if rank != self.rank:
+                self._tell_decision(rank, self.view)
 
     def note_dead(self, rank: int) -> None:
         """A rank's process has ended without a word."""
@@ -207,8 +226,11 @@ class Consensus:
         is_current = message["view"] == self.view + 1
         if not is_current or self.is_excluded() or sender in self.dead or sender in self.silent:
             return
-        if not _members_in(message).issubset(self.members):
+        decisions = _decisions_in(message)
+        if not all({*one.members, *one.leaving} <= {*self.members, *one.joining} for one in decisions):
             raise ValueError(f"{message!r} has members that the view before has not")
+        if not all(self._joining.issuperset(one.joining) for one in decisions):
+            raise ValueError(f"{message!r} lets ranks join for which this one is not prepared")
         getattr(self, f"_receive_{message['kind']}")(sender, **message["body"])
         self._step()
 
@@ -238,11 +260,14 @@ class Consensus:
         committed: int,
         silent: Sequence[int],
         leaving: Sequence[int],
+        joining: Sequence[int],
         accepted: Sequence[Any] | None,
     ) -> None:
         if ballot == self._ballot:
             value = (int(accepted[0]), Decision.told(accepted[1])) if accepted is not None else None
-            self._promises[sender] = _Promise(committed, frozenset(silent), frozenset(leaving), value)
+            self._promises[sender] = _Promise(
+                committed, frozenset(silent), frozenset(leaving), frozenset(joining), value
+            )
 
     def _receive_refused(self, sender: int, ballot: int, promised: int) -> None:
         self._seen = max(self._seen, promised)
@@ -301,12 +326,13 @@ class Consensus:
             "committed": own.committed,
             "silent": sorted(own.silent),
             "leaving": sorted(own.leaving),
+            "joining": sorted(own.joining),
         }
         self._tell(leader, "promise", ballot=ballot, accepted=accepted, **told)
 
     def _own_promise(self) -> _Promise:
         assert self._committed is not None
-        return _Promise(self._committed, frozenset(self.silent), self._leaving, self._accepted)
+        return _Promise(self._committed, frozenset(self.silent), self._leaving, self._joining, self._accepted)
 
     def _lead(self) -> None:
         known_dead = frozenset(self.dead)
@@ -364,7 +390,14 @@ class Consensus:
         promises = self._promises.values()
         committed = [*(promise.committed for promise in promises), *left.values()]
         leaving = frozenset[int]().union(*(promise.leaving for promise in promises))
-        return Decision(tuple(sorted({*kept, *left} - leaving)), max(committed), tuple(sorted(leaving)))
+        joining = self._all_prepared_for() if len(kept) == len(self.members) else frozenset()
+        members = tuple(sorted({*kept, *left, *joining} - leaving))
+        return Decision(members, max(committed), tuple(sorted(leaving)), tuple(sorted(joining)))
+
+    def _all_prepared_for(self) -> frozenset[int]:
+        """Those that can join, once all members have promised."""
+        prepared = frozenset.intersection(*(promise.joining for promise in self._promises.values()))
+        return prepared.difference(self.dead, self.silent)
 
     def _is_quorum(self, ranks: Collection[int]) -> bool:
         twice = 2 * sum(rank in ranks for rank in self.members)
@@ -375,7 +408,7 @@ class Consensus:
         self.view += 1
         self.decisions[self.view] = decision
         self.members = decision.members
-        for rank in before:
+        for rank in (*before, *decision.joining):
             if rank != self.rank and self._is_reachable(rank):
                 self._tell_decision(rank, self.view)
         self._begin_view()
@@ -393,10 +426,10 @@ def _are_ranks(value: Any) -> bool:
 
 
 def _is_decision(value: Any) -> bool:
-    if not isinstance(value, (list, tuple)) or len(value) != 3:
+    if not isinstance(value, (list, tuple)) or len(value) != 4:
         return False
-    members, committed, leaving = value
-    are_ranks = _are_ranks(members) and _are_ranks(leaving)
+    members, committed, leaving, joining = value
+    are_ranks = _are_ranks(members) and _are_ranks(leaving) and _are_ranks(joining)
     return are_ranks and list(members) == sorted(set(members)) and _is_number(committed)
 
 
@@ -415,6 +448,7 @@ _BODIES: dict[str, dict[str, Callable[[Any], bool]]] = {
         "committed": _is_number,
         "silent": _are_ranks,
         "leaving": _are_ranks,
+        "joining": _are_ranks,
         "accepted": _is_accepted,
     },
     "refused": {"ballot": _is_number, "promised": _is_number},
@@ -435,9 +469,8 @@ def _check(message: Any) -> None:
     raise ValueError(f"{str(message)[:200]} is no message of an agreement")
 
 
-def _members_in(message: Message) -> set[int]:
-    """The members of the decisions that a message holds."""
+def _decisions_in(message: Message) -> list[Decision]:
     body = message["body"]
     accepted = body.get("accepted")
-    decisions = [body.get("decision"), accepted[1] if accepted is not None else None]
-    return {rank for decision in decisions if decision is not None for rank in (*decision[0], *decision[2])}
+    found = [body.get("decision"), accepted[1] if accepted is not None else None]
+    return [Decision.told(decision) for decision in found if decision is not None]

@@ -36,7 +36,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ring_plugins.core.base import config
@@ -51,7 +51,7 @@ from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
 from ring_plugins.core.net.listener import Listener
 
 #: Names these connections beside those of communicators, whose tags are not negative.
-_TAG = -1
+MESH_TAG = -1
 #: Seconds between two looks at ranks of which it is not known yet why their connection has ended, and otherwise.
 _LOOK, _IDLE = 0.01, 1.0
 #: Seconds without traffic before the kernel probes another host, and between its probes.
@@ -74,6 +74,7 @@ class MeshPeer(NamedTuple):
         pid: process id there.
         domain: shared-memory domain, which tells hosts apart.
         address, port: where it listens.
+        seat: its place in the order of ranks.
     """
 
     host: str
@@ -81,6 +82,7 @@ class MeshPeer(NamedTuple):
     domain: str
     address: str
     port: int
+    seat: int
 
 
 class Mesh:
@@ -88,36 +90,47 @@ class Mesh:
 
     Args:
         rank: of this process.
-        peers: all ranks, in order.
+        peers: all ranks.
         listener: makes the connections.
         local_peers: the ranks of this host, where they share memory.
         min_ranks: with how many ranks the job goes on.
+        view, committed: from which to count on, in a process that joins.
 
     Attributes:
+        peers: as given, and those that have joined.
         committed: how many operations are confirmed; the communicators count it.
         pending: ranks whose loss this rank has found while it waited for the confirmation of an operation that others
             have: they find it in their next operation, so this one takes it over there, too. None if there are none.
         view: number of the last view that this rank's script has taken over.
-        ranks: members of the last view that is agreed on.
+        ranks: members of the last view that is agreed on, in the order of their seats.
+        joined: those of them that were none in the view before.
         is_cut_off: whether the others go on without this rank, if they go on at all.
         announced: by rank, where it listens in the place of rank 0.
         on_cut_off: called when this rank finds that.
     """
 
     def __init__(
-        self, rank: int, peers: Sequence[MeshPeer], listener: Listener, local_peers: LocalPeers | None, min_ranks: int
+        self,
+        rank: int,
+        peers: Mapping[int, MeshPeer],
+        listener: Listener,
+        local_peers: LocalPeers | None,
+        min_ranks: int,
+        view: int = 0,
+        committed: int = 0,
     ) -> None:
-        self.rank, self._peers, self._listener = rank, tuple(peers), listener
+        self.rank, self.peers, self._listener = rank, dict(peers), listener
         self._local_peers, self._min_ranks = local_peers, min_ranks
-        self.committed = self.view = self._agreed = 0
+        self.committed, self.view, self._agreed = committed, view, view
         self.pending: list[int] | None = None
-        self.ranks = tuple(range(len(peers)))
+        self.ranks = self._in_order(peers)
+        self.joined: tuple[int, ...] = ()
         self.is_cut_off = False
         self.announced: dict[int, dict[str, Any]] = {}
         self.on_cut_off: Callable[[], object] = lambda: None
         self._handlers: dict[str, Handler] = {}
         self._lock = threading.RLock()
-        self._consensus = Consensus(rank, self.ranks, self._send_message, self._hang_up)
+        self._consensus = Consensus(rank, sorted(peers), self._send_message, self._hang_up, view)
         self._connections: dict[int, FrameSocket] = {}
         self._dying: dict[int, float] = {}  # ranks of this host whose lock is not free yet, with the time to give up
         self._probes: dict[int, _Probe] = {}
@@ -126,12 +139,20 @@ class Mesh:
         self._wake_end.setblocking(False)
         self._waker.setblocking(False)
         self._selector.register(self._wake_end, selectors.EVENT_READ, None)
-        self._is_agreeing = self._closed = False
+        self._is_agreeing = self._is_admitting = self._closed = False
+        self._backlog: list[tuple[int, bytes]] = []
+        #: What ranks have told in the admission of a process: by view, round and rank.
+        self._told: dict[tuple[int, int, int], Any] = {}
+        self._problems: dict[int, str] = {}  # by view
         self._thread = HelperThread(self._run, "ring:mesh")
         self.on("server", self._note_server)
         self.on("dead", lambda sender, body: self._consensus.note_dead(self._rank_in(body)))
         self.on("left", lambda sender, body: self._consensus.note_left(sender, int(body["committed"])))
         self.on("agree", self._consensus.receive)
+        self.on("admission", self._note_told)
+
+    def _in_order(self, ranks: Collection[int]) -> tuple[int, ...]:
+        return tuple(sorted(ranks, key=lambda rank: self.peers[rank].seat))
 
     def on(self, kind: str, handler: Handler) -> None:
         """Call `handler` with every message of this kind, and its sender."""
@@ -144,8 +165,8 @@ class Mesh:
 
         def are_connected() -> bool:
             for rank in list(missing):
-                if (connected := self._listener.connection(rank, _TAG)) is not None:
-                    self._add(rank, connected)
+                if (connected := self._listener.connection(rank, MESH_TAG)) is not None:
+                    self._add(rank, mesh_frames(connected))
                     missing.remove(rank)
             if missing and time.monotonic() > end:
                 self._listener.raise_missing(missing)
@@ -154,13 +175,27 @@ class Mesh:
         wait.until(are_connected, lambda: missing, lambda: "connecting to all ranks")
         self._thread.start()
 
-    def _add(self, rank: int, connected: socket.socket) -> None:
-        milliseconds = int(config.NETWORK_TIMEOUT.get() * 1000)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
-        self._connections[rank] = frames = FrameSocket(connected, Purpose.CONTROL)
+    def go_on_from(
+        self, connections: Mapping[int, FrameSocket], backlog: Sequence[tuple[int, bytes]], decision: Decision
+    ) -> None:
+        """Take over the connections to all other ranks that this one has joined, and begin to watch them.
+
+        Args:
+            connections: by rank; those lack that have ended already.
+            backlog: messages that have arrived already, each with its sender.
+            decision: that this rank joins, which others may not know yet.
+        """
+        for rank, frames in connections.items():
+            self._add(rank, frames)
+        self._consensus.take_over(decision)
+        for rank in self.ranks:
+            if rank != self.rank and rank not in connections:
+                self._note_end(rank, Disconnected("it closed the connection"))
+        self._backlog = list(backlog)
+        self._thread.start()
+
+    def _add(self, rank: int, frames: FrameSocket) -> None:
+        self._connections[rank] = frames
         self._selector.register(frames, selectors.EVENT_READ, rank)
 
     # What the rest of the process asks ------------------------------------------------------------
@@ -179,11 +214,10 @@ class Mesh:
 
     def interrupts(self) -> bool:
         """Whether this rank must give up the operation under way, to agree on who is left."""
-        if self._is_agreeing:
+        if self._is_agreeing or self._is_admitting:
             return False
         with self._lock:
-            for rank in self._local_peers.lost() if self._local_peers is not None else ():
-                self._note_dead(rank)
+            self._look_at_locks()
             return self._consensus.must_agree()
 
     def members_lost(self) -> MembersLost:
@@ -201,13 +235,13 @@ class Mesh:
     def note_unreachable(self, rank: int) -> None:
         """The network to the host of a rank is lost; any thread may call it."""
         with self._lock:
-            for other, peer in enumerate(self._peers):
-                if peer.domain == self._peers[rank].domain and other != self.rank:
+            for other, peer in self.peers.items():
+                if peer.domain == self.peers[rank].domain and other != self.rank:
                     self._hang_up(other)
                     self._consensus.note_silent(other)
         self._wake()
 
-    def agree(self, wait: Waiting, leaving: Sequence[int] = ()) -> list[int] | None:
+    def agree(self, wait: Waiting, leaving: Sequence[int] = (), joining: Sequence[int] = ()) -> list[int] | None:
         """Agree with all that can be reached on the next view; each calls this when it has raised `MembersLost`.
 
         Takes over what was agreed on before, if that is pending.
@@ -215,6 +249,7 @@ class Mesh:
         Args:
             wait: waits for the others.
             leaving: ranks that are to leave, as the last operation has told all. They call this, too.
+            joining: a process for which this rank is prepared; `joined` says whether it has joined.
 
         Returns:
             The ranks that are lost or leave; None if that is to be found in the next operation (`pending`).
@@ -228,8 +263,10 @@ class Mesh:
             return pending
         try:
             self._is_agreeing = True
+            if not joining:  # others may be prepared already, and wait for this rank
+                self.tell_all("admission", {"view": view, "problem": f"rank {self.rank} does not take part."})
             with self._lock:
-                consensus.arrive(view, self.committed, leaving)
+                consensus.arrive(view, self.committed, leaving, joining)
             self._wake()
             wait.until(
                 lambda: view in consensus.decisions or consensus.is_stranded,
@@ -254,12 +291,91 @@ class Mesh:
         if self._local_peers is not None:
             self._local_peers.forget([rank for rank in lost if rank != self.rank])
         is_behind = decision.committed > self.committed
-        self._agreed, self.ranks, self.committed = view, decision.members, decision.committed
+        self._agreed, self.ranks, self.committed = view, self._in_order(decision.members), decision.committed
+        self.joined = decision.joining
+        self._forget_admissions()
         if is_behind:
             self.pending = lost
             return None
         self.view = view
         return lost
+
+    # Admission of a process (mesh_admission.py) ----------------------------------------------------
+
+    @contextlib.contextmanager
+    def admitting(self, rank: int, peer: MeshPeer) -> Iterator[None]:
+        """While this lasts, a loss does not interrupt this rank, which looks for it in `trouble`.
+
+        Args:
+            rank, peer: who is to join.
+        """
+        with self._lock:
+            self.peers[rank] = peer
+        self._is_admitting = True
+        try:
+            yield
+        finally:
+            self._is_admitting = False
+
+    def add(self, rank: int, connected: socket.socket) -> None:
+        """Talk to a process that is to join over this connection."""
+        with self._lock:
+            self._hang_up(rank)
+            self._add(rank, mesh_frames(connected))
+        self._wake()
+
+    def tell(self, rank: int, kind: str, body: dict[str, Any]) -> None:
+        """Send a message to one rank."""
+        with self._lock:
+            self._send(rank, to_json([kind, body]))
+
+    def told(self, view: int, number: int) -> dict[int, Any]:
+        """What ranks have told in a round of the admission that the agreement on a view is to end."""
+        return {rank: body for (of, round_, rank), body in list(self._told.items()) if (of, round_) == (view, number)}
+
+    def trouble(self, view: int, newcomer: int | None) -> str | None:
+        """Why nobody can join in a view, "" if a process is lost; None as long as it can.
+
+        Args:
+            view: its number.
+            newcomer: who is to join; None before this rank is connected to it.
+        """
+        with self._lock:
+            self._look_at_locks()
+            if self._consensus.lost() or (newcomer is not None and newcomer not in self._connections):
+                return ""
+        return self._problems.get(view)
+
+    def dismiss(self, rank: int) -> None:
+        """Close the connection to a process that has not joined."""
+        with self._lock:
+            self._hang_up(rank)
+
+    def note_joined(self, rank: int) -> None:
+        """A process has joined, which this rank watches now; its connection may have ended already."""
+        with self._lock:
+            if rank not in self._connections and rank in self._consensus.members:
+                self._note_end(rank, Disconnected("it closed the connection"))
+        self._wake()
+
+    def _note_told(self, sender: int, body: dict[str, Any]) -> None:
+        view = int(body["view"])
+        if view <= self._agreed:
+            return
+        if "problem" in body:
+            self._problems.setdefault(view, str(body["problem"]))
+        else:
+            self._told[view, int(body["round"]), sender] = body["payload"]
+
+    def _forget_admissions(self) -> None:
+        for key in [key for key in list(self._told) if key[0] <= self._agreed]:
+            del self._told[key]
+        for view in [view for view in list(self._problems) if view <= self._agreed]:
+            del self._problems[view]
+
+    def _look_at_locks(self) -> None:
+        for rank in self._local_peers.lost() if self._local_peers is not None else ():
+            self._note_dead(rank)
 
     def was_silent(self, rank: int) -> bool:
         """Whether a rank was lost because it could not be reached, rather than by its death."""
@@ -290,8 +406,8 @@ class Mesh:
             return self._consensus.awaited()
 
     def _how_lost(self, rank: int) -> str:
-        host, pid = self._peers[rank][:2]
-        here = self._peers[self.rank].host
+        host, pid = self.peers[rank][:2]
+        here = self.peers[self.rank].host
         if self.was_silent(rank):
             return (
                 f"rank {self.rank} on {here} cannot reach rank {rank} (process {pid} on {host}) any more: the network "
@@ -302,16 +418,16 @@ class Mesh:
     def _cut_off(self, decision: Decision | None) -> PeerFailed:
         with self._lock:
             silent = [rank for rank in self.ranks if self.was_silent(rank)]
-        hosts = " and ".join(dict.fromkeys(self._peers[rank].host for rank in silent)) or "the others"
+        hosts = " and ".join(dict.fromkeys(self.peers[rank].host for rank in silent)) or "the others"
         rank = silent[0] if silent else self.ranks[0]
         if decision is not None:
             return PeerFailed(
-                f"the job goes on without rank {self.rank} on {self._peers[self.rank].host}, which could not reach "
+                f"the job goes on without rank {self.rank} on {self.peers[self.rank].host}, which could not reach "
                 f"{name_ranks(silent) or 'all others'} on {hosts} for {config.NETWORK_TIMEOUT.get():g} s.",
                 rank,
             )
         return PeerFailed(
-            f"rank {self.rank} on {self._peers[self.rank].host} has heard nothing from {name_ranks(silent)} on {hosts} "
+            f"rank {self.rank} on {self.peers[self.rank].host} has heard nothing from {name_ranks(silent)} on {hosts} "
             f"for {config.NETWORK_TIMEOUT.get():g} s: the network is lost, or these hosts are down. They may go on, "
             "and this side ends: it has neither more than half of the job's ranks nor half of them with the lowest.",
             rank,
@@ -319,7 +435,7 @@ class Mesh:
 
     def _rank_in(self, body: dict[str, Any]) -> int:
         rank = body["rank"]
-        if type(rank) is not int or not 0 <= rank < len(self._peers):
+        if type(rank) is not int or rank not in self.peers:
             raise ValueError(f"{body!r} names no rank")
         return rank
 
@@ -362,6 +478,11 @@ class Mesh:
     # The thread -----------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        with self._lock:
+            for rank, data in self._backlog:
+                if rank in self._connections:
+                    self._handle(rank, data)
+            self._backlog.clear()
         while not self._closed:
             ready = self._selector.select(_LOOK if self._probes or self._dying else _IDLE)
             with self._lock:
@@ -385,34 +506,35 @@ class Mesh:
         for data in messages:
             if self._connections.get(rank) is not frames:  # this rank has hung up
                 return
-            try:
-                kind, body = from_json(data)
-                handler = self._handlers.get(kind)
-                if handler is not None:
-                    handler(rank, body)
-            except Disconnected as how:
-                self._note_end(rank, how)
-                return
-            except Exception:  # what one rank sends must not end this one's thread, on which all others rely
-                logger.exception(
-                    f"rank {self.rank} has closed its connection to rank {rank} (process {self._peers[rank].pid} on "
-                    f"{self._peers[rank].host}), which sent an invalid message: {data[:200]!r}. Memory or network are "
-                    "faulty, or this is a bug of ring_plugins."
-                )
-                self._note_end(rank, Disconnected("it sent an invalid message", is_invalid=True))
-                return
+            self._handle(rank, data)
+
+    def _handle(self, rank: int, data: bytes) -> None:
+        try:
+            kind, body = from_json(data)
+            handler = self._handlers.get(kind)
+            if handler is not None:
+                handler(rank, body)
+        except Disconnected as how:
+            self._note_end(rank, how)
+        except Exception:  # what one rank sends must not end this one's thread, on which all others rely
+            logger.exception(
+                f"rank {self.rank} has closed its connection to rank {rank} (process {self.peers[rank].pid} on "
+                f"{self.peers[rank].host}), which sent an invalid message: {data[:200]!r}. Memory or network are "
+                "faulty, or this is a bug of ring_plugins."
+            )
+            self._note_end(rank, Disconnected("it sent an invalid message", is_invalid=True))
 
     def _note_end(self, rank: int, how: Disconnected) -> None:
         """The connection to a rank has ended; why, is still to be seen."""
         self._hang_up(rank)
-        if self.has_left(rank):
+        if self.has_left(rank) or rank not in self._consensus.members:  # one that was to join is not missed
             return
         if how.code in _SILENT:
             self._consensus.note_silent(rank)
         elif self._local_peers is not None and rank in self._local_peers.others:
             self._dying[rank] = time.monotonic() + config.NETWORK_TIMEOUT.get()
         else:
-            peer = self._peers[rank]
+            peer = self.peers[rank]
             self._probes[rank] = _Probe(peer.address, peer.port, config.NETWORK_TIMEOUT.get())
 
     def _note_dead(self, rank: int) -> None:
@@ -471,6 +593,16 @@ class Mesh:
         for frames in open_ones:
             frames.close()
         self._selector.close()
+
+
+def mesh_frames(connected: socket.socket) -> FrameSocket:
+    """Messages on a new connection between two ranks, whose end the kernel reports if the other host is silent."""
+    milliseconds = int(config.NETWORK_TIMEOUT.get() * 1000)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+    return FrameSocket(connected, Purpose.CONTROL)
 
 
 def _has_ended(frames: FrameSocket) -> bool:

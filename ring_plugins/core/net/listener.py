@@ -16,7 +16,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ring_plugins.core.base.errors import LaunchError, PeerFailed
@@ -71,7 +71,7 @@ class Listener:
         self.patience = patience
         self._address = address
         self._rank, self._secret = 0, b""
-        self._peers: tuple[Peer, ...] = ()
+        self._peers: dict[int, Peer] = {}
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=1024)
         self.port: int = self._listener.getsockname()[1]
@@ -82,36 +82,44 @@ class Listener:
         self._thread: threading.Thread | None = None
         raise_open_file_limit()
 
-    def open(self, rank: int, peers: Sequence[Peer], secret: str) -> None:
+    def open(
+        self, rank: int, peers: Sequence[Peer] | Mapping[int, Peer], secret: str, accepts_all: bool = False
+    ) -> None:
         """Begin to accept connections.
 
         Args:
             rank: of this process.
-            peers: in rank order.
+            peers: in rank order, or by rank.
             secret: of the job.
+            accepts_all: whether higher ranks may connect, too, as they do to a process that is to join them.
         """
-        self._rank, self._peers, self._secret = rank, tuple(peers), secret.encode()
+        self._rank, self._secret = rank, secret.encode()
+        self._peers = dict(peers if isinstance(peers, Mapping) else enumerate(peers))
         acceptor = Acceptor(
             self._secret,
             Purpose.DATA,
-            lambda claim: claim.target == rank and 0 <= claim.rank < rank,
+            lambda claim: claim.target == rank and (0 <= claim.rank < rank or (accepts_all and claim.rank > rank)),
             limit=len(peers) + 64,
         )
         acceptor.add(self._listener)
         self._thread = HelperThread(self._accept, "ring:listener", (acceptor,))
         self._thread.start()
 
-    def connection(self, peer: int, tag: int) -> socket.socket | None:
+    def connection(self, peer: int, tag: int, connects: bool | None = None) -> socket.socket | None:
         """The connection with a rank for a tag, returned once; None while there is none yet.
 
         The lower rank connects. So with a higher `peer` this call begins to connect and the next ones continue; with a
         lower one they find out whether it has connected.
 
+        Args:
+            peer, tag: of the connection.
+            connects: whether this rank connects, if it is not the lower one that does.
+
         Raises:
             LaunchError: the rank cannot be reached.
             PeerFailed: it does not listen any more.
         """
-        if peer < self._rank:
+        if not (peer > self._rank if connects is None else connects):
             return self._accepted.pop((peer, tag), None)
         attempt = self._attempts.get((peer, tag))
         if attempt is None:
@@ -126,6 +134,20 @@ class Listener:
         if connected is not None:
             del self._attempts[peer, tag]
         return connected
+
+    @property
+    def secret(self) -> str:
+        """Of the job, for processes that join it later."""
+        return self._secret.decode()
+
+    def add(self, rank: int, peer: Peer) -> None:
+        """From now on, this rank may connect to another one that listens there."""
+        self._peers = {**self._peers, rank: peer}
+
+    def take_accepted(self, tag: int) -> dict[int, socket.socket]:
+        """The connections of lower ranks for a tag, by rank; each is returned once."""
+        found = {rank: self._accepted.pop((rank, tag), None) for rank, of in list(self._accepted) if of == tag}
+        return {rank: connected for rank, connected in found.items() if connected is not None}
 
     def close_tag(self, tag: int) -> None:
         """Close connections for a tag that were never asked for, and abandon those being made."""

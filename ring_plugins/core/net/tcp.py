@@ -27,7 +27,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -236,23 +236,29 @@ class TcpTransport:
 
     Args:
         rank: of this process.
-        peers: where every rank listens, in rank order, this rank included.
+        peers: where every rank listens, in rank order or by rank, this rank included.
         listener: makes and accepts the connections.
 
     Attributes:
         address: of this rank, in the network that the job uses.
-        peers, listener: as given.
+        peers: by rank.
+        listener: as given.
     """
 
     name = "tcp"
 
-    def __init__(self, rank: int, peers: Sequence[Peer], listener: Listener) -> None:
+    def __init__(self, rank: int, peers: Sequence[Peer] | Mapping[int, Peer], listener: Listener) -> None:
         self.rank, self.size = rank, len(peers)
-        self.peers = self._peers = tuple(peers)
-        self.address = self._peers[rank].address
+        self.peers = dict(peers if isinstance(peers, Mapping) else enumerate(peers))
+        self.address = self.peers[rank].address
         self.listener = self._listener = listener
         self._groups: dict[int, ConnectionGroup] = {}
         self._closed = False
+
+    def add(self, rank: int, peer: Peer) -> None:
+        """Let this rank exchange with a further one, which has a number that no rank had before."""
+        self.peers[rank] = peer
+        self._listener.add(rank, peer)
 
     def connect(self, ranks: Sequence[int], tag: int) -> _ConnectRequest:
         return _ConnectRequest(self._listener, [self._connection(peer, tag) for peer in ranks if peer != self.rank])
@@ -328,7 +334,7 @@ class TcpTransport:
         group = self._groups.setdefault(tag, ConnectionGroup())
         connection = group.connections.get(peer)
         if connection is None:
-            if not 0 <= peer < self.size or peer == self.rank:
+            if peer not in self.peers or peer == self.rank:
                 raise ArgumentError(f"rank {self.rank} was asked to exchange with rank {peer} of {self.size}.")
             connection = group.connections[peer] = PeerConnection(self._listener, peer, tag)
         return connection
@@ -336,7 +342,7 @@ class TcpTransport:
     def _lost(self, peer: int, error: Exception) -> PeerFailed:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         return PeerFailed(
-            f"rank {self.rank} lost its connection to rank {peer} on {self._peers[peer].host} ({reason}). The rank "
+            f"rank {self.rank} lost its connection to rank {peer} on {self.peers[peer].host} ({reason}). The rank "
             f"or its host has ended; look for the error that rank {peer} printed.",
             peer,
         )

@@ -69,12 +69,15 @@ def connect(ranks: int | None, generation: int) -> Rendezvous:
     if not config.LAUNCHER.is_set():
         _check_that_nobody_is_missing(record, ranks)
     _check_that_this_is_the_rank(record)
-    if (seat := own_seat()) is not None:
+    seat = own_seat()
+    if seat is not None and not config.JOINS.is_set():
         seat.start()
     if record.kind == "spawned" or (record.kind == "single" and max(ranks or 1, spawn.spawned_size()) > 1):
         found = spawn.connect(record, ranks or spawn.spawned_size())
     elif record.kind == "mpi":
         found = mpi.connect(record)
+    elif seat is not None and config.JOINS.is_set():
+        found = tcp.wait_outside(record, seat.read_card(), config.JOINS.get())
     elif record.kind == "rendezvous":
         found = tcp.connect(record, generation)
     else:

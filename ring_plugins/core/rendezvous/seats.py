@@ -9,6 +9,9 @@ of a process is meant.
 A job that may grow (`max_ranks`) has rows for seats that nobody has taken yet, behind those of the first ranks.
 
 In a job on several hosts, each host's supervisor has such rows for its own ranks (`OwnSeat`), without the exchange.
+Behind them is a *card*, on which the host's ranks write what a new process of this host needs to be reached by the
+others: the secret of the job's connections among it. Only processes that inherit the file can read that, as they could
+read the memory of the ranks.
 
 Spares are processes that `ring run` has started before a seat is free. They wait in `init` until it gives them one:
 each looks at words of its own, behind the rows.
@@ -17,8 +20,9 @@ each looks at words of its own, behind the rows.
 from __future__ import annotations
 
 import functools
+import json
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,6 +41,8 @@ _STATE, _WORLD_RANK, _PID, _FILE, _NBYTES, _HAD_MEMBER = range(6)
 _EMPTY, _MEMBER, _WAITING, _LEFT, _STARTING, _CUT_OFF = range(6)
 #: A spare's words: whether it has come to wait, and one more than the seat that it has got, which may happen before.
 _HAS_COME, _GIVEN = range(2)
+#: Bytes of a card, which begins with its length.
+_CARD = 256 * 1024
 
 
 class Occupant(NamedTuple):
@@ -201,13 +207,23 @@ class OwnSeat:
     def __init__(self, text: str) -> None:
         try:
             fd, number, self._seat = map(int, text.split(":"))
-            self._segment = Segment.inherited(fd, Seats.nbytes(number))
+            self._segment = Segment.inherited(fd, self.nbytes(number))
         except (ValueError, SharedMemoryError) as error:
             raise LaunchError(
                 f"{config.SEAT.name}={text!r} is set, but this process did not inherit the file that it names "
                 f"({error}): the variable was copied from a rank of a job into another environment; unset it."
             ) from error
-        self._seats = Seats(self._segment.array)
+        self._seats, self._card = self.parts(self._segment.array)
+
+    @staticmethod
+    def nbytes(number: int) -> int:
+        """Bytes of a file with this many rows."""
+        return Seats.nbytes(number) + _CARD
+
+    @staticmethod
+    def parts(memory: Bytes) -> tuple[Seats, Bytes]:
+        """The rows and the card in such a file."""
+        return Seats(memory[:-_CARD]), memory[-_CARD:]
 
     @staticmethod
     def environment(segment: Segment, number: int, seat: int) -> dict[str, str]:
@@ -218,9 +234,51 @@ class OwnSeat:
         """Say that this process waits in `init` for the others."""
         self._seats.note(self._seat, _STARTING)
 
-    def take_part(self) -> None:
-        """Say that it is a member of the job."""
-        self._seats.note(self._seat, _MEMBER)
+    def take_part(self, world_rank: int, address: Address) -> None:
+        """Say that it is a member of the job; arguments as in `Occupant`."""
+        self._seats.take(Occupant(self._seat, world_rank, address), as_member=True)
+
+    def wait_to_join(self, world_rank: int, address: Address) -> None:
+        """Say that it waits to become one; arguments as in `Occupant`."""
+        self._seats.take(Occupant(self._seat, world_rank, address), as_member=False)
+
+    def has_waiting(self) -> bool:
+        """Whether another process of this host waits to join; a look of a microsecond."""
+        return self._seats.has_waiting()
+
+    def waiting(self) -> list[Occupant]:
+        """Those that do; their seats are numbers of rows."""
+        return [one for one in self._seats.waiting() if one.is_there()]
+
+    def members(self) -> list[Occupant]:
+        """The members on this host, as far as they live; their seats are numbers of rows."""
+        return [one for one in self._seats.members() if one.is_there()]
+
+    def write_card(self, card: dict[str, Any]) -> None:
+        """Write the card; all ranks of the host write the same.
+
+        Raises:
+            LaunchError: it is too long.
+        """
+        data = np.frombuffer(json.dumps(card).encode(), np.uint8)
+        if data.size > _CARD - 8:
+            raise LaunchError(f"the card of this host is {data.size} bytes long, more than {_CARD - 8}.")
+        self._card[8 : 8 + data.size] = data
+        publish()
+        self._card[:8].view(np.int64)[0] = data.size
+
+    def read_card(self) -> dict[str, Any]:
+        """The card.
+
+        Raises:
+            LaunchError: none is written.
+        """
+        length = int(self._card[:8].view(np.int64)[0])
+        publish()
+        if not length:
+            raise LaunchError(f"{config.JOINS.name} is set, but no rank of this host has been a member of the job.")
+        found: dict[str, Any] = json.loads(bytes(self._card[8 : 8 + length]))
+        return found
 
     def leave(self) -> None:
         """Say that it leaves the job before its end, as it was told to."""

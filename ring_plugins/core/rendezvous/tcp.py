@@ -14,7 +14,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from ring_plugins.core.base import config
@@ -22,6 +22,7 @@ from ring_plugins.core.base.errors import LaunchError, MissingDependency
 from ring_plugins.core.base.install import pip_command
 from ring_plugins.core.base.log import flush_output, logger
 from ring_plugins.core.linux.interfaces import address_towards
+from ring_plugins.core.net.listener import Listener, Peer
 from ring_plugins.core.net.network_choice import choose, measure, own_interfaces, read_interfaces, unmeasured
 from ring_plugins.core.net.tcp import TcpTransport, open_transport
 from ring_plugins.core.rendezvous import bootstrap
@@ -130,6 +131,26 @@ def connect(record: LaunchRecord, generation: int) -> Rendezvous:
         connections.close()
 
     return Rendezvous(rank, size, connections.gather, transport, close, (address,), _end_process)
+
+
+def wait_outside(record: LaunchRecord, card: Mapping[str, Any], world_rank: int) -> Rendezvous:
+    """Meet nobody yet, but listen: this process is to take the place of a lost rank, and members will connect to it.
+
+    Args:
+        record: from `detect`.
+        card: of this host (core/rendezvous/seats.py).
+        world_rank: of this process.
+    """
+    assert record.rank is not None
+    assert record.size is not None
+    address = str(card["address"])
+    listener = Listener(address, min(15.0, config.START_TIMEOUT.get()))
+    own = {world_rank: Peer(socket.gethostname(), address, listener.port)}
+    listener.open(world_rank, own, str(card["secret"]), accepts_all=True)
+    transport = TcpTransport(world_rank, own, listener)
+    return Rendezvous(
+        record.rank, record.size, lambda payload: [payload], transport, transport.close, (address,), _end_process
+    )
 
 
 def exchange(record: LaunchRecord, payload: Any, generation: int = 0) -> list[Any]:

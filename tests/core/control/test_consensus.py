@@ -8,9 +8,11 @@ import random
 from collections import deque
 from collections.abc import Callable
 
-from ring_plugins.core.control.consensus import Consensus
+from ring_plugins.core.control.consensus import Consensus, Decision
 
 ORDERS = 1000
+#: A process that is to join; it takes no part in an agreement before that.
+NEWCOMER = 9
 
 
 def in_random_orders(test: Callable[[int], None]) -> Callable[[], None]:
@@ -36,6 +38,7 @@ class Job:
             self.ranks[rank] = Consensus(rank, range(size), self.sender(rank), self.hanger(rank))
         self.committed = dict.fromkeys(range(size), 7)
         self.leaving = set()  # as the operation says that some have confirmed
+        self.prepared = {}  # by rank that is in an admission, whether it is prepared for the newcomer
 
     def sender(self, rank):
         def send(to, message):
@@ -78,6 +81,9 @@ class Job:
         message = self.queues[sender, to].popleft()
         if not self.queues[sender, to]:
             del self.queues[sender, to]
+        if to == NEWCOMER and to not in self.ranks:
+            self.join(message)
+            return
         if to in self.living and (to, sender) not in self.hung_up:
             before = self.gone
             if message["kind"] == "goodbye":
@@ -91,6 +97,14 @@ class Job:
         for rank in ranks:
             for other in self.living:
                 self.sender(rank)(other, {"kind": "goodbye"})
+
+    def join(self, message):
+        """What a newcomer does that learns of the decision."""
+        if message["kind"] == "decided":
+            decision = Decision.told(message["body"]["decision"])
+            one = Consensus(NEWCOMER, decision.members, self.sender(NEWCOMER), self.hanger(NEWCOMER), message["view"])
+            self.ranks[NEWCOMER], self.committed[NEWCOMER] = one, decision.committed
+            one.take_over(decision)
 
     def notices(self):
         """Deaths and cuts of which a rank does not know yet."""
@@ -120,7 +134,7 @@ class Job:
         return [
             rank
             for rank in self.living
-            if (self.ranks[rank].must_agree() or self.has_to_leave(rank))
+            if (self.ranks[rank].must_agree() or self.has_to_leave(rank) or self.is_admitting(rank))
             and self.ranks[rank]._committed is None
             and self.is_going_on(rank)
         ]
@@ -129,9 +143,14 @@ class Job:
         """Whether it knows of ranks that leave, and has not agreed on that."""
         return bool(self.leaving) and self.committed[rank] == 8 and not self.ranks[rank].view
 
+    def is_admitting(self, rank):
+        """Whether the next agreement is one that ends an admission."""
+        return rank in self.prepared and not self.ranks[rank].view
+
     def arrive(self, rank):
         one, before = self.ranks[rank], self.gone
-        one.arrive(one.view + 1, self.committed[rank], self.leaving if self.has_to_leave(rank) else ())
+        joining = {NEWCOMER} if self.is_admitting(rank) and self.prepared[rank] else ()
+        one.arrive(one.view + 1, self.committed[rank], self.leaving if self.has_to_leave(rank) else (), joining)
         self.say_goodbye(self.gone - before)
 
     def is_going_on(self, rank):
@@ -217,6 +236,28 @@ def test_all_that_stay_go_on_when_ranks_leave_while_others_die(seed):
 
 
 @in_random_orders
+def test_a_process_joins_if_all_are_prepared_and_nobody_dies_before_and_all_find_the_same(seed):
+    draw = random.Random(seed)
+    size = draw.randrange(2, 7)
+    job = Job(size)
+    unprepared = draw.sample(range(size), draw.choice([0, 0, 1]))
+    job.prepared = {rank: rank not in unprepared for rank in range(size)}
+    deaths = draw.sample(range(size), draw.choice([0, 1, draw.randrange(size)]))
+    job.run(draw, at_random(job, draw, deaths, []))
+    decided = [job.ranks[rank].decisions[1] for rank in job.living]
+    assert decided and all(one == decided[0] for one in decided)
+    has_joined = decided[0].joining == (NEWCOMER,)
+    assert decided[0].members == tuple([rank for rank in decided[0].members if rank < size] + [NEWCOMER] * has_joined)
+    if has_joined:
+        assert not unprepared and set(range(size)) <= set(decided[0].members)
+    else:
+        assert unprepared or deaths
+    assert deaths or all(job.ranks[rank].view == 1 for rank in job.living)
+    assert has_joined == (NEWCOMER in job.living)
+    check_that_survivors_go_on(job)
+
+
+@in_random_orders
 def test_the_larger_side_of_a_cut_goes_on_or_the_one_with_the_lowest_rank(seed):
     draw = random.Random(seed)
     size = draw.randrange(2, 7)
@@ -258,7 +299,7 @@ def test_what_one_survivor_has_confirmed_counts_for_all():
         if confirmed < 3:
             job.committed[confirmed] = 8
         job.run(random.Random(0), [(0, lambda job=job: job.kill(3))])
-        assert {job.ranks[rank].decisions[1] for rank in range(3)} == {((0, 1, 2), 8 if confirmed < 3 else 7, ())}
+        assert {job.ranks[rank].decisions[1] for rank in range(3)} == {((0, 1, 2), 8 if confirmed < 3 else 7, (), ())}
 
 
 def test_so_does_what_a_rank_has_confirmed_that_left_since():
@@ -267,7 +308,7 @@ def test_so_does_what_a_rank_has_confirmed_that_left_since():
         job.ranks[rank].note_left(1, 8)
     del job.ranks[1]
     job.run(random.Random(0), [(0, lambda: job.kill(2))])
-    assert job.ranks[0].decisions[1] == ((0, 1), 8, ())
+    assert job.ranks[0].decisions[1] == ((0, 1), 8, (), ())
 
 
 def test_nobody_goes_on_before_all_that_can_be_reached_have_stopped():
@@ -300,7 +341,7 @@ def test_a_decision_that_only_the_dead_have_made_is_kept_if_a_survivor_may_have_
                 job.deliver(*pair)
     assert job.ranks[2].view == 1 and job.ranks[1].view == 0
     job.run(random.Random(0), [])
-    assert job.ranks[1].decisions[1] == job.ranks[2].decisions[1] == ((0, 1, 2), 7, ())
+    assert job.ranks[1].decisions[1] == job.ranks[2].decisions[1] == ((0, 1, 2), 7, (), ())
     check_that_survivors_go_on(job)
 
 
@@ -320,13 +361,13 @@ def test_a_leader_that_is_cut_off_after_it_has_decided_binds_the_others():
         job.notice(rank, 4, "dead")
         job.arrive(rank)
     deliver_all(job, ("call", "prepare", "promise", "accept", "accepted"))
-    assert job.ranks[0].decisions == {1: ((0, 1, 2, 3), 7, ())} and not job.ranks[1].view
+    assert job.ranks[0].decisions == {1: ((0, 1, 2, 3), 7, (), ())} and not job.ranks[1].view
     for rank in (1, 2, 3):
         job.cut_off(0, rank)
         job.notice(rank, 0, "silent")
         job.notice(0, rank, "silent")
     job.run(random.Random(0), [])
-    assert job.ranks[1].decisions == {1: ((0, 1, 2, 3), 7, ()), 2: ((1, 2, 3), 7, ())}
+    assert job.ranks[1].decisions == {1: ((0, 1, 2, 3), 7, (), ()), 2: ((1, 2, 3), 7, (), ())}
     assert job.living == [1, 2, 3]
 
 

@@ -47,7 +47,10 @@ def meshes():
     peers = [Peer(f"host{rank}", "127.0.0.1", listener.port) for rank, listener in enumerate(listeners)]
     for rank, listener in enumerate(listeners):
         listener.open(rank, peers, "a secret")
-    ranks = [MeshPeer(peer.host, 100 + rank, peer.host, peer.address, peer.port) for rank, peer in enumerate(peers)]
+    ranks = {
+        rank: MeshPeer(peer.host, 100 + rank, peer.host, peer.address, peer.port, rank)
+        for rank, peer in enumerate(peers)
+    }
     made = [Mesh(rank, ranks, listener, None, 2) for rank, listener in enumerate(listeners)]
     at_once([lambda mesh=mesh: mesh.connect(Wait("ring", None)) for mesh in made])
     yield list(zip(made, listeners, strict=True))
@@ -128,7 +131,7 @@ def test_a_rank_that_leaves_is_not_lost(meshes):
         b"[1, 2, 3]",
         b'["agree", {"view": 1, "kind": "_step", "body": {}}]',
         b'["agree", {"view": 1, "kind": "prepare", "body": {"ballot": 1, "dead": ["x"]}}]',
-        b'["agree", {"view": 1, "kind": "decided", "body": {"decision": [[0, 9], 0, []]}}]',
+        b'["agree", {"view": 1, "kind": "decided", "body": {"decision": [[0, 9], 0, [], []]}}]',
         b'["dead", {"rank": [1]}]',
     ],
 )

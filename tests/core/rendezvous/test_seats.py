@@ -57,8 +57,8 @@ def test_a_process_is_there_as_long_as_it_has_its_segment():
 
 
 def test_a_rank_tells_its_hosts_supervisor_how_far_it_is(monkeypatch):
-    segment = Segment.create(Seats.nbytes(2))
-    seats = Seats(segment.array)
+    segment = Segment.create(OwnSeat.nbytes(2))
+    seats, _ = OwnSeat.parts(segment.array)
     variables = OwnSeat.environment(segment, 2, 1)
     own_seat.cache_clear()
     monkeypatch.setenv("RING_SEAT", variables["RING_SEAT"])
@@ -68,7 +68,12 @@ def test_a_rank_tells_its_hosts_supervisor_how_far_it_is(monkeypatch):
     own = OwnSeat(f"{os.dup(segment.fd)}:2:1")
     own.start()
     assert seats.is_starting(1) and not seats.has_started(1)
-    own.take_part()
+    with pytest.raises(LaunchError, match="no rank of this host has been a member"):
+        own.read_card()
+    own.write_card({"address": "10.1.0.2"})
+    assert own.read_card() == {"address": "10.1.0.2"}
+    own.take_part(5, segment.address)
+    assert own.members() == [Occupant(1, 5, segment.address)] and not own.has_waiting()
     assert seats.has_started(1) and not seats.is_starting(1) and not seats.is_cut_off(1)
     own.note_cut_off()
     assert seats.has_started(1) and seats.is_cut_off(1) and not seats.has_started(0)

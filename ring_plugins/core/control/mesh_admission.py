@@ -1,0 +1,281 @@
+"""How a process joins a job on several hosts: in rounds over direct connections, and by a decision of the members.
+
+On one host the rounds of an admission (admission.py) are barriers in memory that outlives its writers, so all pass the
+last one, or none does. Between hosts a process may die when it has told some and not others. So here the rounds only
+prepare, and nothing of it counts before the members have agreed (consensus.py):
+
+1. Each member connects to the newcomer, which listens since before it says that it waits, and *calls* it: tells it
+   everything that it has to know of the job. The connection authenticates itself, as all do.
+2. Everyone tells all others what it has made for them (`OFFERS`).
+3. Everyone tells all others that it is *ready*: it has mapped and noted all that, and needs nothing more of anybody.
+4. A member that has heard this from all arrives in the agreement on the next view with the newcomer, any other one
+   without. The newcomer is in that view only if no member came without. Each member that learns of the decision tells
+   the newcomer before anybody else can miss it there.
+
+A member that is in trouble tells the others, so that none waits for it, and arrives without. That also interrupts
+those in step 2 or 3. So after each attempt all members are in the next view, with the newcomer or without. If it dies
+before the decision, its connections end, and nobody joins. If it dies behind it, it is lost as any member.
+
+A newcomer that stops would keep all members waiting at each step. After some seconds they give up, and those of its
+host kill it.
+
+One process joins at a time: two that wait follow each other at once, and need not know of each other before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ring_plugins.core.base.errors import LaunchError, PeerFailed
+from ring_plugins.core.base.log import logger
+from ring_plugins.core.control.admission import NotAdmitted
+from ring_plugins.core.control.consensus import Decision
+from ring_plugins.core.control.mesh import MESH_TAG, Mesh, mesh_frames
+from ring_plugins.core.control.wait import Wait
+from ring_plugins.core.net.auth import Disconnected
+from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
+from ring_plugins.core.net.listener import Listener
+
+#: Rounds.
+CALL, OFFERS, READY = range(3)
+#: Seconds for which members wait for a newcomer in a round. It takes milliseconds to map the memory.
+_PATIENCE = 10.0
+#: What a member tells that has waited so long.
+_LATE = "the process that was to join did not answer."
+_WHAT = "the admission of a new rank"
+
+
+class MeshAdmission:
+    """A member's part in one attempt to let a process join.
+
+    Args:
+        mesh: of this process; `admitting` the newcomer.
+        newcomer: world rank of that.
+        pid: of it, if it is on this host, or else 0.
+        view: number of the agreement that ends the attempt.
+        wait: waits for the others.
+    """
+
+    def __init__(self, mesh: Mesh, newcomer: int, pid: int, view: int, wait: Wait) -> None:
+        self._mesh, self._newcomer, self._pid, self._view, self._wait = mesh, newcomer, pid, view, wait
+        self._others = [rank for rank in mesh.ranks if rank != mesh.rank]
+        self._alone_since = 0.0  # since when only the newcomer is missing, 0 if others are
+
+    def call(self, listener: Listener, body: Mapping[str, Any]) -> None:
+        """Connect to the newcomer, and call it.
+
+        Raises:
+            NotAdmitted: nobody joins.
+        """
+        self._alone_since = time.monotonic()
+
+        def is_connected() -> bool:
+            self._check(is_connecting=True)
+            try:
+                connected = listener.connection(self._newcomer, MESH_TAG, connects=True)
+            except (LaunchError, PeerFailed) as error:
+                raise NotAdmitted(str(error)) from None
+            if connected is not None:
+                self._mesh.add(self._newcomer, connected)
+            return connected is not None
+
+        self._wait.until(is_connected, lambda: [self._newcomer], lambda: _WHAT)
+        self._tell_newcomer(CALL, body)
+
+    def gather(self, number: int, payload: Mapping[str, Any]) -> dict[int, Any]:
+        """Exchange what JSON can hold with all members and the newcomer; returns everyone's by world rank.
+
+        Raises:
+            NotAdmitted: nobody joins.
+        """
+        mesh, view, awaited = self._mesh, self._view, [*self._others, self._newcomer]
+        mesh.tell_all("admission", {"view": view, "round": number, "payload": payload})
+        self._alone_since = 0.0
+
+        def missing() -> list[int]:
+            told = mesh.told(view, number)
+            return [rank for rank in awaited if rank not in told]
+
+        def have_told() -> bool:
+            left = missing()
+            if left:
+                if left != [self._newcomer]:
+                    self._alone_since = 0.0
+                elif not self._alone_since:
+                    self._alone_since = time.monotonic()
+                self._check()
+            return not left
+
+        self._wait.until(have_told, missing, lambda: _WHAT)
+        return {**mesh.told(view, number), mesh.rank: payload}
+
+    def give_up(self, listener: Listener) -> None:
+        """Let go of the newcomer, which has not joined."""
+        listener.close_tag(MESH_TAG)
+        self._mesh.dismiss(self._newcomer)
+
+    def _tell_newcomer(self, number: int, payload: Mapping[str, Any]) -> None:
+        self._mesh.tell(self._newcomer, "admission", {"view": self._view, "round": number, "payload": payload})
+
+    def _check(self, is_connecting: bool = False) -> None:
+        trouble = self._mesh.trouble(self._view, None if is_connecting else self._newcomer)
+        if trouble is None and self._alone_since and time.monotonic() - self._alone_since > _PATIENCE:
+            trouble = _LATE
+            self._mesh.tell_all("admission", {"view": self._view, "problem": _LATE})
+        if trouble == _LATE and self._pid:
+            with contextlib.suppress(OSError):
+                os.kill(self._pid, signal.SIGKILL)
+            logger.warning(
+                f"process {self._pid}, which was to join as rank {self._newcomer}, has not answered for "
+                f"{_PATIENCE:g} s (stopped?). It was killed, and the other ranks go on without it."
+            )
+        if trouble is not None:
+            raise NotAdmitted(trouble)
+
+
+class Candidate:
+    """The newcomer's part in all attempts until it has joined.
+
+    Args:
+        rank: its world rank.
+        listener: accepts the members' connections.
+
+    Attributes:
+        connections: by rank of the member.
+        backlog: messages of members behind their decision, each with its sender.
+    """
+
+    def __init__(self, rank: int, listener: Listener) -> None:
+        self.rank, self._listener = rank, listener
+        self.connections: dict[int, FrameSocket] = {}
+        self.backlog: list[tuple[int, bytes]] = []
+        self._told: dict[tuple[int, int, int], Any] = {}  # by view, round and rank
+        self._called_for: dict[int, int] = {}  # by rank, the view for which it has called over its connection
+        self._problems: dict[int, str] = {}
+        self._decisions: dict[int, Decision] = {}
+
+    def called(self) -> tuple[int, dict[str, Any]] | None:
+        """The view for which members call this process, and what one of them says; None if none does."""
+        self._look()
+        view = max(self._called_for.values(), default=0)
+        return (view, next(iter(self._of(view, CALL).values()))) if view else None
+
+    def gather(self, view: int, number: int, members: Sequence[int], payload: Mapping[str, Any] | None = None) -> Any:
+        """What all members tell in a round, by world rank, and what this process tells them all.
+
+        Args:
+            view: of the attempt.
+            number: of the round.
+            members: world ranks of all.
+            payload: of this process; None if it tells nothing in this round.
+
+        Raises:
+            NotAdmitted: this process does not join now.
+        """
+        for rank in members if payload is not None else ():
+            self._tell(rank, {"view": view, "round": number, "payload": payload})
+
+        def missing() -> list[int]:
+            told = self._of(view, number)
+            return [rank for rank in members if rank not in told]
+
+        def have_told() -> bool:
+            self._look()
+            left = missing()
+            if self._decisions.get(view) is None and number != READY and not self._are_connected(view, members):
+                raise NotAdmitted("")
+            self._check(view)
+            return not left
+
+        self._wait(have_told, missing)
+        return {**self._of(view, number), self.rank: payload}
+
+    def decision(self, view: int, members: Sequence[int]) -> Decision:
+        """Wait for the members' decision that this process joins.
+
+        Raises:
+            NotAdmitted: it does not.
+        """
+
+        def is_decided() -> bool:
+            self._look()
+            self._check(view)
+            return view in self._decisions
+
+        self._wait(is_decided, lambda: list(members))
+        return self._decisions[view]
+
+    def withdraw(self, view: int) -> None:
+        """Close the connections of an attempt in which this process does not join; those of the next may be there."""
+        for rank, of in list(self._called_for.items()):
+            if of <= view:
+                self._close(rank)
+        self.backlog = [one for one in self.backlog if one[0] in self.connections]
+        self._told = {key: payload for key, payload in self._told.items() if key[0] > view}
+
+    def _close(self, rank: int) -> None:
+        self.connections.pop(rank).close()
+        self._called_for.pop(rank, None)
+
+    def _wait(self, ready: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
+        Wait("admission", None).until(ready, missing, lambda: _WHAT)
+
+    def _of(self, view: int, number: int) -> dict[int, Any]:
+        return {rank: payload for (of, round_, rank), payload in self._told.items() if (of, round_) == (view, number)}
+
+    def _are_connected(self, view: int, members: Sequence[int]) -> bool:
+        """Whether no member has hung up that has called."""
+        return all(self._called_for.get(rank) == view for rank in self._of(view, CALL) if rank in members)
+
+    def _check(self, view: int) -> None:
+        decision = self._decisions.get(view)
+        if decision is not None:
+            if self.rank not in decision.members:
+                raise NotAdmitted("")
+        elif view in self._problems:
+            raise NotAdmitted(self._problems[view])
+        elif view not in self._called_for.values() or max(self._called_for.values()) > view:
+            raise NotAdmitted("")  # the members have decided without it, and may have called again
+
+    def _tell(self, rank: int, body: Mapping[str, Any]) -> None:
+        frames = self.connections.get(rank)
+        if frames is not None:
+            frames.send(to_json(["admission", body]))
+
+    def _look(self) -> None:
+        """Take new connections, and read and write what can be."""
+        for rank, connected in self._listener.take_accepted(MESH_TAG).items():
+            if rank in self.connections:
+                self._close(rank)
+            self.connections[rank] = mesh_frames(connected)
+        for rank, frames in list(self.connections.items()):
+            try:
+                frames.write()
+                for data in frames.read():
+                    self._receive(rank, data)
+            except Disconnected:
+                self._close(rank)
+
+    def _receive(self, rank: int, data: bytes) -> None:
+        message = from_json(data)
+        try:
+            kind, body = message
+            if kind == "admission":
+                view = int(body["view"])
+                if "problem" in body:
+                    self._problems[view] = str(body["problem"])
+                else:
+                    self._told[view, int(body["round"]), rank] = body["payload"]
+                    if body["round"] == CALL:
+                        self._called_for[rank] = view
+                return
+            if kind == "agree" and body["kind"] == "decided":
+                self._decisions.setdefault(int(body["view"]), Decision.told(body["body"]["decision"]))
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise Disconnected("it sent an invalid message", is_invalid=True) from error
+        self.backlog.append((rank, data))

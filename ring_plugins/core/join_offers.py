@@ -1,0 +1,168 @@
+"""What the processes of a job tell each other when one of them joins it, and how they compare that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ring_plugins.core.base.errors import SharedMemoryError
+from ring_plugins.core.collectives.healing import HealingCommunicator
+from ring_plugins.core.control.admission import NotAdmitted
+from ring_plugins.core.control.liveness import RUNNING, Liveness
+from ring_plugins.core.linux.shared_memory import Address, Segment
+from ring_plugins.core.rendezvous.seats import Occupant, OwnSeat
+
+
+class Call(NamedTuple):
+    """What members call out to those that wait.
+
+    Attributes:
+        start: number of the round before the first of this attempt.
+        everyone: members and newcomers, in the order of their seats.
+        newcomers: world ranks of those that join.
+    """
+
+    start: int
+    everyone: list[Occupant]
+    newcomers: list[int]
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Call | None:
+        """The call in what a member told in the first round; None if there is none."""
+        try:
+            everyone = [
+                Occupant(_number(seat), _number(rank), _address(address)) for seat, rank, address in found["everyone"]
+            ]
+            return cls(_number(found["start"]), everyone, [_number(rank) for rank in found["newcomers"]])
+        except UNREADABLE:
+            return None
+
+    @property
+    def ranks(self) -> list[int]:
+        """World ranks in the order of seats."""
+        return [occupant.world_rank for occupant in self.everyone]
+
+
+def newcomers_here(seat: OwnSeat) -> list[tuple[Liveness, Address, dict[str, Any]]]:
+    """Processes of this host that wait to join a job on several hosts, with what each has announced: its seat, too.
+
+    Args:
+        seat: of this process.
+    """
+    found = []
+    for one in seat.waiting():
+        try:
+            liveness = Liveness.open(one.address, one.world_rank)
+        except SharedMemoryError:  # it has just ended
+            continue
+        told = json.loads(liveness.announced or "null")
+        if told is not None and liveness.state == RUNNING and not liveness.has_died():
+            found.append((liveness, one.address, told))
+    return found
+
+
+class DifferentScript(NotAdmitted):
+    """A newcomer has come to another place in the script than the members; the text says how that shows."""
+
+
+def offer_of(communicator: HealingCommunicator, segment: Segment | None) -> dict[str, Any]:
+    """What others need to know of a communicator of this process, and of fresh memory for it, if they can map that."""
+    return {
+        "name": communicator.name,
+        "key": communicator.key,
+        "operations": communicator.statistics.operations,
+        "pages": segment.address if segment is not None else None,
+        "buffers": communicator.own_buffers,
+    }
+
+
+def open_segment(address: Sequence[int], rank: int) -> Segment:
+    """Map memory that a rank of this host has offered."""
+    pid, file, nbytes = address
+    return Segment.open((pid, file, nbytes), rank)
+
+
+# Reading what others have told: a mistake in it ends this attempt, on all ranks, and nothing else ------------------
+
+#: Errors that say so.
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError)
+
+
+def _number(found: Any) -> int:
+    if type(found) is not int or not 0 <= found < 1 << 63:
+        raise ValueError(found)
+    return found
+
+
+def _address(found: Any) -> Address:
+    pid, file, nbytes = found
+    return _number(pid), _number(file), _number(nbytes)
+
+
+def check_like(member: Mapping[str, Any], found: Mapping[str, Any], is_new: bool) -> None:
+    """Check that what a process has told has the form of what a member has told, or the part that newcomers have."""
+    for name in {"member", "place", "offers"}.intersection(member) if is_new else member:
+        wanted, value = member[name], found[name]
+        if type(value) is not type(wanted) or (isinstance(wanted, list) and len(value) != len(wanted)):
+            raise ValueError(name)
+
+
+def checked_offer(found: Any) -> dict[str, Any]:
+    """What `offer_of` made, after its way through JSON."""
+    return {
+        "name": str(found["name"]),
+        "key": _number(found["key"]),
+        "operations": _number(found["operations"]),
+        "pages": _address(found["pages"]) if found["pages"] is not None else None,
+        "buffers": [_address(buffer) for buffer in found["buffers"]],
+    }
+
+
+def check_places(places: Mapping[int, str], call: Call) -> None:
+    """Check that newcomers have come to the place in the script at which the members are.
+
+    Raises:
+        DifferentScript: one has not, as all find alike.
+    """
+    wanted = next(places[rank] for rank in call.ranks if rank not in call.newcomers)
+    for rank in call.newcomers:
+        if places[rank] != wanted:
+            raise DifferentScript(
+                f"rank {rank} cannot join: its script has come to another place ({places[rank]}) than the others "
+                f"({wanted})."
+            )
+
+
+def agreed(offers: Mapping[int, Mapping[int, dict[str, Any]]], call: Call) -> dict[int, dict[str, Any]]:
+    """The communicators that all have, by creation order, as a member tells of them.
+
+    Raises:
+        DifferentScript: a newcomer has others than the members, as all find alike.
+        NotAdmitted: the members' differ, as all find alike.
+    """
+    members = [rank for rank in call.ranks if rank not in call.newcomers]
+    # One that a member has dropped is of no use to the others, which have not collected it yet.
+    common = [key for key in sorted(offers[members[0]]) if all(key in offers[rank] for rank in members)]
+    first = {key: offers[members[0]][key] for key in common}
+    wanted = {key: _shape(offer) for key, offer in first.items()}
+    for rank in members[1:]:
+        if any(_shape(offers[rank][key]) != shape for key, shape in wanted.items()):
+            raise NotAdmitted(f"ranks {members[0]} and {rank} do not have the same buffers now.")
+    for rank in call.newcomers:
+        if (found := {key: _shape(offer) for key, offer in offers[rank].items()}) != wanted:
+            raise DifferentScript(
+                f"rank {rank} cannot join: its script has come to another place. It has made {_listed(found)}, and the "
+                f"others have {_listed(wanted)}. Make optimizers and averagers in the same order on all ranks, before "
+                "the TrainingState."
+            )
+    return first
+
+
+def _shape(offer: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What must be equal: the name, and the bytes of each shared buffer."""
+    return (offer["name"], *(nbytes for _, _, nbytes in offer["buffers"]))
+
+
+def _listed(shapes: Mapping[int, tuple[Any, ...]]) -> str:
+    return ", ".join(f"{name} ({sum(nbytes)} bytes)" for name, *nbytes in shapes.values())

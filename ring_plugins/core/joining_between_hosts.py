@@ -1,0 +1,333 @@
+"""Processes that take the places of lost ones join a job on several hosts.
+
+joining.py tells the story for one host, and most of it holds here. What differs: the supervisor of a host starts the
+process, which learns from the host's *card* how to be reached (rendezvous/seats.py). Members on its host see that it
+waits, and tell the others. All members connect to it, exchange with it what each has made, and agree that it joins
+(control/mesh_admission.py). It shares memory with the members of its host only. These take fresh memory into use, and
+all members make new connections for data, as after a loss.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ring_plugins.core.base.errors import MismatchError, SharedMemoryError
+from ring_plugins.core.base.log import logger
+from ring_plugins.core.base.progress_line import ProgressLine
+from ring_plugins.core.collectives.healing import HealingCommunicator
+from ring_plugins.core.collectives.host import Member
+from ring_plugins.core.collectives.shm_group import create_segment
+from ring_plugins.core.control.admission import NotAdmitted
+from ring_plugins.core.control.failure_detector import FailureDetector
+from ring_plugins.core.control.liveness import Liveness
+from ring_plugins.core.control.mesh import Mesh, MeshPeer
+from ring_plugins.core.control.mesh_admission import CALL, OFFERS, READY, Candidate, MeshAdmission
+from ring_plugins.core.control.wait import Wait
+from ring_plugins.core.healing import who_joined
+from ring_plugins.core.join_offers import (
+    UNREADABLE,
+    Call,
+    DifferentScript,
+    agreed,
+    check_like,
+    check_places,
+    checked_offer,
+    newcomers_here,
+    offer_of,
+    open_segment,
+)
+from ring_plugins.core.linux.shared_memory import Segment
+from ring_plugins.core.net.listener import Peer
+from ring_plugins.core.rendezvous.seats import Occupant
+from ring_plugins.core.world import World
+
+#: Seconds between two looks of a newcomer at the members, and attempts in which it cannot map memory.
+_LOOK, _ATTEMPTS = 0.01, 5
+
+
+class _Process(NamedTuple):
+    """A member, or a process that is to become one; may travel as JSON.
+
+    Attributes:
+        rank, seat: its world rank, and its place in the order of ranks.
+        liveness: address of that segment, for its host.
+        node: key of its host, real or virtual.
+        host, pid, domain, address, port: as in `MeshPeer`.
+    """
+
+    rank: int
+    seat: int
+    liveness: Sequence[int]
+    node: str
+    host: str
+    pid: int
+    domain: str
+    address: str
+    port: int
+
+    @property
+    def mesh_peer(self) -> MeshPeer:
+        return MeshPeer(self.host, self.pid, self.domain, self.address, self.port, self.seat)
+
+
+def admit(world: World, place: str, lost: bool) -> tuple[int, ...]:
+    """As `joining.admit`; jobs on several hosts do not grow."""
+    if not lost:
+        return ()
+    world.awaited = frozenset()
+    return _admit_all(world, place, [])
+
+
+def _admit_all(world: World, place: str, joined: list[int]) -> tuple[int, ...]:
+    """Let one process after the other join.
+
+    Args:
+        world: of this process, which may have joined just before.
+        place: of the script.
+        joined: world ranks of those that have, at this place.
+    """
+    mesh = world.mesh
+    assert mesh is not None
+    while True:
+        began = time.monotonic()
+        by_member = world.communicator.all_gather_object(_waiting_here(world))
+        if mesh.pending is not None:  # others have found a loss here, and nobody joins
+            world.agree_on_members()
+            break
+        taken = world.taken_seats
+        waiting = [one for told in by_member for one in map(_Process._make, told) if one.seat not in taken]
+        if not waiting or not _admit_one(world, min(waiting), place, joined):
+            break
+        joined.append(min(waiting).rank)
+        if world.world_rank == min(rank for rank in world.world_ranks if rank not in joined):
+            seat_of = {min(waiting).rank: min(waiting).seat}
+            logger.warning(who_joined(seat_of, world.pids, world.world_ranks, time.monotonic() - began, world.shares))
+    return tuple(joined)
+
+
+def _waiting_here(world: World) -> list[_Process]:
+    """Those of this host that wait."""
+    seat, own = world.own_seat, world.local_peers.own.rank
+    assert seat is not None
+    mine = world.mesh_peers[own]
+    return [
+        _Process(
+            one.rank, told["seat"], address, world.node_of_seat(told["seat"]), mine.host, one.pid, mine.domain,
+            told["address"], told["port"],
+        )
+        for one, address, told in newcomers_here(seat)
+    ]  # fmt: skip
+
+
+def _admit_one(world: World, newcomer: _Process, place: str, joined: Sequence[int]) -> bool:
+    """Let a process join; returns whether it has."""
+    mesh, transport = world.mesh, world.transport
+    assert mesh is not None
+    assert transport is not None
+    everyone = [_process_of(world, rank) for rank in world.world_ranks]
+    is_near = newcomer.domain == world.mesh_peers[world.world_rank].domain
+    wait = Wait("admission", world.failure_detector)
+    admission = MeshAdmission(mesh, newcomer.rank, newcomer.pid if is_near else 0, mesh.view + 1, wait)
+    transport.add(newcomer.rank, Peer(newcomer.host, newcomer.address, newcomer.port))
+    told = {"everyone": everyone, "newcomer": newcomer, "joined": joined, "announced": mesh.announced}
+    agreement: _Agreement | None = None
+    try:
+        with mesh.admitting(newcomer.rank, newcomer.mesh_peer):
+            admission.call(transport.listener, told)
+            agreement = _prepare(world, everyone, newcomer, place, admission.gather)
+    except NotAdmitted:  # the newcomer tells if it does not try again
+        pass
+    world.agree_on_members(joining=[newcomer.rank] if agreement is not None else ())
+    if newcomer.rank not in mesh.joined:
+        admission.give_up(transport.listener)
+        return False
+    assert agreement is not None
+    agreement.go_on(world)
+    return True
+
+
+def _process_of(world: World, rank: int) -> _Process:
+    peer = world.mesh_peers[rank]
+    where = rank, peer.seat, world.liveness_of(rank), world.node_of_seat(peer.seat)
+    return _Process(*where, peer.host, peer.pid, peer.domain, peer.address, peer.port)
+
+
+def join(world: World, place: str, until: str) -> tuple[int, ...]:
+    """As `joining.join`."""
+    seat, transport, own = world.own_seat, world.transport, world.local_peers.own
+    assert seat is not None
+    assert transport is not None
+    candidate = Candidate(world.world_rank, transport.listener)
+    where = {"seat": world.share[0], "address": transport.address, "port": transport.listener.port}
+    own.announce(json.dumps(where))
+    problems = list[str]()
+    while len(problems) < _ATTEMPTS:
+        seat.wait_to_join(world.world_rank, own.address)
+        found = _wait_for_call(world, candidate, until)
+        if found is None:
+            logger.info(f"process {os.getpid()} ends: the job has ended before it could join.")
+            world.exit_from_job(0)
+        view, call = found
+        try:
+            agreement = _join_at(world, candidate, view, call, place)
+        except DifferentScript as reason:
+            candidate.withdraw(view)
+            raise MismatchError(str(reason)) from None
+        except NotAdmitted as reason:  # perhaps since a process has died, whose memory could not be mapped
+            candidate.withdraw(view)
+            problems += filter(None, [str(reason)])
+            continue
+        agreement.go_on(world)
+        seat.take_part(world.world_rank, own.address)
+        return _admit_all(world, place, [*call["joined"], world.world_rank])
+    raise SharedMemoryError(f"this process cannot join the others: {problems[-1]}")
+
+
+def _wait_for_call(world: World, candidate: Candidate, until: str) -> tuple[int, dict[str, Any]] | None:
+    """Wait until members call this process; returns None if none is left on this host."""
+    seat = world.own_seat
+    assert seat is not None
+    who = f"process {os.getpid()}, which takes the place of rank {world.share[0]}, waits for the other ranks to {until}"
+    with ProgressLine() as line:
+        while True:
+            if (found := candidate.called()) is not None:
+                return found
+            if not seat.members():
+                return None
+            line.show(lambda: who)
+            time.sleep(_LOOK)
+
+
+def _join_at(world: World, candidate: Candidate, view: int, call: Mapping[str, Any], place: str) -> _Agreement:
+    """Join in the attempt that ends with this view.
+
+    Raises:
+        NotAdmitted: this process does not join.
+    """
+    transport = world.transport
+    assert transport is not None
+    everyone, newcomer = [_Process(*one) for one in call["everyone"]], _Process(*call["newcomer"])
+    members = [one.rank for one in everyone]
+
+    def gather(number: int, payload: Mapping[str, Any]) -> dict[int, Any]:
+        told: dict[int, Any] = candidate.gather(view, number, members, payload)
+        return told
+
+    candidate.gather(view, CALL, members)  # all have connected
+    agreement = _prepare(world, everyone, newcomer, place, gather)
+    decision = candidate.decision(view, members)
+    for one in everyone:
+        transport.add(one.rank, Peer(one.host, one.address, one.port))
+    peers = {one.rank: one.mesh_peer for one in (*everyone, newcomer) if one.rank in decision.members}
+    mesh = Mesh(
+        world.world_rank, peers, transport.listener, world.local_peers, world.min_ranks, view, decision.committed
+    )
+    mesh.announced.update({int(rank): address for rank, address in call["announced"].items()})
+    agreement.mesh = mesh
+    connections = {rank: one for rank, one in candidate.connections.items() if rank in mesh.peers}
+    agreement.take_over = lambda: mesh.go_on_from(connections, candidate.backlog, decision)
+    return agreement
+
+
+class _Agreement:
+    """What all are ready to go on with.
+
+    Args:
+        call: who takes part.
+        processes: all of them.
+        told: what each told, by world rank.
+        peers: liveness of those others on this host that this process has mapped now.
+        mapped: of each communicator fresh pages and parts of buffers, both empty where nobody of this host joins, its
+            key and its operations.
+
+    Attributes:
+        mesh: in a process that joins, its connections to the members.
+        take_over: begins to watch those.
+    """
+
+    mesh: Mesh | None = None
+
+    def __init__(
+        self,
+        call: Call,
+        processes: Sequence[_Process],
+        told: Mapping[int, Mapping[str, Any]],
+        peers: Sequence[Liveness],
+        mapped: Mapping[HealingCommunicator, tuple[list[Segment], list[list[Segment]], int, int]],
+    ) -> None:
+        self._call, self._processes, self._told, self._peers, self._mapped = call, processes, told, peers, mapped
+        self.take_over: Callable[[], None] = lambda: None
+
+    def go_on(self, world: World) -> None:
+        """Go on with everyone."""
+        nodes = {one.rank: one.node for one in self._processes}
+        everyone = self._call.everyone
+        world.extend(everyone, self._told, self._peers, self._renew_communicators, nodes, self.mesh, self.take_over)
+
+    def _renew_communicators(self, failure_detector: FailureDetector) -> None:
+        for communicator, (segments, parts, key, operations) in self._mapped.items():
+            members = [Member(one.rank, one.node, None, key) for one in self._processes]
+            communicator.renew_between_hosts(members, segments, parts, operations, failure_detector)
+
+
+def _prepare(
+    world: World,
+    members: Sequence[_Process],
+    newcomer: _Process,
+    place: str,
+    gather: Callable[[int, Mapping[str, Any]], dict[int, Any]],
+) -> _Agreement:
+    """Exchange with all members and the newcomer what each has made for the others, and map it.
+
+    Raises:
+        NotAdmitted: the newcomer does not join now.
+    """
+    processes = sorted([*members, newcomer], key=lambda one: one.seat)
+    own = next(one for one in processes if one.rank == world.world_rank)
+    occupants = [Occupant(one.seat, one.rank, (one.liveness[0], one.liveness[1], one.liveness[2])) for one in processes]
+    call = Call(0, occupants, [newcomer.rank])
+    here = [one.rank for one in processes if one.node == own.node]
+    is_here = newcomer.rank in here
+    communicators = world.healing_communicators()
+    try:
+        segments = {key: create_segment() for key in communicators} if is_here else {}
+        near = [one for one in processes if one.domain == own.domain and one.rank != own.rank]
+        new = near if world.is_joining else [one for one in near if one is newcomer]
+        peers = [Liveness.open((one.liveness[0], one.liveness[1], one.liveness[2]), one.rank) for one in new]
+    except SharedMemoryError as error:
+        raise NotAdmitted(f"rank {own.rank} {error}") from None
+    offers = {key: offer_of(communicator, segments.get(key)) for key, communicator in communicators.items()}
+    told = gather(OFFERS, {**world.introduction(), "place": place, "offers": offers})
+    theirs: dict[int, dict[int, dict[str, Any]]] = {}
+    for rank, of_rank in told.items():
+        try:
+            check_like(told[members[0].rank], of_rank, rank == newcomer.rank)
+            theirs[rank] = {int(key): checked_offer(one) for key, one in of_rank["offers"].items()}
+        except UNREADABLE:
+            raise NotAdmitted(f"rank {rank} has told what nobody understands.") from None
+    check_places({rank: of_rank["place"] for rank, of_rank in told.items()}, call)
+    mapped: dict[HealingCommunicator, tuple[list[Segment], list[list[Segment]], int, int]] = {}
+    try:
+        for key, first in agreed(theirs, call).items():
+            communicator = communicators.get(key)
+            if communicator is None:
+                continue
+            fresh: list[Segment] = []
+            parts: list[list[Segment]] = []
+            if is_here:
+                fresh = [segments[key] if r == own.rank else open_segment(theirs[r][key]["pages"], r) for r in here]
+                parts = [
+                    [open_segment(theirs[rank][key]["buffers"][i], rank) for rank in here]
+                    for i in range(len(first["buffers"]))
+                ]
+            mapped[communicator] = fresh, parts, first["key"], first["operations"]
+    except SharedMemoryError as error:
+        raise NotAdmitted(f"rank {own.rank} {error}") from None
+    gather(READY, {})
+    for segment in segments.values():
+        segment.close_file()
+    return _Agreement(call, processes, told, peers, mapped)

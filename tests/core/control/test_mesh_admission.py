@@ -1,0 +1,143 @@
+"""A process joins ranks of several hosts, or all find that it does not: with threads in the place of processes."""
+
+import threading
+
+import pytest
+
+from ring_plugins.core.base.errors import PeerFailed
+from ring_plugins.core.control import mesh_admission
+from ring_plugins.core.control.admission import NotAdmitted
+from ring_plugins.core.control.mesh import Mesh, MeshPeer
+from ring_plugins.core.control.mesh_admission import CALL, OFFERS, READY, Candidate, MeshAdmission
+from ring_plugins.core.control.wait import Wait
+from ring_plugins.core.net.listener import Listener, Peer
+from tests.core.control.test_mesh import agreed, at_once, kill, meshes, until
+
+__all__ = ["meshes"]
+#: The newcomer takes the seat of a rank that came after rank 1.
+NEW, SEAT = 9, 1.5
+
+
+@pytest.fixture
+def newcomer():
+    listener = Listener("127.0.0.1")
+    peer = Peer("host9", "127.0.0.1", listener.port)
+    listener.open(NEW, {NEW: peer}, "a secret", accepts_all=True)
+    yield Candidate(NEW, listener), listener, MeshPeer("host9", 109, "host9", peer.address, peer.port, SEAT)
+    listener.close()
+
+
+def admit(mesh, listener, newcomer, at=lambda rank, number: None):
+    """A member's part, as core/joining_between_hosts.py has it; `at` a round it may raise `NotAdmitted`."""
+    peer = newcomer[2]
+    listener.add(NEW, Peer(peer.host, peer.address, peer.port))
+    admission, joining, told = MeshAdmission(mesh, NEW, 0, mesh.view + 1, Wait("ring", None)), [], {}
+    try:
+        with mesh.admitting(NEW, peer):
+            at(mesh.rank, CALL)
+            admission.call(listener, {"members": list(mesh.ranks)})
+            at(mesh.rank, OFFERS)
+            told = admission.gather(OFFERS, {"from": mesh.rank})
+            at(mesh.rank, READY)
+            admission.gather(READY, {})
+            joining = [NEW]
+    except NotAdmitted:
+        pass
+    assert mesh.agree(Wait("ring", None), joining=joining) is not None
+    if NEW not in mesh.joined:
+        admission.give_up(listener)
+        return None
+    mesh.note_joined(NEW)
+    return sorted(told)
+
+
+def join(newcomer, at=lambda rank, number: None):
+    """The newcomer's part in one attempt; returns its mesh."""
+    candidate, listener, own = newcomer
+    assert until(lambda: candidate.called() is not None)
+    view, call = candidate.called()
+    members = call["members"]
+    try:
+        candidate.gather(view, CALL, members)
+        at(NEW, OFFERS)
+        assert sorted(candidate.gather(view, OFFERS, members, {"from": NEW})) == [*members, NEW]
+        at(NEW, READY)
+        candidate.gather(view, READY, members, {})
+        decision = candidate.decision(view, members)
+    except NotAdmitted:
+        candidate.withdraw(view)
+        return None
+    peers = {rank: MeshPeer(f"host{rank}", 100 + rank, f"host{rank}", "127.0.0.1", 1, rank) for rank in members}
+    mesh = Mesh(NEW, {**peers, NEW: own}, listener, None, 2, view, decision.committed)
+    mesh.go_on_from(candidate.connections, candidate.backlog, decision)
+    return mesh
+
+
+def attempt(meshes, newcomer, at=lambda rank, number: None):
+    """What all find."""
+    is_called = threading.Event()
+
+    def once_called(rank, number):
+        if rank == NEW:
+            is_called.set()
+        elif number == OFFERS:  # or else the attempt may be over before the newcomer has looked
+            is_called.wait(20)
+        at(rank, number)
+
+    members = [lambda one=one: admit(*one, newcomer, once_called) for one in meshes]
+    return at_once([*members, lambda: join(newcomer, once_called)])
+
+
+def test_a_process_joins_and_takes_part_in_the_next_agreement(meshes, newcomer):
+    for mesh, _ in meshes:
+        mesh.committed = 7
+    *found, mesh = attempt(meshes, newcomer)
+    assert found == [[0, 1, 2, 3, NEW]] * 4
+    everyone = [*meshes, (mesh, newcomer[1])]
+    assert [(one.ranks, one.view, one.committed) for one, _ in everyone] == [((0, 1, NEW, 2, 3), 1, 7)] * 5
+    kill(*meshes[0])
+    left = everyone[1:]
+    assert all(until(one.interrupts) for one, _ in left)
+    assert agreed(left) == [[0]] * 4 and mesh.ranks == (1, NEW, 2, 3)
+    mesh.close()
+
+
+def test_one_that_dies_once_it_has_joined_is_lost(meshes, newcomer):
+    *_, mesh = attempt(meshes, newcomer)
+    kill(mesh, newcomer[1])
+    assert all(until(one.interrupts) for one, _ in meshes)
+    assert agreed(meshes) == [[NEW]] * 4
+    assert not any(one.interrupts() for one, _ in meshes)
+
+
+@pytest.mark.parametrize("who", [0, 3, NEW])
+@pytest.mark.parametrize("number", [OFFERS, READY])
+def test_nobody_joins_if_one_cannot_and_then_another_attempt_may(meshes, newcomer, who, number):
+    def fails(rank, now):
+        if (rank, now) == (who, number):
+            raise NotAdmitted("no memory")
+
+    assert attempt(meshes, newcomer, fails) == [None] * 5
+    assert [(mesh.ranks, mesh.view) for mesh, _ in meshes] == [((0, 1, 2, 3), 1)] * 4
+    *found, mesh = attempt(meshes, newcomer)
+    assert found == [[0, 1, 2, 3, NEW]] * 4 and mesh.view == 2
+    mesh.close()
+
+
+@pytest.mark.parametrize("number", [OFFERS, READY])
+def test_if_a_member_dies_nobody_joins_and_it_is_lost(meshes, newcomer, number):
+    def dies(rank, now):
+        if (rank, now) == (0, number):
+            kill(*meshes[0])
+            raise PeerFailed("the end of this process", 0)
+
+    error, *found = attempt(meshes, newcomer, dies)
+    assert isinstance(error, PeerFailed) and found == [None] * 4
+    assert all(until(lambda mesh=mesh: mesh.ranks == (1, 2, 3)) for mesh, _ in meshes[1:])
+    assert not any(mesh.interrupts() for mesh, _ in meshes[1:])
+
+
+def test_members_wait_for_a_newcomer_that_does_not_answer_for_some_time_only(meshes, newcomer, monkeypatch):
+    monkeypatch.setattr(mesh_admission, "_PATIENCE", 0.3)
+    assert at_once([lambda one=one: admit(*one, newcomer) for one in meshes]) == [None] * 4
+    assert [(mesh.ranks, mesh.view) for mesh, _ in meshes] == [((0, 1, 2, 3), 1)] * 4

@@ -1,0 +1,135 @@
+"""`ring run --on-failure replace` over several hosts: other processes take the places of ranks that are killed."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import hosts
+from tests.keras import test_replacement as of_keras
+from tests.launch import slowness
+from tests.lightning import test_replacement as of_lightning
+from tests.torch.test_replacement import CHECKS, check
+
+RING = str(Path(sys.executable).parent / "ring")
+EVERYONE = [0, 1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with hosts(2) as cluster:
+        yield cluster
+
+
+def start(cluster, deaths, env=None, awaited=True, ranks_per_host=2, script=CHECKS, options=("--no-check",)):
+    """`ring run` on host1 over all hosts, as docs/healing.md starts train.py."""
+    size = ranks_per_host * len(cluster.hosts)
+    env = {
+        "TEST_DEATHS": json.dumps(deaths),
+        "TEST_RANKS": str(size),
+        "TEST_HOSTS": str(len(cluster.hosts)),
+        **({"TEST_AWAITED": str(60 * slowness())} if awaited else {}),
+        **(env or {}),
+    }
+    where = ["-H", ",".join(f"{host}:{ranks_per_host}" for host in cluster.hosts)]
+    exported = [word for name in env for word in ("-x", name)]
+    command = [RING, "run", *where, "--on-failure", "replace", *exported, *options, sys.executable]
+    return cluster.start(command, script, size, env=env)
+
+
+def train(cluster, deaths, **options):
+    return start(cluster, deaths, **options).run(120)
+
+
+@pytest.mark.slow  # the default suite tries it in tests/campaigns, without real hosts
+def test_another_process_takes_the_place_of_rank_0(cluster):
+    result = train(cluster, [[0, 2, "now"]])
+    found, own = check(result, EVERYONE)
+    left = [1, 2, 3]
+    assert found["history"] == [EVERYONE] * 2 + [left] * 2 + [EVERYONE] * 8
+    assert found["numbers"] == [4, 1, 2, 3]
+    assert [one["joined at"] for one in own] == [4, None, None, None]
+    assert [one["changes"] for one in own] == [[[[], [], [4], 3]], *[[[[0], [], [], 4], [[], [], [4], 3]]] * 3]
+    assert "ring run: starting another process in the place of rank 0.\n" in result.output
+    assert "in the place of rank 0 joined; the job goes on with 4 ranks since" in result.output
+    assert "ring run: other processes took the place of rank 0, and all 4 ended normally." in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        [[2, 2, "barrier 2 in"], [3, 5, "now"]],
+        [[0, 1, "now"], [2, 1, "now"]],
+        [[1, 2, "now"], [0, 6, "now"], [1, 0, "newcomer now"]],
+        [[3, 2, "SIGTERM"], [0, 5, "now"]],
+        [[3, 2, "now"], [0, 6, "now"]],  # the second newcomer has the lower number
+    ],
+    ids=str,
+)
+def test_several_may_be_replaced_at_once_or_in_a_row_and_those_that_left(cluster, deaths):
+    found, _ = check(train(cluster, deaths), EVERYONE)
+    assert sum(len(seats) < 4 for seats in found["history"]) <= 2 * len(deaths)
+
+
+ROUNDS = [f"round {number} {when}" for number in (1, 2, 3) for when in ("before", "in")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ROUNDS)
+def test_a_newcomer_may_die_while_it_joins_and_the_next_one_joins(cluster, point):
+    found, _ = check(train(cluster, [[1, 2, "now"], [1, 0, f"newcomer {point}"]]), EVERYONE)
+    assert found["numbers"] == [0, 6, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 2])
+def test_nobody_waits_long_for_a_newcomer_that_is_stopped_while_it_joins(cluster, number):
+    result = train(cluster, [[1, 2, "now"], [1, 0, f"newcomer round {number} stopped"]])
+    found, _ = check(result, EVERYONE)
+    assert found["numbers"] == [0, 6, 2, 3]
+    assert "which was to join as rank 4, has not answered for 2 s (stopped?). It was killed, and the" in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lost", "victim"), [(1, 3), (3, 0)])  # of different hosts, so that both are replaced
+@pytest.mark.parametrize("point", ROUNDS)
+def test_so_may_a_member_while_another_process_joins(cluster, lost, victim, point):
+    found, _ = check(train(cluster, [[lost, 2, "now"], [victim, 3, point]]), EVERYONE)
+    assert found["numbers"][victim] > 3 and found["numbers"][lost] > 3
+
+
+@pytest.mark.slow
+def test_a_process_joins_in_a_fit_of_lightning(cluster, tmp_path):
+    result = train(cluster, [[0, 1, "now"]], script=of_lightning.CHECKS, env={"TEST_ROOT": str(tmp_path)})
+    found, own = of_lightning.check(result, EVERYONE, 4)
+    assert own[0]["number"] == 4 and found["history"][-1] == EVERYONE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", of_keras.BACKENDS)
+def test_a_process_joins_in_a_fit_of_keras(cluster, backend):
+    result = train(cluster, [[3, 1, "now"]], script=of_keras.CHECKS, env={"KERAS_BACKEND": backend})
+    found, numbers = of_keras.check(result, EVERYONE)
+    assert numbers == [0, 1, 2, 5] and found["history"][-1] == EVERYONE
+
+
+@pytest.mark.slow
+def test_nobody_takes_the_places_of_all_ranks_of_a_host(cluster):
+    result = start(cluster, [[2, 2, "now"], [3, 2, "now"]], awaited=False).run(120)
+    check(result, [0, 1])
+    assert "ring run: nobody takes the place of ranks 2, 3: all ranks of host2 are lost" in result.output
+    # A process may have started in the place of one of them before the other died.
+    late = "|".join(
+        f"rank {one} died, nobody had joined yet in the place of rank {other}" for one, other in ((2, 3), (3, 2))
+    )
+    assert re.search(rf"ring run: (ranks 2, 3 died|{late}), and the other 2 ended normally\.", result.output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["round 2 before", "round 3 in"])
+def test_nor_if_the_last_of_them_dies_while_another_process_joins(cluster, point):
+    result = train(cluster, [[3, 2, "now"], [2, 3, point]])
+    assert "ring run: nobody takes the place of ranks 2, 3: all ranks of host2 are lost" in result.output

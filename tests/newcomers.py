@@ -1,0 +1,24 @@
+"""Lets members wait until processes wait to join, so that a test knows when they do."""
+
+import time
+
+from ring_plugins.core.join_offers import newcomers_here
+from ring_plugins.core.rendezvous.spawn import seats
+from ring_plugins.core.world import current
+
+
+def wait_for_newcomers(missing: set[int], seconds: float) -> None:
+    """Wait until processes wait for these seats, on several hosts for those of the own one; not longer than that."""
+    places, world, end = seats(), current(), time.monotonic() + seconds
+    if places is None:
+        here = world.node_of_seat(world.share[0])
+        missing = {seat for seat in missing if world.node_of_seat(seat) == here}
+
+    def waiting() -> list[int]:
+        if places is None:
+            assert world.own_seat is not None
+            return [told["seat"] for *_, told in newcomers_here(world.own_seat)]
+        return [one.seat for one in places.waiting() if one.is_there()]
+
+    while missing and not missing.issubset(waiting()) and time.monotonic() < end:
+        time.sleep(0.005)
