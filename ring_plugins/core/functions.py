@@ -94,7 +94,7 @@ def on_membership_change(callback: C) -> C:
     """
     if not callable(callback):
         raise ArgumentError(f"callback={callback!r} is not a function of one argument.")
-    current().changes.add(callback)
+    current().add_change_callback(callback)
     return callback
 
 

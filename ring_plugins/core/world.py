@@ -151,6 +151,9 @@ class World:
         self.awaited: frozenset[int] = frozenset()
         self.shares, self.past_shares = rendezvous.size, {rendezvous.size}
         self.changes = ChangeCallbacks()
+        #: In a process that has joined, the changes that its script was told first, and how many operations it had
+        #: finished then; None in all others, and before that.
+        self._first_changes: tuple[list[MembershipChange], int] | None = None
         self._membership: Membership | Mesh | None = None
         self._succession: Succession | None = None
         self._in_collective = threading.RLock()
@@ -790,8 +793,27 @@ class World:
 
         An exception of its own functions is told to the other ranks.
         """
+        told = list(self.changes.untold)
+        self._call_back(self.changes.tell)
+        if self._first_changes is None and any(self.world_rank in change.joined for change in told):
+            self._first_changes = told, self.operations()
+
+    def add_change_callback(self, callback: Callable[[MembershipChange], object]) -> None:
+        """Call a function at each change from now on.
+
+        In a process that has just joined also at those that it was told meanwhile: its script may add the function
+        behind the place at which it joined, where the members' scripts have added it long ago.
+        """
+        self.changes.add(callback)
+        if self._first_changes is not None and self._first_changes[1] == self.operations():
+            missed, _ = self._first_changes
+            for change in missed:
+                self._call_back(partial(callback, change))
+            self._first_changes = missed, self.operations()
+
+    def _call_back(self, function: Callable[[], object]) -> None:
         try:
-            self.changes.tell()
+            function()
         except BaseException as error:
             self.communicator.interrupt("a function given to on_membership_change", error)
             raise

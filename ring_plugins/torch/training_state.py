@@ -142,10 +142,10 @@ class TrainingState:
             MismatchError: after a process has joined, an integer of the state differs among ranks.
         """
         world = current()
-        if world.operations() == self._operations_at_join:  # it has come to the place at which the others let it join
-            return
-        if self._is_in_epoch:
+        if self._is_in_epoch:  # in a process that has joined, behind the place at which the others let it join
             self._trained_on, self._commits_within = self._data, True
+        elif world.operations() == self._operations_at_join:  # at that place, or where the epoch began
+            return
         if not self._let_join(further=not self._is_in_epoch) and self._has_joined and len(world.world_ranks) > 1:
             self._compare()
 

@@ -277,3 +277,48 @@ def test_without_batches_ranks_at_different_places_are_an_error():
 def test_a_process_joins_where_an_epoch_begins():
     result = run_ranks(SCRIPT, 2, env={"TEST_EPOCHS": "1"}, timeout=120)
     assert result.reports == {0: {"left": [2, 2, False]}, 1: {"left": [2, 2, True]}}
+
+
+#: Rank 1 dies in the second of its steps of two backward passes; rank 0 waits for the process that takes its place.
+ACCUMULATING = """
+    import contextlib, os, signal, time, torch
+    import ring_plugins as ring
+    from ring_plugins.core.rendezvous.spawn import seats
+    from ring_plugins.core.world import current
+    from ring_plugins.torch import DistributedOptimizer, TrainingState
+    from tests.worker import report
+
+    ring.init(ranks=2, on_failure="replace")
+    is_new = current().is_joining
+    model = torch.nn.Linear(2, 1)
+    counted = {"backward_passes_per_step": 2} if os.environ["TEST_BY"] == "passes" else {}
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 1.0), model.named_parameters(), **counted)
+    state = TrainingState(model=model, optimizer=optimizer, epoch=0)
+
+    @ring.on_membership_change  # behind the place at which a process joins
+    def follow(change):
+        optimizer.param_groups[0]["lr"] *= change.size / change.size_before
+
+    for state.epoch in range(state.epoch, 2):
+        for half in state.batches(range(8)):
+            if ring.rank() == 1 and not is_new and (state.epoch, half) == (0, 3):
+                os.kill(os.getpid(), signal.SIGKILL)
+            while half == 5 and len(current().world_ranks) == 1 and not seats().has_waiting():
+                time.sleep(0.01)
+            if half % 2 == 0:
+                optimizer.zero_grad()
+            with optimizer.no_sync() if not counted and half % 2 == 0 else contextlib.nullcontext():
+                model(torch.full((2,), 1e-3)).sum().backward()
+            if half % 2:
+                optimizer.step()
+            state.commit()
+    report("left", [ring.size(), optimizer.param_groups[0]["lr"], is_new], ring.rank())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["passes", "no_sync"])
+def test_a_process_joins_a_script_that_commits_after_each_pass_and_hears_of_it_in_a_function_added_later(by):
+    """Its first `commit` is one before which it has communicated nothing, and it counts."""
+    result = run_ranks(ACCUMULATING, 2, env={"TEST_BY": by}, timeout=120)
+    assert result.reports == {0: {"left": [2, 1.0, False]}, 1: {"left": [2, 1.0, True]}}
