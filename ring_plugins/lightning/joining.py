@@ -35,6 +35,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
+from ring_plugins.core.handover import fails_alone
 from ring_plugins.core.joining import admit, join
 from ring_plugins.core.world import current
 from ring_plugins.torch.loaders import divide_anew, from_batch
@@ -136,12 +137,14 @@ class MeetingPoint:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         until = f"begin the next {'epoch' if fetcher is None else 'batch'}"
-        state = share_state(dict, join(self._place(fetcher), until))
-        assert state is not None
-        with self._strategy.as_if_alone():
-            self._load(state)
-            if fetcher is not None:
-                self._load_data(state, fetcher)
+        joined = join(self._place(fetcher), until)
+        with fails_alone():
+            state = share_state(dict, joined)
+            assert state is not None
+            with self._strategy.as_if_alone():
+                self._load(state)
+                if fetcher is not None:
+                    self._load_data(state, fetcher)
         self._agree_on_random_numbers(state["random"])
 
     def _place(self, fetcher: Any) -> str:

@@ -17,10 +17,10 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ring_plugins.core.base.errors import ArgumentError, MismatchError, PeerFailed, name_ranks
+from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.collectives.healing import repeated
-from ring_plugins.core.joining import admit, hear_of, if_different, join, untold_before
+from ring_plugins.core.handover import check_picklable, fails_alone, hand_over
+from ring_plugins.core.joining import admit, if_different, join
 from ring_plugins.core.world import current
 from ring_plugins.torch.broadcast import Placeholder
 from ring_plugins.torch.loaders import batches_from, divide_anew
@@ -64,7 +64,7 @@ class TrainingState:
             picklable, such as numbers, and becomes an attribute that the script reads and sets.
 
     Raises:
-        ArgumentError: a name is taken by a method or begins with an underscore.
+        ArgumentError: a name is taken by a method or begins with an underscore, or a value cannot be pickled.
         MismatchError: in a replacement, the script has made other optimizers than on the other ranks.
     """
 
@@ -72,6 +72,8 @@ class TrainingState:
         for name in state:
             if hasattr(type(self), name) or name.startswith("_"):
                 raise ArgumentError(f"TrainingState({name}=...): choose another name.")
+        if current().replaces:
+            check_picklable({name: value for name, value in state.items() if not isinstance(value, Stateful)})
         global _made
         _made += 1
         self._number = _made
@@ -90,7 +92,8 @@ class TrainingState:
             setattr(self, name, value)
         if current().is_joining:
             joined = join(self._place(), "call TrainingState.commit()")
-            self._share(joined)
+            with fails_alone():
+                self._share(joined)
             self._resumes = self._has_joined = True
             current().tell_changes()
             self._operations_at_join = current().operations()
@@ -120,11 +123,8 @@ class TrainingState:
         skipped = 0
         if self._resumes:
             self._resumes, skipped = False, self._batch
-            if self._batches not in (None, length):
-                raise MismatchError(
-                    f"this loader has {length} batches, and had {self._batches} on the ranks that this process has "
-                    "joined. Make samplers once, with ring.size() and ring.rank() as they are when the script starts."
-                )
+            with fails_alone():
+                self._check_length(length)
         self._batch, self._batches, self._is_in_epoch, self._data = skipped, length, True, data
         try:
             for batch in batches_from(loader, skipped):
@@ -183,6 +183,14 @@ class TrainingState:
         if received is not None:
             self._load(received)
 
+    def _check_length(self, length: int | None) -> None:
+        """Check that in this epoch, in whose middle this process has joined, it has as many batches as the others."""
+        if self._batches not in (None, length):
+            raise MismatchError(
+                f"this loader has {length} batches, and had {self._batches} on the ranks that this process has joined. "
+                "Make samplers once, with ring.size() and ring.rank() as they are when the script starts."
+            )
+
     def _compare_lengths(self, length: int | None) -> None:
         """Check that all ranks have equally many batches since the job has grown."""
         if told := if_different(length):
@@ -210,46 +218,28 @@ def share_state(state: Callable[[], dict[str, Any]], joined: Sequence[int]) -> d
         joined: world ranks of those that have joined.
 
     Returns:
-        The state in a process that has joined, None on the other ranks. A process that has joined is told of changes
-        from now on as the others are, even of those before that they were not told of yet.
+        The state in a process that has joined, None on the other ranks; see `hand_over`.
 
     Raises:
-        PeerFailed: no earlier rank is left.
+        PeerFailed, ArgumentError: as for `hand_over`.
     """
-    communicator = current().communicator
+    tensors: list[torch.Tensor] = []
 
-    def attempt() -> dict[str, Any] | None:
-        giver = next((rank for rank in communicator.ranks if rank not in joined), None)
-        if giver is None:
-            text = f"all ranks from which {name_ranks(sorted(joined))} could get the state of the training are lost."
-            raise PeerFailed(text, joined[0])
-        return _broadcast_state(lambda: {"state": state(), "untold": untold_before(joined)}, giver, communicator)
+    def described() -> tuple[list[Placeholder], Any]:
+        nonlocal tensors
+        own = state()
+        tensors = [leaf.detach() for leaf in tree_leaves(own) if isinstance(leaf, torch.Tensor)]
+        return [Placeholder(tensor) for tensor in tensors], tree_map_only(torch.Tensor, Placeholder, own)
 
-    received = repeated(attempt)
-    if received is None or communicator.ranks[communicator.rank] not in joined:
-        return None
-    hear_of(received["untold"])
-    found: dict[str, Any] = received["state"]
-    return found
+    def send(placeholders: list[Placeholder], root: int) -> None:
+        nonlocal tensors
+        communicator: Communicator[Any] = current().communicator
+        if communicator.rank != root:
+            tensors = [placeholder.empty() for placeholder in placeholders]
+        for tensor in tensors:
+            if tensor.numel():  # the giver's may be a view with gaps; a new one has none
+                communicator.broadcast(dense_memory(tensor.contiguous()), root)
 
-
-def _broadcast_state(state: Any, giver: int, communicator: Communicator[Any]) -> dict[str, Any] | None:
-    """The state of a rank; None on that rank.
-
-    Args:
-        state: returns this rank's.
-        giver: world rank.
-        communicator: of all ranks.
-    """
-    is_mine = communicator.ranks[communicator.rank] == giver
-    own = state() if is_mine else None
-    described = communicator.broadcast_object(
-        tree_map_only(torch.Tensor, Placeholder, own), communicator.ranks.index(giver)
-    )
-    found = own if is_mine else tree_map_only(Placeholder, Placeholder.empty, described)
-    with torch.no_grad():
-        for leaf in tree_leaves(found):
-            if isinstance(leaf, torch.Tensor) and leaf.numel():
-                tensor = leaf.detach().contiguous()  # the giver's may be a view with gaps; a new one has none
-                communicator.broadcast(dense_memory(tensor), communicator.ranks.index(giver))
-    return None if is_mine else found
+    found = hand_over(described, joined, send)
+    received = iter(tensors)
+    return None if found is None else tree_map_only(Placeholder, lambda _: next(received), found)

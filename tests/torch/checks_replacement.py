@@ -9,9 +9,11 @@ that many seconds. TEST_ADDED says who asks for further ranks: [[seat, step, num
 
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,23 @@ def seats_taken(ranks: Sequence[int] | None = None) -> list[int]:
 def gradient(step: int, seat: int) -> float:
     """Of every parameter: its average over any of up to four ranks is exact."""
     return 12.0 * ((7 * step + 3 * seat) % 5 - 2)
+
+
+#: Newcomers that fail write their process ids there, if the test waits for so many.
+FAILURES, MOST_FAILURES = Path(os.environ.get("TEST_FAILURES", "")), 5
+
+
+def note_failure() -> None:
+    """Say that this process, a newcomer, is about to fail."""
+    if FAILURES.name:
+        with FAILURES.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+def have_all_failed() -> bool:
+    """Whether the last newcomer that `ring run` starts has failed, and `ring run` knows."""
+    pids = FAILURES.read_text().split() if FAILURES.exists() else []
+    return len(pids) == MOST_FAILURES and not Path(f"/proc/{pids[-1]}").exists()
 
 
 #: Up to how many ranks there may be.
@@ -83,6 +102,7 @@ def prepare_newcomer(mine: list[tuple[int, str]]) -> None:
         if current().is_joining and point.startswith("round"):
             end_in_round(int(point.split()[1]), point.split()[2])
         if point == "raises":
+            note_failure()
             raise ValueError("a script that fails")
 
 
@@ -97,8 +117,30 @@ def begin_step(number: int, mine: list[tuple[int, str]], ranks: int, seat: int =
         else:
             wait_for_spare()
             end_at(point)
+    if FAILURES.name and len(seats_taken()) < ranks:
+        while not seats().has_waiting() and not have_all_failed():
+            time.sleep(0.01)
     if "TEST_AWAITED" in os.environ:
         wait_for_newcomers(set(range(max(ranks, in_use()))) - set(seats_taken()), float(os.environ["TEST_AWAITED"]))
+
+
+class Loads:
+    """A part of the state whose loading fails as a point says: "load raises" or "load exits"."""
+
+    def __init__(self, points: Sequence[str]) -> None:
+        self.points = points
+
+    def state_dict(self) -> dict[str, Any]:
+        if os.environ.get("TEST_GIVES") == str(current().world_rank) and len(current().world_ranks) == 3:
+            raise KeyError("a state that cannot be made")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "load raises" in self.points:
+            note_failure()
+            raise KeyError("a script that cannot load")
+        if "load exits" in self.points:
+            sys.exit(3)
 
 
 def main() -> None:
@@ -127,14 +169,21 @@ def main() -> None:
         lambda change: changes.append([*map(list, (change.lost, change.left, change.joined)), change.size_before])
     )
     prepare_newcomer(mine)
-    state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, epoch=0, step=0, history=[], ends=[])
+    points = [point for _, point in mine]
+    mean = torch.nn.Parameter(torch.zeros(3 if "load misfits" in points else 2))  # which nobody averages
+    if "load has fewer batches" in points:
+        data = TensorDataset(torch.arange(ranks))
+        loader = DataLoader(data, sampler=DistributedSampler(data, ring.size(), ring.rank(), shuffle=False))
+    state = TrainingState(
+        model=model, optimizer=optimizer, scheduler=scheduler, epoch=0, step=0, history=[], ends=[],
+        loads=Loads(points), mean=torch.nn.ParameterList([mean]),
+    )  # fmt: skip
     joined_at = state.step if is_new else None
     for state.epoch in range(state.epoch, EPOCHS):  # noqa: B020 - the range is made once
         for (sample,) in state.batches(loader):
             batch = state.step - ([0, *state.ends][-1])
             assert int(sample) == (batch * current().shares + seat) % len(data)
             begin_step(state.step, mine, ranks, seat)
-            time.sleep(float(os.environ.get("TEST_PAUSE", "0")))
             optimizer.zero_grad()
             (gradient(state.step, seat) * sum(parameter.sum() for parameter in model)).backward()
             state.history.append(seats_taken(passes[-1]))

@@ -183,12 +183,46 @@ def test_a_job_grows_from_two_to_four_ranks_whoever_dies_meanwhile(deaths, numbe
 
 
 @pytest.mark.slow
-def test_a_script_that_fails_before_it_joins_is_started_again_a_few_times():
-    result = train([[1, 2, "now"], [1, 0, "every newcomer raises"]], awaited=False, env={"TEST_PAUSE": "1.5"})
-    found, _ = check(result, [0, 2])
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("load raises", "KeyError: 'a script that cannot load'"),
+        ("load exits", "SystemExit: 3"),
+        ("load misfits", "size mismatch for 0: copying a param with shape torch.Size([2])"),
+        ("load has fewer batches", "this loader has 1 batches, and had 6 on the ranks that this process has joined."),
+    ],
+)
+def test_a_process_that_cannot_load_the_state_ends_alone_and_the_next_one_joins(fault, text):
+    result = train([[1, 2, "now"], [1, 0, f"newcomer {fault}"]])
+    found, own = check(result)
+    assert found["numbers"] == [0, 4, 2]
+    assert [change[2] for change in own[0]["changes"] if change[2]] == [[3], [4]]
+    assert text in result.output and "which has joined" not in result.output
+    assert "It ends, and the other ranks go on without it:" in result.output
+    assert "rank 3 (process" in result.output and ") died; the job goes on with 2 of its 3 ranks" in result.output
+
+
+@pytest.mark.slow
+def test_a_member_that_cannot_make_the_state_goes_on_and_the_next_one_gives_it():
+    """Rank 0 cannot give it. Once rank 0 has been replaced, too, its process can."""
+    result = train([[1, 2, "now"], [0, 7, "now"]], env={"TEST_GIVES": "0"})
+    found, _ = check(result)
+    assert found["numbers"][0] > 3 < found["numbers"][1]
+    assert "rank 0 could not give the state of the training (KeyError: 'a state that cannot be made')" in result.output
+    assert "ArgumentError: rank 0 could not give the state" in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["raises", "load raises"])
+def test_a_script_that_fails_again_and_again_is_started_a_few_times(fault, tmp_path):
+    """Before it joins, or when it has joined. The others wait for all of them."""
+    deaths, env = [[1, 2, "now"], [1, 0, f"every newcomer {fault}"]], {"TEST_FAILURES": str(tmp_path / "failures")}
+    result = train(deaths, awaited=False, env=env)
+    found, own = check(result, [0, 2])
     assert found["history"][2:] == [[0, 2]] * (EPOCHS * BATCHES - 2)
+    assert len([change for change in own[0]["changes"] if change[2]]) == (5 if fault == "load raises" else 0)
     assert result.output.count("ring run: starting another process in the place of rank 1.") == 5
-    assert "ring run: rank 1 was replaced 5 times within an hour; the job goes on without it." in result.output
+    assert result.output.count("rank 1 was replaced 5 times within an hour; the job goes on without it.") == 1
 
 
 @pytest.mark.slow

@@ -1,0 +1,128 @@
+"""A member gives its state to processes that have just joined; what fails there ends only such a process.
+
+Nobody else has lost anything by then: the others can go on without a process that cannot take over their state, since
+it was made by another script, or a function of the script that loads it raises. An exception that the others heard of
+would end them, too. So the process prints its error and ends as if it had been killed. The others find that it is gone,
+as they find any loss, and `ring run` starts another one in its place, a few times an hour at most.
+
+The script's own objects are pickled by the member that gives them, and unpickled only in processes that have joined. If
+they cannot be pickled, those end, with the reason.
+
+Considered and rejected: to tell the others before the process ends. They would have to agree that it is out, which is
+what they do when it is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ring_plugins.core.base.errors import ArgumentError, PeerFailed, name_ranks
+from ring_plugins.core.base.log import flush_output, logger
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.healing import repeated
+from ring_plugins.core.joining import hear_of, untold_before
+from ring_plugins.core.world import current
+
+
+@contextlib.contextmanager
+def fails_alone() -> Iterator[None]:
+    """In a process that has just joined: let an error in this block end it as if it had been killed.
+
+    The failure of another rank is raised as ever.
+    """
+    try:
+        yield
+    except (PeerFailed, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        logger.error(
+            f"rank {current().world_rank} (process {os.getpid()}) has joined, but cannot take over the state of the "
+            "training. It ends, and the other ranks go on without it:"
+        )
+        sys.__excepthook__(type(error), error, error.__traceback__)
+        flush_output()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def check_picklable(values: Mapping[str, Any]) -> None:
+    """Check the values of a `TrainingState` where it is made, since they are pickled only once a rank is lost.
+
+    Raises:
+        ArgumentError: one cannot be pickled.
+    """
+    for name, value in values.items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:  # an object's own hooks may raise anything
+            raise ArgumentError(
+                f"TrainingState({name}=...): a {type(value).__name__} cannot be pickled ({error}), as a process needs "
+                "it that takes the place of a lost rank. Leave it out, and let each process make its own."
+            ) from error
+
+
+def hand_over(
+    state: Callable[[], tuple[Any, Any]],
+    joined: Sequence[int],
+    send: Callable[[Any, int], None],
+    communicator: Communicator[Any] | None = None,
+) -> Any:
+    """Give those that have joined the state of an earlier rank; if that is lost meanwhile, of the next one. Collective.
+
+    Args:
+        state: called on the rank that gives. Returns what all ranks need for `send`, and what those that have joined
+            get, which may have objects of the script.
+        joined: world ranks of those that have joined.
+        send: called on all ranks with the former and the rank that gives: broadcasts the rest, from memory that it
+            shares with nobody.
+        communicator: of all ranks; None for the world's.
+
+    Returns:
+        What `state` returned for those that have joined, on these; None on the other ranks. A process that has joined
+        is told of changes from now on as the others are, even of those before that they were not told of yet.
+
+    Raises:
+        PeerFailed: no earlier rank is left.
+        ArgumentError: in those that have joined, the state could not be made or pickled.
+    """
+    everyone = current().communicator if communicator is None else communicator
+    packed, problem = b"", ""
+
+    def attempt() -> None:
+        nonlocal packed, problem
+        giver = next((rank for rank in everyone.ranks if rank not in joined), None)
+        if giver is None:
+            text = f"all ranks from which {name_ranks(sorted(joined))} could get the state of the training are lost."
+            raise PeerFailed(text, joined[0])
+        is_mine = everyone.ranks[everyone.rank] == giver
+        told = _packed(state, untold_before(joined)) if is_mine else None
+        needed, packed, problem = everyone.broadcast_object(told, everyone.ranks.index(giver))
+        if not problem:
+            send(needed, everyone.ranks.index(giver))
+
+    repeated(attempt)
+    if everyone.ranks[everyone.rank] not in joined:
+        return None
+    if problem:
+        raise ArgumentError(f"{problem}. Its own output has the traceback.")
+    found, untold = pickle.loads(packed)
+    hear_of(untold)
+    return found
+
+
+def _packed(state: Callable[[], tuple[Any, Any]], untold: Sequence[Any]) -> tuple[Any, bytes, str]:
+    """What this rank gives: what all need, what those that have joined get, and what keeps it from that."""
+    try:
+        needed, found = state()
+        return needed, pickle.dumps((found, untold)), ""
+    except Exception as error:
+        problem = (
+            f"rank {current().world_rank} could not give the state of the training ({type(error).__name__}: {error})"
+        )
+        logger.warning(f"{problem}, so nobody can join:", exc_info=error)
+        return None, b"", problem

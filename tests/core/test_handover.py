@@ -1,0 +1,95 @@
+import os
+import signal
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from ring_plugins.core import handover
+from ring_plugins.core.base.errors import ArgumentError, PeerFailed
+
+
+@pytest.fixture(autouse=True)
+def world(monkeypatch):
+    found = SimpleNamespace(world_rank=3, changes=SimpleNamespace(untold=[]))
+    monkeypatch.setattr(handover, "current", lambda: found)
+    monkeypatch.setattr(handover, "untold_before", lambda joined: ["a loss"])
+    monkeypatch.setattr(handover, "hear_of", found.changes.untold.extend)
+    return found
+
+
+@pytest.mark.parametrize("error", [ValueError("does not fit"), SystemExit(3)])
+def test_an_error_ends_a_process_that_takes_over_as_if_it_were_killed(error, capfd):
+    if (child := os.fork()) == 0:
+        try:
+            with handover.fails_alone():
+                raise error
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    said = capfd.readouterr().err
+    assert f"rank 3 (process {child}) has joined, but cannot take over the state of the training." in said
+    assert f"{type(error).__name__}: {error}" in said
+
+
+@pytest.mark.parametrize("error", [PeerFailed("rank 1 failed.", 1), KeyboardInterrupt()])
+def test_the_failure_of_another_rank_is_raised_as_ever(error):
+    with pytest.raises(type(error)), handover.fails_alone():
+        raise error
+
+
+class Rank:
+    """One of the ranks 1, 2 and 3 of a job, of which rank 3 has just joined; rank 1 gives."""
+
+    ranks = (1, 2, 3)
+
+    def __init__(self, rank, told):
+        self.rank, self._told = rank, told
+
+    def broadcast_object(self, item, root):
+        assert (item is None) == (self.rank != root) and root == 0
+        self._told += [item] if self.rank == root else []
+        return self._told[0]
+
+
+class Unloadable:
+    def __reduce__(self):
+        return _load, ()
+
+
+def _load():
+    raise KeyError("cannot be loaded")
+
+
+def hand_over(state):
+    """What each rank gets, or the error that it raises, and the arguments of every `send`."""
+    told, sent, found = [], [], []
+    for rank in range(3):
+        try:
+            found.append(handover.hand_over(state, [3], lambda *given: sent.append(given), Rank(rank, told)))
+        except Exception as error:
+            found.append(error)
+    return found, sent
+
+
+def test_only_the_one_that_has_joined_gets_the_state_and_unpickles_it(world):
+    found, sent = hand_over(lambda: ("shapes", {"epoch": 2}))
+    assert found == [None, None, {"epoch": 2}] and sent == [("shapes", 0)] * 3
+    assert world.changes.untold == ["a loss"]
+    (first, second, error), _ = hand_over(lambda: (None, Unloadable()))
+    assert first is second is None and isinstance(error, KeyError)
+
+
+def test_a_state_that_cannot_be_made_or_pickled_is_an_error_of_the_one_that_has_joined(caplog):
+    for state in (lambda: 1 / 0, lambda: (None, threading.Lock())):
+        (first, second, error), sent = hand_over(state)
+        assert first is second is None and sent == []
+        assert isinstance(error, ArgumentError) and "could not give the state of the training" in str(error)
+    assert "rank 3 could not give the state of the training (ZeroDivisionError: division by zero), so" in caplog.text
+
+
+def test_values_that_cannot_be_pickled_are_refused_by_name():
+    handover.check_picklable({"epoch": 0, "seen": [1]})
+    with pytest.raises(ArgumentError, match=r"TrainingState\(lock=...\): a lock cannot be pickled"):
+        handover.check_picklable({"epoch": 0, "lock": threading.Lock()})
