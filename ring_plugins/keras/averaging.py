@@ -53,6 +53,8 @@ BUCKET_BYTES = 4 * MIB
 
 _ATTRIBUTE = "_ring_averaging"
 _numbers = itertools.count()
+#: That replace methods of their optimizers.
+_installed: weakref.WeakSet[GradientAveraging] = weakref.WeakSet()
 
 O = TypeVar("O", bound=keras.optimizers.Optimizer)  # noqa: E741 - one letter, as type variables are
 
@@ -223,11 +225,13 @@ class GradientAveraging:
             self._originals[name] = getattr(self.optimizer, name)
             self.optimizer.__dict__[name] = backend().opaque(replacement)
         self.optimizer.__dict__[_ATTRIBUTE] = self
+        _installed.add(self)
 
     def remove(self) -> None:
         """Restore the instance's methods and release memory and communicator."""
         for name in (*self._originals, _ATTRIBUTE):
             self.optimizer.__dict__.pop(name, None)
+        _installed.discard(self)
         self._originals = {}
         self.release()
 
@@ -442,6 +446,11 @@ def averaging_of(optimizer: Any) -> GradientAveraging | None:
     """The averaging installed on this optimizer."""
     found: GradientAveraging | None = vars(optimizer).get(_ATTRIBUTE)
     return found
+
+
+def averaging_optimizers() -> list[Any]:
+    """All optimizers of this process that average."""
+    return [averaging.optimizer for averaging in _installed]
 
 
 def not_sharded(optimizer: Any) -> ArgumentError:

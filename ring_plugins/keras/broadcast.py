@@ -16,6 +16,7 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.healing import repeated
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.gradients.overlap import Wanted, chosen_overlap
+from ring_plugins.core.handover import fails_alone
 from ring_plugins.core.joining import admit, join
 from ring_plugins.core.world import current
 from ring_plugins.keras.averaging import (
@@ -31,7 +32,7 @@ from ring_plugins.keras.callback_list import arrange, call_when_over, check_form
 from ring_plugins.keras.healing import LossWatch, Root, check_equal
 from ring_plugins.keras.interrupted_fit import tell_interrupted
 from ring_plugins.keras.job import connect
-from ring_plugins.keras.joining import joins_within_fit, place_of, share_state
+from ring_plugins.keras.joining import joins_within_fit, place_of_fit, share_state
 from ring_plugins.keras.shard import continue_at
 from ring_plugins.keras.sharded_optimizer import readmit
 from ring_plugins.keras.state import (
@@ -282,7 +283,10 @@ class BroadcastCallback(keras.callbacks.Callback):
     def _join(self) -> None:
         """In a process that takes the place of a lost rank: go on with the others from the end of an epoch."""
         self._settle_writers()  # what they have not written belongs to this process alone
-        told = self._share_state(0, join(place_of(self.params), "finish the epoch"))
+        joined = join(place_of_fit(self.params, self._model), "finish the epoch")
+        with fails_alone():
+            told = self._share_state(0, joined)
+        self._after_joining()
         assert told is not None
         assert self._root is not None
         self._root.world_rank, self._saves_weights = told["root"], told["saves_weights"]
@@ -296,11 +300,12 @@ class BroadcastCallback(keras.callbacks.Callback):
         callbacks = enclosing_list(self)
         told = {"epoch": epoch, "root": self._root.world_rank, "saves_weights": self._saves_weights}
         own = [] if callbacks is None else callbacks.callbacks
-        found = share_state(self.model, own, told, joined, self._communicator)
+        return share_state([self.model], own, told, joined, self._communicator)
+
+    def _after_joining(self) -> None:
         current().tell_changes()
         for writer in self._writers:
             writer.hand_over()
-        return found
 
     def _install(self) -> None:
         """Let the model's optimizers average, those that do not yet."""
@@ -368,9 +373,10 @@ class BroadcastCallback(keras.callbacks.Callback):
         if self._model.optimizer is not None:
             check_equal_learning_rates(self._model.optimizer, self._communicator)
         if current().is_awaited and joins_within_fit() and not self._model.stop_training:
-            joined = admit(place_of(self.params))
+            joined = admit(place_of_fit(self.params, self._model))
             if joined:
                 self._share_state(epoch, joined)
+                self._after_joining()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if not self._is_fitting:

@@ -17,6 +17,8 @@ the iterator over the data, which cannot be moved to a batch on every backend.
 from __future__ import annotations
 
 import inspect
+import math
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,13 +26,12 @@ from typing import Any
 import keras
 import numpy as np
 
-from ring_plugins.core.base.errors import ArgumentError, PeerFailed, name_ranks
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.collectives.healing import repeated
-from ring_plugins.core.joining import hear_of, untold_before
+from ring_plugins.core.handover import hand_over
 from ring_plugins.core.world import World, current
-from ring_plugins.keras.state import SEED_STRIDE, broadcast_array, check_equal, state_and_seeds, value_of
+from ring_plugins.keras.state import SEED_STRIDE, broadcast_array, state_and_seeds, value_of
 from ring_plugins.keras.writers import HeldWriter
 
 
@@ -43,12 +44,13 @@ def refuse_before_joining() -> None:
     if current().is_joining:
         raise ArgumentError(
             "this process takes the place of a lost rank, and averages gradients before it has joined the others: with "
-            'on_failure="replace", Keras trains by model.fit(callbacks=[BroadcastCallback()]).'
+            'on_failure="replace", train by model.fit(callbacks=[BroadcastCallback()]), or make a '
+            "ring_plugins.keras.TrainingState before the loop, and call commit() at the beginning of each epoch."
         )
 
 
 def set_joins_between_fits() -> None:
-    """Let nobody join within a `fit` from now on: the script has a loop of its own around it (`TrainingState`)."""
+    """Let nobody join within a `fit` from now on: the script has a loop of its own (`TrainingState`)."""
     _between_fits.append(current())
 
 
@@ -61,66 +63,68 @@ def joins_within_fit() -> bool:
 _between_fits: list[World] = []
 
 
-def place_of(params: dict[str, Any] | None) -> str:
-    """What has to be the same in a process that joins."""
+def place_of_fit(params: dict[str, Any] | None, model: Any) -> str:
+    """What has to be the same in a process that joins at the end of an epoch."""
     given = params or {}
-    return f"fit() with {given.get('epochs')} epochs of {given.get('steps')} steps"
+    return f"fit() with {given.get('epochs')} epochs of {given.get('steps')} steps, with {kind_of_state(model)}"
+
+
+def kind_of_state(*parts: Any) -> str:
+    """What must be equal of the variables of models and optimizers, so that the values of some fit the others."""
+    found = state_and_seeds(*parts)
+    kinds = [(tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for variables in found for v in variables]
+    elements = sum(math.prod(shape) for shape, _ in kinds)
+    return (
+        f"{len(kinds)} variables of model and optimizer, of {elements} elements in all (checksum of their shapes: "
+        f"{zlib.crc32(repr(kinds).encode()):08x})"
+    )
 
 
 def share_state(
-    model: Any, callbacks: Sequence[Any], told: dict[str, Any], joined: Sequence[int], communicator: Communicator[Any]
+    parts: Sequence[Any],
+    callbacks: Sequence[Any],
+    told: dict[str, Any],
+    joined: Sequence[int],
+    communicator: Communicator[Any],
 ) -> dict[str, Any] | None:
     """Give those that have joined the state of an earlier rank; if that is lost meanwhile, of the next one. Collective.
 
     Args:
-        model: built, with its optimizer.
+        parts: models and optimizers, built, of the same `kind_of_state` on all ranks.
         callbacks: of `fit`. Those of a kind have the same order on all ranks that have them.
         told: what else an earlier rank tells; can be pickled.
         joined: world ranks of those that have joined.
         communicator: of all ranks.
 
     Returns:
-        What was told, in a process that has joined; None on the other ranks.
+        What was told, in a process that has joined; None on the other ranks; see `hand_over`.
 
     Raises:
-        MismatchError: models or optimizers differ.
-        PeerFailed: no earlier rank is left.
+        PeerFailed, ArgumentError: as for `hand_over`.
     """
-    is_new = communicator.ranks[communicator.rank] in joined
-    variables, seeds = state_and_seeds(model)
-    check_equal([*variables, *seeds], communicator)
-    found: list[Array] = []
-    received: dict[str, Any] = {}
+    variables, seeds = state_and_seeds(*parts)
+    values: list[Array] = []
 
-    def attempt() -> None:
-        nonlocal found, received
-        giver = next((rank for rank in communicator.ranks if rank not in joined), None)
-        if giver is None:
-            text = f"all ranks from which {name_ranks(sorted(joined))} could get the state of the training are lost."
-            raise PeerFailed(text, joined[0])
-        own = None
-        if communicator.ranks[communicator.rank] == giver:
-            states = {name: _state_of(callback) for name, callback in _named(callbacks)}
-            own = {"told": told, "callbacks": states, "seat": current().share[0], "untold": untold_before(joined)}
-        received = communicator.broadcast_object(own, communicator.ranks.index(giver))
-        found = [
-            broadcast_array(value_of(variable), communicator.ranks.index(giver), communicator)
-            for variable in [*variables, *seeds]
-        ]
+    def own() -> tuple[None, Any]:
+        return None, (told, {name: _state_of(callback) for name, callback in _named(callbacks)}, current().share[0])
 
-    repeated(attempt)
-    if not is_new:
+    def send(_: None, root: int) -> None:
+        nonlocal values
+        values = [broadcast_array(value_of(variable), root, communicator) for variable in [*variables, *seeds]]
+
+    received = hand_over(own, joined, send, communicator)
+    if received is None:
         return None
-    for variable, value in zip(variables, found, strict=False):
+    result: dict[str, Any]
+    result, states, seat = received
+    for variable, value in zip(variables, values, strict=False):
         variable.assign(value)
     own_seat, seats = current().share
-    for variable, value in zip(seeds, found[len(variables) :], strict=True):
-        value.reshape(-1)[0] += (own_seat - received["seat"]) % seats * SEED_STRIDE
+    for variable, value in zip(seeds, values[len(variables) :], strict=True):
+        value.reshape(-1)[0] += (own_seat - seat) % seats * SEED_STRIDE
         variable.assign(value)
     for name, callback in _named(callbacks):
-        _load_state(callback, received["callbacks"].get(name))
-    hear_of(received["untold"])
-    result: dict[str, Any] = received["told"]
+        _load_state(callback, states.get(name))
     return result
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -82,6 +82,12 @@ def optimizers_of(model: Any) -> list[Any]:
     return list({id(optimizer): optimizer for optimizer in found}.values())
 
 
+def optimizers_among(parts: Iterable[Any]) -> list[Any]:
+    """Those of models, and those that are parts themselves."""
+    found = [[part] if isinstance(part, keras.optimizers.Optimizer) else optimizers_of(part) for part in parts]
+    return list({id(optimizer): optimizer for some in found for optimizer in some}.values())
+
+
 def build_optimizer(model: Any) -> None:
     """Create the compiled optimizer's state before the first step, so that it can be broadcast."""
     optimizer = getattr(model, "optimizer", None)  # not set before compile()
@@ -109,13 +115,18 @@ def broadcast_state(model: Any, root: Root, communicator: Communicator) -> None:
         pass
 
 
-def state_and_seeds(model: Any) -> tuple[list[Any], list[Any]]:
-    """The variables that are equal on all ranks, and the states of the seed generators of dropout and the like."""
-    state = list(model.weights)
-    for optimizer in optimizers_of(model):
+def state_and_seeds(*parts: Any) -> tuple[list[Any], list[Any]]:
+    """The variables that are equal on all ranks, and the states of the seed generators of dropout and the like.
+
+    Args:
+        parts: models, whose optimizers are included, and other optimizers.
+    """
+    models = [part for part in parts if not isinstance(part, keras.optimizers.Optimizer)]
+    state = [weight for model in models for weight in model.weights]
+    for optimizer in optimizers_among(parts):
         state.extend(variable for variable in optimizer.variables if not hasattr(variable, PART))
-    weights = {id(variable) for variable in model.weights}
-    return state, [variable for variable in model.variables if id(variable) not in weights]
+    weights = {id(variable) for variable in state}
+    return state, [variable for model in models for variable in model.variables if id(variable) not in weights]
 
 
 def _has_broadcast(state: Sequence[Any], seeds: Sequence[Any], root: Root, communicator: Communicator) -> bool:

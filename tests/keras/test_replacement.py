@@ -203,6 +203,56 @@ def test_a_process_joins_between_two_fits(backend):
     assert result.reports == {0: {"left": [2, False, 0], "equal": True}, 1: {"left": [2, True, 2], "equal": True}}
 
 
+LOOP = Path(__file__).with_name("checks_loop.py")
+
+
+def loop(backend, deaths, fault="", **options):
+    env = {"TEST_DEATHS": json.dumps(deaths), "KERAS_BACKEND": backend, "TEST_AWAITED": str(60 * slowness())}
+    return run_ranks(LOOP, 3, env={**env, "TEST_FAULT": fault}, timeout=150, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("victim", "fault", "number", "text"),
+    [
+        (0, "", 3, ""),
+        (1, "other model", 4, "its script has come to another place"),
+        (2, "cannot load", 4, "KeyError: 'a value that cannot be loaded'"),
+    ],
+)
+def test_a_process_joins_a_loop_without_fit_where_an_epoch_begins(backend, victim, fault, number, text):
+    result = loop(backend, [[victim, 1, "now"]], fault)
+    found = result.values("found")
+    assert found == [found[0]] * 3, str(result)
+    assert text in result.output
+    left = [seat for seat in range(3) if seat != victim]
+    epochs = found[0]["history"].index([0, 1, 2], 1) // BATCHES
+    assert (
+        found[0]["history"] == [[0, 1, 2]] + [left] * (epochs * BATCHES - 1) + [[0, 1, 2]] * (EPOCHS - epochs) * BATCHES
+    )
+    assert found[0]["numbers"][victim] == number
+    assert result.values("began") == [epochs * BATCHES if seat == victim else 0 for seat in range(3)]
+    weight, velocity = replayed(found[0]["history"])
+    assert (found[0]["weights"], found[0]["velocity"]) == ([weight], [velocity])
+    assert found[0]["iterations"] == EPOCHS * BATCHES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "fault", "text"),
+    [
+        ("torch", "not built", "this SGD must be built"),
+        ("tensorflow", "left out", "a SGD averages gradients and is not part of the state"),
+        ("jax", "not assigned", "steps have averaged gradients, but the variables still have the values from before"),
+    ],
+)
+def test_a_loop_whose_state_would_lack_something_is_refused_before_anybody_joins(backend, fault, text):
+    result = loop(backend, [], fault, check=False)
+    assert result.returncode == 1 and not result.values("found")
+    assert text in result.output
+
+
 GROWS = """
     import keras, numpy as np, os
     import ring_plugins as ring
