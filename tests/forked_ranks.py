@@ -129,6 +129,7 @@ def be_rank(rank: int, function: Callable[[int], Any], variables: Mapping[str, s
     status = 1
     try:
         os.environ.update(variables, TEST_REPORTS=str(directory))
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a campaign has a use of its own for it
         output = os.open(directory / f"{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
