@@ -64,7 +64,7 @@ def die_in_barrier(number: int, when: str) -> None:
         synchronize(self, *args, **options)  # type: ignore[arg-type]
 
     SharedMemoryBarrier.synchronize = mortally  # type: ignore[method-assign, assignment]
-    for communicator in current()._in_use():  # which keep the bound method
+    for communicator in current().in_use():  # which keep the bound method
         if isinstance(communicator, HostCommunicator) and communicator._node is not None:
             communicator._node._synchronize = communicator._node.barriers.synchronize
 

@@ -11,8 +11,8 @@ def wait_for_newcomers(missing: set[int], seconds: float) -> None:
     """Wait until processes wait for these seats, on several hosts for those of the own one; not longer than that."""
     places, world, end = seats(), current(), time.monotonic() + seconds
     if places is None:
-        here = world.node_of_seat(world.share[0])
-        missing = {seat for seat in missing if world.node_of_seat(seat) == here}
+        here = world.processes.node_of_seat(world.share[0])
+        missing = {seat for seat in missing if world.processes.node_of_seat(seat) == here}
 
     def waiting() -> list[int]:
         if places is None:

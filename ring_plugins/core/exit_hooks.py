@@ -55,9 +55,11 @@ _PRINTING = 1.0
 class Job(Protocol):
     """The part of the world that the hooks use."""
 
-    topology: Topology
     world_rank: int
     failure_detector: FailureDetector | None
+
+    @property
+    def topology(self) -> Topology: ...
 
     def is_mine(self) -> bool: ...
 

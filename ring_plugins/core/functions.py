@@ -94,7 +94,7 @@ def on_membership_change(callback: C) -> C:
     """
     if not callable(callback):
         raise ArgumentError(f"callback={callback!r} is not a function of one argument.")
-    current().add_change_callback(callback)
+    current().elastic.add_change_callback(callback)
     return callback
 
 
@@ -116,19 +116,19 @@ def all_or_none(collective: F) -> F:
             )
         communicator = world.communicator
         before = communicator.statistics.operations
-        world.end_if_all_are_told()
+        world.elastic.end_if_all_are_told()
         try:
             result = collective(*args, **options)
         except Exception as error:
-            world.end_if_all_are_told()  # another rank has done so already
+            world.elastic.end_if_all_are_told()  # another rank has done so already
             communicator.refuse(collective.__name__, error)
             raise
         except BaseException as error:
             if communicator.statistics.operations != before:  # some collectives exchange counts first
                 communicator.interrupt(collective.__name__, error)
             raise
-        if world.changes.untold:
-            world.tell_changes()
+        if world.elastic.changes.untold:
+            world.elastic.tell_changes()
         return result
 
     return cast("F", telling)

@@ -1,7 +1,7 @@
 """Whether a job goes on when ranks are lost: what the user chose, where that works, and what is said of a loss.
 
 How it goes on: core/control/membership.py (who is left), core/collectives/healing.py (communicators),
-core/gradients/repetition.py (the step). `World` puts them together.
+core/gradients/repetition.py (the step). core/elastic.py puts them together.
 """
 
 from __future__ import annotations

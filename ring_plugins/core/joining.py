@@ -68,27 +68,27 @@ def admit(place: str = "", lost: bool = True, further: bool = False) -> tuple[in
 
     Returns:
         The world ranks of those that joined; none if they have ended meanwhile. The caller gives them the state of its
-        training, and calls `World.tell_changes` then.
+        training, and calls `Elastic.tell_changes` then.
     """
     world, places, began = current(), seats(), time.monotonic()
-    if world.mesh is not None:
+    if world.elastic.mesh is not None:
         return joining_between_hosts.admit(world, place, lost)
     assert places is not None
-    peers, shares_before = world.local_peers, world.shares
+    peers, shares_before = world.local_peers, world.processes.shares
     with peers.own.ready_to_admit():
         start, waiting = repeated(
             lambda: world.communicator.broadcast_object(
                 (peers.own.last_round + _ROUNDS, [one for one in places.waiting() if one.is_there()])
             )
         )
-    members = world.occupants()
+    members = world.processes.occupants(peers)
     taken, ranks = {one.seat for one in members}, {one.world_rank for one in members}
     waiting = [one for one in waiting if one.seat not in taken and one.world_rank not in ranks]
-    world.awaited = frozenset(one.seat for one in waiting)
+    world.elastic.awaited = frozenset(one.seat for one in waiting)
     # Data has no shares that nobody ever had, so seats beyond those are taken in order.
-    last = next(seat for seat in itertools.count(shares_before) if seat not in world.awaited or not further)
+    last = next(seat for seat in itertools.count(shares_before) if seat not in world.elastic.awaited or not further)
     waiting = [one for one in waiting if (lost or one.seat >= shares_before) and one.seat < last]
-    world.awaited -= {one.seat for one in waiting}
+    world.elastic.awaited -= {one.seat for one in waiting}
     if not waiting:
         return ()
     call = Call(start, sorted([*members, *waiting]), [one.world_rank for one in waiting])
@@ -99,8 +99,8 @@ def admit(place: str = "", lost: bool = True, further: bool = False) -> tuple[in
         return ()
     joined.go_on(world)
     if world.world_rank == next(rank for rank in world.world_ranks if rank not in call.newcomers):
-        seat_of = {one.world_rank: one.seat for one in waiting}
-        logger.warning(who_joined(seat_of, world.pids, world.world_ranks, time.monotonic() - began, shares_before))
+        seat_of, pids = {one.world_rank: one.seat for one in waiting}, world.processes.pids
+        logger.warning(who_joined(seat_of, pids, world.world_ranks, time.monotonic() - began, shares_before))
     return tuple(call.newcomers)
 
 
@@ -124,7 +124,7 @@ def join(place: str = "", until: str = "let it join") -> tuple[int, ...]:
         return joining_between_hosts.join(world, place, until)
     assert places is not None
     peers = world.local_peers
-    own = world.occupants()[0]
+    own = world.processes.occupants(peers)[0]
     problems = list[str]()
     while len(problems) < _ATTEMPTS:
         places.take(own, as_member=False)
@@ -152,12 +152,14 @@ def untold_before(joined: Sequence[int]) -> list[MembershipChange]:
     Args:
         joined: world ranks.
     """
-    return list(itertools.takewhile(lambda change: not set(change.joined) & set(joined), current().changes.untold))
+    return list(
+        itertools.takewhile(lambda change: not set(change.joined) & set(joined), current().elastic.changes.untold)
+    )
 
 
 def hear_of(changes: Sequence[MembershipChange]) -> None:
     """In a newcomer, have the script told of changes before it joined, as a member told them."""
-    untold, rank = current().changes.untold, current().topology.rank
+    untold, rank = current().elastic.changes.untold, current().topology.rank
     untold.extendleft(change._replace(rank_before=rank, rank=rank) for change in reversed(changes))
 
 

@@ -78,7 +78,7 @@ def admit(world: World, place: str, lost: bool) -> tuple[int, ...]:
     """As `joining.admit`; jobs on several hosts do not grow."""
     if not lost:
         return ()
-    world.awaited = frozenset()
+    world.elastic.awaited = frozenset()
     return _admit_all(world, place, [])
 
 
@@ -90,34 +90,33 @@ def _admit_all(world: World, place: str, joined: list[int]) -> tuple[int, ...]:
         place: of the script.
         joined: world ranks of those that have, at this place.
     """
-    mesh = world.mesh
-    assert mesh is not None
+    mesh = _mesh(world)
     while True:
         began = time.monotonic()
         by_member = world.communicator.all_gather_object(_waiting_here(world))
         if mesh.pending is not None:  # others have found a loss here, and nobody joins
-            world.agree_on_members()
+            world.elastic.agree_on_members()
             break
-        taken = world.taken_seats
+        taken = world.processes.taken_seats
         waiting = [one for told in by_member for one in map(_Process._make, told) if one.seat not in taken]
         if not waiting or not _admit_one(world, min(waiting), place, joined):
             break
         joined.append(min(waiting).rank)
         if world.world_rank == min(rank for rank in world.world_ranks if rank not in joined):
             seat_of = {min(waiting).rank: min(waiting).seat}
-            logger.warning(who_joined(seat_of, world.pids, world.world_ranks, time.monotonic() - began, world.shares))
+            pids, shares = world.processes.pids, world.processes.shares
+            logger.warning(who_joined(seat_of, pids, world.world_ranks, time.monotonic() - began, shares))
     return tuple(joined)
 
 
 def _waiting_here(world: World) -> list[_Process]:
     """Those of this host that wait."""
-    seat, own = world.own_seat, world.local_peers.own.rank
+    seat, mine = world.own_seat, _mesh(world).peers[world.world_rank]
     assert seat is not None
-    mine = world.mesh_peers[own]
     return [
         _Process(
-            one.rank, told["seat"], address, world.node_of_seat(told["seat"]), mine.host, one.pid, mine.domain,
-            told["address"], told["port"],
+            one.rank, told["seat"], address, world.processes.node_of_seat(told["seat"]),
+            mine.host, one.pid, mine.domain, told["address"], told["port"],
         )
         for one, address, told in newcomers_here(seat)
     ]  # fmt: skip
@@ -125,11 +124,10 @@ def _waiting_here(world: World) -> list[_Process]:
 
 def _admit_one(world: World, newcomer: _Process, place: str, joined: Sequence[int]) -> bool:
     """Let a process join; returns whether it has."""
-    mesh, transport = world.mesh, world.transport
-    assert mesh is not None
+    mesh, transport = _mesh(world), world.transport
     assert transport is not None
     everyone = [_process_of(world, rank) for rank in world.world_ranks]
-    is_near = newcomer.domain == world.mesh_peers[world.world_rank].domain
+    is_near = newcomer.domain == mesh.peers[mesh.rank].domain
     wait = Wait("admission", world.failure_detector)
     admission = MeshAdmission(mesh, newcomer.rank, newcomer.pid if is_near else 0, mesh.view + 1, wait)
     transport.add(newcomer.rank, Peer(newcomer.host, newcomer.address, newcomer.port))
@@ -141,7 +139,7 @@ def _admit_one(world: World, newcomer: _Process, place: str, joined: Sequence[in
             agreement = _prepare(world, everyone, newcomer, place, admission.gather)
     except NotAdmitted:  # the newcomer tells if it does not try again
         pass
-    world.agree_on_members(joining=[newcomer.rank] if agreement is not None else ())
+    world.elastic.agree_on_members(joining=[newcomer.rank] if agreement is not None else ())
     if newcomer.rank not in mesh.joined:
         admission.give_up(transport.listener)
         return False
@@ -150,9 +148,14 @@ def _admit_one(world: World, newcomer: _Process, place: str, joined: Sequence[in
     return True
 
 
+def _mesh(world: World) -> Mesh:
+    assert world.elastic.mesh is not None
+    return world.elastic.mesh
+
+
 def _process_of(world: World, rank: int) -> _Process:
-    peer = world.mesh_peers[rank]
-    where = rank, peer.seat, world.liveness_of(rank), world.node_of_seat(peer.seat)
+    peer, processes = _mesh(world).peers[rank], world.processes
+    where = rank, peer.seat, processes.entries[rank].liveness or (), processes.node_of_seat(peer.seat)
     return _Process(*where, peer.host, peer.pid, peer.domain, peer.address, peer.port)
 
 
@@ -266,12 +269,13 @@ class _Agreement:
         """Go on with everyone."""
         nodes = {one.rank: one.node for one in self._processes}
         everyone = self._call.everyone
-        world.extend(everyone, self._told, self._peers, self._renew_communicators, nodes, self.mesh, self.take_over)
+        world.extend(everyone, self._told, self._peers, self._renew, nodes, self.mesh)
 
-    def _renew_communicators(self, failure_detector: FailureDetector) -> None:
+    def _renew(self, failure_detector: FailureDetector) -> None:
         for communicator, (segments, parts, key, operations) in self._mapped.items():
             members = [Member(one.rank, one.node, None, key) for one in self._processes]
             communicator.renew_between_hosts(members, segments, parts, operations, failure_detector)
+        self.take_over()
 
 
 def _prepare(

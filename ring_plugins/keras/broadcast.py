@@ -232,7 +232,7 @@ class BroadcastCallback(keras.callbacks.Callback):
             backend().before_first_step(model, self._start)
         else:
             self._start()
-        if world.is_further:
+        if world.elastic.is_further:
             raise ArgumentError(
                 "ranks cannot be added within a fit(), whose data is divided once for all epochs: make a "
                 "ring_plugins.keras.TrainingState, and call shard() and fit() for each epoch."
@@ -303,7 +303,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         return share_state([self.model], own, told, joined, self._communicator)
 
     def _after_joining(self) -> None:
-        current().tell_changes()
+        current().elastic.tell_changes()
         for writer in self._writers:
             writer.hand_over()
 
@@ -372,7 +372,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._after_exchange(self._stop.after_epoch(self._model))
         if self._model.optimizer is not None:
             check_equal_learning_rates(self._model.optimizer, self._communicator)
-        if current().is_awaited and joins_within_fit() and not self._model.stop_training:
+        if current().elastic.is_awaited and joins_within_fit() and not self._model.stop_training:
             joined = admit(place_of_fit(self.params, self._model))
             if joined:
                 self._share_state(epoch, joined)
@@ -404,13 +404,13 @@ class BroadcastCallback(keras.callbacks.Callback):
     def _after_exchange(self, wants_change: bool) -> None:
         """Do what is due after ranks were lost, or if some leave or wait to join; all know after an exchange."""
         if wants_change:
-            current().change_members()
+            current().elastic.change_members()
         self._settle_writers()
         assert self._losses is not None
         if self._losses.has_changed():
             if self.average_gradients:
                 check_equal(lambda: weight_checksums(self._model), self._communicator)
-            current().tell_changes()
+            current().elastic.tell_changes()
 
     def _settle_writers(self) -> None:
         for writer in self._writers:

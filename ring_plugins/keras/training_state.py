@@ -85,7 +85,7 @@ class TrainingState:
             joined = join(self._place(), "call TrainingState.commit()")
             with fails_alone():
                 self._share(joined)
-            world.tell_changes()
+            world.elastic.tell_changes()
             self._check_assigned()
             self._operations_at_join = world.operations()
 
@@ -104,17 +104,17 @@ class TrainingState:
             return
         averaging = self._averaging()
         self._check_assigned()
-        wants_change = np.array([world.wants_change], np.int64)
+        wants_change = np.array([world.elastic.wants_change], np.int64)
         world.communicator.all_reduce(HostMemory(wants_change, "int64"), Op.MAX)
         if wants_change[0]:
-            world.change_members()
+            world.elastic.change_members()
         if self._losses.has_changed() and averaging:
             check_equal(self._checksums, world.communicator)
-        if world.changes.untold:
-            world.tell_changes()
-        if world.awaited and (joined := admit(self._place(), further=True)):
+        if world.elastic.changes.untold:
+            world.elastic.tell_changes()
+        if world.elastic.awaited and (joined := admit(self._place(), further=True)):
             self._share(joined)
-            world.tell_changes()
+            world.elastic.tell_changes()
         elif self._has_joined:
             self._compare()
 

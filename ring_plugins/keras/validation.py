@@ -208,7 +208,7 @@ class SynchronizedStop:
 
     def _exchange(self, model: Any, point: int) -> bool:
         # max(-point) is -min(point), so one reduction shows whether all ranks are at the same point.
-        flags = [int(model.stop_training), point, -point, int(current().wants_change), 0]
+        flags = [int(model.stop_training), point, -point, int(current().elastic.wants_change), 0]
         try:
             while (found := self._reduced(flags))[4]:
                 self._serve(found[4])

@@ -70,7 +70,7 @@ def keep_sigterm_handler_from_broadcasting(trainer: Any) -> None:
     connector = trainer._signal_connector
     handlers: list[Any] = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
     notifier = connector._sigterm_notifier_fn
-    notice = world.current().notice if world.is_initialized() else None
+    notice = world.current().elastic.notice if world.is_initialized() else None
     if notice is not None and notice.is_installed and trainer.state.fn == "fit":
         handlers[:] = [handler for handler in handlers if handler != notifier]
         connector.received_sigterm = False  # of which the notice was taken, too

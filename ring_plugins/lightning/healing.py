@@ -44,7 +44,7 @@ class LossFollower:
         self._strategy, self._trainer = weakref.ref(strategy), trainer
         self._reload_every = trainer.reload_dataloaders_every_n_epochs
         self._world = current()
-        self._world.changes.add(self._follow)
+        self._world.elastic.changes.add(self._follow)
         self._metrics = [_Gathered(metric) for metric in module.modules() if _is_metric(metric)]
         is_replaced = self._world.replaces and trainer.state.fn == "fit"
         self._meeting_point = MeetingPoint(strategy, trainer) if is_replaced else None
@@ -67,7 +67,7 @@ class LossFollower:
 
     def close(self) -> None:
         """Undo everything."""
-        self._world.changes.remove(self._follow)
+        self._world.elastic.changes.remove(self._follow)
         self._trainer.reload_dataloaders_every_n_epochs = self._reload_every
         for metric in self._metrics:
             metric.undo()
@@ -129,9 +129,9 @@ def _gather(value: Tensor, group: Any = None) -> list[Tensor]:
 def _sync(metric: Any, *args: Any, **options: Any) -> None:
     """``Metric.sync``, again if a rank was lost in it: all states of a metric must be of the same ranks."""
     while True:
-        view = current().view
+        view = current().elastic.view
         type(metric).sync(metric, *args, **options)
-        if current().view == view or not metric._is_synced:
+        if current().elastic.view == view or not metric._is_synced:
             return
         metric.unsync()
 

@@ -79,21 +79,21 @@ class MeetingPoint:
         world = current()
         if world.is_joining:
             self._join(fetcher)
-        elif world.is_awaited:
+        elif world.elastic.is_awaited:
             state = self._state()
             if joined := admit(self._place(fetcher)):
                 share_state(lambda: state, joined)
                 self._agree_on_random_numbers(None)
-                world.tell_changes()
+                world.elastic.tell_changes()
         self._advance(fetcher)
 
     def _meet_and_begin_epoch(self) -> None:
         """As `_meet_and_advance`, for processes by which the job grows, where an epoch is about to begin."""
         world = current()
-        is_further = world.is_further
+        is_further = world.elastic.is_further
         if is_further:
             self._receive_state(None)
-        elif world.awaited:
+        elif world.elastic.awaited:
             state = self._state()
             if joined := admit(self._place(None), lost=False, further=True):
                 share_state(lambda: state, joined)
@@ -101,7 +101,7 @@ class MeetingPoint:
                 is_further = True
         if is_further:
             self._divide_anew()
-            world.tell_changes()
+            world.elastic.tell_changes()
         self._begin_epoch()
 
     def _divide_anew(self) -> None:
@@ -127,7 +127,7 @@ class MeetingPoint:
                 "batches."
             )
         self._receive_state(fetcher)
-        current().tell_changes()
+        current().elastic.tell_changes()
         if self._strategy.is_global_zero:
             self._show_progress()
 
@@ -153,7 +153,7 @@ class MeetingPoint:
         if fetcher is None:
             return f"fit(), before an epoch, with {', '.join(callbacks) or 'no callbacks'}"
         # Loaders that are made anew may have another number in this epoch; `_load_data` compares then.
-        is_open = self._trainer.reload_dataloaders_every_n_epochs or current().may_grow
+        is_open = self._trainer.reload_dataloaders_every_n_epochs or current().elastic.may_grow
         batches = "?" if is_open else self._trainer.num_training_batches
         return f"fit() with {batches} training batches per epoch, and {', '.join(callbacks) or 'no callbacks'}"
 
@@ -203,7 +203,7 @@ class MeetingPoint:
         trainer, fit_loop = self._trainer, self._trainer.fit_loop
         val_loop = fit_loop.epoch_loop.val_loop
         # That of the first epoch may be another one, and the job may have grown since this process made it.
-        if trainer.reload_dataloaders_every_n_epochs or len(current().past_shares) > 1:
+        if trainer.reload_dataloaders_every_n_epochs or len(current().processes.past_shares) > 1:
             for loader in fit_loop._combined_loader.flattened:
                 divide_anew(loader)
             fit_loop._combined_loader = None

@@ -269,8 +269,8 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
 
 
 def _tell_losses() -> None:
-    if world.current().changes.untold:
-        world.current().tell_changes()
+    if world.current().elastic.changes.untold:
+        world.current().elastic.tell_changes()
 
 
 def devices_of_node(devices: list[torch.device], local_world_size: int) -> list[torch.device]:

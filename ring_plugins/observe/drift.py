@@ -108,7 +108,7 @@ class DriftCheck:
 
 def membership_changes() -> int:
     """How often the ranks of the job have changed."""
-    return current().view if is_initialized() else 0
+    return current().elastic.view if is_initialized() else 0
 
 
 class FirstComparison:

@@ -368,8 +368,8 @@ class GradientAverager:
                 self._communicator.interrupt("the end of a backward", error)
             raise
         if members_change:
-            current().change_members()
-            current().tell_changes()
+            current().elastic.change_members()
+            current().elastic.tell_changes()
 
     def _complete(self, buckets: GradientBuckets, failure: Failure | None) -> bool:
         """Get the averages of a pass, and whatever else the ranks agree on at its end.
@@ -379,7 +379,7 @@ class GradientAverager:
         """
         if self._healing is not None:
             self._healing.check_has_joined()
-            buckets.wants_change = current().wants_change
+            buckets.wants_change = current().elastic.wants_change
         at_once = self._skipping.step is not None or not buckets.is_ordered
         outcome = buckets.finish(at_once) if failure is None else buckets.fail()
         if outcome.failed:

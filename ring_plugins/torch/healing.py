@@ -38,7 +38,7 @@ class HealingCheck:
             current().refuse_to_heal("averaging gradients while backward runs (overlap=True, RING_OVERLAP=1)")
         if is_wanted(autotune):
             current().refuse_to_heal("autotuning of bucket sizes (autotune=True, RING_AUTOTUNE=1)")
-        self._view = current().view
+        self._view = current().elastic.view
 
     def check_has_joined(self) -> None:
         """Refuse to average before this process has joined the others.
@@ -62,7 +62,7 @@ class HealingCheck:
         Raises:
             DriftError: on all ranks, if they differ. Not if RING_WEIGHT_CHECK=0.
         """
-        view = current().view
+        view = current().elastic.view
         if view == self._view:
             return
         self._view = view
@@ -73,4 +73,4 @@ class HealingCheck:
         )
         if found:
             raise DriftError(f"{found} Continue from a checkpoint.")
-        current().tell_changes()
+        current().elastic.tell_changes()

@@ -24,7 +24,7 @@ def divide_anew(loader: Any) -> None:
     for sampler in samplers:
         if not isinstance(sampler, DistributedSampler) or sampler.rank != share or sampler.num_replicas == shares:
             continue
-        if sampler.num_replicas in world.past_shares:
+        if sampler.num_replicas in world.processes.past_shares:
             fresh: DistributedSampler[Any] = DistributedSampler(
                 sampler.dataset, shares, share, sampler.shuffle, sampler.seed, sampler.drop_last
             )

@@ -86,7 +86,7 @@ class TrainingState:
         self._is_in_epoch, self._data = False, None
         self._trained_on: Any = None
         #: Whether there is such data, and the number of shares in the last epoch; a newcomer gets the others'.
-        self._commits_within, self._shares = False, current().shares
+        self._commits_within, self._shares = False, current().processes.shares
         self._operations_at_join = -1
         for name, value in state.items():
             setattr(self, name, value)
@@ -95,7 +95,7 @@ class TrainingState:
             with fails_alone():
                 self._share(joined)
             self._resumes = self._has_joined = True
-            current().tell_changes()
+            current().elastic.tell_changes()
             self._operations_at_join = current().operations()
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
@@ -117,8 +117,8 @@ class TrainingState:
             self._let_join(further=True)
         divide_anew(loader)
         length = len(loader) if isinstance(loader, Sized) else None
-        if self._shares != current().shares:
-            self._shares = current().shares
+        if self._shares != current().processes.shares:
+            self._shares = current().processes.shares
             self._compare_lengths(length)
         skipped = 0
         if self._resumes:
@@ -152,12 +152,12 @@ class TrainingState:
     def _let_join(self, further: bool) -> bool:
         """Let processes join that wait, also such by which the job grows if it may here; returns whether one has."""
         world = current()
-        is_awaited = world.is_awaited or (further and world.awaited)
+        is_awaited = world.elastic.is_awaited or (further and world.elastic.awaited)
         joined = admit(self._place(), further=further) if is_awaited else ()
         if joined:
             self._share(joined)
             self._has_joined = True
-            world.tell_changes()
+            world.elastic.tell_changes()
         return bool(joined)
 
     # Helpers ----------------------------------------------------------------------------------------

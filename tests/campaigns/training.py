@@ -18,8 +18,9 @@ from ring_plugins.core.control import admission, mesh_admission
 from ring_plugins.core.control.consensus import Consensus
 from ring_plugins.core.control.membership import Membership
 from ring_plugins.core.control.mesh import Mesh
+from ring_plugins.core.elastic import Elastic
 from ring_plugins.core.rendezvous.spawn import seats
-from ring_plugins.core.world import World, current
+from ring_plugins.core.world import current
 from ring_plugins.launcher.growth import request_ranks
 from ring_plugins.torch import DistributedOptimizer, TrainingState, broadcast_parameters
 from tests import mortal
@@ -59,17 +60,17 @@ def checksums(model: Sequence[Any]) -> list[str]:
 
 def die_in_healing(when: str) -> None:
     """Die in the first agreement on who is left, see `Fault.when`."""
-    agree, go_on, decide = Membership.agree, World._go_on_without, None
+    agree, go_on, decide = Membership.agree, Elastic.go_on_without, None
     if when == "before":
         Membership.agree = lambda *_: die()  # type: ignore[method-assign, assignment, return-value]
         Mesh.agree = lambda *_: die()  # type: ignore[method-assign, assignment, return-value]
     elif when == "over":
-        World._go_on_without = lambda *args: (go_on(*args), die())  # type: ignore[method-assign, assignment, return-value]
-    elif isinstance(current()._membership, Mesh):  # half of the time, before it has told anybody
+        Elastic.go_on_without = lambda *args: (go_on(*args), die())  # type: ignore[method-assign, assignment, return-value]
+    elif isinstance(current().elastic._membership, Mesh):  # half of the time, before it has told anybody
         adopt = Consensus._adopt
         Consensus._adopt = lambda *args: (os.getpid() % 2 and adopt(*args), die())  # type: ignore[method-assign, assignment, return-value]
     else:
-        own = current()._membership._peers.own  # type: ignore[union-attr]
+        own = current().elastic._membership._peers.own  # type: ignore[union-attr]
         decide = own.decide
         own.decide = lambda *args: (decide(*args), die())  # type: ignore[method-assign, assignment, return-value]
         Membership.agree = lambda *args: (agree(*args), die())  # type: ignore[method-assign, assignment, return-value]
@@ -156,7 +157,7 @@ class Mortal:
 
 def taken() -> list[int]:
     """The seats of the members; without replacements, the numbers with which they started."""
-    return [current()._seats[rank] for rank in current().world_ranks]
+    return [current().processes.seats[rank] for rank in current().world_ranks]
 
 
 def train(plan: Plan, process: int) -> dict[str, Any]:
@@ -210,7 +211,7 @@ class Loop:
         if plan.replaces:
             self.state = TrainingState(model=self.model, optimizer=self._optimizer, step=0, history=[])
         mortal.has_joined()
-        self._first, self._seats = self.state.step if is_new else 0, dict(current()._seats)
+        self._first, self._seats = self.state.step if is_new else 0, dict(current().processes.seats)
 
     def step(self) -> None:
         """A step, and what may follow it."""
@@ -257,7 +258,7 @@ class Loop:
             mortal.at("reduction")
             loss.backward()  # type: ignore[union-attr]
             mortal.over()
-            self._seats |= current()._seats
+            self._seats |= current().processes.seats
             self._optimizer.step()
         mortal.over()
         assert len(self._log) == (not outcome.skipped)

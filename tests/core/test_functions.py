@@ -29,9 +29,8 @@ def world(monkeypatch):
     world = SimpleNamespace(
         communicator=Doubling("test"),
         topology=topology,
-        changes=ChangeCallbacks(),
+        elastic=SimpleNamespace(changes=ChangeCallbacks(), end_if_all_are_told=lambda: None),
         is_joining=False,
-        end_if_all_are_told=lambda: None,
     )
     monkeypatch.setattr(functions, "current", lambda: world)
 

@@ -11,10 +11,10 @@ from ring_plugins.core.base.errors import ArgumentError, PeerFailed
 
 @pytest.fixture(autouse=True)
 def world(monkeypatch):
-    found = SimpleNamespace(world_rank=3, changes=SimpleNamespace(untold=[]))
+    found = SimpleNamespace(world_rank=3, elastic=SimpleNamespace(changes=SimpleNamespace(untold=[])))
     monkeypatch.setattr(handover, "current", lambda: found)
     monkeypatch.setattr(handover, "untold_before", lambda joined: ["a loss"])
-    monkeypatch.setattr(handover, "hear_of", found.changes.untold.extend)
+    monkeypatch.setattr(handover, "hear_of", found.elastic.changes.untold.extend)
     return found
 
 
@@ -76,7 +76,7 @@ def hand_over(state):
 def test_only_the_one_that_has_joined_gets_the_state_and_unpickles_it(world):
     found, sent = hand_over(lambda: ("shapes", {"epoch": 2}))
     assert found == [None, None, {"epoch": 2}] and sent == [("shapes", 0)] * 3
-    assert world.changes.untold == ["a loss"]
+    assert world.elastic.changes.untold == ["a loss"]
     (first, second, error), _ = hand_over(lambda: (None, Unloadable()))
     assert first is second is None and isinstance(error, KeyError)
 

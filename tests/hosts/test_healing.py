@@ -171,7 +171,7 @@ try:
         (gradient(len(averaged_over), me) * sum(parameter.sum() for parameter in model)).backward()
         averaged_over.append(passes[-1])
         optimizer.step()
-        since += current().view > 0
+        since += current().elastic.view > 0
         report("steps", len(averaged_over), me)
         time.sleep(0.05)
 except ring.PeerFailed as error:

@@ -36,7 +36,7 @@ EPOCHS, BATCHES = int(os.environ.get("TEST_EPOCHS", "2")), 6
 
 def seats_taken(ranks: Sequence[int] | None = None) -> list[int]:
     """The seats of all members now, or of those with these world ranks."""
-    return [current()._seats[rank] for rank in (current().world_ranks if ranks is None else ranks)]
+    return [current().processes.seats[rank] for rank in (current().world_ranks if ranks is None else ranks)]
 
 
 def gradient(step: int, seat: int) -> float:
@@ -182,7 +182,7 @@ def main() -> None:
     for state.epoch in range(state.epoch, EPOCHS):  # noqa: B020 - the range is made once
         for (sample,) in state.batches(loader):
             batch = state.step - ([0, *state.ends][-1])
-            assert int(sample) == (batch * current().shares + seat) % len(data)
+            assert int(sample) == (batch * current().processes.shares + seat) % len(data)
             begin_step(state.step, mine, ranks, seat)
             optimizer.zero_grad()
             (gradient(state.step, seat) * sum(parameter.sum() for parameter in model)).backward()

@@ -132,10 +132,9 @@ def test_every_function_tells_the_other_ranks_what_it_refuses(monkeypatch: pytes
     world = SimpleNamespace(
         communicator=Telling("test"),
         topology=topology,
-        changes=ChangeCallbacks(),
+        elastic=SimpleNamespace(changes=ChangeCallbacks(), end_if_all_are_told=lambda: None),
         refuse_to_heal=lambda what: None,
         is_joining=False,
-        end_if_all_are_told=lambda: None,
     )
     for module in (functions, importlib.import_module("ring_plugins.torch.broadcast"), differentiable):
         monkeypatch.setattr(module, "current", lambda: world)

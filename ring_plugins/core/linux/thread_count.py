@@ -28,6 +28,7 @@ from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
+from ring_plugins.core.base.log import logger
 from ring_plugins.core.linux.process import boot_id, cpu_quota, loaded_libraries
 
 _CPUS = Path("/sys/devices/system/cpu")
@@ -159,6 +160,32 @@ def ranks_beside(rank: int, ranks: Sequence[Cores]) -> int:
         rank, ranks: as for `share`.
     """
     return sum(other.kernel == ranks[rank].kernel for other in ranks)
+
+
+def share_among(rank: int, ranks: Sequence[Cores]) -> None:
+    """Have this process compute with its share of its host's cores, unless the user has set a number of threads.
+
+    Args:
+        rank: of this process.
+        ranks: the cores of every rank.
+    """
+    here = ranks_beside(rank, ranks)
+    if here == 1:
+        return
+    number = share(rank, ranks)
+    changed, too_late = set_threads(number)
+    if changed and rank == 0:
+        each = "1 thread" if number == 1 else f"{number} threads"
+        logger.info(
+            f"each of the {here} ranks on this host computes with {each}, its share of the cores; "
+            f"{OPENMP_VARIABLE} chooses another number."
+        )
+    for library in too_late if rank == 0 else ():
+        logger.warning(
+            f"{library.name} computed before init() and keeps a thread per core in each of the {here} ranks on "
+            f"this host, which slows all of them: call ring_plugins.init() first, or export "
+            f"{library.variables[0]}={number}."
+        )
 
 
 def threads_per_rank(ranks: int) -> int:

@@ -27,8 +27,11 @@ from pathlib import Path
 from time import monotonic_ns
 from typing import IO, Any
 
+from ring_plugins.core.base import config
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.control.channel import EVERYONE, Body, Channel
 from ring_plugins.core.control.failure_detector import Peer
+from ring_plugins.core.rendezvous import detect
 from ring_plugins.core.trace.recorder import Span, recorder
 
 #: A `Span` as it is sent: kind, name, begin and end in nanoseconds on rank 0's clock, arguments.
@@ -51,6 +54,29 @@ _LEAVING, _LAST_SPANS = 1.0, 2.0
 _LAST_ANSWERS = 0.3
 #: Bytes from which the file is renamed and a new one begins.
 _LARGEST = 64 << 20
+
+
+def check_directory(ranks: int | None) -> None:
+    """Refuse a RING_TIMELINE in which rank 0 cannot write, before the other ranks wait for it.
+
+    Args:
+        ranks: that `init` is asked for.
+
+    Raises:
+        ArgumentError: the directory cannot be made or written to.
+    """
+    name, record = config.TIMELINE.get(), detect()
+    if not name or record.rank or (record.kind == "single" and (ranks or 1) == 1):
+        return
+    try:
+        Path(name).mkdir(parents=True, exist_ok=True)
+        (Path(name) / FILE_NAME).open("a").close()  # to root, os.access allows everything
+    except OSError as error:
+        raise ArgumentError(
+            f"{config.TIMELINE.name}={name!r}: rank 0 cannot write there ({error.strerror}); name a directory that it "
+            "can create, or unset the variable."
+        ) from None  # one traceback, not one for each parent that `mkdir` has tried
+
 
 # On every rank ------------------------------------------------------------------------------------
 

@@ -217,9 +217,8 @@ class Jobs:
         def call_all(communicator: Any) -> list[Any]:
             THREAD.world = SimpleNamespace(
                 communicator=communicator,
-                changes=ChangeCallbacks(),
+                elastic=SimpleNamespace(changes=ChangeCallbacks(), end_if_all_are_told=lambda: None),
                 is_joining=False,
-                end_if_all_are_told=lambda: None,
             )
             results = [make(call, communicator.rank, size, salt) for salt, call in enumerate(sequence)]
             results = [result.wait() if hasattr(result, "wait") else result for result in results]

@@ -1,0 +1,171 @@
+"""Who the processes of a job are: where they run, with which numbers, and in whose places.
+
+A process has three numbers. Its *world rank* is the one with which it started; nobody else ever has that. Its *seat* is
+its place in the order of ranks: at first the same number, and later that of the lost rank whose place it takes. Its
+*rank* is its place among those that are there now, in the order of seats. Users see ranks; everything that outlives a
+loss goes by world ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ring_plugins.core.base import config
+from ring_plugins.core.control.liveness import Liveness, LocalPeers
+from ring_plugins.core.linux.shared_memory import shared_memory_domain
+from ring_plugins.core.linux.thread_count import Cores, own_cores
+from ring_plugins.core.rendezvous.seats import Occupant
+from ring_plugins.core.rendezvous.topology import Topology, find_topology
+
+
+class Entry(NamedTuple):
+    """What a process tells of itself in the first exchange of the job, or when it joins. May travel as JSON.
+
+    Attributes:
+        domain: its shared-memory domain.
+        host, pid: name of its host, and process id there.
+        liveness: address of its liveness segment; None where memory cannot be shared.
+        server: address of the control server, with its secret, from rank 0; None from the others.
+        addresses: of its host; empty if all ranks are on one host.
+        records: whether rank 0 writes a timeline of the whole job.
+        kernel, container, cores, quota: as in `thread_count.Cores`.
+        policy: its `FailurePolicy`.
+    """
+
+    domain: str
+    host: str
+    pid: int
+    liveness: list[int] | None
+    server: dict[str, Any] | None
+    addresses: list[str]
+    records: bool
+    kernel: str
+    container: str
+    cores: str
+    quota: float | None
+    policy: list[Any]
+
+    @classmethod
+    def own(
+        cls, liveness: Liveness | None, server: dict[str, Any] | None, addresses: list[str], policy: Sequence[Any]
+    ) -> Entry:
+        """That of this process; arguments as the attributes."""
+        return cls(
+            shared_memory_domain(),
+            socket.gethostname(),
+            os.getpid(),
+            list(liveness.address) if liveness else None,
+            server,
+            addresses,
+            config.TIMELINE.is_set(),
+            *own_cores(),
+            list(policy),
+        )
+
+    @property
+    def share_of_cores(self) -> Cores:
+        """The cores that it may use."""
+        return Cores(self.kernel, self.container, self.cores, self.quota)
+
+
+class Processes:
+    """All that the job has had, as this process knows them, and which of them are its ranks now.
+
+    Args:
+        own: world rank of this process.
+        seat: its place in the order of ranks.
+        entries: by world rank, in the order of seats: of all ranks, or of this process alone if it is yet to join them.
+        nodes, hosts: keys and names of the hosts to which the seats belong; equal keys for those on one host.
+        cores: that the first processes of the seats may use.
+
+    Attributes:
+        own, seat, entries, hosts, cores: as given; entries of those that join are added.
+        ranks: world ranks of the present members, in the order of seats.
+        topology: where this process stands among them; before it joins, among all seats.
+        nodes: key of each process's host, by world rank.
+        seats: of all processes, by world rank.
+        shares, past_shares: into how many shares data is divided, one for each seat that has ever had a member, and all
+            such numbers that this process has seen.
+    """
+
+    def __init__(
+        self,
+        own: int,
+        seat: int,
+        entries: Mapping[int, Entry],
+        nodes: Sequence[str],
+        hosts: Sequence[str],
+        cores: Sequence[Cores],
+    ) -> None:
+        self.own, self.seat, self.hosts, self.cores = own, seat, list(hosts), list(cores)
+        self.entries = dict(entries)
+        self.ranks = tuple(entries)
+        self.seats = {**{rank: rank for rank in entries}, own: seat}
+        self._node_of_seat = list(nodes)
+        self.nodes = {rank: nodes[place] for rank, place in self.seats.items()}
+        self.shares, self.past_shares = len(nodes), {len(nodes)}
+        self.topology: Topology = find_topology(seat, nodes, hosts)
+
+    def add(self, everyone: Iterable[Occupant], entries: Mapping[int, Entry], nodes: Mapping[int, str] | None) -> None:
+        """Note who and where all are that are members from now on, before `follow`.
+
+        Args:
+            everyone: all of them, in the order of seats.
+            entries: by world rank.
+            nodes: keys of their hosts, by world rank; None if there is one host.
+        """
+        for seat, rank, _ in everyone:
+            self.entries[rank], self.seats[rank] = entries[rank], seat
+            self.nodes[rank] = nodes[rank] if nodes is not None else self.nodes[self.own]
+            if nodes is not None:
+                self._node_of_seat[seat] = nodes[rank]
+
+    def follow(self, ranks: Sequence[int]) -> None:
+        """From now on, these world ranks are the members."""
+        self.ranks = tuple(ranks)
+        nodes, hosts = [self.nodes[rank] for rank in ranks], [self.entries[rank].host for rank in ranks]
+        self.topology = find_topology(self.ranks.index(self.own), nodes, hosts)
+
+    def divide_among(self, shares: int) -> None:
+        """From now on, data is divided into so many shares."""
+        self.shares = shares
+        self.past_shares.add(shares)
+
+    def can_be_replaced(self, ranks: Iterable[int]) -> bool:
+        """Whether members are left on all hosts of these ranks."""
+        left = {self.nodes[rank] for rank in self.ranks}
+        return all(self.nodes[rank] in left for rank in ranks)
+
+    def occupants(self, peers: LocalPeers) -> list[Occupant]:
+        """Who of these has which seat, this process first."""
+        return [Occupant(self.seats[one.rank], one.rank, one.address) for one in (peers.own, *peers.others.values())]
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Of all processes, by world rank."""
+        return {rank: entry.pid for rank, entry in self.entries.items()}
+
+    @property
+    def taken_seats(self) -> list[int]:
+        """Those of the members."""
+        return [self.seats[rank] for rank in self.ranks]
+
+    def node_of_seat(self, seat: int) -> str:
+        """Key of the real or virtual host to which a seat belongs."""
+        return self._node_of_seat[seat]
+
+    # The card of a host (rendezvous/seats.py) -------------------------------------------------------
+
+    def card(self) -> dict[str, Any]:
+        """What a new process of this host needs to look like one of all seats; JSON can hold it."""
+        names = list(dict.fromkeys(self._node_of_seat))
+        return {"nodes": [names.index(one) for one in self._node_of_seat], "hosts": self.hosts, "cores": self.cores}
+
+    @classmethod
+    def from_card(cls, own: int, seat: int, entry: Entry, card: Mapping[str, Any]) -> Processes:
+        """As a process knows them that is yet to join; arguments as above."""
+        nodes = [f"{entry.domain}/{number}" for number in card["nodes"]]
+        return cls(own, seat, {own: entry}, nodes, card["hosts"], [Cores(*one) for one in card["cores"]])
