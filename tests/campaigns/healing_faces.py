@@ -112,6 +112,7 @@ def train_lightning(
             if model.global_step:
                 mortal.over()
 
+    ring.init(on_failure="continue")
     with tempfile.TemporaryDirectory() as directory:
         trainer = L.Trainer(
             strategy=RingStrategy(on_failure="continue", **compressed), accelerator="cpu", logger=False,
