@@ -214,11 +214,13 @@ def draw_launched(seed: int, number: int) -> Plan:
         layout = drawn.choice(LAYOUTS + UNEVEN_LAYOUTS if launcher in ("ring run", "mpirun") else LAYOUTS)
     face, backend = drawn.choices(list(LAUNCHED_FACES), list(LAUNCHED_FACES.values()))[0]
     case = "launchers"
-    if not hosts and face == "torch" and drawn.random() < 0.5:
-        plan = draw_replacing(seed, number, case=case)
+    if face == "torch" and (not hosts or launcher == "ring run") and drawn.random() < 0.5:
+        plan = draw_replacing(seed, number, case=case, hosts=hosts)
     else:
         plan = draw_losses(seed, number, case=case, hosts=hosts, faces=[face], layout=layout)
     plan = replace(plan, launcher=launcher, backend=backend, compression="")
+    if hosts and plan.replaces:  # of a host that loses all ranks, nobody takes the places
+        return plan
     kind = drawn.random()
     step, victim, at = drawn.randrange(4), drawn.randrange(plan.ranks), drawn.randint(1, 4)
     if kind < 0.05 and face == "torch":
