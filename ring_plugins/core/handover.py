@@ -26,7 +26,7 @@ from ring_plugins.core.base.errors import ArgumentError, PeerFailed, name_ranks
 from ring_plugins.core.base.log import flush_output, logger
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.healing import repeated
-from ring_plugins.core.joining import hear_of, untold_before
+from ring_plugins.core.joining import hear_of, untold_changes
 from ring_plugins.core.world import current
 
 
@@ -100,7 +100,7 @@ def hand_over(
             text = f"all ranks from which {name_ranks(sorted(joined))} could get the state of the training are lost."
             raise PeerFailed(text, joined[0])
         is_mine = everyone.ranks[everyone.rank] == giver
-        told = _packed(state, untold_before(joined)) if is_mine else None
+        told = _packed(state, untold_changes()) if is_mine else None
         needed, packed, problem = everyone.broadcast_object(told, everyone.ranks.index(giver))
         if not problem:
             send(needed, everyone.ranks.index(giver))

@@ -32,7 +32,7 @@ from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.progress_line import ProgressLine
 from ring_plugins.core.collectives.healing import HealingCommunicator, repeated
 from ring_plugins.core.collectives.shm_group import create_segment
-from ring_plugins.core.control.admission import Admission, NotAdmitted, told_by
+from ring_plugins.core.control.admission import Admission, NotAdmitted, begin_together, told_by
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.liveness import RUNNING, Liveness
 from ring_plugins.core.healing import MembershipChange, who_joined
@@ -98,6 +98,8 @@ def admit(place: str = "", lost: bool = True, further: bool = False) -> tuple[in
     except NotAdmitted:  # the newcomer tells if it does not try again
         return ()
     joined.go_on(world)
+    new = [peers.others[rank] for rank in call.newcomers]
+    begin_together(new, lambda: [one.world_rank for one in places.members()])
     if world.world_rank == next(rank for rank in world.world_ranks if rank not in call.newcomers):
         seat_of, pids = {one.world_rank: one.seat for one in waiting}, world.processes.pids
         logger.warning(who_joined(seat_of, pids, world.world_ranks, time.monotonic() - began, shares_before))
@@ -146,21 +148,19 @@ def join(place: str = "", until: str = "let it join") -> tuple[int, ...]:
     raise SharedMemoryError(f"this process cannot join the others: {problems[-1]}")
 
 
-def untold_before(joined: Sequence[int]) -> list[MembershipChange]:
-    """Changes before these joined that the script of a member is yet to be told of; a newcomer's state lacks them too.
-
-    Args:
-        joined: world ranks.
-    """
-    return list(
-        itertools.takewhile(lambda change: not set(change.joined) & set(joined), current().elastic.changes.untold)
-    )
+def untold_changes() -> list[MembershipChange]:
+    """Changes that a member's script is yet to be told of; the state that it gives to newcomers lacks them, too."""
+    return list(current().elastic.changes.untold)
 
 
 def hear_of(changes: Sequence[MembershipChange]) -> None:
-    """In a newcomer, have the script told of changes before it joined, as a member told them."""
-    untold, rank = current().elastic.changes.untold, current().topology.rank
-    untold.extendleft(change._replace(rank_before=rank, rank=rank) for change in reversed(changes))
+    """In a newcomer, have the script told of changes before it joined, as a member told them.
+
+    All are told at the same place, and equally often. So one that has joined behind another hears of that, too.
+    """
+    own, rank, known = current().world_rank, current().topology.rank, current().elastic.changes.untold
+    before = list(itertools.takewhile(lambda change: own not in change.joined, changes))
+    known.extendleft(change._replace(rank_before=rank, rank=rank) for change in reversed(before))
 
 
 def if_different(value: Any) -> dict[int, Any] | None:

@@ -21,7 +21,7 @@ from ring_plugins.core.base.progress_line import ProgressLine
 from ring_plugins.core.collectives.healing import HealingCommunicator
 from ring_plugins.core.collectives.host import Member
 from ring_plugins.core.collectives.shm_group import create_segment
-from ring_plugins.core.control.admission import NotAdmitted
+from ring_plugins.core.control.admission import NotAdmitted, begin_together
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.liveness import Liveness
 from ring_plugins.core.control.mesh import Mesh, MeshPeer
@@ -124,10 +124,12 @@ def _waiting_here(world: World) -> list[_Process]:
 
 def _admit_one(world: World, newcomer: _Process, place: str, joined: Sequence[int]) -> bool:
     """Let a process join; returns whether it has."""
-    mesh, transport = _mesh(world), world.transport
+    mesh, transport, seat = _mesh(world), world.transport, world.own_seat
+    assert seat is not None
     assert transport is not None
     everyone = [_process_of(world, rank) for rank in world.world_ranks]
     is_near = newcomer.domain == mesh.peers[mesh.rank].domain
+    is_of_this_supervisor = newcomer.rank in [one.world_rank for one in seat.waiting()]
     wait = Wait("admission", world.failure_detector)
     admission = MeshAdmission(mesh, newcomer.rank, newcomer.pid if is_near else 0, mesh.view + 1, wait)
     transport.add(newcomer.rank, Peer(newcomer.host, newcomer.address, newcomer.port))
@@ -145,6 +147,9 @@ def _admit_one(world: World, newcomer: _Process, place: str, joined: Sequence[in
         return False
     assert agreement is not None
     agreement.go_on(world)
+    if is_of_this_supervisor:
+        peer = world.local_peers.others[newcomer.rank]
+        begin_together([peer], lambda: [one.world_rank for one in seat.members()])
     return True
 
 
@@ -172,7 +177,10 @@ def join(world: World, place: str, until: str) -> tuple[int, ...]:
         seat.wait_to_join(world.world_rank, own.address)
         found = _wait_for_call(world, candidate, until)
         if found is None:
-            logger.info(f"process {os.getpid()} ends: the job has ended before it could join.")
+            logger.info(
+                f"process {os.getpid()} ends before it could join: all ranks of this host have ended, and only those "
+                "let it join."
+            )
             world.exit_from_job(0)
         view, call = found
         try:

@@ -135,7 +135,8 @@ def request_ranks(number: int, job: int | None) -> str:
     if job is None and len(jobs) != 1:
         if not jobs:
             raise ArgumentError(
-                "no job of yours on this host can grow: start one with `ring run --on-failure replace --max-ranks 4`."
+                "no job of yours on this host can grow: start one with `ring run --on-failure replace --max-ranks 4`, "
+                "without -H. Jobs on several hosts cannot grow."
             )
         raise ArgumentError(f"several jobs run here; choose one with --job and its process id:{listed}")
     pid = next(iter(jobs)) if job is None else job
@@ -146,8 +147,8 @@ def request_ranks(number: int, job: int | None) -> str:
         except OSError as error:
             others = f" Those that can:{listed}" if jobs else ""
             raise ArgumentError(
-                f"process {pid} is not a `ring run --on-failure replace` of yours on this host "
-                f"({error.strerror}).{others}"
+                f"process {pid} is not a `ring run --on-failure replace` of yours on this host alone "
+                f"({error.strerror}); jobs on several hosts cannot grow.{others}"
             ) from None
         if not is_same_unix_user(connection):
             raise ArgumentError(f"process {pid} is another user's.")

@@ -217,7 +217,9 @@ def _check_that_losses_can_be_tolerated(options: Options, ranks: int, is_local: 
     if most is not None and not ranks <= most <= MOST_MEMBERS:
         raise ArgumentError(f"--max-ranks {most} is not between the {ranks} ranks of the job and {MOST_MEMBERS}.")
     if most is not None and not is_local:
-        raise ArgumentError(f"--max-ranks {most} works on this host only: name no others, or leave it out.")
+        raise ArgumentError(
+            f"--max-ranks {most} works on this host only: name no others, or leave it out and unset RING_MAX_RANKS."
+        )
     if ranks == 1 and most is not None and most > 1:
         raise ArgumentError(f"--max-ranks {most}: a job of one rank cannot grow. Start it with -n 2 or more.")
 

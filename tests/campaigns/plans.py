@@ -192,11 +192,7 @@ def draw_replacing(seed: int, number: int, *, case: str = "replaced", hosts: boo
         faults.append(Fault(victim, when, point, barrier, drawn.choice(["before", "in"])))
     for newcomer in range(ranks, ranks + drawn.choice([0, 0, 1, 2]) * len(sizes)):
         point = drawn.choice(NEW_POINTS)
-        # Between hosts, one that stops in the third round is a member already, for which the others wait.
-        most = 2 if hosts and point == "stopped" else 3
-        faults.append(
-            Fault(newcomer, drawn.randrange(2), point, drawn.randint(1, most), drawn.choice(["before", "in"]))
-        )
+        faults.append(Fault(newcomer, drawn.randrange(2), point, drawn.randint(1, 3), drawn.choice(["before", "in"])))
     nodes = ",".join(map(str, sizes)) if hosts else ""
     return Plan(
         seed, number, ranks, tuple(faults), skips=(REPLACING_STEPS, 0), nodes=nodes, steps=REPLACING_STEPS,

@@ -13,7 +13,7 @@ from ring_plugins.core.base.errors import ArgumentError, PeerFailed
 def world(monkeypatch):
     found = SimpleNamespace(world_rank=3, elastic=SimpleNamespace(changes=SimpleNamespace(untold=[])))
     monkeypatch.setattr(handover, "current", lambda: found)
-    monkeypatch.setattr(handover, "untold_before", lambda joined: ["a loss"])
+    monkeypatch.setattr(handover, "untold_changes", lambda: ["a loss"])
     monkeypatch.setattr(handover, "hear_of", found.elastic.changes.untold.extend)
     return found
 

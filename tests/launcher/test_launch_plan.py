@@ -137,6 +137,7 @@ def test_a_job_that_goes_on_after_losses_is_started_without_mpirun():
     ("options", "text"),
     [
         ({"hosts": "far1:2", "on_failure": "replace", "spares": 1}, "--spares 1 works on this host only"),
+        ({"hosts": "far1:2", "on_failure": "replace", "max_ranks": 4}, "--max-ranks 4 works on this host only"),
         ({"starter": "mpirun"}, "does not work with mpirun"),
         ({"mpirun": "/opt/mpirun"}, "does not work with mpirun"),
         ({"ranks": 2, "min_ranks": 3}, "--min-ranks 3 is not between 1 and the 2 ranks"),

@@ -19,7 +19,9 @@ wanted to join. A newcomer that is left over waits for the next chance.
 
 Members stand still meanwhile, so they do not wait long for a newcomer that is stopped or hangs. They may not just go
 on: it could write what it has to tell at the last moment, and one member would see it and another would not. So they
-kill it, and then the rule above applies. It is no part of the job yet, and another process takes its place.
+kill it, and then the rule above applies. It is no part of the job yet, and another process takes its place. One that
+stops behind the last round has joined. Members of its host wait until it says that it goes on, or kill it, and then it
+is lost like any other (`begin_together`).
 
 Considered and rejected: mending the groups that exist. A newcomer would have to learn at which barrier they are, and
 members would use memory in which it may have died.
@@ -32,7 +34,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from ring_plugins.core.base.errors import RingError
@@ -42,6 +44,8 @@ from ring_plugins.core.control.wait import Wait
 
 #: Seconds for which members wait for a newcomer in a round. It takes milliseconds to map the memory.
 _PATIENCE = 10.0
+#: Seconds between two looks at one that has joined.
+_LOOK = 0.0005
 
 
 class NotAdmitted(Exception):
@@ -128,3 +132,26 @@ class Admission:
                         f"process {peer.pid}, which was to join as rank {peer.rank}, has not answered for "
                         f"{_PATIENCE:g} s (stopped?). It was killed, and the other ranks go on without it."
                     )
+
+
+def begin_together(joined: Sequence[Liveness], members: Callable[[], Collection[int]]) -> None:
+    """Wait until processes of this host that have joined go on as members, and kill those that do not.
+
+    All have agreed already, so this waits for nobody else, and one that is killed is lost like any other member.
+
+    Args:
+        joined: these processes.
+        members: returns the world ranks of those that say that they go on.
+    """
+    deadline = time.monotonic() + _PATIENCE
+    while late := [peer for peer in joined if peer.rank not in members() and not peer.has_died()]:
+        if time.monotonic() > deadline:
+            for peer in late:
+                with contextlib.suppress(OSError):
+                    os.kill(peer.pid, signal.SIGKILL)
+                logger.warning(
+                    f"process {peer.pid}, which has joined as rank {peer.rank}, did not go on for {_PATIENCE:g} s "
+                    "(stopped?). It was killed."
+                )
+            return
+        time.sleep(_LOOK)

@@ -17,7 +17,7 @@ those in step 2 or 3. So after each attempt all members are in the next view, wi
 before the decision, its connections end, and nobody joins. If it dies behind it, it is lost as any member.
 
 A newcomer that stops would keep all members waiting at each step. After some seconds they give up, and those of its
-host kill it.
+host kill it. One that stops behind the decision has joined, and they kill it, too (`admission.begin_together`).
 
 One process joins at a time: two that wait follow each other at once, and need not know of each other before.
 """

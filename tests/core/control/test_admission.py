@@ -10,7 +10,7 @@ import pytest
 
 from ring_plugins.core.base import progress_line
 from ring_plugins.core.control import admission
-from ring_plugins.core.control.admission import Admission, NotAdmitted
+from ring_plugins.core.control.admission import Admission, NotAdmitted, begin_together
 from ring_plugins.core.control.liveness import Liveness
 from ring_plugins.core.joining import wait_for_call, what_is_awaited
 from ring_plugins.core.rendezvous.seats import Occupant, Seats
@@ -144,3 +144,15 @@ def test_it_waits_on_if_a_member_tells_what_is_no_call_and_until_no_member_is_le
     peers.own[0].leave()
     thread.join(20)
     assert found == [None]
+
+
+def test_one_that_has_joined_and_does_not_go_on_is_killed(monkeypatch):
+    killed = []
+    monkeypatch.setattr(admission, "_PATIENCE", 0.1)
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
+    peers = Peers(monkeypatch, 3)
+    peers.dead = {1}
+    begin_together(peers.own, lambda: [0, 2])  # nobody waits for one that has died
+    assert not killed
+    begin_together(peers.own, lambda: [0])
+    assert killed == [(peers.own[2].pid, signal.SIGKILL)]
