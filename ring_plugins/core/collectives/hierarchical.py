@@ -211,23 +211,29 @@ def intra_node_stage(
         local: the reduction.
         meanwhile: called repeatedly while this rank waits for others of its host.
     """
-    mapped = node.mapped(array) if node is not None else None
-    if node is not None and mapped is None:
+    if node is None:
+        return _OneRank(array, source, local)
+    mapped = node.mapped(array)
+    if mapped is None:
         return _StagedMemory(node, array, source, local, meanwhile)
     if source is not array:
         np.copyto(array, source)
-    return _OneRank(array, local) if node is None or mapped is None else _MappedMemory(node, mapped, local)
+    return _MappedMemory(node, mapped, local)
 
 
 class _OneRank:
-    """The only rank of its host: nothing to exchange."""
+    """The only rank of its host: nothing to exchange. It copies each chunk just before it is sent."""
 
-    def __init__(self, array: Array, local: LocalReduction) -> None:
-        self._array, self._local = array, local
+    def __init__(self, array: Array, source: Array, local: LocalReduction) -> None:
+        self._array, self._source, self._local = array, source, local
 
     def step(self, new: slice | None, old: slice | None) -> None:
-        if new is not None and self._local.divisor != 1:
-            piece = self._array[new]
+        if new is None:
+            return
+        piece = self._array[new]
+        if self._source is not self._array:
+            np.copyto(piece, self._source[new])
+        if self._local.divisor != 1:
             reduce_into(piece, [piece], self._local.op, self._local.dtype, self._local.divisor)
 
     def finish(self) -> None:
