@@ -28,7 +28,7 @@ from ring_plugins.core.base.errors import MismatchError, PeerFailed, RingError
 from ring_plugins.core.base.types import Array, Bytes
 from ring_plugins.core.collectives.butterfly import rounds
 from ring_plugins.core.collectives.fingerprint import Fingerprint, fingerprint, mismatch, size_mismatch
-from ring_plugins.core.control.wait import Wait
+from ring_plugins.core.control.wait import SPIN, Wait
 from ring_plugins.core.net.transport import Request, Transport
 
 #: Bytes of a header: the fingerprint's code, the bytes sent and expected, the fingerprint's text.
@@ -167,7 +167,7 @@ class NetworkGroup:
             lambda: f"{self._name}: {fingerprint.text} between hosts",
             arrival,
             request.nap,
-            spin=spin,
+            spin=SPIN if spin else 0.0,
             receiving=lambda rank: self._transport.is_receiving(rank, self._tag),
         )
 

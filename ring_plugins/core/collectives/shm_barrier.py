@@ -16,11 +16,12 @@ no member may read data before it has read the epochs. Calling `publish` before 
 both. It is a full fence on Arm and POWER, and a no-op on x86, which keeps stores in order with stores and loads with
 loads.
 
-**Sleeping.** A waiting member reads the epochs 50 times, then spins for another 50 µs (`Wait.until`), then sleeps in
-the kernel on the epoch of the first missing member. Polling every 50 µs instead took a tenth of the processor from a
-rank that was computing. `futex(2)` compares the epoch once more before it sleeps, so an epoch that was raised just
-before is not missed. Waking costs a system call, so a member sets a flag while it sleeps, and a member that raises its
-epoch makes the call only if it sees a flag.
+**Sleeping.** A waiting member reads the epochs 50 times, then spins for another 500 µs (`Wait.until`), then sleeps in
+the kernel on the epoch of the first missing member. A core that has become idle takes long to wake up, in a virtual
+machine above all, and the other members wait for it at the next barrier. Polling every 50 µs without an end took a
+tenth of the processor from a rank that was computing. `futex(2)` compares the epoch once more before it sleeps, so an
+epoch that was raised just before is not missed. Waking costs a system call, so a member sets a flag while it sleeps,
+and a member that raises its epoch makes the call only if it sees a flag.
 
 **Lost wake-ups.** The flag and the epoch are two words: the raising member stores its epoch and then loads the flags,
 the sleeping member stores its flag and then loads the epoch (in the kernel). Every processor may let a load overtake an
@@ -52,7 +53,7 @@ import numpy as np
 from ring_plugins.core.base.errors import MismatchError, PeerFailed, RingError
 from ring_plugins.core.base.types import Bytes
 from ring_plugins.core.collectives.fingerprint import Fingerprint, mismatch
-from ring_plugins.core.control.wait import Wait
+from ring_plugins.core.control.wait import SPIN, Wait
 from ring_plugins.core.linux import futex
 from ring_plugins.core.linux.shared_memory import is_weakly_ordered, publish
 
@@ -68,6 +69,8 @@ _OPERATION, _MISMATCH_BETWEEN_HOSTS, _INTERRUPTED = 1, 2, 3
 _NEVER = -1
 #: Reads of the epochs before `Wait.until`: members in step arrive within these few microseconds.
 _LOOKS = 50
+#: Seconds of spinning before the first sleep, unless there is something to do meanwhile. See docs/performance.md.
+_SPIN = 500e-6
 _LONGEST_SLEEP = 1e-3
 #: Seconds for which a member that found a mismatch waits for the others' texts; all write them after the same barrier.
 _TEXTS_TIMEOUT = 2.0
@@ -170,6 +173,7 @@ class SharedMemoryBarrier:
             lambda: f"{self._name}: {self._fingerprint.text}",
             arrival,
             lambda seconds: self._sleep(epoch, meanwhile),
+            _SPIN if meanwhile is None else SPIN,
         )
 
     def _have_arrived(self, epoch: int) -> bool:

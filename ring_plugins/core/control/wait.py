@@ -8,7 +8,7 @@ time has passed.
 
 Here every wait polls a cheap condition. It goes through phases, as an adaptive mutex does:
 
-1. Spin for 50 µs: a peer in step arrives within that time, and sleeping would cost more.
+1. Spin for 50 µs, or as long as the caller says: a peer in step arrives within that time, and sleeping would cost more.
 2. Sleep between checks, as the caller chooses: on a futex, in poll(2), or for a short time that grows after a second.
 3. Every 20 ms ask the failure detector whether the operation can still complete. If not, raise its error.
 4. After a second, publish the wait in `long_waits`, from which stall reports and deadlock detection are made.
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 #: Seconds of spinning before the first sleep: above the time in which a peer in step arrives, far below what a
 #: computing thread would miss.
-_SPIN = 50e-6
+SPIN = 50e-6
 #: Seconds of a sleep between two checks, in the first second of a wait and after it.
 _NAP, _LONG_NAP = 50e-6, 500e-6
 #: Seconds between two calls of the failure detector.
@@ -176,7 +176,7 @@ class Wait:
         what: Callable[[], str],
         arrival: bool = False,
         nap: Callable[[float], None] = time.sleep,
-        spin: bool = True,
+        spin: float = SPIN,
         receiving: Callable[[int], bool] | None = None,
     ) -> None:
         """Return when `ready()`; raise when it cannot become true any more.
@@ -187,7 +187,8 @@ class Wait:
             what: the operation, for messages.
             arrival: whether this waits for members to arrive at the operation rather than for bytes to move.
             nap: sleeps between two checks: `time.sleep`, or a function that returns early when something arrives.
-            spin: whether to spin for a moment before the first sleep.
+            spin: seconds of spinning before the first sleep; `SPIN` at most on other threads than the main one, which
+                hold the interpreter's lock meanwhile.
             receiving: whether bytes of a rank still arrive, which are not lost if it has left meanwhile.
 
         Raises:
@@ -201,7 +202,7 @@ class Wait:
         if arrival:
             self._arrival_awaited_since = started
         try:
-            spin_end = started + _SPIN if spin else started
+            spin_end = started + (spin if on_main else min(spin, SPIN))
             while time.monotonic() < spin_end:
                 if ready():
                     return
