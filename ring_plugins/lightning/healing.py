@@ -26,6 +26,7 @@ from ring_plugins.core.healing import MembershipChange
 from ring_plugins.core.world import current
 from ring_plugins.lightning.environment import set_rank_zero
 from ring_plugins.lightning.joining import MeetingPoint
+from ring_plugins.lightning.loggers import take_over, take_versions, versions_of
 from ring_plugins.torch.device import memory_of
 
 T = TypeVar("T")
@@ -46,6 +47,8 @@ class LossFollower:
         self._world = current()
         self._world.elastic.changes.add(self._follow)
         self._metrics = [_Gathered(metric) for metric in module.modules() if _is_metric(metric)]
+        if not self._world.is_joining:
+            take_versions(trainer.loggers, strategy.broadcast(versions_of(trainer.loggers)))
         is_replaced = self._world.replaces and trainer.state.fn == "fit"
         self._meeting_point = MeetingPoint(strategy, trainer) if is_replaced else None
 
@@ -55,7 +58,7 @@ class LossFollower:
                 logger.finalize("success")
         if change.rank < change.rank_before or change.joined:
             for logger in self._trainer.loggers if change.rank == 0 else ():
-                _begin_another_version(logger, self._world.world_rank)
+                take_over(logger)
         set_rank_zero(change.rank)
         strategy = self._strategy()
         if strategy is not None:
@@ -74,21 +77,6 @@ class LossFollower:
         self._metrics.clear()
         if self._meeting_point is not None:
             self._meeting_point.close()
-
-
-def _begin_another_version(logger: Any, number: int) -> None:
-    """Keep a `CSVLogger` that takes over from deleting what was logged: it deletes files of its version at first.
-
-    Lightning 2.6.6, fabric/loggers/csv_logs.py:243.
-
-    Args:
-        logger: any.
-        number: that no other process has.
-    """
-    is_csv = any(kind.__name__ == "CSVLogger" for kind in type(logger).__mro__)
-    if is_csv and logger._experiment is None:
-        version = logger.version
-        logger._version = f"{version}_{number}" if isinstance(version, str) else None  # the next one that is free
 
 
 # torchmetrics -------------------------------------------------------------------------------------

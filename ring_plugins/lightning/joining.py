@@ -38,6 +38,7 @@ from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.handover import fails_alone
 from ring_plugins.core.joining import admit, join
 from ring_plugins.core.world import current
+from ring_plugins.lightning.loggers import take_versions, versions_of
 from ring_plugins.torch.loaders import divide_anew, from_batch
 from ring_plugins.torch.training_state import share_state
 
@@ -170,6 +171,7 @@ class MeetingPoint:
             "buffers": {name: buffer for name, buffer in named if name not in checkpoint["state_dict"]},
             "metrics": {name: dict(getattr(connector, name)) for name in _OF_METRICS},
             "checkpoints": [[getattr(one, name) for name in _OF_CHECKPOINTS] for one in trainer.checkpoint_callbacks],
+            "loggers": versions_of(trainer.loggers),
             "batches": trainer.num_training_batches,
             "reloads": (fit_loop._last_train_dl_reload_epoch, val_loop._last_val_dl_reload_epoch),
             "validates": val_loop._combined_loader is not None,
@@ -194,6 +196,7 @@ class MeetingPoint:
             for name, buffer in trainer.lightning_module.named_buffers():
                 if name in state["buffers"]:
                     buffer.copy_(state["buffers"][name])
+        take_versions(trainer.loggers, state["loggers"])
         for name, metrics in state["metrics"].items():
             getattr(connector, name).update(metrics)
         trainer.should_stop = state["stops"]

@@ -38,6 +38,10 @@ _ARGUMENTS_OF_OTHERS = {
     "model_averaging_period": "leave it out: gradients are averaged in every step",
     "num_nodes": "pass it to the Trainer or Fabric, and start one process a rank by mpirun, torchrun or srun",
 }
+_ARGUMENTS_OF_OTHERS["on_failure"] = _ARGUMENTS_OF_OTHERS["min_ranks"] = _ARGUMENTS_OF_OTHERS["max_ranks"] = (
+    "leave it out: jobs of Fabric end with the first rank that is lost. Those of a Trainer with RingStrategy, and of "
+    "plain PyTorch loops with ring_plugins.torch, can go on"
+)
 _ARGUMENTS_OF_OTHERS["ddp_comm_state"] = _ARGUMENTS_OF_OTHERS["ddp_comm_wrapper"] = _ARGUMENTS_OF_OTHERS[
     "ddp_comm_hook"
 ]

@@ -72,6 +72,8 @@ def test_an_argument_that_cannot_work_is_refused_with_what_to_do(arguments, text
 def test_fabric_refuses_arguments_too():
     with pytest.raises(ArgumentError, match="RingFabricStrategy has no argument static_graph"):
         RingFabricStrategy(static_graph=True)
+    with pytest.raises(ArgumentError, match="on_failure .*Those of a Trainer with RingStrategy, .* can go on"):
+        RingFabricStrategy(on_failure="replace")
 
 
 @pytest.mark.parametrize(
