@@ -121,8 +121,7 @@ def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: in
         policy.check_size(ranks)
         # This process would be the parent of the other ranks, which could not outlive it.
         restart_under_ring_run(ranks, policy.min_ranks, policy.on_failure, policy.max_ranks)
-    if generation:
-        raise ArgumentError(f'init() cannot be called again after shutdown() with on_failure="{policy.on_failure}".')
+    _check_the_first_start(policy, generation, is_under_ring_run)
     if record.kind == "rendezvous" and (own_seat() is not None or (is_under_ring_run and config.LAUNCHER.is_set())):
         _check_that_it_does_not_grow(policy)
         return  # the supervisor of this host lets the others go on, and so do Spark and Ray
@@ -155,6 +154,17 @@ def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: in
         raise ArgumentError(
             f"max_ranks={policy.max_ranks}, but {record.by} was told to have up to {seats} ranks: start the job with "
             f"`ring run --max-ranks {policy.max_ranks}`, or leave max_ranks out of init()."
+        )
+
+
+def _check_the_first_start(policy: FailurePolicy, generation: int, is_under_ring_run: bool) -> None:
+    """Check that this is the first `init` of a job that was started with the same `on_failure`."""
+    if generation:
+        raise ArgumentError(f'init() cannot be called again after shutdown() with on_failure="{policy.on_failure}".')
+    if policy.replaces and is_under_ring_run and config.ON_FAILURE.get() != policy.on_failure:
+        raise ArgumentError(
+            'init(on_failure="replace"): the job was started with on_failure="continue", so nobody would take the '
+            f"place of a lost rank: start it with `ring run --on-failure replace`, or {_REMEDY}."
         )
 
 

@@ -29,6 +29,8 @@ from ring_plugins.torch.store import StoredFailure, exchange_through_store
 #: How often this process created a group of each name. All members count alike, so a group that is destroyed and
 #: created again uses fresh keys in a store that still holds the old ones.
 _created: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+#: What a job cannot have that is to go on after losses.
+_WHAT = 'torch.distributed with the backend "ring"'
 
 
 def register() -> None:
@@ -61,6 +63,8 @@ def create_process_group(options: Any, _backend_options: Any = None) -> RingProc
         LaunchError: the group is larger than the job that ring_plugins sees.
     """
     rank, size, group_id = options.group_rank, options.group_size, options.group_id
+    if world.is_initialized():  # first of all: the store is gone where another rank has been refused already
+        world.current().refuse_to_heal(_WHAT)
     # A separate connection, where torch can clone one (2.5), so that our threads never wait while the script uses it.
     base = options.store.clone() if hasattr(options.store, "clone") else options.store
     prefix = f"ring/{next(_created[group_id])}"
@@ -69,7 +73,7 @@ def create_process_group(options: Any, _backend_options: Any = None) -> RingProc
         # The script started its processes itself and gave torch their ranks.
         adopt(PrefixStore("world", store), rank, size)
     own = world.init()
-    own.refuse_to_heal('torch.distributed with the backend "ring"')
+    own.refuse_to_heal(_WHAT)
     if size > own.topology.size:
         raise LaunchError(
             f"torch.distributed was asked for {size} ranks, but ring_plugins runs {own.topology.size} "

@@ -153,6 +153,7 @@ def store_from_world(timeout: timedelta = _TIMEOUT) -> tuple[Store, int, int]:
     else:
         addresses, port = own.communicator.broadcast_object(None, root=0)
         store = _connect(addresses, port, topology.size, timeout)
+    own.communicator.barrier()  # the store lives in rank 0, which may be refused what it wants it for
     return store, topology.rank, topology.size
 
 

@@ -70,9 +70,13 @@ def test_a_job_has_no_fewer_ranks_than_min_ranks_and_no_more_than_max_ranks(monk
             policy.check_size(ranks)
     monkeypatch.setenv("RING_SPAWNED", "5:0:2:0:3")
     monkeypatch.setenv("RING_LOSSES_TOLERATED", "1")
+    monkeypatch.setenv("RING_ON_FAILURE", "replace")
     prepare_to_continue(None, FailurePolicy(True, 1, True, 3), 0)
     with pytest.raises(ArgumentError, match=r"max_ranks=4, but ring run was told to have up to 3 ranks"):
         prepare_to_continue(None, FailurePolicy(True, 1, True, 4), 0)
+    monkeypatch.setenv("RING_ON_FAILURE", "continue")
+    with pytest.raises(ArgumentError, match="nobody would take the place of a lost rank: start it"):
+        prepare_to_continue(None, FailurePolicy(True, 1, True), 0)
 
 
 def test_a_job_with_a_supervisor_on_each_host_does_not_grow(monkeypatch):

@@ -183,13 +183,9 @@ def test_what_does_not_survive_a_loss_is_refused_with_a_remedy():
             named = list(model.named_parameters())
             return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named, **options)
 
-        def backend():
+        def backend():  # rank 0, which has the store, is refused before the other has connected to it
             import torch.distributed as dist
-            import ring_plugins.torch
-            store = dist.HashStore()
-            from ring_plugins.torch.backend import create_process_group
-            from types import SimpleNamespace
-            create_process_group(SimpleNamespace(store=store, group_rank=0, group_size=2, group_id="0"))
+            dist.init_process_group("ring")
 
         from ring_plugins.torch import differentiable, GradientAverager
         report("found", {
@@ -198,6 +194,7 @@ def test_what_does_not_survive_a_loss_is_refused_with_a_remedy():
             "shard": refused(lambda: optimizer(shard=True)),
             "sparse": refused(lambda: GradientAverager(torch.nn.Embedding(4, 2, sparse=True))),
             "backend": refused(backend),
+            "backend of the CPU": refused(lambda: torch.distributed.init_process_group("cpu:ring")),
             "gradients": refused(lambda: differentiable.all_reduce(torch.zeros(2, requires_grad=True))),
             "group": refused(lambda: world.current().new_communicator("one", [ring.rank()], lambda item: [item])),
             "messages": refused(world.current().messenger),
