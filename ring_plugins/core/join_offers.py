@@ -154,7 +154,7 @@ def agreed(offers: Mapping[int, Mapping[int, dict[str, Any]]], call: Call) -> di
             raise DifferentScript(
                 f"rank {rank} cannot join: its script has come to another place. It has made {_listed(found)}, and the "
                 f"others have {_listed(wanted)}. Make optimizers and averagers in the same order on all ranks, before "
-                "the TrainingState."
+                "the TrainingState. If the others have frozen or unfrozen parameters since, no process can join."
             )
     return first
 
