@@ -52,6 +52,8 @@ class Follows(keras.callbacks.Callback):
         return {"step": self.step, "history": list(self.history), "rates": list(self.rates)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if (0, "load raises") in self.mine:
+            raise KeyError("a callback that cannot load")
         vars(self).update(state)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

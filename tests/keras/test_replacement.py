@@ -107,6 +107,15 @@ def test_a_newcomer_may_die_while_it_joins_and_the_next_one_joins(point):
 
 
 @pytest.mark.slow
+def test_a_newcomer_that_cannot_load_the_state_ends_alone_and_the_next_one_joins():
+    result = fit("torch", [[1, 1, "now"], [1, 0, "newcomer load raises"]])
+    _, numbers = check(result)
+    assert numbers[1] == 4
+    assert "KeyError: 'a callback that cannot load'" in result.output
+    assert "It ends, and the other ranks go on without it:" in result.output
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("point", [f"round {n} {when}" for n in (1, 3) for when in ("before", "in")])

@@ -110,6 +110,8 @@ class Model(L.LightningModule):
         checkpoint["history"], checkpoint["validated"] = self.history, self.validated
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if (0, "load raises") in self.mine:
+            raise KeyError("a module that cannot load")
         self.history, self.validated = list(checkpoint["history"]), list(checkpoint["validated"])
 
 

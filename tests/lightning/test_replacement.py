@@ -111,6 +111,18 @@ def test_a_newcomer_may_die_while_it_joins_and_the_next_one_joins(tmp_path, poin
 
 
 @pytest.mark.slow
+def test_a_newcomer_that_cannot_load_the_state_ends_alone_and_the_next_one_joins(tmp_path):
+    """In the place of rank 0: the others take over its logger once more."""
+    result = fit(tmp_path, [[0, 2, "now"], [0, 0, "newcomer load raises"]])
+    _, own = check(result)
+    assert own[0]["number"] == 4
+    assert "KeyError: 'a module that cannot load'" in result.output
+    assert "It ends, and the other ranks go on without it:" in result.output
+    steps = logged(tmp_path)
+    assert sorted(set(steps)) == steps and len(steps) >= EPOCHS * BATCHES - 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("point", [f"round {n} {when}" for n in (1, 3) for when in ("before", "in")])
 def test_so_may_a_member_while_another_process_joins(tmp_path, victim, point):
