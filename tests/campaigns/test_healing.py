@@ -90,6 +90,7 @@ def test_users_start_jobs_in_all_ways_and_all_kinds_of_faults_come_to_them():
     assert {(plan.launcher, bool(plan.nodes), plan.replaces) for plan in plans} == {
         *((launcher, False, replaces) for launcher in LAUNCHERS for replaces in (False, True)),
         *((launcher, True, False) for launcher in LAUNCHERS if launcher != "python"),
+        ("ring run", True, True),
     }
     faces = Counter((plan.face, plan.backend) for plan in plans)
     assert set(faces) == set(LAUNCHED_FACES) and faces["torch", "torch"] > 0.75 * len(plans)
