@@ -220,6 +220,10 @@ def _check_that_losses_can_be_tolerated(options: Options, ranks: int, is_local: 
         raise ArgumentError(
             f"--max-ranks {most} works on this host only: name no others, or leave it out and unset RING_MAX_RANKS."
         )
+    if options.spares > (most or ranks):
+        raise ArgumentError(
+            f"--spares {options.spares} is more than the {most or ranks} ranks whose places spares can take."
+        )
     if ranks == 1 and most is not None and most > 1:
         raise ArgumentError(f"--max-ranks {most}: a job of one rank cannot grow. Start it with -n 2 or more.")
 
