@@ -14,7 +14,7 @@ from tests.worker import report, transport
 variable, _, value = os.environ.get("ON_" + socket.gethostname(), "").partition("=")
 os.environ |= {variable: value} if variable else {}
 ring.init()
-peers = getattr(transport(), "_peers", None)  # MPI's transport does not know addresses
+peers = getattr(transport(), "peers", None)  # MPI's transport does not know addresses
 report("address", peers and peers[ring.rank()].address)
 assert ring.all_reduce(np.ones(3), ring.SUM)[0] == ring.size()
 """
