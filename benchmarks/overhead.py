@@ -1,6 +1,6 @@
 """Processor time per training step in ring_plugins' Python, by number of parameters and ranks.
 
-    python benchmarks/overhead.py            # about four minutes
+    python benchmarks/overhead.py            # about a minute
 
 The parameters are tiny, so there is almost nothing to send. The figure is the processor time per step of all threads of
 one rank, with averaging minus without, so it is valid even if ranks share cores.
