@@ -114,12 +114,11 @@ class Admission:
         if missing and set(gone).issuperset(missing):
             raise NotAdmitted("")
         if missing and self._own.rank in self._members and time.monotonic() - self._began > _PATIENCE:
-            # All members have told, or else a newcomer that works could wait for one of them.
-            self._kill_newcomers([peer for peer in self._others if peer.rank in missing])
+            self._kill_newcomers([peer for peer in self._others if peer.rank in missing and peer.rank not in gone])
         return not missing
 
     def _kill_newcomers(self, missing: Sequence[Liveness]) -> None:
-        """Kill those that are missing, if no member is."""
+        """Kill those that live and are missing, if no member is: a newcomer that works could wait for that one."""
         if not self._members.isdisjoint(peer.rank for peer in missing):
             return
         for peer in missing:

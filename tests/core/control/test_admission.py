@@ -111,6 +111,14 @@ def test_a_newcomer_that_does_not_answer_is_killed_and_a_member_is_not(monkeypat
         one.tell(1, b"")
     assert peers.run(gather, gather_late, None)[:2] == ["not admitted: "] * 2
     assert set(killed) == {(os.getpid(), signal.SIGKILL)}
+    peers.dead.clear()  # so it is if a member dies in the same round
+    killed.clear()
+    for one in peers.own:
+        one.tell(0, b"")
+        one.tell(1, b"")
+    peers.dead.add(1)
+    assert peers.run(gather, None, None)[0] == "not admitted: "
+    assert set(killed) == {(os.getpid(), signal.SIGKILL)}
 
 
 def test_a_process_that_waits_to_join_says_for_whom_and_what_they_have_to_do(monkeypatch):
