@@ -112,7 +112,8 @@ class Elastic:
         assert observers is not None
         peers = self._peers_here()
         membership: Membership | Mesh
-        has_supervisor = self.seat is not None and self._policy.replaces  # of the only host, which is another one
+        # `ring run -H` may have started all ranks on one other host. Processes join there as between hosts.
+        has_supervisor = self.seat is not None and self._policy.replaces
         is_here = self._processes.topology.num_nodes == 1 and not has_supervisor
         if joined is None and (self._job.is_joining or is_here):
             self._membership = membership = Membership(peers)

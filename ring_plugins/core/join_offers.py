@@ -1,4 +1,7 @@
-"""What the processes of a job tell each other when one of them joins it, and how they compare that."""
+"""What the processes of a job tell each other when others join it, and what they do with that.
+
+On one host (joining.py) and between hosts (joining_between_hosts.py) alike. Only the rounds differ in which they tell.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ class Call(NamedTuple):
                 Occupant(_number(seat), _number(rank), _address(address)) for seat, rank, address in found["everyone"]
             ]
             return cls(_number(found["start"]), everyone, [_number(rank) for rank in found["newcomers"]])
-        except UNREADABLE:
+        except _UNREADABLE:
             return None
 
     @property
@@ -62,6 +65,21 @@ def newcomers_here(seat: OwnSeat) -> list[tuple[Liveness, Address, dict[str, Any
     return found
 
 
+class Renewal(NamedTuple):
+    """What a communicator goes on with.
+
+    Attributes:
+        segments: fresh control pages of the ranks of this host; none where nobody of this host joins.
+        parts: those of each shared buffer, likewise.
+        key, operations: as in `HealingCommunicator.renew`.
+    """
+
+    segments: list[Segment]
+    parts: list[list[Segment]]
+    key: int
+    operations: int
+
+
 class DifferentScript(NotAdmitted):
     """A newcomer has come to another place in the script than the members; the text says how that shows."""
 
@@ -77,16 +95,10 @@ def offer_of(communicator: HealingCommunicator, segment: Segment | None) -> dict
     }
 
 
-def open_segment(address: Sequence[int], rank: int) -> Segment:
-    """Map memory that a rank of this host has offered."""
-    pid, file, nbytes = address
-    return Segment.open((pid, file, nbytes), rank)
-
-
 # Reading what others have told: a mistake in it ends this attempt, on all ranks, and nothing else ------------------
 
 #: Errors that say so.
-UNREADABLE = (KeyError, TypeError, ValueError, AttributeError)
+_UNREADABLE = (KeyError, TypeError, ValueError, AttributeError)
 
 
 def _number(found: Any) -> int:
@@ -100,7 +112,7 @@ def _address(found: Any) -> Address:
     return _number(pid), _number(file), _number(nbytes)
 
 
-def check_like(member: Mapping[str, Any], found: Mapping[str, Any], is_new: bool) -> None:
+def _check_like(member: Mapping[str, Any], found: Mapping[str, Any], is_new: bool) -> None:
     """Check that what a process has told has the form of what a member has told, or the part that newcomers have."""
     for name in {"member", "place", "offers"}.intersection(member) if is_new else member:
         wanted, value = member[name], found[name]
@@ -108,7 +120,7 @@ def check_like(member: Mapping[str, Any], found: Mapping[str, Any], is_new: bool
             raise ValueError(name)
 
 
-def checked_offer(found: Any) -> dict[str, Any]:
+def _checked_offer(found: Any) -> dict[str, Any]:
     """What `offer_of` made, after its way through JSON."""
     return {
         "name": str(found["name"]),
@@ -119,7 +131,7 @@ def checked_offer(found: Any) -> dict[str, Any]:
     }
 
 
-def check_places(places: Mapping[int, str], call: Call) -> None:
+def _check_places(places: Mapping[int, str], call: Call) -> None:
     """Check that newcomers have come to the place in the script at which the members are.
 
     Raises:
@@ -134,7 +146,7 @@ def check_places(places: Mapping[int, str], call: Call) -> None:
             )
 
 
-def agreed(offers: Mapping[int, Mapping[int, dict[str, Any]]], call: Call) -> dict[int, dict[str, Any]]:
+def _agreed(offers: Mapping[int, Mapping[int, dict[str, Any]]], call: Call) -> dict[int, dict[str, Any]]:
     """The communicators that all have, by creation order, as a member tells of them.
 
     Raises:
@@ -166,3 +178,49 @@ def _shape(offer: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _listed(shapes: Mapping[int, tuple[Any, ...]]) -> str:
     return ", ".join(f"{name} ({sum(nbytes)} bytes)" for name, *nbytes in shapes.values())
+
+
+# What all do with it ------------------------------------------------------------------------------
+
+
+def map_offers(
+    told: Mapping[int, Mapping[str, Any]],
+    call: Call,
+    communicators: Mapping[int, HealingCommunicator],
+    own: Mapping[int, Segment],
+    rank: int,
+    here: Sequence[int],
+) -> dict[HealingCommunicator, Renewal]:
+    """Compare what all have told, and map the memory that they offer.
+
+    Args:
+        told: in the round of offers, by world rank.
+        call: who takes part.
+        communicators: of this process, by creation order.
+        own: segments that this process offers, likewise.
+        rank: its world rank.
+        here: world ranks whose memory is mapped.
+
+    Raises:
+        NotAdmitted: nobody joins, as all find alike.
+        SharedMemoryError: memory could not be mapped, which the others do not find.
+    """
+    first_member = next(one for one in call.ranks if one not in call.newcomers)
+    offers: dict[int, dict[int, dict[str, Any]]] = {}
+    for one, of_rank in told.items():
+        try:
+            _check_like(told[first_member], of_rank, one in call.newcomers)
+            offers[one] = {int(key): _checked_offer(offer) for key, offer in of_rank["offers"].items()}
+        except _UNREADABLE:
+            raise NotAdmitted(f"rank {one} has told what nobody understands.") from None
+    _check_places({one: of_rank["place"] for one, of_rank in told.items()}, call)
+    mapped = {}
+    for key, first in _agreed(offers, call).items():
+        if (communicator := communicators.get(key)) is None:
+            continue
+        segments = [own[key] if one == rank else Segment.open(offers[one][key]["pages"], one) for one in here]
+        parts = [
+            [Segment.open(offers[one][key]["buffers"][i], one) for one in here] for i in range(len(first["buffers"]))
+        ]
+        mapped[communicator] = Renewal(segments, parts, first["key"], first["operations"])
+    return mapped

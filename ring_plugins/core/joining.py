@@ -36,17 +36,7 @@ from ring_plugins.core.control.admission import Admission, NotAdmitted, begin_to
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.liveness import RUNNING, Liveness
 from ring_plugins.core.healing import MembershipChange, who_joined
-from ring_plugins.core.join_offers import (
-    UNREADABLE,
-    Call,
-    DifferentScript,
-    agreed,
-    check_like,
-    check_places,
-    checked_offer,
-    offer_of,
-    open_segment,
-)
+from ring_plugins.core.join_offers import Call, DifferentScript, Renewal, map_offers, offer_of
 from ring_plugins.core.linux.shared_memory import Address, Segment
 from ring_plugins.core.rendezvous.seats import Occupant, Seats
 from ring_plugins.core.rendezvous.spawn import seats
@@ -182,7 +172,7 @@ class Joined:
         call: who takes part.
         told: what each told in the second round, by world rank.
         peers: liveness of all others.
-        mapped: everyone's control pages and parts of buffers of each communicator, its key and its operations.
+        mapped: with what each communicator goes on.
     """
 
     def __init__(
@@ -190,7 +180,7 @@ class Joined:
         call: Call,
         told: Mapping[int, Mapping[str, Any]],
         peers: Sequence[Liveness],
-        mapped: Mapping[HealingCommunicator, tuple[list[Segment], list[list[Segment]], int, int]],
+        mapped: Mapping[HealingCommunicator, Renewal],
     ) -> None:
         self._call, self._told, self._peers, self._mapped = call, told, peers, mapped
 
@@ -295,28 +285,9 @@ def take_part(
         problem = f"rank {own.rank} {error}"
     offers = {key: offer_of(communicators[key], segment) for key, segment in segments.items()}
     told = admission.gather({**entry, "offers": offers, "problem": problem})
-    theirs: dict[int, dict[int, dict[str, Any]]] = {}
-    first_member = next(rank for rank in call.ranks if rank not in call.newcomers)
-    for rank, of_rank in told.items():
-        try:
-            check_like(told[first_member], of_rank, rank in call.newcomers)
-            theirs[rank] = {int(key): checked_offer(one) for key, one in of_rank["offers"].items()}
-        except UNREADABLE:  # as all find alike
-            raise NotAdmitted(f"rank {rank} has told what nobody understands.") from None
-    check_places({rank: of_rank["place"] for rank, of_rank in told.items()}, call)
-    first = agreed(theirs, call)
-    mapped: dict[HealingCommunicator, tuple[list[Segment], list[list[Segment]], int, int]] = {}
+    mapped: dict[HealingCommunicator, Renewal] = {}
     try:
-        for key, offer in first.items():
-            communicator = communicators.get(key)
-            if communicator is None:
-                continue
-            fresh = [segments[key] if r == own.rank else open_segment(theirs[r][key]["pages"], r) for r in call.ranks]
-            parts = [
-                [open_segment(theirs[rank][key]["buffers"][i], rank) for rank in call.ranks]
-                for i in range(len(offer["buffers"]))
-            ]
-            mapped[communicator] = fresh, parts, offer["key"], offer["operations"]
+        mapped = map_offers(told, call, communicators, segments, own.rank, call.ranks)
     except SharedMemoryError as error:
         problem = f"rank {own.rank} {error}"
     admission.gather({"problem": problem})

@@ -28,19 +28,7 @@ from ring_plugins.core.control.mesh import Mesh, MeshPeer
 from ring_plugins.core.control.mesh_admission import CALL, OFFERS, READY, Candidate, MeshAdmission
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.healing import who_joined
-from ring_plugins.core.join_offers import (
-    UNREADABLE,
-    Call,
-    DifferentScript,
-    agreed,
-    check_like,
-    check_places,
-    checked_offer,
-    newcomers_here,
-    offer_of,
-    open_segment,
-)
-from ring_plugins.core.linux.shared_memory import Segment
+from ring_plugins.core.join_offers import Call, DifferentScript, Renewal, map_offers, newcomers_here, offer_of
 from ring_plugins.core.net.listener import Peer
 from ring_plugins.core.rendezvous.seats import Occupant
 from ring_plugins.core.world import World
@@ -252,8 +240,7 @@ class _Agreement:
         processes: all of them.
         told: what each told, by world rank.
         peers: liveness of those others on this host that this process has mapped now.
-        mapped: of each communicator fresh pages and parts of buffers, both empty where nobody of this host joins, its
-            key and its operations.
+        mapped: with what each communicator goes on.
 
     Attributes:
         mesh: in a process that joins, its connections to the members.
@@ -268,7 +255,7 @@ class _Agreement:
         processes: Sequence[_Process],
         told: Mapping[int, Mapping[str, Any]],
         peers: Sequence[Liveness],
-        mapped: Mapping[HealingCommunicator, tuple[list[Segment], list[list[Segment]], int, int]],
+        mapped: Mapping[HealingCommunicator, Renewal],
     ) -> None:
         self._call, self._processes, self._told, self._peers, self._mapped = call, processes, told, peers, mapped
         self.take_over: Callable[[], None] = lambda: None
@@ -314,29 +301,8 @@ def _prepare(
         raise NotAdmitted(f"rank {own.rank} {error}") from None
     offers = {key: offer_of(communicator, segments.get(key)) for key, communicator in communicators.items()}
     told = gather(OFFERS, {**world.introduction(), "place": place, "offers": offers})
-    theirs: dict[int, dict[int, dict[str, Any]]] = {}
-    for rank, of_rank in told.items():
-        try:
-            check_like(told[members[0].rank], of_rank, rank == newcomer.rank)
-            theirs[rank] = {int(key): checked_offer(one) for key, one in of_rank["offers"].items()}
-        except UNREADABLE:
-            raise NotAdmitted(f"rank {rank} has told what nobody understands.") from None
-    check_places({rank: of_rank["place"] for rank, of_rank in told.items()}, call)
-    mapped: dict[HealingCommunicator, tuple[list[Segment], list[list[Segment]], int, int]] = {}
     try:
-        for key, first in agreed(theirs, call).items():
-            communicator = communicators.get(key)
-            if communicator is None:
-                continue
-            fresh: list[Segment] = []
-            parts: list[list[Segment]] = []
-            if is_here:
-                fresh = [segments[key] if r == own.rank else open_segment(theirs[r][key]["pages"], r) for r in here]
-                parts = [
-                    [open_segment(theirs[rank][key]["buffers"][i], rank) for rank in here]
-                    for i in range(len(first["buffers"]))
-                ]
-            mapped[communicator] = fresh, parts, first["key"], first["operations"]
+        mapped = map_offers(told, call, communicators, segments, own.rank, here if is_here else [])
     except SharedMemoryError as error:
         raise NotAdmitted(f"rank {own.rank} {error}") from None
     gather(READY, {})
