@@ -75,7 +75,7 @@ def run_replaced(
         def start(seat: int | None, process: int) -> Any:
             size = max(ranks, places.size_until_joined(seat) if process >= ranks and seat is not None else 0)
             variables = child_environment(segment, seat, size, os.getpid(), most)
-            variables |= {config.LOSSES_TOLERATED.name: "1"}
+            variables |= {config.LOSSES_TOLERATED.name: "1", config.ON_FAILURE.name: "replace"}
             variables |= {config.JOINS.name: str(process)} if process >= ranks else {}
             started.append(one := Forked(process, function, variables, directory))
             kept: Any = one

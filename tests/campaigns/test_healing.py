@@ -34,7 +34,7 @@ from tests.forked_ranks import Ended
 @pytest.mark.parametrize(
     ("jobs", "cases"),
     [
-        (9, ["one host", "several hosts", "replaced on hosts"]),
+        (8, ["one host", "several hosts", "replaced", "replaced on hosts"]),
         pytest.param(80, ["one host"], marks=pytest.mark.slow),
         pytest.param(80, ["several hosts"], marks=pytest.mark.slow),
         pytest.param(30, ["faces"], marks=pytest.mark.slow),
