@@ -19,6 +19,7 @@ import functools
 import io
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -255,7 +256,10 @@ def _at_exit(current: Callable[[], Job | None], shutdown: Callable[[], None]) ->
     if job is not None and status and not _failed and job.operations() == operations:  # else it caught SystemExit
         job.leave(status)
     shutdown()
-    status = spawn.wait_for_children(_failed)
+    try:
+        status = spawn.wait_for_children(_failed)
+    except KeyboardInterrupt:  # the others have got it, too, and end
+        status = spawn.wait_for_children(failed=True) or 128 + signal.SIGINT
     if status and not _failed:
         logging.shutdown()  # os._exit skips it, and the user's handlers may hold records
         flush_output()

@@ -100,6 +100,24 @@ def test_buffered_log_records_are_written_before_the_process_ends_with_a_childs_
     assert calls == ["logs written", 3]
 
 
+@pytest.mark.parametrize(("of_the_others", "status"), [(0, 130), (143, 143)])
+def test_ctrl_c_while_the_first_process_waits_for_the_others_ends_it_with_a_status(monkeypatch, of_the_others, status):
+    calls = []
+
+    def wait(failed):
+        calls.append(failed)
+        if not failed:
+            raise KeyboardInterrupt
+        return of_the_others
+
+    monkeypatch.setattr(exit_hooks.spawn, "wait_for_children", wait)
+    monkeypatch.setattr(exit_hooks, "_failed", False)
+    monkeypatch.setattr(exit_hooks.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(exit_hooks.os, "_exit", calls.append)
+    exit_hooks._at_exit(lambda: None, lambda: None)
+    assert calls == [False, True, status]
+
+
 @pytest.mark.parametrize(
     ("given", "operations", "told"),
     [((3,), 7, [3]), (("no data",), 7, [1]), ((), 7, []), ((0,), 7, []), ((3,), 8, [])],
