@@ -139,8 +139,8 @@ def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: in
         if is_by_hand(record):
             if policy.replaces:
                 raise ArgumentError(
-                    'on_failure="replace" needs somebody who starts processes in the places of lost ranks: start it '
-                    f"on one host with `ring run`, mpirun, torchrun or srun, or {_REMEDY}."
+                    'on_failure="replace" needs somebody who starts processes in the places of lost ranks: start the '
+                    f"job with `ring run`, mpirun, torchrun or srun, or {_REMEDY}."
                 )
             return
         hold_slot(record, policy.min_ranks, policy.on_failure, policy.max_ranks, _REMEDY)
@@ -204,8 +204,8 @@ def check_policies(
         )
     if not shares_memory and policies[0][2] and not has_seats:
         raise ArgumentError(
-            f'on_failure="replace" works on several hosts under `ring run -H`, but these are {job} without it: use '
-            f'on_failure="continue", or {_REMEDY}.'
+            'on_failure="replace" works on several hosts under `ring run -H`, mpirun, torchrun and srun, but these are '
+            f'{job} without them: use on_failure="continue", or {_REMEDY}.'
         )
     if not shares_memory and policies[0][3]:
         raise ArgumentError(f"max_ranks={policies[0][3]}: jobs grow on one host, but these are {job}: leave it out.")

@@ -153,7 +153,7 @@ def test_all_ranks_must_want_it_and_be_able_to():
     with pytest.raises(ArgumentError, match="min_ranks=3 is more than the 2 ranks"):
         check_policies([(True, 3, False), (True, 3, False)], True, False, "")
     with pytest.raises(
-        ArgumentError, match="works on several hosts under `ring run -H`, but these are 2 ranks on 2 hosts"
+        ArgumentError, match="works on several hosts under .* srun, but these are 2 ranks on 2 hosts without them"
     ):
         check_policies([(True, 1, True, 0)] * 2, False, True, "2 ranks on 2 hosts")
     check_policies([(True, 1, True, 0)] * 2, False, True, "2 ranks on 2 hosts", has_seats=True)
@@ -166,7 +166,7 @@ def test_ranks_that_were_started_one_by_one_need_nobody_who_holds_their_slots(mo
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(healing, "hold_slot", lambda *arguments: sys.exit())
     prepare_to_continue(None, CONTINUE, 0)
-    with pytest.raises(ArgumentError, match=r'"replace" needs somebody .* on one host with `ring run`'):
+    with pytest.raises(ArgumentError, match=r'"replace" needs somebody .* start the job with `ring run`, mpirun'):
         prepare_to_continue(None, FailurePolicy(True, 1, True), 0)
     with pytest.raises(ArgumentError, match="cannot be called again"):
         prepare_to_continue(None, CONTINUE, 1)

@@ -16,6 +16,7 @@ launcher has bound any slot to.
 host of srun's step. They tell each other where they are and what they would run, and leave MPI in good order. Then they
 become holders, too, but the first of each host starts a supervisor of that host's ranks (launcher/held_host.py). These
 supervisors work together as those that `ring run` starts by ssh; the one on rank 0's host also takes `ring run`'s part.
+A process that takes the place of a lost rank is started by its host's supervisor there, too, and no holder knows of it.
 
 Considered and rejected: a holder in every slot with its own rank below it. Those ranks would have to meet by the
 launcher's own means, MPI among them, which ends the job when a rank is gone (MPICH, also with -disable-auto-cleanup) or
@@ -91,6 +92,11 @@ def hold_slot(record: LaunchRecord, min_ranks: int, on_failure: str, max_ranks: 
     if size is None and max_ranks:
         raise ArgumentError(
             f"max_ranks={max_ranks} does not work under {record.by} on several hosts, only on one: leave it out."
+        )
+    if size is None and (spares := config.SPARES.get()):
+        raise ArgumentError(
+            f"{config.SPARES.name}={spares} does not work under {record.by} on several hosts, only on one: unset it. "
+            'With on_failure="replace", lost ranks are then replaced by processes that start at that moment.'
         )
     refused = f'on_failure="{on_failure}" does not work under {record.by} if'
     if world_size_if_initialized():
@@ -180,6 +186,7 @@ def _meet_on_several_hosts(record: LaunchRecord, work: str, command: list[str], 
         "command": command,
         "environment": policy,
         "patience": config.START_TIMEOUT.get(),
+        "replaces": policy[config.ON_FAILURE.name] == "replace",
     }
     return _Place(job, [(everyone[own[0]]["host"], own) for own in ranks.values()])
 
@@ -206,7 +213,7 @@ def _size_on_this_host(record: LaunchRecord, on_failure: str, remedy: str) -> in
     if is_known and record.size is not None and not config.VIRTUAL_NODES.get():
         if record.size == local:
             return record.size
-        if on_failure == "continue" and is_available():
+        if is_available():
             return None
     here = f", which were to act as several (unset {config.VIRTUAL_NODES.name})" if config.VIRTUAL_NODES.get() else ""
     raise ArgumentError(

@@ -188,7 +188,12 @@ def test_what_cannot_work_is_refused(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     one_host = LaunchRecord("mpi", "mpirun (Open MPI)", 1, 4, 1, 4)
     several = LaunchRecord("mpi", "mpirun (Open MPI)", 1, 4, 1, 2)
-    refused(several, r"\"replace\" does not work under mpirun \(Open MPI\) if it does not start", "replace")
+    with monkeypatch.context() as without:
+        without.setenv("RING_SHARED_MEMORY", "0")
+        refused(several, r"\"replace\" does not work under mpirun \(Open MPI\) if it does not start", "replace")
+    with monkeypatch.context() as kept:
+        kept.setenv("RING_SPARES", "1")
+        refused(several, r"RING_SPARES=1 does not work under mpirun \(Open MPI\) on several hosts.*unset it", "replace")
     refused(
         LaunchRecord("mpi", "MPI", 1), "work under MPI if it does not start all ranks on this host. It works on one"
     )
@@ -202,7 +207,8 @@ def test_what_cannot_work_is_refused(monkeypatch):
     monkeypatch.setattr(slots, "_launcher", lambda own: 0)
     refused(one_host, "containers of their own")
     refused(several, "containers of their own")
-    refused(LaunchRecord("mpi", "mpirun (PMIx)", 1, 4, 1), "if it does not start all ranks on this host", "replace")
+    refused(several, "containers of their own", "replace")
+    refused(LaunchRecord("mpi", "mpirun (PMIx)", 1, 4, 1), "containers of their own", "replace")
     monkeypatch.setenv("SLURM_STEP_NUM_NODES", "1")
     refused(LaunchRecord("mpi", "mpirun (PMIx)", 1, 4, 1), "containers of their own")  # as far as any other here
     monkeypatch.setenv("RING_VIRTUAL_NODES", "2")
@@ -221,12 +227,14 @@ def test_processes_that_meet_on_several_hosts_learn_where_each_is(monkeypatch):
 
     monkeypatch.setattr(slots.mpi, "exchange", exchange)
     monkeypatch.setattr(slots, "shared_memory_domain", lambda: "b")
-    job, hosts = slots._meet_on_several_hosts(record, "1", ["python", "x.py"], {"RING_ON_FAILURE": "continue"})
+    job, hosts = slots._meet_on_several_hosts(record, "1", ["python", "x.py"], {"RING_ON_FAILURE": "replace"})
     assert hosts == [("a", [0, 2]), ("b", [1, 3])]
     assert HostJob(**job).ranks == [1, 3] and job["index"] == 1 and job["addresses"] == ["10.0.0.1"]
-    assert (job["port"], job["key"], job["size"], job["hosts"]) == (7, "hush", 4, 2)
+    assert (job["port"], job["key"], job["size"], job["hosts"], job["replaces"]) == (7, "hush", 4, 2, True)
+    policy = {"RING_ON_FAILURE": "continue"}
+    assert not slots._meet_on_several_hosts(record, "1", ["python"], policy).job["replaces"]
     with pytest.raises(ArgumentError, match="rank 3 has another command, directory or min_ranks than rank 0"):
-        slots._meet_on_several_hosts(record, "2", ["python"], {})
+        slots._meet_on_several_hosts(record, "2", ["python"], policy)
 
 
 def test_ranks_get_no_variable_that_tells_a_process_of_the_launcher_who_it_is():
