@@ -220,6 +220,9 @@ class Elastic:
         processes.follow(membership.ranks)
         after = processes.topology
         set_rank(after.rank)
+        if (places := self.seat or seats()) is not None:
+            for rank in lost:
+                places.note_lost(rank)
         gone = tuple(lost), before.rank, size_before
         self.changes.untold.append(MembershipChange(*gone, after.rank, after.size, tuple(left), tuple(joined)))
         if self._job.channel is not None and processes.own == 0 and not joined:

@@ -165,8 +165,9 @@ def _agreed(offers: Mapping[int, Mapping[int, dict[str, Any]]], call: Call) -> d
         if (found := {key: _shape(offer) for key, offer in offers[rank].items()}) != wanted:
             raise DifferentScript(
                 f"rank {rank} cannot join: its script has come to another place. It has made {_listed(found)}, and the "
-                f"others have {_listed(wanted)}. Make optimizers and averagers in the same order on all ranks, before "
-                "the TrainingState. If the others have frozen or unfrozen parameters since, no process can join."
+                f"others have {_listed(wanted)}. Make the same model on all ranks, and optimizers and averagers in the "
+                "same order, before the TrainingState. If the others have frozen or unfrozen parameters since, no "
+                "process can join."
             )
     return first
 

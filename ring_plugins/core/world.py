@@ -173,7 +173,7 @@ class World:
                 where = {"secret": self.transport.listener.secret, "address": self.transport.address}
                 self.own_seat.write_card({**where, **self.processes.card()})
             self.own_seat.take_part(rank, own.address if own is not None else (0, 0, 0))
-        if self.replaces and own is not None and (places := seats()) is not None:
+        if self.heals and own is not None and (places := seats()) is not None:
             places.take(Occupant(rank, rank, own.address), as_member=True)
 
     def _connect_alone(self) -> None:

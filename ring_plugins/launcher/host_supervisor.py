@@ -36,7 +36,7 @@ from ring_plugins.core.rendezvous.seats import OwnSeat
 from ring_plugins.core.rendezvous.spawn import ending, silent_end
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.rank_assignment import RankAssignment
-from ring_plugins.launcher.replacements import Replacements
+from ring_plugins.launcher.replacements import Replacements, has_vanished
 from ring_plugins.launcher.supervision import Supervisor
 
 #: Seconds without traffic before the kernel probes the other host, and between its probes.
@@ -316,7 +316,7 @@ class HostRanks:
     def _tell_of_empty_places(self) -> None:
         """Say that nobody is replaced if all ranks of this host are lost: none is left that lets another one join."""
         codes = self._codes()
-        lost = all((code or 0) < 0 or self._seats.has_left(local) for local, code in enumerate(codes))
+        lost = all((code or 0) < 0 or self._is_gone(local) for local, code in enumerate(codes))
         is_over = self._status is not None or self._supervisor.signalled is not None
         if self._replacements is not None and lost and self._job.hosts > 1 and not is_over:
             _tell_user(
@@ -368,18 +368,24 @@ class HostRanks:
 
     def _is_out(self, local: int) -> bool:
         has_not_joined = self._replacements is not None and self._replacements.is_out(local)
-        return self._seats.is_cut_off(local) or self._seats.has_left(local) or has_not_joined
+        return self._seats.is_cut_off(local) or self._is_gone(local) or has_not_joined
+
+    def _is_gone(self, local: int) -> bool:
+        """Whether a rank has left, or was lost although it ended with status 0."""
+        return self._seats.has_left(local) or has_vanished(self._supervisor, self._seats, local)
 
     def _ends(self) -> list[list[Any]]:
         """Each rank that has ended: its number, its `returncode`, and how if that does not say it.
 
-        It has "left", was "cut off" since others go on without it, or was too "late" to take the place of another.
+        It has "left", was "cut off" since others go on without it, was "lost" although its `returncode` is 0, or was
+        too "late" to take the place of another.
         """
         ends: list[list[Any]] = []
         late = self._replacements.late if self._replacements is not None else ()
         for local, (rank, code) in enumerate(zip(self._job.ranks, self._codes(), strict=True)):
             if code is not None:
                 how = "left" if self._seats.has_left(local) else "cut off" if self._seats.is_cut_off(local) else ""
+                how = "lost" if has_vanished(self._supervisor, self._seats, local) else how
                 ends.append([rank, code, "late" if local in late else how])
         return ends
 

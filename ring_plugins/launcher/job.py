@@ -24,7 +24,7 @@ from ring_plugins.launcher.launch_plan import LaunchPlan
 from ring_plugins.launcher.lingering import LingeringMpirun, OtherHosts
 from ring_plugins.launcher.lost_host import LostHost
 from ring_plugins.launcher.output import Relay
-from ring_plugins.launcher.replacements import Replacements, how_often
+from ring_plugins.launcher.replacements import Replacements, has_vanished, how_often
 from ring_plugins.launcher.spares import Spares
 from ring_plugins.launcher.supervision import Supervisor
 
@@ -178,9 +178,9 @@ def _failed_rank(supervisor: Supervisor, seats: Seats, replacements: Replacement
     left = [rank for rank in everyone if seats.has_left(rank)]
     codes = [(rank, supervisor.processes[rank].returncode) for rank in everyone if not supervisor.is_out(rank)]
     failed = [(rank, code) for rank, code in codes if code]
-    dead = [rank for rank, _ in failed]
+    dead = [rank for rank in everyone if rank in dict(failed) or has_vanished(supervisor, seats, rank)]
     filled, late, added = replacements.filled, replacements.late, replacements.added
-    if not (failed or left or filled or late or added) or supervisor.signalled is not None:
+    if not (dead or left or filled or late or added) or supervisor.signalled is not None:
         return None
     if supervisor.has_succeeded():
         told = [f"{name_ranks(ranks)} {how}" for ranks, how in ((left, "left"), (dead, "died")) if ranks]

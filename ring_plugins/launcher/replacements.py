@@ -93,8 +93,12 @@ class Replacements:
         return f"ok: {name_ranks(list(range(first, self._wanted)))} will join where an epoch begins"
 
     def is_out(self, seat: int) -> bool:
-        """Whether the end of a seat's process does not matter: it has left, or it was to join and has not yet."""
-        return self._seats.has_left(seat) or (self._is_new(seat) and not self._has_joined(seat))
+        """Whether the end of a seat's process does not matter.
+
+        It has left, or was to join and has not yet, or was lost, although it ended with status 0 (`os._exit(0)`).
+        """
+        was_to_join = self._is_new(seat) and not self._has_joined(seat)
+        return self._seats.has_left(seat) or was_to_join or has_vanished(self._supervisor, self._seats, seat)
 
     def _is_new(self, seat: int) -> bool:
         return self._ranks[seat] >= self._first_new
@@ -126,7 +130,7 @@ class Replacements:
 
     def _is_lost(self, seat: int, code: int) -> bool:
         if self._has_joined(seat):
-            return code != 0 or self._seats.has_left(seat)
+            return code != 0 or self._seats.has_left(seat) or self._seats.is_lost(seat)
         return code != 0 and self._is_new(seat)  # one that ends with 0 has found that the job is over
 
     def _fill(self, seat: int, notify: Callable[[str], None]) -> bool:
@@ -186,6 +190,11 @@ class Replacements:
             self._seats.clear(closed)
         del self._supervisor.processes[seat:], self._ranks[seat:]
         self._wanted = self._seats.in_use = seat
+
+
+def has_vanished(supervisor: Supervisor, seats: Seats, seat: int) -> bool:
+    """Whether the process of a seat has ended with status 0 before the job's end, and the others went on without it."""
+    return seats.is_lost(seat) and supervisor.processes[seat].returncode == 0
 
 
 def how_often(replaced: Mapping[int, int]) -> str:

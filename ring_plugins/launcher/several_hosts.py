@@ -286,11 +286,11 @@ class Coordinator:
         if self._failed:
             rank, code, _ = min(self._failed, key=lambda end: end[1] == 1)  # those that end because of another have 1
             return code, f"rank {rank} ended with {ending(code)}."
-        died = [end for end in ends if end[1] < 0 and not end[2]]
+        died = [end for end in ends if (end[1] < 0 and not end[2]) or end[2] == "lost"]
         cut = [rank for rank, _, how in ends if how == "cut off"]
         left = [rank for rank, _, how in ends if how == "left"]
         late = [rank for rank, _, how in ends if how == "late"]
-        well = [end for end in ends if not end[1] and end[2] not in ("cut off", "late")]
+        well = [end for end in ends if not end[1] and end[2] not in ("cut off", "late", "lost")]
         replaced = {rank: times for host in self._hosts for rank, times in host.replaced.items()}
         told = [f"other processes took the place of {how_often(replaced)}"] if replaced else []
         told += [f"{name_ranks(left)} left"] if left else []
@@ -305,9 +305,11 @@ class Coordinator:
         if lost and (cut or not died):
             where = " and ".join(host.name for host in lost)
             return 1, f"{', '.join(told)}. The ranks on {where} may have gone on; nobody here can tell."
-        if len(died) == 1:
-            return 128 - died[0][1], f"rank {died[0][0]} {silent_end(died[0][1])}."
-        return (128 - died[0][1] if died else 1), f"{', '.join(told)}, and no rank is left."
+        killed = [end for end in died if end[1]]  # rather than ended with status 0, before the others
+        status = 128 - killed[0][1] if killed else 1
+        if len(died) == 1 and killed:
+            return status, f"rank {died[0][0]} {silent_end(died[0][1])}."
+        return status, f"{', '.join(told)}, and no rank is left."
 
 
 def commands(job: JobSpec) -> list[tuple[str, list[str]]]:

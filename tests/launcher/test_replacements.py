@@ -88,6 +88,28 @@ def test_one_that_ends_normally_or_fails_is_not_replaced(job, code):
     assert not job.started
 
 
+def test_one_that_ends_with_status_0_while_the_others_go_on_without_it_is_lost(job):
+    job.run("time.sleep(3600)")
+    job.run("sys.exit(0)").wait()
+    job.join(0, 0)
+    job.join(1, 1)
+    job.seats.note_lost(1)
+    assert job.replacements.is_out(1) and not job.replacements.is_out(0)
+    job.replacements.tick()
+    assert job.started == [(1, 4)]
+
+
+def test_a_lost_one_that_ended_with_another_status_still_ends_the_job(job):
+    job.run("time.sleep(3600)")
+    job.run("sys.exit(3)").wait()
+    job.join(0, 0)
+    job.join(1, 1)
+    job.seats.note_lost(1)
+    assert not job.replacements.is_out(1)
+    job.replacements.tick()
+    assert not job.started
+
+
 def test_one_that_has_not_joined_when_the_others_end_is_killed(job):
     living = job.run("time.sleep(3600)")
     job.run("os.kill(os.getpid(), 9)").wait()

@@ -91,6 +91,33 @@ def test_a_rank_that_is_killed_in_init_ends_the_job_at_once_under_its_name(on_fa
     assert "before it completed ring_plugins.init(), where the others wait for it." in result.stderr
 
 
+@pytest.mark.parametrize(
+    "on_failure", ["continue", *(pytest.param(how, marks=pytest.mark.slow) for how in ("replace", "on a host"))]
+)
+def test_a_rank_that_ends_its_process_with_status_0_before_the_others_is_lost(on_failure):
+    """They go on without it, so it has not ended normally. With "replace", another process takes its place."""
+    script = """
+        import os, time
+        import ring_plugins as ring
+        from ring_plugins.core.rendezvous.spawn import seats
+        ring.init()
+        if ring.rank() == 1:  # also in a process that takes its place
+            os._exit(0)
+        ring.barrier()
+        print(f"{ring.size()} left")
+        while os.environ["RING_ON_FAILURE"] == "replace" and seats().is_lost(1):
+            time.sleep(0.01)  # until `ring run` gives its place to another process
+    """
+    where = ["-H", "127.0.0.1:2", "--no-check"] if on_failure == "on a host" else []
+    policy = "continue" if on_failure == "on a host" else on_failure
+    result = run_ranks(script, 2, ring_run("-n", "2", *where, "--on-failure", policy), timeout=60)
+    assert "1 left" in result.output
+    is_replaced = "starting another process in the place of rank 1." in result.output
+    assert is_replaced == (on_failure == "replace"), result
+    how = "nobody had joined yet in the place of rank 1" if is_replaced else "rank 1 died"
+    assert f"ring run: {how}, and the other 1 ended normally." in result.output, result
+
+
 ENDLESS = """
     import os, subprocess, sys, time
     import ring_plugins as ring

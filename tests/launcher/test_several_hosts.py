@@ -31,6 +31,8 @@ def job(of, index=0, addresses=("127.0.0.1",)):
     [
         ([(0, 0, ""), (1, 0, "")], [(2, 0, ""), (3, 0, "")], (0, None)),
         ([(0, -9, ""), (1, 0, "")], [(2, 0, "left"), (3, 0, "")], (0, "rank 2 left, rank 0 died, and the other 2")),
+        ([(0, 0, "lost"), (1, 0, "")], [(2, 0, ""), (3, 0, "")], (0, "rank 0 died, and the other 3 ended normally")),
+        ([(0, 0, "lost"), (1, -9, "")], GONE, (137, "ranks 0, 1 died, host2 was lost")),
         ([(0, 0, ""), (1, 0, "")], GONE, (0, "host2 was lost, with ranks 2, 3, and the other 2 ended normally")),
         ([(0, 0, ""), (1, 0, "")], [(2, 1, "cut off"), (3, 1, "cut off")], (0, "ranks 2, 3 ended as the others could")),
         ([(0, 1, "cut off"), (1, 1, "cut off")], GONE, (1, "The ranks on host2 may have gone on")),

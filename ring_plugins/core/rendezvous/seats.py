@@ -37,8 +37,9 @@ _ROW, _SPARES = 64, 16 * MOST_MEMBERS
 #: Its words. The address is that of the process's liveness segment.
 _STATE, _WORLD_RANK, _PID, _FILE, _NBYTES, _HAD_MEMBER = range(6)
 #: States: nobody yet, or not any more; a member of the job; one that waits to join; a member that left as it was told;
-#: one that waits in `init` for the others; a member without which the others go on, as they could not reach it.
-_EMPTY, _MEMBER, _WAITING, _LEFT, _STARTING, _CUT_OFF = range(6)
+#: one that waits in `init` for the others; a member without which the others go on, as they could not reach it; one whose
+#: process has ended before the job has, as the others found.
+_EMPTY, _MEMBER, _WAITING, _LEFT, _STARTING, _CUT_OFF, _LOST = range(7)
 #: A spare's words: whether it has come to wait, and one more than the seat that it has got, which may happen before.
 _HAS_COME, _GIVEN = range(2)
 #: Bytes of a card, which begins with its length.
@@ -136,7 +137,17 @@ class Seats:
     def has_joined(self, seat: int, world_rank: int) -> bool:
         """Whether this process takes part in the job, or did."""
         row = self._rows[seat]
-        return bool(row[_STATE] in (_MEMBER, _LEFT) and row[_WORLD_RANK] == world_rank)
+        return bool(row[_STATE] in (_MEMBER, _LEFT, _LOST) and row[_WORLD_RANK] == world_rank)
+
+    def note_lost(self, world_rank: int) -> None:
+        """Say that the process of a member has ended, and the others have gone on without it; others may say so, too."""
+        for row in self._rows:
+            if row[_STATE] == _MEMBER and row[_WORLD_RANK] == world_rank:
+                row[_STATE] = _LOST
+
+    def is_lost(self, seat: int) -> bool:
+        """Whether the others have gone on without the process of a seat: even its exit status 0 is no normal end then."""
+        return bool(self._rows[seat, _STATE] == _LOST)
 
     def note(self, seat: int, state: int) -> None:
         """Say how far this process is, where no other looks for its memory here."""
@@ -148,7 +159,7 @@ class Seats:
 
     def has_started(self, seat: int) -> bool:
         """Whether it takes part, or did."""
-        return bool(self._rows[seat, _STATE] in (_MEMBER, _LEFT, _CUT_OFF))
+        return bool(self._rows[seat, _STATE] in (_MEMBER, _LEFT, _CUT_OFF, _LOST))
 
     def is_cut_off(self, seat: int) -> bool:
         """Whether it ends because others go on without it."""
@@ -283,6 +294,10 @@ class OwnSeat:
     def leave(self) -> None:
         """Say that it leaves the job before its end, as it was told to."""
         self._seats.leave(self._seat)
+
+    def note_lost(self, world_rank: int) -> None:
+        """As `Seats.note_lost`, of a process of this host."""
+        self._seats.note_lost(world_rank)
 
     @property
     def is_ending(self) -> bool:

@@ -35,6 +35,21 @@ def test_a_seat_passes_from_its_first_process_to_one_that_waits_and_joins():
     assert seats.has_left(1) and seats.has_joined(1, 3) and second not in seats.members()
 
 
+def test_a_member_that_the_others_have_lost_is_one_no_more_but_one_that_left_or_was_followed_stays_what_it_is():
+    seats = Seats(np.zeros(Seats.nbytes(3), np.uint8))
+    for rank in range(3):
+        seats.take(Occupant(rank, rank, (100 + rank, 5, 4096)), as_member=True)
+    seats.leave(0)
+    seats.take(Occupant(2, 7, (107, 5, 4096)), as_member=False)
+    for rank in range(3):
+        seats.note_lost(rank)
+    assert [seats.is_lost(seat) for seat in range(3)] == [False, True, False]
+    assert seats.has_joined(1, 1) and seats.has_started(1) and seats.has_left(0) and seats.has_waiting()
+    assert not seats.members()
+    seats.clear(1)
+    assert not seats.is_lost(1)
+
+
 def test_a_spare_waits_until_it_gets_a_seat():
     seats = Seats(np.zeros(Seats.nbytes(2), np.uint8))
     assert not seats.has_come(4)
