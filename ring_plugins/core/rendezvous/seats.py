@@ -37,8 +37,8 @@ _ROW, _SPARES = 64, 16 * MOST_MEMBERS
 #: Its words. The address is that of the process's liveness segment.
 _STATE, _WORLD_RANK, _PID, _FILE, _NBYTES, _HAD_MEMBER = range(6)
 #: States: nobody yet, or not any more; a member of the job; one that waits to join; a member that left as it was told;
-#: one that waits in `init` for the others; a member without which the others go on, as they could not reach it; one whose
-#: process has ended before the job has, as the others found.
+#: one that waits in `init` for the others; a member without which the others go on, as they could not reach it; one
+#: whose process has ended before the job has, as the others found.
 _EMPTY, _MEMBER, _WAITING, _LEFT, _STARTING, _CUT_OFF, _LOST = range(7)
 #: A spare's words: whether it has come to wait, and one more than the seat that it has got, which may happen before.
 _HAS_COME, _GIVEN = range(2)
@@ -140,13 +140,13 @@ class Seats:
         return bool(row[_STATE] in (_MEMBER, _LEFT, _LOST) and row[_WORLD_RANK] == world_rank)
 
     def note_lost(self, world_rank: int) -> None:
-        """Say that the process of a member has ended, and the others have gone on without it; others may say so, too."""
+        """Say that the process of a member has ended, and the others go on without it; several may say so."""
         for row in self._rows:
             if row[_STATE] == _MEMBER and row[_WORLD_RANK] == world_rank:
                 row[_STATE] = _LOST
 
     def is_lost(self, seat: int) -> bool:
-        """Whether the others have gone on without the process of a seat: even its exit status 0 is no normal end then."""
+        """Whether the others go on without the process of a seat: even its exit status 0 is no normal end then."""
         return bool(self._rows[seat, _STATE] == _LOST)
 
     def note(self, seat: int, state: int) -> None:
