@@ -12,6 +12,7 @@ from ring_plugins.cli.bench import bench
 from ring_plugins.cli.doctor import doctor
 from ring_plugins.cli.plan import plan
 from ring_plugins.cli.run import run
+from ring_plugins.launcher.environment import forget_outer_job
 
 app = typer.Typer(
     name="ring",
@@ -38,11 +39,15 @@ app.command("plan")(plan)
 
 @app.callback()
 def ring(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Start training on many processes, diagnose hosts and networks, measure all-reduce, and predict scaling."""
+    # `ring run` reads variables in place of options, once this function has returned.
+    if context.invoked_subcommand == "run" and (forgotten := forget_outer_job()):
+        typer.echo(f"ring run: {forgotten} of the job whose rank runs this do not count here; give options.", err=True)
 
 
 def main() -> None:

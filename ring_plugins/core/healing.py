@@ -69,6 +69,11 @@ class FailurePolicy(NamedTuple):
                 raise ArgumentError(f"{name}={number!r} is not a positive number of ranks.")
         chosen = on_failure or config.ON_FAILURE.get()
         continues, replaces = chosen != "end", chosen == "replace"
+        if min_ranks is not None and not continues:
+            raise ArgumentError(
+                f'min_ranks={min_ranks} needs on_failure="continue" or "replace", with which a job goes on when ranks '
+                "are lost; pass both, start with `ring run --on-failure continue`, or leave min_ranks out."
+            )
         if max_ranks is not None and not replaces:
             raise ArgumentError(
                 f'max_ranks={max_ranks} needs on_failure="replace", with which further processes can join a job; pass '
@@ -76,6 +81,17 @@ class FailurePolicy(NamedTuple):
             )
         least = (min_ranks or config.MIN_RANKS.get() or 1) if continues else 0
         return cls(continues, least, replaces, (max_ranks or config.MAX_RANKS.get()) if replaces else 0)
+
+    def idle_variables(self) -> list[str]:
+        """Variables that are set, but have no effect with this policy, each with what it needs."""
+        either, replace = f"{config.ON_FAILURE.name}=continue or replace", f"{config.ON_FAILURE.name}=replace"
+        needs = {config.MIN_RANKS: (self.continues, either), config.MAX_RANKS: (self.replaces, replace)}
+        needs[config.SPARES] = self.replaces, replace
+        return [
+            f"{variable.name}={variable.get()} has no effect without {other}."
+            for variable, (is_met, other) in needs.items()
+            if not is_met and variable.is_set() and variable.get()
+        ]
 
     def check_size(self, ranks: int) -> None:
         """Check that a job of so many ranks can begin.

@@ -621,6 +621,8 @@ def init(
     set_rank(rendezvous.rank)
     if rendezvous.rank == 0 and _generation == 1:
         _warn_of_misspelled_variables()
+        for text in policy.idle_variables():
+            logger.warning(text)
     thread_count.share_among(_world.topology.rank, _world.processes.cores)
     if rendezvous.size > 1 and config.KEEP_MEMORY.get():
         keep_freed_memory()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError
@@ -17,6 +17,9 @@ _PREFIXES = (
 _NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
 #: Describes one process to itself; another rank that inherited it would take that process's place.
 _NEVER = (config.SPAWNED.name,)
+#: What a job does when ranks are lost; and what our launchers tell each rank.
+_POLICY = (config.ON_FAILURE.name, config.MIN_RANKS.name, config.MAX_RANKS.name, config.SPARES.name)
+_PLACE = (config.SPAWNED.name, config.LOSSES_TOLERATED.name, config.JOINS.name, config.SEAT.name)
 
 
 def exported_variables(
@@ -55,6 +58,27 @@ def exported_variables(
             raise ArgumentError(f"-x {name}: {name} is not set here; set it, or write -x {name}=VALUE.")
         chosen[name] = value if equals else None
     return chosen
+
+
+def forget_outer_job(environment: MutableMapping[str, str] = os.environ) -> str:
+    """In a rank of a job, remove what tells of that job, as another one is to be started here.
+
+    If the job goes on after losses, the rank has the options of its `ring run` as variables. They would be taken for
+    options of the new job.
+
+    Args:
+        environment: of this process.
+
+    Returns:
+        These options, as text; "" if there are none.
+    """
+    tolerates_losses = config.LOSSES_TOLERATED.is_set(environment)
+    for name in (*_PLACE, *([config.LAUNCHER.name] if config.SEAT.is_set(environment) else [])):
+        environment.pop(name, None)
+    if not tolerates_losses:
+        return ""
+    found = {name: environment.pop(name) for name in _POLICY if name in environment}
+    return " ".join(f"{name}={value}" for name, value in found.items())
 
 
 def threads_per_rank(cores: int, ranks: int) -> int:

@@ -192,6 +192,11 @@ def _check(options: Options) -> None:
             f"--spares {options.spares} needs --on-failure replace, with which spare processes take the places of lost "
             "ranks; or leave it out, and unset RING_SPARES."
         )
+    if options.min_ranks is not None and options.on_failure == "end":
+        raise ArgumentError(
+            f"--min-ranks {options.min_ranks} needs --on-failure continue or replace, with which a job goes on when "
+            "ranks are lost; or leave it out, and unset RING_MIN_RANKS."
+        )
     if options.max_ranks and options.on_failure != "replace":
         raise ArgumentError(
             f"--max-ranks {options.max_ranks} needs --on-failure replace, with which further processes can join a job; "

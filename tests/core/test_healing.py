@@ -32,6 +32,8 @@ CONTINUE = FailurePolicy(True, 1)
         (("continue", "2"), "min_ranks='2' is not a positive"),
         (("replace", 1, 0), "max_ranks=0 is not a positive"),
         (("continue", 1, 4), 'max_ranks=4 needs on_failure="replace"'),
+        ((None, 2), 'min_ranks=2 needs on_failure="continue" or "replace".*`ring run --on-failure continue`'),
+        (("end", 2), "min_ranks=2 needs"),
     ],
 )
 def test_a_wrong_policy_is_refused(arguments, text):
@@ -40,7 +42,6 @@ def test_a_wrong_policy_is_refused(arguments, text):
 
 
 def test_the_variables_choose_what_the_arguments_do_not(monkeypatch):
-    assert FailurePolicy.chosen(None, 3) == (False, 0, False, 0)
     monkeypatch.setenv("RING_ON_FAILURE", "continue")
     monkeypatch.setenv("RING_MIN_RANKS", "2")
     monkeypatch.setenv("RING_MAX_RANKS", "8")
@@ -49,11 +50,18 @@ def test_the_variables_choose_what_the_arguments_do_not(monkeypatch):
     assert FailurePolicy.chosen(None, 4) == (True, 4, False, 0)
     assert FailurePolicy.chosen("replace", None) == (True, 2, True, 8)
     assert FailurePolicy.chosen("replace", None, 6) == (True, 2, True, 6)
-    assert [FailurePolicy.chosen(name, 1).on_failure for name in ("end", "continue", "replace")] == [
-        "end",
-        "continue",
-        "replace",
-    ]
+    for name in ("end", "continue", "replace"):
+        assert FailurePolicy.chosen(name, None).on_failure == name
+
+
+def test_variables_that_have_no_effect_are_named(monkeypatch):
+    for name, value in (("RING_MIN_RANKS", "2"), ("RING_MAX_RANKS", "8"), ("RING_SPARES", "1")):
+        monkeypatch.setenv(name, value)
+    assert FailurePolicy.chosen("replace", None).idle_variables() == []
+    growth = [f"RING_{name} has no effect without RING_ON_FAILURE=replace." for name in ("MAX_RANKS=8", "SPARES=1")]
+    assert FailurePolicy.chosen("continue", None).idle_variables() == growth
+    least = "RING_MIN_RANKS=2 has no effect without RING_ON_FAILURE=continue or replace."
+    assert FailurePolicy.chosen(None, None).idle_variables() == [least, *growth]
 
 
 def test_a_job_has_no_fewer_ranks_than_min_ranks_and_no_more_than_max_ranks(monkeypatch):

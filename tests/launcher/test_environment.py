@@ -3,7 +3,7 @@
 import pytest
 
 from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.launcher.environment import exported_variables
+from ring_plugins.launcher.environment import exported_variables, forget_outer_job
 
 
 def test_variables_that_training_reads_are_exported():
@@ -24,3 +24,15 @@ def test_variables_that_training_reads_are_exported():
     assert kept["NCCL_SOCKET_IFNAME"] is None
     with pytest.raises(ArgumentError, match="-x NOWHERE: NOWHERE is not set here"):
         exported_variables(["NOWHERE"], 1, None, {})
+
+
+def test_a_job_that_a_rank_starts_does_not_have_the_options_of_the_job_of_the_rank():
+    user = {"RING_TIMEOUT": "5", "RING_LAUNCHER": "single", "RING_MIN_RANKS": "2"}
+    outside = {**user, "RING_SPAWNED": "3:1:2:9:2"}  # for mpirun, which hands on its whole environment
+    assert forget_outer_job(outside) == "" and outside == user
+    place = {"RING_LOSSES_TOLERATED": "1", "RING_JOINS": "5"}
+    rank = {**user, **place, "RING_ON_FAILURE": "replace", "RING_MAX_RANKS": "4"}
+    assert forget_outer_job(rank) == "RING_ON_FAILURE=replace RING_MIN_RANKS=2 RING_MAX_RANKS=4"
+    assert rank == {"RING_TIMEOUT": "5", "RING_LAUNCHER": "single"}
+    on_hosts = {"RING_LOSSES_TOLERATED": "1", "RING_SEAT": "3:2:0", "RING_LAUNCHER": "rendezvous"}
+    assert forget_outer_job(on_hosts) == "" and not on_hosts

@@ -142,6 +142,7 @@ def test_a_job_that_goes_on_after_losses_is_started_without_mpirun():
         ({"mpirun": "/opt/mpirun"}, "does not work with mpirun"),
         ({"ranks": 2, "min_ranks": 3}, "--min-ranks 3 is not between 1 and the 2 ranks"),
         ({"ranks": 2, "min_ranks": 0}, "--min-ranks 0 is not between"),
+        ({"ranks": 2, "min_ranks": 2, "on_failure": "end"}, "--min-ranks 2 needs --on-failure continue or replace"),
         ({"ranks": 2, "spares": 1}, "--spares 1 needs --on-failure replace"),
         ({"ranks": 2, "on_failure": "replace", "spares": 1000}, "--spares 1000 is more than the 2 ranks whose places"),
         ({"ranks": 2, "spares": -1}, "--spares -1 is not a number of processes"),

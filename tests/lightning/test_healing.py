@@ -134,6 +134,8 @@ def test_what_cannot_be_is_refused_at_once():
         RingStrategy(on_failure="later")
     with pytest.raises(ArgumentError, match="min_ranks=0 is not a positive"):
         RingStrategy(on_failure="continue", min_ranks=0)
+    with pytest.raises(ArgumentError, match='min_ranks=2 needs on_failure="continue" or "replace"'):
+        RingStrategy(min_ranks=2)
 
 
 @pytest.mark.slow
