@@ -23,6 +23,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -151,6 +152,11 @@ def hear_of(changes: Sequence[MembershipChange]) -> None:
     own, rank, known = current().world_rank, current().topology.rank, current().elastic.changes.untold
     before = list(itertools.takewhile(lambda change: own not in change.joined, changes))
     known.extendleft(change._replace(rank_before=rank, rank=rank) for change in reversed(before))
+
+
+def checksum_of(integers: Mapping[str, int]) -> int:
+    """A checksum in 32 bits of integers of any size; other integers have the same one in one of 4 billion cases."""
+    return zlib.crc32(",".join(f"{name}={int(value):x}" for name, value in integers.items()).encode())
 
 
 def if_different(value: Any) -> dict[int, Any] | None:

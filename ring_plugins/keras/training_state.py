@@ -19,7 +19,7 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.handover import check_picklable, fails_alone
-from ring_plugins.core.joining import admit, if_different, join
+from ring_plugins.core.joining import admit, checksum_of, if_different, join
 from ring_plugins.core.world import current
 from ring_plugins.keras.averaging import GradientAveraging, averaging_of, averaging_optimizers
 from ring_plugins.keras.healing import LossWatch, check_equal
@@ -104,9 +104,11 @@ class TrainingState:
             return
         averaging = self._averaging()
         self._check_assigned()
-        wants_change = np.array([world.elastic.wants_change], np.int64)
-        world.communicator.all_reduce(HostMemory(wants_change, "int64"), Op.MAX)
-        if wants_change[0]:
+        place = checksum_of(self._integers()) if self._has_joined else 0
+        flags = np.array([world.elastic.wants_change, place, -place], np.int64)
+        world.communicator.all_reduce(HostMemory(flags, "int64"), Op.MAX)
+        wants_change, largest, negated_smallest = flags.tolist()  # max(-place) is -min(place)
+        if wants_change:
             world.elastic.change_members()
         if self._losses.has_changed() and averaging:
             check_equal(self._checksums, world.communicator)
@@ -115,8 +117,8 @@ class TrainingState:
         if world.elastic.awaited and (joined := admit(self._place(), further=True)):
             self._share(joined)
             world.elastic.tell_changes()
-        elif self._has_joined:
-            self._compare()
+        elif largest != -negated_smallest:
+            self._raise_difference()
 
     # Helpers ----------------------------------------------------------------------------------------
 
@@ -192,9 +194,13 @@ class TrainingState:
             setattr(self, name, value)
         self._has_joined = True
 
-    def _compare(self) -> None:
-        found = {name: value for name in self._names if isinstance(value := getattr(self, name), int)}
-        if told := if_different(found):
+    def _integers(self) -> dict[str, int]:
+        """What says where this rank is in the training."""
+        return {name: value for name in self._names if isinstance(value := getattr(self, name), int)}
+
+    def _raise_difference(self) -> None:
+        """Raise on all ranks, because these differ; collective."""
+        if told := if_different(self._integers()):
             raise MismatchError(
                 f"ranks are at different places of the training since a process has joined: {told}. Begin the loop "
                 "with the numbers of the TrainingState, as in `for state.epoch in range(state.epoch, epochs)`, and "

@@ -13,6 +13,12 @@ again. A step takes 5 µs more, and 10 µs where a scheduler changes one group's
 
 What schedulers do not change, such as `eps` or `nesterov`, is compared once, in `check_equal_options`.
 
+**Places in the script** are compared in the same way, once a process has joined a job that others have begun: it may go
+on in another batch or epoch than the others (torch/training_state.py). The integers that say where a rank is go into
+the same checksum. A sum of checksums, beside the number of ranks times the own one, would not do: it finds nothing on
+a rank whose value is the average of all, as in 1 + 3 = 2 + 2, which then steps alone. A bit and its inverse tell all
+ranks, and their sums cannot cancel out.
+
 Values count as float32: hosts with different math libraries may compute schedules that differ in the last bit.
 """
 
@@ -22,7 +28,7 @@ import math
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -31,6 +37,7 @@ from torch.optim import Optimizer
 from ring_plugins.core.base.errors import MismatchError, name_ranks
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.joining import checksum_of
 
 #: What schedulers change.
 _NAMES = ("lr", "momentum", "betas", "weight_decay")
@@ -45,18 +52,44 @@ COUNT = 2 * _BITS
 Groups = Callable[[], Iterable[Mapping[str, Any]]]
 
 
+class ComparedPlace:
+    """Where the script is in its training, which the next pass of gradients compares; nowhere until a process joins.
+
+    Attributes:
+        values: integers that say where, by name.
+        checksum: of these; None if there is nothing to compare.
+        is_compared: whether a pass has compared them. It is the same on all ranks, if they include how often the script
+            has taken a place: a rank that has taken one more or less than the others differs in the pass.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, int] = {}
+        self.checksum: int | None = None
+        self.is_compared = False
+
+    def take(self, values: dict[str, int]) -> None:
+        """From now on compare these."""
+        self.values, self.checksum, self.is_compared = values, checksum_of(values), False
+
+
+#: That of this process: its script is at one place, however many averagers it has.
+common_place = ComparedPlace()
+
+
 class ComparedOptions:
     """The options of the optimizers that use one averager's gradients. Without any, the numbers are zeros.
 
     Args:
         view: returns how often the ranks of the job have changed.
+        place: compared, too.
 
     Attributes:
         updates: how many these optimizers have made since the ranks of the job last changed.
     """
 
-    def __init__(self, view: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, view: Callable[[], int] = lambda: 0, place: ComparedPlace = common_place) -> None:
         self.updates = 0
+        self.place, self._seen_checksum = place, place.checksum
         self._current_view, self._view = view, view()
         self._groups: Groups | None = None
         self._values: list[Any] = []
@@ -69,23 +102,40 @@ class ComparedOptions:
 
     def update(self) -> Array:
         """Look at the options, and return the control numbers of this rank: the same array while these are the same."""
-        if self._groups is None:
+        if self._groups is None and self.place.checksum is None:
             return self._numbers[-1]
         if self._view != (view := self._current_view()):  # ranks that have joined begin to count
             self._view, self.updates = view, 0
-        values = [tuple([_plain(group.get(name)) for name in _NAMES]) for group in self._groups()]
+        groups = self._groups() if self._groups is not None else ()
+        values = [tuple([_plain(group.get(name)) for name in _NAMES]) for group in groups]
         if values != self._values:
             self._values = values
             with np.errstate(over="ignore"):
                 rounded = np.array(_flat(values, []), np.float32)
             self._checksum = zlib.crc32(rounded.tobytes())
             self._numbers = {}
-        place = self.updates % _COUNTED
-        if (numbers := self._numbers.get(place)) is None:
-            mixed = zlib.crc32(bytes([place]), self._checksum)
+        if self._seen_checksum != self.place.checksum:
+            self._seen_checksum, self._numbers = self.place.checksum, {}
+        count = self.updates % _COUNTED
+        if (numbers := self._numbers.get(count)) is None:
+            mixed = zlib.crc32(bytes([count]), self._checksum)
+            if self._seen_checksum is not None:
+                mixed = zlib.crc32(self._seen_checksum.to_bytes(4, "little"), mixed)
             numbers = np.unpackbits(np.array([mixed, mixed ^ 0xFFFFFFFF], np.uint32).view(np.uint8))
-            self._numbers[place] = numbers
+            self._numbers[count] = numbers
         return numbers
+
+    def differ(self, shares: Sequence[float]) -> bool:
+        """Note that a pass has compared these, and return whether ranks differ; see the function below."""
+        self.place.is_compared = True
+        return differ(shares)
+
+    def raise_difference(self, communicator: Communicator[Any]) -> NoReturn:
+        """Raise on all ranks, because they differ; collective."""
+        told = communicator.all_gather_object((self.place.values, self.updates, self.text))
+        (places, updates, texts), ranks = zip(*told, strict=True), communicator.ranks
+        self.updates = 0  # so that a script may go on from equal weights
+        raise place_error(places, ranks) or updates_error(updates, ranks) or options_error(texts, ranks)
 
     @property
     def text(self) -> list[str]:
@@ -144,6 +194,22 @@ def updates_error(updates: Sequence[int], ranks: Sequence[int]) -> MismatchError
         f"the ranks have made different numbers of updates with averaged gradients ({where}), so their weights differ. "
         "Has a rank left out step(), because of its own loss or an exception? Decide by what is equal on all ranks, "
         "such as averaged gradients or ring_plugins.all_reduce(loss), and continue from a checkpoint."
+    )
+
+
+def place_error(places: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> MismatchError | None:
+    """The error that all ranks raise if they are at different places.
+
+    Args:
+        places: the integers of each rank.
+        ranks: the ranks' numbers.
+    """
+    if all(place == places[0] for place in places):
+        return None
+    told = dict(zip(ranks, places, strict=True))
+    return MismatchError(
+        f"ranks are at different places of the training since a process has joined: {told}. Iterate over "
+        "state.batches(loader), or call commit() only where an epoch begins."
     )
 
 

@@ -60,7 +60,7 @@ class Outcome(NamedTuple):
         failed: share of the ranks whose backward raised: 0.0 if gradients are averages. Any other leaves useless ones.
         found_sparse: parameters found to have sparse gradients. Pass them as `known_sparse` from now on.
         has_others: whether `GradientBuckets.has_others` was true on some rank.
-        options_differ: whether the options of the optimizers are not the same on all ranks.
+        options_differ: whether the options of the optimizers, or places in the script, are not the same on all ranks.
         members_change: whether `GradientBuckets.wants_change` was true on some rank.
     """
 
@@ -172,8 +172,7 @@ class GradientBuckets:
         self._late_control = None if gpu is None else torch.zeros(_CONTROL, pin_memory=torch.cuda.is_available())
         #: Gathers the gradients that are known to be sparse, if `launch_rest` launched that.
         self._sparse_work: Work[None] | None = None
-        self._is_failing = False
-        self._is_first = True
+        self._is_failing, self._is_first = False, True
         op = Op.AVERAGE if gpu is None else Op.SUM
         self.reducer = GradientReducer(
             self._buffer, communicator, self._fill, op, compression, holds_last=True, overlap=overlap
@@ -395,7 +394,8 @@ class GradientBuckets:
         self._wait_for_sparse()
         found = self._agree_on_sparse() if any_sparse else []
         self._assign_absent(found)
-        return Outcome(0.0, [self.parameters[i] for i in found], has_others > 0, differ(options), members_change > 0)
+        sparse = [self.parameters[i] for i in found]
+        return Outcome(0.0, sparse, has_others > 0, self._options.differ(options), members_change > 0)
 
     def fail(self) -> Outcome:
         """Finish a pass that this rank cannot, and tell the others so; gradients are useless then."""

@@ -14,7 +14,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from ring_plugins.core.gradients.tuning import BucketTuner, is_wanted
 from ring_plugins.core.world import constructed_by_all, current, has_room_to_overlap
 from ring_plugins.torch.autograd import Backward, current_task
 from ring_plugins.torch.bucket_sets import BucketSets, named_parameters
-from ring_plugins.torch.compared_options import Groups, check_equal_options, options_error, updates_error
+from ring_plugins.torch.compared_options import Groups, check_equal_options
 from ring_plugins.torch.device import TorchStreams, index_of, is_capturing, is_on_gpu, is_supported, memory_of, streams
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
 from ring_plugins.torch.gradient_hooks import GradientHooks, Group
@@ -391,7 +391,7 @@ class GradientAverager:
             self._sets.leave_out(outcome.found_sparse)
         self.steps += 1
         if outcome.options_differ:
-            self._raise_difference()
+            self._sets.options.raise_difference(self._communicator)
         captures = self._streams is not None and is_capturing()
         if not captures and self._after_pass is not None and (method := self._after_pass()) is not None:
             method(self._sets.options.updates)
@@ -406,13 +406,6 @@ class GradientAverager:
         elif self._tuner is not None and self._sets.overlap.finished:
             self._tune(self._tuner)
         return outcome.members_change
-
-    def _raise_difference(self) -> NoReturn:
-        """Raise on all ranks, because their optimizers make different updates; collective."""
-        options, ranks = self._sets.options, self._communicator.ranks
-        updates, texts = zip(*self._communicator.all_gather_object((options.updates, options.text)), strict=True)
-        options.updates = 0  # so that a script may go on from equal weights
-        raise updates_error(updates, ranks) or options_error(texts, ranks)
 
     # A backward that raised ---------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from ring_plugins.core.handover import check_picklable, fails_alone, hand_over
 from ring_plugins.core.joining import admit, if_different, join
 from ring_plugins.core.world import current
 from ring_plugins.torch.broadcast import Placeholder
+from ring_plugins.torch.compared_options import common_place, place_error
 from ring_plugins.torch.loaders import batches_from, divide_anew
 from ring_plugins.torch.tensor_memory import dense_memory
 
@@ -88,13 +89,15 @@ class TrainingState:
         #: Whether there is such data, and the number of shares in the last epoch; a newcomer gets the others'.
         self._commits_within, self._shares = False, current().processes.shares
         self._operations_at_join = -1
+        #: Calls of `commit` since a process has last joined.
+        self._commits = 0
         for name, value in state.items():
             setattr(self, name, value)
         if current().is_joining:
             joined = join(self._place(), "call TrainingState.commit()")
             with fails_alone():
                 self._share(joined)
-            self._resumes = self._has_joined = True
+            self._resumes = True
             current().elastic.tell_changes()
             self._operations_at_join = current().operations()
 
@@ -136,7 +139,9 @@ class TrainingState:
     def commit(self) -> None:
         """Let waiting processes join here; call it on all ranks at the end of each step or the beginning of each epoch.
 
-        The state must be whole here. Once a process has joined, each call compares the integers of all ranks' states.
+        The state must be whole here. Once a process has joined, the integers of all ranks' states are compared: a
+        checksum of them travels with the gradients of the next backward, which raises the `MismatchError` then. If no
+        gradients are averaged between two calls, the second one compares them itself.
 
         Raises:
             MismatchError: after a process has joined, an integer of the state differs among ranks.
@@ -146,7 +151,8 @@ class TrainingState:
             self._trained_on, self._commits_within = self._data, True
         elif world.operations() == self._operations_at_join:  # at that place, or where the epoch began
             return
-        if not self._let_join(further=not self._is_in_epoch) and self._has_joined and len(world.world_ranks) > 1:
+        if not self._let_join(further=not self._is_in_epoch) and self._has_joined:
+            self._commits += 1
             self._compare()
 
     def _let_join(self, further: bool) -> bool:
@@ -156,7 +162,6 @@ class TrainingState:
         joined = admit(self._place(), further=further) if is_awaited else ()
         if joined:
             self._share(joined)
-            self._has_joined = True
             world.elastic.tell_changes()
         return bool(joined)
 
@@ -182,6 +187,8 @@ class TrainingState:
         received = share_state(self._state, joined)
         if received is not None:
             self._load(received)
+        self._has_joined, self._commits = True, 0
+        common_place.take(self._integers())
 
     def _check_length(self, length: int | None) -> None:
         """Check that in this epoch, in whose middle this process has joined, it has as many batches as the others."""
@@ -200,14 +207,23 @@ class TrainingState:
                 "ring.size() where each epoch begins."
             )
 
-    def _compare(self) -> None:
-        """Check that ranks are at the same place: a newcomer that does not use `batches` is in another step."""
+    def _integers(self) -> dict[str, int]:
+        """What says where this rank is; calls are counted, so that passes compare the same one on all ranks."""
         found = {name: v for name in self._names if isinstance(v := getattr(self, name), int)}
-        if told := if_different({**found, "batches": self._batch}):
-            raise MismatchError(
-                f"ranks are at different places of the training since a process has joined: {told}. Iterate over "
-                "state.batches(loader), or call commit() only where an epoch begins."
-            )
+        return {**found, "batches": self._batch, "calls of commit": self._commits}
+
+    def _compare(self) -> None:
+        """Check that ranks are at the same place: a newcomer that does not use `batches` is in another step.
+
+        The next pass of gradients does, if there is one until the next call.
+        """
+        was_compared = common_place.is_compared
+        common_place.take(self._integers())
+        communicator = current().communicator
+        if not was_compared and communicator.size > 1:
+            error = place_error(communicator.all_gather_object(common_place.values), communicator.ranks)
+            if error:
+                raise error
 
 
 def share_state(state: Callable[[], dict[str, Any]], joined: Sequence[int]) -> dict[str, Any] | None:

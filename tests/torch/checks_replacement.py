@@ -164,6 +164,7 @@ def main() -> None:
     sampler = DistributedSampler(data, ring.size(), ring.rank(), shuffle=False)
     loader = DataLoader(data, batch_size=1, sampler=sampler, num_workers=int(os.environ.get("TEST_WORKERS", "0")))
     changes: list[Any] = []
+    exchanges: list[int] = []  # of each commit
     passes = members_of_passes()
     ring.on_membership_change(
         lambda change: changes.append([*map(list, (change.lost, change.left, change.joined)), change.size_before])
@@ -189,7 +190,9 @@ def main() -> None:
             state.history.append(seats_taken(passes[-1]))
             optimizer.step()
             state.step += 1
+            before = current().operations()
             state.commit()
+            exchanges.append(current().operations() - before)
         scheduler.step()
         state.ends = [*state.ends, state.step]
     weights = [sorted(set(parameter.tolist())) for parameter in model]
@@ -204,7 +207,7 @@ def main() -> None:
         "ranks": ring.all_gather_object([ring.rank(), ring.size(), seat]),
     }
     report("found", found, seat)
-    report("own", {"changes": changes, "joined at": joined_at, "number": number}, seat)
+    report("own", {"changes": changes, "joined at": joined_at, "number": number, "exchanges": exchanges}, seat)
 
 
 if __name__ == "__main__":

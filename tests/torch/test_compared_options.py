@@ -8,7 +8,7 @@ from torch import nn
 
 from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.torch import GradientAverager
-from ring_plugins.torch.compared_options import COUNT, ComparedOptions, differ, options_error
+from ring_plugins.torch.compared_options import COUNT, ComparedOptions, ComparedPlace, differ, options_error
 from tests.core.collectives.simulated_hosts import simulated_communicators
 from tests.core.collectives.thread_ranks import on_thread_ranks
 
@@ -189,3 +189,57 @@ def test_updates_are_counted_anew_when_ranks_have_joined():
     view[0] = 1
     assert not differ(shares(member.update(), newcomer.update()))
     assert member.updates == 0
+
+
+@pytest.mark.parametrize("compares_options", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_at_different_places_all_raise_in_their_next_backward(dtype, compares_options):
+    """Also a rank that is where the average of all is, and such for which another number makes up."""
+
+    def rank_of(rank, communicator):
+        parameter = nn.Parameter(torch.ones(3, dtype=dtype))
+        averager = GradientAverager([("p", parameter)], communicator=communicator, autotune=False)
+        place = averager._sets.options.place = ComparedPlace()
+        if compares_options:
+            averager.compare_options(lambda: [{"lr": 0.1}])
+        outcomes = []
+        for step in range(6):
+            if step >= 2:  # a process has joined
+                off = rank - 1 if step == 4 else 0
+                place.take({"epoch": 1 + off, "batches": step - off})
+            try:
+                parameter.sum().backward()
+                outcomes.append("")
+            except MismatchError as error:
+                outcomes.append(str(error))
+            assert place.is_compared
+            averager.count_update()
+        averager._hooks.remove()
+        return outcomes
+
+    for outcomes in on_thread_ranks(3, rank_of):
+        assert [step for step, text in enumerate(outcomes) if text] == [4]
+        assert (
+            "different places of the training since a process has joined: {0: {'epoch': 0, 'batches': 5}, "
+            "1: {'epoch': 1, 'batches': 4}, 2: {'epoch': 2, 'batches': 3}}" in outcomes[4]
+        )
+
+
+def test_a_place_is_to_be_compared_until_a_pass_has_succeeded():
+    """So a step that all ranks skip does not count."""
+
+    def rank_of(rank, communicator):
+        parameter = nn.Parameter(torch.ones(3))
+        averager = GradientAverager([("p", parameter)], communicator=communicator, autotune=False)
+        own = averager._sets.options.place = ComparedPlace()
+        own.take({"epoch": 2**70})
+        with averager.skip_step_on(MemoryError) as step:
+            if rank == 1:
+                raise MemoryError
+            parameter.sum().backward()
+        found = [step.skipped, own.is_compared]
+        parameter.sum().backward()
+        averager._hooks.remove()
+        return [*found, own.is_compared]
+
+    assert on_thread_ranks(2, rank_of) == [[True, False, True]] * 2

@@ -59,6 +59,8 @@ def test_another_process_takes_the_place_of_rank_0_and_the_job_grows():
     assert found["history"] == [everyone] * 2 + [left] * 2 + [everyone] * 2 + [[*everyone, 3]] * 5
     assert found["numbers"] == [4, 1, 2, 3]
     assert [one["joined at"] for one in own] == [4, None, None, 6]
+    # Only the commit in which a process joins exchanges anything: gradients carry the places that are compared.
+    assert [[step for step, count in enumerate(one["exchanges"]) if count] for one in own] == [[], [3], [3], []]
     joined, grown = [[], [], [4], 2], [[], [], [3], 3]
     assert [one["changes"] for one in own] == [[joined, grown], *[[[[0], [], [], 3], joined, grown]] * 2, [grown]]
     assert result.reports[1]["answer"] == "rank 3 will join where an epoch begins."
@@ -304,7 +306,7 @@ def test_a_script_that_cannot_join_is_told_why_and_disturbs_nobody(variable, tex
 def test_without_batches_ranks_at_different_places_are_an_error():
     result = run_ranks(SCRIPT, 2, timeout=120, check=False)
     assert result.returncode == 1
-    assert "ranks are at different places of the training since a process has joined" in result.output
+    assert "ranks are at different places of the training since a process has joined: {0: {'epoch': " in result.output
 
 
 @pytest.mark.slow
