@@ -174,14 +174,13 @@ def healing_campaign() -> str:
 
 def healing_launchers() -> str:
     """What jobs came to that were started as users start them, by launcher, framework, and the first fault."""
-    record = load("healing_campaign")
-    campaign = record["campaigns"]["launchers"]
+    campaign = load("healing_campaign")["campaigns"]["healing_launchers"]
     columns = {"jobs": "jobs", "faults": "faults", "joins": "joined", "went on": "went on",
                "ended": "ended as documented", "bad": "wrong"}  # fmt: skip
     rows = campaign_rows(campaign["launchers"], columns)
     rows += campaign_rows(campaign["faces"], columns, "trains with ")
     rows += campaign_rows(campaign["points"], columns, "first fault: ", "all")
-    return table(["jobs", *columns.values()], rows) + f"\n\n(seed {campaign['seed']}; {record['machine']})"
+    return table(["jobs", *columns.values()], rows) + f"\n\n(seed {campaign['seed']}; {campaign['machine']})"
 
 
 def campaign_rows(

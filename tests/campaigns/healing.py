@@ -36,12 +36,13 @@ import platform
 import re
 import signal
 import statistics
+import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,8 @@ from tests.campaigns.training import train
 from tests.forked_ranks import Ended, run_forked
 from tests.launch import hear_interrupts
 
-RESULT = Path(__file__).parent.parent.parent / "benchmarks" / "results" / "healing_campaign.json"
+ROOT = Path(__file__).parent.parent.parent
+RESULT = ROOT / "benchmarks" / "results" / "healing_campaign.json"
 GOOD = ("went on", "ended")
 
 
@@ -121,8 +123,15 @@ def run(plan: Plan) -> dict[str, Any]:
         "plan": asdict(plan), "verdict": verdict, "why": why, "seconds": round(job.seconds, 2),
         "killed": len(job.killed), "faults": Counter(job.faults.values()),
         "joined": len(set(re.findall(r"\((process \d+)\) (?:in the place of rank \d+|as a further rank)", job.output))),
-        "output": "" if verdict in GOOD else job.output,
+        "output": "" if verdict in GOOD else job.output, "commit": commit(),
     }  # fmt: skip
+
+
+@cache
+def commit() -> str:
+    """What is tested; "" without git, and with a plus if it has changed since."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 # The campaign -------------------------------------------------------------------------------------
@@ -198,15 +207,20 @@ def told(lines: Sequence[dict[str, Any]]) -> str:
 
 def keep(kind: str, lines: Sequence[dict[str, Any]]) -> None:
     """Write the summary of a campaign beside those of other kinds."""
-    campaigns = json.loads(RESULT.read_text())["campaigns"] if RESULT.exists() else {}
+    kept = json.loads(RESULT.read_text()) if RESULT.exists() else {"campaigns": {}}
+    campaigns = kept["campaigns"]
     models = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
     machine = f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores, ranks of 1 thread, "
     machine += f"Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
     seed = lines[0]["plan"]["seed"]
     campaigns[kind] = {"seed": seed, "load": os.getloadavg()[0], "points": summary(lines)}
     if all(line["plan"]["launcher"] for line in lines):
+        tested = dict(Counter(line["commit"] for line in lines))
+        campaigns[kind] |= {"machine": machine, "commits": tested}
         campaigns[kind] |= {"launchers": summary(lines, starter_of), "faces": summary(lines, face_of)}
-    RESULT.write_text(json.dumps({"machine": machine, "campaigns": campaigns}, indent=1) + "\n")
+    else:
+        kept["machine"] = machine
+    RESULT.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def read(file: Path | None) -> list[dict[str, Any]]:

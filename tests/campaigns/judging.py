@@ -113,6 +113,7 @@ def _problems_of_joins(plan: Plan, found: list[Any], history: list[Any]) -> list
     return [
         (few > 3 * len(plan.faults), f"seats stayed empty in {few} steps"),
         (len(after) < plan.most, f"{after} at the end, of {plan.most}"),
+        (bool(plan.launcher) and len(after) < plan.ranks, f"{after} at the end, of {plan.ranks}"),
     ]
 
 

@@ -4,7 +4,8 @@ import json
 import os
 import sys
 
-from tests.campaigns.plans import TIMEOUT, Fault, Plan
+from tests.campaigns.light_torch import import_torch
+from tests.campaigns.plans import LAUNCHED_TIMEOUT, Fault, Plan
 from tests.worker import report
 
 
@@ -27,14 +28,16 @@ def main() -> None:
     os.environ["KERAS_BACKEND"] = plan.backend
     if plan.spares:
         os.environ["RING_SPARES"] = str(plan.spares)
-    if any(fault.point == "stop" for fault in plan.faults):
-        os.environ["RING_TIMEOUT"] = TIMEOUT
+    if plan.stops > float(LAUNCHED_TIMEOUT):
+        os.environ["RING_TIMEOUT"] = LAUNCHED_TIMEOUT
     if not {"RING_LOSSES_TOLERATED", "RING_SEAT"} & set(os.environ):  # `ring run` starts this script again
         import ring_plugins as ring
 
         ring.init(ranks=plan.ranks, on_failure="replace" if plan.replaces else "continue")
         raise SystemExit("init() has returned in a process that is no rank")
 
+    if plan.face == "torch":
+        import_torch()
     from tests.campaigns.training import train  # imports torch
 
     process = own_number()

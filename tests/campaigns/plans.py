@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 STEPS, REPLACING_STEPS = 8, 10
 #: Steps of an epoch, where something has epochs.
@@ -31,13 +32,31 @@ NEW_POINTS = ("waiting", "round", "stopped", "reduction", "forward")
 #: How jobs are started, and how often that is drawn. Which of these start them on several hosts, and on how many ranks
 #: each; only some can start other numbers on each.
 LAUNCHERS = {"python": 1, "ring run": 2, "mpirun": 1.5, "MPICH": 1, "torchrun": 1.5, "srun": 1}
-LAYOUTS = ((1, 1), (2, 2), (1, 1, 1), (2, 2, 2))
-UNEVEN_LAYOUTS = ((2, 1), (1, 3), (1, 2, 1))
+LAYOUTS = ((2, 2), (1, 1, 1), (2, 2, 2), (3, 3))
+UNEVEN_LAYOUTS = ((1, 3), (3, 2), (1, 2, 1), (2, 3))
 #: What trains in such jobs, with which backend of Keras.
 LAUNCHED_FACES = {
-    ("torch", "torch"): 17, ("lightning", "torch"): 1,
+    ("torch", "torch"): 22, ("lightning", "torch"): 1,
     ("keras", "torch"): 0.7, ("keras", "tensorflow"): 0.7, ("keras", "jax"): 0.6,
 }  # fmt: skip
+#: Since a start takes seconds, such a job is longer, and loses several processes one after the other.
+LOSING_STEPS, LAUNCHED_STEPS = 12, 40
+#: Of the latter, those at the end in which nobody is lost, so that all places can be filled again.
+QUIET_STEPS = 8
+#: How many of the processes that take others' places have a fault, of each host: a place is filled 5 times an hour.
+NEW_FAULTS = 4
+#: What happens there to a rank, and to a process that takes another's place.
+LOST_AT = {
+    "forward": 1, "between gradients": 1, "reduction": 3, "update": 1, "collective": 1, "healing": 2,
+    "skipped step": 1, LEAVES: 1.5,
+}  # fmt: skip
+REPLACED_AT = {
+    "forward": 1, "between gradients": 1, "reduction": 3, "update": 1, "collective": 0.7, "healing": 1.5, "commit": 1,
+    "round": 2, LEAVES: 1,
+}  # fmt: skip
+NEW_AT = {**REPLACED_AT, "waiting": 2, "stopped": 0.7, "round": 3, "healing": 0.5}
+#: Seconds for which a rank is stopped there, and RING_TIMEOUT where that is less.
+LAUNCHED_STOPS, LAUNCHED_TIMEOUT = (0.3, 2.0, 12.0), "8"
 
 
 @dataclass(frozen=True)
@@ -201,44 +220,123 @@ def draw_replacing(seed: int, number: int, *, case: str = "replaced", hosts: boo
 
 
 def draw_launched(seed: int, number: int) -> Plan:
-    """A job that is started as a user starts it, on one host or on several test hosts."""
+    """A job that is started as a user starts it, on one host or on several test hosts; it loses several processes."""
     drawn = random.Random(f"launched {seed}:{number}")
-    launcher = drawn.choices(list(LAUNCHERS), list(LAUNCHERS.values()))[0]
-    hosts = launcher != "python" and drawn.random() < 0.5
-    layout: tuple[int, ...] = (drawn.choice([2, 3, 3, 4]),)
-    if hosts:
-        layout = drawn.choice(LAYOUTS + UNEVEN_LAYOUTS if launcher in ("ring run", "mpirun") else LAYOUTS)
-    face, backend = drawn.choices(list(LAUNCHED_FACES), list(LAUNCHED_FACES.values()))[0]
-    case = "launchers"
-    if face == "torch" and (not hosts or launcher == "ring run") and drawn.random() < 0.5:
-        plan = draw_replacing(seed, number, case=case, hosts=hosts)
+    launcher, (face, backend) = _drawn(drawn, LAUNCHERS), _drawn(drawn, LAUNCHED_FACES)
+    hosts = launcher != "python" and drawn.random() < 0.35
+    is_uneven = launcher in ("ring run", "mpirun")  # others start equally many ranks on each host
+    if face == "torch" and drawn.random() < 0.65:
+        sizes = (drawn.choice([3, 4, 4, 5]),)
+        if hosts:
+            sizes = drawn.choice([(2, 2), (2, 3), (3, 1), (3, 2)][: 4 if is_uneven else 1])
+        plan = _many_replaced(drawn, sizes)
+        spares = 0 if hosts else drawn.choice([0, 0, 1, 2])
+        plan = replace(plan, spares=spares)
     else:
-        plan = draw_losses(seed, number, case=case, hosts=hosts, faces=[face], layout=layout)
-    plan = replace(plan, launcher=launcher, backend=backend, compression="")
-    if hosts and plan.replaces:  # of a host that loses all ranks, nobody takes the places
-        return plan
-    kind = drawn.random()
-    step, victim, at = drawn.randrange(4), drawn.randrange(plan.ranks), drawn.randint(1, 4)
-    if kind < 0.05 and face == "torch":
-        return replace(plan, faults=(Fault(victim, 0, "init", at, drawn.choice(["before", "in"])),))
-    if kind < 0.12 and face == "torch":
-        return replace(plan, faults=(Fault(victim, step, "stop", at, ""),), stops=drawn.choice(STOPS))
-    if kind < 0.3 and hosts:
-        return replace(plan, faults=_all_of_a_host(drawn, layout, plan.faults[0]))
-    faults = list(plan.faults)
-    for place, fault in enumerate(faults):
-        is_first = fault.process < plan.ranks and fault.point not in ("healing", "stop", "round")
-        if is_first and not hosts and drawn.random() < 0.15:
-            faults[place] = replace(fault, point=LEAVES)
-    return replace(plan, faults=tuple(faults))
+        most = 5 if face == "torch" else 4 if backend == "torch" else 3
+        sizes = drawn.choice([(3,), (4,), (5,), (5,)][: most - 2])
+        if hosts:
+            layouts = LAYOUTS + UNEVEN_LAYOUTS if is_uneven else LAYOUTS
+            sizes = drawn.choice([layout for layout in layouts if face == "torch" or sum(layout) <= 4])
+        plan = _many_lost(drawn, sizes, face)
+    plan = replace(plan, seed=seed, number=number, launcher=launcher, backend=backend, case="launchers")
+    return replace(plan, nodes=",".join(map(str, sizes)) if hosts else "")
 
 
-def _all_of_a_host(drawn: random.Random, layout: Sequence[int], like: Fault) -> tuple[Fault, ...]:
-    """All ranks of a host die at once."""
-    host = drawn.randrange(len(layout))
-    ranks = range(sum(layout[:host]), sum(layout[: host + 1]))
-    point = "reduction" if like.point in ("healing", "stop", LEAVES) else like.point
-    return tuple(replace(like, process=rank, point=point, when="in") for rank in ranks)
+def _drawn(drawn: random.Random, weights: dict[Any, float]) -> Any:
+    return drawn.choices(list(weights), list(weights.values()))[0]
+
+
+def _many_lost(drawn: random.Random, sizes: Sequence[int], face: str) -> Plan:
+    """All ranks but one or two are lost one after the other, perhaps all of a host at last."""
+    ranks, is_torch = sum(sizes), face == "torch"
+    number = lambda: drawn.randint(1, 4 if len(sizes) == 1 else 24)  # noqa: E731
+    alive = list(range(ranks))
+    lives = drawn.sample(alive, 1 if ranks < 4 else drawn.choice([1, 1, 2]))
+    victims = drawn.sample([rank for rank in alive if rank not in lives], ranks - len(lives))
+    kind, skips = drawn.random(), (LOSING_STEPS, 0)
+    whole = list[int]()
+    if len(sizes) > 1 and kind < 0.3:
+        end = len(sizes) - 1 if drawn.random() < 0.5 else drawn.randrange(len(sizes))
+        whole = [*range(sum(sizes[:end]), sum(sizes[: end + 1]))]
+        lives = [rank for rank in lives if rank not in whole] or [next(rank for rank in alive if rank not in whole)]
+        victims = [rank for rank in victims if rank not in whole and rank not in lives]
+    faults, step = list[Fault](), drawn.randrange(2)
+    for victim in victims:
+        point, last = _drawn(drawn, LOST_AT), victim == victims[-1]
+        if last and drawn.random() < (0.1 if is_torch else 0.3):
+            point = "broadcast"  # which may end the job; with epochs, a checkpoint
+        if point == "collective" and victim == alive[-1] and not last:
+            point = "reduction"  # the broadcast behind it may end the job
+        point, step = _while_others_heal(point, step, faults)
+        if point == "skipped step":
+            skips = skips if skips[0] < LOSING_STEPS else (step, drawn.choice(lives))
+            point = point if skips[0] == step else "update"
+        when = drawn.choice(["before", "decided", "over"] if point == "healing" else ["before", "in"])
+        faults.append(Fault(victim, step, point, number(), when))
+        alive.remove(victim)
+        step = min(step + drawn.choice([0, 0, 1, 1, 2]), LOSING_STEPS - 2)
+    point = drawn.choice(["forward", "reduction", "update"])
+    faults += [Fault(rank, step, point, faults[0].number if faults else 1, "in") for rank in whole]
+    stops = LAUNCHED_STOPS[0]
+    if is_torch and 0.3 <= kind < 0.6:
+        stops = drawn.choice([*LAUNCHED_STOPS[:2] * 3, LAUNCHED_STOPS[2]])
+        when = LOSING_STEPS - 1 if stops == LAUNCHED_STOPS[2] else drawn.randrange(LOSING_STEPS)
+        faults.append(Fault(lives[0], when, "stop", drawn.randint(1, 4), ""))
+    if is_torch and kind > 0.97:
+        faults = [Fault(drawn.randrange(ranks), 0, "init", drawn.randint(1, 4), drawn.choice(["before", "in"]))]
+    if not is_torch:
+        faults, skips = [_at_epoch_end(fault) for fault in faults], (LOSING_STEPS, 0)
+    return Plan(
+        0, 0, ranks, tuple(faults), drawn.random() < 0.3, skips, stops, face=face, steps=LOSING_STEPS,
+    )  # fmt: skip
+
+
+def _many_replaced(drawn: random.Random, sizes: Sequence[int]) -> Plan:
+    """Ranks are lost one after the other, and so are processes that take their places; one stays of each host."""
+    ranks, hosts = sum(sizes), len(sizes)
+    first = [sum(sizes[:host]) for host in range(hosts)]
+    stays = [start + drawn.randrange(size) for start, size in zip(first, sizes, strict=True)]
+    mortals = [rank for rank in range(ranks) if rank not in stays]
+    faults, step = list[Fault](), drawn.randrange(3)
+    for victim in drawn.sample(mortals, len(mortals) if drawn.random() < 0.7 else max(1, len(mortals) - 1)):
+        point = _drawn(drawn, REPLACED_AT)
+        if point == "round" and not faults:
+            point = "forward"  # nobody joins before somebody is lost
+        point, step = _while_others_heal(point, step, faults)
+        faults.append(_fault_of_replaced(drawn, victim, step, point, hosts))
+        step += drawn.choice([0, 0, 1, 2, 3, 4])
+    news = drawn.randint(2, NEW_FAULTS) * hosts
+    for newcomer in range(ranks, ranks + news):
+        fault = _fault_of_replaced(drawn, newcomer, drawn.randrange(4), _drawn(drawn, NEW_AT), hosts)
+        if sizes[(newcomer - ranks) % hosts] > 1:  # otherwise nobody is replaced on its host
+            faults.append(fault)
+    stops = LAUNCHED_STOPS[0]
+    if drawn.random() < 0.3:
+        stops = drawn.choice(LAUNCHED_STOPS[:2])
+        faults.append(Fault(drawn.choice(stays), drawn.randrange(LAUNCHED_STEPS // 2), "stop", drawn.randint(1, 4), ""))
+    skips = (drawn.randrange(1, LAUNCHED_STEPS - 1) if drawn.random() < 0.5 else LAUNCHED_STEPS, drawn.choice(stays))
+    in_place = drawn.random() < 0.3
+    return Plan(0, 0, ranks, tuple(faults), in_place, skips, stops, steps=LAUNCHED_STEPS, replaces=True)
+
+
+def _while_others_heal(point: str, step: int, faults: Sequence[Fault]) -> tuple[str, int]:
+    """Point and step of a further fault; nobody dies in healing unless another one has died in that step."""
+    if point != "healing":
+        return point, step
+    if faults and faults[-1].point in ("forward", "reduction", "update", "healing"):
+        return point, faults[-1].step
+    return "reduction", step
+
+
+def _fault_of_replaced(drawn: random.Random, process: int, step: int, point: str, hosts: int) -> Fault:
+    number = drawn.randint(1, 3)
+    if point == "reduction" and hosts > 1:
+        number = drawn.randint(1, 24)
+    if point == "collective":
+        number = 1  # in the broadcast behind it, it may end the job
+    when = drawn.choice(["before", "decided", "over"] if point == "healing" else ["before", "in"])
+    return Fault(process, step, point, number, when)
 
 
 def draw_growing(seed: int, number: int) -> Plan:

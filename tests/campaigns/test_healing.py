@@ -6,7 +6,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -19,7 +19,11 @@ from tests.campaigns.launching import codes_of, missing
 from tests.campaigns.plans import (
     AT_EPOCH_END,
     LAUNCHED_FACES,
+    LAUNCHED_STOPS,
     LAUNCHERS,
+    LOST_AT,
+    NEW_AT,
+    NEW_FAULTS,
     NEW_POINTS,
     POINTS,
     STEP_POINTS,
@@ -87,23 +91,34 @@ def test_where_ranks_are_replaced_somebody_stays_and_newcomers_die_too():
 
 def test_users_start_jobs_in_all_ways_and_all_kinds_of_faults_come_to_them():
     plans = [draw(1, number, ["launchers"]) for number in range(600)]
+    assert plans == [draw(1, number, ["launchers"]) for number in range(600)]
     assert {(plan.launcher, bool(plan.nodes), plan.replaces) for plan in plans} == {
         *((launcher, False, replaces) for launcher in LAUNCHERS for replaces in (False, True)),
-        *((launcher, True, False) for launcher in LAUNCHERS if launcher != "python"),
-        ("ring run", True, True),
+        *((launcher, True, replaces) for launcher in LAUNCHERS if launcher != "python" for replaces in (False, True)),
     }
     faces = Counter((plan.face, plan.backend) for plan in plans)
     assert set(faces) == set(LAUNCHED_FACES) and faces["torch", "torch"] > 0.75 * len(plans)
-    points = {fault.point for plan in plans for fault in plan.faults}
-    assert points == {*POINTS, *AT_EPOCH_END.values(), *STEP_POINTS, *NEW_POINTS, "init", "SIGTERM"}
+    of_losses = {*LOST_AT, *AT_EPOCH_END.values(), "broadcast", "init"}
+    for replaces, points in ((False, of_losses), (True, set(NEW_AT))):
+        chosen = [plan for plan in plans if plan.replaces == replaces]
+        assert {fault.point for plan in chosen for fault in plan.faults} == points | {"stop"}
+        assert {plan.stops for plan in chosen} == {*LAUNCHED_STOPS} - ({max(LAUNCHED_STOPS)} if replaces else set())
+    assert sum(len(plan.faults) for plan in plans) > 4 * len(plans)
+    assert all(plan.ranks <= 6 for plan in plans)  # over which averages are exact
     assert all(len(set(plan.nodes.split(","))) <= 1 or plan.launcher in ("ring run", "mpirun") for plan in plans)
     hosts_lost = 0
     for plan in plans:
         ends = [*itertools.accumulate(map(int, plan.nodes.split(",") if plan.nodes else [plan.ranks]))]
-        lost = {fault.process for fault in plan.faults if fault.process < plan.ranks}
+        hosts = [set(range(begin, end)) for begin, end in zip([0, *ends], ends, strict=False)]
+        lost = {fault.process for fault in plan.faults if fault.process < plan.ranks and fault.point != "stop"}
         assert lost < set(range(plan.ranks))
-        hosts_lost += any(set(range(begin, end)) <= lost for begin, end in zip([0, *ends], ends, strict=False))
-    assert hosts_lost > 60
+        assert len({fault.process for fault in plan.faults}) == len(plan.faults)
+        assert plan.faults[0].point != "round"
+        # Nobody would take the places of a host's ranks that are all lost, nor a place a sixth time.
+        assert not plan.replaces or not any(host <= lost for host in hosts)
+        assert sum(fault.process >= plan.ranks for fault in plan.faults) <= NEW_FAULTS * len(hosts)
+        hosts_lost += any(host <= lost for host in hosts)
+    assert hosts_lost > 30
     assert plan_of(json.dumps(asdict(plans[0]))) == plans[0]
 
 
@@ -132,13 +147,13 @@ PLAN = Plan(1, 1, 3, (Fault(1, 3, "forward", 1, "in"),), skips=(6, 0))
 REPLACING = Plan(1, 1, 3, PLAN.faults, replaces=True)
 
 
-def job(weights=None, averaged=None, told=(1,), back_at=STEPS):
+def job(weights=None, averaged=None, told=(1,), back_at=STEPS, skipped=6):
     """A job of which rank 1 died in step 3, and process 3 took its place in another."""
     history = []
     for step in range(STEPS):
         ranks = [0, 2] if 3 <= step < back_at else [0, 1, 2]
         value = expected(COLLECTIVES[step % len(COLLECTIVES)], ranks)
-        history.append([None if step == 6 and back_at == STEPS else ranks, ranks, value])
+        history.append([None if step == skipped and back_at == STEPS else ranks, ranks, value])
     if averaged:
         history[averaged[0]][0] = averaged[1]
     left = [0, 2] if back_at == STEPS else [0, 1, 2]
@@ -160,6 +175,8 @@ def test_a_job_that_went_on_is_compared_with_the_replay_of_its_log():
 def test_where_ranks_are_replaced_all_places_are_taken_at_last():
     assert judge(REPLACING, job(back_at=5)) == ("went on", "")
     assert judge(REPLACING, job(back_at=7))[1] == "seats stayed empty in 4 steps"
+    missing_at_last = replace(REPLACING, launcher="ring run", faults=PLAN.faults * 2)
+    assert judge(missing_at_last, job(told=(), back_at=STEPS, skipped=None))[1] == "[0, 2] at the end, of 3"
     back = job(back_at=5)
     back.found[3]["weights"] = ["", "", ""]
     assert judge(REPLACING, back) == ("wrong", "the weights are not those of the replay")

@@ -25,7 +25,7 @@ from ring_plugins.launcher.growth import request_ranks
 from ring_plugins.torch import DistributedOptimizer, TrainingState, broadcast_parameters
 from tests import mortal
 from tests.campaigns.healing_faces import train_keras, train_lightning
-from tests.campaigns.plans import LEAVES, Plan
+from tests.campaigns.plans import LEAVES, QUIET_STEPS, Plan
 from tests.mortal import die, die_in_barrier, end_in_round
 from tests.newcomers import wait_for_newcomers
 from tests.worker import report
@@ -35,11 +35,13 @@ COUNTS = (10, 20_000, 600_000)
 UNIT = 60.0
 #: A rank prints this, and the root, if the root of a broadcast died.
 LOST_ROOT = "no broadcast from"
+#: A step in which no fault is planned.
+NEVER = -1
 COLLECTIVES = ("all_reduce", "all_gather", "barrier", "all_gather_object", "broadcast_object")
 #: Seconds for which a step waits for processes that are to join, so that most do; and members for one that is stopped.
 AWAITED, PATIENCE = 5.0, 1.0
-#: The former where new processes must import torch.
-LAUNCHED_AWAITED = 40.0
+#: The same where new processes must import torch.
+LAUNCHED_AWAITED, LAUNCHED_PATIENCE = 60.0, 3.0
 
 
 def gradient(step: int, seat: int) -> float:
@@ -168,7 +170,7 @@ def train(plan: Plan, process: int) -> dict[str, Any]:
         options = {"compression": plan.compression or None, "error_feedback": bool(plan.compression)}
         found = trained(mortal, process, plan.steps, patterns(plan.compression), gradient, UNIT * process, options)
         return {"seat": process, **found, "weights": checksums(found["weights"])}
-    admission._PATIENCE = mesh_admission._PATIENCE = PATIENCE
+    admission._PATIENCE = mesh_admission._PATIENCE = LAUNCHED_PATIENCE if plan.launcher else PATIENCE
     mortal.before_init()
     ring.init(on_failure="replace" if plan.replaces else "continue")
     mortal.after_init()
@@ -217,6 +219,8 @@ class Loop:
         """A step, and what may follow it."""
         state, mortal = self.state, self._mortal
         mortal.step = state.step - self._first
+        if self._plan.replaces and self._plan.launcher and state.step >= self._plan.steps - QUIET_STEPS:
+            mortal.step = NEVER
         mortal.at("healing")
         mortal.at("round")
         if self._plan.replaces:
