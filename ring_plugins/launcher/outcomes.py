@@ -139,7 +139,13 @@ def call(packed: bytes, rank: int) -> Outcome:
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             return Outcome(rank, pack("nothing", None), left=_why_it_left())
-        return Outcome(rank, failure=_failure(error))
+        failure = _failure(error)
+        if failure.is_loss:  # the caller may not hear of it: the outcome of the next process counts
+            logger.error(
+                "the call failed in a process that was to take the place of a lost rank, before it joined; the other "
+                f"ranks go on without it:\n{failure.traceback.rstrip()}"
+            )
+        return Outcome(rank, failure=failure)
     return outcome
 
 

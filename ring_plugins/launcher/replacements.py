@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ring_plugins.core.base.errors import LaunchError, name_ranks
 from ring_plugins.core.rendezvous.seats import Seats
+from ring_plugins.core.rendezvous.spawn import ending, silent_end
 from ring_plugins.launcher.spares import Spares
 from ring_plugins.launcher.supervision import Supervisor
 
@@ -119,6 +120,7 @@ class Replacements:
         for seat, code in enumerate(codes):
             is_open = seat < len(self._ranks) and seat not in self._given_up
             if code is not None and is_open and self._is_lost(seat, code):
+                self._tell_of_silent_end(seat, code, self._notify)
                 self._fill(seat, self._notify)
         while len(self._ranks) < self._wanted and self._fill(len(self._ranks), self._notify):
             pass
@@ -131,7 +133,16 @@ class Replacements:
     def _is_lost(self, seat: int, code: int) -> bool:
         if self._has_joined(seat):
             return code != 0 or self._seats.has_left(seat) or self._seats.is_lost(seat)
-        return code != 0 and self._is_new(seat)  # one that ends with 0 has found that the job is over
+        # One that has waited to join and ends with 0 has found that the job is over.
+        return self._is_new(seat) and (code != 0 or not self._seats.is_waiting(seat))
+
+    def _tell_of_silent_end(self, seat: int, code: int, notify: Callable[[str], None]) -> None:
+        """Say how a process ended that has not joined, unless it printed an error itself."""
+        if self._has_joined(seat) or code > 0:
+            return
+        how = silent_end(code) if code < 0 else f"ended with {ending(code)}"
+        goal = "become" if self._is_further(seat) else "take the place of"
+        notify(f"the process that was to {goal} rank {self._names[seat]} {how} before it joined.")
 
     def _fill(self, seat: int, notify: Callable[[str], None]) -> bool:
         """Let a process take a seat that nobody has any more, or yet; returns whether one is to."""

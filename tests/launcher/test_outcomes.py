@@ -75,3 +75,12 @@ def test_an_exception_that_cannot_be_pickled_becomes_text():
     with pytest.raises(ring.RankFailed, match="rank 0 on a failed: Stubborn: 1 and 2") as caught:
         outcomes.results([Outcome(0, failure=failure)])
     assert caught.value.__cause__ is None
+
+
+def test_a_call_that_fails_in_a_process_that_has_not_joined_says_so_at_once(monkeypatch, caplog):
+    """Its outcome may never be shown: that of the next process in the same place counts."""
+    monkeypatch.setenv("RING_JOINS", "3")
+    failure = outcomes.call(outcomes.pack_call(int, ("x",), None), 3).failure
+    assert failure is not None and failure.is_loss
+    assert "before it joined; the other ranks go on without it:\n" in caplog.text
+    assert "ValueError: invalid literal for int() with base 10: 'x'" in caplog.text

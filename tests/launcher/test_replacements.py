@@ -75,6 +75,7 @@ def test_a_seat_is_filled_until_it_has_failed_too_often(job):
     assert job.replacements.filled == {1: 5} and job.replacements.is_out(1) and not job.replacements.is_out(0)
     assert job.replacements.late == [1]
     assert job.told[-1] == "rank 1 was replaced 5 times within an hour; the job goes on without it."
+    assert not [text for text in job.told if "before it joined" in text]  # they print errors themselves
     living.kill()
 
 
@@ -108,6 +109,34 @@ def test_a_lost_one_that_ended_with_another_status_still_ends_the_job(job):
     assert not job.replacements.is_out(1)
     job.replacements.tick()
     assert not job.started
+
+
+@pytest.mark.parametrize(
+    ("code", "how"), [("sys.exit(0)", "ended with exit status 0"), ("os.kill(os.getpid(), 9)", "was killed by SIGKILL")]
+)
+def test_one_that_ends_before_it_waits_to_join_is_followed_by_another_and_the_user_hears_how(job, code, how):
+    job.run("time.sleep(3600)")
+    job.run("os.kill(os.getpid(), 9)").wait()
+    job.join(0, 0)
+    job.join(1, 1)
+    job.next = code
+    for _ in range(8):
+        job.replacements.tick()
+    assert len(job.started) == 5
+    told = [text for text in job.told if text.startswith(f"the process that was to take the place of rank 1 {how}")]
+    assert len(told) >= 5 and told[0].endswith(" before it joined.")
+
+
+def test_one_that_has_waited_to_join_and_ends_with_status_0_has_found_that_the_job_is_over(job):
+    job.run("time.sleep(3600)")
+    job.run("os.kill(os.getpid(), 9)").wait()
+    job.join(0, 0)
+    job.join(1, 1)
+    job.next = "sys.exit(0)"
+    job.replacements.tick()
+    job.seats.take(Occupant(1, 4, (1, 2, 3)), as_member=False)
+    job.replacements.tick()
+    assert job.started == [(1, 4)]
 
 
 def test_one_that_has_not_joined_when_the_others_end_is_killed(job):

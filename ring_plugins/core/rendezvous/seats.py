@@ -165,6 +165,10 @@ class Seats:
         """Whether it ends because others go on without it."""
         return bool(self._rows[seat, _STATE] == _CUT_OFF)
 
+    def is_waiting(self, seat: int) -> bool:
+        """Whether the process of a seat waits to join, or waited when it ended."""
+        return bool(self._rows[seat, _STATE] == _WAITING)
+
     def has_waiting(self) -> bool:
         """Whether a process waits to join; a look of a microsecond."""
         return bool((self._rows[:, _STATE] == _WAITING).any())
