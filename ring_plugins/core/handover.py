@@ -69,7 +69,7 @@ def check_picklable(values: Mapping[str, Any]) -> None:
 def hand_over(
     state: Callable[[], tuple[Any, Any]],
     joined: Sequence[int],
-    send: Callable[[Any, int], None],
+    send: Callable[[Any, Callable[[], int]], None],
     communicator: Communicator[Any] | None = None,
 ) -> Any:
     """Give those that have joined the state of an earlier rank; if that is lost meanwhile, of the next one. Collective.
@@ -78,8 +78,8 @@ def hand_over(
         state: called on the rank that gives. Returns what all ranks need for `send`, and what those that have joined
             get, which may have objects of the script.
         joined: world ranks of those that have joined.
-        send: called on all ranks with the former and the rank that gives: broadcasts the rest, from memory that it
-            shares with nobody.
+        send: called on all ranks with the former, and with a function that returns the communicator's rank that gives:
+            broadcasts the rest. It asks before each broadcast, since that rank changes when one before it is lost.
         communicator: of all ranks; None for the world's.
 
     Returns:
@@ -103,7 +103,7 @@ def hand_over(
         told = _packed(state, untold_changes()) if is_mine else None
         needed, packed, problem = everyone.broadcast_object(told, everyone.ranks.index(giver))
         if not problem:
-            send(needed, everyone.ranks.index(giver))
+            send(needed, lambda: everyone.ranks.index(giver))
 
     repeated(attempt)
     if everyone.ranks[everyone.rank] not in joined:

@@ -20,7 +20,7 @@ import inspect
 import math
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -108,9 +108,9 @@ def share_state(
     def own() -> tuple[None, Any]:
         return None, (told, {name: _state_of(callback) for name, callback in _named(callbacks)}, current().share[0])
 
-    def send(_: None, root: int) -> None:
+    def send(_: None, root: Callable[[], int]) -> None:
         nonlocal values
-        values = [broadcast_array(value_of(variable), root, communicator) for variable in [*variables, *seeds]]
+        values = [broadcast_array(value_of(variable), root(), communicator) for variable in [*variables, *seeds]]
 
     received = hand_over(own, joined, send, communicator)
     if received is None:

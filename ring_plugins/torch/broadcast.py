@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
-from ring_plugins.core.functions import all_gather_object, all_or_none, broadcast, broadcast_object, rank
+from ring_plugins.core.collectives.validation import check_rank
+from ring_plugins.core.functions import all_gather_object, all_or_none, broadcast, broadcast_object
 from ring_plugins.core.world import current
 from ring_plugins.torch import device
 from ring_plugins.torch.averaging_check import expect_averaging
@@ -39,9 +40,10 @@ def broadcast_parameters(
         named = [*parameters.named_parameters(), *parameters.named_buffers()]
     else:
         named = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
+    source = _Source(root)
     _check_equal([(name, str(tensor.dtype), tuple(tensor.shape), tensor.device.type) for name, tensor in named])
     with torch.no_grad():
-        _broadcast([tensor.detach() for _, tensor in named], root)
+        _broadcast([tensor.detach() for _, tensor in named], source)
     expect_averaging()
 
 
@@ -63,13 +65,36 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -
         )
     if current().topology.size == 1 or current().is_joining:
         return
-    state: Any = optimizer.state_dict() if rank() == root else None
-    described = broadcast_object(tree_map_only(torch.Tensor, Placeholder, state), root)
-    if rank() != root:
+    source = _Source(root)
+    state: Any = optimizer.state_dict() if source.is_here else None
+    described = broadcast_object(tree_map_only(torch.Tensor, Placeholder, state), source.rank)
+    if not source.is_here:
         state = tree_map_only(Placeholder, Placeholder.empty, described)
-    _broadcast([leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)], root)
-    if rank() != root:
+    _broadcast([leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)], source)
+    if not source.is_here:
         optimizer.load_state_dict(state)
+
+
+class _Source:
+    """The rank from which several broadcasts take everything, though ranks may be lost between them.
+
+    Args:
+        root: its number now.
+    """
+
+    def __init__(self, root: int) -> None:
+        world = current()
+        self._world_rank = world.world_ranks[check_rank(root, world.communicator)]
+        self.is_here = self._world_rank == world.world_rank
+
+    @property
+    def rank(self) -> int:
+        """Its number now, which changes when a rank before it is lost; once it is lost itself, that of the lowest rank.
+
+        A broadcast in which it is lost raises, so nobody gets some tensors of one rank and some of another.
+        """
+        ranks = current().world_ranks
+        return ranks.index(self._world_rank) if self._world_rank in ranks else 0
 
 
 class Placeholder:
@@ -83,8 +108,8 @@ class Placeholder:
         return torch.empty(self.shape, dtype=self.dtype, device=device.own_device() if self.is_on_gpu else None)
 
 
-def _broadcast(tensors: list[torch.Tensor], root: int) -> None:
-    """Overwrite tensors with the root's; those on GPUs are broadcast in one NCCL group."""
+def _broadcast(tensors: list[torch.Tensor], source: _Source) -> None:
+    """Overwrite tensors with the source's; those on GPUs are broadcast in one NCCL group."""
     if current().topology.size == 1:
         return
     targets = []
@@ -92,13 +117,13 @@ def _broadcast(tensors: list[torch.Tensor], root: int) -> None:
         if is_on_gpu(tensor):
             targets.append(Target(tensor, "tensor", keep=True))
         else:
-            broadcast(tensor, root, out=tensor)
+            broadcast(tensor, source.rank, out=tensor)
     if targets:
         index = index_of(targets[0].flat)
         communicator = current().device_communicator(index, streams(index))
         with communicator.group():
             for target in targets:
-                communicator.broadcast(cast(DeviceMemory, target.memory), root)
+                communicator.broadcast(cast(DeviceMemory, target.memory), source.rank)
         for target in targets:
             target.store()
 

@@ -247,14 +247,14 @@ def share_state(state: Callable[[], dict[str, Any]], joined: Sequence[int]) -> d
         tensors = [leaf.detach() for leaf in tree_leaves(own) if isinstance(leaf, torch.Tensor)]
         return [Placeholder(tensor) for tensor in tensors], tree_map_only(torch.Tensor, Placeholder, own)
 
-    def send(placeholders: list[Placeholder], root: int) -> None:
+    def send(placeholders: list[Placeholder], root: Callable[[], int]) -> None:
         nonlocal tensors
         communicator: Communicator[Any] = current().communicator
-        if communicator.rank != root:
+        if communicator.rank != root():
             tensors = [placeholder.empty() for placeholder in placeholders]
         for tensor in tensors:
             if tensor.numel():  # the giver's may be a view with gaps; a new one has none
-                communicator.broadcast(dense_memory(tensor.contiguous()), root)
+                communicator.broadcast(dense_memory(tensor.contiguous()), root())
 
     found = hand_over(described, joined, send)
     received = iter(tensors)

@@ -67,6 +67,48 @@ def test_two_ranks_are_killed_first_rank_0_and_one_leaves_and_the_last_one_train
     assert "ring run: rank 3 left, ranks 0, 2 died, and the other 1 ended normally." in result.output
 
 
+BETWEEN_BROADCASTS = """
+import torch
+import ring_plugins as ring
+from ring_plugins.core.collectives.healing import HealingCommunicator
+from ring_plugins.torch import broadcast_optimizer_state, broadcast_parameters
+from ring_plugins.torch.training_state import share_state
+from tests.mortal import die
+from tests.worker import report
+
+ring.init(on_failure="continue")
+me = ring.rank()
+broadcast, calls = HealingCommunicator.broadcast, 0
+
+def counted(*args):
+    global calls
+    calls += 1
+    if (me, calls) in ((0, 2), (1, 7)):
+        die()
+    broadcast(*args)
+
+HealingCommunicator.broadcast = counted
+own = {name: torch.full((3,), me + 1.0) for name in "abcd"}
+received = share_state(lambda: own, [0, 4])  # rank 1 gives, and rank 0 dies behind the first tensor
+assert ring.size() == 4, ring.size()
+shared = {name: tensor.tolist() for name, tensor in (own if received is None else received).items()}
+own = {name: torch.full((3,), me + 1.0) for name in "abcd"}
+broadcast_parameters(own, root=2)  # which is the third of 1, 2, 3, 4, and 1 dies behind its second tensor
+assert ring.size() == 3, ring.size()
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=float(ring.rank()), momentum=0.5)
+broadcast_optimizer_state(optimizer, root=1)
+report("found", [shared, {name: tensor.tolist() for name, tensor in own.items()}, optimizer.param_groups[0]["lr"]], me)
+"""
+
+
+def test_all_tensors_are_of_the_same_rank_if_a_lower_one_dies_between_two_of_them():
+    result = run_ranks(BETWEEN_BROADCASTS, 5, "ring run", env={"RING_ON_FAILURE": "continue"}, timeout=60)
+    for rank, given in {2: 3.0, 3: 4.0, 4: 2.0}.items():  # rank 4 has rank 1's, the others keep theirs
+        shared, broadcast, rate = result.reports[rank]["found"]
+        assert shared == {name: [given] * 3 for name in "abcd"}
+        assert broadcast == {name: [4.0] * 3 for name in "abcd"} and rate == 1.0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "deaths",
