@@ -91,9 +91,8 @@ class OtherOptimizers:
         self._counted = weakref.WeakKeyDictionary(so_far)
         return [
             (one, type(optimizer).__name__)
-            for optimizer in active
-            for group in optimizer.param_groups
-            for one in group["params"]
+            for optimizer in _outermost(active)
+            for one in _parameters(optimizer)
             # Other tensors are slices, or inputs that an attack looks for, which are each rank's own.
             if isinstance(one, nn.Parameter) and not is_claimed(one)
         ]
@@ -116,3 +115,21 @@ class OtherOptimizers:
             "ring_plugins.torch.DistributedOptimizer, and call broadcast_parameters(model) for the whole model. If "
             "they differ on purpose, RING_WEIGHT_CHECK=0 switches this comparison off."
         )
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [one for group in optimizer.param_groups for one in group["params"]]
+
+
+def _outermost(optimizers: list[Optimizer]) -> list[Optimizer]:
+    """Those without optimizers inside others, such as those of a ZeroRedundancyOptimizer.
+
+    These have another part of the parameters on each rank, and update them for the other ranks, too. An optimizer is
+    inside another if that one has all of its parameters and finished its step later.
+    """
+    ids = [{id(one) for one in _parameters(optimizer)} for optimizer in optimizers]
+    return [
+        optimizer
+        for number, optimizer in enumerate(optimizers)
+        if not any(ids[number] <= others for others in ids[number + 1 :])
+    ]
