@@ -13,8 +13,16 @@ def add_ranks(
         int | None,
         typer.Option("--job", help="Process id of the `ring run`; not needed if only one of yours runs on this host."),
     ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            "--host",
+            help="Host of the job on which they run, as `ring run -H` names it. By default each runs on a host that "
+            "has the fewest ranks.",
+        ),
+    ] = None,
 ) -> None:
-    """Add ranks to a running job of this host, which was started with `ring run --on-failure replace --max-ranks`.
+    """Add ranks to a running job, which was started on this host with `ring run --on-failure replace --max-ranks`.
 
     The new processes run the script from its first line, and join the others where an epoch begins.
 
@@ -26,7 +34,7 @@ def add_ranks(
     from ring_plugins.launcher.growth import request_ranks
 
     try:
-        typer.echo(f"ring add-ranks: {request_ranks(number, job)}")
+        typer.echo(f"ring add-ranks: {request_ranks(number, job, host)}")
     except RingError as error:
         typer.echo(f"ring add-ranks: {error}", err=True)
         raise typer.Exit(2) from None

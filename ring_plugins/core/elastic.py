@@ -95,6 +95,7 @@ class Elastic:
         self._membership: Membership | Mesh | None = None
         self._succession: Succession | None = None
         self._in_collective = threading.RLock()
+        self._seats_here: dict[int, int] = {}  # of processes of this host that wait, by world rank, on several hosts
 
     def begin(self, transport: TcpTransport | None, addresses: Sequence[str], joined: Mesh | None = None) -> list[Any]:
         """From now on, the loss of a rank does not end the job; collective.
@@ -261,8 +262,8 @@ class Elastic:
     @property
     def is_further(self) -> bool:
         """Whether this process has yet to join, and the job grows by it: nobody has had its seat."""
-        places = seats()
-        return self._job.is_joining and places is not None and places.is_new(self._processes.seat)
+        places, is_new = seats(), self._processes.is_further
+        return self._job.is_joining and (is_new or (places is not None and places.is_new(self._processes.seat)))
 
     def _sees_newcomers(self) -> set[int]:
         """Seats of those that wait to join, and that not all ranks know of."""
@@ -270,7 +271,10 @@ class Elastic:
         if places is None or not places.has_waiting():
             return set()
         if isinstance(places, OwnSeat):
-            return {int(told["seat"]) for _, _, told in newcomers_here(places)} - self.awaited
+            waiting = {one.world_rank for one in places.waiting()}
+            if not waiting <= self._seats_here.keys():  # one that waits for the next epoch is seen in each step
+                self._seats_here |= {peer.rank: int(told["seat"]) for peer, _, told in newcomers_here(places)}
+            return {self._seats_here[rank] for rank in waiting & self._seats_here.keys()} - self.awaited
         return {one.seat for one in places.waiting()} - self.awaited
 
     def change_members(self) -> None:

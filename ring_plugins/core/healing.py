@@ -139,7 +139,7 @@ def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: in
         restart_under_ring_run(ranks, policy.min_ranks, policy.on_failure, policy.max_ranks)
     _check_the_first_start(policy, generation, is_under_ring_run)
     if record.kind == "rendezvous" and (own_seat() is not None or (is_under_ring_run and config.LAUNCHER.is_set())):
-        _check_that_it_does_not_grow(policy)
+        _check_how_far_it_grows(policy, config.MAX_RANKS.get(), record.by)
         return  # the supervisor of this host lets the others go on, and so do Spark and Ray
     if record.by.startswith("ring_plugins.") and not is_under_ring_run:  # `ring_plugins.run` or a relative of it
         raise ArgumentError(
@@ -166,11 +166,7 @@ def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: in
             f"Start the job on one host, with `ring run --on-failure {policy.on_failure} -n 4 python train.py`, with "
             f"plain python and init(ranks=4), or with mpirun, torchrun or srun; or {_REMEDY}."
         )
-    if policy.max_ranks and policy.max_ranks != (seats := number_of_seats()):
-        raise ArgumentError(
-            f"max_ranks={policy.max_ranks}, but {record.by} was told to have up to {seats} ranks: start the job with "
-            f"`ring run --max-ranks {policy.max_ranks}`, or leave max_ranks out of init()."
-        )
+    _check_how_far_it_grows(policy, number_of_seats(), record.by)
 
 
 def _check_the_first_start(policy: FailurePolicy, generation: int, is_under_ring_run: bool) -> None:
@@ -184,11 +180,13 @@ def _check_the_first_start(policy: FailurePolicy, generation: int, is_under_ring
         )
 
 
-def _check_that_it_does_not_grow(policy: FailurePolicy) -> None:
-    if policy.max_ranks and own_seat() is not None:
+def _check_how_far_it_grows(policy: FailurePolicy, most: int, by: str) -> None:
+    """Check that a job may grow no further than what has started it was told."""
+    if policy.max_ranks and policy.max_ranks != most:
+        told = f"was told to have up to {most} ranks" if most else "was not told that the job may grow"
         raise ArgumentError(
-            f"max_ranks={policy.max_ranks}: jobs grow only on the host of their `ring run`, started without -H; leave "
-            f"max_ranks out of init(), and unset {config.MAX_RANKS.name}."
+            f"max_ranks={policy.max_ranks}, but {by} {told}: start the job with `ring run --max-ranks "
+            f"{policy.max_ranks}`, or leave max_ranks out of init()."
         )
 
 
@@ -223,8 +221,11 @@ def check_policies(
             'on_failure="replace" works on several hosts under `ring run -H`, mpirun, torchrun and srun, but these are '
             f'{job} without them: use on_failure="continue", or {_REMEDY}.'
         )
-    if not shares_memory and policies[0][3]:
-        raise ArgumentError(f"max_ranks={policies[0][3]}: jobs grow on one host, but these are {job}: leave it out.")
+    if not shares_memory and policies[0][3] and not has_seats:
+        raise ArgumentError(
+            f"max_ranks={policies[0][3]}: jobs grow on one host, and on several under `ring run -H`, but these are "
+            f"{job} without it: leave it out."
+        )
     if size > (most := MOST_MEMBERS if shares_memory else MOST_RANKS):
         raise ArgumentError(f'on_failure="continue" works with up to {most} ranks, but these are {job}: {_REMEDY}.')
     if min_ranks > size > 1:

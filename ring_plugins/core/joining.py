@@ -63,7 +63,7 @@ def admit(place: str = "", lost: bool = True, further: bool = False) -> tuple[in
     """
     world, places, began = current(), seats(), time.monotonic()
     if world.elastic.mesh is not None:
-        return joining_between_hosts.admit(world, place, lost)
+        return joining_between_hosts.admit(world, place, lost, further)
     assert places is not None
     peers, shares_before = world.local_peers, world.processes.shares
     with peers.own.ready_to_admit():

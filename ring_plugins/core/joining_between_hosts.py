@@ -62,37 +62,50 @@ class _Process(NamedTuple):
         return MeshPeer(self.host, self.pid, self.domain, self.address, self.port, self.seat)
 
 
-def admit(world: World, place: str, lost: bool) -> tuple[int, ...]:
-    """As `joining.admit`; jobs on several hosts do not grow."""
-    if not lost:
-        return ()
-    world.elastic.awaited = frozenset()
-    return _admit_all(world, place, [])
+def admit(world: World, place: str, lost: bool, further: bool) -> tuple[int, ...]:
+    """As `joining.admit`."""
+    return _admit_all(world, _Meeting(place, lost, further, []))
 
 
-def _admit_all(world: World, place: str, joined: list[int]) -> tuple[int, ...]:
+class _Meeting(NamedTuple):
+    """Where members let processes join; may travel as JSON.
+
+    Attributes:
+        place, lost, further: as in `joining.admit`.
+        joined: world ranks of those that have joined there.
+    """
+
+    place: str
+    lost: bool
+    further: bool
+    joined: list[int]
+
+
+def _admit_all(world: World, meeting: _Meeting) -> tuple[int, ...]:
     """Let one process after the other join.
 
     Args:
         world: of this process, which may have joined just before.
-        place: of the script.
-        joined: world ranks of those that have, at this place.
+        meeting: of all.
     """
-    mesh = _mesh(world)
+    mesh, joined, elastic = _mesh(world), meeting.joined, world.elastic
     while True:
-        began = time.monotonic()
+        began, shares = time.monotonic(), world.processes.shares
         by_member = world.communicator.all_gather_object(_waiting_here(world))
-        if mesh.pending is not None:  # others have found a loss here, and nobody joins
-            world.elastic.agree_on_members()
-            break
         taken = world.processes.taken_seats
         waiting = [one for told in by_member for one in map(_Process._make, told) if one.seat not in taken]
-        if not waiting or not _admit_one(world, min(waiting), place, joined):
+        # Data has no shares that nobody ever had, so seats beyond those are taken in order.
+        lost, further = range(shares * meeting.lost), range(shares, shares + meeting.further)
+        next_one = min((one for one in waiting if one.seat in lost or one.seat in further), default=None)
+        elastic.awaited = frozenset(one.seat for one in waiting if next_one is None or one.seat != next_one.seat)
+        if mesh.pending is not None:  # others have found a loss here, and nobody joins
+            elastic.agree_on_members()
             break
-        joined.append(min(waiting).rank)
+        if next_one is None or not _admit_one(world, next_one, meeting):
+            break
+        joined.append(next_one.rank)
         if world.world_rank == min(rank for rank in world.world_ranks if rank not in joined):
-            seat_of = {min(waiting).rank: min(waiting).seat}
-            pids, shares = world.processes.pids, world.processes.shares
+            seat_of, pids = {next_one.rank: next_one.seat}, world.processes.pids
             logger.warning(who_joined(seat_of, pids, world.world_ranks, time.monotonic() - began, shares))
     return tuple(joined)
 
@@ -110,7 +123,7 @@ def _waiting_here(world: World) -> list[_Process]:
     ]  # fmt: skip
 
 
-def _admit_one(world: World, newcomer: _Process, place: str, joined: Sequence[int]) -> bool:
+def _admit_one(world: World, newcomer: _Process, meeting: _Meeting) -> bool:
     """Let a process join; returns whether it has."""
     mesh, transport, seat = _mesh(world), world.transport, world.own_seat
     assert seat is not None
@@ -121,12 +134,12 @@ def _admit_one(world: World, newcomer: _Process, place: str, joined: Sequence[in
     wait = Wait("admission", world.failure_detector)
     admission = MeshAdmission(mesh, newcomer.rank, newcomer.pid if is_near else 0, mesh.view + 1, wait)
     transport.add(newcomer.rank, Peer(newcomer.host, newcomer.address, newcomer.port))
-    told = {"everyone": everyone, "newcomer": newcomer, "joined": joined, "announced": mesh.announced}
+    told = {"everyone": everyone, "newcomer": newcomer, "meeting": meeting, "announced": mesh.announced}
     agreement: _Agreement | None = None
     try:
         with mesh.admitting(newcomer.rank, newcomer.mesh_peer):
             admission.call(transport.listener, told)
-            agreement = _prepare(world, everyone, newcomer, place, admission.gather)
+            agreement = _prepare(world, everyone, newcomer, meeting.place, admission.gather)
     except NotAdmitted:  # the newcomer tells if it does not try again
         pass
     world.elastic.agree_on_members(joining=[newcomer.rank] if agreement is not None else ())
@@ -182,7 +195,9 @@ def join(world: World, place: str, until: str) -> tuple[int, ...]:
             continue
         agreement.go_on(world)
         seat.take_part(world.world_rank, own.address)
-        return _admit_all(world, place, [*call["joined"], world.world_rank])
+        meeting = _Meeting(*call["meeting"])
+        meeting.joined.append(world.world_rank)
+        return _admit_all(world, meeting)
     raise SharedMemoryError(f"this process cannot join the others: {problems[-1]}")
 
 
@@ -190,7 +205,8 @@ def _wait_for_call(world: World, candidate: Candidate, until: str) -> tuple[int,
     """Wait until members call this process; returns None if none is left on this host."""
     seat = world.own_seat
     assert seat is not None
-    who = f"process {os.getpid()}, which takes the place of rank {world.share[0]}, waits for the other ranks to {until}"
+    how = "is to become" if world.elastic.is_further else "takes the place of"
+    who = f"process {os.getpid()}, which {how} rank {world.share[0]}, waits for the other ranks to {until}"
     with ProgressLine() as line:
         while True:
             if (found := candidate.called()) is not None:

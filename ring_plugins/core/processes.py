@@ -89,6 +89,8 @@ class Processes:
         seats: of all processes, by world rank.
         shares, past_shares: into how many shares data is divided, one for each seat that has ever had a member, and all
             such numbers that this process has seen.
+        is_further: whether the job is to grow by this process, since nobody had its seat when it started; known on
+            several hosts.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Processes:
         self._node_of_seat = list(nodes)
         self.nodes = {rank: nodes[place] for rank, place in self.seats.items()}
         self.shares, self.past_shares = len(nodes), {len(nodes)}
+        self.is_further = False
         self.topology: Topology = find_topology(seat, nodes, hosts)
 
     def add(self, everyone: Iterable[Occupant], entries: Mapping[int, Entry], nodes: Mapping[int, str] | None) -> None:
@@ -121,7 +124,12 @@ class Processes:
             self.entries[rank], self.seats[rank] = entries[rank], seat
             self.nodes[rank] = nodes[rank] if nodes is not None else self.nodes[self.own]
             if nodes is not None:
-                self._node_of_seat[seat] = nodes[rank]
+                self._note_place(seat, nodes[rank], entries[rank].host, entries[rank].share_of_cores)
+
+    def _note_place(self, seat: int, node: str, host: str, cores: Cores) -> None:
+        self._node_of_seat[seat : seat + 1] = [node]
+        self.hosts[seat : seat + 1] = [host]
+        self.cores[seat : seat + 1] = [cores]
 
     def follow(self, ranks: Sequence[int]) -> None:
         """From now on, these world ranks are the members."""
@@ -154,18 +162,40 @@ class Processes:
         return [self.seats[rank] for rank in self.ranks]
 
     def node_of_seat(self, seat: int) -> str:
-        """Key of the real or virtual host to which a seat belongs."""
-        return self._node_of_seat[seat]
+        """Key of the real or virtual host to which a seat belongs; that of this process's for one that nobody had."""
+        return self._node_of_seat[seat] if seat < len(self._node_of_seat) else self.nodes[self.own]
 
-    # The card of a host (rendezvous/seats.py) -------------------------------------------------------
+    # What processes of several hosts learn of the seats when they start (rendezvous/seats.py), and when they join ----
+
+    def places(self) -> list[list[Any]]:
+        """Of each seat that ever had a member: key and name of its host, and cores. JSON can hold it."""
+        return list(map(list, zip(self._node_of_seat, self.hosts, self.cores, strict=True)))
+
+    def take_places(self, places: Sequence[Sequence[Any]]) -> None:
+        """Know of the seats what a member does; see `places`."""
+        self._node_of_seat, self.hosts, self.cores = [], [], []
+        for seat, (node, host, cores) in enumerate(places):
+            self._note_place(seat, node, host, Cores(*cores))
 
     def card(self) -> dict[str, Any]:
         """What a new process of this host needs to look like one of all seats; JSON can hold it."""
-        names = list(dict.fromkeys(self._node_of_seat))
-        return {"nodes": [names.index(one) for one in self._node_of_seat], "hosts": self.hosts, "cores": self.cores}
+        names, domain = list(dict.fromkeys(self._node_of_seat)), self.entries[self.own].domain
+        here = min(names.index(self.nodes[rank]) for rank in self.ranks if self.entries[rank].domain == domain)
+        nodes = [names.index(one) for one in self._node_of_seat]
+        return {"nodes": nodes, "hosts": self.hosts, "cores": self.cores, "here": here}
 
     @classmethod
-    def from_card(cls, own: int, seat: int, entry: Entry, card: Mapping[str, Any]) -> Processes:
-        """As a process knows them that is yet to join; arguments as above."""
-        nodes = [f"{entry.domain}/{number}" for number in card["nodes"]]
-        return cls(own, seat, {own: entry}, nodes, card["hosts"], [Cores(*one) for one in card["cores"]])
+    def from_card(cls, own: int, seat: int, entry: Entry, card: Mapping[str, Any], in_use: int) -> Processes:
+        """As a process knows them that is yet to join; arguments as above.
+
+        Args:
+            own, seat, entry, card: of this process and its host.
+            in_use: how many seats are, if nobody has had this one yet.
+        """
+        known = len(card["nodes"])
+        further = max(in_use - known, 0) if seat >= known else 0
+        nodes = [f"{entry.domain}/{number}" for number in [*card["nodes"], *[card["here"]] * further]]
+        cores = [Cores(*one) for one in card["cores"]] + [entry.share_of_cores] * further
+        found = cls(own, seat, {own: entry}, nodes, [*card["hosts"], *[entry.host] * further], cores)
+        found.is_further = further > 0
+        return found

@@ -169,9 +169,7 @@ class World:
         if self.heals:
             self.elastic.notice.install()
         if self.own_seat is not None:
-            if self.replaces and self.transport is not None:
-                where = {"secret": self.transport.listener.secret, "address": self.transport.address}
-                self.own_seat.write_card({**where, **self.processes.card()})
+            self._write_card()
             self.own_seat.take_part(rank, own.address if own is not None else (0, 0, 0))
         if self.heals and own is not None and (places := seats()) is not None:
             places.take(Occupant(rank, rank, own.address), as_member=True)
@@ -182,7 +180,7 @@ class World:
         own = Liveness.create(rank)
         entry = self._entry(own, None)
         if self.own_seat is not None:
-            self.processes = Processes.from_card(rank, seat, entry, self.own_seat.read_card())
+            self.processes = Processes.from_card(rank, seat, entry, self.own_seat.read_card(), size)
         else:
             nodes, hosts, cores = [entry.domain] * size, [entry.host] * size, [entry.share_of_cores] * size
             self.processes = Processes(rank, seat, {rank: entry}, nodes, hosts, cores)
@@ -198,6 +196,12 @@ class World:
         assert self._monitor is not None
         for service in self.elastic.begin(self.transport, self.addresses(), joined):
             self._monitor.add(service)
+
+    def _write_card(self) -> None:
+        """Say to new processes of this host how to be reached by the others, if processes may join there."""
+        if self.own_seat is not None and self.replaces and self.transport is not None:
+            where = {"secret": self.transport.listener.secret, "address": self.transport.address}
+            self.own_seat.write_card({**where, **self.processes.card()})
 
     def _entry(self, own: Liveness | None, server: ControlServer | None) -> Entry:
         addresses = own_addresses() if self._rendezvous.transport is not None else []
@@ -350,9 +354,11 @@ class World:
         entry = {"member": list(self.processes.entries[self.world_rank])}
         if self.is_joining:
             return entry
+        places = {"places": self.processes.places()} if self.elastic.mesh is not None else {}
         return {
             **entry, "view": self.elastic.view, "made": self._made, "server": self._server,
             "secret": self._secret.decode(), "shares": self.processes.shares, "awaited": sorted(self.elastic.awaited),
+            **places,
         }  # fmt: skip
 
     def extend(
@@ -376,11 +382,14 @@ class World:
         """
         of_members = next(introduction for introduction in told.values() if "view" in introduction)
         is_new, joined = self.is_joining, [rank for _, rank, _ in everyone if "view" not in told[rank]]
+        if is_new and "places" in of_members:
+            self.processes.take_places(of_members["places"])
         self.processes.add(everyone, {rank: Entry(*one["member"]) for rank, one in told.items()}, nodes)
         if is_new:
             self._become_member(of_members, others, mesh)
         self.processes.divide_among(max(of_members["shares"], 1 + everyone[-1].seat))
         self.elastic.extend(everyone, joined, others, of_members["view"] + 1, renew)
+        self._write_card()
         if is_new:
             assert self._monitor is not None
             self._monitor.start()

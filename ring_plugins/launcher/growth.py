@@ -3,7 +3,7 @@
 A `ring run` whose job may change listens at a socket in Linux's abstract namespace, whose name has its user and process
 id: it leaves no file behind, and /proc/net/unix lists all such jobs. Any program of the host can connect there, so both
 sides ask the kernel for the other's user (SO_PEERCRED), and take nothing from anybody else. The request is one line, a
-word and a number, and the answer is one line for the user.
+word, a number and perhaps a host, and the answer is one line for the user.
 
 `ring run` looks at the socket between two looks at its processes. It never waits for whoever has connected.
 
@@ -24,7 +24,7 @@ from ring_plugins.core.base.errors import ArgumentError, LaunchError
 from ring_plugins.core.net.socket_owner import is_same_unix_user
 
 #: Bytes of the longest request, and of the longest answer.
-_REQUEST, _ANSWER = 64, 4096
+_REQUEST, _ANSWER = 512, 4096
 #: Seconds for which a connection may take to send its request, and a user waits for the answer.
 _PATIENCE, _WAITS = 2.0, 10.0
 #: Connections at once.
@@ -39,10 +39,10 @@ class GrowthRequests:
     """The end of `ring run`, a context manager.
 
     Args:
-        add: lets so many ranks join; returns the answer, which begins with "ok: " or "no: ".
+        add: lets so many ranks join, on a host if one is named; returns the answer, which begins with "ok: " or "no: ".
     """
 
-    def __init__(self, add: Callable[[int], str]) -> None:
+    def __init__(self, add: Callable[[int, str | None], str]) -> None:
         self._add = add
         self._listener = socket.socket(socket.AF_UNIX)
         self._open: dict[socket.socket, tuple[float, bytes]] = {}  # since when, and what it has sent
@@ -83,9 +83,10 @@ class GrowthRequests:
                 self._answer(connection, text)
 
     def _answer(self, connection: socket.socket, request: bytes) -> None:
-        if found := re.fullmatch(rb"add (\d{1,6})\n", request):
+        if found := re.fullmatch(rb"add (\d{1,6})(?: ([\w.@-]+))?\n", request):
+            host = found[2].decode() if found[2] else None
             with contextlib.suppress(OSError):
-                connection.send(self._add(int(found[1])).encode()[:_ANSWER])
+                connection.send(self._add(int(found[1]), host).encode()[:_ANSWER])
         self._close(connection)
 
     def _close(self, connection: socket.socket) -> None:
@@ -117,26 +118,29 @@ def _connect(connection: socket.socket, name: str) -> None:
             time.sleep(0.02)
 
 
-def request_ranks(number: int, job: int | None) -> str:
+def request_ranks(number: int, job: int | None, host: str | None = None) -> str:
     """Ask a `ring run` of this user for further ranks; returns what it says.
 
     Args:
         number: how many.
         job: its process id; None for the only one.
+        host: where they are to run, as `-H` names it; None to leave that to `ring run`.
 
     Raises:
-        ArgumentError: the number is not positive, or there is no such job, or there are several.
+        ArgumentError: the number is not positive, the host is no name, or there is no such job, or there are several.
         LaunchError: it refuses, or does not answer.
     """
-    if number < 1:
+    if not 1 <= number < 10**6:
         raise ArgumentError(f"{number} is not a positive number of ranks.")
+    if host is not None and not re.fullmatch(r"[\w.@-]{1,255}", host, re.ASCII):
+        raise ArgumentError(f"--host {host!r} is not a host: give the name that `ring run -H` has for it.")
     jobs = running_jobs()
     listed = "".join(f"\n  {pid}: {command}" for pid, command in jobs.items())
     if job is None and len(jobs) != 1:
         if not jobs:
             raise ArgumentError(
-                "no job of yours on this host can grow: start one with `ring run --on-failure replace --max-ranks 4`, "
-                "without -H. Jobs on several hosts cannot grow."
+                "no `ring run` of yours on this host has a job that can grow: start one with `ring run --on-failure "
+                "replace --max-ranks 4`. If it runs on another host, ask there."
             )
         raise ArgumentError(f"several jobs run here; choose one with --job and its process id:{listed}")
     pid = next(iter(jobs)) if job is None else job
@@ -147,13 +151,13 @@ def request_ranks(number: int, job: int | None) -> str:
         except OSError as error:
             others = f" Those that can:{listed}" if jobs else ""
             raise ArgumentError(
-                f"process {pid} is not a `ring run --on-failure replace` of yours on this host alone "
-                f"({error.strerror}); jobs on several hosts cannot grow.{others}"
+                f"process {pid} is not a `ring run --on-failure replace` of yours on this host ({error.strerror}). If "
+                f"it runs on another host, ask there.{others}"
             ) from None
         if not is_same_unix_user(connection):
             raise ArgumentError(f"process {pid} is another user's.")
         try:
-            connection.sendall(f"add {number}\n".encode())
+            connection.sendall(f"add {number}{f' {host}' if host else ''}\n".encode())
             answer = connection.recv(_ANSWER).decode(errors="replace")
         except OSError as error:
             raise LaunchError(f"ring run (process {pid}) does not answer: {error.strerror or error}.") from None

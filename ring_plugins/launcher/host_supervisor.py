@@ -34,6 +34,7 @@ from ring_plugins.core.net.auth import Claim, Disconnected, Purpose, connect
 from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
 from ring_plugins.core.rendezvous.seats import OwnSeat
 from ring_plugins.core.rendezvous.spawn import ending, silent_end
+from ring_plugins.launcher.further_seats import FurtherSeat
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.rank_assignment import RankAssignment
 from ring_plugins.launcher.replacements import Replacements, has_vanished
@@ -69,6 +70,7 @@ class HostJob:
         tag_output, output_directory: as in `JobSpec`.
         patience: seconds for which the coordinator may not be there yet.
         replaces: whether other processes take the places of ranks that are lost.
+        most: up to how many ranks the job may grow; 0 for no more than `size`.
     """
 
     addresses: Sequence[str]
@@ -84,6 +86,7 @@ class HostJob:
     output_directory: str | None = None
     patience: float = 0.0
     replaces: bool = False
+    most: int = 0
 
     def pack(self) -> bytes:
         """As `unpack` takes it."""
@@ -220,7 +223,9 @@ class HostRanks:
     def __init__(self, job: HostJob, link: Link, supervisor: Supervisor) -> None:
         self._job, self._link, self._supervisor = job, link, supervisor
         self._has_told = False
-        self._segment = Segment.create(OwnSeat.nbytes(len(job.ranks)))
+        self._number = len(job.ranks) + max(job.most - job.size, 0)
+        self._segment = Segment.create(OwnSeat.nbytes(self._number))
+        self._in_use, self._joined = job.size, list[int]()
         self._seats, _ = OwnSeat.parts(self._segment.array)
         self._replacements: Replacements | None = None
         supervisor.is_out, supervisor.tell_end = self._is_out, self._seats.end_all
@@ -244,7 +249,8 @@ class HostRanks:
             if self._supervisor.signalled is None and self._status is None:
                 why = why or self._early_end()  # of the last rank here, at whose end `wait` returns at once
             self._tell_of_empty_places()
-            self._link.send("ended", {"ranks": self._ends(), "why": why, "replaced": self._replaced()})
+            told = {"ranks": self._ends(), "why": why, "replaced": self._replaced(), "added": self._added()}
+            self._link.send("ended", told)
             if self._status is None and self._supervisor.signalled is None:
                 self._status = self._wait_for("over")
         own = status or (0 if self._supervisor.has_succeeded() else 1)
@@ -252,21 +258,20 @@ class HostRanks:
 
     def _start(self, start: Mapping[str, Any], relay: Relay) -> None:
         job, supervisor = self._job, self._supervisor
-        number = len(job.ranks)
         inherited = {name: value for name, value in os.environ.items() if name != config.JOINS.name}
 
         def start_rank(local: int, world_rank: int) -> None:
             """Start a rank, or a process that takes the seat of one under a world rank of its own."""
-            rank, is_new = job.ranks[local], world_rank >= job.size
-            place = RankAssignment(rank, job.size, local, number, job.index, job.hosts)
-            out, err = relay.files(rank, again=is_new)
+            rank, is_new, was_there = self._names[local], world_rank >= job.size, local < len(supervisor.processes)
+            place = RankAssignment(rank, self._in_use, local, len(self._names), job.index, job.hosts)
+            out, err = relay.files(rank, again=is_new and was_there)
             supervisor.start(
                 job.command,
                 {
                     **inherited,
                     **job.environment,
                     **place.environment(start["address"], start["port"], start["secret"]),
-                    **OwnSeat.environment(self._segment, number, local),
+                    **OwnSeat.environment(self._segment, self._number, local),
                     **({config.JOINS.name: str(world_rank)} if is_new else {}),
                 },
                 pass_fds=[self._segment.fd],
@@ -283,8 +288,8 @@ class HostRanks:
         relay.start()
         if job.replaces:
             # No two hosts give the same number.
-            unused = iter(range(job.size + job.index, MOST_MEMBERS, job.hosts))
-            ranks = job.ranks, job.size
+            unused = iter(range(max(job.size, job.most) + job.index, MOST_MEMBERS, job.hosts))
+            ranks, number = (job.ranks, job.size), len(job.ranks)
             self._replacements = Replacements(
                 supervisor, self._seats, number, unused, start_rank, _tell_user, None, ranks
             )
@@ -305,6 +310,11 @@ class HostRanks:
         """Heed a message of the coordinator."""
         if kind == "over":
             self._status = int(body)
+        elif kind == "further" and self._replacements is not None:
+            seats = [FurtherSeat(*one) for one in body]
+            self._in_use = self._job.size + len(seats)
+            mine = [(seat, one.turn) for seat, one in enumerate(seats, self._job.size) if one.host == self._job.index]
+            self._replacements.follow(mine)
         elif kind == "end" and self._supervisor.signalled is None:
             number = signal.Signals(body)
             if number == signal.SIGINT:  # as a terminal sends it to all processes of this host's
@@ -319,8 +329,9 @@ class HostRanks:
         lost = all((code or 0) < 0 or self._is_gone(local) for local, code in enumerate(codes))
         is_over = self._status is not None or self._supervisor.signalled is not None
         if self._replacements is not None and lost and self._job.hosts > 1 and not is_over:
+            ranks = [rank for local, rank in enumerate(self._names) if not self._seats.is_new(local)]
             _tell_user(
-                f"nobody takes the place of {name_ranks(self._job.ranks)}: all ranks of {socket.gethostname()} are "
+                f"nobody takes the place of {name_ranks(ranks)}: all ranks of {socket.gethostname()} are "
                 "lost, and only a rank of the same host lets another process join. Those of other hosts go on."
             )
 
@@ -337,6 +348,7 @@ class HostRanks:
             self._supervisor.signalled = signal.SIGTERM
         if self._replacements is not None:
             self._replacements.tick()
+            self._tell_of_further_ranks(self._replacements)
         trouble = self._early_end()
         if not self._has_told:
             failed = [local for local, code in enumerate(self._codes()) if self._ends_job(local, code)]
@@ -344,6 +356,23 @@ class HostRanks:
                 self._has_told = True
                 self._link.send("failed", {"ranks": self._ends(), "why": trouble})
         return trouble
+
+    def _tell_of_further_ranks(self, replacements: Replacements) -> None:
+        """Tell the coordinator which have joined, and which will not."""
+        if joined := [rank for rank in self._added() if rank not in self._joined]:
+            self._joined += joined
+            self._link.send("joined", joined)
+        while replacements.given_back:
+            self._link.send("given back", replacements.given_back.pop())
+
+    def _added(self) -> list[int]:
+        """The ranks by which the job has grown on this host."""
+        return [self._names[local] for local in self._replacements.added] if self._replacements is not None else []
+
+    @property
+    def _names(self) -> Sequence[int]:
+        """What users call the ranks of this host."""
+        return self._job.ranks if self._replacements is None else self._replacements.names
 
     def _early_end(self) -> str | None:
         """A rank that ended before or in init(), where the others wait for it."""
@@ -355,7 +384,7 @@ class HostRanks:
             how = silent_end(code) if code < 0 else f"ended ({ending(code)})"
             where = "completed" if seats.is_starting(local) else "reached"
             return (
-                f"rank {self._job.ranks[local]} {how} before it {where} ring_plugins.init(), where the others wait for "
+                f"rank {self._names[local]} {how} before it {where} ring_plugins.init(), where the others wait for "
                 f"it{'' if code < 0 else '; its own output says why'}."
             )
         return None
@@ -382,7 +411,7 @@ class HostRanks:
         """
         ends: list[list[Any]] = []
         late = self._replacements.late if self._replacements is not None else ()
-        for local, (rank, code) in enumerate(zip(self._job.ranks, self._codes(), strict=True)):
+        for local, (rank, code) in enumerate(zip(self._names, self._codes(), strict=False)):  # some yet to be started
             if code is not None:
                 how = "left" if self._seats.has_left(local) else "cut off" if self._seats.is_cut_off(local) else ""
                 how = "lost" if has_vanished(self._supervisor, self._seats, local) else how
@@ -394,9 +423,7 @@ class HostRanks:
         if self._replacements is None:
             return []
         late = self._replacements.late
-        return [
-            [self._job.ranks[local], times] for local, times in self._replacements.filled.items() if local not in late
-        ]
+        return [[self._names[local], times] for local, times in self._replacements.filled.items() if local not in late]
 
 
 def _tell_user(text: str) -> None:

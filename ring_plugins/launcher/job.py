@@ -55,7 +55,7 @@ def run(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
         if plan.mpirun is not None:
             status, why = _run_mpirun(plan, supervisor)
         elif plan.hosts:
-            status, why = several_hosts.run(plan.job, plan.replaces, supervisor, notify)
+            status, why = several_hosts.run(plan.job, plan.replaces, plan.max_ranks, supervisor, notify)
         else:
             status, why = _run_ranks(plan, supervisor, notify)
         if why:

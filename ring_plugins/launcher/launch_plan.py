@@ -13,6 +13,7 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, LaunchError
 from ring_plugins.core.base.install import pip_command
 from ring_plugins.core.control.liveness import MOST_MEMBERS
+from ring_plugins.core.control.mesh import MOST_RANKS
 from ring_plugins.core.linux.process import cores
 from ring_plugins.launcher import mpirun
 from ring_plugins.launcher.environment import exported_variables, threads_per_rank
@@ -218,13 +219,9 @@ def _check_that_losses_can_be_tolerated(options: Options, ranks: int, is_local: 
         raise ArgumentError(f"{option} does not work with mpirun, which ends all ranks: {remedy}")
     if options.min_ranks is not None and not 1 <= options.min_ranks <= ranks:
         raise ArgumentError(f"--min-ranks {options.min_ranks} is not between 1 and the {ranks} ranks of the job.")
-    most = options.max_ranks
-    if most is not None and not ranks <= most <= MOST_MEMBERS:
-        raise ArgumentError(f"--max-ranks {most} is not between the {ranks} ranks of the job and {MOST_MEMBERS}.")
-    if most is not None and not is_local:
-        raise ArgumentError(
-            f"--max-ranks {most} works on this host only: name no others, or leave it out and unset RING_MAX_RANKS."
-        )
+    most, limit = options.max_ranks, MOST_MEMBERS if is_local else MOST_RANKS
+    if most is not None and not ranks <= most <= limit:
+        raise ArgumentError(f"--max-ranks {most} is not between the {ranks} ranks of the job and {limit}.")
     if options.spares > (most or ranks):
         raise ArgumentError(
             f"--spares {options.spares} is more than the {most or ranks} ranks whose places spares can take."

@@ -10,12 +10,14 @@ that nobody was lost. Until one has joined by its seat, all behind it wait, so i
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ring_plugins.core.base.errors import LaunchError, name_ranks
 from ring_plugins.core.rendezvous.seats import Seats
 from ring_plugins.core.rendezvous.spawn import ending, silent_end
+from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.spares import Spares
 from ring_plugins.launcher.supervision import Supervisor
 
@@ -34,10 +36,13 @@ class Replacements:
         start: starts a process for a seat that joins under a world rank.
         notify: shows one line to the user; None if seats stay empty.
         spares: processes that need not be started first; None if there are none.
-        ranks: on one of several hosts, the ranks of all seats at the job's start, and of how many in all.
+        ranks: on one of several hosts, the ranks of this host's seats at the job's start, and from which number on
+            world ranks are new.
 
     Attributes:
         filled: how often each seat was filled again.
+        names: what users call the seats that are, or are to be, in use.
+        given_back: those of further seats that are given up, until somebody clears this.
     """
 
     def __init__(
@@ -55,12 +60,14 @@ class Replacements:
         self._world_ranks, self._spares = world_ranks, spares
         self._size = size
         # What users call the seats, and from which world rank on processes are new.
-        self._names, self._first_new = ranks or (range(seats.number), size)
-        self._ranks = list(self._names[:size])  # world rank of the process of each seat
+        names, self._first_new = ranks or (range(seats.number), size)
+        self.names, self.given_back = list(names), list[int]()
+        self._ranks = self.names[:size]  # world rank of the process of each seat
         self._times: list[list[float]] = [[] for _ in range(seats.number)]
         self._given_up: set[int] = set()
         #: How many seats are to be in use.
         self._wanted = size
+        self._turns: dict[int, int] = {}  # of further seats, on one of several hosts
 
     @property
     def filled(self) -> dict[int, int]:
@@ -78,8 +85,15 @@ class Replacements:
         """Seats whose last process, which was not there from the start, had not joined when it ended."""
         return [seat for seat in range(len(self._ranks)) if self._is_new(seat) and not self._has_joined(seat)]
 
-    def add(self, number: int) -> str:
-        """Let so many further processes join, if there are seats for all of them; returns an answer for the user."""
+    def add(self, number: int, host: str | None = None) -> str:
+        """Let so many further processes join, if there are seats for all of them; returns an answer for the user.
+
+        Args:
+            number: how many.
+            host: on which they are to run, if the user has named one.
+        """
+        if host is not None and not is_this_host(host):
+            return f"no: --host {host} is none of the job's hosts: it runs on {socket.gethostname()} alone"
         most = self._seats.number
         free = most - self._wanted
         if self._notify is None or most == self._size:
@@ -92,6 +106,25 @@ class Replacements:
         first = self._wanted
         self._wanted = self._seats.in_use = first + number
         return f"ok: {name_ranks(list(range(first, self._wanted)))} will join where an epoch begins"
+
+    def follow(self, further: Sequence[tuple[int, int]]) -> None:
+        """On one of several hosts, have these seats behind the first ones, and those others by which processes joined.
+
+        Args:
+            further: in ascending order what users call each, and its `FurtherSeat.turn`.
+        """
+        kept = self._size
+        while kept < len(self.names) and (
+            not self._seats.is_new(kept) or (self.names[kept], self._turns[kept]) in further
+        ):
+            kept += 1
+        self._close(kept)
+        del self.names[kept:]
+        for name, turn in further:
+            if name not in self.names:
+                self._turns[len(self.names)], self._times[len(self.names)] = turn, []
+                self.names.append(name)
+        self._wanted = len(self.names)
 
     def is_out(self, seat: int) -> bool:
         """Whether the end of a seat's process does not matter.
@@ -142,14 +175,14 @@ class Replacements:
             return
         how = silent_end(code) if code < 0 else f"ended with {ending(code)}"
         goal = "become" if self._is_further(seat) else "take the place of"
-        notify(f"the process that was to {goal} rank {self._names[seat]} {how} before it joined.")
+        notify(f"the process that was to {goal} rank {self.names[seat]} {how} before it joined.")
 
     def _fill(self, seat: int, notify: Callable[[str], None]) -> bool:
         """Let a process take a seat that nobody has any more, or yet; returns whether one is to."""
         is_further, unused = self._is_further(seat), None
         if seat < len(self._ranks) and not self._has_joined(seat):
             self._seats.clear(seat)  # it may have waited
-        now, name = time.monotonic(), f"rank {self._names[seat]}"
+        now, name = time.monotonic(), f"rank {self.names[seat]}"
         lately = [since for since in self._times[seat] if now - since < HOUR]
         if len(lately) >= MOST:
             how = "was started" if is_further else "was replaced"
@@ -183,11 +216,13 @@ class Replacements:
 
     def _unused(self, seat: int) -> int | None:
         """A world rank that no process has had; that of a further seat is its own number at first."""
-        return seat if seat >= self._size and not self._times[seat] else next(self._world_ranks, None)
+        is_first = seat >= self._size and not self._times[seat] and not self._turns.get(seat)
+        return self.names[seat] if is_first else next(self._world_ranks, None)
 
     def _give_up(self, seat: int, why: str, notify: Callable[[str], None]) -> None:
         notify(f"{why}; the job goes on without it.")
         if self._is_further(seat):
+            self.given_back.append(self.names[seat])
             self._close(seat)
         else:
             self._given_up.add(seat)

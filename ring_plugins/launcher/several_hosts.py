@@ -15,7 +15,10 @@ Supervisors log in to the coordinator, which is in `ring run`. In JSON, over aut
     supervisor -> coordinator   ["here", {host, port}]     it runs; the port is one that rank 0 can listen at
                                 ["failed", {ranks, why}]   a rank has ended in a way that ends the job
                                 ["ended", {ranks, why}]    all of its ranks have ended
+                                ["joined", ranks]          further ranks have, and
+                                ["given back", rank]       one will not (further_seats.py)
     coordinator -> supervisor   ["start", {address, port, secret}]   all are here: where rank 0 will listen
+                                ["further", seats]         which hosts have further ranks
                                 ["end", signal]            end all ranks
                                 ["over", status]           the job has ended
 
@@ -57,6 +60,8 @@ from ring_plugins.core.net.acceptor import Acceptor, Authenticated
 from ring_plugins.core.net.auth import Claim, Disconnected, Purpose
 from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
 from ring_plugins.core.rendezvous.spawn import ending, silent_end
+from ring_plugins.launcher.further_seats import FurtherSeats
+from ring_plugins.launcher.growth import GrowthRequests
 from ring_plugins.launcher.host_supervisor import HostJob, watch
 from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.mpirun import JobSpec
@@ -90,6 +95,7 @@ class _Host:
         report: what it said of the ends of its ranks, None before.
         why: why they could not go on.
         replaced: ranks of it whose places other processes have taken, with how often.
+        added: ranks of it by which the job has grown.
         is_lost: whether the connection has ended before all was said.
     """
 
@@ -100,6 +106,7 @@ class _Host:
         self.report: list[End] | None = None
         self.why: str | None = None
         self.replaced: dict[int, int] = {}
+        self.added: list[int] = []
         self.is_lost = False
 
     @property
@@ -116,6 +123,7 @@ class Coordinator:
         supervisor: whose signals end the job.
         notify: shows one line to the user.
         port, key: where to listen, and a secret; new ones by default.
+        most: up to how many ranks the job may grow; 0 for no more than at the start.
 
     Attributes:
         port, key: for `HostJob`.
@@ -128,8 +136,14 @@ class Coordinator:
         notify: Notify,
         port: int = 0,
         key: str = "",
+        most: int = 0,
     ) -> None:
         self._hosts = [_Host(name, ranks) for name, ranks in hosts]
+        self._size, numbers = sum(len(ranks) for _, ranks in hosts), [len(ranks) for _, ranks in hosts]
+        self._further = FurtherSeats(self._size, most, numbers, lambda seats: self._tell_all("further", seats))
+        self._has_begun = False
+        #: Called all the time.
+        self.meanwhile: Callable[[], object] = lambda: None
         self._supervisor, self._notify = supervisor, notify
         self.key = key or secrets.token_hex(32)
         listener = socket.create_server(("", port), backlog=_BACKLOG)
@@ -202,6 +216,27 @@ class Coordinator:
             address = next((one for one in reached if not one.startswith("127.")), address)
         secret = config.SECRET.get() or secrets.token_hex(32)
         self._tell_all("start", {"address": address, "port": int(first.here["port"]), "secret": secret})
+        self._has_begun = True
+
+    def add_ranks(self, number: int, wanted: str | None) -> str:
+        """Let so many further ranks join; returns an answer for the user.
+
+        Args:
+            number: how many.
+            wanted: name of the host on which they are to run, None for any.
+        """
+        living = {index: host.name for index, host in enumerate(self._hosts) if not host.is_over}
+        chosen = {index: name for index, name in living.items() if wanted is None or _is_same_host(name, wanted)}
+        if not self._has_begun:
+            return "no: the job has not begun yet"
+        if not living:
+            return "no: the job ends"
+        if not chosen:
+            others = ", ".join(living.values())
+            if any(_is_same_host(host.name, wanted or "") for host in self._hosts):
+                return f"no: all ranks of --host {wanted} are lost; the job goes on on {others}"
+            return f"no: --host {wanted} is none of the job's hosts: {others}"
+        return self._further.add(number, chosen)
 
     def _follow(self) -> None:
         """Until the job is over everywhere."""
@@ -224,6 +259,7 @@ class Coordinator:
         return 0 <= claim.rank < len(self._hosts) and self._hosts[claim.rank].frames is None
 
     def _poll(self) -> None:
+        self.meanwhile()
         for key, _ in self._selector.select(_TICK):
             if key.data is not None:
                 self._read(key.data)
@@ -246,12 +282,19 @@ class Coordinator:
                 kind, body = from_json(data)
                 if kind == "here":
                     host.here = body
+                elif kind == "joined":
+                    self._further.note_joined([int(rank) for rank in body])
+                elif kind == "given back":
+                    self._further.take_back(int(body))
                 elif kind in ("failed", "ended"):
                     ends = [(int(rank), int(code), str(how)) for rank, code, how in body["ranks"]]
                     self._failed += [end for end in ends if self._ends_job(end) and end not in self._failed]
                     host.why = body["why"]
                     host.report = ends if kind == "ended" else None
                     host.replaced = {int(rank): int(times) for rank, times in body.get("replaced", ())}
+                    host.added = [int(rank) for rank in body.get("added", ())]
+                    if kind == "ended" and not any(not code and not how for _, code, how in ends):
+                        self._give_out_anew(host)
         except (Disconnected, ValueError, KeyError, TypeError):
             self._lose(host)
 
@@ -263,6 +306,15 @@ class Coordinator:
             host.is_lost = True
             if host.here is not None and self._supervisor.signalled is None:
                 self._notify(f"{host.name} is lost, with {name_ranks(host.ranks)}; the others may go on.")
+                self._give_out_anew(host)
+
+    def _give_out_anew(self, host: _Host) -> None:
+        """Let further ranks that cannot join on a host any more join on others."""
+        left = [index for index, other in enumerate(self._hosts) if not other.is_over]
+        again = self._further.note_end(self._hosts.index(host), left)
+        if again:
+            how = f"will join on {' and '.join(self._hosts[index].name for index in left)}" if left else "will not join"
+            self._notify(f"{name_ranks(again)} {how}, since {host.name} has no ranks any more.")
 
     def _tell_all(self, kind: str, body: Any) -> None:
         for host in self._hosts:
@@ -292,14 +344,18 @@ class Coordinator:
         late = [rank for rank, _, how in ends if how == "late"]
         well = [end for end in ends if not end[1] and end[2] not in ("cut off", "late", "lost")]
         replaced = {rank: times for host in self._hosts for rank, times in host.replaced.items()}
-        told = [f"other processes took the place of {how_often(replaced)}"] if replaced else []
+        added = sorted(rank for host in self._hosts for rank in host.added)
+        further, late = [rank for rank in late if rank >= self._size], [rank for rank in late if rank < self._size]
+        told = [f"{name_ranks(added)} joined"] if added else []
+        told += [f"other processes took the place of {how_often(replaced)}"] if replaced else []
         told += [f"{name_ranks(left)} left"] if left else []
         told += [f"{name_ranks([rank for rank, *_ in died])} died"] if died else []
         told += [f"{name_ranks(cut)} ended as the others could not be reached"] if cut else []
         told += [f"{host.name} was lost, with {name_ranks(host.ranks)}" for host in lost]
         if well:
             told += [f"nobody had joined yet in the place of {name_ranks(late)}"] if late else []
-            others = "all" if told and not (left or died or cut or lost or late) else "the other"
+            told += [f"{name_ranks(further)} had not joined yet"] if further else []
+            others = "all" if told and not (left or died or cut or lost or late or further) else "the other"
             normally = len(well) - len([end for end in well if end[2]])
             return 0, f"{', '.join(told)}, and {others} {normally} ended normally." if told else None
         if lost and (cut or not died):
@@ -310,6 +366,11 @@ class Coordinator:
         if len(died) == 1 and killed:
             return status, f"rank {died[0][0]} {silent_end(died[0][1])}."
         return status, f"{', '.join(told)}, and no rank is left."
+
+
+def _is_same_host(name: str, wanted: str) -> bool:
+    """Whether a user's name for a host is that of the one which the job calls so."""
+    return wanted in (name, name.rpartition("@")[2]) or (is_this_host(name) and is_this_host(wanted))
 
 
 def commands(job: JobSpec) -> list[tuple[str, list[str]]]:
@@ -330,12 +391,13 @@ def commands(job: JobSpec) -> list[tuple[str, list[str]]]:
     return found
 
 
-def run(job: JobSpec, replaces: bool, supervisor: Supervisor, notify: Notify) -> tuple[int, str | None]:
+def run(job: JobSpec, replaces: bool, most: int, supervisor: Supervisor, notify: Notify) -> tuple[int, str | None]:
     """Run a job on the hosts of its shares, and return its exit status and a line for the user.
 
     Args:
         job: the job.
         replaces: whether other processes take the places of ranks that are lost.
+        most: up to how many ranks the job may grow; 0 for no more than at the start.
         supervisor: for the processes that this one starts.
         notify: shows one line to the user.
     """
@@ -348,14 +410,16 @@ def run(job: JobSpec, replaces: bool, supervisor: Supervisor, notify: Notify) ->
     }
     with contextlib.ExitStack() as stack:
         relay = stack.enter_context(Relay(False, always=True))
-        coordinator = stack.enter_context(Coordinator(hosts, supervisor, notify))
+        coordinator = stack.enter_context(Coordinator(hosts, supervisor, notify, most=most))
+        if replaces:
+            coordinator.meanwhile = stack.enter_context(GrowthRequests(coordinator.add_ranks)).poll
         started = []
         for index, ((host, own), (_, command)) in enumerate(zip(hosts, commands(job), strict=True)):
             towards = "" if is_this_host(host) else address_towards(host.rpartition("@")[2])
             addresses = ["127.0.0.1"] if is_this_host(host) else [*filter(None, [towards]), *own_addresses()]
             told = HostJob(
                 list(dict.fromkeys(addresses)), coordinator.port, coordinator.key, index, len(hosts), own, job.ranks,
-                job.command, environment, job.tag_output, job.output_directory, replaces=replaces,
+                job.command, environment, job.tag_output, job.output_directory, replaces=replaces, most=most,
             )  # fmt: skip
             started.append((host, _start(supervisor, command, told, relay, index)))
         relay.start()

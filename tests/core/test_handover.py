@@ -67,7 +67,9 @@ def hand_over(state):
     told, sent, found = [], [], []
     for rank in range(3):
         try:
-            found.append(handover.hand_over(state, [3], lambda needed, root: sent.append((needed, root())), Rank(rank, told)))
+            found.append(
+                handover.hand_over(state, [3], lambda needed, root: sent.append((needed, root())), Rank(rank, told))
+            )
         except Exception as error:
             found.append(error)
     return found, sent

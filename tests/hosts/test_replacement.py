@@ -11,7 +11,7 @@ from tests.hosts import hosts
 from tests.keras import test_replacement as of_keras
 from tests.launch import slowness
 from tests.lightning import test_replacement as of_lightning
-from tests.torch.test_replacement import CHECKS, check
+from tests.torch.test_replacement import CHECKS, check, replayed
 
 RING = str(Path(sys.executable).parent / "ring")
 EVERYONE = [0, 1, 2, 3]
@@ -143,3 +143,85 @@ def test_nobody_takes_the_places_of_all_ranks_of_a_host(cluster):
 def test_nor_if_the_last_of_them_dies_while_another_process_joins(cluster, point):
     result = train(cluster, [[3, 2, "now"], [2, 3, point]])
     assert "ring run: nobody takes the place of ranks 2, 3: all ranks of host2 are lost" in result.output
+
+
+def grow(cluster, deaths, ranks_per_host=2, added=((0, 1, 2),), where=None, most=6, **options):
+    """A job that grows: by two ranks, one on each host, if nothing else is said."""
+    env = {
+        "TEST_ADDED": json.dumps(added),
+        "TEST_WHERE": json.dumps(where or {"4": "host1", "5": "host2"}),
+        "TEST_MOST": str(most),
+        "TEST_EPOCHS": "4",
+        **options.pop("env", {}),
+    }
+    growing = ("--no-check", "--max-ranks", str(most))
+    return train(cluster, deaths, ranks_per_host=ranks_per_host, env=env, options=growing, **options)
+
+
+def check_grown(result, seats=6):
+    found, own = check(result, range(seats), epochs=4, steps=result.reports[0]["found"]["ends"][-1])
+    assert found["history"][-1] == list(range(seats))
+    return found, own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("deaths", "numbers"),
+    [
+        ([], [0, 1, 2, 3, 4, 5]),
+        ([[4, 8, "newcomer now"], [2, 8, "now"]], None),
+        ([[5, 8, "newcomer now"], [4, 12, "newcomer now"]], None),
+        ([[1, 0, "now"]], None),
+        *(([[4, 0, f"newcomer round {n} {when}"]], [0, 1, 2, 3, 6, 5]) for n in (1, 2, 3) for when in ("before", "in")),
+        ([[5, 0, "newcomer round 2 stopped"]], [0, 1, 2, 3, 4, 7]),
+        *(([[victim, 5, f"round {n} in"]], None) for victim, n in ((0, 2), (3, 3), (2, 1))),
+    ],
+    ids=str,
+)
+def test_a_job_grows_on_several_hosts_whoever_dies_meanwhile(cluster, deaths, numbers):
+    result = grow(cluster, deaths)
+    found, own = check_grown(result)
+    assert result.reports[0]["answer"] == "rank 4 on host1 and rank 5 on host2 will join where an epoch begins."
+    assert numbers in (None, found["numbers"])
+    if not deaths:
+        assert [one["changes"] for one in own] == [[[[], [], [4], 4], [[], [], [5], 5]]] * 6
+        assert found["ends"] == [6, 10, 14, 18] and found["history"][:6] == [EVERYONE] * 6
+        assert "ring run: ranks 4, 5 joined, and all 6 ended normally." in result.output
+
+
+@pytest.mark.slow
+def test_a_host_may_get_all_further_ranks_and_then_have_more_than_the_other(cluster):
+    """As docs/healing.md says: `ring run --max-ranks`, and `ring add-ranks 2 --host host2`, here twice."""
+    where = {str(seat): "host2" for seat in range(4, 8)}
+    added = [[0, 1, 2, "host2"], [0, 7, 2, "host2"]]
+    result = grow(cluster, [[6, 11, "newcomer now"]], added=added, where=where, most=8)
+    found, own = check_grown(result, 8)
+    assert found["ends"][:2] == [6, 10] and result.reports[0]["answer"].startswith("ranks 6, 7 on host2 will join")
+    assert own[6]["number"] == 9, "the first one of host2 that has taken a place"
+
+
+@pytest.mark.slow
+def test_further_ranks_of_a_host_that_is_lost_join_on_another_one(cluster):
+    deaths, added = [[2, 2, "now"], [3, 2, "now"]], [[0, 1, 2, "host2"]]
+    result = grow(cluster, deaths, added=added, where={"4": "host1", "5": "host1"}, awaited=False)
+    assert "ranks 4, 5 will join on host1, since host2 has no ranks any more." in result.output
+    seats = [0, 1, *(seat for seat in (4, 5) if seat in result.reports and "found" in result.reports[seat])]
+    check(result, seats, epochs=4, steps=result.reports[0]["found"]["ends"][-1])
+
+
+@pytest.mark.slow
+def test_a_fit_of_lightning_grows(cluster):
+    result = grow(cluster, [], 1, [[0, 2, 2]], {"2": "host1", "3": "host2"}, 4, script=of_lightning.GROWS)
+    history = [[0, 1]] * 12 + [[0, 1, 2, 3]] * 12
+    found = [replayed(history, ends=[12, 18, 24]), history, [2, 4, 4], 4, 4, 24, 3, 3.5]
+    assert result.values("found") == [found] * 4
+    for epoch in range(3):
+        seen = [sample for of_rank in result.values("seen") for of, sample in of_rank if of == epoch]
+        assert sorted(seen) == list(range(24)), epoch
+
+
+@pytest.mark.slow
+def test_a_job_of_keras_grows_between_two_fits(cluster):
+    env = {"KERAS_BACKEND": "jax"}
+    result = grow(cluster, [], 1, [[0, 2, 2]], {"2": "host1", "3": "host2"}, 4, script=of_keras.GROWS, env=env)
+    assert result.values("found") == of_keras.grown()

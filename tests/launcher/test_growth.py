@@ -20,8 +20,8 @@ def asked():
     numbers: list[int] = []
     over = threading.Event()
 
-    def add(number: int) -> str:
-        numbers.append(number)
+    def add(number: int, host: str | None) -> str:
+        numbers.append(number if host is None else (number, host))
         return "ok: they will join" if number <= 3 else "no: 3 seats are free"
 
     with GrowthRequests(add) as requests:
@@ -42,6 +42,7 @@ def asked():
 
 def test_a_request_is_answered_and_the_only_job_needs_no_name(asked, monkeypatch):
     assert request_ranks(2, os.getpid()) == "they will join."
+    assert request_ranks(2, os.getpid(), "me@host-2.example") == "they will join."
     with pytest.raises(LaunchError, match="3 seats are free"):
         request_ranks(4, os.getpid())
     assert "python" in running_jobs()[os.getpid()]
@@ -49,12 +50,12 @@ def test_a_request_is_answered_and_the_only_job_needs_no_name(asked, monkeypatch
     done = CliRunner().invoke(app, ["add-ranks", "1"])
     assert (done.exit_code, done.stdout) == (0, "ring add-ranks: they will join.\n")
     assert CliRunner().invoke(app, ["add-ranks", "9"]).exit_code == 2
-    assert asked == [2, 4, 1, 9]
+    assert asked == [2, (2, "me@host-2.example"), 4, 1, 9]
 
 
 def test_what_names_no_job_or_several_is_refused(monkeypatch):
     monkeypatch.setattr(growth, "running_jobs", dict)
-    with pytest.raises(ArgumentError, match="no job of yours on this host can grow"):
+    with pytest.raises(ArgumentError, match="no `ring run` of yours on this host has a job that can grow"):
         request_ranks(1, None)
     with pytest.raises(ArgumentError, match=r"process 1 is not a `ring run --on-failure replace` of yours"):
         request_ranks(1, 1)
@@ -63,13 +64,15 @@ def test_what_names_no_job_or_several_is_refused(monkeypatch):
         request_ranks(1, None)
     with pytest.raises(ArgumentError, match="0 is not a positive number"):
         request_ranks(0, None)
+    with pytest.raises(ArgumentError, match=r"--host 'a b' is not a host: give the name that `ring run -H` has for it"):
+        request_ranks(1, None, "a b")
 
 
 def test_neither_silence_nor_nonsense_nor_another_user_keeps_others_from_asking(asked, monkeypatch):
     monkeypatch.setattr(growth, "_PATIENCE", 0.2)
     name = f"\0{growth._name(os.getpid())}"
     connections = []
-    for sent in (b"", b"a" * 64, b"add x\n", b"add 1", b"add -1\n", b"add 1\nadd 1\n", *[b""] * 20):
+    for sent in (b"", b"a" * 512, b"add x\n", b"add 1", b"add -1\n", b"add 1\nadd 1\n", *[b""] * 20):
         connections.append(connection := socket.socket(socket.AF_UNIX))
         connection.connect(name)
         connection.sendall(sent)

@@ -128,6 +128,8 @@ def test_a_job_that_goes_on_after_losses_is_started_without_mpirun():
     assert replacing.tolerates_losses and replacing.replaces and replacing.spares == 0
     growing = make_plan(Options(COMMAND, ranks=3, on_failure="replace", spares=2, max_ranks=4))
     assert (growing.spares, growing.max_ranks, growing.job.environment["RING_MAX_RANKS"]) == (2, 4, "4")
+    between = make_plan(Options(COMMAND, hosts="far1:2,far2:2", on_failure="replace", max_ranks=6))
+    assert between.hosts == ("far1", "far2") and between.max_ranks == 6
     assert replacing.job.environment["RING_ON_FAILURE"] == "replace"
     ordinary = make_plan(Options(COMMAND, ranks=3))
     assert not ordinary.tolerates_losses and not ordinary.job.environment.keys() & variables.keys()
@@ -137,7 +139,7 @@ def test_a_job_that_goes_on_after_losses_is_started_without_mpirun():
     ("options", "text"),
     [
         ({"hosts": "far1:2", "on_failure": "replace", "spares": 1}, "--spares 1 works on this host only"),
-        ({"hosts": "far1:2", "on_failure": "replace", "max_ranks": 4}, "--max-ranks 4 works on this host only"),
+        ({"hosts": "far1:2", "on_failure": "replace", "max_ranks": 257}, "--max-ranks 257 is not between the 2 .* 256"),
         ({"starter": "mpirun"}, "does not work with mpirun"),
         ({"mpirun": "/opt/mpirun"}, "does not work with mpirun"),
         ({"ranks": 2, "min_ranks": 3}, "--min-ranks 3 is not between 1 and the 2 ranks"),

@@ -268,7 +268,42 @@ def test_further_ranks_that_fail_before_they_join_end_the_wish_for_those_behind_
     assert job.replacements.add(2).startswith("ok: ")
 
 
+def test_on_one_of_several_hosts_it_follows_the_list_of_further_seats(job):
+    """Those by which processes have joined stay, and of the others only those that the list has with the same turn."""
+    living = job.run("time.sleep(3600)")
+    job.run("time.sleep(3600)")
+    job.join(0, 2)
+    job.join(1, 3)
+    job.unused = iter(range(11, 20, 2))
+    job.replacements = Replacements(
+        job.supervisor, job.seats, 2, job.unused, job.start, job.told.append, None, ((2, 3), 4)
+    )
+    job.supervisor.is_out = job.replacements.is_out
+    job.next, job.ends = "time.sleep(3600)", False
+    job.replacements.follow([(5, 0), (7, 0)])
+    job.replacements.tick()
+    assert job.started == [(2, 5), (3, 7)] and job.told[-1] == "starting another process as rank 7."
+    job.join(2, 5)
+    job.replacements.follow([])
+    assert len(job.supervisor.processes) == 3 and job.replacements.names == [2, 3, 5]
+    job.replacements.follow([(5, 0), (6, 1)])
+    job.replacements.tick()
+    assert job.started[2:] == [(3, 11)] and job.replacements.names == [2, 3, 5, 6] and job.replacements.late == [3]
+    job.next = "os.kill(os.getpid(), 9)"
+    for _ in range(5):
+        job.supervisor.processes[-1].kill()
+        job.supervisor.processes[-1].wait()
+        job.replacements.tick()
+    assert job.replacements.given_back == [6] and job.replacements.added == [2]
+    assert job.told[-1] == "rank 6 was started 5 times within an hour; the job goes on without it."
+    living.kill()
+
+
 def test_a_job_without_further_seats_says_so(job):
     job.seats = Seats(np.zeros(Seats.nbytes(2), np.uint8))
     job.keep(0)
     assert job.replacements.add(1).startswith("no: the job was started without --max-ranks")
+    assert job.replacements.add(1, "localhost").startswith("no: the job was started without --max-ranks")
+    assert job.replacements.add(1, "host9.invalid").startswith(
+        "no: --host host9.invalid is none of the job's hosts: it"
+    )

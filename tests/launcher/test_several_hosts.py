@@ -18,8 +18,9 @@ from ring_plugins.launcher.supervision import Supervisor
 GONE = None
 
 
-def coordinator(notify=lambda text: None):
-    return Coordinator([("host1", [0, 1]), ("host2", [2, 3])], Supervisor(tolerates_losses=True), notify)
+def coordinator(notify=lambda text: None, most=0):
+    hosts = [("host1", [0, 1]), ("me@host2", [2, 3])]
+    return Coordinator(hosts, Supervisor(tolerates_losses=True), notify, most=most)
 
 
 def job(of, index=0, addresses=("127.0.0.1",)):
@@ -32,14 +33,14 @@ def job(of, index=0, addresses=("127.0.0.1",)):
         ([(0, 0, ""), (1, 0, "")], [(2, 0, ""), (3, 0, "")], (0, None)),
         ([(0, -9, ""), (1, 0, "")], [(2, 0, "left"), (3, 0, "")], (0, "rank 2 left, rank 0 died, and the other 2")),
         ([(0, 0, "lost"), (1, 0, "")], [(2, 0, ""), (3, 0, "")], (0, "rank 0 died, and the other 3 ended normally")),
-        ([(0, 0, "lost"), (1, -9, "")], GONE, (137, "ranks 0, 1 died, host2 was lost")),
-        ([(0, 0, ""), (1, 0, "")], GONE, (0, "host2 was lost, with ranks 2, 3, and the other 2 ended normally")),
+        ([(0, 0, "lost"), (1, -9, "")], GONE, (137, "ranks 0, 1 died, me@host2 was lost")),
+        ([(0, 0, ""), (1, 0, "")], GONE, (0, "me@host2 was lost, with ranks 2, 3, and the other 2 ended normally")),
         ([(0, 0, ""), (1, 0, "")], [(2, 1, "cut off"), (3, 1, "cut off")], (0, "ranks 2, 3 ended as the others could")),
-        ([(0, 1, "cut off"), (1, 1, "cut off")], GONE, (1, "The ranks on host2 may have gone on")),
+        ([(0, 1, "cut off"), (1, 1, "cut off")], GONE, (1, "The ranks on me@host2 may have gone on")),
         ([(0, 1, ""), (1, 1, "")], [(2, 3, ""), (3, -9, "")], (3, "rank 2 ended with exit status 3")),
         ([(0, 0, ""), (1, 1, "")], GONE, (1, "rank 1 ended with exit status 1")),
         ([(0, -9, ""), (1, -9, "")], [(2, -9, ""), (3, -11, "")], (137, "ranks 0, 1, 2, 3 died, and no rank is left")),
-        ([(0, -9, ""), (1, -9, "")], GONE, (137, "host2 was lost, with ranks 2, 3, and no rank is left")),
+        ([(0, -9, ""), (1, -9, "")], GONE, (137, "me@host2 was lost, with ranks 2, 3, and no rank is left")),
         (GONE, GONE, (1, "may have gone on")),
     ],
 )
@@ -56,9 +57,9 @@ def test_the_verdict_follows_those_that_went_on(first, second, expected):
 class Polled:
     """A coordinator that hears its supervisors, in a thread."""
 
-    def __init__(self):
+    def __init__(self, most=0):
         self.told = []
-        self.coordinator = coordinator(self.told.append)
+        self.coordinator = coordinator(self.told.append, most)
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -138,6 +139,46 @@ def test_secrets_do_not_stand_on_command_lines(monkeypatch):
     assert "hush" not in " ".join([*local, *remote]) and remote[0] == "ssh"
     assert "PYTHONPATH=/somewhere /bin/python3 -m ring_plugins.launcher.host_supervisor" in remote[-1]
     assert local[-1] == "ring_plugins.launcher.host_supervisor"
+
+
+def test_further_ranks_go_to_hosts_that_have_ranks():
+    with coordinator(most=6) as found:
+        assert found.add_ranks(1, None) == "no: the job has not begun yet"
+        found._has_begun = True
+        assert found.add_ranks(1, "host3") == "no: --host host3 is none of the job's hosts: host1, me@host2"
+        assert found.add_ranks(1, "host2") == "ok: rank 4 on me@host2 will join where an epoch begins"
+        found._hosts[1].report = []
+        assert found.add_ranks(1, "host2") == "no: all ranks of --host host2 are lost; the job goes on on host1"
+        assert found.add_ranks(2, None).startswith("no: 1 of the job's 6 seats is free")
+        found._hosts[0].is_lost = True
+        assert found.add_ranks(1, None) == "no: the job ends"
+
+
+def test_further_ranks_whose_host_is_lost_join_on_another_one():
+    with Polled(most=6) as polled:
+        links = [Link(job(polled.coordinator, index)) for index in range(2)]
+        for link in links:
+            link.send("here", {"host": "a", "port": 1})
+        while not all(host.here for host in polled.coordinator._hosts):
+            threading.Event().wait(0.01)
+        polled.coordinator._has_begun = True
+        polled.coordinator.add_ranks(2, "host2")
+        links[1].send("joined", [4])
+        links[1].close()
+        told, end = [], 400
+        while len(told) < 3 and end:
+            told, end = [*told, *links[0].read()], end - 1
+            threading.Event().wait(0.01)
+        assert told == [("further", [[1, 0]] * 2), ("further", [[1, 0]]), ("further", [[1, 0], [0, 1]])]
+    assert polled.told[1:] == ["rank 5 will join on host1, since me@host2 has no ranks any more."]
+
+
+def test_the_verdict_names_the_ranks_that_were_added():
+    with coordinator(most=6) as found:
+        for host, ranks in zip(found._hosts, ([0, 1, 4], [2, 3, 5]), strict=True):
+            host.report = [(rank, 0, "late" if rank == 5 else "") for rank in ranks]
+        found._hosts[0].added = [4]
+        assert found._verdict() == (0, "rank 4 joined, rank 5 had not joined yet, and the other 5 ended normally.")
 
 
 def test_a_signal_ends_the_job_with_its_status():

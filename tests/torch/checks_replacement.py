@@ -4,11 +4,13 @@ TEST_DEATHS says who dies: [[seat, step, point], ...], each by its first process
 number is the next if the point begins with "newcomer", or by every newcomer at that seat if it begins with "every
 newcomer". Where there are spares, it dies once one of them waits; TEST_KILLED_SPARE is the number of one that dies
 while it waits. With TEST_AWAITED, members that lack others wait in each step until processes wait to join, at most for
-that many seconds. TEST_ADDED says who asks for further ranks: [[seat, step, number], ...], of up to TEST_MOST in all.
+that many seconds. TEST_ADDED says who asks for further ranks: [[seat, step, number], ...], of up to TEST_MOST in all;
+on several hosts the number may be followed by a host, and TEST_WHERE says where the further seats are: {seat: host}.
 """
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -65,14 +67,19 @@ def have_all_failed() -> bool:
 MOST = int(os.environ.get("TEST_MOST", os.environ.get("TEST_RANKS", "0")))
 #: On how many hosts they are.
 HOSTS = int(os.environ.get("TEST_HOSTS", "1"))
+#: Who asks for further ranks, and on which hosts these are.
+ADDED, WHERE = json.loads(os.environ.get("TEST_ADDED", "[]")), json.loads(os.environ.get("TEST_WHERE", "{}"))
 #: Of a spare that dies while it waits.
 KILLED_SPARE = int(os.environ.get("TEST_KILLED_SPARE", "-1"))
 
 
-def in_use() -> int:
-    """How many seats are, if the job has grown."""
+def seats_here(ranks: int, number: int) -> set[int]:
+    """The seats that are in use in a step, of the further ones those that are on this host."""
     places = seats()
-    return places.in_use if places is not None else 0
+    if places is not None:
+        return set(range(max(ranks, places.in_use)))
+    in_use = ranks + sum(wanted for _, step, wanted, *_ in ADDED if step <= number)
+    return set(range(ranks)).union(s for s in range(ranks, in_use) if WHERE[str(s)] == socket.gethostname())
 
 
 def wait_for_spare() -> None:
@@ -108,9 +115,9 @@ def prepare_newcomer(mine: list[tuple[int, str]]) -> None:
 
 def begin_step(number: int, mine: list[tuple[int, str]], ranks: int, seat: int = -1) -> None:
     """Ask for further ranks and die in this step if it is time, and else wait for newcomers if ranks are missing."""
-    for by, step, wanted in json.loads(os.environ.get("TEST_ADDED", "[]")):
+    for by, step, wanted, *host in ADDED:
         if by == seat and step == number and current().world_rank == seat:
-            report("answer", request_ranks(wanted, os.getppid()), seat)
+            report("answer", request_ranks(wanted, os.getppid() if HOSTS == 1 else None, *host), seat)
     for point in [point for step, point in mine if step == number]:
         if point.startswith("round"):
             end_in_round(int(point.split()[1]), point.split()[2])
@@ -121,7 +128,7 @@ def begin_step(number: int, mine: list[tuple[int, str]], ranks: int, seat: int =
         while not seats().has_waiting() and not have_all_failed():
             time.sleep(0.01)
     if "TEST_AWAITED" in os.environ:
-        wait_for_newcomers(set(range(max(ranks, in_use()))) - set(seats_taken()), float(os.environ["TEST_AWAITED"]))
+        wait_for_newcomers(seats_here(ranks, number) - set(seats_taken()), float(os.environ["TEST_AWAITED"]))
 
 
 class Loads:
@@ -145,11 +152,12 @@ class Loads:
 
 def main() -> None:
     ranks, least = int(os.environ["TEST_RANKS"]), int(os.environ.get("TEST_MIN", "1"))
-    ring.init(ranks=ranks, on_failure="replace", min_ranks=least, max_ranks=MOST if HOSTS == 1 else None)
+    most = MOST if HOSTS == 1 or ranks < MOST else None
+    ring.init(ranks=ranks, on_failure="replace", min_ranks=least, max_ranks=most)
     seat, number = ring.rank(), current().world_rank
     is_new = current().is_joining
     mine = own_deaths(seat, ranks)
-    assert ring.rank() == seat and ring.size() in (ranks, in_use())
+    assert ring.rank() == seat and ranks <= ring.size() <= max(ranks, MOST)
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(count)) for count in (10, 20_000, 300_000)])
     if is_new:
         with torch.no_grad():

@@ -10,8 +10,8 @@ A job that may grow (`max_ranks`) has rows for seats that nobody has taken yet, 
 
 In a job on several hosts, each host's supervisor has such rows for its own ranks (`OwnSeat`), without the exchange.
 Behind them is a *card*, on which the host's ranks write what a new process of this host needs to be reached by the
-others: the secret of the job's connections among it. Only processes that inherit the file can read that, as they could
-read the memory of the ranks.
+others: the secret of the job's connections among it. They write it anew whenever others have joined. Only processes
+that inherit the file can read that, as they could read the memory of the ranks.
 
 Spares are processes that `ring run` has started before a seat is free. They wait in `init` until it gives them one:
 each looks at words of its own, behind the rows.
@@ -22,6 +22,8 @@ from __future__ import annotations
 import functools
 import json
 import os
+import time
+import zlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,8 +44,8 @@ _STATE, _WORLD_RANK, _PID, _FILE, _NBYTES, _HAD_MEMBER = range(6)
 _EMPTY, _MEMBER, _WAITING, _LEFT, _STARTING, _CUT_OFF, _LOST = range(7)
 #: A spare's words: whether it has come to wait, and one more than the seat that it has got, which may happen before.
 _HAS_COME, _GIVEN = range(2)
-#: Bytes of a card, which begins with its length.
-_CARD = 256 * 1024
+#: Bytes of a card, and seconds for which one that is being written may be incomplete.
+_CARD, _WRITES = 256 * 1024, 2.0
 
 
 class Occupant(NamedTuple):
@@ -270,30 +272,36 @@ class OwnSeat:
         return [one for one in self._seats.members() if one.is_there()]
 
     def write_card(self, card: dict[str, Any]) -> None:
-        """Write the card; all ranks of the host write the same.
+        """Write the card; all ranks of the host write the same, and do so again when others have joined.
 
         Raises:
             LaunchError: it is too long.
         """
-        data = np.frombuffer(json.dumps(card).encode(), np.uint8)
-        if data.size > _CARD - 8:
-            raise LaunchError(f"the card of this host is {data.size} bytes long, more than {_CARD - 8}.")
-        self._card[8 : 8 + data.size] = data
+        text = json.dumps(card).encode()
+        data = np.frombuffer(text, np.uint8)
+        if data.size > _CARD - 16:
+            raise LaunchError(f"the card of this host is {data.size} bytes long, more than {_CARD - 16}.")
+        self._card[16 : 16 + data.size] = data
         publish()
-        self._card[:8].view(np.int64)[0] = data.size
+        self._card[:16].view(np.int64)[:] = data.size, zlib.crc32(text)
 
     def read_card(self) -> dict[str, Any]:
-        """The card.
+        """The card; waits while it is being written.
 
         Raises:
             LaunchError: none is written.
         """
-        length = int(self._card[:8].view(np.int64)[0])
-        publish()
-        if not length:
-            raise LaunchError(f"{config.JOINS.name} is set, but no rank of this host has been a member of the job.")
-        found: dict[str, Any] = json.loads(bytes(self._card[8 : 8 + length]))
-        return found
+        end = time.monotonic() + _WRITES
+        while True:
+            length, checksum = self._card[:16].view(np.int64).tolist()
+            publish()
+            text = bytes(self._card[16 : 16 + length])
+            if length and zlib.crc32(text) == checksum:
+                found: dict[str, Any] = json.loads(text)
+                return found
+            if not length or time.monotonic() > end:
+                raise LaunchError(f"{config.JOINS.name} is set, but no rank of this host has been a member of the job.")
+            time.sleep(0.001)
 
     def leave(self) -> None:
         """Say that it leaves the job before its end, as it was told to."""
