@@ -1,4 +1,4 @@
-"""`ring_plugins.run(hosts=...)`: a function on two hosts, its failure, and a driver that is killed."""
+"""`ring_plugins.run(hosts=...)`: a function on two hosts, its failure, lost ranks, and a driver that is killed."""
 
 import signal
 import sys
@@ -63,3 +63,48 @@ def test_results_failures_and_a_killed_driver():
     assert found["failed"] == [2, "host2", "ValueError('on purpose')"]
     assert "2 of 2 ranks were never started" in found["nowhere"]
     assert "Could not resolve hostname nowhere" in result.stderr
+
+
+LOSSES = """
+import os, signal, socket, time
+import torch
+import ring_plugins as ring
+from tests.worker import report
+
+def train(policy):
+    from ring_plugins.core.world import current
+    from ring_plugins.torch import DistributedOptimizer, TrainingState
+    ring.init()
+    seat, is_new = ring.rank(), current().is_joining
+    model = torch.nn.Linear(2, 1)
+    torch.nn.init.zeros_(model.weight)
+    torch.nn.init.zeros_(model.bias)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    state = TrainingState(model=model, optimizer=optimizer, step=0)
+    while state.step < 10 or (policy == "replace" and max(current().world_ranks) < 4):
+        if seat == 1 and state.step == 3 and not is_new:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        state.step += 1
+        time.sleep(0.02)
+        state.commit()
+    return socket.gethostname(), seat, is_new, state.step, model.weight.tolist()
+
+for policy in ("continue", "replace"):
+    results = ring.run(train, (policy,), hosts="host1:2,host2:2", on_failure=policy, min_ranks=2)
+    report(policy, [list(results), results.lost], rank=0)
+"""
+
+
+@pytest.mark.slow
+def test_a_lost_rank_costs_only_its_result_or_another_process_returns_it():
+    pytest.importorskip("cloudpickle")
+    with hosts(2) as cluster:
+        result = cluster.start([sys.executable], LOSSES, 1).run(150)
+    left, lost = result.reports[0]["continue"]
+    assert [one[:2] for one in left] == [["host1", 0], ["host2", 2], ["host2", 3]] and list(lost) == ["1"], result
+    everyone, lost = result.reports[0]["replace"]
+    assert [one[:3] for one in everyone] == [[f"host{1 + seat // 2}", seat, seat == 1] for seat in range(4)]
+    assert not lost and all(one[3:] == everyone[0][3:] for one in everyone)

@@ -1,12 +1,16 @@
 """mpirun, torchrun and srun over several hosts: other processes take the places of ranks that are killed."""
 
 import json
+import os
 import re
+import signal
+import time
 
 import pytest
 
+from ring_plugins.core.rendezvous import slot_holder
 from tests.hosts import hosts
-from tests.hosts.test_healing_under_launchers import LAUNCHERS, start
+from tests.hosts.test_healing_under_launchers import LAUNCHERS, launchers_of_each_host, start
 from tests.keras import test_replacement as of_keras
 from tests.launch import slowness
 from tests.lightning import test_replacement as of_lightning
@@ -91,3 +95,81 @@ def test_a_process_joins_in_a_fit_of_keras(cluster, launcher, backend):
     result = train(cluster, launcher, [[3, 1, "now"]], of_keras.CHECKS, {"KERAS_BACKEND": backend})
     found, numbers = of_keras.check(result, EVERYONE)
     assert numbers == [0, 1, 2, 5] and found["history"][-1] == EVERYONE
+
+
+#: Another process takes the place of rank 1. Then rank 3 dies, too, and the process in its place waits for ever.
+RANK = """
+import os, signal, sys, time
+import torch, ring_plugins as ring
+from ring_plugins.core.world import current
+from ring_plugins.torch import DistributedOptimizer, TrainingState
+from tests.worker import report
+ring.init(on_failure="replace", min_ranks=2)
+me, is_new = ring.rank(), current().is_joining
+report("new" if is_new else "first", os.getpid(), me)
+model = torch.nn.Linear(2, 1)
+torch.nn.init.zeros_(model.weight)
+torch.nn.init.zeros_(model.bias)
+optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+state = TrainingState(model=model, optimizer=optimizer, step=0)
+while True:
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state.step += 1
+    has_been_replaced = max(current().world_ranks) > 3
+    if not is_new and (me == 1 and state.step == 5 or me == 3 and has_been_replaced):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if is_new and os.environ["TEST_END"] == "status" and len(current().world_ranks) == 3:
+        sys.exit(3)
+    if not has_been_replaced:
+        state.commit()
+    time.sleep(0.02)
+"""
+
+
+def test_the_status_of_a_process_that_has_joined_is_that_of_the_job(cluster, launcher):
+    result = start(cluster, launcher, RANK, {"TEST_END": "status"}).run(90, check=False)
+    assert result.returncode == (1 if launcher == "torchrun" else 3), result
+    assert "ring run: rank 1 ended with exit status 3." in result.output
+
+
+def holder_on(cluster, host, job):
+    """A placeholder on a host."""
+    first_process = cluster.enter(host)[2]
+    return next(
+        process
+        for process in job.processes()
+        if slot_holder.__file__ in process.cmdline() and namespace(process.pid) == namespace(first_process)
+    )
+
+
+def namespace(pid):
+    return os.readlink(f"/proc/{pid}/ns/uts")
+
+
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM, "Ctrl-C", "placeholder", "daemon"])
+def test_nothing_outlives_a_job_in_which_processes_have_joined_and_wait(cluster, launcher, stop):
+    if stop == "daemon" and launcher in ("torchrun", "srun"):
+        pytest.skip("the others go on without it")
+    with start(cluster, launcher, RANK, {"TEST_END": "never"}) as job:
+        end = time.monotonic() + 60 * slowness()
+        while not {1, 3} <= {rank for rank, told in job.reports().items() if "new" in told}:
+            assert job.process.poll() is None and time.monotonic() < end, job._result()
+            time.sleep(0.05)
+        if stop == "Ctrl-C":
+            job.interrupt()
+        elif (
+            stop == "placeholder"
+        ):  # of rank 0's host; under torchrun and srun, the loss of another costs only its host
+            holder_on(cluster, "host1", job).kill()
+        elif stop == "daemon":
+            holder_on(cluster, "host2", job).parent().kill()
+        elif launcher in ("mpirun", "MPICH"):
+            job.signal_parent(stop)
+        else:
+            for process in launchers_of_each_host(job):
+                process.send_signal(stop)
+        result = job.wait(40, ignore_files=["sm_segment.*"], grace=15)
+    # That of Open MPI is 0 when it has lost the daemon of a host.
+    assert result.returncode or (stop == "daemon" and launcher == "mpirun"), result
