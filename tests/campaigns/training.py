@@ -62,12 +62,18 @@ def checksums(model: Sequence[Any]) -> list[str]:
 
 def die_in_healing(when: str) -> None:
     """Die in the first agreement on who is left, see `Fault.when`."""
-    agree, go_on, decide = Membership.agree, Elastic.go_on_without, None
+    agree, follow, decide = Membership.agree, Elastic._follow, None
     if when == "before":
         Membership.agree = lambda *_: die()  # type: ignore[method-assign, assignment, return-value]
         Mesh.agree = lambda *_: die()  # type: ignore[method-assign, assignment, return-value]
     elif when == "over":
-        Elastic.go_on_without = lambda *args: (go_on(*args), die())  # type: ignore[method-assign, assignment, return-value]
+
+        def follow_and_die(elastic: Elastic, lost: Sequence[int] = (), **others: Sequence[int]) -> None:
+            follow(elastic, lost, **others)
+            if lost:
+                die()
+
+        Elastic._follow = follow_and_die  # type: ignore[method-assign]
     elif isinstance(current().elastic._membership, Mesh):  # half of the time, before it has told anybody
         adopt = Consensus._adopt
         Consensus._adopt = lambda *args: (os.getpid() % 2 and adopt(*args), die())  # type: ignore[method-assign, assignment, return-value]
