@@ -173,14 +173,24 @@ def healing_campaign() -> str:
 
 
 def healing_launchers() -> str:
-    """What jobs came to that were started as users start them, by launcher, framework, and the first fault."""
+    """What jobs came to that were started as users start them, by launcher and framework, and all faults by point."""
     campaign = load("healing_campaign")["campaigns"]["healing_launchers"]
     columns = {"jobs": "jobs", "faults": "faults", "joins": "joined", "went on": "went on",
                "ended": "ended as documented", "bad": "wrong"}  # fmt: skip
     rows = campaign_rows(campaign["launchers"], columns)
-    rows += campaign_rows(campaign["faces"], columns, "trains with ")
-    rows += campaign_rows(campaign["points"], columns, "first fault: ", "all")
-    return table(["jobs", *columns.values()], rows) + f"\n\n(seed {campaign['seed']}; {campaign['machine']})"
+    rows += campaign_rows(campaign["faces"], columns, "all of them: ", "all")
+    struck = sorted(campaign["struck"].items(), key=lambda one: -one[1])
+    points = [[_POINTS.get(point, point), str(count)] for point, count in struck]
+    jobs, faults = table(["started by", *columns.values()], rows), table(["a process was lost in", "times"], points)
+    return f"{jobs}\n\n{faults}\n\n(seed {campaign['seed']}; {campaign['machine']})"
+
+
+#: What the points are called at which the campaign's processes die, where their names do not say so.
+_POINTS = {
+    "round": "an exchange of a join", "waiting": "the time before it joins", "stopped": "a join: SIGSTOP",
+    "stop": "a step: SIGSTOP, later SIGCONT", "SIGTERM": "a step: SIGTERM", "init": "`init()`",
+    "commit": "the time between `commit()`s", "healing": "the agreement on who is left",
+}  # fmt: skip
 
 
 def campaign_rows(

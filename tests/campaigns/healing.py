@@ -179,8 +179,8 @@ def point_of(plan: dict[str, Any]) -> str:
 
 def starter_of(plan: dict[str, Any]) -> str:
     """How a job is started."""
-    where = ", on several hosts" if plan["nodes"] else ", with other processes in lost places" * plan["replaces"]
-    return f"{plan['launcher']}{where}"
+    policy = "replace" if plan["replaces"] else "continue"
+    return f"{plan['launcher']}{', several hosts' * bool(plan['nodes'])}: {policy}"
 
 
 def face_of(plan: dict[str, Any]) -> str:
@@ -217,8 +217,10 @@ def keep(kind: str, lines: Sequence[dict[str, Any]]) -> None:
     seed = lines[0]["plan"]["seed"]
     campaigns[kind] = {"seed": seed, "load": os.getloadavg()[0], "points": summary(lines)}
     if all(line["plan"]["launcher"] for line in lines):
-        tested = dict(Counter(line["commit"] for line in lines))
-        campaigns[kind] |= {"machine": machine, "commits": tested}
+        struck, tested = Counter[str](), Counter(line["commit"] for line in lines)
+        for line in lines:
+            struck.update(line["points"])
+        campaigns[kind] |= {"machine": machine, "commits": tested, "struck": dict(sorted(struck.items()))}
         campaigns[kind] |= {"launchers": summary(lines, starter_of), "faces": summary(lines, face_of)}
     else:
         kept["machine"] = machine
