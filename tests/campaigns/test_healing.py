@@ -59,6 +59,25 @@ def test_random_deaths_leave_the_others_whole(jobs, cases):
     assert f"{jobs} jobs, " in result.stdout and " 0 bad" in result.stdout
 
 
+DEATHS_IN_HEALING = """
+from tests.campaigns.healing import run
+from tests.campaigns.plans import Fault, Plan
+
+for nodes in ("", "1,2"):
+    for when in ("before", "decided", "over"):
+        faults = Fault(0, 2, "forward", 1, "in"), Fault(1, 2, "healing", 1, when)
+        line = run(Plan(1, 1, 3, faults, nodes=nodes, case="several hosts" if nodes else "one host"))
+        print(line["verdict"], line["why"], sorted(line["points"].items()))
+"""
+
+
+def test_ranks_die_at_each_point_of_an_agreement():
+    command = [sys.executable, "-c", DEATHS_IN_HEALING]  # forks
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == ["went on  [('forward', 1), ('healing', 1)]"] * 6
+
+
 def test_a_job_is_drawn_from_its_seed_number_and_cases_alone():
     assert [draw(1, number, list(CASES)) for number in range(300)] == [draw(1, n, list(CASES)) for n in range(300)]
     assert {draw(1, number, list(CASES)).case for number in range(300)} == set(CASES)
