@@ -70,12 +70,12 @@ class Renewal(NamedTuple):
 
     Attributes:
         segments: fresh control pages of the ranks of this host; none where nobody of this host joins.
-        parts: those of each shared buffer, likewise.
+        parts: those of each shared buffer, likewise; None if all processes drop theirs, since a newcomer has others.
         key, operations: as in `HealingCommunicator.renew`.
     """
 
     segments: list[Segment]
-    parts: list[list[Segment]]
+    parts: list[list[Segment]] | None
     key: int
     operations: int
 
@@ -92,6 +92,7 @@ def offer_of(communicator: HealingCommunicator, segment: Segment | None) -> dict
         "operations": communicator.statistics.operations,
         "pages": segment.address if segment is not None else None,
         "buffers": communicator.own_buffers,
+        "layout": communicator.layout,
     }
 
 
@@ -128,6 +129,7 @@ def _checked_offer(found: Any) -> dict[str, Any]:
         "operations": _number(found["operations"]),
         "pages": _address(found["pages"]) if found["pages"] is not None else None,
         "buffers": [_address(buffer) for buffer in found["buffers"]],
+        "layout": [str(text) for text in found["layout"]],
     }
 
 
@@ -146,8 +148,10 @@ def _check_places(places: Mapping[int, str], call: Call) -> None:
             )
 
 
-def _agreed(offers: Mapping[int, Mapping[int, dict[str, Any]]], call: Call) -> dict[int, dict[str, Any]]:
-    """The communicators that all have, by creation order, as a member tells of them.
+def _agreed(
+    offers: Mapping[int, Mapping[int, dict[str, Any]]], call: Call
+) -> tuple[dict[int, dict[str, Any]], set[int]]:
+    """The communicators that all have, by creation order, as a member tells of them, and those whose buffers all drop.
 
     Raises:
         DifferentScript: a newcomer has others than the members, as all find alike.
@@ -161,24 +165,33 @@ def _agreed(offers: Mapping[int, Mapping[int, dict[str, Any]]], call: Call) -> d
     for rank in members[1:]:
         if any(_shape(offers[rank][key]) != shape for key, shape in wanted.items()):
             raise NotAdmitted(f"ranks {members[0]} and {rank} do not have the same buffers now.")
+    dropped = set[int]()
     for rank in call.newcomers:
-        if (found := {key: _shape(offer) for key, offer in offers[rank].items()}) != wanted:
+        found = {key: _shape(offer) for key, offer in offers[rank].items()}
+        differ = {key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key)}
+        if not all(_can_be_made_alike(found.get(key), wanted.get(key)) for key in differ):
             raise DifferentScript(
                 f"rank {rank} cannot join: its script has come to another place. It has made {_listed(found)}, and the "
                 f"others have {_listed(wanted)}. Make the same model on all ranks, and optimizers and averagers in the "
-                "same order, before the TrainingState. If the others have frozen or unfrozen parameters since, no "
-                "process can join."
+                "same order, before the TrainingState, and with all parameters that they will ever train, frozen ones "
+                "too: no process can join once the others have added parameters or made a further optimizer."
             )
-    return first
+        dropped |= differ
+    return first, dropped
 
 
 def _shape(offer: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What must be equal: the name, and the bytes of each shared buffer."""
-    return (offer["name"], *(nbytes for _, _, nbytes in offer["buffers"]))
+    """What must be equal, or can be made so: the name, and the layout and the bytes of each shared buffer."""
+    return (offer["name"], *offer["layout"], *(nbytes for _, _, nbytes in offer["buffers"]))
+
+
+def _can_be_made_alike(found: tuple[Any, ...] | None, wanted: tuple[Any, ...] | None) -> bool:
+    """Whether processes with these shapes will have the same buffers once all have dropped theirs."""
+    return found is not None and wanted is not None and found[:2] == wanted[:2] and bool(wanted[1])
 
 
 def _listed(shapes: Mapping[int, tuple[Any, ...]]) -> str:
-    return ", ".join(f"{name} ({sum(nbytes)} bytes)" for name, *nbytes in shapes.values())
+    return ", ".join(f"{name} ({sum(nbytes)} bytes)" for name, _, _, *nbytes in shapes.values())
 
 
 # What all do with it ------------------------------------------------------------------------------
@@ -216,12 +229,14 @@ def map_offers(
             raise NotAdmitted(f"rank {one} has told what nobody understands.") from None
     _check_places({one: of_rank["place"] for one, of_rank in told.items()}, call)
     mapped = {}
-    for key, first in _agreed(offers, call).items():
+    agreed, dropped = _agreed(offers, call)
+    for key, first in agreed.items():
         if (communicator := communicators.get(key)) is None:
             continue
         segments = [own[key] if one == rank else Segment.open(offers[one][key]["pages"], one) for one in here]
-        parts = [
-            [Segment.open(offers[one][key]["buffers"][i], one) for one in here] for i in range(len(first["buffers"]))
-        ]
+        parts = None
+        if key not in dropped:
+            count = len(first["buffers"])
+            parts = [[Segment.open(offers[one][key]["buffers"][i], one) for one in here] for i in range(count)]
         mapped[communicator] = Renewal(segments, parts, first["key"], first["operations"])
     return mapped

@@ -40,6 +40,7 @@ from ring_plugins.core.joining import admit, join
 from ring_plugins.core.world import current
 from ring_plugins.lightning.loggers import take_versions, versions_of
 from ring_plugins.torch.loaders import divide_anew, from_batch
+from ring_plugins.torch.trained_parts import take_trained_parts, trained_parts
 from ring_plugins.torch.training_state import share_state
 
 #: What `ModelCheckpoint` of Lightning 2.6.6 decides by and leaves out of its state.
@@ -177,7 +178,11 @@ class MeetingPoint:
             "validates": val_loop._combined_loader is not None,
             "stops": trainer.should_stop,
             "random": _random_states(),
+            "trained": trained_parts(self._parts()),
         }
+
+    def _parts(self) -> dict[str, Any]:
+        return {"": self._trainer.lightning_module, **{str(i): one for i, one in enumerate(self._trainer.optimizers)}}
 
     def _load(self, state: dict[str, Any]) -> None:
         trainer, fit_loop, connector = self._trainer, self._trainer.fit_loop, self._trainer._logger_connector
@@ -189,6 +194,10 @@ class MeetingPoint:
         restore.restore_datamodule()
         restore.restore_model()
         restore.restore_callbacks()
+        for callback in trainer.callbacks:
+            if hasattr(callback, "_internal_optimizer_metadata"):  # a BaseFinetuning of Lightning 2.6.6, of either name
+                callback._restarting = False  # or the next fit would give optimizers the groups of this one
+        take_trained_parts(self._parts(), state["trained"])
         restore.restore_training_state()
         restore._loaded_checkpoint = {}
         _go_on(fit_loop)

@@ -8,6 +8,7 @@ buckets that were made in that order.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -95,6 +96,8 @@ class BucketSets:
         self._order = ArrivalOrder()
         self._seen_registrations = 0
         self._waited_before, self._bytes_before = 0.0, 0  # of buckets that were dropped
+        if isinstance(communicator, HealingCommunicator):
+            communicator.buffers_belong_to(self)
 
     # Parameters -------------------------------------------------------------------------------------
 
@@ -251,6 +254,12 @@ class BucketSets:
         self._bytes_before += buckets.reducer.reduced_bytes
         buckets.release()
 
+    @property
+    def layout(self) -> tuple[str, str]:
+        """As in `BufferOwner`: what decides on buckets apart from the sets, and the sets that there are buckets for."""
+        parameters = [(name, str(p.dtype), tuple(p.shape), tuple(p.stride())) for name, p in self.named]
+        return _digest((parameters, tuple(self.sizes), str(self._compression))), _digest(list(self.kept))
+
     # Figures ----------------------------------------------------------------------------------------
 
     @property
@@ -262,6 +271,10 @@ class BucketSets:
     def reduced_bytes(self) -> int:
         """Bytes of gradients given to the collectives."""
         return self._bytes_before + sum(buckets.reducer.reduced_bytes for buckets in self.kept.values())
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
 def _positions(trained: _Trained) -> list[int]:

@@ -26,6 +26,7 @@ from ring_plugins.torch.broadcast import Placeholder
 from ring_plugins.torch.compared_options import common_place, place_error
 from ring_plugins.torch.loaders import batches_from, divide_anew
 from ring_plugins.torch.tensor_memory import dense_memory
+from ring_plugins.torch.trained_parts import take_trained_parts, trained_parts
 
 T = TypeVar("T")
 
@@ -176,9 +177,10 @@ class TrainingState:
         state = {name: getattr(self, name) for name in self._names}
         found = {name: v.state_dict() if isinstance(v, Stateful) else v for name, v in state.items()}
         own = ("_batch", "_batches", "_commits_within", "_shares")
-        return {**found, **{name: getattr(self, name) for name in own}}
+        return {**found, **{name: getattr(self, name) for name in own}, "_trained": trained_parts(state)}
 
     def _load(self, state: dict[str, Any]) -> None:
+        take_trained_parts({name: getattr(self, name) for name in self._names}, state.pop("_trained"))
         for name, value in state.items():
             mine = getattr(self, name)
             mine.load_state_dict(value) if isinstance(mine, Stateful) else setattr(self, name, value)

@@ -264,3 +264,17 @@ def test_a_job_grows_where_an_epoch_begins(sampler):
         seen = [sample for of_rank in result.values("seen") for of, sample in of_rank if of == epoch]
         assert sorted(seen) == list(range(24)), epoch
     assert "ring run: ranks 2, 3 joined, and all 4 ended normally." in result.output
+
+
+FINETUNING = Path(__file__).with_name("checks_finetuning.py")
+
+
+@pytest.mark.slow
+def test_processes_join_after_layers_were_unfrozen():
+    """Two, one after the other, behind the epoch in which `BackboneFinetuning` has added a group to the optimizer."""
+    result = run_ranks(FINETUNING, 3, timeout=int(150 * slowness()))
+    found = result.values("found")
+    assert found == [found[0]] * 3, str(result)
+    assert found[0]["numbers"] == [4, 3, 2]
+    assert found[0]["groups"] == 2 and found[0]["flags"] == [True] * 6 and found[0]["tracks"]
+    assert found[0]["momenta"] == 6

@@ -25,7 +25,8 @@ that nothing overwrites. What was called in `run_in_line` is repeated as a whole
 **Joining.** Where processes take the places of lost ones, all members and the newcomers map fresh control pages and
 staging buffers, and the parts of shared buffers that each has already (core/control/admission.py). `renew` takes these
 into use, in place. A newcomer makes its communicators while it is alone, in the order of the script, so each has its
-counterpart among the members.
+counterpart among the members. It may have other shared buffers, though, where members have frozen or unfrozen
+parameters since. If their owner can make them anew (`BufferOwner`), all drop them, and the next operation makes them.
 
 **All at once.** When one communicator finds a loss, all are told, and none may be in the middle of an operation. So
 operations run in the thread that calls them, also those given to `start`, and a second thread that calls one meanwhile
@@ -36,6 +37,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -82,6 +84,20 @@ class Confirmations(Protocol):
 
     committed: int
     pending: list[int] | None
+
+
+class BufferOwner(Protocol):
+    """Has all shared buffers of a communicator, and can make them anew.
+
+    Attributes:
+        layout: two texts. Where the first is equal, they will be made alike; where both are, they are alike already.
+    """
+
+    @property
+    def layout(self) -> tuple[str, str]: ...
+
+    def drop_all(self) -> None:
+        """Release all buffers."""
 
 
 class _OneThreadExecutor(SerialExecutor):
@@ -139,6 +155,7 @@ class HealingCommunicator(HostCommunicator):
     _shares_alone = True
     _confirmations: Confirmations | None = None
     _executor: _OneThreadExecutor
+    _owner: weakref.ref[BufferOwner] | None = None
 
     def _new_executor(self, name: str, wait: Wait, members: Members) -> _OneThreadExecutor:
         return _OneThreadExecutor(name, wait, members)
@@ -234,11 +251,28 @@ class HealingCommunicator(HostCommunicator):
         """Where other processes find this member's part of each shared buffer."""
         return self._node.own_buffers if self._node is not None else []
 
+    def buffers_belong_to(self, owner: BufferOwner) -> None:
+        """Let processes join that have other shared buffers; the owner is not kept alive."""
+        self._owner = weakref.ref(owner)
+
+    @property
+    def layout(self) -> tuple[str, str]:
+        """That of the shared buffers, empty texts if nobody can make them anew."""
+        owner = self._owner() if self._owner is not None else None
+        return owner.layout if owner is not None else ("", "")
+
+    def _drop_buffers(self) -> None:
+        owner = self._owner() if self._owner is not None else None
+        if owner is not None:
+            owner.drop_all()
+        assert self._node is not None
+        self._node.drop_buffers()
+
     def renew(
         self,
         ranks: Sequence[int],
         segments: Sequence[Segment],
-        parts: Sequence[Sequence[Segment]],
+        parts: Sequence[Sequence[Segment]] | None,
         key: int,
         operations: int,
         failure_detector: FailureDetector | None,
@@ -247,7 +281,7 @@ class HealingCommunicator(HostCommunicator):
 
         Args:
             ranks: world ranks of the members, in order.
-            segments, parts: of all members, as in `SharedMemoryGroup.renew`.
+            segments, parts: of all members, as in `SharedMemoryGroup.renew`; no parts if all drop their buffers.
             key: of the communicator, as the members have it that are in it already.
             operations: how many they have finished.
             failure_detector: watches them.
@@ -259,13 +293,15 @@ class HealingCommunicator(HostCommunicator):
         self._members.renew(ranks, key, failure_detector)
         if failure_detector is not None:
             failure_detector.watch(key, self._executor.failure)
-        self._node.renew(ranks, self.rank, segments, parts)
+        if parts is None:
+            self._drop_buffers()
+        self._node.renew(ranks, self.rank, segments, parts or [])
 
     def renew_between_hosts(
         self,
         members: Sequence[Member],
         segments: Sequence[Segment],
-        parts: Sequence[Sequence[Segment]],
+        parts: Sequence[Sequence[Segment]] | None,
         operations: int,
         failure_detector: FailureDetector | None,
     ) -> None:
@@ -273,7 +309,7 @@ class HealingCommunicator(HostCommunicator):
 
         Args:
             members: all of them, in the order of ranks.
-            segments, parts: of this host's members, as in `SharedMemoryGroup.renew`; empty if these have not changed.
+            segments, parts: of this host's members, as in `renew`; empty if these have not changed.
             operations, failure_detector: as in `renew`.
         """
         assert self._node is not None
@@ -284,9 +320,11 @@ class HealingCommunicator(HostCommunicator):
         self._members.renew(self.ranks, key, failure_detector)
         if failure_detector is not None:
             failure_detector.watch(key, self._executor.failure)
+        if parts is None:
+            self._drop_buffers()
         if segments:
             here = [member.rank for member in members if member.node == members[self.rank].node]
-            self._node.renew(here, here.index(own), segments, parts)
+            self._node.renew(here, here.index(own), segments, parts or [])
 
     # Repeated here --------------------------------------------------------------------------------
 

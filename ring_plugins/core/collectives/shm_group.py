@@ -195,6 +195,11 @@ class SharedMemoryGroup:
                 if place != position:
                     segment.hide_from_children()
 
+    def drop_buffers(self) -> None:
+        """Forget all buffers."""
+        self._buffers.clear()
+        self._mapped.clear()
+
     # Moving bytes ---------------------------------------------------------------------------------
 
     def _next_staging(self) -> list[Bytes]:

@@ -1,0 +1,110 @@
+"""Which parts of a model are trained, and by which groups of the optimizers: what `state_dict` leaves out.
+
+A process that joins others gets their state, and runs the script only up to the place at which it waits. The others may
+have frozen or unfrozen parameters since then, or given an optimizer further groups, as Lightning's `BackboneFinetuning`
+does. So these are told by name, and taken over before the optimizers' state is loaded, which needs the same groups.
+
+A module's mode belongs to them: what scripts freeze, they often switch to evaluation, too, and Lightning has batch
+normalization no longer track its statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ring_plugins.core.base.errors import MismatchError
+
+#: A parameter: the name of its module among the parts, and its own name in it.
+_Name = tuple[str, str]
+
+
+class TrainedParts(NamedTuple):
+    """What to take over.
+
+    Attributes:
+        requires_grad: of each parameter.
+        modes: of each module, whether it trains, and whether it tracks statistics (None if it never does).
+        groups: by optimizer, the parameters of each of its groups; None for those that are in none of the modules.
+    """
+
+    requires_grad: dict[_Name, bool]
+    modes: dict[_Name, tuple[bool, bool | None]]
+    groups: dict[str, list[list[_Name | None]]]
+
+
+def trained_parts(parts: Mapping[str, Any]) -> TrainedParts:
+    """Which parts are trained now.
+
+    Args:
+        parts: modules, optimizers and anything else, by name.
+    """
+    names = {parameter: name for name, parameter in _parameters(parts).items()}
+    return TrainedParts(
+        {name: parameter.requires_grad for name, parameter in _parameters(parts).items()},
+        {
+            name: (module.training, getattr(module, "track_running_stats", None))
+            for name, module in _modules(parts).items()
+        },
+        {
+            name: [[names.get(parameter) for parameter in group["params"]] for group in part.param_groups]
+            for name, part in parts.items()
+            if isinstance(part, Optimizer)
+        },
+    )
+
+
+def take_trained_parts(parts: Mapping[str, Any], told: TrainedParts) -> None:
+    """Train the same parts from now on as the process that told of them; call it before state is loaded.
+
+    Args:
+        parts: of this process, as in `trained_parts`.
+
+    Raises:
+        MismatchError: an optimizer has other groups there, with parameters that are in none of the modules.
+    """
+    parameters = _parameters(parts)
+    for name, parameter in parameters.items():
+        if told.requires_grad.get(name, parameter.requires_grad) != parameter.requires_grad:
+            parameter.requires_grad_(not parameter.requires_grad)
+    for name, module in _modules(parts).items():
+        if name in told.modes:
+            trains, tracks = told.modes[name]
+            module.training = trains
+            if tracks is not None:
+                setattr(module, "track_running_stats", tracks)  # noqa: B010 - of the modules that have it
+    own = trained_parts(parts).groups
+    for optimizer, groups in told.groups.items():
+        if groups == own.get(optimizer):
+            continue
+        found = [[parameters.get(one) if one else None for one in group] for group in groups]
+        if optimizer not in own or any(parameter is None for group in found for parameter in group):
+            raise MismatchError(
+                f"the optimizer {optimizer!r} has {len(groups)} parameter groups on the other ranks, which differ from "
+                f"the {len(own.get(optimizer, ()))} of this process, and some of whose parameters are in no module of "
+                "the state. Add that module to the TrainingState, or give the optimizer all its groups before the "
+                "training begins."
+            )
+        parts[optimizer].param_groups[:] = [{"params": group} for group in found]  # the state has their options
+
+
+def _parameters(parts: Mapping[str, Any]) -> dict[_Name, nn.Parameter]:
+    """A parameter that several modules share, once."""
+    found: dict[nn.Parameter, _Name] = {}
+    for of, part in parts.items():
+        if isinstance(part, nn.Module):
+            for name, parameter in part.named_parameters():
+                found.setdefault(parameter, (of, name))
+    return {name: parameter for parameter, name in found.items()}
+
+
+def _modules(parts: Mapping[str, Any]) -> dict[_Name, nn.Module]:
+    return {
+        (of, name): module
+        for of, part in parts.items()
+        if isinstance(part, nn.Module)
+        for name, module in part.named_modules()
+    }
