@@ -17,8 +17,8 @@ def add_ranks(
         str | None,
         typer.Option(
             "--host",
-            help="Host of the job on which they run, as `ring run -H` names it. By default each runs on a host that "
-            "has the fewest ranks.",
+            help="Host on which they run, as `ring run -H` names it; it may be new to the job. By default each runs on "
+            "a host of the job that has the fewest ranks.",
         ),
     ] = None,
 ) -> None:

@@ -274,7 +274,9 @@ class Elastic:
             waiting = {one.world_rank for one in places.waiting()}
             if not waiting <= self._seats_here.keys():  # one that waits for the next epoch is seen in each step
                 self._seats_here |= {peer.rank: int(told["seat"]) for peer, _, told in newcomers_here(places)}
-            return {self._seats_here[rank] for rank in waiting & self._seats_here.keys()} - self.awaited
+            seen = {self._seats_here[rank] for rank in waiting & self._seats_here.keys()}
+            guests = {int(one["seat"]) for one in places.guests()}.difference(self._processes.taken_seats)
+            return (seen | guests) - self.awaited
         return {one.seat for one in places.waiting()} - self.awaited
 
     def change_members(self) -> None:

@@ -14,7 +14,7 @@ from ring_plugins.core.collectives.healing import HealingCommunicator
 from ring_plugins.core.control.admission import NotAdmitted
 from ring_plugins.core.control.liveness import RUNNING, Liveness
 from ring_plugins.core.linux.shared_memory import Address, Segment
-from ring_plugins.core.rendezvous.seats import Occupant, OwnSeat
+from ring_plugins.core.rendezvous.seats import Occupant, OwnSeat, Seats
 
 
 class Call(NamedTuple):
@@ -47,11 +47,11 @@ class Call(NamedTuple):
         return [occupant.world_rank for occupant in self.everyone]
 
 
-def newcomers_here(seat: OwnSeat) -> list[tuple[Liveness, Address, dict[str, Any]]]:
+def newcomers_here(seat: OwnSeat | Seats) -> list[tuple[Liveness, Address, dict[str, Any]]]:
     """Processes of this host that wait to join a job on several hosts, with what each has announced: its seat, too.
 
     Args:
-        seat: of this process.
+        seat: of this process, or the seats of this host, for its supervisor.
     """
     found = []
     for one in seat.waiting():

@@ -5,6 +5,11 @@ process, which learns from the host's *card* how to be reached (rendezvous/seats
 waits, and tell the others. All members connect to it, exchange with it what each has made, and agree that it joins
 (control/mesh_admission.py). It shares memory with the members of its host only. These take fresh memory into use, and
 all members make new connections for data, as after a loss.
+
+On a host that has no rank of the job, or none any more, nobody sees that a process waits. Its supervisor tells the
+others' supervisors through the process that `ring run` is, and all members hear of such a *guest* from theirs. The rest
+is the same: members connect to a guest as to any other newcomer. Considered and rejected: that the guest connects to a
+member and asks. It may know only members that are lost by then, and would have to find others.
 """
 
 from __future__ import annotations
@@ -111,16 +116,24 @@ def _admit_all(world: World, meeting: _Meeting) -> tuple[int, ...]:
 
 
 def _waiting_here(world: World) -> list[_Process]:
-    """Those of this host that wait."""
+    """Those of this host that wait, and those of hosts that have no ranks."""
     seat, mine = world.own_seat, _mesh(world).peers[world.world_rank]
     assert seat is not None
-    return [
+    here = [
         _Process(
-            one.rank, told["seat"], address, world.processes.node_of_seat(told["seat"]),
+            one.rank, told["seat"], address, world.processes.node_here(told["seat"]),
             mine.host, one.pid, mine.domain, told["address"], told["port"],
         )
         for one, address, told in newcomers_here(seat)
     ]  # fmt: skip
+    guests = [
+        _Process(
+            one["rank"], one["seat"], tuple(one["liveness"]), one["domain"],
+            one["host"], one["liveness"][0], one["domain"], one["address"], one["port"],
+        )
+        for one in seat.guests()
+    ]  # fmt: skip
+    return here + [one for one in guests if one.domain != mine.domain]
 
 
 def _admit_one(world: World, newcomer: _Process, meeting: _Meeting) -> bool:
@@ -172,7 +185,8 @@ def join(world: World, place: str, until: str) -> tuple[int, ...]:
     assert transport is not None
     candidate = Candidate(world.world_rank, transport.listener)
     where = {"seat": world.share[0], "address": transport.address, "port": transport.listener.port}
-    own.announce(json.dumps(where))
+    entry = world.processes.entries[world.world_rank]
+    own.announce(json.dumps({**where, "host": entry.host, "domain": entry.domain}))
     problems = list[str]()
     while len(problems) < _ATTEMPTS:
         seat.wait_to_join(world.world_rank, own.address)
@@ -211,7 +225,7 @@ def _wait_for_call(world: World, candidate: Candidate, until: str) -> tuple[int,
         while True:
             if (found := candidate.called()) is not None:
                 return found
-            if not seat.members():
+            if not seat.members() and not seat.others_let_join:
                 return None
             line.show(lambda: who)
             time.sleep(_LOOK)

@@ -165,6 +165,12 @@ class Processes:
         """Key of the real or virtual host to which a seat belongs; that of this process's for one that nobody had."""
         return self._node_of_seat[seat] if seat < len(self._node_of_seat) else self.nodes[self.own]
 
+    def node_here(self, seat: int) -> str:
+        """Key of this host, for one that is to take a seat here: the seat's own, if it belongs here already."""
+        domain = self.entries[self.own].domain
+        here = {self.nodes[rank] for rank, entry in self.entries.items() if entry.domain == domain}
+        return node if (node := self.node_of_seat(seat)) in here else self.nodes[self.own]
+
     # What processes of several hosts learn of the seats when they start (rendezvous/seats.py), and when they join ----
 
     def places(self) -> list[list[Any]]:

@@ -1,20 +1,21 @@
-"""Which hosts have the further seats of a job on several hosts that grows: asked by `ring add-ranks`.
+"""Which hosts have the seats of a job on several hosts that `ring add-ranks` has asked for.
 
-The process that `ring run` is keeps one list: whose each seat behind the first ones is. All supervisors get the whole
-list whenever it changes, start processes for the seats that are theirs, and end those for seats that are theirs no
-more. So the list is all that they have to agree on. They say which of these processes have joined.
+The process that `ring run` is keeps one list: whose each of these seats is. All supervisors get the whole list whenever
+it changes, start processes for the seats that are theirs, and end those for seats that are theirs no more. So the list
+is all that they have to agree on. They say which of these processes have joined.
 
-Data has no shares that nobody ever had, so processes join in the order of their seats, whatever their hosts. If the
-process of one cannot join, all behind it wait. Hence if a host is lost before its process has joined, that seat and all
-behind it are given out anew, among the hosts that are left. And if a host gives a seat up, since its script fails again
-and again, it and all behind it are taken back.
+Seats that are free are those of hosts whose ranks are all lost, and those behind all others, up to `--max-ranks`. Data
+has no shares that nobody ever had, so processes join by the latter in the order of their seats, whatever their hosts.
+If the process of one cannot join, all behind it wait. Hence if a host is lost before its process has joined, that seat
+and all behind it are given out anew, among the hosts that are left. And if a host gives a seat up, since its script
+fails again and again, it and all behind it are taken back.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ring_plugins.core.base.errors import name_ranks
 
@@ -23,32 +24,44 @@ class FurtherSeat(NamedTuple):
     """Whose a seat is; may travel as JSON.
 
     Attributes:
+        seat: its number.
         host: number of the host.
-        turn: how often the seat was given out before. The first process of a seat has its number for a world rank; that
-            number may be used up later.
+        turn: how many first processes it had before. The first one has its number for a world rank, and the others
+            have numbers of their host's.
     """
 
+    seat: int
     host: int
     turn: int
 
 
 class FurtherSeats:
-    """Gives out the seats behind those of the first ranks.
+    """Gives out seats.
 
     Args:
         size: number of ranks at the start.
         most: up to how many the job may grow; 0 for no more.
-        ranks: how many each host has at the start, by number.
-        publish: tells all supervisors the list, whose first seat is `size`.
+        ranks: those that each host has at the start, by its number.
+        publish: tells all supervisors what `told` returns.
     """
 
-    def __init__(
-        self, size: int, most: int, ranks: Sequence[int], publish: Callable[[Sequence[FurtherSeat]], object]
-    ) -> None:
-        self._size, self._most, self._ranks, self._publish = size, max(most, size), list(ranks), publish
-        self._seats: list[FurtherSeat] = []
-        self._turns: Counter[int] = Counter()  # how often each seat was given out
-        self._joined: set[int] = set()
+    def __init__(self, size: int, most: int, ranks: Sequence[Sequence[int]], publish: Callable[[], object]) -> None:
+        self._size, self._most, self._publish = size, max(most, size), publish
+        self._homes = {host: list(of_host) for host, of_host in enumerate(ranks)}
+        self._given: dict[int, FurtherSeat] = {}
+        self._turns = Counter(range(size))  # the first ranks have had theirs
+        self._in_use = size
+        self._had = set(range(size))  # seats that ever had a member
+        self._free = set[int]()  # those of them whose hosts are lost
+        self._joined = set[int]()  # those of `_given` that have a member, or had one there
+
+    def told(self) -> dict[str, Any]:
+        """What supervisors need to know; JSON can hold it."""
+        return {"in use": self._in_use, "seats": sorted(self._given.values())}
+
+    def of_host(self, host: int) -> list[int]:
+        """The seats of a host."""
+        return sorted([*self._homes.get(host, ()), *(one.seat for one in self._given.values() if one.host == host)])
 
     def add(self, number: int, hosts: Mapping[int, str]) -> str:
         """Give out so many more seats, if there are as many; returns an answer for the user.
@@ -57,63 +70,87 @@ class FurtherSeats:
             number: how many.
             hosts: numbers and names of those that may get them; each seat goes to one that has the fewest then.
         """
-        free = self._most - self._size - len(self._seats)
-        if self._most == self._size:
+        if refusal := self.refusal(number):
+            return refusal
+        given = self._give_out(self._next_ones(number), list(hosts))
+        self._publish()
+        told = " and ".join(f"{name_ranks(seats)} on {hosts[host]}" for host, seats in given.items())
+        where = (
+            " where an epoch begins" if any(seat not in self._had for seats in given.values() for seat in seats) else ""
+        )
+        return f"ok: {told} will join{where}"
+
+    def refusal(self, number: int) -> str:
+        """Why so many seats cannot be given out, "" if they can."""
+        free = len(self._free) + self._most - self._in_use
+        if self._most == self._size and not free:
             return "no: the job was started without --max-ranks, so it has no seats for further ranks"
         if number > free:
             return (
                 f"no: {free} of the job's {self._most} seats {'is' if free == 1 else 'are'} free "
                 f"(--max-ranks {self._most}), which is less than {number}"
             )
-        given = self._give_out(number, list(hosts))
-        self._publish(self._seats)
-        told = " and ".join(f"{name_ranks(seats)} on {hosts[host]}" for host, seats in given.items())
-        return f"ok: {told} will join where an epoch begins"
+        return ""
 
-    def _give_out(self, number: int, hosts: Sequence[int]) -> dict[int, list[int]]:
-        """Give out the next seats; returns those of each host."""
-        counts = Counter({host: self._ranks[host] for host in hosts})
-        counts.update(one.host for one in self._seats if one.host in hosts)
+    def _next_ones(self, number: int) -> list[int]:
+        return [*sorted(self._free), *range(self._in_use, self._most)][:number]
+
+    def _give_out(self, seats: Sequence[int], hosts: Sequence[int]) -> dict[int, list[int]]:
+        """Give out seats; returns those of each host."""
+        counts = Counter({host: len(self.of_host(host)) for host in hosts})
         chosen: list[int] = []
-        for _ in range(number):
+        for _ in seats:
             chosen.append(min(hosts, key=lambda one: (counts[one], one)))
             counts[chosen[-1]] += 1
         given: dict[int, list[int]] = {}
-        for host in sorted(chosen):  # the ranks of one host follow each other
-            seat = self._size + len(self._seats)
-            self._seats.append(FurtherSeat(host, self._turns[seat]))
+        for seat, host in zip(seats, sorted(chosen), strict=True):  # the ranks of one host follow each other
+            self._given[seat] = FurtherSeat(seat, host, self._turns[seat])
             self._turns[seat] += 1
+            self._free.discard(seat)
+            self._in_use = max(self._in_use, seat + 1)
             given.setdefault(host, []).append(seat)
         return given
 
     def note_joined(self, seats: Sequence[int]) -> None:
         """The processes of these seats have joined."""
         self._joined.update(seats)
+        self._had.update(seats)
 
     def take_back(self, seat: int) -> None:
         """A host has given up a seat, whose processes end before they join."""
-        if seat not in self._joined:
-            self._shorten(seat)
-            self._publish(self._seats)
+        if seat in self._given and seat not in self._joined:
+            self._release(seat)
+            self._publish()
 
     def note_end(self, host: int, left: Sequence[int]) -> list[int]:
-        """A host is lost, or all of its ranks are; returns the seats that others have got instead.
+        """A host is lost, or all of its ranks are; returns the seats that had not joined, and are given out anew.
 
         Args:
             host: its number.
-            left: numbers of those that are left.
+            left: numbers of those that get them.
         """
-        mine = [seat for seat, one in enumerate(self._seats, self._size) if one.host == host]
-        waiting = [seat for seat in mine if seat not in self._joined]
-        number = self._size + len(self._seats) - min(waiting, default=0)
-        if not waiting:
-            return []
-        self._shorten(waiting[0])
-        self._publish(self._seats)
-        if left:
-            self._give_out(number, left)
-            self._publish(self._seats)
-        return list(range(waiting[0], waiting[0] + number))
+        mine = [one.seat for one in self._given.values() if one.host == host]
+        waiting = sorted(seat for seat in mine if seat not in self._joined)
+        self._free.update(self._homes.pop(host, ()))
+        for seat in set(mine) - set(waiting):
+            del self._given[seat]
+            self._joined.discard(seat)
+            self._free.add(seat)
+        again = sorted({other for seat in waiting for other in self._release(seat)})
+        if mine:
+            self._publish()
+        if left and again:
+            self._give_out(again, left)
+            self._publish()
+        return again
 
-    def _shorten(self, seat: int) -> None:
-        del self._seats[max(seat - self._size, 0) :]
+    def _release(self, seat: int) -> list[int]:
+        """Let nobody have a seat that nobody has joined by, nor any behind it by which the job was to grow."""
+        if seat in self._had:
+            self._free.add(seat)
+            return [seat] if self._given.pop(seat, None) else []
+        released = [one for one in self._given if one >= seat and one not in self._had]
+        for one in released:
+            del self._given[one]
+        self._in_use = min(self._in_use, seat)
+        return released

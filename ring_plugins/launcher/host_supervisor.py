@@ -28,7 +28,9 @@ from typing import Any, TextIO, cast
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, name_ranks
 from ring_plugins.core.control.liveness import MOST_MEMBERS
-from ring_plugins.core.linux.interfaces import reserve_port
+from ring_plugins.core.join_offers import newcomers_here
+from ring_plugins.core.linux.interfaces import address_towards, reserve_port
+from ring_plugins.core.linux.process import STOPPED, state
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.net.auth import Claim, Disconnected, Purpose, connect
 from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
@@ -51,6 +53,10 @@ _ANSWERS = 3
 _WRITE, _LOOK = 4096, 200
 #: How a connection ends that its other end, rather than the network, has closed; 0 stands for no error.
 _CLOSED = (0, errno.ECONNRESET, errno.EPIPE)
+#: Seconds after which a stopped process is killed that waits on a host without ranks, which would kill it.
+_PATIENCE = 10.0
+#: How many hosts may be added to a job, and the world ranks that their processes have from there on.
+MOST_ADDED, _FIRST_OF_ADDED = 16, MOST_MEMBERS * 3 // 4
 #: Seconds between two looks at ranks and messages.
 _TICK = 0.02
 
@@ -71,6 +77,7 @@ class HostJob:
         patience: seconds for which the coordinator may not be there yet.
         replaces: whether other processes take the places of ranks that are lost.
         most: up to how many ranks the job may grow; 0 for no more than `size`.
+        is_added: whether the job has begun without this host, whose ranks join it.
     """
 
     addresses: Sequence[str]
@@ -87,6 +94,7 @@ class HostJob:
     patience: float = 0.0
     replaces: bool = False
     most: int = 0
+    is_added: bool = False
 
     def pack(self) -> bytes:
         """As `unpack` takes it."""
@@ -223,10 +231,12 @@ class HostRanks:
     def __init__(self, job: HostJob, link: Link, supervisor: Supervisor) -> None:
         self._job, self._link, self._supervisor = job, link, supervisor
         self._has_told = False
-        self._number = len(job.ranks) + max(job.most - job.size, 0)
+        self._number = max(job.size, job.most)
         self._segment = Segment.create(OwnSeat.nbytes(self._number))
         self._in_use, self._joined = job.size, list[int]()
-        self._seats, _ = OwnSeat.parts(self._segment.array)
+        self._members, self._guests = -1, list[dict[str, Any]]()  # as the coordinator knows them
+        self._stopped: dict[int, float] = {}  # since when processes are that wait to join
+        self._seats, (self._card, self._board) = OwnSeat.parts(self._segment.array)
         self._replacements: Replacements | None = None
         supervisor.is_out, supervisor.tell_end = self._is_out, self._seats.end_all
         #: Signals that this process got, and that are meant for the ranks.
@@ -246,6 +256,8 @@ class HostRanks:
             with Relay(self._job.tag_output, self._job.output_directory, always=True) as relay:
                 self._start(start, relay)
                 status, why = self._supervisor.wait(self._find_trouble)
+                while self._job.is_added and why is None and self._goes_on():
+                    status, why = self._supervisor.wait(self._find_trouble)
             if self._supervisor.signalled is None and self._status is None:
                 why = why or self._early_end()  # of the last rank here, at whose end `wait` returns at once
             self._tell_of_empty_places()
@@ -287,12 +299,30 @@ class HostRanks:
             start_rank(local, rank)
         relay.start()
         if job.replaces:
-            # No two hosts give the same number.
-            unused = iter(range(max(job.size, job.most) + job.index, MOST_MEMBERS, job.hosts))
+            # No two hosts give the same number. One that is added does not know how many there were before.
+            unused = iter(range(max(job.size, job.most) + job.index, _FIRST_OF_ADDED, job.hosts))
+            if job.is_added:
+                unused = iter(range(_FIRST_OF_ADDED + job.index % MOST_ADDED, MOST_MEMBERS, MOST_ADDED))
             ranks, number = (job.ranks, job.size), len(job.ranks)
             self._replacements = Replacements(
                 supervisor, self._seats, number, unused, start_rank, _tell_user, None, ranks
             )
+
+        if job.is_added:
+            card = {**start["card"], "address": address_towards(start["card"]["address"])}
+            self._card.write({**card, "here": len(card["hosts"])})
+            self._seats.others_let_join = True
+            self._take("further", start["further"])
+            self._goes_on()
+
+    def _goes_on(self) -> bool:
+        """Whether processes of this host, which has been added to the job, are still to join it."""
+        if self._status is None and self._supervisor.signalled is None and self._replacements is not None:
+            for kind, body in self._link.read():
+                self._take(kind, body)
+            self._seats.others_let_join &= not self._link.is_lost
+            self._replacements.tick()
+        return any(code is None for code in self._codes())
 
     def _wait_for(self, kind: str) -> Any:
         """The body of the coordinator's next message of a kind; None if the job, or the coordinator, ends before."""
@@ -311,10 +341,15 @@ class HostRanks:
         if kind == "over":
             self._status = int(body)
         elif kind == "further" and self._replacements is not None:
-            seats = [FurtherSeat(*one) for one in body]
-            self._in_use = self._job.size + len(seats)
-            mine = [(seat, one.turn) for seat, one in enumerate(seats, self._job.size) if one.host == self._job.index]
-            self._replacements.follow(mine)
+            self._in_use, seats = body["in use"], [FurtherSeat(*one) for one in body["seats"]]
+            self._replacements.follow([(one.seat, one.turn) for one in seats if one.host == self._job.index])
+        elif kind == "guests":
+            self._board.write(body)
+            self._seats.guests = len(body)
+        elif kind == "alone":
+            self._seats.others_let_join = False
+        elif kind == "card?":
+            self._link.send("card", self._card.read())
         elif kind == "end" and self._supervisor.signalled is None:
             number = signal.Signals(body)
             if number == signal.SIGINT:  # as a terminal sends it to all processes of this host's
@@ -332,7 +367,7 @@ class HostRanks:
             ranks = [rank for local, rank in enumerate(self._names) if not self._seats.is_new(local)]
             _tell_user(
                 f"nobody takes the place of {name_ranks(ranks)}: all ranks of {socket.gethostname()} are "
-                "lost, and only a rank of the same host lets another process join. Those of other hosts go on."
+                "lost. Those of other hosts go on."
             )
 
     def _find_trouble(self) -> str | None:
@@ -364,6 +399,26 @@ class HostRanks:
             self._link.send("joined", joined)
         while replacements.given_back:
             self._link.send("given back", replacements.given_back.pop())
+        if self._seats.others_let_join:
+            self._seats.others_let_join = not self._link.is_lost
+            self._tell_of_guests()
+
+    def _tell_of_guests(self) -> None:
+        """Tell the coordinator how many members there are here, and who waits if there are none."""
+        codes = self._codes()
+        joined = [local for local, code in enumerate(codes) if code is None and not self._is_out(local)]
+        guests = []
+        for one, address, told in newcomers_here(self._seats) if not joined else ():
+            if state(one.pid) not in STOPPED:
+                self._stopped.pop(one.pid, None)
+                guests.append({"rank": one.rank, "liveness": list(address), **told})
+            elif time.monotonic() - self._stopped.setdefault(one.pid, time.monotonic()) > _PATIENCE:
+                with contextlib.suppress(OSError):
+                    os.kill(one.pid, signal.SIGKILL)
+                _tell_user(f"process {one.pid}, which was to join as rank {told['seat']}, was stopped. It was killed.")
+        if (len(joined), guests) != (self._members, self._guests):
+            self._members, self._guests = len(joined), guests
+            self._link.send("members", {"members": self._members, "guests": guests})
 
     def _added(self) -> list[int]:
         """The ranks by which the job has grown on this host."""

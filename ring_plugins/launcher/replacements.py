@@ -144,11 +144,13 @@ class Replacements:
         """Start processes for seats whose processes are lost, and end those that nobody is left to let join."""
         codes = [process.poll() for process in self._supervisor.processes]
         living = [seat for seat, code in enumerate(codes) if code is None and self._has_joined(seat)]
-        if not living:
+        have_ended = any(code == 0 and self._has_joined(seat) for seat, code in enumerate(codes))
+        is_hopeless = not living and (have_ended or not self._seats.others_let_join)
+        if is_hopeless:
             for seat, process in enumerate(self._supervisor.processes):
                 if codes[seat] is None and self._is_new(seat):
                     process.kill()
-        if self._notify is None or not living or any(map(self._ends_job, range(len(codes)), codes)):
+        if self._notify is None or is_hopeless or any(map(self._ends_job, range(len(codes)), codes)):
             return
         for seat, code in enumerate(codes):
             is_open = seat < len(self._ranks) and seat not in self._given_up

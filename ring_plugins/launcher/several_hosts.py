@@ -17,8 +17,13 @@ Supervisors log in to the coordinator, which is in `ring run`. In JSON, over aut
                                 ["ended", {ranks, why}]    all of its ranks have ended
                                 ["joined", ranks]          further ranks have, and
                                 ["given back", rank]       one will not (further_seats.py)
+                                ["members", {members, guests}]  of a host that was added
+                                ["card", card]             for such a host: how to be reached (core/rendezvous/seats.py)
     coordinator -> supervisor   ["start", {address, port, secret}]   all are here: where rank 0 will listen
-                                ["further", seats]         which hosts have further ranks
+                                ["further", {in use, seats}]  which hosts have further ranks
+                                ["card?", null]            asks for it
+                                ["guests", processes]      those that wait on hosts without members
+                                ["alone", null]            nobody is left who lets others join
                                 ["end", signal]            end all ranks
                                 ["over", status]           the job has ended
 
@@ -26,6 +31,9 @@ Supervisors log in to the coordinator, which is in `ring run`. In JSON, over aut
 the connection to it ends, and the coordinator goes on with the other hosts. A login: what that host prints is lost. The
 coordinator's host: the other supervisors go on without a coordinator, and nobody sees their exit status. Which ranks go
 on is for the ranks to agree (control/consensus.py); nobody here decides that.
+
+**Hosts that come later.** `ring add-ranks` may name a host that has no ranks, or none any more. The coordinator starts a
+supervisor there, gives it the card of another host, and tells all others who waits there to join.
 
 **Who may not.** If the coordinator is killed while its host lives, all supervisors end their ranks, so that nothing of
 a job is left behind. A rank that ends with an exit status, rather than by a signal, ends the job as on one host: its
@@ -62,7 +70,7 @@ from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
 from ring_plugins.core.rendezvous.spawn import ending, silent_end
 from ring_plugins.launcher.further_seats import FurtherSeats
 from ring_plugins.launcher.growth import GrowthRequests
-from ring_plugins.launcher.host_supervisor import HostJob, watch
+from ring_plugins.launcher.host_supervisor import MOST_ADDED, HostJob, watch
 from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.mpirun import JobSpec
 from ring_plugins.launcher.output import Relay
@@ -97,6 +105,10 @@ class _Host:
         replaced: ranks of it whose places other processes have taken, with how often.
         added: ranks of it by which the job has grown.
         is_lost: whether the connection has ended before all was said.
+        is_added: whether the job has begun without it.
+        members, guests: how many ranks a host that was added has now, and who waits there if it has none.
+        has_begun: whether it knows how to take part.
+        login: the process that runs its supervisor, of one that was added, and when that was started.
     """
 
     def __init__(self, name: str, ranks: Sequence[int]) -> None:
@@ -107,6 +119,9 @@ class _Host:
         self.why: str | None = None
         self.replaced: dict[int, int] = {}
         self.added: list[int] = []
+        self.is_added = self.has_begun = False
+        self.members, self.guests = 0, list[Any]()
+        self.login: tuple[subprocess.Popen[bytes], float] | None = None
         self.is_lost = False
 
     @property
@@ -139,11 +154,17 @@ class Coordinator:
         most: int = 0,
     ) -> None:
         self._hosts = [_Host(name, ranks) for name, ranks in hosts]
-        self._size, numbers = sum(len(ranks) for _, ranks in hosts), [len(ranks) for _, ranks in hosts]
-        self._further = FurtherSeats(self._size, most, numbers, lambda seats: self._tell_all("further", seats))
-        self._has_begun = False
+        self._size = sum(len(ranks) for _, ranks in hosts)
+        self._further = FurtherSeats(
+            self._size, most, [ranks for _, ranks in hosts], lambda: self._tell_all("further", self._further.told())
+        )
+        self._started: dict[str, Any] | None = None  # what all supervisors were told
+        self._asked: _Host | None = None  # for its card
+        self._guests: list[Any] = []
         #: Called all the time.
         self.meanwhile: Callable[[], object] = lambda: None
+        #: Starts the supervisor of a host that is to be the job's host of this number; None if that is not possible.
+        self.start_host: Callable[[str, int], subprocess.Popen[bytes]] | None = None
         self._supervisor, self._notify = supervisor, notify
         self.key = key or secrets.token_hex(32)
         listener = socket.create_server(("", port), backlog=_BACKLOG)
@@ -215,8 +236,8 @@ class Coordinator:
             reached = [str(host.frames.socket.getsockname()[0]) for host in self._hosts if host.frames is not None]
             address = next((one for one in reached if not one.startswith("127.")), address)
         secret = config.SECRET.get() or secrets.token_hex(32)
-        self._tell_all("start", {"address": address, "port": int(first.here["port"]), "secret": secret})
-        self._has_begun = True
+        self._started = {"address": address, "port": int(first.here["port"]), "secret": secret}
+        self._tell_all("start", self._started)
 
     def add_ranks(self, number: int, wanted: str | None) -> str:
         """Let so many further ranks join; returns an answer for the user.
@@ -227,16 +248,58 @@ class Coordinator:
         """
         living = {index: host.name for index, host in enumerate(self._hosts) if not host.is_over}
         chosen = {index: name for index, name in living.items() if wanted is None or _is_same_host(name, wanted)}
-        if not self._has_begun:
+        if self._started is None:
             return "no: the job has not begun yet"
         if not living:
             return "no: the job ends"
-        if not chosen:
-            others = ", ".join(living.values())
-            if any(_is_same_host(host.name, wanted or "") for host in self._hosts):
-                return f"no: all ranks of --host {wanted} are lost; the job goes on on {others}"
-            return f"no: --host {wanted} is none of the job's hosts: {others}"
+        if refusal := self._further.refusal(number):
+            return refusal
+        if not chosen and wanted is not None:
+            if self.start_host is None:
+                return f"no: --host {wanted} is none of the job's hosts: {', '.join(living.values())}"
+            if sum(host.is_added for host in self._hosts) == MOST_ADDED:
+                return f"no: --host {wanted} would be more than {MOST_ADDED} hosts that were added to the job"
+            host, index = _Host(wanted, []), len(self._hosts)
+            host.is_added = True
+            self._hosts.append(host)
+            chosen = {index: wanted}
+            host.login = self.start_host(wanted, index), time.monotonic()
         return self._further.add(number, chosen)
+
+    def _look_after_added_hosts(self) -> None:
+        """Let hosts take part that were added, and end those by which nobody can join any more."""
+        waiting = [host for host in self._hosts if host.is_added and not host.is_over and not host.has_begun]
+        for host in waiting:
+            assert host.login is not None
+            process, since = host.login
+            if process.poll() is not None or (
+                host.here is None and time.monotonic() - since > config.START_TIMEOUT.get()
+            ):
+                how = "did not come" if process.poll() is None else "could not be reached, as the output above says"
+                self._drop_added(host, how)
+        members = [one for one in self._hosts if not one.is_over and (not one.is_added or one.members)]
+        if members and any(host.here is not None for host in waiting) and self._asked not in members:
+            self._asked = members[0]
+            self._tell(members[0], "card?", None)
+        if not members and self._started is not None:
+            self._tell_all("alone", None)
+        guests = [one for host in self._hosts if not host.is_over for one in host.guests]
+        if guests != self._guests:
+            self._guests = guests
+            self._tell_all("guests", guests)
+
+    def _drop_added(self, host: _Host, how: str) -> None:
+        host.is_lost = True
+        seats = self._further.note_end(self._hosts.index(host), [])
+        self._notify(f"{host.name} {how}; {name_ranks(seats)} will not join.")
+
+    def _begin_on_added_hosts(self, card: Any) -> None:
+        """Tell hosts that were added how to take part; the card is that of a host that does."""
+        self._asked = None
+        for host in self._hosts:
+            if card and host.is_added and host.here is not None and not host.has_begun and not host.is_over:
+                host.has_begun = True
+                self._tell(host, "start", {**(self._started or {}), "card": card, "further": self._further.told()})
 
     def _follow(self) -> None:
         """Until the job is over everywhere."""
@@ -265,6 +328,8 @@ class Coordinator:
                 self._read(key.data)
         for new in self._acceptor.poll():
             self._join(new)
+        if any(host.is_added for host in self._hosts):
+            self._look_after_added_hosts()
 
     def _join(self, new: Authenticated) -> None:
         if not self._expects(new.claim):
@@ -284,6 +349,10 @@ class Coordinator:
                     host.here = body
                 elif kind == "joined":
                     self._further.note_joined([int(rank) for rank in body])
+                elif kind == "members":
+                    host.members, host.guests = int(body["members"]), list(body["guests"])
+                elif kind == "card":
+                    self._begin_on_added_hosts(body)
                 elif kind == "given back":
                     self._further.take_back(int(body))
                 elif kind in ("failed", "ended"):
@@ -305,21 +374,31 @@ class Coordinator:
         if not host.is_over:
             host.is_lost = True
             if host.here is not None and self._supervisor.signalled is None:
-                self._notify(f"{host.name} is lost, with {name_ranks(host.ranks)}; the others may go on.")
+                ranks = self._further.of_host(self._hosts.index(host))
+                self._notify(f"{host.name} is lost, with {name_ranks(ranks)}; the others may go on.")
                 self._give_out_anew(host)
 
     def _give_out_anew(self, host: _Host) -> None:
         """Let further ranks that cannot join on a host any more join on others."""
         left = [index for index, other in enumerate(self._hosts) if not other.is_over]
+        host.ranks = tuple(self._further.of_host(self._hosts.index(host)))
         again = self._further.note_end(self._hosts.index(host), left)
-        if again:
-            how = f"will join on {' and '.join(self._hosts[index].name for index in left)}" if left else "will not join"
-            self._notify(f"{name_ranks(again)} {how}, since {host.name} has no ranks any more.")
+        if again and left:
+            where = " and ".join(self._hosts[index].name for index in left)
+            self._notify(f"{name_ranks(again)} will join on {where}, since {host.name} has no ranks any more.")
+        empty = [rank for rank in host.ranks if rank not in again]
+        if empty and left and self.start_host is not None:
+            self._notify(
+                f"`ring add-ranks {len(empty)}` lets other processes take the places of {name_ranks(empty)}, and "
+                "--host chooses where."
+            )
 
     def _tell_all(self, kind: str, body: Any) -> None:
         for host in self._hosts:
-            if host.frames is None or host.is_lost:
-                continue
+            self._tell(host, kind, body)
+
+    def _tell(self, host: _Host, kind: str, body: Any) -> None:
+        if host.frames is not None and not host.is_lost:
             with contextlib.suppress(Disconnected, TimeoutError):
                 host.frames.send(to_json([kind, body]))
                 host.frames.flush(config.NETWORK_TIMEOUT.get())
@@ -332,7 +411,7 @@ class Coordinator:
         if self._supervisor.signalled is not None:
             return 128 + self._supervisor.signalled, None
         ends = [end for host in self._hosts for end in host.report or ()]
-        lost = [host for host in self._hosts if host.report is None]
+        lost = [host for host in self._hosts if host.report is None and (host.has_begun or not host.is_added)]
         if why := next((host.why for host in self._hosts if host.why), None):
             return 1, why
         if self._failed:
@@ -375,20 +454,19 @@ def _is_same_host(name: str, wanted: str) -> bool:
 
 def commands(job: JobSpec) -> list[tuple[str, list[str]]]:
     """Each host of a job, with the command that starts its supervisor."""
-    found = []
+    return [(part.host, _command(job, part.host)) for part in job.shares]
+
+
+def _command(job: JobSpec, host: str) -> list[str]:
     program = job.command[0]
     python = program if Path(program).name.startswith("python") else sys.executable
     module = [python, "-m", "ring_plugins.launcher.host_supervisor"]
-    for part in job.shares:
-        if is_this_host(part.host):
-            found.append((part.host, [sys.executable, *module[1:]]))
-            continue
-        paths = [name for name in ("PYTHONPATH", "LD_LIBRARY_PATH") if name in job.environment and name in os.environ]
-        remote = shlex.join(["env", *(f"{name}={os.environ[name]}" for name in paths), *module])
-        alive = [] if job.agent else ["-o", "ServerAliveInterval=15"]  # a firewall may drop a login that is idle
-        command = [*login(job), *alive, part.host, f"cd {shlex.quote(os.getcwd())} 2>/dev/null; exec {remote}"]
-        found.append((part.host, command))
-    return found
+    if is_this_host(host):
+        return [sys.executable, *module[1:]]
+    paths = [name for name in ("PYTHONPATH", "LD_LIBRARY_PATH") if name in job.environment and name in os.environ]
+    remote = shlex.join(["env", *(f"{name}={os.environ[name]}" for name in paths), *module])
+    alive = [] if job.agent else ["-o", "ServerAliveInterval=15"]  # a firewall may drop a login that is idle
+    return [*login(job), *alive, host, f"cd {shlex.quote(os.getcwd())} 2>/dev/null; exec {remote}"]
 
 
 def run(job: JobSpec, replaces: bool, most: int, supervisor: Supervisor, notify: Notify) -> tuple[int, str | None]:
@@ -413,16 +491,26 @@ def run(job: JobSpec, replaces: bool, most: int, supervisor: Supervisor, notify:
         coordinator = stack.enter_context(Coordinator(hosts, supervisor, notify, most=most))
         if replaces:
             coordinator.meanwhile = stack.enter_context(GrowthRequests(coordinator.add_ranks)).poll
-        started = []
-        for index, ((host, own), (_, command)) in enumerate(zip(hosts, commands(job), strict=True)):
+        started: list[tuple[str, subprocess.Popen[bytes]]] = []
+
+        def start_host(host: str, index: int, own: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+            """Start a host's supervisor; one without ranks is added to the job."""
             towards = "" if is_this_host(host) else address_towards(host.rpartition("@")[2])
             addresses = ["127.0.0.1"] if is_this_host(host) else [*filter(None, [towards]), *own_addresses()]
             told = HostJob(
-                list(dict.fromkeys(addresses)), coordinator.port, coordinator.key, index, len(hosts), own, job.ranks,
-                job.command, environment, job.tag_output, job.output_directory, replaces=replaces, most=most,
+                list(dict.fromkeys(addresses)), coordinator.port, coordinator.key, index, max(len(hosts), index + 1),
+                own, job.ranks, job.command, environment, job.tag_output, job.output_directory, replaces=replaces,
+                most=most, is_added=not own,
             )  # fmt: skip
-            started.append((host, _start(supervisor, command, told, relay, index)))
+            started.append((host, _start(supervisor, _command(job, host), told, relay, index)))
+            if not own:
+                relay.start()
+            return started[-1][1]
+
+        for index, (host, own) in enumerate(hosts):
+            start_host(host, index, own)
         relay.start()
+        coordinator.start_host = start_host if replaces else None
         return _follow(coordinator, started)
 
 

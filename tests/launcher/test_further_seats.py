@@ -7,16 +7,17 @@ HOSTS = {0: "host1", 1: "host2"}
 
 def growing(most=8, ranks=(2, 2)):
     told = []
-    seats = FurtherSeats(sum(ranks), most, ranks, lambda seats: told.append([tuple(seat) for seat in seats]))
+    first = [list(range(sum(ranks[:host]), sum(ranks[: host + 1]))) for host in range(len(ranks))]
+    seats = FurtherSeats(sum(ranks), most, first, lambda: told.append([tuple(seat) for seat in seats.told()["seats"]]))
     return seats, told
 
 
 def test_each_goes_to_a_host_that_has_the_fewest_and_those_of_one_host_follow_each_other():
     seats, told = growing(ranks=(3, 1))
     assert seats.add(3, HOSTS) == "ok: rank 4 on host1 and ranks 5, 6 on host2 will join where an epoch begins"
-    assert told == [[(0, 0), (1, 0), (1, 0)]]
+    assert told == [[(4, 0, 0), (5, 1, 0), (6, 1, 0)]]
     assert seats.add(1, {0: "host1"}) == "ok: rank 7 on host1 will join where an epoch begins"
-    assert told[-1] == [(0, 0), (1, 0), (1, 0), (0, 0)]
+    assert told[-1] == [(4, 0, 0), (5, 1, 0), (6, 1, 0), (7, 0, 0)] and seats.told()["in use"] == 8
 
 
 def test_more_than_there_is_room_for_is_refused():
@@ -33,9 +34,9 @@ def test_a_seat_that_is_given_back_takes_those_behind_it_along_and_is_free_again
     seats.take_back(4)  # its host has not seen yet that it has joined
     assert len(told) == 1
     seats.take_back(5)
-    assert told[-1] == [(0, 0)]
+    assert told[-1] == [(4, 0, 0)]
     assert seats.add(1, {1: "host2"}) == "ok: rank 5 on host2 will join where an epoch begins"
-    assert told[-1] == [(0, 0), (1, 1)], "whose first process needs another world rank than 5"
+    assert told[-1] == [(4, 0, 0), (5, 1, 1)], "whose first process needs another world rank than 5"
 
 
 def test_what_a_lost_host_had_and_what_waits_behind_it_is_given_out_anew():
@@ -44,9 +45,12 @@ def test_what_a_lost_host_had_and_what_waits_behind_it_is_given_out_anew():
     seats.add(1, {0: "host1"})
     seats.note_joined([4])
     assert seats.note_end(1, [0]) == [5, 6]
-    assert told[-2:] == [[(1, 0)], [(1, 0), (0, 1), (0, 1)]]
+    assert told[-2:] == [[], [(5, 0, 1), (6, 0, 1)]]
+    assert seats.add(9, {0: "host1"}).startswith("no: 4 of the job's 8 seats are free"), "with 2, 3, 4 of host2"
+    assert seats.add(2, {0: "host1"}) == "ok: ranks 2, 3 on host1 will join"
+    assert told[-1] == [(2, 0, 1), (3, 0, 1), (5, 0, 1), (6, 0, 1)]
     seats.note_joined([5, 6])
-    assert seats.note_end(0, []) == [] and len(told) == 4
+    assert seats.of_host(0) == [0, 1, 2, 3, 5, 6] and seats.note_end(0, []) == [2, 3]
     seats, told = growing()
     seats.add(1, HOSTS)
     assert seats.note_end(0, []) == [4] and told[-1] == [], "nobody is left"

@@ -144,11 +144,11 @@ def test_secrets_do_not_stand_on_command_lines(monkeypatch):
 def test_further_ranks_go_to_hosts_that_have_ranks():
     with coordinator(most=6) as found:
         assert found.add_ranks(1, None) == "no: the job has not begun yet"
-        found._has_begun = True
+        found._started = {}
         assert found.add_ranks(1, "host3") == "no: --host host3 is none of the job's hosts: host1, me@host2"
         assert found.add_ranks(1, "host2") == "ok: rank 4 on me@host2 will join where an epoch begins"
         found._hosts[1].report = []
-        assert found.add_ranks(1, "host2") == "no: all ranks of --host host2 are lost; the job goes on on host1"
+        assert found.add_ranks(1, "host2") == "no: --host host2 is none of the job's hosts: host1"
         assert found.add_ranks(2, None).startswith("no: 1 of the job's 6 seats is free")
         found._hosts[0].is_lost = True
         assert found.add_ranks(1, None) == "no: the job ends"
@@ -161,7 +161,7 @@ def test_further_ranks_whose_host_is_lost_join_on_another_one():
             link.send("here", {"host": "a", "port": 1})
         while not all(host.here for host in polled.coordinator._hosts):
             threading.Event().wait(0.01)
-        polled.coordinator._has_begun = True
+        polled.coordinator._started = {}
         polled.coordinator.add_ranks(2, "host2")
         links[1].send("joined", [4])
         links[1].close()
@@ -169,8 +169,48 @@ def test_further_ranks_whose_host_is_lost_join_on_another_one():
         while len(told) < 3 and end:
             told, end = [*told, *links[0].read()], end - 1
             threading.Event().wait(0.01)
-        assert told == [("further", [[1, 0]] * 2), ("further", [[1, 0]]), ("further", [[1, 0], [0, 1]])]
+        assert told == [
+            ("further", {"in use": 6, "seats": [[4, 1, 0], [5, 1, 0]]}),
+            ("further", {"in use": 5, "seats": []}),
+            ("further", {"in use": 6, "seats": [[5, 0, 1]]}),
+        ]
     assert polled.told[1:] == ["rank 5 will join on host1, since me@host2 has no ranks any more."]
+
+
+def test_a_host_that_is_added_gets_the_card_of_another_one_and_all_hear_who_waits_there():
+    def next_of(link, kind):
+        for _ in range(400):
+            for found, body in link.read():
+                if found == kind:
+                    return body
+            threading.Event().wait(0.01)
+        raise AssertionError(kind)
+
+    with Polled(most=6) as polled:
+        found = polled.coordinator
+        found.start_host = lambda host, index: SimpleNamespace(poll=lambda: None)
+        links = [Link(job(found, index)) for index in range(2)]
+        for link in links:
+            link.send("here", {"host": "a", "port": 1})
+        while not all(host.here for host in found._hosts):
+            threading.Event().wait(0.01)
+        found._started = {"secret": "hush"}
+        assert found.add_ranks(1, "host3") == "ok: rank 4 on host3 will join where an epoch begins"
+        added = Link(job(found, 2))
+        added.send("here", {"host": "c", "port": 0})
+        next_of(links[0], "card?")
+        links[0].send("card", {"address": "10.1.0.1"})
+        start = next_of(added, "start")
+        assert start["card"] == {"address": "10.1.0.1"} and start["further"]["seats"] == [[4, 2, 0]]
+        added.send("members", {"members": 0, "guests": [{"seat": 4}]})
+        assert next_of(links[1], "guests") == [{"seat": 4}]
+        added.send("members", {"members": 1, "guests": []})
+        assert next_of(links[1], "guests") == []
+        found.start_host = lambda host, index: SimpleNamespace(poll=lambda: 255)
+        assert found.add_ranks(1, "nowhere").startswith("ok: rank 5 on nowhere")
+        while "nowhere could not be reached, as the output above says; rank 5 will not join." not in polled.told:
+            threading.Event().wait(0.01)
+        assert next_of(links[1], "further")["in use"] in (5, 6)
 
 
 def test_the_verdict_names_the_ranks_that_were_added():

@@ -6,6 +6,7 @@ newcomer". Where there are spares, it dies once one of them waits; TEST_KILLED_S
 while it waits. With TEST_AWAITED, members that lack others wait in each step until processes wait to join, at most for
 that many seconds. TEST_ADDED says who asks for further ranks: [[seat, step, number], ...], of up to TEST_MOST in all;
 on several hosts the number may be followed by a host, and TEST_WHERE says where the further seats are: {seat: host}.
+TEST_GUESTS has the seats of a lost host for which members wait then.
 """
 
 import json
@@ -23,6 +24,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ring_plugins as ring
+from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.control import admission, mesh_admission
 from ring_plugins.core.rendezvous.spawn import seats
 from ring_plugins.core.world import current
@@ -69,8 +71,28 @@ MOST = int(os.environ.get("TEST_MOST", os.environ.get("TEST_RANKS", "0")))
 HOSTS = int(os.environ.get("TEST_HOSTS", "1"))
 #: Who asks for further ranks, and on which hosts these are.
 ADDED, WHERE = json.loads(os.environ.get("TEST_ADDED", "[]")), json.loads(os.environ.get("TEST_WHERE", "{}"))
+#: Seats that guests are to have, for whom members wait when they are asked for.
+GUESTS = set(json.loads(os.environ.get("TEST_GUESTS", "[]")))
 #: Of a spare that dies while it waits.
 KILLED_SPARE = int(os.environ.get("TEST_KILLED_SPARE", "-1"))
+
+
+def ask(number: int, job: int | None, host: str | None = None) -> str:
+    """Ask for further ranks, again and again until a host is found to be lost whose places are free then."""
+    end = time.monotonic() + 20
+    while True:
+        try:
+            return request_ranks(number, job, host)
+        except LaunchError:
+            if not GUESTS or time.monotonic() > end:
+                raise
+            time.sleep(0.02)
+
+
+def guests() -> list[int]:
+    """Seats for which processes wait on hosts without ranks."""
+    own = current().own_seat
+    return [one["seat"] for one in own.guests()] if own is not None else []
 
 
 def seats_here(ranks: int, number: int) -> set[int]:
@@ -78,8 +100,10 @@ def seats_here(ranks: int, number: int) -> set[int]:
     places = seats()
     if places is not None:
         return set(range(max(ranks, places.in_use)))
-    in_use = ranks + sum(wanted for _, step, wanted, *_ in ADDED if step <= number)
-    return set(range(ranks)).union(s for s in range(ranks, in_use) if WHERE[str(s)] == socket.gethostname())
+    in_use = ranks + sum(wanted for _, step, wanted, *_ in ADDED if step <= number and not GUESTS)
+    known = {f"host{1 + number}" for number in range(HOSTS)} | {WHERE.get(str(seat)) for seat in seats_taken()}
+    awaited = {seat for seat in range(ranks, in_use) if WHERE[str(seat)] not in known - {socket.gethostname()}}
+    return awaited.union(range(ranks))
 
 
 def wait_for_spare() -> None:
@@ -117,7 +141,10 @@ def begin_step(number: int, mine: list[tuple[int, str]], ranks: int, seat: int =
     """Ask for further ranks and die in this step if it is time, and else wait for newcomers if ranks are missing."""
     for by, step, wanted, *host in ADDED:
         if by == seat and step == number and current().world_rank == seat:
-            report("answer", request_ranks(wanted, os.getppid() if HOSTS == 1 else None, *host), seat)
+            report("answer", ask(wanted, os.getppid() if HOSTS == 1 else None, *host), seat)
+        end = time.monotonic() + 60
+        while step == number and GUESTS.difference(guests()) and time.monotonic() < end:
+            time.sleep(0.005)
     for point in [point for step, point in mine if step == number]:
         if point.startswith("round"):
             end_in_round(int(point.split()[1]), point.split()[2])

@@ -11,7 +11,9 @@ A job that may grow (`max_ranks`) has rows for seats that nobody has taken yet, 
 In a job on several hosts, each host's supervisor has such rows for its own ranks (`OwnSeat`), without the exchange.
 Behind them is a *card*, on which the host's ranks write what a new process of this host needs to be reached by the
 others: the secret of the job's connections among it. They write it anew whenever others have joined. Only processes
-that inherit the file can read that, as they could read the memory of the ranks.
+that inherit the file can read that, as they could read the memory of the ranks. A host that has no rank yet has no such
+card; its supervisor gets one of another host (launcher/several_hosts.py). On a second board a supervisor writes which
+processes of such hosts, *guests*, wait for the job's ranks to let them join.
 
 Spares are processes that `ring run` has started before a seat is free. They wait in `init` until it gives them one:
 each looks at words of its own, behind the rows.
@@ -91,6 +93,24 @@ class Seats:
     @in_use.setter
     def in_use(self, number: int) -> None:
         self._used[0] = number
+
+    @property
+    def guests(self) -> int:
+        """On one of several hosts, how many processes of others wait for whom no rank of theirs is left."""
+        return int(self._used[1])
+
+    @guests.setter
+    def guests(self, number: int) -> None:
+        self._used[1] = number
+
+    @property
+    def others_let_join(self) -> bool:
+        """On one of several hosts, whether the ranks of others may let processes of this one join."""
+        return bool(self._used[2])
+
+    @others_let_join.setter
+    def others_let_join(self, may: bool) -> None:
+        self._used[2] = may
 
     def is_new(self, seat: int) -> bool:
         """Whether no process with this seat has ever taken part: the job would grow by it."""
@@ -211,6 +231,43 @@ class Seats:
         return found
 
 
+class Board:
+    """JSON in shared memory, written by processes that all write the same, or by one.
+
+    Args:
+        memory: zeros to begin with.
+    """
+
+    def __init__(self, memory: Bytes) -> None:
+        self._head, self._text = memory[:16].view(np.int64), memory[16:]
+
+    def write(self, value: Any) -> None:
+        """Write it in the place of what was written before.
+
+        Raises:
+            LaunchError: it is too long.
+        """
+        text = json.dumps(value).encode()
+        if len(text) > self._text.size:
+            raise LaunchError(f"what processes tell each other is {len(text)} bytes, more than {self._text.size}.")
+        self._text[: len(text)] = np.frombuffer(text, np.uint8)
+        publish()
+        self._head[:] = len(text), zlib.crc32(text)
+
+    def read(self) -> Any:
+        """What is written there, None if nothing is; waits while it is being written."""
+        end = time.monotonic() + _WRITES
+        while True:
+            length, checksum = self._head.tolist()
+            publish()
+            text = bytes(self._text[:length])
+            if length and zlib.crc32(text) == checksum:
+                return json.loads(text)
+            if not length or time.monotonic() > end:
+                return None
+            time.sleep(0.001)
+
+
 class OwnSeat:
     """The row by which a process tells the supervisor of its host how far it is.
 
@@ -230,17 +287,17 @@ class OwnSeat:
                 f"{config.SEAT.name}={text!r} is set, but this process did not inherit the file that it names "
                 f"({error}): the variable was copied from a rank of a job into another environment; unset it."
             ) from error
-        self._seats, self._card = self.parts(self._segment.array)
+        self._seats, self._boards = self.parts(self._segment.array)
 
     @staticmethod
     def nbytes(number: int) -> int:
         """Bytes of a file with this many rows."""
-        return Seats.nbytes(number) + _CARD
+        return Seats.nbytes(number) + 2 * _CARD
 
     @staticmethod
-    def parts(memory: Bytes) -> tuple[Seats, Bytes]:
-        """The rows and the card in such a file."""
-        return Seats(memory[:-_CARD]), memory[-_CARD:]
+    def parts(memory: Bytes) -> tuple[Seats, tuple[Board, Board]]:
+        """The rows in such a file; the card, and the board for guests, which the supervisor writes."""
+        return Seats(memory[: -2 * _CARD]), (Board(memory[-2 * _CARD : -_CARD]), Board(memory[-_CARD:]))
 
     @staticmethod
     def environment(segment: Segment, number: int, seat: int) -> dict[str, str]:
@@ -260,8 +317,8 @@ class OwnSeat:
         self._seats.take(Occupant(self._seat, world_rank, address), as_member=False)
 
     def has_waiting(self) -> bool:
-        """Whether another process of this host waits to join; a look of a microsecond."""
-        return self._seats.has_waiting()
+        """Whether another process of this host or a guest waits to join; a look of a microsecond."""
+        return self._seats.has_waiting() or self._seats.guests > 0
 
     def waiting(self) -> list[Occupant]:
         """Those that do; their seats are numbers of rows."""
@@ -277,13 +334,7 @@ class OwnSeat:
         Raises:
             LaunchError: it is too long.
         """
-        text = json.dumps(card).encode()
-        data = np.frombuffer(text, np.uint8)
-        if data.size > _CARD - 16:
-            raise LaunchError(f"the card of this host is {data.size} bytes long, more than {_CARD - 16}.")
-        self._card[16 : 16 + data.size] = data
-        publish()
-        self._card[:16].view(np.int64)[:] = data.size, zlib.crc32(text)
+        self._boards[0].write(card)
 
     def read_card(self) -> dict[str, Any]:
         """The card; waits while it is being written.
@@ -291,17 +342,19 @@ class OwnSeat:
         Raises:
             LaunchError: none is written.
         """
-        end = time.monotonic() + _WRITES
-        while True:
-            length, checksum = self._card[:16].view(np.int64).tolist()
-            publish()
-            text = bytes(self._card[16 : 16 + length])
-            if length and zlib.crc32(text) == checksum:
-                found: dict[str, Any] = json.loads(text)
-                return found
-            if not length or time.monotonic() > end:
-                raise LaunchError(f"{config.JOINS.name} is set, but no rank of this host has been a member of the job.")
-            time.sleep(0.001)
+        card: dict[str, Any] | None = self._boards[0].read()
+        if card is None:
+            raise LaunchError(f"{config.JOINS.name} is set, but no rank of this host has been a member of the job.")
+        return card
+
+    def guests(self) -> list[dict[str, Any]]:
+        """Processes that wait on hosts where no rank is left, as their supervisors tell of them."""
+        return list(self._boards[1].read() or ()) if self._seats.guests else []
+
+    @property
+    def others_let_join(self) -> bool:
+        """Whether the ranks of other hosts may let processes of this one join."""
+        return self._seats.others_let_join
 
     def leave(self) -> None:
         """Say that it leaves the job before its end, as it was told to."""

@@ -73,7 +73,7 @@ def test_a_process_is_there_as_long_as_it_has_its_segment():
 
 def test_a_rank_tells_its_hosts_supervisor_how_far_it_is(monkeypatch):
     segment = Segment.create(OwnSeat.nbytes(2))
-    seats, _ = OwnSeat.parts(segment.array)
+    seats, (_, board) = OwnSeat.parts(segment.array)
     variables = OwnSeat.environment(segment, 2, 1)
     own_seat.cache_clear()
     monkeypatch.setenv("RING_SEAT", variables["RING_SEAT"])
@@ -92,6 +92,13 @@ def test_a_rank_tells_its_hosts_supervisor_how_far_it_is(monkeypatch):
     assert seats.has_started(1) and not seats.is_starting(1) and not seats.is_cut_off(1)
     own.note_cut_off()
     assert seats.has_started(1) and seats.is_cut_off(1) and not seats.has_started(0)
+    assert own.guests() == [] and not own.has_waiting() and not own.others_let_join
+    board.write([{"seat": 4}])
+    seats.guests, seats.others_let_join = 1, True
+    assert own.guests() == [{"seat": 4}] and own.has_waiting() and own.others_let_join
+    board.write([])
+    seats.guests = 0
+    assert own.guests() == [] and not own.has_waiting()
     monkeypatch.setenv("RING_SEAT", "999:2:1")
     with pytest.raises(LaunchError, match="copied from a rank of a job into another environment"):
         own_seat()

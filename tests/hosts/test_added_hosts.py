@@ -1,0 +1,70 @@
+"""`ring add-ranks --host`: ranks of hosts that were not in the job at its start, or that have lost all of theirs."""
+
+import json
+
+import pytest
+
+from tests.hosts import hosts
+from tests.hosts.test_replacement import train
+from tests.torch.test_replacement import check
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with hosts(3) as cluster:
+        cluster.hosts = cluster.hosts[:2]  # those of the job at its start
+        yield cluster
+
+
+def grow(cluster, deaths, added, where, most=6, awaited=True, guests=()):
+    env = {"TEST_ADDED": json.dumps(added), "TEST_WHERE": json.dumps(where), "TEST_MOST": str(most), "TEST_EPOCHS": "4"}
+    options = ("--no-check", "--max-ranks", str(most)) if most else ("--no-check",)
+    env = {**env, "TEST_GUESTS": json.dumps(guests), **({} if most else {"TEST_MOST": "4"})}
+    result = train(cluster, deaths, env=env, options=options, awaited=awaited)
+    seats = [seat for seat in range(8) if "found" in result.reports.get(seat, {})]
+    found, own = check(result, seats, epochs=4, steps=result.reports[0]["found"]["ends"][-1])
+    return result, found, own, seats
+
+
+ON_HOST3 = {"4": "host3", "5": "host3"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        [],
+        [[4, 8, "newcomer now"]],
+        [[1, 0, "now"]],
+        *([[4, 0, f"newcomer round {n} {when}"]] for n in (1, 2, 3) for when in ("before", "in")),
+        *([[4, 0, f"newcomer round {n} stopped"]] for n in (1, 2)),
+        *([[victim, 5, f"round {n} in"]] for victim, n in ((0, 2), (3, 3), (2, 1))),
+    ],
+    ids=str,
+)
+def test_a_host_that_was_not_in_the_job_joins_it_whoever_dies_meanwhile(cluster, deaths):
+    result, found, own, seats = grow(cluster, deaths, [[0, 1, 2, "host3"]], ON_HOST3)
+    assert result.reports[0]["answer"] == "ranks 4, 5 on host3 will join where an epoch begins."
+    assert seats == list(range(6)) and found["history"][-1] == seats
+    if not deaths:
+        assert found["numbers"] == seats and found["ends"] == [6, 10, 14, 18]
+        assert [one["changes"] for one in own] == [[[[], [], [4], 4], [[], [], [5], 5]]] * 6
+        assert "ring run: ranks 4, 5 joined, and all 6 ended normally." in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["host2", "host3"])
+def test_others_take_the_places_of_all_ranks_of_a_host_there_or_elsewhere(cluster, host):
+    """Without --max-ranks."""
+    deaths, added = [[2, 1, "now"], [3, 1, "now"]], [[0, 4, 2, host]]
+    result, found, _, seats = grow(cluster, deaths, added, {"4": host, "5": host}, most=0, guests=[2, 3])
+    assert result.reports[0]["answer"] == f"ranks 2, 3 on {host} will join."
+    assert seats == [0, 1, 2, 3] and found["history"][-1] == seats
+    assert "`ring add-ranks 2` lets other processes take the places of ranks 2, 3, and --host chooses" in result.output
+
+
+@pytest.mark.slow
+def test_a_host_that_cannot_be_reached_disturbs_nobody(cluster):
+    result, _, _, seats = grow(cluster, [], [[0, 1, 1, "nowhere"]], {"4": "nowhere"}, awaited=False)
+    assert seats == [0, 1, 2, 3] and result.reports[0]["answer"].startswith("rank 4 on nowhere will join")
+    assert "ring run: nowhere could not be reached, as the output above says; rank 4 will not join." in result.output
