@@ -2,7 +2,7 @@
 
 import time
 
-from ring_plugins.core.join_offers import newcomers_here
+from ring_plugins.core.elastic.join_offers import newcomers_here
 from ring_plugins.core.rendezvous.spawn import seats
 from ring_plugins.core.world import current
 

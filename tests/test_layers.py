@@ -16,8 +16,7 @@ LAYERS = [
     {"control"},
     {"rendezvous", "collectives"},
     {"gradients", "gpu", "observe"},
-    {"world", "functions", "exit_hooks", "healing", "processes", "elastic", "leaving"}
-    | {"joining", "join_offers", "joining_between_hosts", "handover"},
+    {"world", "functions", "exit_hooks", "processes", "elastic"},
 ]
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
 #: Rooms of the lowest layer and files of the highest may import each other.

@@ -4,7 +4,7 @@
 where it is and how to detect its failure. From that follow which ranks share memory, the control channel to rank 0,
 the failure detector, and the monitor thread with its services. The first communicator, of all ranks, comes last.
 
-Who the ranks are is kept in processes.py, and how they change while the job runs in elastic.py.
+Who the ranks are is kept in processes.py, and how they change while the job runs in elastic/.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.monitor import MonitorThread
 from ring_plugins.core.control.tcp_liveness import TcpLiveness
 from ring_plugins.core.control.wait import Wait
-from ring_plugins.core.elastic import Elastic
+from ring_plugins.core.elastic.members import Elastic
+from ring_plugins.core.elastic.policy import FailurePolicy, check_policies, prepare_to_continue
 from ring_plugins.core.gpu import load_driver, load_nccl
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gpu.connection import choose_interface
 from ring_plugins.core.gpu.stream import Streams
 from ring_plugins.core.gpu.watchdog import GpuWatchdog
-from ring_plugins.core.healing import FailurePolicy, check_policies, prepare_to_continue
 from ring_plugins.core.linux import thread_count
 from ring_plugins.core.linux.interfaces import own_addresses
 from ring_plugins.core.linux.malloc import keep_freed_memory
@@ -331,7 +331,7 @@ class World:
                 f"{config.ON_FAILURE.name}. The first rank that fails then ends the job."
             )
 
-    # Joining (core/joining.py) --------------------------------------------------------------------
+    # Joining (core/elastic/joining.py) --------------------------------------------------------------------
 
     @property
     def local_peers(self) -> LocalPeers:

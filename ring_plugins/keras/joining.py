@@ -29,7 +29,7 @@ import numpy as np
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.handover import hand_over
+from ring_plugins.core.elastic.handover import hand_over
 from ring_plugins.core.world import World, current
 from ring_plugins.keras.state import SEED_STRIDE, broadcast_array, state_and_seeds, value_of
 from ring_plugins.keras.writers import HeldWriter

@@ -28,7 +28,7 @@ from typing import Any, TextIO, cast
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, name_ranks
 from ring_plugins.core.control.liveness import MOST_MEMBERS
-from ring_plugins.core.join_offers import newcomers_here
+from ring_plugins.core.elastic.join_offers import newcomers_here
 from ring_plugins.core.linux.interfaces import address_towards, reserve_port
 from ring_plugins.core.linux.process import STOPPED, state
 from ring_plugins.core.linux.shared_memory import Segment

@@ -22,7 +22,7 @@ from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.base.log import flush_output
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.control.liveness import MOST_MEMBERS
-from ring_plugins.core.healing import FailurePolicy
+from ring_plugins.core.elastic.policy import FailurePolicy
 from ring_plugins.core.linux.interfaces import address_towards
 from ring_plugins.core.rendezvous import detect
 from ring_plugins.launcher.control import Driver, DriverConnection
@@ -159,7 +159,7 @@ def _end_with_driver(driver: DriverConnection, done: threading.Event) -> None:
 
 def _end() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
-    # In a job that goes on without lost ranks, the first is only a notice (core/leaving.py).
+    # In a job that goes on without lost ranks, the first is only a notice (core/elastic/notice.py).
     while config.LOSSES_TOLERATED.is_set():
         time.sleep(_AGAIN_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -32,8 +32,8 @@ the connection to it ends, and the coordinator goes on with the other hosts. A l
 coordinator's host: the other supervisors go on without a coordinator, and nobody sees their exit status. Which ranks go
 on is for the ranks to agree (control/consensus.py); nobody here decides that.
 
-**Hosts that come later.** `ring add-ranks` may name a host that has no ranks, or none any more. The coordinator starts a
-supervisor there, gives it the card of another host, and tells all others who waits there to join.
+**Hosts that come later.** `ring add-ranks` may name a host that has no ranks, or none any more. The coordinator starts
+a supervisor there, gives it the card of another host, and tells all others who waits there to join.
 
 **Who may not.** If the coordinator is killed while its host lives, all supervisors end their ranks, so that nothing of
 a job is left behind. A rank that ends with an exit status, rather than by a signal, ends the job as on one host: its

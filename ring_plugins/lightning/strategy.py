@@ -15,7 +15,7 @@ from torch.nn import Module
 from typing_extensions import override
 
 from ring_plugins.core import world
-from ring_plugins.core.healing import FailurePolicy
+from ring_plugins.core.elastic.policy import FailurePolicy
 from ring_plugins.lightning.buffers import BufferBroadcast
 from ring_plugins.lightning.environment import RingEnvironment
 from ring_plugins.lightning.failure import (

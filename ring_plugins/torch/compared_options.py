@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from ring_plugins.core.base.errors import MismatchError, name_ranks
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.joining import checksum_of
+from ring_plugins.core.elastic.joining import checksum_of
 
 #: What schedulers change.
 _NAMES = ("lr", "momentum", "betas", "weight_decay")

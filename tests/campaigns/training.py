@@ -18,7 +18,7 @@ from ring_plugins.core.control import admission, mesh_admission
 from ring_plugins.core.control.consensus import Consensus
 from ring_plugins.core.control.membership import Membership
 from ring_plugins.core.control.mesh import Mesh
-from ring_plugins.core.elastic import Elastic
+from ring_plugins.core.elastic.members import Elastic
 from ring_plugins.core.rendezvous.spawn import seats
 from ring_plugins.core.world import current
 from ring_plugins.launcher.growth import request_ranks

@@ -20,7 +20,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from ring_plugins.core import joining
 from ring_plugins.core.base.errors import RingError, SharedMemoryError
 from ring_plugins.core.control import server as control_server
 from ring_plugins.core.control.admission import NotAdmitted
@@ -30,6 +29,7 @@ from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.failure_detector import Peer as Member
 from ring_plugins.core.control.liveness import MOST_MEMBERS, RUNNING, Liveness
 from ring_plugins.core.control.parent_notifier import ParentNotifier, notify_parent
+from ring_plugins.core.elastic import joining
 from ring_plugins.core.gpu import nccl
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.net import network_choice

@@ -10,7 +10,7 @@ import torch
 import ring_plugins.torch as rt
 from ring_plugins.core import functions
 from ring_plugins.core.collectives.single import SingleCommunicator
-from ring_plugins.core.healing import ChangeCallbacks
+from ring_plugins.core.elastic.changes import ChangeCallbacks
 from ring_plugins.torch import differentiable
 from tests.launch import run_ranks
 

@@ -12,7 +12,7 @@ from ring_plugins.core.base import progress_line
 from ring_plugins.core.control import admission
 from ring_plugins.core.control.admission import Admission, NotAdmitted, begin_together
 from ring_plugins.core.control.liveness import Liveness
-from ring_plugins.core.joining import wait_for_call, what_is_awaited
+from ring_plugins.core.elastic.joining import wait_for_call, what_is_awaited
 from ring_plugins.core.rendezvous.seats import Occupant, Seats
 
 

@@ -28,7 +28,7 @@ def newcomer():
 
 
 def admit(mesh, listener, newcomer, at=lambda rank, number: None):
-    """A member's part, as core/joining_between_hosts.py has it; `at` a round it may raise `NotAdmitted`."""
+    """A member's part, as core/elastic/joining_between_hosts.py has it; `at` a round it may raise `NotAdmitted`."""
     peer = newcomer[2]
     listener.add(NEW, Peer(peer.host, peer.address, peer.port))
     admission, joining, told = MeshAdmission(mesh, NEW, 0, mesh.view + 1, Wait("ring", None)), [], {}

@@ -1,18 +1,12 @@
-"""Whether a job goes on when ranks are lost: what the user chose, where that works, and what is said of a loss.
-
-How it goes on: core/control/membership.py (who is left), core/collectives/healing.py (communicators),
-core/gradients/repetition.py (the step). core/elastic.py puts them together.
-"""
+"""What the user chose for the loss of a rank: whether the job goes on, and whether that works where it runs."""
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import ArgumentError, name_ranks
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.control.mesh import MOST_RANKS
 from ring_plugins.core.rendezvous import detect
@@ -20,9 +14,6 @@ from ring_plugins.core.rendezvous.seats import own_seat
 from ring_plugins.core.rendezvous.slots import hold_slot
 from ring_plugins.core.rendezvous.spawn import number_of_seats, restart_under_ring_run
 from ring_plugins.core.rendezvous.tcp import is_by_hand
-
-#: Process ids by world rank.
-Pids = Mapping[int, int] | Sequence[int]
 
 _REMEDY = f"leave out on_failure, and unset {config.ON_FAILURE.name}"
 
@@ -230,149 +221,3 @@ def check_policies(
         raise ArgumentError(f'on_failure="continue" works with up to {most} ranks, but these are {job}: {_REMEDY}.')
     if min_ranks > size > 1:
         raise ArgumentError(f"min_ranks={min_ranks} is more than the {size} ranks of the job.")
-
-
-def what_was_lost(
-    lost: Sequence[int],
-    pids: Pids,
-    left: Sequence[int],
-    job: tuple[int, bool],
-    seconds: float,
-    silent: Sequence[int] = (),
-    hosts: Mapping[int, str] | None = None,
-) -> str:
-    """The line that tells the user of a loss, and of the ranks' new numbers.
-
-    Args:
-        lost: world ranks.
-        pids: of all processes, by world rank.
-        left: the world ranks that go on, in order.
-        job: how many ranks it started with, and whether other processes take the places of lost ones.
-        seconds: that the agreement took.
-        silent: those of `lost` that cannot be reached, and may be alive.
-        hosts: of all ranks, if there are several.
-    """
-    dead = [rank for rank in lost if rank not in silent]
-    gone = "; ".join(
-        f"{_named(ranks, pids, hosts)} {how}"
-        for ranks, how in ((dead, "died"), (silent, "cannot be reached any more"))
-        if ranks
-    )
-    return _who_goes_on(gone, lost, left, job, f", after {seconds * 1e3:.0f} ms")
-
-
-def who_joined(seats: Mapping[int, int], pids: Pids, members: Sequence[int], seconds: float, ranks: int) -> str:
-    """The line that tells the user of processes that have joined.
-
-    Args:
-        seats: of their world ranks.
-        pids: by world rank.
-        members: the world ranks of all, in order.
-        seconds: that joining took.
-        ranks: how many the job had at the most before; those with seats beyond take nobody's place.
-    """
-    who = " and ".join(
-        f"{_named([rank], pids)} {f'in the place of rank {seat}' if seat < ranks else 'as a further rank'}"
-        for rank, seat in seats.items()
-    )
-    numbers = ", ".join(f"{old} is now {new}" for new, old in enumerate(members) if old != new)
-    return (
-        f"{who} joined; the job goes on with {len(members)} ranks since {time.strftime('%H:%M:%S')}, after "
-        f"{seconds * 1e3:.0f} ms." + (f" Errors keep the old numbers: rank {numbers}." if numbers else "")
-    )
-
-
-def who_left(leaving: Sequence[int], pids: Pids, left: Sequence[int], job: tuple[int, bool]) -> str:
-    """The line that tells the user of ranks that left the job because they were told to end; arguments as above."""
-    return _who_goes_on(f"{_named(leaving, pids)} left on SIGTERM", leaving, left, job)
-
-
-def too_few_left(leaving: Sequence[int], pids: Pids, left: Sequence[int], min_ranks: int) -> str:
-    """The line that tells the user that all end because too many were told to."""
-    return (
-        f"{_named(leaving, pids)} got SIGTERM. All ranks end after this step, since training cannot go on with "
-        f"{len(left)} rank{'s' * (len(left) != 1)}: min_ranks={min_ranks}."
-    )
-
-
-def _named(ranks: Sequence[int], pids: Pids, hosts: Mapping[int, str] | None = None) -> str:
-    return " and ".join(
-        f"{name_ranks([rank])} (process {pids[rank]}{f' on {hosts[rank]}' if hosts else ''})" for rank in ranks
-    )
-
-
-def _who_goes_on(gone: str, lost: Sequence[int], left: Sequence[int], job: tuple[int, bool], after: str = "") -> str:
-    moved = ", ".join(f"{old} is now {new}" for new, old in enumerate(left) if old != new)
-    size, replaces = job
-    if replaces:
-        data = "Another process takes its place" if len(lost) == 1 else "Other processes take their places"
-    else:
-        data = (
-            "Nobody takes over the data of this rank" if len(lost) == 1 else "Nobody takes over the data of these ranks"
-        )
-    now = time.strftime("%H:%M:%S")
-    line = f"{gone}; the job goes on with {len(left)} of its {size} ranks since {now}{after}. {data}."
-    if moved:
-        line += f" Renumbered, though errors keep the old numbers: rank {moved}."
-    if 0 in lost:
-        line += " Timelines end with rank 0, which collected them."
-    return line
-
-
-class MembershipChange(NamedTuple):
-    """How the ranks of a job changed, as `on_membership_change` tells it.
-
-    Attributes:
-        lost: the ranks that died, numbered as at the start of the job, as in error texts.
-        rank_before: this process's rank before the change.
-        size_before: the number of ranks before the change.
-        rank: this process's rank after the change.
-        size: the number of ranks after it. If several ranks died in one step, the next change may have come already.
-        left: the ranks that left because they got SIGTERM, numbered as `lost`.
-        joined: the ranks that joined, numbered likewise: beyond those of the start.
-    """
-
-    lost: tuple[int, ...]
-    rank_before: int
-    size_before: int
-    rank: int
-    size: int
-    left: tuple[int, ...] = ()
-    joined: tuple[int, ...] = ()
-
-
-class ChangeCallbacks:
-    """The script's functions that are called when the ranks of a job have changed.
-
-    A loss is found in the middle of an operation, when the script can do nothing. So changes are noted, and told when
-    that operation, or the backward that it belongs to, is over: at the same place on all ranks.
-
-    Attributes:
-        untold: changes of which the script does not know, oldest first.
-    """
-
-    def __init__(self) -> None:
-        self._callbacks: list[Callable[[MembershipChange], object]] = []
-        self._is_telling = False
-        self.untold: deque[MembershipChange] = deque()
-
-    def add(self, callback: Callable[[MembershipChange], object]) -> None:
-        """Call this at each change from now on, after those that were added before."""
-        self._callbacks.append(callback)
-
-    def remove(self, callback: Callable[[MembershipChange], object]) -> None:
-        """Undo one `add`."""
-        self._callbacks.remove(callback)
-
-    def tell(self) -> None:
-        """Call them. A change that is found while they run, in a collective of theirs, comes after that."""
-        if self._is_telling:
-            return
-        self._is_telling = True
-        try:
-            while self.untold:
-                change = self.untold.popleft()
-                for callback in list(self._callbacks):
-                    callback(change)
-        finally:
-            self._is_telling = False

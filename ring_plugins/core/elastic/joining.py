@@ -27,7 +27,6 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ring_plugins.core import joining_between_hosts
 from ring_plugins.core.base.errors import MismatchError, SharedMemoryError, name_ranks
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.progress_line import ProgressLine
@@ -36,8 +35,10 @@ from ring_plugins.core.collectives.shm_group import create_segment
 from ring_plugins.core.control.admission import Admission, NotAdmitted, begin_together, told_by
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.liveness import RUNNING, Liveness
-from ring_plugins.core.healing import MembershipChange, who_joined
-from ring_plugins.core.join_offers import Call, DifferentScript, Renewal, map_offers, offer_of
+from ring_plugins.core.elastic import joining_between_hosts
+from ring_plugins.core.elastic.changes import MembershipChange
+from ring_plugins.core.elastic.join_offers import Call, DifferentScript, Renewal, map_offers, offer_of
+from ring_plugins.core.elastic.wording import who_joined
 from ring_plugins.core.linux.shared_memory import Address, Segment
 from ring_plugins.core.rendezvous.seats import Occupant, Seats
 from ring_plugins.core.rendezvous.spawn import seats

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ring_plugins.core import handover
 from ring_plugins.core.base.errors import ArgumentError, PeerFailed
+from ring_plugins.core.elastic import handover
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ some time later. In a job that goes on without ranks that are lost, this one nee
 
 - The signal's handler only takes a note.
 - The next pass of gradients carries the note to all ranks, in a number that travels with them anyway. So all know it
-  at the end of the same pass, to which the gradients of the leaving rank belong. They agree who leaves (elastic.py).
+  at the end of the same pass, to which the gradients of the leaving rank belong. They agree who leaves (members.py).
 - That rank ends with exit status 0, from the call that ended the pass, mostly `backward()`. The others drop it from
   their communicators, where all stand between two operations, and go on with their step. Between hosts, some may not
   have heard yet who leaves, so all, also those that leave, agree on the members that are left (control/consensus.py).

@@ -9,7 +9,7 @@ where all ranks are at the same place.
   through `go_on_without`, and repeats the operation (collectives/healing.py).
 - Who is to leave, or sees that others wait to join, says so in the next pass of gradients (`wants_change`). Outside of
   operations, all call `change_members` then, which lets ranks leave, and notes who waits (`awaited`).
-- Those that wait join where the script lets them (core/joining.py).
+- Those that wait join where the script lets them (core/elastic/joining.py).
 """
 
 from __future__ import annotations
@@ -32,16 +32,11 @@ from ring_plugins.core.control.liveness import Liveness, LocalPeers
 from ring_plugins.core.control.membership import Membership
 from ring_plugins.core.control.mesh import Mesh, MeshPeer
 from ring_plugins.core.control.wait import Wait
-from ring_plugins.core.healing import (
-    ChangeCallbacks,
-    FailurePolicy,
-    MembershipChange,
-    too_few_left,
-    what_was_lost,
-    who_left,
-)
-from ring_plugins.core.join_offers import newcomers_here
-from ring_plugins.core.leaving import TERMINATED, Notice
+from ring_plugins.core.elastic.changes import ChangeCallbacks, MembershipChange
+from ring_plugins.core.elastic.join_offers import newcomers_here
+from ring_plugins.core.elastic.notice import TERMINATED, Notice
+from ring_plugins.core.elastic.policy import FailurePolicy
+from ring_plugins.core.elastic.wording import too_few_left, what_was_lost, who_left
 from ring_plugins.core.net.tcp import TcpTransport
 from ring_plugins.core.observe.observers import Observers
 from ring_plugins.core.observe.succession import Announcements, Succession
@@ -343,7 +338,7 @@ class Elastic:
             if places is not None and places.is_ending:
                 self._job.exit_from_job(TERMINATED)
 
-    # Joining (core/joining.py) --------------------------------------------------------------------
+    # Joining (core/elastic/joining.py) --------------------------------------------------------------------
 
     def extend(
         self,

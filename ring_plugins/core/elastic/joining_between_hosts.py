@@ -32,8 +32,8 @@ from ring_plugins.core.control.liveness import Liveness
 from ring_plugins.core.control.mesh import Mesh, MeshPeer
 from ring_plugins.core.control.mesh_admission import CALL, OFFERS, READY, Candidate, MeshAdmission
 from ring_plugins.core.control.wait import Wait
-from ring_plugins.core.healing import who_joined
-from ring_plugins.core.join_offers import Call, DifferentScript, Renewal, map_offers, newcomers_here, offer_of
+from ring_plugins.core.elastic.join_offers import Call, DifferentScript, Renewal, map_offers, newcomers_here, offer_of
+from ring_plugins.core.elastic.wording import who_joined
 from ring_plugins.core.net.listener import Peer
 from ring_plugins.core.rendezvous.seats import Occupant
 from ring_plugins.core.world import World
