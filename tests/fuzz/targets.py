@@ -521,7 +521,8 @@ class Admissions(JsonTarget):
 
     def valid(self) -> list[bytes]:
         pages, buffer = (segment.address for segment in self._segments)
-        offer = {"name": "ring", "key": 2, "operations": 7, "pages": pages, "buffers": [buffer]}
+        offer = {"name": "ring", "key": 2, "operations": 7, "pages": pages, "buffers": [buffer],
+                 "layout": ["same", "same"]}  # fmt: skip
         entry = {"member": ["x", "host1", 1], "place": "here", "offers": {"0": offer}, "problem": ""}
         rounds = [{**self._call._asdict(), "problem": ""}, {**entry, "view": 1}, {"problem": ""}]
         return [json.dumps(one).encode() for one in [*rounds, entry, {"problem": "no memory"}]]
@@ -536,7 +537,7 @@ class Admissions(JsonTarget):
         peers[rng.choice([1, 3])].rounds[rng.randrange(3)] = data
         communicator: Any = Mock()  # can be a key
         communicator.name, communicator.key, communicator.statistics.operations = "ring", 2, 7
-        communicator.own_buffers = [self._segments[1].address]
+        communicator.own_buffers, communicator.layout = [self._segments[1].address], ("same", "same")
         own: Any = _Told(0, [])
         entry = {"member": ["x", "host1", 1], "place": "here", "view": 1}
         with contextlib.suppress(NotAdmitted), pytest.MonkeyPatch.context() as patch:

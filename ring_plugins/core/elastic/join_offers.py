@@ -123,13 +123,14 @@ def _check_like(member: Mapping[str, Any], found: Mapping[str, Any], is_new: boo
 
 def _checked_offer(found: Any) -> dict[str, Any]:
     """What `offer_of` made, after its way through JSON."""
+    first, second = found["layout"]
     return {
         "name": str(found["name"]),
         "key": _number(found["key"]),
         "operations": _number(found["operations"]),
         "pages": _address(found["pages"]) if found["pages"] is not None else None,
         "buffers": [_address(buffer) for buffer in found["buffers"]],
-        "layout": [str(text) for text in found["layout"]],
+        "layout": [str(first), str(second)],
     }
 
 
