@@ -22,7 +22,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,16 @@ WARM_UP = 110
 # What it costs ------------------------------------------------------------------------------------
 
 
-def training(make: Callable[[], tuple[nn.Module, torch.Tensor]], goes_on: bool) -> Callable[[], None]:
-    """A step of a training that goes on after a loss, or not; both in a job that would."""
+def training(
+    make: Callable[[], tuple[nn.Module, torch.Tensor]], goes_on: bool, copies: bool = False
+) -> Callable[[], None]:
+    """A step of a training that goes on after a loss, or not; both in a job that would.
+
+    Args:
+        make: the model, and a batch of its inputs.
+        goes_on: after a loss.
+        copies: whether each step also copies the gradients once, for nothing.
+    """
     torch.manual_seed(0)
     model, x = make()
     y = torch.randint(0, 10, (x.shape[0],))
@@ -71,19 +79,26 @@ def training(make: Callable[[], tuple[nn.Module, torch.Tensor]], goes_on: bool) 
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     averager.compare_options(lambda: optimizer.param_groups)
     optimizer.averager = averager  # type: ignore[attr-defined]  # which must outlive this function
-    return step(model, optimizer, x, y)
+    gradients = [parameter for parameter in model.parameters() if copies]
+    copied = [torch.zeros_like(parameter) for parameter in gradients]
+
+    def copy() -> None:
+        for to, parameter in zip(copied, gradients, strict=True):
+            to.copy_(parameter.grad)
+
+    return step(model, optimizer, x, y, copy)
 
 
-def pairs(one: Callable[[], None], other: Callable[[], None], number: int) -> np.ndarray:
-    """Seconds of the slower rank for a step of each, by pair: those that passed, and those of its threads."""
-    seconds = np.zeros((number, 2, 2))
+def turns(ways: Sequence[Callable[[], None]], number: int) -> np.ndarray:
+    """Seconds of the slowest rank for a step of each way, by turn: those that passed, and those of its threads."""
+    seconds = np.zeros((number, len(ways), 2))
     gc.collect()
     gc.disable()
     for i in range(number):
-        for place in (0, 1) if i % 2 else (1, 0):
+        for place in range(len(ways)) if i % 2 else reversed(range(len(ways))):
             ring.barrier()
             started, used = time.perf_counter(), time.process_time()
-            (one, other)[place]()
+            ways[place]()
             seconds[i, place] = time.perf_counter() - started, time.process_time() - used
     gc.enable()
     return np.asarray(ring.all_reduce(seconds, ring.MAX))
@@ -106,8 +121,8 @@ def cost(options: argparse.Namespace) -> None:
             end()
             if i < 5:
                 goes_on()
-        probe = float(pairs(end, goes_on, 5)[:, :, 0].sum(axis=1).mean())
-        found = pairs(end, goes_on, max(40, int(options.seconds / probe)))
+        probe = float(turns([end, goes_on], 5)[:, :, 0].sum(axis=1).mean())
+        found = turns([end, goes_on], max(40, int(options.seconds / probe)))
         row: dict[str, Any] = {"pairs": len(found), "load": os.getloadavg()[0]}
         for kind, what in enumerate(("time", "processor")):
             more, low, high = median_of(found[:, 1, kind] - found[:, 0, kind])

@@ -5,7 +5,8 @@
     python benchmarks/healing_between_hosts.py cut --keep     # about two minutes, as root
 
 "cost" trains as `healing.py cost` does, in turns, on test hosts (network namespaces, tests/hosts) with one rank each.
-"end" averages while backward runs if that is faster, which "continue" cannot.
+"end" averages while backward runs if that is faster, which "continue" cannot. "continue" needs a copy of the gradients,
+so a third training, with "end", copies them once in each step for nothing.
 
 "kill" kills ranks with SIGKILL at random moments, as `healing.py recovery` does, where each rank acts as a host.
 
@@ -34,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 import torch
-from healing import WARM_UP, median_of, mortal_training, pairs, perceptron, training
+from healing import WARM_UP, median_of, mortal_training, perceptron, training, turns
 from measure import RESULTS, load, save, used_by_others
 from torch import nn
 from training_step import step
@@ -64,16 +65,19 @@ def cost_here(options: argparse.Namespace) -> None:
     ring.init(on_failure="continue")
     rows: dict[str, Any] = {}
     for name, make in NETWORKS.items():
-        end, goes_on = (training(make, after) for after in (False, True))
+        ways = [training(make, False), training(make, True), training(make, False, copies=True)]
         for i in range(WARM_UP):
-            end()
+            ways[0]()
+            ways[2]()
             if i < 5:
-                goes_on()
-        probe = float(pairs(end, goes_on, 5)[:, :, 0].sum(axis=1).mean())
-        found = pairs(end, goes_on, max(20, int(options.seconds / probe)))
-        more, low, high = median_of(found[:, 1, 0] - found[:, 0, 0])
-        took = float(np.median(found[:, 0, 0]))
-        rows[name] = {"pairs": len(found), "end": took, "more": more, "low": low, "high": high}
+                ways[1]()
+        probe = float(turns(ways, 5)[:, :, 0].sum(axis=1).mean())
+        found = turns(ways, max(20, int(options.seconds / probe)))
+        end, goes_on, copied = found[:, 0, 0], found[:, 1, 0], found[:, 2, 0]
+        rows[name] = {
+            "turns": len(found), "end": float(np.median(end)),
+            "more": median_of(goes_on - end), "copy": median_of(copied - end),
+        }  # fmt: skip
     if ring.rank() == 0:
         Path(options.out).write_text(json.dumps(rows))
     ring.barrier()
@@ -114,12 +118,17 @@ def cost(options: argparse.Namespace) -> dict[str, Any]:
             rows[str(number)] = json.loads(out.read_text())
         for name, row in rows[str(number)].items():
             print(
-                f"{number} hosts, {name}: end {row['end'] * 1e3:.2f} ms, continue {row['more'] * 1e3:+.2f} ms "
-                f"({row['low'] * 1e3:+.2f} to {row['high'] * 1e3:+.2f}), {row['more'] / row['end']:+.1%}, "
-                f"{row['pairs']} pairs",
+                f"{number} hosts, {name}: end {row['end'] * 1e3:.2f} ms, continue {in_ms(row['more'])}, a copy "
+                f"{in_ms(row['copy'])}, {row['turns']} turns",
                 flush=True,
             )
     return rows
+
+
+def in_ms(seconds: Sequence[float]) -> str:
+    """A difference with its interval."""
+    more, low, high = (1e3 * value for value in seconds)
+    return f"{more:+.2f} ms ({low:+.2f} to {high:+.2f})"
 
 
 def kill(options: argparse.Namespace) -> dict[str, Any]:

@@ -208,10 +208,10 @@ def healing_cost() -> str:
     rows = []
     for hosts, models in record["cost"].items():
         for model, row in models.items():
-            end, more, low, high = (row[what] * 1e3 for what in ("end", "more", "low", "high"))
-            cells = [f"{end:.2f}", f"{more:+.2f} ({low:+.2f} to {high:+.2f})", f"{more / end:+.0%}"]
-            rows.append([f"{hosts} hosts, {model} of parameters", *cells])
-    header = ["", 'a step with `"end"`, ms', '`"continue"` adds, ms', "of the step"]
+            added = [f"{more * 1e3:+.2f} ({low * 1e3:+.2f} to {high * 1e3:+.2f})" for more, low, high in
+                     (row["more"], row["copy"])]  # fmt: skip
+            rows.append([f"{hosts} hosts, {model} of parameters", f"{row['end'] * 1e3:.2f}", *added])
+    header = ["", 'a step with `"end"`, ms', '`"continue"` adds, ms', "a mere copy of the gradients adds, ms"]
     return table(header, rows) + f"\n\n({record['machine']})"
 
 
