@@ -160,6 +160,7 @@ class Coordinator:
         )
         self._started: dict[str, Any] | None = None  # what all supervisors were told
         self._asked: _Host | None = None  # for its card
+        self._is_alone = False  # whether nobody is left who lets others join
         self._guests: list[Any] = []
         #: Called all the time.
         self.meanwhile: Callable[[], object] = lambda: None
@@ -282,14 +283,24 @@ class Coordinator:
             self._asked = members[0]
             self._tell(members[0], "card?", None)
         if not members and self._started is not None:
-            self._tell_all("alone", None)
+            for host in waiting:
+                if not host.is_over:
+                    self._tell(host, "end", int(signal.SIGTERM))
+                    self._drop_added(host, "comes too late, since the other ranks have ended")
+            if not self._is_alone:
+                self._is_alone = True
+                self._tell_all("alone", None)
         guests = [one for host in self._hosts if not host.is_over for one in host.guests]
         if guests != self._guests:
             self._guests = guests
             self._tell_all("guests", guests)
 
     def _drop_added(self, host: _Host, how: str) -> None:
+        """Go on without a host that was added and has not begun."""
+        assert host.login is not None
         host.is_lost = True
+        if host.login[0].poll() is None:
+            host.login[0].terminate()
         seats = self._further.note_end(self._hosts.index(host), [])
         self._notify(f"{host.name} {how}; {name_ranks(seats)} will not join.")
 
@@ -452,12 +463,8 @@ def _is_same_host(name: str, wanted: str) -> bool:
     return wanted in (name, name.rpartition("@")[2]) or (is_this_host(name) and is_this_host(wanted))
 
 
-def commands(job: JobSpec) -> list[tuple[str, list[str]]]:
-    """Each host of a job, with the command that starts its supervisor."""
-    return [(part.host, _command(job, part.host)) for part in job.shares]
-
-
-def _command(job: JobSpec, host: str) -> list[str]:
+def command_for(job: JobSpec, host: str) -> list[str]:
+    """The command that starts the supervisor of a host."""
     program = job.command[0]
     python = program if Path(program).name.startswith("python") else sys.executable
     module = [python, "-m", "ring_plugins.launcher.host_supervisor"]
@@ -502,7 +509,7 @@ def run(job: JobSpec, replaces: bool, most: int, supervisor: Supervisor, notify:
                 own, job.ranks, job.command, environment, job.tag_output, job.output_directory, replaces=replaces,
                 most=most, is_added=not own,
             )  # fmt: skip
-            started.append((host, _start(supervisor, _command(job, host), told, relay, index)))
+            started.append((host, _start(supervisor, command_for(job, host), told, relay, index)))
             if not own:
                 relay.start()
             return started[-1][1]

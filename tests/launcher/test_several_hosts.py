@@ -134,10 +134,12 @@ def test_secrets_do_not_stand_on_command_lines(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     environment = {"RING_SECRET": None, "PYTHONPATH": None}
     spec = JobSpec(("/bin/python3", "x.py"), 2, (Share("localhost", 1), Share("me@far", 1)), environment=environment)
-    (here, local), (there, remote) = several_hosts.commands(spec)
-    assert (here, there) == ("localhost", "me@far")
+    local, remote = (several_hosts.command_for(spec, part.host) for part in spec.shares)
     assert "hush" not in " ".join([*local, *remote]) and remote[0] == "ssh"
-    assert "PYTHONPATH=/somewhere /bin/python3 -m ring_plugins.launcher.host_supervisor" in remote[-1]
+    assert (
+        "me@far" in remote
+        and "PYTHONPATH=/somewhere /bin/python3 -m ring_plugins.launcher.host_supervisor" in remote[-1]
+    )
     assert local[-1] == "ring_plugins.launcher.host_supervisor"
 
 
@@ -211,6 +213,28 @@ def test_a_host_that_is_added_gets_the_card_of_another_one_and_all_hear_who_wait
         while "nowhere could not be reached, as the output above says; rank 5 will not join." not in polled.told:
             threading.Event().wait(0.01)
         assert next_of(links[1], "further")["in use"] in (5, 6)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_host_that_comes_when_all_others_have_ended_does_not_keep_the_job_from_its_end(comes):
+    ended = []
+    with Polled(most=6) as polled:
+        found = polled.coordinator
+        found.start_host = lambda *_: SimpleNamespace(poll=lambda: None, terminate=lambda: ended.append(1))
+        found._started = {"secret": "hush"}
+        assert found.add_ranks(1, "host3") == "ok: rank 4 on host3 will join where an epoch begins"
+        for host in found._hosts[:2]:
+            host.report = [(rank, 0, "") for rank in host.ranks]
+        link = Link(job(found, 2)) if comes else None
+        if link is not None:
+            link.send("here", {"host": "c", "port": 0})
+        for _ in range(500):
+            if found._hosts[2].is_over:
+                break
+            threading.Event().wait(0.01)
+        assert found._hosts[2].is_over and ended == [1]
+        assert polled.told == ["host3 comes too late, since the other ranks have ended; rank 4 will not join."]
+        assert found._verdict() == (0, None)
 
 
 def test_the_verdict_names_the_ranks_that_were_added():
