@@ -17,6 +17,7 @@ from ring_plugins.core.collectives.healing import repeated
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.elastic.handover import fails_alone
 from ring_plugins.core.elastic.joining import admit, join
+from ring_plugins.core.elastic.root import Root
 from ring_plugins.core.gradients.overlap import Wanted, chosen_overlap
 from ring_plugins.core.world import current
 from ring_plugins.keras.averaging import (
@@ -29,7 +30,7 @@ from ring_plugins.keras.averaging import (
 from ring_plugins.keras.backends import backend
 from ring_plugins.keras.batch_norm import SynchronizedBatchNorm
 from ring_plugins.keras.callback_list import arrange, call_when_over, check_formats, enclosing_list, saves_weights
-from ring_plugins.keras.healing import LossWatch, Root, check_equal
+from ring_plugins.keras.healing import LossWatch, check_equal
 from ring_plugins.keras.interrupted_fit import tell_interrupted
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.joining import joins_within_fit, place_of_fit, share_state

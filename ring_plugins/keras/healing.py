@@ -1,4 +1,4 @@
-"""Training with Keras where ranks may be lost: who takes over from the root, and the proof that the others are equal.
+"""Training with Keras where ranks may be lost: what is refused, and the proof that the others are equal.
 
 The survivors average the step's gradients once more, from the memory in which the framework or `KeptInputs` still has
 them (core/gradients/repetition.py), so a compiled step notices nothing.
@@ -6,7 +6,6 @@ them (core/gradients/repetition.py), so a compiled step notices nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from ring_plugins.core.base.errors import DriftError
@@ -24,34 +23,6 @@ def refuse_to_heal_overlapped(overlap: Wanted) -> None:
     """
     if chosen_overlap(overlap) is True:
         current().refuse_to_heal("averaging gradients while backward runs (overlap=True, RING_OVERLAP=1)")
-
-
-#: No rank.
-_UNKNOWN = -1
-
-
-class Root:
-    """The rank whose state all ranks get, and that writes; if it is lost, the lowest of those that are left.
-
-    Args:
-        rank: as the script numbers the ranks now.
-    """
-
-    def __init__(self, rank: int) -> None:
-        #: A process that takes the place of a lost rank hears of it when it joins.
-        self.world_rank = _UNKNOWN if current().is_joining else current().world_ranks[rank]
-
-    def is_here(self) -> bool:
-        """Whether it is this process now."""
-        world = current()
-        return not world.is_joining and self._among(world.world_ranks) == world.world_rank
-
-    def rank_in(self, communicator: Communicator[Any]) -> int:
-        """Its rank in a communicator now."""
-        return communicator.ranks.index(self._among(communicator.ranks))
-
-    def _among(self, ranks: Sequence[int]) -> int:
-        return self.world_rank if self.world_rank in ranks else ranks[0]
 
 
 class LossWatch:

@@ -19,8 +19,8 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.healing import repeated
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.control.membership import MembersLost
+from ring_plugins.core.elastic.root import Root
 from ring_plugins.core.world import current
-from ring_plugins.keras.healing import Root
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.validation import check_root
 from ring_plugins.observe.drift import checksum

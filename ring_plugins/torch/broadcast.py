@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.collectives.validation import check_rank
+from ring_plugins.core.elastic.root import Root
 from ring_plugins.core.functions import all_gather_object, all_or_none, broadcast, broadcast_object
 from ring_plugins.core.world import current
 from ring_plugins.torch import device
@@ -40,7 +41,7 @@ def broadcast_parameters(
         named = [*parameters.named_parameters(), *parameters.named_buffers()]
     else:
         named = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
-    source = _Source(root)
+    source = Root(check_rank(root, current().communicator))
     _check_equal([(name, str(tensor.dtype), tuple(tensor.shape), tensor.device.type) for name, tensor in named])
     with torch.no_grad():
         _broadcast([tensor.detach() for _, tensor in named], source)
@@ -65,36 +66,15 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -
         )
     if current().topology.size == 1 or current().is_joining:
         return
-    source = _Source(root)
-    state: Any = optimizer.state_dict() if source.is_here else None
-    described = broadcast_object(tree_map_only(torch.Tensor, Placeholder, state), source.rank)
-    if not source.is_here:
+    communicator = current().communicator
+    source = Root(check_rank(root, communicator))
+    state: Any = optimizer.state_dict() if source.is_here() else None
+    described = broadcast_object(tree_map_only(torch.Tensor, Placeholder, state), source.rank_in(communicator))
+    if not source.is_here():
         state = tree_map_only(Placeholder, Placeholder.empty, described)
     _broadcast([leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)], source)
-    if not source.is_here:
+    if not source.is_here():
         optimizer.load_state_dict(state)
-
-
-class _Source:
-    """The rank from which several broadcasts take everything, though ranks may be lost between them.
-
-    Args:
-        root: its number now.
-    """
-
-    def __init__(self, root: int) -> None:
-        world = current()
-        self._world_rank = world.world_ranks[check_rank(root, world.communicator)]
-        self.is_here = self._world_rank == world.world_rank
-
-    @property
-    def rank(self) -> int:
-        """Its number now, which changes when a rank before it is lost; once it is lost itself, that of the lowest rank.
-
-        A broadcast in which it is lost raises, so nobody gets some tensors of one rank and some of another.
-        """
-        ranks = current().world_ranks
-        return ranks.index(self._world_rank) if self._world_rank in ranks else 0
 
 
 class Placeholder:
@@ -108,7 +88,7 @@ class Placeholder:
         return torch.empty(self.shape, dtype=self.dtype, device=device.own_device() if self.is_on_gpu else None)
 
 
-def _broadcast(tensors: list[torch.Tensor], source: _Source) -> None:
+def _broadcast(tensors: list[torch.Tensor], source: Root) -> None:
     """Overwrite tensors with the source's; those on GPUs are broadcast in one NCCL group."""
     if current().topology.size == 1:
         return
@@ -117,13 +97,13 @@ def _broadcast(tensors: list[torch.Tensor], source: _Source) -> None:
         if is_on_gpu(tensor):
             targets.append(Target(tensor, "tensor", keep=True))
         else:
-            broadcast(tensor, source.rank, out=tensor)
+            broadcast(tensor, source.rank_in(current().communicator), out=tensor)
     if targets:
         index = index_of(targets[0].flat)
         communicator = current().device_communicator(index, streams(index))
         with communicator.group():
             for target in targets:
-                communicator.broadcast(cast(DeviceMemory, target.memory), source.rank)
+                communicator.broadcast(cast(DeviceMemory, target.memory), source.rank_in(current().communicator))
         for target in targets:
             target.store()
 

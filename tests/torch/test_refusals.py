@@ -10,6 +10,7 @@ import torch
 import ring_plugins.torch as rt
 from ring_plugins.core import functions
 from ring_plugins.core.collectives.single import SingleCommunicator
+from ring_plugins.core.elastic import root
 from ring_plugins.core.elastic.changes import ChangeCallbacks
 from ring_plugins.torch import differentiable
 from tests.launch import run_ranks
@@ -135,8 +136,10 @@ def test_every_function_tells_the_other_ranks_what_it_refuses(monkeypatch: pytes
         elastic=SimpleNamespace(changes=ChangeCallbacks(), end_if_all_are_told=lambda: None),
         refuse_to_heal=lambda what: None,
         is_joining=False,
+        world_rank=0,
+        world_ranks=(0, 1),
     )
-    for module in (functions, importlib.import_module("ring_plugins.torch.broadcast"), differentiable):
+    for module in (functions, importlib.import_module("ring_plugins.torch.broadcast"), differentiable, root):
         monkeypatch.setattr(module, "current", lambda: world)
     assert sorted(WRONG) == [name for name in rt.__all__ if name.islower()]
     for name, argument in WRONG.items():

@@ -21,13 +21,13 @@ from jax.experimental import io_callback
 from ring_plugins.core.arrays.dtypes import STORAGE
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.elastic.root import Root
 from ring_plugins.core.gradients.fusion import Entry
 from ring_plugins.core.gradients.overlap import chosen_overlap
 from ring_plugins.core.world import current
 from ring_plugins.keras.backends import Settings, jax_device
 from ring_plugins.keras.backends.jax_ffi import HostCalls
 from ring_plugins.keras.buckets import HostBuckets, call_weakly
-from ring_plugins.keras.healing import Root
 from ring_plugins.keras.job import capture_exceptions, connect, restore_exceptions
 from ring_plugins.keras.slices import SliceGather, SliceLayout, new_part, on_gpu
 

@@ -14,10 +14,10 @@ from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.healing import repeated
+from ring_plugins.core.elastic.root import Root
 from ring_plugins.core.gradients.fusion import Entry
 from ring_plugins.keras.backends import Settings
 from ring_plugins.keras.buckets import unequal_gradients
-from ring_plugins.keras.healing import Root
 from ring_plugins.keras.slices import SliceGather, SliceLayout, new_part, on_gpu
 from ring_plugins.torch.device import memory_of
 from ring_plugins.torch.gradients import GradientAverager
