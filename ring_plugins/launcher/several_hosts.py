@@ -302,7 +302,7 @@ class Coordinator:
         if host.login[0].poll() is None:
             host.login[0].terminate()
         seats = self._further.note_end(self._hosts.index(host), [])
-        self._notify(f"{host.name} {how}; {name_ranks(seats)} will not join.")
+        self._notify(f"{host.name} {how}{f'; {name_ranks(seats)} will not join' if seats else ''}.")
 
     def _begin_on_added_hosts(self, card: Any) -> None:
         """Tell hosts that were added how to take part; the card is that of a host that does."""
@@ -386,7 +386,7 @@ class Coordinator:
             host.is_lost = True
             if host.here is not None and self._supervisor.signalled is None:
                 ranks = self._further.of_host(self._hosts.index(host))
-                self._notify(f"{host.name} is lost, with {name_ranks(ranks)}; the others may go on.")
+                self._notify(f"{host.name} is lost{_with(ranks)}; the others may go on.")
                 self._give_out_anew(host)
 
     def _give_out_anew(self, host: _Host) -> None:
@@ -441,7 +441,7 @@ class Coordinator:
         told += [f"{name_ranks(left)} left"] if left else []
         told += [f"{name_ranks([rank for rank, *_ in died])} died"] if died else []
         told += [f"{name_ranks(cut)} ended as the others could not be reached"] if cut else []
-        told += [f"{host.name} was lost, with {name_ranks(host.ranks)}" for host in lost]
+        told += [f"{host.name} was lost{_with(host.ranks)}" for host in lost]
         if well:
             told += [f"nobody had joined yet in the place of {name_ranks(late)}"] if late else []
             told += [f"{name_ranks(further)} had not joined yet"] if further else []
@@ -456,6 +456,11 @@ class Coordinator:
         if len(died) == 1 and killed:
             return status, f"rank {died[0][0]} {silent_end(died[0][1])}."
         return status, f"{', '.join(told)}, and no rank is left."
+
+
+def _with(ranks: Sequence[int]) -> str:
+    """The ranks of a host that is lost; one that was added may have none."""
+    return f", with {name_ranks(ranks)}" if ranks else ""
 
 
 def _is_same_host(name: str, wanted: str) -> bool:

@@ -1,6 +1,7 @@
 """`ring add-ranks --host`: ranks of hosts that were not in the job at its start, or that have lost all of theirs."""
 
 import json
+import re
 
 import pytest
 
@@ -68,3 +69,11 @@ def test_a_host_that_cannot_be_reached_disturbs_nobody(cluster):
     result, _, _, seats = grow(cluster, [], [[0, 1, 1, "nowhere"]], {"4": "nowhere"}, awaited=False)
     assert seats == [0, 1, 2, 3] and result.reports[0]["answer"].startswith("rank 4 on nowhere will join")
     assert "ring run: nowhere could not be reached, as the output above says; rank 4 will not join." in result.output
+
+
+@pytest.mark.slow
+def test_a_host_that_comes_at_the_very_end_does_not_keep_the_job(cluster):
+    result, _, _, seats = grow(cluster, [], [[0, 3, 1, "host3"]], {"4": "host3"}, awaited=False)
+    assert seats == [0, 1, 2, 3] and result.reports[0]["answer"].startswith("rank 4 on host3 will join")
+    assert re.search("host3 comes too late, .*; rank 4 will not join|rank 4 had not joined yet", result.output)
+    assert not re.search("ranks? [:;,.]", result.output)
