@@ -23,6 +23,8 @@ from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
 
 #: Bytes that may wait to be sent on one connection; beyond it droppable messages are dropped.
 _MOST_UNSENT = 1 << 22
+#: Messages that may wait for a connection; beyond it the oldest are dropped.
+MOST_QUEUED = 1000
 #: Seconds that `Channel.close` takes to send what is left.
 CLOSE_SECONDS = 0.5
 

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from ring_plugins.core.base.log import logger
-from ring_plugins.core.control.channel import CLOSE_SECONDS, GOODBYE, Channel, ControlConnection
+from ring_plugins.core.control.channel import CLOSE_SECONDS, GOODBYE, MOST_QUEUED, Channel, ControlConnection
 from ring_plugins.core.control.tcp_liveness import enable_keepalive
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, Refused, advance
 from ring_plugins.core.net.frames import FrameSocket, to_json
@@ -19,7 +19,6 @@ from ring_plugins.core.net.socket_owner import is_same_user
 _CONNECT, _PAUSE, _GIVE_UP = 1.0, 0.5, 60.0
 #: Attempts before giving up: a rank that was stopped for longer than that finds its first connection dropped.
 _ATTEMPTS = 5
-_MOST_WAITING = 1000
 
 
 class ControlClient(Channel):
@@ -162,7 +161,7 @@ class ControlClient(Channel):
             super()._deliver()
         elif self._ended:
             self._outbox.clear()
-        while len(self._outbox) > _MOST_WAITING:
+        while len(self._outbox) > MOST_QUEUED:
             self._outbox.popleft()
 
     def _send(self, rank: int, message: bytes, droppable: bool) -> None:

@@ -6,10 +6,11 @@ import contextlib
 import secrets
 import selectors
 import socket
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from ring_plugins.core.control.channel import EVERYONE, GOODBYE, Channel, ControlConnection
+from ring_plugins.core.control.channel import EVERYONE, GOODBYE, MOST_QUEUED, Channel, ControlConnection
 from ring_plugins.core.control.tcp_liveness import enable_keepalive
 from ring_plugins.core.linux.process import raise_open_file_limit
 from ring_plugins.core.net.acceptor import Acceptor, Authenticated
@@ -21,7 +22,7 @@ _OTHER_FILES, _OTHER_CONNECTIONS = 512, 64
 
 
 class ControlServer(Channel):
-    """Listens before the other ranks learn its address.
+    """Listens before the other ranks learn its address. Messages to ranks that have yet to connect are queued.
 
     For ranks of its host it listens on a socket in Linux's abstract namespace, which uses neither a file nor a port.
     The port for other hosts is closed if there are none (`only_this_host`).
@@ -38,6 +39,8 @@ class ControlServer(Channel):
         raise_open_file_limit(size + _OTHER_FILES)
         self._secret = secrets.token_bytes(32)
         self._clients: dict[int, ControlConnection] = {}
+        #: For ranks that have not connected yet: one that did not hear of a failure would wait for ever.
+        self._queued = {rank: deque[bytes](maxlen=MOST_QUEUED) for rank in range(1, size)}
         self._acceptor = Acceptor(self._secret, Purpose.CONTROL, self._expects, size + _OTHER_CONNECTIONS)
         self._local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._local.bind(f"\0ring_plugins/{secrets.token_hex(8)}")
@@ -79,6 +82,9 @@ class ControlServer(Channel):
     def _send(self, rank: int, message: bytes, droppable: bool) -> None:
         for client in self._connections() if rank == EVERYONE else filter(None, [self._clients.get(rank)]):
             client.send(message, droppable)
+        if not droppable:
+            for queue in self._queued.values() if rank == EVERYONE else filter(None, [self._queued.get(rank)]):
+                queue.append(message)
 
     def _expects(self, claim: Claim) -> bool:
         return 0 < claim.rank < self._most and claim.rank not in self._clients
@@ -95,6 +101,8 @@ class ControlServer(Channel):
         client = ControlConnection(new.claim.rank, FrameSocket(new.socket, Purpose.CONTROL))
         self._clients[client.rank] = client
         self._selector.register(client.frames, selectors.EVENT_READ, client)
+        for message in self._queued.pop(client.rank, ()):
+            client.send(message)
         self.on_joined(client.rank)
         self._read(client)  # a rank that has left meanwhile may have said goodbye, and writing to it would fail
 

@@ -71,6 +71,21 @@ def test_messages_both_ways_whole_and_in_order(channels, same_host):
     assert sorted(got) == [(1, 0, 1), (2, 0, 1), (3, 0, 1), (3, 0, 2), (4, 0, 1)]
 
 
+def test_a_rank_hears_what_was_told_before_it_connected(channels):
+    server, clients = connected(channels, 3)
+    got = []
+    for client in clients:
+        client.on("news", lambda sender, body, rank=client.rank: got.append((rank, body["n"])))
+    assert run([server, clients[0]], lambda: server.connected == [1])
+    server.tell(EVERYONE, "news", {"n": 1})
+    server.tell(EVERYONE, "report", droppable=True)
+    server.tell(2, "news", {"n": 2})
+    assert run([server, clients[0]], lambda: got == [(1, 1)])
+    assert run(channels, lambda: len(got) == 3) and got == [(1, 1), (2, 1), (2, 2)]
+    server.tell(EVERYONE, "news", {"n": 3})
+    assert run(channels, lambda: len(got) == 5) and sorted(got[3:]) == [(1, 3), (2, 3)]
+
+
 def test_rank_0_can_send_to_itself(channels):
     server, _ = connected(channels, 2)
     received = []
