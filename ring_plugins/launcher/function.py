@@ -71,13 +71,18 @@ def run(
         TimeoutExceeded: `timeout` has passed; all ranks have been ended.
         LaunchError: this process is itself a rank of a job, or the ranks could not be started.
     """
+    if hosts is not None and not isinstance(hosts, str):
+        raise ArgumentError(f'hosts={hosts!r} is not a text: name hosts as in hosts="host1:2,host2:2".')
     available = cores()
     if ranks is None:
         ranks = slots(parse_hosts(hosts)) if hosts else available
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ArgumentError(f"ranks={ranks!r} is not a positive number of processes.")
-    if timeout is not None and timeout <= 0:
+    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
         raise ArgumentError(f"timeout={timeout!r} is not a positive number of seconds.")
+    for name, value in (env or {}).items():
+        if not isinstance(name, str) or not isinstance(value, str):  # the value may be a secret
+            raise ArgumentError(f"env: name and value of {name!r} must be texts, as in env={{'OMP_NUM_THREADS': '1'}}.")
     if detect().kind != "single" or (world.is_initialized() and world.current().topology.size > 1):
         raise LaunchError(
             f"this process is itself a rank, and ring_plugins.run() would start {ranks} more from each; start the "

@@ -17,7 +17,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
 from ring_plugins.core import world
@@ -35,6 +35,12 @@ _POLL_SECONDS = 0.1
 #: Why a rank left the job before its end.
 LEFT = "left on SIGTERM"
 NOT_JOINED = "the process in its place had not joined when the job ended"
+
+#: Why a rank could not begin.
+_NOT_LOADED = (
+    "the function or its arguments cannot be loaded in the rank's process ({why}): every module that they come from "
+    "must be importable there, on all hosts"
+)
 
 T = TypeVar("T")
 
@@ -121,9 +127,23 @@ def pack_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     """Pickle `function(*args, **kwargs)`.
 
     Raises:
-        ArgumentError: the function or an argument cannot be pickled.
+        ArgumentError: the function cannot be called, `args` or `kwargs` are something else, or one cannot be pickled.
     """
     name = getattr(function, "__qualname__", function)
+    if not callable(function):
+        raise ArgumentError(
+            f"function={function!r:.80} cannot be called: pass the function itself, without calling it."
+        )
+    if not isinstance(args, Sequence) or isinstance(args, (str, bytes)):  # whose letters would be arguments
+        raise ArgumentError(
+            f"args={args!r:.80} is not a list or tuple of the function's arguments: pass args=[...], and what is none "
+            "of them by its name, such as ranks=2."
+        )
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)):
+        raise ArgumentError(
+            f"kwargs={kwargs!r:.80} is not a dictionary of the function's keyword arguments: pass kwargs={{...}}, and "
+            "what is none of them by its name, such as ranks=2."
+        )
     return pack(f"function={name!r} with its arguments", (function, tuple(args), {**(kwargs or {})}))
 
 
@@ -134,18 +154,16 @@ def call(packed: bytes, rank: int) -> Outcome:
     """
     try:
         function, args, kwargs = pickle.loads(packed)
+    except BaseException as error:  # modules may end, or do anything, while they are imported
+        failure = _failure(error)
+        return Outcome(rank, failure=replace(failure, summary=_NOT_LOADED.format(why=failure.summary)))
+    try:
         outcome = Outcome(rank, pack(f"the result of rank {rank}", function(*args, **kwargs)), left=_why_it_left())
         world.shutdown()
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             return Outcome(rank, pack("nothing", None), left=_why_it_left())
-        failure = _failure(error)
-        if failure.is_loss:  # the caller may not hear of it: the outcome of the next process counts
-            logger.error(
-                "the call failed in a process that was to take the place of a lost rank, before it joined; the other "
-                f"ranks go on without it:\n{failure.traceback.rstrip()}"
-            )
-        return Outcome(rank, failure=failure)
+        return Outcome(rank, failure=_failure(error))
     return outcome
 
 
@@ -172,7 +190,13 @@ def _failure(error: BaseException) -> Failure:
     packed = None
     with contextlib.suppress(Exception):
         packed = pack("the error", error.with_traceback(None))
-    return Failure(socket.gethostname(), summary, text, packed, caused_by, is_loss=_has_not_joined())
+    failure = Failure(socket.gethostname(), summary, text, packed, caused_by, is_loss=_has_not_joined())
+    if failure.is_loss:  # the caller may not hear of it: the outcome of the next process counts
+        logger.error(
+            "the call failed in a process that was to take the place of a lost rank, before it joined; the other "
+            f"ranks go on without it:\n{failure.traceback.rstrip()}"
+        )
+    return failure
 
 
 def collect(

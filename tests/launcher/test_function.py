@@ -74,6 +74,25 @@ def test_wrong_arguments_are_refused_at_once(monkeypatch):
         ring.run(divide, (1,), ranks=1)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "options", "error"),
+    [
+        ((divide, 150, 3), {}, r"args=150 is not a list or tuple of .* pass args=\[...\], .* such as ranks=2"),
+        ((divide, "ab"), {}, "args='ab' is not a list"),
+        ((divide, (1,), 3), {}, r"kwargs=3 is not a dictionary of .* pass kwargs=\{...\}, .* such as ranks=2"),
+        ((divide, (1,), {1: 2}), {}, "kwargs={1: 2} is not"),
+        ((3,), {}, "function=3 cannot be called: pass the function, not its result"),
+        ((divide, (1,)), {"timeout": "10"}, "timeout='10' is not a positive number"),
+        ((divide, (1,)), {"hosts": ["a"]}, r"hosts=\['a'\] is not a text: .*host1:2,host2:2"),
+        ((divide, (1,)), {"env": {"SECRET": 5678}}, "env: name and value of 'SECRET' must be texts"),
+    ],
+    ids=str,
+)
+def test_an_argument_in_another_one_s_place_is_named(arguments, options, error):
+    with pytest.raises(ring.ArgumentError, match=error):
+        ring.run(*arguments, **options)
+
+
 def test_a_rank_cannot_start_ranks():
     script = """
         import ring_plugins as ring

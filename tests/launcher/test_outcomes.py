@@ -1,5 +1,8 @@
 """Calls and their outcomes, without any rank: packing, collecting, and which failure is raised."""
 
+import pickle
+import sys
+
 import pytest
 
 import ring_plugins as ring
@@ -14,6 +17,21 @@ def test_a_call_returns_its_packed_result():
     outcome = outcomes.call(outcomes.pack_call(divmod, (7,), None), 0)
     assert outcome.failure is not None and outcome.failure.summary.startswith("TypeError")
     assert outcomes.results([outcomes.call(outcomes.pack_call(divmod, (7, 2), {}), 0)]) == [(3, 1)]
+
+
+class EndsTheProcess:
+    """What is loaded may be a module that ends the process that imports it."""
+
+    def __reduce__(self):
+        return sys.exit, (0,)
+
+
+def test_what_cannot_be_loaded_on_a_rank_says_so_and_why():
+    missing = pickle.dumps(divmod, 0).replace(b"__builtin__", b"nowhere")
+    with pytest.raises(ring.RankFailed, match=r"function or its .* cannot be loaded .*: No module .*nowhere.*import"):
+        outcomes.results([outcomes.call(missing, 0)])
+    with pytest.raises(ring.RankFailed, match=r"cannot be loaded in the rank's process \(SystemExit: 0\)"):
+        outcomes.results([outcomes.call(pickle.dumps(EndsTheProcess()), 0)])
 
 
 class Clock:
