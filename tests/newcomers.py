@@ -18,7 +18,7 @@ def wait_for_newcomers(missing: set[int], seconds: float) -> None:
         if places is None:
             assert world.own_seat is not None
             here = [told["seat"] for *_, told in newcomers_here(world.own_seat)]
-            return here + [one["seat"] for one in world.own_seat.guests()]
+            return here + [one["seat"] for one in world.own_seat.remote_newcomers()]
         return [one.seat for one in places.waiting() if one.is_there()]
 
     while missing and not missing.issubset(waiting()) and time.monotonic() < end:

@@ -183,7 +183,7 @@ class Processes:
         for seat, (node, host, cores) in enumerate(places):
             self._note_place(seat, node, host, Cores(*cores))
 
-    def card(self) -> dict[str, Any]:
+    def join_info(self) -> dict[str, Any]:
         """What a new process of this host needs to look like one of all seats; JSON can hold it."""
         names, domain = list(dict.fromkeys(self._node_of_seat)), self.entries[self.own].domain
         here = min(names.index(self.nodes[rank]) for rank in self.ranks if self.entries[rank].domain == domain)
@@ -191,17 +191,17 @@ class Processes:
         return {"nodes": nodes, "hosts": self.hosts, "cores": self.cores, "here": here}
 
     @classmethod
-    def from_card(cls, own: int, seat: int, entry: Entry, card: Mapping[str, Any], in_use: int) -> Processes:
+    def from_join_info(cls, own: int, seat: int, entry: Entry, join_info: Mapping[str, Any], in_use: int) -> Processes:
         """As a process knows them that is yet to join; arguments as above.
 
         Args:
-            own, seat, entry, card: of this process and its host.
+            own, seat, entry, join_info: of this process and its host.
             in_use: how many seats are, if nobody has had this one yet.
         """
-        known = len(card["nodes"])
+        known = len(join_info["nodes"])
         further = max(in_use - known, 0) if seat >= known else 0
-        nodes = [f"{entry.domain}/{number}" for number in [*card["nodes"], *[card["here"]] * further]]
-        cores = [Cores(*one) for one in card["cores"]] + [entry.share_of_cores] * further
-        found = cls(own, seat, {own: entry}, nodes, [*card["hosts"], *[entry.host] * further], cores)
+        nodes = [f"{entry.domain}/{number}" for number in [*join_info["nodes"], *[join_info["here"]] * further]]
+        cores = [Cores(*one) for one in join_info["cores"]] + [entry.share_of_cores] * further
+        found = cls(own, seat, {own: entry}, nodes, [*join_info["hosts"], *[entry.host] * further], cores)
         found.is_further = further > 0
         return found

@@ -169,7 +169,7 @@ class World:
         if self.heals:
             self.elastic.notice.install()
         if self.own_seat is not None:
-            self._write_card()
+            self._write_join_info()
             self.own_seat.take_part(rank, own.address if own is not None else (0, 0, 0))
         if self.heals and own is not None and (places := seats()) is not None:
             places.take(Occupant(rank, rank, own.address), as_member=True)
@@ -180,7 +180,7 @@ class World:
         own = Liveness.create(rank)
         entry = self._entry(own, None)
         if self.own_seat is not None:
-            self.processes = Processes.from_card(rank, seat, entry, self.own_seat.read_card(), size)
+            self.processes = Processes.from_join_info(rank, seat, entry, self.own_seat.read_join_info(), size)
         else:
             nodes, hosts, cores = [entry.domain] * size, [entry.host] * size, [entry.share_of_cores] * size
             self.processes = Processes(rank, seat, {rank: entry}, nodes, hosts, cores)
@@ -197,11 +197,11 @@ class World:
         for service in self.elastic.begin(self.transport, self.addresses(), joined):
             self._monitor.add(service)
 
-    def _write_card(self) -> None:
+    def _write_join_info(self) -> None:
         """Say to new processes of this host how to be reached by the others, if processes may join there."""
         if self.own_seat is not None and self.replaces and self.transport is not None:
             where = {"secret": self.transport.listener.secret, "address": self.transport.address}
-            self.own_seat.write_card({**where, **self.processes.card()})
+            self.own_seat.write_join_info({**where, **self.processes.join_info()})
 
     def _entry(self, own: Liveness | None, server: ControlServer | None) -> Entry:
         addresses = own_addresses() if self._rendezvous.transport is not None else []
@@ -389,7 +389,7 @@ class World:
             self._become_member(of_members, others, mesh)
         self.processes.divide_among(max(of_members["shares"], 1 + everyone[-1].seat))
         self.elastic.extend(everyone, joined, others, of_members["view"] + 1, renew)
-        self._write_card()
+        self._write_join_info()
         if is_new:
             assert self._monitor is not None
             self._monitor.start()

@@ -26,13 +26,13 @@ class FurtherSeat(NamedTuple):
     Attributes:
         seat: its number.
         host: number of the host.
-        turn: how many first processes it had before. The first one has its number for a world rank, and the others
-            have numbers of their host's.
+        generation: how often it was given out before. The first process of generation 0 has the seat's number for a
+            world rank; all others have numbers of their host's.
     """
 
     seat: int
     host: int
-    turn: int
+    generation: int
 
 
 class FurtherSeats:
@@ -49,7 +49,7 @@ class FurtherSeats:
         self._size, self._most, self._publish = size, max(most, size), publish
         self._homes = {host: list(of_host) for host, of_host in enumerate(ranks)}
         self._given: dict[int, FurtherSeat] = {}
-        self._turns = Counter(range(size))  # the first ranks have had theirs
+        self._generations = Counter(range(size))  # the first ranks have had theirs
         self._in_use = size
         self._had = set(range(size))  # seats that ever had a member
         self._free = set[int]()  # those of them whose hosts are lost
@@ -104,8 +104,8 @@ class FurtherSeats:
             counts[chosen[-1]] += 1
         given: dict[int, list[int]] = {}
         for seat, host in zip(seats, sorted(chosen), strict=True):  # the ranks of one host follow each other
-            self._given[seat] = FurtherSeat(seat, host, self._turns[seat])
-            self._turns[seat] += 1
+            self._given[seat] = FurtherSeat(seat, host, self._generations[seat])
+            self._generations[seat] += 1
             self._free.discard(seat)
             self._in_use = max(self._in_use, seat + 1)
             given.setdefault(host, []).append(seat)

@@ -234,9 +234,9 @@ class HostRanks:
         self._number = max(job.size, job.most)
         self._segment = Segment.create(OwnSeat.nbytes(self._number))
         self._in_use, self._joined = job.size, list[int]()
-        self._members, self._guests = -1, list[dict[str, Any]]()  # as the coordinator knows them
+        self._members, self._newcomers = -1, list[dict[str, Any]]()  # as the coordinator knows them
         self._stopped: dict[int, float] = {}  # since when processes are that wait to join
-        self._seats, (self._card, self._board) = OwnSeat.parts(self._segment.array)
+        self._seats, (self._join_info, self._remote_newcomers) = OwnSeat.parts(self._segment.array)
         self._replacements: Replacements | None = None
         supervisor.is_out, supervisor.tell_end = self._is_out, self._seats.end_all
         #: Signals that this process got, and that are meant for the ranks.
@@ -309,8 +309,8 @@ class HostRanks:
             )
 
         if job.is_added:
-            card = {**start["card"], "address": address_towards(start["card"]["address"])}
-            self._card.write({**card, "here": len(card["hosts"])})
+            join_info = {**start["join info"], "address": address_towards(start["join info"]["address"])}
+            self._join_info.write({**join_info, "here": len(join_info["hosts"])})
             self._seats.others_let_join = True
             self._take("further", start["further"])
             self._goes_on()
@@ -342,14 +342,14 @@ class HostRanks:
             self._status = int(body)
         elif kind == "further" and self._replacements is not None:
             self._in_use, seats = body["in use"], [FurtherSeat(*one) for one in body["seats"]]
-            self._replacements.follow([(one.seat, one.turn) for one in seats if one.host == self._job.index])
-        elif kind == "guests":
-            self._board.write(body)
-            self._seats.guests = len(body)
+            self._replacements.follow([(one.seat, one.generation) for one in seats if one.host == self._job.index])
+        elif kind == "newcomers":
+            self._remote_newcomers.write(body)
+            self._seats.num_remote_newcomers = len(body)
         elif kind == "alone":
             self._seats.others_let_join = False
-        elif kind == "card?":
-            self._link.send("card", self._card.read())
+        elif kind == "join info?":
+            self._link.send("join info", self._join_info.read())
         elif kind == "end" and self._supervisor.signalled is None:
             number = signal.Signals(body)
             if number == signal.SIGINT:  # as a terminal sends it to all processes of this host's
@@ -401,24 +401,24 @@ class HostRanks:
             self._link.send("given back", replacements.given_back.pop())
         if self._seats.others_let_join:
             self._seats.others_let_join = not self._link.is_lost
-            self._tell_of_guests()
+            self._tell_of_newcomers()
 
-    def _tell_of_guests(self) -> None:
+    def _tell_of_newcomers(self) -> None:
         """Tell the coordinator how many members there are here, and who waits if there are none."""
         codes = self._codes()
         joined = [local for local, code in enumerate(codes) if code is None and not self._is_out(local)]
-        guests = []
+        newcomers = []
         for one, address, told in newcomers_here(self._seats) if not joined else ():
             if state(one.pid) not in STOPPED:
                 self._stopped.pop(one.pid, None)
-                guests.append({"rank": one.rank, "liveness": list(address), **told})
+                newcomers.append({"rank": one.rank, "liveness": list(address), **told})
             elif time.monotonic() - self._stopped.setdefault(one.pid, time.monotonic()) > _PATIENCE:
                 with contextlib.suppress(OSError):
                     os.kill(one.pid, signal.SIGKILL)
                 _tell_user(f"process {one.pid}, which was to join as rank {told['seat']}, was stopped. It was killed.")
-        if (len(joined), guests) != (self._members, self._guests):
-            self._members, self._guests = len(joined), guests
-            self._link.send("members", {"members": self._members, "guests": guests})
+        if (len(joined), newcomers) != (self._members, self._newcomers):
+            self._members, self._newcomers = len(joined), newcomers
+            self._link.send("members", {"members": self._members, "newcomers": newcomers})
 
     def _added(self) -> list[int]:
         """The ranks by which the job has grown on this host."""

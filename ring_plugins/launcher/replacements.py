@@ -67,7 +67,7 @@ class Replacements:
         self._given_up: set[int] = set()
         #: How many seats are to be in use.
         self._wanted = size
-        self._turns: dict[int, int] = {}  # of further seats, on one of several hosts
+        self._generations: dict[int, int] = {}  # of further seats, on one of several hosts
 
     @property
     def filled(self) -> dict[int, int]:
@@ -111,18 +111,18 @@ class Replacements:
         """On one of several hosts, have these seats behind the first ones, and those others by which processes joined.
 
         Args:
-            further: in ascending order what users call each, and its `FurtherSeat.turn`.
+            further: in ascending order what users call each, and its `FurtherSeat.generation`.
         """
         kept = self._size
         while kept < len(self.names) and (
-            not self._seats.is_new(kept) or (self.names[kept], self._turns[kept]) in further
+            not self._seats.is_new(kept) or (self.names[kept], self._generations[kept]) in further
         ):
             kept += 1
         self._close(kept)
         del self.names[kept:]
-        for name, turn in further:
+        for name, generation in further:
             if name not in self.names:
-                self._turns[len(self.names)], self._times[len(self.names)] = turn, []
+                self._generations[len(self.names)], self._times[len(self.names)] = generation, []
                 self.names.append(name)
         self._wanted = len(self.names)
 
@@ -218,7 +218,7 @@ class Replacements:
 
     def _unused(self, seat: int) -> int | None:
         """A world rank that no process has had; that of a further seat is its own number at first."""
-        is_first = seat >= self._size and not self._times[seat] and not self._turns.get(seat)
+        is_first = seat >= self._size and not self._times[seat] and not self._generations.get(seat)
         return self.names[seat] if is_first else next(self._world_ranks, None)
 
     def _give_up(self, seat: int, why: str, notify: Callable[[str], None]) -> None:

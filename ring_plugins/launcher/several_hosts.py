@@ -17,12 +17,12 @@ Supervisors log in to the coordinator, which is in `ring run`. In JSON, over aut
                                 ["ended", {ranks, why}]    all of its ranks have ended
                                 ["joined", ranks]          further ranks have, and
                                 ["given back", rank]       one will not (further_seats.py)
-                                ["members", {members, guests}]  of a host that was added
-                                ["card", card]             for such a host: how to be reached (core/rendezvous/seats.py)
+                                ["members", {members, newcomers}]  of a host that was added
+                                ["join info", info]        what such a host needs (core/rendezvous/seats.py)
     coordinator -> supervisor   ["start", {address, port, secret}]   all are here: where rank 0 will listen
                                 ["further", {in use, seats}]  which hosts have further ranks
-                                ["card?", null]            asks for it
-                                ["guests", processes]      those that wait on hosts without members
+                                ["join info?", null]       asks for it
+                                ["newcomers", processes]   that wait on hosts without members
                                 ["alone", null]            nobody is left who lets others join
                                 ["end", signal]            end all ranks
                                 ["over", status]           the job has ended
@@ -33,7 +33,7 @@ coordinator's host: the other supervisors go on without a coordinator, and nobod
 on is for the ranks to agree (control/consensus.py); nobody here decides that.
 
 **Hosts that come later.** `ring add-ranks` may name a host that has no ranks, or none any more. The coordinator starts
-a supervisor there, gives it the card of another host, and tells all others who waits there to join.
+a supervisor there, gives it the join info of another host, and tells all others who waits there to join.
 
 **Who may not.** If the coordinator is killed while its host lives, all supervisors end their ranks, so that nothing of
 a job is left behind. A rank that ends with an exit status, rather than by a signal, ends the job as on one host: its
@@ -106,7 +106,7 @@ class _Host:
         added: ranks of it by which the job has grown.
         is_lost: whether the connection has ended before all was said.
         is_added: whether the job has begun without it.
-        members, guests: how many ranks a host that was added has now, and who waits there if it has none.
+        members, newcomers: how many ranks a host that was added has now, and who waits there if it has none.
         has_begun: whether it knows how to take part.
         login: the process that runs its supervisor, of one that was added, and when that was started.
     """
@@ -120,7 +120,7 @@ class _Host:
         self.replaced: dict[int, int] = {}
         self.added: list[int] = []
         self.is_added = self.has_begun = False
-        self.members, self.guests = 0, list[Any]()
+        self.members, self.newcomers = 0, list[Any]()
         self.login: tuple[subprocess.Popen[bytes], float] | None = None
         self.is_lost = False
 
@@ -159,9 +159,9 @@ class Coordinator:
             self._size, most, [ranks for _, ranks in hosts], lambda: self._tell_all("further", self._further.told())
         )
         self._started: dict[str, Any] | None = None  # what all supervisors were told
-        self._asked: _Host | None = None  # for its card
+        self._asked: _Host | None = None  # for its join info
         self._is_alone = False  # whether nobody is left who lets others join
-        self._guests: list[Any] = []
+        self._newcomers: list[Any] = []
         #: Called all the time.
         self.meanwhile: Callable[[], object] = lambda: None
         #: Starts the supervisor of a host that is to be the job's host of this number; None if that is not possible.
@@ -281,7 +281,7 @@ class Coordinator:
         members = [one for one in self._hosts if not one.is_over and (not one.is_added or one.members)]
         if members and any(host.here is not None for host in waiting) and self._asked not in members:
             self._asked = members[0]
-            self._tell(members[0], "card?", None)
+            self._tell(members[0], "join info?", None)
         if not members and self._started is not None:
             for host in waiting:
                 if not host.is_over:
@@ -290,10 +290,10 @@ class Coordinator:
             if not self._is_alone:
                 self._is_alone = True
                 self._tell_all("alone", None)
-        guests = [one for host in self._hosts if not host.is_over for one in host.guests]
-        if guests != self._guests:
-            self._guests = guests
-            self._tell_all("guests", guests)
+        newcomers = [one for host in self._hosts if not host.is_over for one in host.newcomers]
+        if newcomers != self._newcomers:
+            self._newcomers = newcomers
+            self._tell_all("newcomers", newcomers)
 
     def _drop_added(self, host: _Host, how: str) -> None:
         """Go on without a host that was added and has not begun."""
@@ -304,13 +304,15 @@ class Coordinator:
         seats = self._further.note_end(self._hosts.index(host), [])
         self._notify(f"{host.name} {how}{f'; {name_ranks(seats)} will not join' if seats else ''}.")
 
-    def _begin_on_added_hosts(self, card: Any) -> None:
-        """Tell hosts that were added how to take part; the card is that of a host that does."""
+    def _begin_on_added_hosts(self, join_info: Any) -> None:
+        """Tell hosts that were added how to take part; by the join info of a host that does."""
         self._asked = None
         for host in self._hosts:
-            if card and host.is_added and host.here is not None and not host.has_begun and not host.is_over:
+            if join_info and host.is_added and host.here is not None and not host.has_begun and not host.is_over:
                 host.has_begun = True
-                self._tell(host, "start", {**(self._started or {}), "card": card, "further": self._further.told()})
+                self._tell(
+                    host, "start", {**(self._started or {}), "join info": join_info, "further": self._further.told()}
+                )
 
     def _follow(self) -> None:
         """Until the job is over everywhere."""
@@ -361,8 +363,8 @@ class Coordinator:
                 elif kind == "joined":
                     self._further.note_joined([int(rank) for rank in body])
                 elif kind == "members":
-                    host.members, host.guests = int(body["members"]), list(body["guests"])
-                elif kind == "card":
+                    host.members, host.newcomers = int(body["members"]), list(body["newcomers"])
+                elif kind == "join info":
                     self._begin_on_added_hosts(body)
                 elif kind == "given back":
                     self._further.take_back(int(body))

@@ -17,10 +17,10 @@ def cluster():
         yield cluster
 
 
-def grow(cluster, deaths, added, where, most=6, awaited=True, guests=()):
+def grow(cluster, deaths, added, where, most=6, awaited=True, remote=()):
     env = {"TEST_ADDED": json.dumps(added), "TEST_WHERE": json.dumps(where), "TEST_MOST": str(most), "TEST_EPOCHS": "4"}
     options = ("--no-check", "--max-ranks", str(most)) if most else ("--no-check",)
-    env = {**env, "TEST_GUESTS": json.dumps(guests), **({} if most else {"TEST_MOST": "4"})}
+    env = {**env, "TEST_REMOTE_NEWCOMERS": json.dumps(remote), **({} if most else {"TEST_MOST": "4"})}
     result = train(cluster, deaths, env=env, options=options, awaited=awaited)
     seats = [seat for seat in range(8) if "found" in result.reports.get(seat, {})]
     found, own = check(result, seats, epochs=4, steps=result.reports[0]["found"]["ends"][-1])
@@ -58,7 +58,7 @@ def test_a_host_that_was_not_in_the_job_joins_it_whoever_dies_meanwhile(cluster,
 def test_others_take_the_places_of_all_ranks_of_a_host_there_or_elsewhere(cluster, host):
     """Without --max-ranks."""
     deaths, added = [[2, 1, "now"], [3, 1, "now"]], [[0, 4, 2, host]]
-    result, found, _, seats = grow(cluster, deaths, added, {"4": host, "5": host}, most=0, guests=[2, 3])
+    result, found, _, seats = grow(cluster, deaths, added, {"4": host, "5": host}, most=0, remote=[2, 3])
     assert result.reports[0]["answer"] == f"ranks 2, 3 on {host} will join."
     assert seats == [0, 1, 2, 3] and found["history"][-1] == seats
     assert "`ring add-ranks 2` lets other processes take the places of ranks 2, 3, and --host chooses" in result.output

@@ -269,7 +269,7 @@ def test_further_ranks_that_fail_before_they_join_end_the_wish_for_those_behind_
 
 
 def test_on_one_of_several_hosts_it_follows_the_list_of_further_seats(job):
-    """Those by which processes have joined stay, and of the others only those that the list has with the same turn."""
+    """Those by which processes have joined stay, and of the others those that are listed with the same generation."""
     living = job.run("time.sleep(3600)")
     job.run("time.sleep(3600)")
     job.join(0, 2)

@@ -179,7 +179,7 @@ def test_further_ranks_whose_host_is_lost_join_on_another_one():
     assert polled.told[1:] == ["rank 5 will join on host1, since me@host2 has no ranks any more."]
 
 
-def test_a_host_that_is_added_gets_the_card_of_another_one_and_all_hear_who_waits_there():
+def test_a_host_that_is_added_gets_the_join_info_of_another_one_and_all_hear_who_waits_there():
     def next_of(link, kind):
         for _ in range(400):
             for found, body in link.read():
@@ -200,14 +200,14 @@ def test_a_host_that_is_added_gets_the_card_of_another_one_and_all_hear_who_wait
         assert found.add_ranks(1, "host3") == "ok: rank 4 on host3 will join where an epoch begins"
         added = Link(job(found, 2))
         added.send("here", {"host": "c", "port": 0})
-        next_of(links[0], "card?")
-        links[0].send("card", {"address": "10.1.0.1"})
+        next_of(links[0], "join info?")
+        links[0].send("join info", {"address": "10.1.0.1"})
         start = next_of(added, "start")
-        assert start["card"] == {"address": "10.1.0.1"} and start["further"]["seats"] == [[4, 2, 0]]
-        added.send("members", {"members": 0, "guests": [{"seat": 4}]})
-        assert next_of(links[1], "guests") == [{"seat": 4}]
-        added.send("members", {"members": 1, "guests": []})
-        assert next_of(links[1], "guests") == []
+        assert start["join info"] == {"address": "10.1.0.1"} and start["further"]["seats"] == [[4, 2, 0]]
+        added.send("members", {"members": 0, "newcomers": [{"seat": 4}]})
+        assert next_of(links[1], "newcomers") == [{"seat": 4}]
+        added.send("members", {"members": 1, "newcomers": []})
+        assert next_of(links[1], "newcomers") == []
         found.start_host = lambda host, index: SimpleNamespace(poll=lambda: 255)
         assert found.add_ranks(1, "nowhere").startswith("ok: rank 5 on nowhere")
         while "nowhere could not be reached, as the output above says; rank 5 will not join." not in polled.told:

@@ -6,7 +6,7 @@ newcomer". Where there are spares, it dies once one of them waits; TEST_KILLED_S
 while it waits. With TEST_AWAITED, members that lack others wait in each step until processes wait to join, at most for
 that many seconds. TEST_ADDED says who asks for further ranks: [[seat, step, number], ...], of up to TEST_MOST in all;
 on several hosts the number may be followed by a host, and TEST_WHERE says where the further seats are: {seat: host}.
-TEST_GUESTS has the seats of a lost host for which members wait then.
+TEST_REMOTE_NEWCOMERS has the seats of a lost host for which members wait then.
 """
 
 import json
@@ -71,8 +71,8 @@ MOST = int(os.environ.get("TEST_MOST", os.environ.get("TEST_RANKS", "0")))
 HOSTS = int(os.environ.get("TEST_HOSTS", "1"))
 #: Who asks for further ranks, and on which hosts these are.
 ADDED, WHERE = json.loads(os.environ.get("TEST_ADDED", "[]")), json.loads(os.environ.get("TEST_WHERE", "{}"))
-#: Seats that guests are to have, for whom members wait when they are asked for.
-GUESTS = set(json.loads(os.environ.get("TEST_GUESTS", "[]")))
+#: Seats that processes on hosts without ranks are to have, for whom members wait when they are asked for.
+REMOTE_NEWCOMERS = set(json.loads(os.environ.get("TEST_REMOTE_NEWCOMERS", "[]")))
 #: Of a spare that dies while it waits.
 KILLED_SPARE = int(os.environ.get("TEST_KILLED_SPARE", "-1"))
 
@@ -84,15 +84,15 @@ def ask(number: int, job: int | None, host: str | None = None) -> str:
         try:
             return request_ranks(number, job, host)
         except LaunchError:
-            if not GUESTS or time.monotonic() > end:
+            if not REMOTE_NEWCOMERS or time.monotonic() > end:
                 raise
             time.sleep(0.02)
 
 
-def guests() -> list[int]:
+def remote_newcomers() -> list[int]:
     """Seats for which processes wait on hosts without ranks."""
     own = current().own_seat
-    return [one["seat"] for one in own.guests()] if own is not None else []
+    return [one["seat"] for one in own.remote_newcomers()] if own is not None else []
 
 
 def seats_here(ranks: int, number: int) -> set[int]:
@@ -100,7 +100,7 @@ def seats_here(ranks: int, number: int) -> set[int]:
     places = seats()
     if places is not None:
         return set(range(max(ranks, places.in_use)))
-    in_use = ranks + sum(wanted for _, step, wanted, *_ in ADDED if step <= number and not GUESTS)
+    in_use = ranks + sum(wanted for _, step, wanted, *_ in ADDED if step <= number and not REMOTE_NEWCOMERS)
     known = {f"host{1 + number}" for number in range(HOSTS)} | {WHERE.get(str(seat)) for seat in seats_taken()}
     awaited = {seat for seat in range(ranks, in_use) if WHERE[str(seat)] not in known - {socket.gethostname()}}
     return awaited.union(range(ranks))
@@ -143,7 +143,7 @@ def begin_step(number: int, mine: list[tuple[int, str]], ranks: int, seat: int =
         if by == seat and step == number and current().world_rank == seat:
             report("answer", ask(wanted, os.getppid() if HOSTS == 1 else None, *host), seat)
         end = time.monotonic() + 60
-        while step == number and GUESTS.difference(guests()) and time.monotonic() < end:
+        while step == number and REMOTE_NEWCOMERS.difference(remote_newcomers()) and time.monotonic() < end:
             time.sleep(0.005)
     for point in [point for step, point in mine if step == number]:
         if point.startswith("round"):

@@ -1,15 +1,19 @@
 """Processes that take the places of lost ones join a job on several hosts.
 
-joining.py tells the story for one host, and most of it holds here. What differs: the supervisor of a host starts the
-process, which learns from the host's *card* how to be reached (rendezvous/seats.py). Members on its host see that it
-waits, and tell the others. All members connect to it, exchange with it what each has made, and agree that it joins
-(control/mesh_admission.py). It shares memory with the members of its host only. These take fresh memory into use, and
-all members make new connections for data, as after a loss.
+joining.py explains this for one host. Several hosts differ in four points:
 
-On a host that has no rank of the job, or none any more, nobody sees that a process waits. Its supervisor tells the
-others' supervisors through the process that `ring run` is, and all members hear of such a *guest* from theirs. The rest
-is the same: members connect to a guest as to any other newcomer. Considered and rejected: that the guest connects to a
-member and asks. It may know only members that are lost by then, and would have to find others.
+1. The host's supervisor starts the process. The process reads the host's join info (rendezvous/seats.py), with the
+   job's secret and network, and listens.
+2. The members on its host see it in shared memory, and tell all others.
+3. Every member connects to it. Over these connections all exchange what they have made for each other, and agree on a
+   view of the job that has the newcomer (control/mesh_admission.py).
+4. The newcomer shares memory with the members of its host only. These take fresh memory into use, and all members make
+   new connections for data, as after a loss.
+
+On a host that has no member, nobody sees a process that waits. Its supervisor tells the coordinator in `ring run`,
+which tells the supervisors of all hosts, and these tell their members: such a process is a *remote newcomer*. From
+point 3 on, all is the same. Considered and rejected: that the newcomer connects to a member and asks. All members that
+it knows of may be lost by then, and it would have to find others.
 """
 
 from __future__ import annotations
@@ -69,11 +73,11 @@ class _Process(NamedTuple):
 
 def admit(world: World, place: str, lost: bool, further: bool) -> tuple[int, ...]:
     """As `joining.admit`."""
-    return _admit_all(world, _Meeting(place, lost, further, []))
+    return _admit_all(world, _JoinPoint(place, lost, further, []))
 
 
-class _Meeting(NamedTuple):
-    """Where members let processes join; may travel as JSON.
+class _JoinPoint(NamedTuple):
+    """Where in the script members let processes join, and who has joined there; may travel as JSON.
 
     Attributes:
         place, lost, further: as in `joining.admit`.
@@ -86,27 +90,27 @@ class _Meeting(NamedTuple):
     joined: list[int]
 
 
-def _admit_all(world: World, meeting: _Meeting) -> tuple[int, ...]:
+def _admit_all(world: World, join_point: _JoinPoint) -> tuple[int, ...]:
     """Let one process after the other join.
 
     Args:
         world: of this process, which may have joined just before.
-        meeting: of all.
+        join_point: of all.
     """
-    mesh, joined, elastic = _mesh(world), meeting.joined, world.elastic
+    mesh, joined, elastic = _mesh(world), join_point.joined, world.elastic
     while True:
         began, shares = time.monotonic(), world.processes.shares
         by_member = world.communicator.all_gather_object(_waiting_here(world))
         taken = world.processes.taken_seats
         waiting = [one for told in by_member for one in map(_Process._make, told) if one.seat not in taken]
         # Data has no shares that nobody ever had, so seats beyond those are taken in order.
-        lost, further = range(shares * meeting.lost), range(shares, shares + meeting.further)
+        lost, further = range(shares * join_point.lost), range(shares, shares + join_point.further)
         next_one = min((one for one in waiting if one.seat in lost or one.seat in further), default=None)
         elastic.awaited = frozenset(one.seat for one in waiting if next_one is None or one.seat != next_one.seat)
         if mesh.pending is not None:  # others have found a loss here, and nobody joins
             elastic.agree_on_members()
             break
-        if next_one is None or not _admit_one(world, next_one, meeting):
+        if next_one is None or not _admit_one(world, next_one, join_point):
             break
         joined.append(next_one.rank)
         if world.world_rank == min(rank for rank in world.world_ranks if rank not in joined):
@@ -126,17 +130,17 @@ def _waiting_here(world: World) -> list[_Process]:
         )
         for one, address, told in newcomers_here(seat)
     ]  # fmt: skip
-    guests = [
+    elsewhere = [
         _Process(
             one["rank"], one["seat"], tuple(one["liveness"]), one["domain"],
             one["host"], one["liveness"][0], one["domain"], one["address"], one["port"],
         )
-        for one in seat.guests()
+        for one in seat.remote_newcomers()
     ]  # fmt: skip
-    return here + [one for one in guests if one.domain != mine.domain]
+    return here + [one for one in elsewhere if one.domain != mine.domain]
 
 
-def _admit_one(world: World, newcomer: _Process, meeting: _Meeting) -> bool:
+def _admit_one(world: World, newcomer: _Process, join_point: _JoinPoint) -> bool:
     """Let a process join; returns whether it has."""
     mesh, transport, seat = _mesh(world), world.transport, world.own_seat
     assert seat is not None
@@ -147,12 +151,12 @@ def _admit_one(world: World, newcomer: _Process, meeting: _Meeting) -> bool:
     wait = Wait("admission", world.failure_detector)
     admission = MeshAdmission(mesh, newcomer.rank, newcomer.pid if is_near else 0, mesh.view + 1, wait)
     transport.add(newcomer.rank, Peer(newcomer.host, newcomer.address, newcomer.port))
-    told = {"everyone": everyone, "newcomer": newcomer, "meeting": meeting, "announced": mesh.announced}
+    told = {"everyone": everyone, "newcomer": newcomer, "join_point": join_point, "announced": mesh.announced}
     agreement: _Agreement | None = None
     try:
         with mesh.admitting(newcomer.rank, newcomer.mesh_peer):
             admission.call(transport.listener, told)
-            agreement = _prepare(world, everyone, newcomer, meeting.place, admission.gather)
+            agreement = _prepare(world, everyone, newcomer, join_point.place, admission.gather)
     except NotAdmitted:  # the newcomer tells if it does not try again
         pass
     world.elastic.agree_on_members(joining=[newcomer.rank] if agreement is not None else ())
@@ -209,9 +213,9 @@ def join(world: World, place: str, until: str) -> tuple[int, ...]:
             continue
         agreement.go_on(world)
         seat.take_part(world.world_rank, own.address)
-        meeting = _Meeting(*call["meeting"])
-        meeting.joined.append(world.world_rank)
-        return _admit_all(world, meeting)
+        join_point = _JoinPoint(*call["join_point"])
+        join_point.joined.append(world.world_rank)
+        return _admit_all(world, join_point)
     raise SharedMemoryError(f"this process cannot join the others: {problems[-1]}")
 
 

@@ -270,8 +270,8 @@ class Elastic:
             if not waiting <= self._seats_here.keys():  # one that waits for the next epoch is seen in each step
                 self._seats_here |= {peer.rank: int(told["seat"]) for peer, _, told in newcomers_here(places)}
             seen = {self._seats_here[rank] for rank in waiting & self._seats_here.keys()}
-            guests = {int(one["seat"]) for one in places.guests()}.difference(self._processes.taken_seats)
-            return (seen | guests) - self.awaited
+            elsewhere = {int(one["seat"]) for one in places.remote_newcomers()}.difference(self._processes.taken_seats)
+            return (seen | elsewhere) - self.awaited
         return {one.seat for one in places.waiting()} - self.awaited
 
     def change_members(self) -> None:

@@ -77,7 +77,7 @@ def connect(ranks: int | None, generation: int) -> Rendezvous:
     elif record.kind == "mpi":
         found = mpi.connect(record)
     elif seat is not None and config.JOINS.is_set():
-        found = tcp.wait_outside(record, seat.read_card(), config.JOINS.get())
+        found = tcp.wait_outside(record, seat.read_join_info(), config.JOINS.get())
     elif record.kind == "rendezvous":
         found = tcp.connect(record, generation)
     else:

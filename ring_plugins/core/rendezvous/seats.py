@@ -1,22 +1,21 @@
-"""The seats of a job that `ring run` has started on this host: which process has each, and who waits for one.
+"""Which process of a host has which seat, and who waits for one, in shared memory that `ring run` makes.
 
-A seat is what a user numbers as a rank. When the process that has it ends, another may take it, under a new world
-rank. Processes of one job that start at different times have nothing in common but `ring run` and its shared segment,
-in which they meet. Before the start-up exchange (spawn.py) it has a row for each seat: whose it is, where other
-processes find that one's liveness segment, and whether it takes part already. `ring run` reads there, too, how the end
-of a process is meant.
+A *seat* is a place in the order of ranks. At the start of a job seat 3 belongs to rank 3. When that process ends,
+another one may take the seat, and is rank 3 then; its world rank is a new one, as no two processes of a job ever have
+the same. Processes that start at different times can only meet in a segment that `ring run` has made. It has one row
+for each seat: the state of the seat's process, its world rank, and the address of its liveness segment. `ring run`
+reads there how far each process is, and how the end of one is meant.
 
-A job that may grow (`max_ranks`) has rows for seats that nobody has taken yet, behind those of the first ranks.
-
-In a job on several hosts, each host's supervisor has such rows for its own ranks (`OwnSeat`), without the exchange.
-Behind them is a *card*, on which the host's ranks write what a new process of this host needs to be reached by the
-others: the secret of the job's connections among it. They write it anew whenever others have joined. Only processes
-that inherit the file can read that, as they could read the memory of the ranks. A host that has no rank yet has no such
-card; its supervisor gets one of another host (launcher/several_hosts.py). On a second board a supervisor writes which
-processes of such hosts, *guests*, wait for the job's ranks to let them join.
-
-Spares are processes that `ring run` has started before a seat is free. They wait in `init` until it gives them one:
-each looks at words of its own, behind the rows.
+- **One host** (`Seats`): members of the job and processes that wait to join find each other by the rows. A job that may
+  grow (`max_ranks`) also has rows for seats that nobody has taken yet, behind those of the first ranks.
+- **Several hosts** (`OwnSeat`): each host's supervisor has a segment for the ranks of its host, with rows numbered from
+  0. It also holds two JSON values (`SharedJson`). The *join info* is what a new process of this host needs so that the
+  members can connect to it, the job's secret among it. The members of this host write it, and do so again whenever
+  others have joined. A host that has no member yet gets the join info of another host (launcher/several_hosts.py). The
+  *remote newcomers* are processes that wait to join on hosts without members, where no member sees them; the supervisor
+  writes these. Only processes that inherit the file can read it, and they could read the memory of the ranks as well.
+- **Spares** are processes that `ring run` has started before a seat is free. They wait in `init` until they get one.
+  Behind the rows are two integers for each: whether it waits, and the seat that it has got.
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ from ring_plugins.core.base.types import Bytes
 from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.linux.shared_memory import Address, Segment, publish
 
-#: Bytes of a row, and of the words of spares, two for each world rank.
+#: Bytes of a row, and of the integers of spares, two for each world rank.
 _ROW, _SPARES = 64, 16 * MOST_MEMBERS
-#: Its words. The address is that of the process's liveness segment.
+#: The integers of a row. The address is that of the process's liveness segment.
 _STATE, _WORLD_RANK, _PID, _FILE, _NBYTES, _HAD_MEMBER = range(6)
 #: States: nobody yet, or not any more; a member of the job; one that waits to join; a member that left as it was told;
 #: one that waits in `init` for the others; a member without which the others go on, as they could not reach it; one
 #: whose process has ended before the job has, as the others found.
 _EMPTY, _MEMBER, _WAITING, _LEFT, _STARTING, _CUT_OFF, _LOST = range(7)
-#: A spare's words: whether it has come to wait, and one more than the seat that it has got, which may happen before.
+#: A spare's integers: whether it waits, and one more than the seat that it has got, which may happen before.
 _HAS_COME, _GIVEN = range(2)
-#: Bytes of a card, and seconds for which one that is being written may be incomplete.
-_CARD, _WRITES = 256 * 1024, 2.0
+#: Bytes of a JSON value, and seconds for which one that is being written may be incomplete.
+_JSON, _WRITES = 256 * 1024, 2.0
 
 
 class Occupant(NamedTuple):
@@ -64,7 +63,7 @@ class Occupant(NamedTuple):
 
 
 class Seats:
-    """The rows of all seats, behind one that tells how many are in use, and the words of spares.
+    """The rows of all seats, behind one that tells how many are in use, and the integers of spares.
 
     Args:
         memory: `nbytes` of it, zeros to begin with.
@@ -95,12 +94,12 @@ class Seats:
         self._used[0] = number
 
     @property
-    def guests(self) -> int:
-        """On one of several hosts, how many processes of others wait for whom no rank of theirs is left."""
+    def num_remote_newcomers(self) -> int:
+        """On one of several hosts, how many processes wait on hosts that have no members."""
         return int(self._used[1])
 
-    @guests.setter
-    def guests(self, number: int) -> None:
+    @num_remote_newcomers.setter
+    def num_remote_newcomers(self, number: int) -> None:
         self._used[1] = number
 
     @property
@@ -231,8 +230,8 @@ class Seats:
         return found
 
 
-class Board:
-    """JSON in shared memory, written by processes that all write the same, or by one.
+class SharedJson:
+    """A JSON value in shared memory; one process writes it, or several write the same.
 
     Args:
         memory: zeros to begin with.
@@ -287,17 +286,17 @@ class OwnSeat:
                 f"{config.SEAT.name}={text!r} is set, but this process did not inherit the file that it names "
                 f"({error}): the variable was copied from a rank of a job into another environment; unset it."
             ) from error
-        self._seats, self._boards = self.parts(self._segment.array)
+        self._seats, (self._join_info, self._remote_newcomers) = self.parts(self._segment.array)
 
     @staticmethod
     def nbytes(number: int) -> int:
         """Bytes of a file with this many rows."""
-        return Seats.nbytes(number) + 2 * _CARD
+        return Seats.nbytes(number) + 2 * _JSON
 
     @staticmethod
-    def parts(memory: Bytes) -> tuple[Seats, tuple[Board, Board]]:
-        """The rows in such a file; the card, and the board for guests, which the supervisor writes."""
-        return Seats(memory[: -2 * _CARD]), (Board(memory[-2 * _CARD : -_CARD]), Board(memory[-_CARD:]))
+    def parts(memory: Bytes) -> tuple[Seats, tuple[SharedJson, SharedJson]]:
+        """The rows in such a file, the join info, and the remote newcomers."""
+        return Seats(memory[: -2 * _JSON]), (SharedJson(memory[-2 * _JSON : -_JSON]), SharedJson(memory[-_JSON:]))
 
     @staticmethod
     def environment(segment: Segment, number: int, seat: int) -> dict[str, str]:
@@ -317,8 +316,8 @@ class OwnSeat:
         self._seats.take(Occupant(self._seat, world_rank, address), as_member=False)
 
     def has_waiting(self) -> bool:
-        """Whether another process of this host or a guest waits to join; a look of a microsecond."""
-        return self._seats.has_waiting() or self._seats.guests > 0
+        """Whether a process waits to join, here or on a host without members; a look of a microsecond."""
+        return self._seats.has_waiting() or self._seats.num_remote_newcomers > 0
 
     def waiting(self) -> list[Occupant]:
         """Those that do; their seats are numbers of rows."""
@@ -328,28 +327,28 @@ class OwnSeat:
         """The members on this host, as far as they live; their seats are numbers of rows."""
         return [one for one in self._seats.members() if one.is_there()]
 
-    def write_card(self, card: dict[str, Any]) -> None:
-        """Write the card; all ranks of the host write the same, and do so again when others have joined.
+    def write_join_info(self, join_info: dict[str, Any]) -> None:
+        """Write the join info; all ranks of the host write the same, and do so again when others have joined.
 
         Raises:
             LaunchError: it is too long.
         """
-        self._boards[0].write(card)
+        self._join_info.write(join_info)
 
-    def read_card(self) -> dict[str, Any]:
-        """The card; waits while it is being written.
+    def read_join_info(self) -> dict[str, Any]:
+        """What a new process needs to join; waits while it is being written.
 
         Raises:
             LaunchError: none is written.
         """
-        card: dict[str, Any] | None = self._boards[0].read()
-        if card is None:
+        found: dict[str, Any] | None = self._join_info.read()
+        if found is None:
             raise LaunchError(f"{config.JOINS.name} is set, but no rank of this host has been a member of the job.")
-        return card
+        return found
 
-    def guests(self) -> list[dict[str, Any]]:
-        """Processes that wait on hosts where no rank is left, as their supervisors tell of them."""
-        return list(self._boards[1].read() or ()) if self._seats.guests else []
+    def remote_newcomers(self) -> list[dict[str, Any]]:
+        """Processes that wait on hosts without members, as their supervisors tell of them."""
+        return list(self._remote_newcomers.read() or ()) if self._seats.num_remote_newcomers else []
 
     @property
     def others_let_join(self) -> bool:

@@ -133,20 +133,20 @@ def connect(record: LaunchRecord, generation: int) -> Rendezvous:
     return Rendezvous(rank, size, connections.gather, transport, close, (address,), _end_process)
 
 
-def wait_outside(record: LaunchRecord, card: Mapping[str, Any], world_rank: int) -> Rendezvous:
+def wait_outside(record: LaunchRecord, join_info: Mapping[str, Any], world_rank: int) -> Rendezvous:
     """Meet nobody yet, but listen: this process is to take the place of a lost rank, and members will connect to it.
 
     Args:
         record: from `detect`.
-        card: of this host (core/rendezvous/seats.py).
+        join_info: of this host (core/rendezvous/seats.py).
         world_rank: of this process.
     """
     assert record.rank is not None
     assert record.size is not None
-    address = str(card["address"])
+    address = str(join_info["address"])
     listener = Listener(address, min(15.0, config.START_TIMEOUT.get()))
     own = {world_rank: Peer(socket.gethostname(), address, listener.port)}
-    listener.open(world_rank, own, str(card["secret"]), accepts_all=True)
+    listener.open(world_rank, own, str(join_info["secret"]), accepts_all=True)
     transport = TcpTransport(world_rank, own, listener)
     return Rendezvous(
         record.rank, record.size, lambda payload: [payload], transport, transport.close, (address,), _end_process

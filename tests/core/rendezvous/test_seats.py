@@ -73,7 +73,7 @@ def test_a_process_is_there_as_long_as_it_has_its_segment():
 
 def test_a_rank_tells_its_hosts_supervisor_how_far_it_is(monkeypatch):
     segment = Segment.create(OwnSeat.nbytes(2))
-    seats, (_, board) = OwnSeat.parts(segment.array)
+    seats, (_, remote_newcomers) = OwnSeat.parts(segment.array)
     variables = OwnSeat.environment(segment, 2, 1)
     own_seat.cache_clear()
     monkeypatch.setenv("RING_SEAT", variables["RING_SEAT"])
@@ -84,21 +84,21 @@ def test_a_rank_tells_its_hosts_supervisor_how_far_it_is(monkeypatch):
     own.start()
     assert seats.is_starting(1) and not seats.has_started(1)
     with pytest.raises(LaunchError, match="no rank of this host has been a member"):
-        own.read_card()
-    own.write_card({"address": "10.1.0.2"})
-    assert own.read_card() == {"address": "10.1.0.2"}
+        own.read_join_info()
+    own.write_join_info({"address": "10.1.0.2"})
+    assert own.read_join_info() == {"address": "10.1.0.2"}
     own.take_part(5, segment.address)
     assert own.members() == [Occupant(1, 5, segment.address)] and not own.has_waiting()
     assert seats.has_started(1) and not seats.is_starting(1) and not seats.is_cut_off(1)
     own.note_cut_off()
     assert seats.has_started(1) and seats.is_cut_off(1) and not seats.has_started(0)
-    assert own.guests() == [] and not own.has_waiting() and not own.others_let_join
-    board.write([{"seat": 4}])
-    seats.guests, seats.others_let_join = 1, True
-    assert own.guests() == [{"seat": 4}] and own.has_waiting() and own.others_let_join
-    board.write([])
-    seats.guests = 0
-    assert own.guests() == [] and not own.has_waiting()
+    assert own.remote_newcomers() == [] and not own.has_waiting() and not own.others_let_join
+    remote_newcomers.write([{"seat": 4}])
+    seats.num_remote_newcomers, seats.others_let_join = 1, True
+    assert own.remote_newcomers() == [{"seat": 4}] and own.has_waiting() and own.others_let_join
+    remote_newcomers.write([])
+    seats.num_remote_newcomers = 0
+    assert own.remote_newcomers() == [] and not own.has_waiting()
     monkeypatch.setenv("RING_SEAT", "999:2:1")
     with pytest.raises(LaunchError, match="copied from a rank of a job into another environment"):
         own_seat()
