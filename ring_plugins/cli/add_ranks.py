@@ -6,12 +6,19 @@ from typing import Annotated
 
 import typer
 
+from ring_plugins.cli.numbers import whole_number
+
 
 def add_ranks(
-    number: Annotated[int, typer.Argument(help="How many ranks to add.")],
+    number: Annotated[int, typer.Argument(parser=whole_number, help="How many ranks to add.")],
     job: Annotated[
         int | None,
-        typer.Option("--job", help="Process id of the `ring run`; not needed if only one of yours runs on this host."),
+        typer.Option(
+            "--job",
+            parser=whole_number,
+            metavar="<int>",
+            help="Process id of the `ring run`; not needed if only one of yours runs on this host.",
+        ),
     ] = None,
     host: Annotated[
         str | None,

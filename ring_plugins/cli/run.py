@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from ring_plugins.cli.numbers import whole_number
+
 
 class Binding(str, Enum):
     """Values of --bind."""
@@ -45,6 +47,8 @@ def run(
             "-n",
             "-np",
             "--ranks",
+            parser=whole_number,
+            metavar="<int>",
             help="Number of ranks. By default one for each slot of the hosts; on this host alone one for each GPU, "
             "or for each core if it has no GPU.",
             rich_help_panel=_WHERE,
@@ -124,6 +128,8 @@ def run(
         int | None,
         typer.Option(
             "--min-ranks",
+            parser=whole_number,
+            metavar="<int>",
             envvar="RING_MIN_RANKS",
             help="The fewest ranks with which `--on-failure continue` and `replace` go on; 1 by default.",
             rich_help_panel=_HOW,
@@ -133,6 +139,8 @@ def run(
         int | None,
         typer.Option(
             "--max-ranks",
+            parser=whole_number,
+            metavar="<int>",
             envvar="RING_MAX_RANKS",
             help="Up to how many ranks `ring add-ranks` may let the job grow while it runs, with "
             "`--on-failure replace`; no more than at the start by default.",
@@ -143,6 +151,8 @@ def run(
         int,
         typer.Option(
             "--spares",
+            parser=whole_number,
+            metavar="<int>",
             envvar="RING_SPARES",
             help="How many further processes wait in `init()` to take the places of lost ranks, or to be added, at "
             "once, with `--on-failure replace`.",

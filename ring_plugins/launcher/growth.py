@@ -131,7 +131,9 @@ def request_ranks(number: int, job: int | None, host: str | None = None) -> str:
         LaunchError: it refuses, or does not answer.
     """
     if not 1 <= number < 10**6:
-        raise ArgumentError(f"{number} is not a positive number of ranks.")
+        raise ArgumentError(
+            f"{number} is not a number of ranks by which a job can grow: give how many, as in `ring add-ranks 2`."
+        )
     if host is not None and not re.fullmatch(r"[\w.@-]{1,255}", host, re.ASCII):
         raise ArgumentError(f"--host {host!r} is not a host: give the name that `ring run -H` has for it.")
     jobs = running_jobs()
@@ -151,8 +153,8 @@ def request_ranks(number: int, job: int | None, host: str | None = None) -> str:
         except OSError as error:
             others = f" Those that can:{listed}" if jobs else ""
             raise ArgumentError(
-                f"process {pid} is not a `ring run --on-failure replace` of yours on this host ({error.strerror}). If "
-                f"it runs on another host, ask there.{others}"
+                f"--job {pid} is not the process id of a `ring run --on-failure replace` of yours on this host "
+                f"({error.strerror}). If it runs on another host, ask there.{others}"
             ) from None
         if not is_same_unix_user(connection):
             raise ArgumentError(f"process {pid} is another user's.")

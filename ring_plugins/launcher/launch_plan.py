@@ -183,11 +183,11 @@ def _check(options: Options) -> None:
     if not options.command:
         raise ArgumentError("nothing to run: write `ring run -n 2 python train.py`.")
     if options.ranks is not None and options.ranks < 1:
-        raise ArgumentError(f"-n {options.ranks} is not a positive number of ranks.")
+        raise ArgumentError(f"-n {options.ranks} is not a positive number of ranks: give 1 or more.")
     if options.hosts and options.hostfile:
         raise ArgumentError("-H and --hostfile both name hosts: give one of them.")
     if options.spares < 0:
-        raise ArgumentError(f"--spares {options.spares} is not a number of processes.")
+        raise ArgumentError(f"--spares {options.spares} is not a number of processes: give 0 or more.")
     if options.spares and options.on_failure != "replace":
         raise ArgumentError(
             f"--spares {options.spares} needs --on-failure replace, with which spare processes take the places of lost "
@@ -218,10 +218,16 @@ def _check_that_losses_can_be_tolerated(options: Options, ranks: int, is_local: 
     if options.starter == "mpirun" or options.mpirun is not None or options.mpirun_options:
         raise ArgumentError(f"{option} does not work with mpirun, which ends all ranks: {remedy}")
     if options.min_ranks is not None and not 1 <= options.min_ranks <= ranks:
-        raise ArgumentError(f"--min-ranks {options.min_ranks} is not between 1 and the {ranks} ranks of the job.")
+        raise ArgumentError(
+            f"--min-ranks {options.min_ranks} is not between 1 and the {ranks} ranks of the job: change it, or "
+            f"{config.MIN_RANKS.name} if that sets it."
+        )
     most, limit = options.max_ranks, MOST_MEMBERS if is_local else MOST_RANKS
     if most is not None and not ranks <= most <= limit:
-        raise ArgumentError(f"--max-ranks {most} is not between the {ranks} ranks of the job and {limit}.")
+        raise ArgumentError(
+            f"--max-ranks {most} is not between the {ranks} ranks of the job and {limit}: change it, or "
+            f"{config.MAX_RANKS.name} if that sets it."
+        )
     if options.spares > (most or ranks):
         raise ArgumentError(
             f"--spares {options.spares} is more than the {most or ranks} ranks whose places spares can take."

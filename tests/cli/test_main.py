@@ -18,6 +18,37 @@ def test_every_command_has_help_with_examples(command):
     assert result.exit_code == 0 and f"ring {command}" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("arguments", "variables", "named"),
+    [
+        (["run", "-n", "x"], {}, ["-n", "'x' is not a whole number. Give one"]),
+        (["run", "--on-failure", "go", "-n", "2"], {}, ["--on-failure", "'go' is not one of", "'replace'"]),
+        (["run", "-n", "2"], {"RING_ON_FAILURE": "go"}, ["RING_ON_FAILURE", "'go' is not one of", "'replace'"]),
+        (["run", "--min-ranks", "x"], {}, ["--min-ranks", "'x' is not a whole number. Give one"]),
+        (["run"], {"RING_MIN_RANKS": "1.5"}, ["RING_MIN_RANKS", "'1.5' is not a whole number. Give one"]),
+        (["run"], {"RING_MAX_RANKS": "many"}, ["RING_MAX_RANKS", "'many' is not a whole number. Give one"]),
+        (["run"], {"RING_SPARES": "x"}, ["RING_SPARES", "'x' is not a whole number. Give one"]),
+        (
+            ["run", "-n", "2", "--on-failure", "continue"],
+            {"RING_MIN_RANKS": "-1"},
+            ["--min-ranks -1 is not between 1 and the 2 ranks of the job: change it, or RING_MIN_RANKS if"],
+        ),
+        (["add-ranks", "two"], {}, ["number", "'two' is not a whole number. Give one"]),
+        (["add-ranks", "0"], {}, ["0 is not a number of ranks by which a job can grow: give how many, as in"]),
+        (["add-ranks", "1000000"], {}, ["1000000 is not a number of ranks by which a job can grow: give how many"]),
+        (["add-ranks", "2", "--job", "mine"], {}, ["--job", "'mine' is not a whole number. Give one"]),
+        (["add-ranks", "2", "--job", "0"], {}, ["--job 0 is not the process id of a `ring run", "ask there"]),
+        (["add-ranks", "2", "--host", "a b"], {}, ["--host 'a b' is not a host: give the name"]),
+    ],
+    ids=str,
+)
+def test_a_bad_value_is_named_with_its_argument_and_a_remedy(arguments, variables, named):
+    program = ["true"] if arguments[0] == "run" else []
+    result = CliRunner().invoke(app, [*arguments, *program], env=variables)
+    output = " ".join(result.stderr.replace("\u2502", " ").split())  # typer draws a box, and breaks lines
+    assert result.exit_code == 2 and all(text in output for text in named), output
+
+
 def test_a_rank_may_start_another_job_of_its_own():
     """It has the options of its job as variables, of which --max-ranks contradicts the new job's."""
     outer = {"RING_LOSSES_TOLERATED": "1", "RING_ON_FAILURE": "replace", "RING_MAX_RANKS": "4", "RING_SPARES": "1"}

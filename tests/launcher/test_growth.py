@@ -57,12 +57,14 @@ def test_what_names_no_job_or_several_is_refused(monkeypatch):
     monkeypatch.setattr(growth, "running_jobs", dict)
     with pytest.raises(ArgumentError, match="no `ring run` of yours on this host has a job that can grow"):
         request_ranks(1, None)
-    with pytest.raises(ArgumentError, match=r"process 1 is not a `ring run --on-failure replace` of yours"):
+    with pytest.raises(
+        ArgumentError, match=r"--job 1 is not the process id of a `ring run --on-failure replace` of yours"
+    ):
         request_ranks(1, 1)
     monkeypatch.setattr(growth, "running_jobs", lambda: {5: "ring run a", 6: "ring run b"})
     with pytest.raises(ArgumentError, match=r"choose one with --job and its process id:\n  5: ring run a\n  6: ring"):
         request_ranks(1, None)
-    with pytest.raises(ArgumentError, match="0 is not a positive number"):
+    with pytest.raises(ArgumentError, match="0 is not a number of ranks by which a job can grow"):
         request_ranks(0, None)
     with pytest.raises(ArgumentError, match=r"--host 'a b' is not a host: give the name that `ring run -H` has for it"):
         request_ranks(1, None, "a b")

@@ -58,6 +58,11 @@ class FailurePolicy(NamedTuple):
         for name, number in (("min_ranks", min_ranks), ("max_ranks", max_ranks)):
             if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
                 raise ArgumentError(f"{name}={number!r} is not a positive number of ranks.")
+        least, most = config.MIN_RANKS.get(), config.MAX_RANKS.get()  # checked even where they have no effect
+        if config.MIN_RANKS.is_set() and not least:
+            raise ArgumentError(
+                f"{config.MIN_RANKS.name}=0 is not a positive number of ranks: give 1 or more, or unset it."
+            )
         chosen = on_failure or config.ON_FAILURE.get()
         continues, replaces = chosen != "end", chosen == "replace"
         if min_ranks is not None and not continues:
@@ -70,8 +75,8 @@ class FailurePolicy(NamedTuple):
                 f'max_ranks={max_ranks} needs on_failure="replace", with which further processes can join a job; pass '
                 "both, or leave max_ranks out."
             )
-        least = (min_ranks or config.MIN_RANKS.get() or 1) if continues else 0
-        return cls(continues, least, replaces, (max_ranks or config.MAX_RANKS.get()) if replaces else 0)
+        least = (min_ranks or least or 1) if continues else 0
+        return cls(continues, least, replaces, (max_ranks or most) if replaces else 0)
 
     def idle_variables(self) -> list[str]:
         """Variables that are set, but have no effect with this policy, each with what it needs."""
@@ -91,9 +96,15 @@ class FailurePolicy(NamedTuple):
             ArgumentError: it has fewer than `min_ranks`, or more than `max_ranks`, or could not grow.
         """
         if self.min_ranks > ranks:
-            raise ArgumentError(f"min_ranks={self.min_ranks} is more than the {ranks} ranks of the job.")
+            raise ArgumentError(
+                f"min_ranks={self.min_ranks} is more than the {ranks} ranks of the job: lower min_ranks or "
+                f"{config.MIN_RANKS.name}, or start more ranks."
+            )
         if 0 < self.max_ranks < ranks:
-            raise ArgumentError(f"max_ranks={self.max_ranks} is less than the {ranks} ranks of the job.")
+            raise ArgumentError(
+                f"max_ranks={self.max_ranks} is less than the {ranks} ranks of the job: raise max_ranks or "
+                f"{config.MAX_RANKS.name}, or start fewer ranks."
+            )
         if self.max_ranks > MOST_MEMBERS:
             raise ArgumentError(
                 f"max_ranks={self.max_ranks} is more than {MOST_MEMBERS}, the most that can join a job."
@@ -220,4 +231,4 @@ def check_policies(
     if size > (most := MOST_MEMBERS if shares_memory else MOST_RANKS):
         raise ArgumentError(f'on_failure="continue" works with up to {most} ranks, but these are {job}: {_REMEDY}.')
     if min_ranks > size > 1:
-        raise ArgumentError(f"min_ranks={min_ranks} is more than the {size} ranks of the job.")
+        FailurePolicy(*policies[0]).check_size(size)

@@ -31,6 +31,15 @@ def test_a_wrong_policy_is_refused(arguments, text):
         FailurePolicy.chosen(*arguments)
 
 
+@pytest.mark.parametrize("on_failure", ["end", "continue"])
+@pytest.mark.parametrize("value", ["0", "x", "-1"])
+def test_a_wrong_variable_is_refused_even_where_it_has_no_effect(monkeypatch, on_failure, value):
+    """As a rank that looks at it later would fail, while the others train."""
+    monkeypatch.setenv("RING_MIN_RANKS", value)
+    with pytest.raises(ArgumentError, match=f"RING_MIN_RANKS='?{value}'? is not a "):
+        FailurePolicy.chosen(on_failure, None)
+
+
 def test_the_variables_choose_what_the_arguments_do_not(monkeypatch):
     monkeypatch.setenv("RING_ON_FAILURE", "continue")
     monkeypatch.setenv("RING_MIN_RANKS", "2")
@@ -59,8 +68,16 @@ def test_a_job_has_no_fewer_ranks_than_min_ranks_and_no_more_than_max_ranks(monk
     FailurePolicy(True, 2, True, 4).check_size(4)
     FailurePolicy(True, 1, True, 1).check_size(1)
     for chosen, ranks, text in (
-        (FailurePolicy(True, 3, True, 4), 2, "min_ranks=3 is more than the 2 ranks"),
-        (FailurePolicy(True, 1, True, 4), 5, "max_ranks=4 is less than the 5 ranks"),
+        (
+            FailurePolicy(True, 3, True, 4),
+            2,
+            "min_ranks=3 is more than the 2 ranks of the job: lower min_ranks or RING_MIN_RANKS, or",
+        ),
+        (
+            FailurePolicy(True, 1, True, 4),
+            5,
+            "max_ranks=4 is less than the 5 ranks of the job: raise max_ranks or RING_MAX_RANKS, or",
+        ),
         (FailurePolicy(True, 1, True, MOST_MEMBERS + 1), 2, f"is more than {MOST_MEMBERS}, the most"),
         (FailurePolicy(True, 1, True, 4), 1, "a job of one rank cannot grow"),
     ):
@@ -150,7 +167,9 @@ def test_all_ranks_must_want_it_and_be_able_to():
         check_policies([CONTINUE] * (MOST_MEMBERS + 1), True, True, "")
     with pytest.raises(ArgumentError, match=f"up to {MOST_RANKS} ranks"):
         check_policies([CONTINUE] * (MOST_RANKS + 1), False, True, "")
-    with pytest.raises(ArgumentError, match="min_ranks=3 is more than the 2 ranks"):
+    with pytest.raises(
+        ArgumentError, match="min_ranks=3 is more than the 2 ranks of the job: lower min_ranks or RING_MIN_RANKS, or"
+    ):
         check_policies([(True, 3, False), (True, 3, False)], True, False, "")
     with pytest.raises(
         ArgumentError, match="works on several hosts under .* srun, but these are 2 ranks on 2 hosts without them"
