@@ -1,15 +1,19 @@
 """How a rank under test dies at a certain point."""
 
+import functools
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.collectives.shm_barrier import SharedMemoryBarrier
 from ring_plugins.core.control import admission, mesh_admission
 from ring_plugins.core.control.consensus import Consensus
+from ring_plugins.core.elastic import joining_between_hosts
 from ring_plugins.core.net.tcp import TcpTransport
 from ring_plugins.core.world import current
 
@@ -69,8 +73,20 @@ def die_in_barrier(number: int, when: str) -> None:
             communicator._node._synchronize = communicator._node.barriers.synchronize
 
 
+@functools.cache
+def pause_once() -> None:
+    """Make the file that TEST_PAUSED names, and wait until the test removes it."""
+    file = Path(os.environ["TEST_PAUSED"])
+    file.touch()
+    while file.exists():
+        time.sleep(0.005)
+
+
 def end_in_round(number: int, when: str) -> None:
-    """Die "before" or "in" this round of an admission from now on, counted from 1, or be "stopped" before it."""
+    """Die "before" or "in" this round of an admission from now on, counted from 1, or be "stopped" before it.
+
+    Between hosts, `when` may also be "pauses-before" or "pauses-in": the process goes on when the test says so.
+    """
     gather, seen = admission.Admission.gather, []
 
     def mortally(self: Any, payload: Any) -> Any:
@@ -90,20 +106,25 @@ def end_in_round(number: int, when: str) -> None:
 def end_in_round_between_hosts(number: int, when: str) -> None:
     """As `end_in_round`, on several hosts, where the third round is the decision.
 
+    Round 0 is the one in which members call the newcomer, and round 4 that in which all go on together.
     A member dies "in" that when it has told the others that it has arrived, and a newcomer when it knows of it.
     """
     of_members, of_newcomer = mesh_admission.MeshAdmission.gather, mesh_admission.Candidate.gather
     arrive, decided = Consensus.arrive, mesh_admission.Candidate.decision
     seen: list[int] = []
+    pauses, is_in = when.startswith("pauses"), when.endswith("in")
 
     def end() -> None:
-        if when != "stopped":
+        if pauses:
+            pause_once()
+        elif when == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
             die()
-        os.kill(os.getpid(), signal.SIGSTOP)
 
     def gather(self: Any, *args: Any) -> Any:
         seen.append(1)
-        if len(seen) == number and when == "in":
+        if len(seen) == number and is_in:
             self._mesh.tell_all("admission", {"view": self._view, "round": args[0], "payload": args[1]})
         if len(seen) == number:
             end()
@@ -112,7 +133,7 @@ def end_in_round_between_hosts(number: int, when: str) -> None:
     def gather_as_newcomer(self: Any, view: int, round_: int, members: Any, payload: Any = None) -> Any:
         seen.extend([1] * (payload is not None))
         if len(seen) == number and payload is not None:
-            if when == "in":
+            if is_in:
                 for rank in members:
                     self._tell(rank, {"view": view, "round": round_, "payload": payload})
                 self._look()
@@ -120,21 +141,41 @@ def end_in_round_between_hosts(number: int, when: str) -> None:
         return of_newcomer(self, view, round_, members, payload)
 
     def arrive_with_newcomer(self: Any, *args: Any) -> None:
-        if number == 3 and args[3] and when == "in":
+        if number == 3 and args[3] and is_in:
             arrive(self, *args)
         if number == 3 and args[3]:
             end()
         arrive(self, *args)
 
     def decision(self: Any, *args: Any) -> Any:
-        if number == 3 and when != "in":
+        if number == 3 and not is_in:
             end()
         found = decided(self, *args)
-        if number == 3:
+        if number == 3 and is_in:
             end()
         return found
 
+    if number == 0:
+        end_around(mesh_admission.MeshAdmission, "call", end, is_in)
+        end_around(mesh_admission.Candidate, "called", end, is_in)
+    if number == 4:
+        end_around(joining_between_hosts._Agreement, "go_on", end, is_in)
     mesh_admission.MeshAdmission.gather = gather  # type: ignore[method-assign]
     mesh_admission.Candidate.gather = gather_as_newcomer  # type: ignore[method-assign]
     mesh_admission.Candidate.decision = decision  # type: ignore[method-assign]
     Consensus.arrive = arrive_with_newcomer  # type: ignore[method-assign]
+
+
+def end_around(of: Any, name: str, end: Callable[[], object], is_behind: bool) -> None:
+    """Call `end` before a method, or behind it."""
+    function = getattr(of, name)
+
+    def with_end(self: Any, *args: Any) -> Any:
+        if not is_behind:
+            end()
+        found = function(self, *args)
+        if is_behind:
+            end()
+        return found
+
+    setattr(of, name, with_end)

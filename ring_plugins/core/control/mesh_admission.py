@@ -190,7 +190,9 @@ class Candidate:
             if self._decisions.get(view) is None and number != READY and not self._are_connected(view, members):
                 raise NotAdmitted("")
             self._check(view)
-            return not left
+            # What a member has told may be lost with the network between it and this process. But all were ready, or
+            # the others would not have let this process join.
+            return not left or view in self._decisions
 
         self._wait(have_told, missing)
         return {**self._of(view, number), self.rank: payload}

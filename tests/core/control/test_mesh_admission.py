@@ -141,3 +141,21 @@ def test_members_wait_for_a_newcomer_that_does_not_answer_for_some_time_only(mes
     monkeypatch.setattr(mesh_admission, "_PATIENCE", 0.3)
     assert at_once([lambda one=one: admit(*one, newcomer) for one in meshes]) == [None] * 4
     assert [(mesh.ranks, mesh.view) for mesh, _ in meshes] == [((0, 1, 2, 3), 1)] * 4
+
+
+def test_a_process_joins_that_has_not_heard_of_all_that_they_are_ready_but_of_the_decision(meshes, newcomer):
+    """As when the network between it and one of them is lost just then."""
+    mesh, _ = meshes[3]
+    tell_all = mesh.tell_all
+
+    def tell_members(kind, body):
+        if kind == "admission" and body.get("round") == READY:
+            for rank in mesh.ranks:
+                mesh.tell(rank, kind, body)
+        else:
+            tell_all(kind, body)
+
+    mesh.tell_all = tell_members
+    *found, joined = attempt(meshes, newcomer)
+    assert found == [[0, 1, 2, 3, NEW]] * 4 and joined.ranks == (0, 1, NEW, 2, 3)
+    joined.close()

@@ -1,0 +1,104 @@
+"""A job without a framework, so that it starts soon, in which other processes take the places of lost ones.
+
+TEST_DEATHS and TEST_AWAITED are as in tests/torch/checks_replacement.py, TEST_STEPS is the number of steps, and
+TEST_ADDED says that rank 0 asks for further ranks: [step, number, host]. Each rank reports what it has in the end, or
+the error with which it ends.
+"""
+
+import json
+import os
+import time
+
+import numpy as np
+
+import ring_plugins as ring
+from ring_plugins.core.elastic.handover import fails_alone, hand_over
+from ring_plugins.core.elastic.joining import admit, join
+from ring_plugins.core.world import current
+from ring_plugins.launcher.growth import request_ranks
+from tests.mortal import end_at, end_in_round
+from tests.newcomers import wait_for_newcomers
+from tests.worker import report
+
+STEPS, AWAITED = int(os.environ.get("TEST_STEPS", "10")), float(os.environ.get("TEST_AWAITED", "0"))
+ADDED = json.loads(os.environ.get("TEST_ADDED", "null"))
+
+
+def gradient(step: int, seat: int) -> float:
+    return 12.0 * ((7 * step + 3 * seat) % 5 - 2)
+
+
+def begin(points: list[str]) -> None:
+    for point in points:
+        if point.startswith("round"):
+            end_in_round(int(point.split()[1]), point.split()[2])
+        else:
+            end_at(point)
+
+
+class Training:
+    """Adds averaged gradients up; the second weight comes from an operation of its own."""
+
+    def __init__(self) -> None:
+        self.step, self.history = 0, list[list[int]]()
+        self.weights, self.large = 0.0, np.zeros(30_000)
+
+    def take_step(self, seat: int) -> None:
+        elastic, own = current().elastic, gradient(self.step, seat)
+        told = ring.all_gather_object((seat, own, elastic.wants_change))
+        self.weights += sum(one for _, one, _ in told) / len(told)
+        self.history.append([one for one, _, _ in told])
+        self.large += ring.all_reduce(np.full(self.large.size, own))
+        self.step += 1
+        if any(wants for *_, wants in told):
+            elastic.change_members()
+        if elastic.awaited:
+            self.share(admit("here", further=True))
+
+    def share(self, joined: tuple[int, ...]) -> None:
+        if not joined:
+            return
+        communicator = current().communicator
+        large = [self.large]
+
+        def send(_: object, giver: object) -> None:
+            large[0] = communicator.broadcast_object(self.large, giver())
+
+        state = hand_over(lambda: (None, (self.step, self.history, self.weights)), joined, send)
+        if state is not None:
+            with fails_alone():
+                (self.step, self.history, self.weights), self.large = state, large[0].copy()
+        current().elastic.tell_changes()
+
+
+def main() -> None:
+    ring.init()
+    world, seat = current(), ring.rank()
+    is_new, ranks = world.is_joining, int(os.environ["TEST_RANKS"])
+    deaths = [(step, point) for of, step, point in json.loads(os.environ["TEST_DEATHS"]) if of == seat]
+    mine = [(step, point.removeprefix("newcomer ")) for step, point in deaths if ("newcomer" in point) == is_new]
+    if is_new:
+        report("came", world.world_rank, seat)
+    training = Training()
+    try:
+        if is_new:
+            begin([point for _, point in mine] if world.world_rank < ranks + 2 or seat >= ranks else [])
+            training.share(join("here"))
+        while training.step < STEPS:
+            report("step", training.step, seat)
+            if ADDED and seat == 0 and training.step == ADDED[0]:
+                report("answer", request_ranks(ADDED[1], None, ADDED[2]), seat)
+            begin([point for step, point in mine if step == training.step and not is_new])
+            if AWAITED:
+                missing = set(range(ranks)).difference(world.processes.taken_seats)
+                wait_for_newcomers(missing, AWAITED)
+            training.take_step(seat)
+            time.sleep(float(os.environ.get("TEST_PAUSE", "0")))
+        numbers = ring.all_gather_object(world.world_rank)
+    except ring.PeerFailed as error:
+        report("ended", str(error), seat)
+        raise
+    report("found", [training.weights, sorted(set(training.large.tolist())), training.history, numbers], seat)
+
+
+main()
