@@ -1,5 +1,6 @@
 """The network of a host is cut while a process joins: one side goes on, whole, and the other ends and says why."""
 
+import socket
 import time
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def check(result, going_on):
         *((3, [0, 3, f"round {point}"], FIRST) for point in ("2 pauses-in", "3 pauses-in")),
         *((3, [2, 3, f"round {point}"], FIRST) for point in ("1 pauses-before", "3 pauses-in")),
         # Until it has joined, host2 has more ranks, and then host1 has as many and the lowest.
-        *((1, [1, 0, f"newcomer round {point}"], SECOND) for point in ("0 pauses-in", "2 pauses-in")),
+        *((1, [1, 0, f"newcomer round {point}"], SECOND) for point in ("0 pauses-in", "2 pauses-before")),
         (1, [1, 0, "newcomer round 4 pauses-in"], FIRST),
         (1, [0, 3, "round 2 pauses-before"], SECOND),
         (1, [2, 3, "round 2 pauses-in"], SECOND),
@@ -86,3 +87,16 @@ def test_the_process_joins_behind_a_short_cut(cluster, tmp_path, lost, point):
     paused = [lost, 0, f"newcomer round {point}"]
     numbers = check(train(cluster, tmp_path, [[lost, 2, "now"], paused], 0.7), EVERYONE)
     assert numbers[lost] == {1: 4, 3: 5}[lost], "the first one that was started"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("paused", [[3, 0, "newcomer round 2 pauses-before"], [0, 3, "round 2 pauses-before"]], ids=str)
+def test_so_it_does_behind_one_that_is_little_shorter_than_the_network_may_be_silent(cluster, tmp_path, paused):
+    """TCP by itself repeats what was lost after 3 s, and then only after 6."""
+    with socket.socket() as one:
+        try:
+            one.getsockopt(socket.IPPROTO_TCP, 44)
+        except OSError:
+            pytest.skip("Linux knows TCP_RTO_MAX_MS since 6.15")
+    deaths = [[3, 2, "now"], paused]
+    check(train(cluster, tmp_path, deaths, 4.2, RING_NETWORK_TIMEOUT="6"), EVERYONE)

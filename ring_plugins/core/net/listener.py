@@ -32,6 +32,7 @@ from ring_plugins.core.net.auth import (
     Refused,
     advance,
 )
+from ring_plugins.core.net.frames import configure
 
 #: Seconds before the next attempt to connect, after a peer dropped one before it answered.
 _RETRY_SECONDS = 0.05
@@ -341,7 +342,7 @@ def bind_without_port(connecting: socket.socket, source: str) -> None:
 
 def _ready(connected: socket.socket) -> socket.socket:
     """Configure a connection for transfers."""
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    configure(connected)
     # The kernel tunes buffer sizes itself; setting them would turn that off.
     connected.setblocking(False)
     return connected

@@ -34,6 +34,7 @@ from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, advance
+from ring_plugins.core.net.frames import configure
 from ring_plugins.core.net.socket_owner import is_same_user
 
 T = TypeVar("T")
@@ -193,7 +194,7 @@ class Outgoing(Generic[T]):
         connecting = self.socket = socket.socket(family, socket.SOCK_STREAM)
         connecting.setblocking(False)
         if not local:
-            connecting.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            configure(connecting)
         with contextlib.suppress(BlockingIOError):
             connecting.connect("\0" + target if local else (target, port))
         if local and not is_same_user(connecting):
@@ -269,7 +270,7 @@ class Incoming(Generic[T]):
     def __init__(self, peer: int, connected: socket.socket) -> None:
         self.peer, self.socket = peer, connected
         if connected.family != socket.AF_UNIX:
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            configure(connected)
         self.item: T | None = None
         self.moved = 0
         self.waits = False

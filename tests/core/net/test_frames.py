@@ -15,6 +15,17 @@ def frames(purpose=Purpose.CONTROL):
     return FrameSocket(here, purpose), FrameSocket(there, purpose)
 
 
+def test_what_another_host_does_not_acknowledge_is_repeated_every_second_where_linux_can():
+    """So a network that is back within RING_NETWORK_TIMEOUT is found to be; tests/hosts cuts one."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connected:
+        try:
+            default = connected.getsockopt(socket.IPPROTO_TCP, 44)
+        except OSError:
+            pytest.skip("Linux knows TCP_RTO_MAX_MS since 6.15")
+        FrameSocket(connected, Purpose.CONTROL)
+        assert connected.getsockopt(socket.IPPROTO_TCP, 44) == 1000 < default
+
+
 def test_messages_arrive_whole_and_in_order_large_ones_too():
     here, there = frames()
     sent = [b"", b"x", os.urandom(1 << 22), b"y" * 300_000, b"z"]
