@@ -7,7 +7,9 @@ import pytest
 
 from tests.hosts import hosts
 from tests.hosts.test_replacement import train
-from tests.torch.test_replacement import check
+from tests.keras import test_replacement as of_keras
+from tests.lightning import test_replacement as of_lightning
+from tests.torch.test_replacement import check, replayed
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +79,53 @@ def test_a_host_that_comes_at_the_very_end_does_not_keep_the_job(cluster):
     assert seats == [0, 1, 2, 3] and result.reports[0]["answer"].startswith("rank 4 on host3 will join")
     assert re.search("host3 comes too late, .*; rank 4 will not join|rank 4 had not joined yet", result.output)
     assert not re.search("ranks? [:;,.]", result.output)
+
+
+def fit(cluster, script, deaths=(), backend=""):
+    """Two ranks become four in the second epoch, of which the further ones are on host3."""
+    env = {
+        "TEST_ADDED": json.dumps([[0, 2, 2, "host3"]]), "TEST_WHERE": json.dumps({"2": "host3", "3": "host3"}),
+        "TEST_MOST": "4", **({"KERAS_BACKEND": backend} if backend else {}),
+    }  # fmt: skip
+    options = ("--no-check", "--max-ranks", "4")
+    result = train(cluster, deaths, ranks_per_host=1, script=script, env=env, options=options)
+    assert result.reports[0]["answer"] == "ranks 2, 3 on host3 will join where an epoch begins."
+    assert "ring run: ranks 2, 3 joined" in result.output
+    return result
+
+
+@pytest.mark.slow
+def test_a_fit_of_lightning_grows_on_a_new_host(cluster):
+    history = [[0, 1]] * 12 + [[0, 1, 2, 3]] * 12
+    found = [replayed(history, ends=[12, 18, 24]), history, [2, 4, 4], 4, 4, 24, 3, 3.5]
+    assert fit(cluster, of_lightning.GROWS).values("found") == [found] * 4
+
+
+@pytest.mark.slow
+def test_a_rank_of_that_host_is_replaced_in_a_fit_of_lightning(cluster):
+    """In the middle of the second epoch: the schedule, the epoch and what the module keeps are taken over."""
+    result = fit(cluster, of_lightning.GROWS, [[3, 14, "every newcomer now"]])
+    found = result.values("found")
+    assert found == [found[0]] * 4, str(result)
+    weights, history, validated, *sizes = found[0]
+    assert [0, 1, 2] in history and history[-1] == [0, 1, 2, 3] and len(history) == 24
+    # The rank has taken part in the step in which it was lost, or not.
+    lost = history.index([0, 1, 2])
+    possible = [history, [*history[:lost], [0, 1, 2, 3], *history[lost + 1 :]]]
+    assert weights in [replayed(one, ends=[12, 18, 24]) for one in possible]
+    assert validated == [2, 4, 4] and sizes == [4, 4, 24, 3, 3.5]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", of_keras.BACKENDS)
+def test_a_job_of_keras_grows_on_a_new_host(cluster, backend):
+    assert fit(cluster, of_keras.GROWS, backend=backend).values("found") == of_keras.grown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", of_keras.BACKENDS)
+def test_a_rank_of_that_host_is_replaced_in_a_job_of_keras(cluster, backend):
+    result = fit(cluster, of_keras.GROWS, [[3, 14, "every newcomer now"]], backend)
+    found = result.values("found")
+    assert found == [found[0]] * 4, str(result)
+    assert found[0][1][-1] == [0, 1, 2, 3] and [0, 1, 2] in found[0][1] and found[0][2] == 2.0

@@ -267,12 +267,12 @@ GROWS = """
     import ring_plugins as ring
     from ring_plugins.core.world import current
     from ring_plugins.keras import BroadcastCallback, LearningRateWarmupCallback, TrainingState, shard
-    from tests.torch.checks_replacement import begin_step, seats_taken
+    from tests.torch.checks_replacement import begin_step, own_deaths, seats_taken
     from tests.worker import report
 
     class Follows(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
-            begin_step(state.step, [], 2, current().share[0])
+            begin_step(state.step, own_deaths(current().share[0], 2), 2, current().share[0])
 
         def on_train_batch_end(self, batch, logs=None):
             state.step += 1

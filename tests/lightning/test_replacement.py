@@ -196,7 +196,7 @@ GROWS = """
     import ring_plugins as ring
     from ring_plugins.core.world import current
     from ring_plugins.lightning import RingStrategy
-    from tests.torch.checks_replacement import begin_step, gradient, seats_taken
+    from tests.torch.checks_replacement import begin_step, gradient, own_deaths, seats_taken
     from tests.worker import report
 
     warnings.simplefilter("ignore")
@@ -210,7 +210,7 @@ GROWS = """
         def training_step(self, batch, index):
             seat = current().share[0]
             self.seen.append([self.current_epoch, int(batch)])
-            begin_step(self.trainer.global_step, [], 2, seat)
+            begin_step(self.trainer.global_step, own_deaths(seat, 2), 2, seat)
             return gradient(self.trainer.global_step, seat) * self.weight.sum()
 
         def on_train_batch_end(self, *_):
