@@ -38,6 +38,12 @@ def pytest_configure(config: pytest.Config) -> None:
     hear_interrupts()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    changing = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if changing:  # workers of `pytest -n` would refuse to run anything, as each names its tests otherwise
+        raise pytest.UsageError("give these tests ids without an address:\n" + "\n".join(changing))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     budget = item.config.getoption("--budget")

@@ -86,7 +86,7 @@ def test_wrong_arguments_are_refused_at_once(monkeypatch):
         ((divide, (1,)), {"hosts": ["a"]}, r"hosts=\['a'\] is not a text: .*host1:2,host2:2"),
         ((divide, (1,)), {"env": {"SECRET": 5678}}, "env: name and value of 'SECRET' must be texts"),
     ],
-    ids=str,
+    ids=["args", "args: text", "kwargs", "names in kwargs", "function", "timeout", "hosts", "env"],
 )
 def test_an_argument_in_another_one_s_place_is_named(arguments, options, error):
     with pytest.raises(ring.ArgumentError, match=error):
