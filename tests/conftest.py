@@ -38,12 +38,6 @@ def pytest_configure(config: pytest.Config) -> None:
     hear_interrupts()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    changing = [item.nodeid for item in items if " at 0x" in item.nodeid]
-    if changing:  # workers of `pytest -n` would refuse to run anything, as each names its tests otherwise
-        raise pytest.UsageError("give these tests ids without an address:\n" + "\n".join(changing))
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     budget = item.config.getoption("--budget")
@@ -115,6 +109,9 @@ def _is_parametrized(metafunc: pytest.Metafunc, name: str) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    changing = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if changing:  # workers of `pytest -n` would refuse to run anything, as each names its tests otherwise
+        raise pytest.UsageError("give these tests ids without an address:\n" + "\n".join(changing))
     missing = _missing_for_mpi()
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
