@@ -81,7 +81,7 @@ def test_wrong_arguments_are_refused_at_once(monkeypatch):
         ((divide, "ab"), {}, "args='ab' is not a list"),
         ((divide, (1,), 3), {}, r"kwargs=3 is not a dictionary of .* pass kwargs=\{...\}, .* such as ranks=2"),
         ((divide, (1,), {1: 2}), {}, "kwargs={1: 2} is not"),
-        ((3,), {}, "function=3 cannot be called: pass the function, not its result"),
+        ((3,), {}, "function=3 cannot be called: pass the function itself, without calling it"),
         ((divide, (1,)), {"timeout": "10"}, "timeout='10' is not a positive number"),
         ((divide, (1,)), {"hosts": ["a"]}, r"hosts=\['a'\] is not a text: .*host1:2,host2:2"),
         ((divide, (1,)), {"env": {"SECRET": 5678}}, "env: name and value of 'SECRET' must be texts"),
