@@ -9,18 +9,11 @@ reads them. So whoever is lost, all others notice by themselves, and nobody has 
 is left (consensus.py), failures and refusals (failure_detector.py), and the address of a new control channel travel
 from rank to rank.
 
-**Evidence of a death.** When a connection ends, the process at its other end is usually dead, but a reset proves
-nothing: kernels also send one for a connection that they have given up. So this rank connects to the other's port once
-more. Refused: nobody listens there, and since a rank listens as long as it lives, it is dead. Answered: it lives, but
-has given up on this rank, which counts as silence on both sides. Nothing at all: silence. A stopped process keeps its
-connections, so nobody asks. For ranks of the same host, the lock on their memory says it (liveness.py); a rank that has
-seen that tells all others.
-
-Whoever sends resets and refusals in the name of another host, as a firewall may, is believed. docs/healing.md says so.
-
-**Silence.** The kernel ends a connection whose data or probes nobody has acknowledged for RING_NETWORK_TIMEOUT
-(TCP_USER_TIMEOUT, tcp(7)). A rank that is once silent stays so, even if the network comes back: by then the other side
-may have decided, too.
+**Death or silence.** Between hosts, a rank whose connection has ended is asked once more whether it listens
+(listen_probe.py): it is dead, or it counts as silent. For ranks of the same host, the lock on their memory says whether
+they are dead (liveness.py); a rank that has seen that tells all others. The kernel ends a connection whose data or
+probes nobody has acknowledged for RING_NETWORK_TIMEOUT: that is silence, too. A rank that is once silent stays so, even
+if the network comes back: by then the other side may have decided, too.
 
 Considered and rejected: connections between hosts only by one rank of each, for it may be the one that dies, and their
 number matters little: 64 ranks have 63 each. UDP with heartbeats (SWIM, Das et al. 2002) scales further, but takes a
@@ -30,8 +23,6 @@ rank that computes without releasing the GIL for a dead one.
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import selectors
 import socket
 import threading
@@ -44,6 +35,7 @@ from ring_plugins.core.base.errors import PeerFailed, name_ranks
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.control.consensus import Consensus, Decision, Message
+from ring_plugins.core.control.listen_probe import SILENT, ListenProbe
 from ring_plugins.core.control.liveness import SILENT_ENDS, LocalPeers
 from ring_plugins.core.control.membership import MembersLost, Waiting
 from ring_plugins.core.net.auth import Disconnected, Purpose
@@ -54,14 +46,10 @@ from ring_plugins.core.net.listener import Listener
 MESH_TAG = -1
 #: Seconds between two looks at ranks of which it is not known yet why their connection has ended, and otherwise.
 _LOOK, _IDLE = 0.01, 1.0
-#: Seconds without traffic before the kernel probes another host, and between its probes.
-_PROBE = 1
 #: Seconds for which `close` waits until the others have read the last messages.
 _LINGER = 1.0
 #: Ranks of a job that have connections to each other.
 MOST_RANKS = 256
-#: Errors by which the kernel says that another host does not react.
-_SILENT = frozenset((errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN))
 
 Handler = Callable[[int, dict[str, Any]], None]
 
@@ -133,7 +121,7 @@ class Mesh:
         self._consensus = Consensus(rank, sorted(peers), self._send_message, self._hang_up, view)
         self._connections: dict[int, FrameSocket] = {}
         self._dying: dict[int, float] = {}  # ranks of this host whose lock is not free yet, with the time to give up
-        self._probes: dict[int, _Probe] = {}
+        self._probes: dict[int, ListenProbe] = {}
         self._selector = selectors.DefaultSelector()
         self._wake_end, self._waker = socket.socketpair()
         self._wake_end.setblocking(False)
@@ -529,13 +517,13 @@ class Mesh:
         self._hang_up(rank)
         if self.has_left(rank) or rank not in self._consensus.members:  # one that was to join is not missed
             return
-        if how.code in _SILENT:
+        if how.code in SILENT:
             self._consensus.note_silent(rank)
         elif self._local_peers is not None and rank in self._local_peers.others:
             self._dying[rank] = time.monotonic() + config.NETWORK_TIMEOUT.get()
         else:
             peer = self.peers[rank]
-            self._probes[rank] = _Probe(peer.address, peer.port, config.NETWORK_TIMEOUT.get())
+            self._probes[rank] = ListenProbe(peer.address, peer.port, config.NETWORK_TIMEOUT.get())
 
     def _note_dead(self, rank: int) -> None:
         """The lock of a rank of this host is free, which no other host sees."""
@@ -597,12 +585,9 @@ class Mesh:
 
 def mesh_frames(connected: socket.socket) -> FrameSocket:
     """Messages on a new connection between two ranks, whose end the kernel reports if the other host is silent."""
-    milliseconds = int(config.NETWORK_TIMEOUT.get() * 1000)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
-    return FrameSocket(connected, Purpose.CONTROL)
+    frames = FrameSocket(connected, Purpose.CONTROL)
+    frames.end_when_silent(config.NETWORK_TIMEOUT.get())
+    return frames
 
 
 def _has_ended(frames: FrameSocket) -> bool:
@@ -613,50 +598,3 @@ def _has_ended(frames: FrameSocket) -> bool:
         frames.close()
         return True
     return False
-
-
-class _Probe:
-    """Finds out whether a process still listens, by connecting to it without waiting.
-
-    Args:
-        address, port: where it listened.
-        patience: seconds after which it counts as silent.
-    """
-
-    def __init__(self, address: str, port: int, patience: float) -> None:
-        self._where, self._end = (address, port), time.monotonic() + patience
-        self._socket: socket.socket | None = None
-
-    def advance(self) -> str:
-        """ "dead", "silent", or "" while that is not known."""
-        try:
-            if self._socket is None:
-                family = socket.AF_INET6 if ":" in self._where[0] else socket.AF_INET
-                self._socket = socket.socket(family, socket.SOCK_STREAM)
-                self._socket.setblocking(False)
-                with contextlib.suppress(BlockingIOError):
-                    self._socket.connect(self._where)
-            elif self._socket.recv(1):  # the first byte of a handshake
-                self.close()
-                return "silent"
-            else:
-                self.close()  # it has taken the connection and ended, or is about to
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            self.close()
-            if error.errno == errno.ECONNREFUSED:
-                return "dead"
-            if error.errno in _SILENT:
-                return "silent"
-            if error.errno not in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN):
-                logger.debug(f"{self._where}: {os.strerror(error.errno or 0)}")
-        if time.monotonic() > self._end:
-            self.close()
-            return "silent"
-        return ""
-
-    def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None

@@ -26,6 +26,8 @@ _RTO_MAX_MS, _REPEAT_MS = 44, 1000
 _LENGTH = struct.Struct("!Q")
 #: Bytes of one read, and buffers of one write.
 _READ, _WRITE_AT_ONCE = 1 << 18, 16
+#: Seconds without traffic before the kernel probes the other host, and between its probes.
+_PROBE = 1
 
 
 def configure(connected: socket.socket) -> None:
@@ -66,6 +68,13 @@ class FrameSocket:
     def fileno(self) -> int:
         """For selectors."""
         return self.socket.fileno()
+
+    def end_when_silent(self, seconds: float) -> None:
+        """Let the kernel end it if the other host acknowledges neither data nor probes for so long (tcp(7))."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
     def allow_longest(self) -> None:
         """Accept messages as long as the purpose allows."""

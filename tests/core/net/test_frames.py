@@ -70,3 +70,12 @@ def test_invalid_json_is_a_disconnection(data):
     with pytest.raises(Disconnected):
         from_json(data)
     assert from_json(to_json(["x", {"é": [1.5, None]}])) == ["x", {"é": [1.5, None]}]
+
+
+def test_the_kernel_ends_a_connection_whose_other_host_is_silent():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        here = FrameSocket(socket.create_connection(listener.getsockname()), Purpose.CONTROL)
+    here.end_when_silent(2.5)
+    assert here.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 2500
+    assert here.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    here.close()
