@@ -13,7 +13,7 @@ import sys
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.launcher import host_supervisor, several_hosts
-from ring_plugins.launcher.host_supervisor import HostJob
+from ring_plugins.launcher.coordinator_link import HostJob
 from ring_plugins.launcher.supervision import Supervisor
 
 

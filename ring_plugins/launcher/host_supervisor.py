@@ -1,19 +1,16 @@
-"""Runs the ranks of one host, in a job on several hosts that goes on when ranks, or whole hosts, are lost.
+"""The supervisor of one host's ranks, in a job on several hosts that goes on when ranks, or whole hosts, are lost.
 
-Each host of such a job has one of these processes; several_hosts.py has the whole story. It starts the ranks, ends them
-together, tells the coordinator how they ended, and leaves with the job's exit status. What the ranks print passes
-through it, so that a lost login does not break the pipe into which they print.
+Each host of such a job has one; several_hosts.py explains how they work together. It starts the ranks of its host, and
+other processes in the places of those that are lost (replacements.py). It tells the coordinator how they ended, and
+ends all of them when the coordinator says so, or is gone (coordinator_link.py). Its exit status is the job's.
 
-**When the coordinator is gone.** The kernel says how the connection to it ended. If the coordinator's host has
-acknowledged nothing for RING_NETWORK_TIMEOUT, it is down, or the network is cut: the ranks agree among themselves who
-goes on, and this process lets them. If the connection was closed, this process connects once more. Refused: the
-coordinator has ended or was killed, and so the ranks end. Otherwise it lives, and the ranks go on.
+What the ranks print passes through it. So if the login by which it was started is lost, its own pipe breaks, not
+theirs.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import select
 import signal
@@ -22,7 +19,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO, cast
 
 from ring_plugins.core.base import config
@@ -32,161 +28,23 @@ from ring_plugins.core.elastic.join_offers import newcomers_here
 from ring_plugins.core.linux.interfaces import address_towards, reserve_port
 from ring_plugins.core.linux.process import STOPPED, state
 from ring_plugins.core.linux.shared_memory import Segment
-from ring_plugins.core.net.auth import Claim, Disconnected, Purpose, connect
-from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
 from ring_plugins.core.rendezvous.seats import OwnSeat
 from ring_plugins.core.rendezvous.spawn import ending, silent_end
+from ring_plugins.launcher.coordinator_link import HostJob, Link
 from ring_plugins.launcher.further_seats import FurtherSeat
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.rank_assignment import RankAssignment
 from ring_plugins.launcher.replacements import Replacements, has_vanished
 from ring_plugins.launcher.supervision import Supervisor
 
-#: Seconds without traffic before the kernel probes the other host, and between its probes.
-_PROBE = 1
-#: Seconds to connect to the coordinator, at each of its addresses if it may not be there yet, and to find out whether
-#: it is gone.
-_CONNECT, _TRY, _ASK = 30.0, 3.0, 2.0
-#: How often it must have answered within that, so that a process which is just ending does not count.
-_ANSWERS = 3
 #: Bytes of one write to a terminal or login that may be slow, and milliseconds between two looks whether it is lost.
 _WRITE, _LOOK = 4096, 200
-#: How a connection ends that its other end, rather than the network, has closed; 0 stands for no error.
-_CLOSED = (0, errno.ECONNRESET, errno.EPIPE)
 #: Seconds after which a stopped process is killed that waits on a host without ranks, which would kill it.
 _PATIENCE = 10.0
 #: How many hosts may be added to a job, and the world ranks that their processes have from there on.
 MOST_ADDED, _FIRST_OF_ADDED = 16, MOST_MEMBERS * 3 // 4
 #: Seconds between two looks at ranks and messages.
 _TICK = 0.02
-
-
-@dataclass(frozen=True)
-class HostJob:
-    """What the process of a host has to know.
-
-    Attributes:
-        addresses: at which it may reach the coordinator, the likeliest first.
-        port, key: where that listens, and a secret.
-        index, hosts: which of how many hosts this is.
-        ranks: of this host.
-        size: of the job.
-        command: of every rank.
-        environment: variables of every rank beside those of this process.
-        tag_output, output_directory: as in `JobSpec`.
-        patience: seconds for which the coordinator may not be there yet.
-        replaces: whether other processes take the places of ranks that are lost.
-        most: up to how many ranks the job may grow; 0 for no more than `size`.
-        is_added: whether the job has begun without this host, whose ranks join it.
-    """
-
-    addresses: Sequence[str]
-    port: int
-    key: str
-    index: int
-    hosts: int
-    ranks: Sequence[int]
-    size: int
-    command: Sequence[str]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    tag_output: bool = False
-    output_directory: str | None = None
-    patience: float = 0.0
-    replaces: bool = False
-    most: int = 0
-    is_added: bool = False
-
-    def pack(self) -> bytes:
-        """As `unpack` takes it."""
-        return to_json(asdict(self))
-
-    @classmethod
-    def unpack(cls, data: bytes) -> HostJob:
-        """The job that bytes of `pack` describe."""
-        return cls(**from_json(data))
-
-
-def watch(connected: socket.socket) -> None:
-    """Have the kernel end a connection whose other host acknowledges nothing for RING_NETWORK_TIMEOUT."""
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(config.NETWORK_TIMEOUT.get() * 1000))
-
-
-class Link:
-    """The connection to the coordinator.
-
-    Args:
-        job: says where it is.
-        is_over: whether to wait for it no longer.
-
-    Attributes:
-        is_lost: whether the connection has ended.
-        is_orphaned: whether the coordinator has ended, too.
-
-    Raises:
-        LaunchError: it cannot be reached.
-    """
-
-    def __init__(self, job: HostJob, is_over: Callable[[], bool] = lambda: True) -> None:
-        self.is_lost = self.is_orphaned = False
-        self._port = job.port
-        end = time.monotonic() + job.patience
-        while True:
-            problems = []
-            for address in job.addresses:
-                try:
-                    claim, seconds = Claim(job.index), _TRY if job.patience else _CONNECT
-                    connected = connect(address, job.port, job.key.encode(), Purpose.LAUNCHER, claim, seconds)
-                except (OSError, Disconnected) as error:
-                    problems.append(f"{address}:{job.port}: {getattr(error, 'strerror', None) or error}")
-                    continue
-                watch(connected)
-                self._address, self._frames = address, FrameSocket(connected, Purpose.LAUNCHER)
-                return
-            if time.monotonic() > end or is_over():
-                raise LaunchError(
-                    f"{socket.gethostname()} cannot reach the process that started this job ({'; '.join(problems)}): "
-                    "it has ended, or a firewall is between the hosts."
-                )
-            time.sleep(0.1)
-
-    def send(self, kind: str, body: Any) -> None:
-        """Send a message, unless the connection is lost."""
-        with contextlib.suppress(Disconnected, TimeoutError):
-            if not self.is_lost:
-                self._frames.send(to_json([kind, body]))
-                self._frames.flush(config.NETWORK_TIMEOUT.get())
-
-    def read(self) -> list[tuple[str, Any]]:
-        """The messages that have arrived."""
-        if self.is_lost:
-            return []
-        try:
-            return [tuple(from_json(data)) for data in self._frames.read()]
-        except Disconnected as error:
-            self.is_lost = True
-            self._frames.close()
-            # No error, or a reset: the coordinator, or something on the way, has closed the connection.
-            self.is_orphaned = error.code in _CLOSED and not self._answers()
-            return []
-
-    def _answers(self) -> bool:
-        """Whether the coordinator may live, as nothing refuses a connection in its place."""
-        for attempt in range(_ANSWERS):
-            time.sleep(_ASK / 20 if attempt else 0.0)
-            try:
-                socket.create_connection((self._address, self._port), _ASK).close()
-            except ConnectionRefusedError:
-                return False
-            except OSError:
-                return True
-        return True
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._frames.close()
 
 
 class _Outlet:

@@ -1,43 +1,41 @@
 """Starts a job on several hosts that goes on when ranks, or whole hosts, are lost, and follows it to its end.
 
-mpirun ends all ranks as soon as one of them, a host, or a connection of its own is lost. So this kind of job does
-without: each host has a supervisor of its own (host_supervisor.py), which starts that host's ranks, and the ranks find
-each other by RANK and MASTER_ADDR, as those that a user starts one by one.
+mpirun ends all ranks as soon as one of them, a host, or one of its own connections is lost. So such a job does without
+mpirun: each host has a supervisor (host_supervisor.py), which starts the ranks of that host. The ranks find each other
+by RANK and MASTER_ADDR, like ranks that a user starts one by one.
 
     ring run ─┬─ supervisor of host1 ── rank 0, rank 1
               └─ ssh ── supervisor of host2 ── rank 2, rank 3
 
-Under mpirun, torchrun and srun, the holders of their slots start the supervisors (core/rendezvous/slots.py), and the
-one on rank 0's host is the coordinator's child.
+Under mpirun, torchrun and srun, the processes that hold the slots start the supervisors (core/rendezvous/slots.py). The
+coordinator, which here is a part of `ring run`, is in one of them then, on rank 0's host.
 
-Supervisors log in to the coordinator, which is in `ring run`. In JSON, over authenticated connections:
+Supervisors connect to the coordinator, with a secret. They exchange JSON:
 
-    supervisor -> coordinator   ["here", {host, port}]     it runs; the port is one that rank 0 can listen at
+    supervisor -> coordinator   ["here", {host, port}]     it runs; rank 0 can listen at the port
                                 ["failed", {ranks, why}]   a rank has ended in a way that ends the job
                                 ["ended", {ranks, why}]    all of its ranks have ended
-                                ["joined", ranks]          further ranks have, and
-                                ["given back", rank]       one will not (further_seats.py)
-                                ["members", {members, newcomers}]  of a host that was added
-                                ["join info", info]        what such a host needs (core/rendezvous/seats.py)
+                                ["joined", ranks]          further ranks have joined
+                                ["given back", rank]       a further rank will not join (further_seats.py)
     coordinator -> supervisor   ["start", {address, port, secret}]   all are here: where rank 0 will listen
-                                ["further", {in use, seats}]  which hosts have further ranks
-                                ["join info?", null]       asks for it
-                                ["newcomers", processes]   that wait on hosts without members
-                                ["alone", null]            nobody is left who lets others join
+                                ["further", {in use, seats}]         which hosts have further ranks
                                 ["end", signal]            end all ranks
                                 ["over", status]           the job has ended
 
-**Who may be lost.** A rank: its supervisor goes on with the others. All ranks of a host, its supervisor, or the host:
-the connection to it ends, and the coordinator goes on with the other hosts. A login: what that host prints is lost. The
-coordinator's host: the other supervisors go on without a coordinator, and nobody sees their exit status. Which ranks go
-on is for the ranks to agree (control/consensus.py); nobody here decides that.
+and a few more if `ring add-ranks` names a host that has no ranks (added_hosts.py).
 
-**Hosts that come later.** `ring add-ranks` may name a host that has no ranks, or none any more. The coordinator starts
-a supervisor there, gives it the join info of another host, and tells all others who waits there to join.
+**What may be lost.**
 
-**Who may not.** If the coordinator is killed while its host lives, all supervisors end their ranks, so that nothing of
-a job is left behind. A rank that ends with an exit status, rather than by a signal, ends the job as on one host: its
-supervisor says so, and after some seconds the coordinator ends all.
+- A rank: its supervisor goes on with the others.
+- All ranks of a host, its supervisor, or the host: the coordinator goes on with the other hosts.
+- A login: what that host prints is lost.
+- The coordinator's host: the other supervisors go on without a coordinator, and nobody sees their exit status.
+
+Which ranks go on is for the ranks to agree (control/consensus.py). Nobody here decides that.
+
+**What ends the job.** If the coordinator is killed while its host lives, all supervisors end their ranks, so that
+nothing of a job is left behind. A rank that ends with an exit status, rather than by a signal, ends the job as it does
+on one host: its supervisor says so, and some seconds later the coordinator ends all.
 
 Considered and rejected: Open MPI's --enable-recovery and MPICH's -disable-auto-cleanup, which keep ranks alive but not
 the daemons of a lost host. One `ring run` for each host that knows nothing of the others: a job in which all ranks were
@@ -56,7 +54,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +65,16 @@ from ring_plugins.core.linux.interfaces import address_towards, own_addresses
 from ring_plugins.core.net.acceptor import Acceptor, Authenticated
 from ring_plugins.core.net.auth import Claim, Disconnected, Purpose
 from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
-from ring_plugins.core.rendezvous.spawn import ending, silent_end
+from ring_plugins.core.rendezvous.spawn import silent_end
+from ring_plugins.launcher.added_hosts import AddedHosts
+from ring_plugins.launcher.coordinator_link import HostJob
 from ring_plugins.launcher.further_seats import FurtherSeats
 from ring_plugins.launcher.growth import GrowthRequests
-from ring_plugins.launcher.host_supervisor import MOST_ADDED, HostJob, watch
 from ring_plugins.launcher.hosts import is_this_host
+from ring_plugins.launcher.job_hosts import End, Host, verdict, with_ranks
 from ring_plugins.launcher.mpirun import JobSpec
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.preflight import login
-from ring_plugins.launcher.replacements import how_often
 from ring_plugins.launcher.supervision import GRACE_SECONDS, Supervisor
 
 #: Connections that the coordinator keeps beside those of supervisors, and those that wait in the kernel.
@@ -88,46 +87,6 @@ _LEAVE_SECONDS = 10.0
 _TICK = 0.05
 
 Notify = Callable[[str], None]
-#: Rank, `returncode`, and "left", "cut off" or "late" if that is why it ended.
-End = tuple[int, int, str]
-
-
-class _Host:
-    """What the coordinator knows of a host.
-
-    Attributes:
-        name: of it.
-        ranks: that it runs.
-        frames: the connection to its supervisor, None before it has come.
-        here: what that said first.
-        report: what it said of the ends of its ranks, None before.
-        why: why they could not go on.
-        replaced: ranks of it whose places other processes have taken, with how often.
-        added: ranks of it by which the job has grown.
-        is_lost: whether the connection has ended before all was said.
-        is_added: whether the job has begun without it.
-        members, newcomers: how many ranks a host that was added has now, and who waits there if it has none.
-        has_begun: whether it knows how to take part.
-        login: the process that runs its supervisor, of one that was added, and when that was started.
-    """
-
-    def __init__(self, name: str, ranks: Sequence[int]) -> None:
-        self.name, self.ranks = name, tuple(ranks)
-        self.frames: FrameSocket | None = None
-        self.here: Mapping[str, Any] | None = None
-        self.report: list[End] | None = None
-        self.why: str | None = None
-        self.replaced: dict[int, int] = {}
-        self.added: list[int] = []
-        self.is_added = self.has_begun = False
-        self.members, self.newcomers = 0, list[Any]()
-        self.login: tuple[subprocess.Popen[bytes], float] | None = None
-        self.is_lost = False
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more is to be expected from it."""
-        return self.is_lost or self.report is not None
 
 
 class Coordinator:
@@ -153,19 +112,15 @@ class Coordinator:
         key: str = "",
         most: int = 0,
     ) -> None:
-        self._hosts = [_Host(name, ranks) for name, ranks in hosts]
+        self._hosts = [Host(name, ranks) for name, ranks in hosts]
         self._size = sum(len(ranks) for _, ranks in hosts)
         self._further = FurtherSeats(
             self._size, most, [ranks for _, ranks in hosts], lambda: self._tell_all("further", self._further.told())
         )
         self._started: dict[str, Any] | None = None  # what all supervisors were told
-        self._asked: _Host | None = None  # for its join info
-        self._is_alone = False  # whether nobody is left who lets others join
-        self._newcomers: list[Any] = []
+        self.added_hosts = AddedHosts(self._hosts, self._further, self._tell, notify)
         #: Called all the time.
         self.meanwhile: Callable[[], object] = lambda: None
-        #: Starts the supervisor of a host that is to be the job's host of this number; None if that is not possible.
-        self.start_host: Callable[[str, int], subprocess.Popen[bytes]] | None = None
         self._supervisor, self._notify = supervisor, notify
         self.key = key or secrets.token_hex(32)
         listener = socket.create_server(("", port), backlog=_BACKLOG)
@@ -203,7 +158,12 @@ class Coordinator:
         if trouble is not None or self._supervisor.signalled is not None:
             self._tell_all("end", int(self._supervisor.signalled or signal.SIGTERM))
             self._poll_until(time.monotonic() + (_END_SECONDS if trouble is None else 0.0))
-        status, why = (1, trouble) if trouble is not None else self._verdict()
+        if trouble is not None:
+            status, why = 1, trouble
+        elif self._supervisor.signalled is not None:
+            status, why = 128 + self._supervisor.signalled, None
+        else:
+            status, why = verdict(self._hosts, self._failed, self._size)
         self._tell_all("over", status)
         return status, why
 
@@ -256,63 +216,10 @@ class Coordinator:
         if refusal := self._further.refusal(number):
             return refusal
         if not chosen and wanted is not None:
-            if self.start_host is None:
-                return f"no: --host {wanted} is none of the job's hosts: {', '.join(living.values())}"
-            if sum(host.is_added for host in self._hosts) == MOST_ADDED:
-                return f"no: --host {wanted} would be more than {MOST_ADDED} hosts that were added to the job"
-            host, index = _Host(wanted, []), len(self._hosts)
-            host.is_added = True
-            self._hosts.append(host)
-            chosen = {index: wanted}
-            host.login = self.start_host(wanted, index), time.monotonic()
+            if refusal := self.added_hosts.refusal(wanted, living.values()):
+                return refusal
+            chosen = {self.added_hosts.add(wanted): wanted}
         return self._further.add(number, chosen)
-
-    def _look_after_added_hosts(self) -> None:
-        """Let hosts take part that were added, and end those by which nobody can join any more."""
-        waiting = [host for host in self._hosts if host.is_added and not host.is_over and not host.has_begun]
-        for host in waiting:
-            assert host.login is not None
-            process, since = host.login
-            if process.poll() is not None or (
-                host.here is None and time.monotonic() - since > config.START_TIMEOUT.get()
-            ):
-                how = "did not come" if process.poll() is None else "could not be reached, as the output above says"
-                self._drop_added(host, how)
-        members = [one for one in self._hosts if not one.is_over and (not one.is_added or one.members)]
-        if members and any(host.here is not None for host in waiting) and self._asked not in members:
-            self._asked = members[0]
-            self._tell(members[0], "join info?", None)
-        if not members and self._started is not None:
-            for host in waiting:
-                if not host.is_over:
-                    self._tell(host, "end", int(signal.SIGTERM))
-                    self._drop_added(host, "comes too late, since the other ranks have ended")
-            if not self._is_alone:
-                self._is_alone = True
-                self._tell_all("alone", None)
-        newcomers = [one for host in self._hosts if not host.is_over for one in host.newcomers]
-        if newcomers != self._newcomers:
-            self._newcomers = newcomers
-            self._tell_all("newcomers", newcomers)
-
-    def _drop_added(self, host: _Host, how: str) -> None:
-        """Go on without a host that was added and has not begun."""
-        assert host.login is not None
-        host.is_lost = True
-        if host.login[0].poll() is None:
-            host.login[0].terminate()
-        seats = self._further.note_end(self._hosts.index(host), [])
-        self._notify(f"{host.name} {how}{f'; {name_ranks(seats)} will not join' if seats else ''}.")
-
-    def _begin_on_added_hosts(self, join_info: Any) -> None:
-        """Tell hosts that were added how to take part; by the join info of a host that does."""
-        self._asked = None
-        for host in self._hosts:
-            if join_info and host.is_added and host.here is not None and not host.has_begun and not host.is_over:
-                host.has_begun = True
-                self._tell(
-                    host, "start", {**(self._started or {}), "join info": join_info, "further": self._further.told()}
-                )
 
     def _follow(self) -> None:
         """Until the job is over everywhere."""
@@ -341,19 +248,18 @@ class Coordinator:
                 self._read(key.data)
         for new in self._acceptor.poll():
             self._join(new)
-        if any(host.is_added for host in self._hosts):
-            self._look_after_added_hosts()
+        self.added_hosts.look_after()
 
     def _join(self, new: Authenticated) -> None:
         if not self._expects(new.claim):
             new.socket.close()
             return
         host = self._hosts[new.claim.rank]
-        watch(new.socket)
         host.frames = FrameSocket(new.socket, Purpose.LAUNCHER)
+        host.frames.end_when_silent(config.NETWORK_TIMEOUT.get())
         self._selector.register(host.frames, selectors.EVENT_READ, host)
 
-    def _read(self, host: _Host) -> None:
+    def _read(self, host: Host) -> None:
         assert host.frames is not None
         try:
             for data in host.frames.read():
@@ -365,22 +271,22 @@ class Coordinator:
                 elif kind == "members":
                     host.members, host.newcomers = int(body["members"]), list(body["newcomers"])
                 elif kind == "join info":
-                    self._begin_on_added_hosts(body)
+                    self.added_hosts.begin(self._started or {}, body)
                 elif kind == "given back":
                     self._further.take_back(int(body))
                 elif kind in ("failed", "ended"):
-                    ends = [(int(rank), int(code), str(how)) for rank, code, how in body["ranks"]]
+                    ends = [End(int(rank), int(code), str(how)) for rank, code, how in body["ranks"]]
                     self._failed += [end for end in ends if self._ends_job(end) and end not in self._failed]
                     host.why = body["why"]
                     host.report = ends if kind == "ended" else None
                     host.replaced = {int(rank): int(times) for rank, times in body.get("replaced", ())}
                     host.added = [int(rank) for rank in body.get("added", ())]
-                    if kind == "ended" and not any(not code and not how for _, code, how in ends):
+                    if kind == "ended" and not any(not end.code and not end.how for end in ends):
                         self._give_out_anew(host)
         except (Disconnected, ValueError, KeyError, TypeError):
             self._lose(host)
 
-    def _lose(self, host: _Host) -> None:
+    def _lose(self, host: Host) -> None:
         assert host.frames is not None
         self._selector.unregister(host.frames)
         host.frames.close()
@@ -388,10 +294,10 @@ class Coordinator:
             host.is_lost = True
             if host.here is not None and self._supervisor.signalled is None:
                 ranks = self._further.of_host(self._hosts.index(host))
-                self._notify(f"{host.name} is lost{_with(ranks)}; the others may go on.")
+                self._notify(f"{host.name} is lost{with_ranks(ranks)}; the others may go on.")
                 self._give_out_anew(host)
 
-    def _give_out_anew(self, host: _Host) -> None:
+    def _give_out_anew(self, host: Host) -> None:
         """Let further ranks that cannot join on a host any more join on others."""
         left = [index for index, other in enumerate(self._hosts) if not other.is_over]
         host.ranks = tuple(self._further.of_host(self._hosts.index(host)))
@@ -400,7 +306,7 @@ class Coordinator:
             where = " and ".join(self._hosts[index].name for index in left)
             self._notify(f"{name_ranks(again)} will join on {where}, since {host.name} has no ranks any more.")
         empty = [rank for rank in host.ranks if rank not in again]
-        if empty and left and self.start_host is not None:
+        if empty and left and self.added_hosts.start is not None:
             self._notify(
                 f"`ring add-ranks {len(empty)}` lets other processes take the places of {name_ranks(empty)}, and "
                 "--host chooses where."
@@ -410,59 +316,14 @@ class Coordinator:
         for host in self._hosts:
             self._tell(host, kind, body)
 
-    def _tell(self, host: _Host, kind: str, body: Any) -> None:
+    def _tell(self, host: Host, kind: str, body: Any) -> None:
         if host.frames is not None and not host.is_lost:
             with contextlib.suppress(Disconnected, TimeoutError):
                 host.frames.send(to_json([kind, body]))
                 host.frames.flush(config.NETWORK_TIMEOUT.get())
 
     def _ends_job(self, end: End) -> bool:
-        return not end[2] and self._supervisor.ends_job(end[1])
-
-    def _verdict(self) -> tuple[int, str | None]:
-        """The exit status of a job whose hosts have reported or are lost, and what the user should know of it."""
-        if self._supervisor.signalled is not None:
-            return 128 + self._supervisor.signalled, None
-        ends = [end for host in self._hosts for end in host.report or ()]
-        lost = [host for host in self._hosts if host.report is None and (host.has_begun or not host.is_added)]
-        if why := next((host.why for host in self._hosts if host.why), None):
-            return 1, why
-        if self._failed:
-            rank, code, _ = min(self._failed, key=lambda end: end[1] == 1)  # those that end because of another have 1
-            return code, f"rank {rank} ended with {ending(code)}."
-        died = [end for end in ends if (end[1] < 0 and not end[2]) or end[2] == "lost"]
-        cut = [rank for rank, _, how in ends if how == "cut off"]
-        left = [rank for rank, _, how in ends if how == "left"]
-        late = [rank for rank, _, how in ends if how == "late"]
-        well = [end for end in ends if not end[1] and end[2] not in ("cut off", "late", "lost")]
-        replaced = {rank: times for host in self._hosts for rank, times in host.replaced.items()}
-        added = sorted(rank for host in self._hosts for rank in host.added)
-        further, late = [rank for rank in late if rank >= self._size], [rank for rank in late if rank < self._size]
-        told = [f"{name_ranks(added)} joined"] if added else []
-        told += [f"other processes took the place of {how_often(replaced)}"] if replaced else []
-        told += [f"{name_ranks(left)} left"] if left else []
-        told += [f"{name_ranks([rank for rank, *_ in died])} died"] if died else []
-        told += [f"{name_ranks(cut)} ended as the others could not be reached"] if cut else []
-        told += [f"{host.name} was lost{_with(host.ranks)}" for host in lost]
-        if well:
-            told += [f"nobody had joined yet in the place of {name_ranks(late)}"] if late else []
-            told += [f"{name_ranks(further)} had not joined yet"] if further else []
-            others = "all" if told and not (left or died or cut or lost or late or further) else "the other"
-            normally = len(well) - len([end for end in well if end[2]])
-            return 0, f"{', '.join(told)}, and {others} {normally} ended normally." if told else None
-        if lost and (cut or not died):
-            where = " and ".join(host.name for host in lost)
-            return 1, f"{', '.join(told)}. The ranks on {where} may have gone on; nobody here can tell."
-        killed = [end for end in died if end[1]]  # rather than ended with status 0, before the others
-        status = 128 - killed[0][1] if killed else 1
-        if len(died) == 1 and killed:
-            return status, f"rank {died[0][0]} {silent_end(died[0][1])}."
-        return status, f"{', '.join(told)}, and no rank is left."
-
-
-def _with(ranks: Sequence[int]) -> str:
-    """The ranks of a host that is lost; one that was added may have none."""
-    return f", with {name_ranks(ranks)}" if ranks else ""
+        return not end.how and self._supervisor.ends_job(end.code)
 
 
 def _is_same_host(name: str, wanted: str) -> bool:
@@ -524,7 +385,7 @@ def run(job: JobSpec, replaces: bool, most: int, supervisor: Supervisor, notify:
         for index, (host, own) in enumerate(hosts):
             start_host(host, index, own)
         relay.start()
-        coordinator.start_host = start_host if replaces else None
+        coordinator.added_hosts.start = start_host if replaces else None
         return _follow(coordinator, started)
 
 

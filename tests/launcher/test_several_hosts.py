@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 
 from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.net.auth import Disconnected
 from ring_plugins.launcher import host_supervisor, several_hosts
-from ring_plugins.launcher.host_supervisor import HostJob, Link
+from ring_plugins.launcher.coordinator_link import HostJob, Link
 from ring_plugins.launcher.hosts import Share
+from ring_plugins.launcher.job_hosts import End, verdict
 from ring_plugins.launcher.mpirun import JobSpec
 from ring_plugins.launcher.several_hosts import Coordinator
 from ring_plugins.launcher.supervision import Supervisor
-
-GONE = None
 
 
 def coordinator(notify=lambda text: None, most=0):
@@ -25,33 +25,6 @@ def coordinator(notify=lambda text: None, most=0):
 
 def job(of, index=0, addresses=("127.0.0.1",)):
     return HostJob(addresses, of.port, of.key, index, 2, [0, 1], 4, ["true"])
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "expected"),
-    [
-        ([(0, 0, ""), (1, 0, "")], [(2, 0, ""), (3, 0, "")], (0, None)),
-        ([(0, -9, ""), (1, 0, "")], [(2, 0, "left"), (3, 0, "")], (0, "rank 2 left, rank 0 died, and the other 2")),
-        ([(0, 0, "lost"), (1, 0, "")], [(2, 0, ""), (3, 0, "")], (0, "rank 0 died, and the other 3 ended normally")),
-        ([(0, 0, "lost"), (1, -9, "")], GONE, (137, "ranks 0, 1 died, me@host2 was lost")),
-        ([(0, 0, ""), (1, 0, "")], GONE, (0, "me@host2 was lost, with ranks 2, 3, and the other 2 ended normally")),
-        ([(0, 0, ""), (1, 0, "")], [(2, 1, "cut off"), (3, 1, "cut off")], (0, "ranks 2, 3 ended as the others could")),
-        ([(0, 1, "cut off"), (1, 1, "cut off")], GONE, (1, "The ranks on me@host2 may have gone on")),
-        ([(0, 1, ""), (1, 1, "")], [(2, 3, ""), (3, -9, "")], (3, "rank 2 ended with exit status 3")),
-        ([(0, 0, ""), (1, 1, "")], GONE, (1, "rank 1 ended with exit status 1")),
-        ([(0, -9, ""), (1, -9, "")], [(2, -9, ""), (3, -11, "")], (137, "ranks 0, 1, 2, 3 died, and no rank is left")),
-        ([(0, -9, ""), (1, -9, "")], GONE, (137, "me@host2 was lost, with ranks 2, 3, and no rank is left")),
-        (GONE, GONE, (1, "may have gone on")),
-    ],
-)
-def test_the_verdict_follows_those_that_went_on(first, second, expected):
-    with coordinator() as found:
-        for host, report in zip(found._hosts, (first, second), strict=True):
-            host.report = report
-            found._failed += [end for end in report or () if found._ends_job(end)]
-        status, why = found._verdict()
-    assert status == expected[0]
-    assert (why is None) if expected[1] is None else (expected[1] in why)
 
 
 class Polled:
@@ -112,7 +85,7 @@ def test_a_host_that_is_silent_does_not_count_as_ended(monkeypatch):
     with Polled() as polled:
         link = Link(job(polled.coordinator))
         polled.stop()
-        timeout = host_supervisor.Disconnected("Connection timed out", 110)
+        timeout = Disconnected("Connection timed out", 110)
         monkeypatch.setattr(link, "_frames", SimpleNamespace(read=lambda: (_ for _ in ()).throw(timeout), close=list))
     link.read()
     assert link.is_lost and not link.is_orphaned
@@ -190,7 +163,7 @@ def test_a_host_that_is_added_gets_the_join_info_of_another_one_and_all_hear_who
 
     with Polled(most=6) as polled:
         found = polled.coordinator
-        found.start_host = lambda host, index: SimpleNamespace(poll=lambda: None)
+        found.added_hosts.start = lambda host, index: SimpleNamespace(poll=lambda: None)
         links = [Link(job(found, index)) for index in range(2)]
         for link in links:
             link.send("here", {"host": "a", "port": 1})
@@ -208,7 +181,7 @@ def test_a_host_that_is_added_gets_the_join_info_of_another_one_and_all_hear_who
         assert next_of(links[1], "newcomers") == [{"seat": 4}]
         added.send("members", {"members": 1, "newcomers": []})
         assert next_of(links[1], "newcomers") == []
-        found.start_host = lambda host, index: SimpleNamespace(poll=lambda: 255)
+        found.added_hosts.start = lambda host, index: SimpleNamespace(poll=lambda: 255)
         assert found.add_ranks(1, "nowhere").startswith("ok: rank 5 on nowhere")
         while "nowhere could not be reached, as the output above says; rank 5 will not join." not in polled.told:
             threading.Event().wait(0.01)
@@ -220,11 +193,11 @@ def test_a_host_that_comes_when_all_others_have_ended_does_not_keep_the_job_from
     ended = []
     with Polled(most=6) as polled:
         found = polled.coordinator
-        found.start_host = lambda *_: SimpleNamespace(poll=lambda: None, terminate=lambda: ended.append(1))
+        found.added_hosts.start = lambda *_: SimpleNamespace(poll=lambda: None, terminate=lambda: ended.append(1))
         found._started = {"secret": "hush"}
         assert found.add_ranks(1, "host3") == "ok: rank 4 on host3 will join where an epoch begins"
         for host in found._hosts[:2]:
-            host.report = [(rank, 0, "") for rank in host.ranks]
+            host.report = [End(rank, 0, "") for rank in host.ranks]
         link = Link(job(found, 2)) if comes else None
         if link is not None:
             link.send("here", {"host": "c", "port": 0})
@@ -234,15 +207,7 @@ def test_a_host_that_comes_when_all_others_have_ended_does_not_keep_the_job_from
             threading.Event().wait(0.01)
         assert found._hosts[2].is_over and ended == [1]
         assert polled.told == ["host3 comes too late, since the other ranks have ended; rank 4 will not join."]
-        assert found._verdict() == (0, None)
-
-
-def test_the_verdict_names_the_ranks_that_were_added():
-    with coordinator(most=6) as found:
-        for host, ranks in zip(found._hosts, ([0, 1, 4], [2, 3, 5]), strict=True):
-            host.report = [(rank, 0, "late" if rank == 5 else "") for rank in ranks]
-        found._hosts[0].added = [4]
-        assert found._verdict() == (0, "rank 4 joined, rank 5 had not joined yet, and the other 5 ended normally.")
+        assert verdict(found._hosts, [], 4) == (0, None)
 
 
 def test_a_signal_ends_the_job_with_its_status():

@@ -13,7 +13,7 @@ import pytest
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.rendezvous import slot_holder, slots, spawn
 from ring_plugins.core.rendezvous.record import LaunchRecord
-from ring_plugins.launcher.host_supervisor import HostJob
+from ring_plugins.launcher.coordinator_link import HostJob
 from tests.hosts.cluster import find_mpich
 from tests.launch import run_ranks, start_ranks
 from tests.launchers import find_mpirun, launcher_command

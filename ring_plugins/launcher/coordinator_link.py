@@ -1,0 +1,153 @@
+"""What the supervisor of a host is told when it starts, and its connection to the coordinator of the job.
+
+**When the connection ends**, the kernel says how, and that tells whether the coordinator is gone:
+
+- Its host has acknowledged nothing for RING_NETWORK_TIMEOUT: the host is down, or the network is cut. The ranks agree
+  among themselves who goes on, and the supervisor lets them.
+- The connection was closed or reset: the supervisor connects once more. If that is refused, the coordinator has ended
+  or was killed, and the supervisor ends its ranks (`Link.is_orphaned`). Otherwise the coordinator lives, and the ranks
+  go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ring_plugins.core.base import config
+from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.net.auth import Claim, Disconnected, Purpose, connect
+from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
+
+#: Seconds to connect to the coordinator, at each of its addresses if it may not be there yet, and to find out whether
+#: it is gone.
+_CONNECT, _TRY, _ASK = 30.0, 3.0, 2.0
+#: How often it must have answered within that, so that a process which is just ending does not count.
+_ANSWERS = 3
+#: How a connection ends that its other end, rather than the network, has closed; 0 stands for no error.
+_CLOSED = (0, errno.ECONNRESET, errno.EPIPE)
+
+
+@dataclass(frozen=True)
+class HostJob:
+    """What the process of a host has to know.
+
+    Attributes:
+        addresses: at which it may reach the coordinator, the likeliest first.
+        port, key: where that listens, and a secret.
+        index, hosts: which of how many hosts this is.
+        ranks: of this host.
+        size: of the job.
+        command: of every rank.
+        environment: variables of every rank beside those of this process.
+        tag_output, output_directory: as in `JobSpec`.
+        patience: seconds for which the coordinator may not be there yet.
+        replaces: whether other processes take the places of ranks that are lost.
+        most: up to how many ranks the job may grow; 0 for no more than `size`.
+        is_added: whether the job has begun without this host, whose ranks join it.
+    """
+
+    addresses: Sequence[str]
+    port: int
+    key: str
+    index: int
+    hosts: int
+    ranks: Sequence[int]
+    size: int
+    command: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    tag_output: bool = False
+    output_directory: str | None = None
+    patience: float = 0.0
+    replaces: bool = False
+    most: int = 0
+    is_added: bool = False
+
+    def pack(self) -> bytes:
+        """As `unpack` takes it."""
+        return to_json(asdict(self))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> HostJob:
+        """The job that bytes of `pack` describe."""
+        return cls(**from_json(data))
+
+
+class Link:
+    """The connection to the coordinator.
+
+    Args:
+        job: says where it is.
+        is_over: whether to wait for it no longer.
+
+    Attributes:
+        is_lost: whether the connection has ended.
+        is_orphaned: whether the coordinator has ended, too.
+
+    Raises:
+        LaunchError: it cannot be reached.
+    """
+
+    def __init__(self, job: HostJob, is_over: Callable[[], bool] = lambda: True) -> None:
+        self.is_lost = self.is_orphaned = False
+        self._port = job.port
+        end = time.monotonic() + job.patience
+        while True:
+            problems = []
+            for address in job.addresses:
+                try:
+                    claim, seconds = Claim(job.index), _TRY if job.patience else _CONNECT
+                    connected = connect(address, job.port, job.key.encode(), Purpose.LAUNCHER, claim, seconds)
+                except (OSError, Disconnected) as error:
+                    problems.append(f"{address}:{job.port}: {getattr(error, 'strerror', None) or error}")
+                    continue
+                self._address, self._frames = address, FrameSocket(connected, Purpose.LAUNCHER)
+                self._frames.end_when_silent(config.NETWORK_TIMEOUT.get())
+                return
+            if time.monotonic() > end or is_over():
+                raise LaunchError(
+                    f"{socket.gethostname()} cannot reach the process that started this job ({'; '.join(problems)}): "
+                    "it has ended, or a firewall is between the hosts."
+                )
+            time.sleep(0.1)
+
+    def send(self, kind: str, body: Any) -> None:
+        """Send a message, unless the connection is lost."""
+        with contextlib.suppress(Disconnected, TimeoutError):
+            if not self.is_lost:
+                self._frames.send(to_json([kind, body]))
+                self._frames.flush(config.NETWORK_TIMEOUT.get())
+
+    def read(self) -> list[tuple[str, Any]]:
+        """The messages that have arrived."""
+        if self.is_lost:
+            return []
+        try:
+            return [tuple(from_json(data)) for data in self._frames.read()]
+        except Disconnected as error:
+            self.is_lost = True
+            self._frames.close()
+            # No error, or a reset: the coordinator, or something on the way, has closed the connection.
+            self.is_orphaned = error.code in _CLOSED and not self._answers()
+            return []
+
+    def _answers(self) -> bool:
+        """Whether the coordinator may live, as nothing refuses a connection in its place."""
+        for attempt in range(_ANSWERS):
+            time.sleep(_ASK / 20 if attempt else 0.0)
+            try:
+                socket.create_connection((self._address, self._port), _ASK).close()
+            except ConnectionRefusedError:
+                return False
+            except OSError:
+                return True
+        return True
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._frames.close()

@@ -1,0 +1,118 @@
+"""The hosts of a job as its coordinator knows them, and the exit status of the job that follows from their reports.
+
+A job that goes on without lost ranks has no single process whose exit status is that of the job. Each host reports how
+its ranks ended, or is lost. The job has ended well if a rank that was not cut off from the others has.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ring_plugins.core.base.errors import name_ranks
+from ring_plugins.core.net.frames import FrameSocket
+from ring_plugins.core.rendezvous.spawn import ending, silent_end
+from ring_plugins.launcher.replacements import how_often
+
+
+class End(NamedTuple):
+    """How a rank ended.
+
+    Attributes:
+        rank: its number.
+        code: `returncode` of its process.
+        how: "left", "cut off", "lost" or "late" if that is why it ended (`HostRanks` in host_supervisor.py), else "".
+    """
+
+    rank: int
+    code: int
+    how: str
+
+
+class Host:
+    """What the coordinator knows of a host.
+
+    Attributes:
+        name: of it.
+        ranks: that it runs.
+        frames: the connection to its supervisor, None before it has come.
+        here: the first message of its supervisor, None before.
+        report: how its ranks ended, None before its supervisor has said so.
+        why: why they could not go on.
+        replaced: ranks of it whose places other processes have taken, with how often.
+        added: ranks of it by which the job has grown.
+        is_lost: whether the connection has ended before all was said.
+        is_added: whether the job has begun without it (added_hosts.py).
+        members, newcomers: how many ranks a host that was added has now, and who waits there if it has none.
+        has_begun: whether it has been told how to take part.
+        login: of one that was added, the process that runs its supervisor, and when that was started.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int]) -> None:
+        self.name, self.ranks = name, tuple(ranks)
+        self.frames: FrameSocket | None = None
+        self.here: Mapping[str, Any] | None = None
+        self.report: list[End] | None = None
+        self.why: str | None = None
+        self.replaced: dict[int, int] = {}
+        self.added: list[int] = []
+        self.is_added = self.has_begun = False
+        self.members, self.newcomers = 0, list[Any]()
+        self.login: tuple[subprocess.Popen[bytes], float] | None = None
+        self.is_lost = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is to be expected from it."""
+        return self.is_lost or self.report is not None
+
+
+def verdict(hosts: Sequence[Host], failed: Sequence[End], size: int) -> tuple[int, str | None]:
+    """The exit status of a job whose hosts have reported or are lost, and what the user should know of it.
+
+    Args:
+        hosts: of the job.
+        failed: the ends that end the job, in the order in which they were told.
+        size: number of ranks at its start.
+    """
+    ends = [end for host in hosts for end in host.report or ()]
+    lost = [host for host in hosts if host.report is None and (host.has_begun or not host.is_added)]
+    if why := next((host.why for host in hosts if host.why), None):
+        return 1, why
+    if failed:
+        first = min(failed, key=lambda end: end.code == 1)  # those that end because of another have 1
+        return first.code, f"rank {first.rank} ended with {ending(first.code)}."
+    died = [end for end in ends if (end.code < 0 and not end.how) or end.how == "lost"]
+    cut = [end.rank for end in ends if end.how == "cut off"]
+    left = [end.rank for end in ends if end.how == "left"]
+    well = [end for end in ends if not end.code and end.how not in ("cut off", "late", "lost")]
+    had_not_joined = [end.rank for end in ends if end.how == "late"]
+    late, further = [rank for rank in had_not_joined if rank < size], [rank for rank in had_not_joined if rank >= size]
+    replaced = {rank: times for host in hosts for rank, times in host.replaced.items()}
+    added = sorted(rank for host in hosts for rank in host.added)
+    told = [f"{name_ranks(added)} joined"] if added else []
+    told += [f"other processes took the place of {how_often(replaced)}"] if replaced else []
+    told += [f"{name_ranks(left)} left"] if left else []
+    told += [f"{name_ranks([end.rank for end in died])} died"] if died else []
+    told += [f"{name_ranks(cut)} ended as the others could not be reached"] if cut else []
+    told += [f"{host.name} was lost{with_ranks(host.ranks)}" for host in lost]
+    if well:
+        told += [f"nobody had joined yet in the place of {name_ranks(late)}"] if late else []
+        told += [f"{name_ranks(further)} had not joined yet"] if further else []
+        others = "all" if told and not (left or died or cut or lost or late or further) else "the other"
+        normally = len([end for end in well if not end.how])
+        return 0, f"{', '.join(told)}, and {others} {normally} ended normally." if told else None
+    if lost and (cut or not died):
+        where = " and ".join(host.name for host in lost)
+        return 1, f"{', '.join(told)}. The ranks on {where} may have gone on; nobody here can tell."
+    killed = [end for end in died if end.code]  # rather than ended with status 0, before the others
+    status = 128 - killed[0].code if killed else 1
+    if len(died) == 1 and killed:
+        return status, f"rank {died[0].rank} {silent_end(died[0].code)}."
+    return status, f"{', '.join(told)}, and no rank is left."
+
+
+def with_ranks(ranks: Sequence[int]) -> str:
+    """The ranks of a host that is lost, for a line about it; one that was added may have none."""
+    return f", with {name_ranks(ranks)}" if ranks else ""
