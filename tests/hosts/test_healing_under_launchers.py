@@ -111,17 +111,22 @@ def launchers_of_each_host(job):
     return {process.parent() for process in job.processes() if slot_holder.__file__ in process.cmdline()}
 
 
+def stop_launcher(job, launcher, stop):
+    """Press Ctrl-C, or send a signal to what the user has started, or SLURM's daemons."""
+    if stop == "Ctrl-C":
+        job.interrupt()
+    elif launcher in ("mpirun", "MPICH"):
+        job.signal_parent(stop)
+    else:
+        for process in launchers_of_each_host(job):
+            process.send_signal(stop)
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM, "Ctrl-C"])
 def test_a_launcher_that_is_killed_or_interrupted_leaves_nothing(cluster, launcher, stop):
     with start(cluster, launcher, RANK, {"TEST_END": "never"}) as job:
         job.pids()
-        if stop == "Ctrl-C":
-            job.interrupt()
-        elif launcher in ("mpirun", "MPICH"):
-            job.signal_parent(stop)
-        else:
-            for process in launchers_of_each_host(job):
-                process.send_signal(stop)
+        stop_launcher(job, launcher, stop)
         result = job.wait(40, ignore_files=["sm_segment.*"], grace=15)
     assert result.returncode, result

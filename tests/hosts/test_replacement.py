@@ -11,7 +11,7 @@ from tests.hosts import hosts
 from tests.keras import test_replacement as of_keras
 from tests.launch import slowness
 from tests.lightning import test_replacement as of_lightning
-from tests.torch.test_replacement import CHECKS, check, replayed
+from tests.torch.test_replacement import CHECKS, check
 
 RING = str(Path(sys.executable).parent / "ring")
 EVERYONE = [0, 1, 2, 3]
@@ -212,12 +212,7 @@ def test_further_ranks_of_a_host_that_is_lost_join_on_another_one(cluster):
 @pytest.mark.slow
 def test_a_fit_of_lightning_grows(cluster):
     result = grow(cluster, [], 1, [[0, 2, 2]], {"2": "host1", "3": "host2"}, 4, script=of_lightning.GROWS)
-    history = [[0, 1]] * 12 + [[0, 1, 2, 3]] * 12
-    found = [replayed(history, ends=[12, 18, 24]), history, [2, 4, 4], 4, 4, 24, 3, 3.5]
-    assert result.values("found") == [found] * 4
-    for epoch in range(3):
-        seen = [sample for of_rank in result.values("seen") for of, sample in of_rank if of == epoch]
-        assert sorted(seen) == list(range(24)), epoch
+    of_lightning.check_grown(result)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 from ring_plugins.core.rendezvous import slot_holder
 from tests.hosts import hosts
-from tests.hosts.test_healing_under_launchers import LAUNCHERS, launchers_of_each_host, start
+from tests.hosts.test_healing_under_launchers import LAUNCHERS, start, stop_launcher
 from tests.keras import test_replacement as of_keras
 from tests.launch import slowness
 from tests.lightning import test_replacement as of_lightning
@@ -157,19 +157,12 @@ def test_nothing_outlives_a_job_in_which_processes_have_joined_and_wait(cluster,
         while not {1, 3} <= {rank for rank, told in job.reports().items() if "new" in told}:
             assert job.process.poll() is None and time.monotonic() < end, job._result()
             time.sleep(0.05)
-        if stop == "Ctrl-C":
-            job.interrupt()
-        elif (
-            stop == "placeholder"
-        ):  # of rank 0's host; under torchrun and srun, the loss of another costs only its host
+        if stop == "placeholder":  # of rank 0's host; under torchrun and srun, another one's loss costs only its host
             holder_on(cluster, "host1", job).kill()
         elif stop == "daemon":
             holder_on(cluster, "host2", job).parent().kill()
-        elif launcher in ("mpirun", "MPICH"):
-            job.signal_parent(stop)
         else:
-            for process in launchers_of_each_host(job):
-                process.send_signal(stop)
+            stop_launcher(job, launcher, stop)
         result = job.wait(40, ignore_files=["sm_segment.*"], grace=15)
     # That of Open MPI is 0 when it has lost the daemon of a host.
     assert result.returncode or (stop == "daemon" and launcher == "mpirun"), result
