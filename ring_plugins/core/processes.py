@@ -1,9 +1,11 @@
-"""Who the processes of a job are: where they run, with which numbers, and in whose places.
+"""The processes of a job: where each of them runs, and its three numbers.
 
-A process has three numbers. Its *world rank* is the one with which it started; nobody else ever has that. Its *seat* is
-its place in the order of ranks: at first the same number, and later that of the lost rank whose place it takes. Its
-*rank* is its place among those that are there now, in the order of seats. Users see ranks; everything that outlives a
-loss goes by world ranks.
+- *World rank*: the number with which it started. No other process of the job ever has it.
+- *Seat*: its place in the order of ranks. For a process of the start, that is its world rank; for one that takes the
+  place of a lost rank, that rank's seat.
+- *Rank*: its position among the present members, in the order of their seats.
+
+Scripts see ranks. Whatever outlives a loss goes by world ranks.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""Which hosts have the seats of a job on several hosts that `ring add-ranks` has asked for.
+"""Which host has which seat, for seats that `ring add-ranks` has asked for in a job on several hosts.
 
-The process that `ring run` is keeps one list: whose each of these seats is. All supervisors get the whole list whenever
-it changes, start processes for the seats that are theirs, and end those for seats that are theirs no more. So the list
-is all that they have to agree on. They say which of these processes have joined.
+The coordinator in `ring run` keeps one list: the host of each such seat. Whenever the list changes, all supervisors get
+the whole of it. They start processes for the seats of their host, end those for seats that are no longer theirs, and
+say which have joined. So they have to agree on nothing but the list.
 
-Seats that are free are those of hosts whose ranks are all lost, and those behind all others, up to `--max-ranks`. Data
-has no shares that nobody ever had, so processes join by the latter in the order of their seats, whatever their hosts.
-If the process of one cannot join, all behind it wait. Hence if a host is lost before its process has joined, that seat
-and all behind it are given out anew, among the hosts that are left. And if a host gives a seat up, since its script
-fails again and again, it and all behind it are taken back.
+Two kinds of seats can be given out: those of hosts whose ranks are all lost, and new ones behind all others, up to
+`--max-ranks`. New ones are taken in order on all hosts, since data has no share for a seat that nobody has had. While
+the process of one cannot join, all behind it wait. Hence:
+
+- If a host is lost before its process has joined, that seat and all behind it are given out anew, among the hosts that
+  are left.
+- If a host gives a seat up, since its script fails again and again, that seat and all behind it are taken back.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from ring_plugins.launcher.supervision import Supervisor
 
 #: Bytes of one write to a terminal or login that may be slow, and milliseconds between two looks whether it is lost.
 _WRITE, _LOOK = 4096, 200
-#: Seconds after which a stopped process is killed that waits on a host without ranks, which would kill it.
+#: Seconds after which a stopped process that waits to join is killed, on a host without members, who would do that.
 _PATIENCE = 10.0
 #: How many hosts may be added to a job, and the world ranks that their processes have from there on.
 MOST_ADDED, _FIRST_OF_ADDED = 16, MOST_MEMBERS * 3 // 4
@@ -48,7 +48,7 @@ _TICK = 0.02
 
 
 class _Outlet:
-    """Standard output or error that nobody waits for once the login through which it leaves is lost.
+    """Standard output or error; what is written to it is dropped once the login through which it leaves is lost.
 
     Args:
         descriptor: of the file.
@@ -195,7 +195,7 @@ class HostRanks:
         return None
 
     def _take(self, kind: str, body: Any) -> None:
-        """Heed a message of the coordinator."""
+        """Do what a message of the coordinator says."""
         if kind == "over":
             self._status = int(body)
         elif kind == "further" and self._replacements is not None:
@@ -217,7 +217,7 @@ class HostRanks:
             self._supervisor.signalled = number
 
     def _tell_of_empty_places(self) -> None:
-        """Say that nobody is replaced if all ranks of this host are lost: none is left that lets another one join."""
+        """If all ranks of this host are lost, say that nobody takes their places: no member here lets others join."""
         codes = self._codes()
         lost = all((code or 0) < 0 or self._is_gone(local) for local, code in enumerate(codes))
         is_over = self._status is not None or self._supervisor.signalled is not None
@@ -309,6 +309,7 @@ class HostRanks:
         return self._supervisor.ends_job(code) and not self._is_out(local)
 
     def _is_out(self, local: int) -> bool:
+        """Whether the job goes on whatever a rank's exit status is: it is no member, or the others do without it."""
         has_not_joined = self._replacements is not None and self._replacements.is_out(local)
         return self._seats.is_cut_off(local) or self._is_gone(local) or has_not_joined
 

@@ -1,11 +1,11 @@
-"""Which process has which seat of a job that `ring run` starts itself, and new ones for seats that need one.
+"""Which process has which seat of a job that `ring run` starts itself, and new processes for seats that need one.
 
-A new process is started only while a rank of the job lives that can give it the state of the training. How it ends does
-not matter to the job until it has joined: a script that fails before that would fail again, so a seat is filled a few
+A new process is started only while a rank lives that can give it the state of the training. Until it has joined, its
+end does not matter to the job. But a script that fails before it joins would fail again, so a seat is filled a few
 times an hour at most. Where there are spares (spares.py), one of them gets the seat.
 
-A job that may grow has seats that nobody has taken yet. `add` lets processes take them, in order; that is the same but
-that nobody was lost. Until one has joined by its seat, all behind it wait, so if that seat is given up, they are, too.
+A job that may grow has seats that nobody has taken yet. `add` lets processes take them, in order. Until a process has
+joined by such a seat, all behind it wait. So if the seat is given up, those behind it are, too.
 """
 
 from __future__ import annotations

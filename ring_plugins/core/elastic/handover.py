@@ -1,12 +1,12 @@
-"""A member gives its state to processes that have just joined; what fails there ends only such a process.
+"""A member gives the state of the training to processes that have just joined. What fails there ends only these.
 
-Nobody else has lost anything by then: the others can go on without a process that cannot take over their state, since
-it was made by another script, or a function of the script that loads it raises. An exception that the others heard of
-would end them, too. So the process prints its error and ends as if it had been killed. The others find that it is gone,
-as they find any loss, and `ring run` starts another one in its place, a few times an hour at most.
+Such a process cannot take over the state if another script made it, or if a function of the script that loads it
+raises. The others have lost nothing by then, and can go on without it. An exception that they heard of would end them,
+too. So the process prints its error and kills itself. The others find that it is gone, as they find any loss, and `ring
+run` starts another one in its place, a few times an hour at most.
 
 The script's own objects are pickled by the member that gives them, and unpickled only in processes that have joined. If
-they cannot be pickled, those end, with the reason.
+they cannot be pickled, these processes end, with the reason.
 
 Considered and rejected: to tell the others before the process ends. They would have to agree that it is out, which is
 what they do when it is gone.

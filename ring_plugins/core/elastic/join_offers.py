@@ -1,6 +1,7 @@
-"""What the processes of a job tell each other when others join it, and what they do with that.
+"""What members and newcomers tell each other before a newcomer joins, and how that is checked and put to use.
 
-On one host (joining.py) and between hosts (joining_between_hosts.py) alike. Only the rounds differ in which they tell.
+On one host (joining.py) and between hosts (joining_between_hosts.py) this is the same. Only the rounds in which they
+exchange it differ.
 """
 
 from __future__ import annotations

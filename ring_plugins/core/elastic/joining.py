@@ -1,18 +1,18 @@
 """Processes that take the places of lost ones join a job: `on_failure="replace"`.
 
-`ring run` starts such a process like any rank. It runs the script from its first line, while the others train. So until
-it joins, it is a job of its own that looks like one of all seats: `rank()` is its seat, and collectives that could only
-return what it has itself are refused. Whatever the script makes then has its counterpart among the members, since all
-run the same script.
+1. **It starts.** `ring run` starts such a process like any rank. It runs the script from its first line, while the
+   others train. Until it joins, it is a job of its own that looks like one of all seats: `rank()` is its seat, and
+   collectives that could only return what it has itself are refused. Since all run the same script, whatever it makes
+   has its counterpart among the members.
+2. **It waits** at the place from which it can go on with the others' state (torch/training_state.py). It says so in the
+   row of its seat (rendezvous/seats.py). A member that sees this tells all others in the next pass.
+3. **It joins.** At the end of a step, all members call the processes that wait, the *newcomers*. All of them together
+   exchange what they need (`take_part`, control/admission.py). A newcomer's world rank is beyond those of the start;
+   its seat is the lost rank's. So once all seats are taken, everyone has the rank with which the job began.
 
-It waits at the place from which it can go on with the others' state (torch/training_state.py). There it says in the
-seats (rendezvous/seats.py) that it waits. A member that sees this tells all others in the next pass, as it would tell
-that it leaves. At the end of a step all members call the newcomers, and all together exchange what they need
-(`take_part`, control/admission.py). Newcomers have world ranks of their own, beyond those of the start, but the places
-of their seats in the order of ranks. So once all seats are taken, everyone has the number with which the job has begun.
-
-A job grows in the same way: a further rank takes a seat that nobody has had. Only the data has no share for it. So it
-joins where the script divides data anew, at the beginning of an epoch, and sees the number of seats in use until then.
+A job grows in the same way: a further rank takes a seat that nobody has had. As no share of the data belongs to that
+seat yet, it joins only where the script divides data anew, at the beginning of an epoch. Until then, the size that it
+sees is the number of seats in use.
 
 Considered and rejected: to let `init` wait for the others, which would then wait for the newcomer while it loads its
 data; and to stop the others' scripts and start them again at a common point, as torchrun and Horovod do.

@@ -1,15 +1,16 @@
 """The ranks of a job change while it runs: some are lost, some leave on SIGTERM, others join.
 
-All three end alike. All that are left agree on the next *view* of the job: on one host in shared memory
-(control/membership.py), between hosts over connections of their own (control/mesh.py). Then everything that this
-process has of the job follows that view: its communicators, its topology, and the script's functions, which are told
-where all ranks are at the same place.
+Each change ends in the same way. All members agree on the next *view*, which says who is a member: on one host in
+shared memory (control/membership.py), between hosts over connections of their own (control/mesh.py). Then everything
+that this process has of the job follows the view: communicators, topology, and last the script's functions, which are
+told where all ranks are at the same place. The changes differ in how they begin:
 
-- A loss is found in the middle of an operation, by everyone who waits in it. The communicator agrees with the others
-  through `go_on_without`, and repeats the operation (collectives/healing.py).
-- Who is to leave, or sees that others wait to join, says so in the next pass of gradients (`wants_change`). Outside of
-  operations, all call `change_members` then, which lets ranks leave, and notes who waits (`awaited`).
-- Those that wait join where the script lets them (core/elastic/joining.py).
+- **A loss** is found in the middle of an operation, by everyone who waits in it. The communicator agrees with the
+  others through `go_on_without`, and repeats the operation (collectives/healing.py).
+- **A rank that is to leave** says so in the next pass of gradients (`wants_change`), as does one that sees a process
+  wait to join. After that pass, outside of operations, all call `change_members`: ranks leave, and all note who waits
+  (`awaited`).
+- **A process that waits** joins where the script lets it (joining.py).
 """
 
 from __future__ import annotations
@@ -261,7 +262,7 @@ class Elastic:
         return self._job.is_joining and (is_new or (places is not None and places.is_new(self._processes.seat)))
 
     def _sees_newcomers(self) -> set[int]:
-        """Seats of those that wait to join, and that not all ranks know of."""
+        """Seats of processes that wait to join, and of which not all ranks know yet."""
         places = (seats() or self.seat) if self._policy.replaces and not self._job.is_joining else None
         if places is None or not places.has_waiting():
             return set()

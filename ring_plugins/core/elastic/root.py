@@ -1,8 +1,8 @@
-"""The rank from which several collectives take something, though other ranks may be lost between them.
+"""The rank from which several broadcasts in a row take something, though ranks may be lost between them.
 
-A rank gets another number when a lower one is lost. A loop that broadcasts one tensor after the other from a number
-would then take some from one process and the rest from another, and all ranks would have the same wrong values. So such
-a loop keeps to one process, and asks for its number before each broadcast.
+When a rank is lost, those above it get other numbers. A loop that broadcasts one tensor after the other from a fixed
+number would then take some from one process and the rest from another, and all ranks would have the same wrong values.
+So such a loop keeps to one process, and asks for its present number before each broadcast.
 """
 
 from __future__ import annotations

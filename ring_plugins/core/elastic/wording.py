@@ -1,4 +1,4 @@
-"""What is said of ranks that were lost, left or joined: one line for each change."""
+"""The line that the log gets when ranks were lost, left or joined."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ class Seats:
         return bool(self._rows[seat, _STATE] == _LOST)
 
     def note(self, seat: int, state: int) -> None:
-        """Say how far this process is, where no other looks for its memory here."""
+        """Set the state of a process whose memory no other process looks for here."""
         self._rows[seat, _STATE] = state
 
     def is_starting(self, seat: int) -> bool:
@@ -191,7 +191,7 @@ class Seats:
         return bool(self._rows[seat, _STATE] == _WAITING)
 
     def has_waiting(self) -> bool:
-        """Whether a process waits to join; a look of a microsecond."""
+        """Whether a process waits to join. This takes a microsecond."""
         return bool((self._rows[:, _STATE] == _WAITING).any())
 
     def waiting(self) -> list[Occupant]:
@@ -316,7 +316,7 @@ class OwnSeat:
         self._seats.take(Occupant(self._seat, world_rank, address), as_member=False)
 
     def has_waiting(self) -> bool:
-        """Whether a process waits to join, here or on a host without members; a look of a microsecond."""
+        """Whether a process waits to join, here or on a host without members. This takes a microsecond."""
         return self._seats.has_waiting() or self._seats.num_remote_newcomers > 0
 
     def waiting(self) -> list[Occupant]:
