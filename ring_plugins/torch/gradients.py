@@ -179,6 +179,11 @@ class GradientAverager:
         return self._sets.reduced_bytes
 
     @property
+    def named_parameters(self) -> Sequence[Named]:
+        """(name, parameter) pairs in the order in which ranks average them; a shared parameter once."""
+        return self._sets.named
+
+    @property
     def communicator(self) -> Communicator[Any]:
         """What reduces the gradients."""
         return self._communicator

@@ -10,6 +10,7 @@ normalization no longer track its statistics.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -17,9 +18,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ring_plugins.core.base.errors import MismatchError
+from ring_plugins.torch.gradients import GradientAverager
 
 #: A parameter: the name of its module among the parts, and its own name in it.
 _Name = tuple[str, str]
+
+#: Parameters of an averager that an error lists.
+_LISTED = 4
 
 
 class TrainedParts(NamedTuple):
@@ -89,6 +94,24 @@ def take_trained_parts(parts: Mapping[str, Any], told: TrainedParts) -> None:
                 "training begins."
             )
         parts[optimizer].param_groups[:] = [{"params": group} for group in found]  # the state has their options
+
+
+def averaged_orders(parts: Mapping[str, Any]) -> str:
+    """Which parameters optimizers average that were wrapped without names, in which order; equal where these are.
+
+    Ranks average gradients by their order. Where names are given, these are compared. Numbers are the same in any
+    order, so a process with another one would give gradients of equal shapes the averages of other parameters.
+    """
+    names, told = {parameter: name for name, parameter in _parameters(parts).items()}, ""
+    for of, part in parts.items():
+        averager = getattr(part, "averager", None)
+        named = averager.named_parameters if isinstance(averager, GradientAverager) else ()
+        if any(parameter in names and names[parameter][1] != name for name, parameter in named):
+            order = [".".join(names.get(parameter, (name,))) for name, parameter in named]
+            first, more = ", ".join(order[:_LISTED]), len(order) - _LISTED
+            told += f"; {of} averages {first}{f' and {more} more' if more > 0 else ''}"
+            told += f" in the order {zlib.crc32(repr(order).encode()):08x}"
+    return told
 
 
 def _parameters(parts: Mapping[str, Any]) -> dict[_Name, nn.Parameter]:

@@ -27,7 +27,7 @@ from ring_plugins.torch.broadcast import Placeholder
 from ring_plugins.torch.compared_options import common_place, place_error
 from ring_plugins.torch.loaders import batches_from, divide_anew
 from ring_plugins.torch.tensor_memory import dense_memory
-from ring_plugins.torch.trained_parts import take_trained_parts, trained_parts
+from ring_plugins.torch.trained_parts import averaged_orders, take_trained_parts, trained_parts
 
 T = TypeVar("T")
 
@@ -171,7 +171,9 @@ class TrainingState:
 
     def _place(self) -> str:
         """Which of the script's states this is: a second one of a newcomer would keep the values of its first line."""
-        return f"TrainingState {self._number} of {_made} made so far, of {', '.join(self._names) or 'nothing'}"
+        averaged = averaged_orders({name: getattr(self, name) for name in self._names})
+        named = ", ".join(self._names) or "nothing"
+        return f"TrainingState {self._number} of {_made} made so far, of {named}{averaged}"
 
     def _state(self) -> dict[str, Any]:
         """All that a newcomer needs; apart from tensors, it shares nothing with the live objects."""

@@ -250,7 +250,12 @@ SCRIPT = """
     model = torch.nn.Linear(2, 1)
     if "TEST_BROADCASTS" in os.environ:
         ring.broadcast_object(3 if ring.rank() == 0 else None)
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    if "TEST_ORDER" in os.environ:  # the numbers of parameters, and their shapes, tell nobody of it
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
+        parameters = list(model.parameters())[:: -1 if is_new else 1]
+        optimizer = DistributedOptimizer(torch.optim.SGD(parameters, 0.1))
+    else:
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
     state = None
     if "TEST_STATELESS" not in os.environ:
         state = TrainingState(model=model, optimizer=optimizer, epoch=0)
@@ -265,7 +270,7 @@ SCRIPT = """
             if ring.rank() == 1 and not is_new and (epoch, step) == (0, 1):
                 os.kill(os.getpid(), signal.SIGKILL)
             end = time.monotonic() + float(os.environ.get("TEST_PATIENCE", "20"))
-            if "TEST_SECOND_STATE" in os.environ and (epoch, step) == (0, 2):  # it is refused at the others' commit
+            if {"TEST_SECOND_STATE", "TEST_ORDER"} & {*os.environ} and (epoch, step) == (0, 2):  # refused at a commit
                 end += 60
             while len(current().world_ranks) == 1 and not seats().has_waiting() and time.monotonic() < end:
                 time.sleep(0.01)
@@ -292,7 +297,11 @@ SCRIPT = """
         ),
         (
             "TEST_SECOND_STATE",
-            "has come to another place (TrainingState 1 of 1 made so far, of model, optimizer, epoch)",
+            "has come to another place (TrainingState 1 of 1 made so far, of model, optimizer, epoch",
+        ),
+        (
+            "TEST_ORDER",
+            "optimizer averages model.1.weight, model.0.weight in the order",
         ),
     ],
 )

@@ -146,7 +146,7 @@ def _check_places(places: Mapping[int, str], call: Call) -> None:
         if places[rank] != wanted:
             raise DifferentScript(
                 f"rank {rank} cannot join: its script has come to another place ({places[rank]}) than the others "
-                f"({wanted})."
+                f"({wanted}). All ranks must run the same script, and make the same objects in the same order."
             )
 
 
