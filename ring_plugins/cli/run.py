@@ -227,6 +227,7 @@ def run(
                 min_ranks=min_ranks,
                 max_ranks=max_ranks,
                 spares=spares,
+                check=check,
             )
         )
         if dry_run:

@@ -3,7 +3,7 @@
 The coordinator (several_hosts.py) starts a supervisor there as on any other host. What differs is how its processes
 find the members of the job, and how these find them:
 
-    coordinator                 starts the new host's supervisor, and waits for its "here"
+    coordinator                 starts the new host's supervisor, and waits for its "here", which has its versions
     coordinator -> a member's   "join info?"               its supervisor has what its ranks wrote (rendezvous/seats.py)
     a member's  -> coordinator  "join info"
     coordinator -> new host's   "start", with that         it starts the processes, which wait to join
@@ -51,6 +51,8 @@ class AddedHosts:
     ) -> None:
         self._hosts, self._further, self._tell, self._notify = hosts, further, tell, notify
         self.start: Callable[[str, int], subprocess.Popen[bytes]] | None = None
+        #: Why a host cannot run ranks, given the "report" in its "here"; None if that is not known yet.
+        self.problems_of: Callable[[Any], list[str] | None] = lambda report: []
         self._asked: Host | None = None  # for its join info
         self._newcomers: list[Any] = []  # as all supervisors know them
         self._is_alone = False  # whether they know that nobody is left who lets others join
@@ -83,9 +85,9 @@ class AddedHosts:
             return
         waiting = [host for host in self._hosts if host.is_added and not host.is_over and not host.has_begun]
         for host in waiting:
-            self._drop_if_it_does_not_come(host)
+            self._drop_if_it_cannot_begin(host)
         with_members = [host for host in self._hosts if not host.is_over and (not host.is_added or host.members)]
-        if with_members and any(host.here is not None for host in waiting) and self._asked not in with_members:
+        if with_members and any(map(self._may_begin, waiting)) and self._asked not in with_members:
             self._asked = with_members[0]
             self._tell(self._asked, "join info?", None)
         if not with_members:
@@ -110,17 +112,24 @@ class AddedHosts:
         """
         self._asked = None
         for host in self._hosts:
-            if join_info and host.is_added and host.here is not None and not host.has_begun and not host.is_over:
+            if join_info and host.is_added and not host.has_begun and self._may_begin(host):
                 host.has_begun = True
                 self._tell(host, "start", {**started, "join info": join_info, "further": self._further.told()})
 
-    def _drop_if_it_does_not_come(self, host: Host) -> None:
+    def _may_begin(self, host: Host) -> bool:
+        """Whether a host has come, and can run ranks."""
+        return not host.is_over and host.here is not None and self.problems_of(host.here.get("report")) == []
+
+    def _drop_if_it_cannot_begin(self, host: Host) -> None:
         assert host.login is not None
         process, since = host.login
         if process.poll() is not None:
             self._drop(host, "could not be reached, as the output above says")
         elif host.here is None and time.monotonic() - since > config.START_TIMEOUT.get():
             self._drop(host, "did not come")
+        elif host.here is not None and (problems := self.problems_of(host.here.get("report"))):
+            self._tell(host, "end", int(signal.SIGTERM))
+            self._drop(host, f"cannot run ranks as it is: {' '.join(problems).rstrip('.')}")
 
     def _drop(self, host: Host, how: str) -> None:
         """Go on without a host that was added and has not begun."""

@@ -50,6 +50,7 @@ class HostJob:
         replaces: whether other processes take the places of ranks that are lost.
         most: up to how many ranks the job may grow; 0 for no more than `size`.
         is_added: whether the job has begun without this host, whose ranks join it.
+        question: for `probe.report`, of a host that is to be compared with the coordinator's.
     """
 
     addresses: Sequence[str]
@@ -67,6 +68,7 @@ class HostJob:
     replaces: bool = False
     most: int = 0
     is_added: bool = False
+    question: dict[str, Any] | None = None
 
     def pack(self) -> bytes:
         """As `unpack` takes it."""

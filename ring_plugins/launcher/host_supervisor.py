@@ -33,6 +33,7 @@ from ring_plugins.core.rendezvous.spawn import ending, silent_end
 from ring_plugins.launcher.coordinator_link import HostJob, Link
 from ring_plugins.launcher.further_seats import FurtherSeat
 from ring_plugins.launcher.output import Relay
+from ring_plugins.launcher.probe import report
 from ring_plugins.launcher.rank_assignment import RankAssignment
 from ring_plugins.launcher.replacements import Replacements, has_vanished
 from ring_plugins.launcher.supervision import Supervisor
@@ -107,7 +108,8 @@ class HostRanks:
         reserved = reserve_port() if 0 in self._job.ranks else None
         with contextlib.nullcontext() if reserved is None else reserved:
             port = reserved.getsockname()[1] if reserved is not None else 0
-            self._link.send("here", {"host": socket.gethostname(), "port": port})
+            told = {} if self._job.question is None else {"report": report(self._job.question)}
+            self._link.send("here", {"host": socket.gethostname(), "port": port, **told})
             start = self._wait_for("start")
             if start is None:
                 return 1 if self._status is None else self._status
@@ -119,8 +121,8 @@ class HostRanks:
             if self._supervisor.signalled is None and self._status is None:
                 why = why or self._early_end()  # of the last rank here, at whose end `wait` returns at once
             self._tell_of_empty_places()
-            told = {"ranks": self._ends(), "why": why, "replaced": self._replaced(), "added": self._added()}
-            self._link.send("ended", told)
+            ended = {"ranks": self._ends(), "why": why, "replaced": self._replaced(), "added": self._added()}
+            self._link.send("ended", ended)
             if self._status is None and self._supervisor.signalled is None:
                 self._status = self._wait_for("over")
         own = status or (0 if self._supervisor.has_succeeded() else 1)

@@ -44,6 +44,7 @@ class Options:
     min_ranks: int | None = None
     max_ranks: int | None = None
     spares: int = 0
+    check: bool = True
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ def make_plan(options: Options) -> LaunchPlan:
         tag_output=options.tag_output,
         output_directory=str(Path(options.output_directory).absolute()) if options.output_directory else None,
         options=options.mpirun_options,
+        is_checked=options.check,
     )
     hosts_to_reach = tuple(part.host for part in job.shares)
     return LaunchPlan(

@@ -145,24 +145,63 @@ def differences(own: Report, other: Report | str) -> list[str]:
     return found
 
 
+class LateCheck:
+    """Compares hosts that are added to a job with this one, which answers in a thread: nobody may wait for it.
+
+    Args:
+        job: the job; nothing is compared if its first hosts were not.
+
+    Attributes:
+        question: for `probe.report` on such a host, None if it is not asked.
+    """
+
+    def __init__(self, job: JobSpec) -> None:
+        self.question = question_about(job, None) if job.is_checked else None
+        self._job, self._own = job, list[Report | str]()
+        self._thread: HelperThread | None = None
+
+    def ask(self) -> None:
+        """Ask this host, if that has not been done."""
+        if self.question is not None and self._thread is None:
+            self._thread = HelperThread(
+                lambda: self._own.append(_ask(None, self._job, None, None, "")), "ring:preflight"
+            )
+            self._thread.start()
+
+    def problems(self, report: Any) -> list[str] | None:
+        """Why a host cannot run ranks, each reason with its remedy; None if that is not known yet.
+
+        Args:
+            report: what `probe.report` has returned there; None if there is none.
+        """
+        if self.question is None:
+            return []
+        if not _is_report(report):
+            return ["has another release of ring_plugins: install it there from what it was installed from here."]
+        if not self._own:
+            return None
+        return [] if isinstance(self._own[0], str) else differences(self._own[0], report)
+
+
+def question_about(job: JobSpec, mpirun: Mpirun | None) -> dict[str, Any]:
+    """What to ask a host before it runs ranks of a job, as probe.py takes it; without a listener to reach."""
+    program, *arguments = job.command
+    script = next((word for word in arguments if word.endswith(".py")), None)
+    paths = [os.getcwd(), program, *([mpirun.path] if mpirun else []), *([script] if script else [])]
+    return {"packages": PACKAGES, "paths": paths, "program": script, "listener": None}
+
+
 def _minor(version: str) -> list[str]:
     return version.split(".")[:2]
 
 
 def _ask(host: str | None, job: JobSpec, mpirun: Mpirun | None, port: int | None, secret: str) -> Report | str:
     """The report of a host (None: this one), or why there is none."""
-    program, *arguments = job.command
+    program = job.command[0]
     python = program if Path(program).name.startswith("python") else sys.executable
-    script = next((word for word in arguments if word.endswith(".py")), None)
-    listener = None
+    question = question_about(job, mpirun)
     if host and port:
-        listener = [address_towards(host.rpartition("@")[2]) or socket.gethostname(), port, secret]
-    question = {
-        "packages": PACKAGES,
-        "paths": [os.getcwd(), program, *([mpirun.path] if mpirun else []), *([script] if script else [])],
-        "program": script,
-        "listener": listener,
-    }
+        question["listener"] = [address_towards(host.rpartition("@")[2]) or socket.gethostname(), port, secret]
     program_text = (Path(__file__).parent / "probe.py").read_text() + f"\n\nmain({json.dumps(question)!r})\n"
     command = [python, "-"]
     if host is not None:
@@ -202,13 +241,16 @@ def read_report(printed: str) -> Report | None:
         if line.startswith("ring probe: "):
             with contextlib.suppress(ValueError, RecursionError):
                 report = json.loads(line.removeprefix("ring probe: "))
-                if isinstance(report, dict) and all(
-                    key in report and isinstance(report[key], of) for key, of in _KEYS.items()
-                ):
-                    texts = [*report["missing"], *report["packages"].values()]
-                    if all(isinstance(text, str) for text in texts):
-                        return report
+                if _is_report(report):
+                    found: Report = report
+                    return found
     return None
+
+
+def _is_report(found: Any) -> bool:
+    if not isinstance(found, dict) or not all(key in found and isinstance(found[key], of) for key, of in _KEYS.items()):
+        return False
+    return all(isinstance(text, str) for text in [*found["missing"], *found["packages"].values()])
 
 
 def explain(host: str, python: str, status: int, stderr: str) -> str:

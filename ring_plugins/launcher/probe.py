@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import socket
+from typing import Any
 
 
 def versions(names: list[str]) -> dict[str, str]:
@@ -67,11 +68,10 @@ def reaches(listener: list[str] | None) -> bool:
     return True
 
 
-def main(asked: str) -> None:
-    """Print the report that a question in JSON asks for."""
-    question = json.loads(asked)
+def report(question: dict[str, Any]) -> dict[str, Any]:
+    """The report that a question asks for; JSON can hold it."""
     version, trouble, cores = own_package()
-    report = {
+    return {
         "name": socket.gethostname(),
         "python": platform.python_version(),
         "cores": cores,
@@ -82,4 +82,8 @@ def main(asked: str) -> None:
         "program": digest(question["program"]),
         "reaches": reaches(question["listener"]),
     }
-    print("ring probe:", json.dumps(report))
+
+
+def main(asked: str) -> None:
+    """Print the report that a question in JSON asks for."""
+    print("ring probe:", json.dumps(report(json.loads(asked))))

@@ -74,7 +74,7 @@ from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.job_hosts import End, Host, verdict, with_ranks
 from ring_plugins.launcher.mpirun import JobSpec
 from ring_plugins.launcher.output import Relay
-from ring_plugins.launcher.preflight import login
+from ring_plugins.launcher.preflight import LateCheck, login
 from ring_plugins.launcher.supervision import GRACE_SECONDS, Supervisor
 
 #: Connections that the coordinator keeps beside those of supervisors, and those that wait in the kernel.
@@ -368,6 +368,9 @@ def run(job: JobSpec, replaces: bool, most: int, supervisor: Supervisor, notify:
             coordinator.meanwhile = stack.enter_context(GrowthRequests(coordinator.add_ranks)).poll
         started: list[tuple[str, subprocess.Popen[bytes]]] = []
 
+        check = LateCheck(job)
+        coordinator.added_hosts.problems_of = check.problems
+
         def start_host(host: str, index: int, own: Sequence[int] = ()) -> subprocess.Popen[bytes]:
             """Start a host's supervisor; one without ranks is added to the job."""
             towards = "" if is_this_host(host) else address_towards(host.rpartition("@")[2])
@@ -375,10 +378,11 @@ def run(job: JobSpec, replaces: bool, most: int, supervisor: Supervisor, notify:
             told = HostJob(
                 list(dict.fromkeys(addresses)), coordinator.port, coordinator.key, index, max(len(hosts), index + 1),
                 own, job.ranks, job.command, environment, job.tag_output, job.output_directory, replaces=replaces,
-                most=most, is_added=not own,
+                most=most, is_added=not own, question=None if own else check.question,
             )  # fmt: skip
             started.append((host, _start(supervisor, command_for(job, host), told, relay, index)))
             if not own:
+                check.ask()
                 relay.start()
             return started[-1][1]
 

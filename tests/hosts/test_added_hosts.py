@@ -19,9 +19,9 @@ def cluster():
         yield cluster
 
 
-def grow(cluster, deaths, added, where, most=6, awaited=True, remote=()):
+def grow(cluster, deaths, added, where, most=6, awaited=True, remote=(), compares="--no-check"):
     env = {"TEST_ADDED": json.dumps(added), "TEST_WHERE": json.dumps(where), "TEST_MOST": str(most), "TEST_EPOCHS": "4"}
-    options = ("--no-check", "--max-ranks", str(most)) if most else ("--no-check",)
+    options = (compares, "--max-ranks", str(most)) if most else (compares,)
     env = {**env, "TEST_REMOTE_NEWCOMERS": json.dumps(remote), **({} if most else {"TEST_MOST": "4"})}
     result = train(cluster, deaths, env=env, options=options, awaited=awaited)
     seats = [seat for seat in range(8) if "found" in result.reports.get(seat, {})]
@@ -46,7 +46,8 @@ ON_HOST3 = {"4": "host3", "5": "host3"}
     ids=str,
 )
 def test_a_host_that_was_not_in_the_job_joins_it_whoever_dies_meanwhile(cluster, deaths):
-    result, found, own, seats = grow(cluster, deaths, [[0, 1, 2, "host3"]], ON_HOST3)
+    compares = "--no-check" if deaths else "--check"  # of the versions on host3, too
+    result, found, own, seats = grow(cluster, deaths, [[0, 1, 2, "host3"]], ON_HOST3, compares=compares)
     assert result.reports[0]["answer"] == "ranks 4, 5 on host3 will join where an epoch begins."
     assert seats == list(range(6)) and found["history"][-1] == seats
     if not deaths:

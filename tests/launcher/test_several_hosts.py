@@ -188,6 +188,38 @@ def test_a_host_that_is_added_gets_the_join_info_of_another_one_and_all_hear_who
         assert next_of(links[1], "further")["in use"] in (5, 6)
 
 
+def test_a_host_that_is_added_with_other_versions_runs_no_ranks():
+    ended = []
+    with Polled(most=6) as polled:
+        found, known = polled.coordinator, []
+        found.added_hosts.problems_of = lambda report: (
+            [f"torch {report}, but 2.13 on a: pip install it."] if known else None
+        )
+        found.added_hosts.start = lambda *_: SimpleNamespace(poll=lambda: None, terminate=lambda: ended.append(1))
+        member, added = Link(job(found, 0)), None
+        member.send("here", {"host": "a", "port": 1})
+        while not found._hosts[0].here:
+            threading.Event().wait(0.01)
+        found._started = {"secret": "hush"}
+        found.add_ranks(1, "host3")
+        added = Link(job(found, 2))
+        added.send("here", {"host": "c", "port": 0, "report": "2.5"})
+        while not found._hosts[2].here:
+            threading.Event().wait(0.01)
+        found.added_hosts.begin({}, {"address": "10.1.0.1"})  # it is not known yet whether it may
+        assert not found._hosts[2].has_begun and not found._hosts[2].is_over
+        known.append(1)
+        while not polled.told:
+            threading.Event().wait(0.01)
+        assert ended == [1] and polled.told == [
+            "host3 cannot run ranks as it is: torch 2.5, but 2.13 on a: pip install it; rank 4 will not join."
+        ]
+        heard = []
+        while "end" not in heard:
+            heard += [kind for kind, _ in added.read()]
+        assert "start" not in heard
+
+
 @pytest.mark.parametrize("comes", [True, False])
 def test_a_host_that_comes_when_all_others_have_ended_does_not_keep_the_job_from_its_end(comes):
     ended = []
