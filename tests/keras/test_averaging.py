@@ -43,6 +43,12 @@ def test_a_custom_training_loop(seen):
         assert found["found"] == pytest.approx(found["expected"])
 
 
+@on_ranks("own_compiled_step", "tensorflow")
+def test_tracing_a_step_of_the_script_s_own_warns_of_nothing(seen):
+    """AutoGraph would rewrite what averages, and say for each function that it cannot."""
+    assert seen == [[[], pytest.approx([-0.15] * 5)]] * 2
+
+
 @on_ranks("wrapped_after_a_step", *BACKENDS)
 def test_steps_that_are_compiled_already_follow_their_optimizer(seen):
     assert seen == [[False, True, False]] * 2

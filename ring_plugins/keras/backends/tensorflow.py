@@ -294,8 +294,8 @@ def at_once() -> contextlib.AbstractContextManager[Any]:
 
 
 def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
-    """See the protocol. No-op, because a graph contains only the host calls."""
-    return function
+    """See the protocol. A graph contains only the host calls, but AutoGraph would rewrite what makes it, and warn."""
+    return cast("Callable[..., Any]", tf.autograph.experimental.do_not_convert(function))
 
 
 def forget_traces(optimizer: Any) -> None:

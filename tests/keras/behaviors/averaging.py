@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import keras
@@ -227,6 +228,31 @@ def two_optimizers_in_one_compiled_step() -> Any:
         "found": [float(np.mean(value)) for weights, _ in state for value in weights],
         "expected": [0.5 - 2.0 * mean / 64, 0.5 - 2.0 / 64, 0.5 - 2.0 * mean, bias],
     }
+
+
+@behavior
+def own_compiled_step() -> Any:
+    """What TensorFlow says while it traces a step of the script's own."""
+    import tensorflow as tf
+
+    layer = layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    layer.build((None, 5))
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1))
+    optimizer.build(layer.trainable_weights)
+
+    @tf.function
+    def step(x: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(layer(x))
+        optimizer.apply(tape.gradient(loss, layer.trainable_weights), layer.trainable_weights)
+
+    said = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    tf.get_logger().addHandler(handler)
+    step(np.full((4, 5), 1.0 + ring.rank(), "float32"))
+    tf.get_logger().removeHandler(handler)
+    return [said, np.ravel(layer.get_weights()[0]).tolist()]
 
 
 @behavior
