@@ -96,7 +96,7 @@ class TrainingState:
         for name, value in state.items():
             setattr(self, name, value)
         if current().is_joining:
-            joined = join(self._place(), "call TrainingState.commit()")
+            joined = join(self._place(), "average gradients and call TrainingState.commit()")
             with fails_alone():
                 self._share(joined)
             self._resumes = True

@@ -311,6 +311,36 @@ def test_a_script_that_cannot_join_is_told_why_and_disturbs_nobody(variable, tex
     assert text in result.output
 
 
+#: Rank 1 dies in its second step; the other one goes on until a process has waited for some seconds.
+ONLY_COLLECTIVES = """
+    import os, signal, time
+    import ring_plugins as ring
+    from ring_plugins.core.rendezvous.spawn import seats
+    from ring_plugins.torch import TrainingState
+    from tests.worker import report
+
+    ring.init(ranks=2, on_failure="replace")
+    state, waits, since = TrainingState(step=0), 0.0, time.monotonic()
+    while waits < 7:
+        if ring.rank() == 1 and state.step == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ring.all_reduce(1.0)
+        state.step += 1
+        state.commit()
+        time.sleep(0.01)
+        since = since if seats().has_waiting() else time.monotonic()
+        waits = time.monotonic() - since
+    report("left", ring.size(), ring.rank())
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_waits_for_a_loop_without_gradients_says_that_it_needs_them():
+    result = run_ranks(ONLY_COLLECTIVES, 2, timeout=120)
+    assert result.reports == {0: {"left": 1}}
+    assert "waits for rank 0 to average gradients and call TrainingState.commit(), after 5 s" in result.output
+
+
 @pytest.mark.slow
 def test_without_batches_ranks_at_different_places_are_an_error():
     result = run_ranks(SCRIPT, 2, timeout=120, check=False)
