@@ -7,8 +7,8 @@ by RANK and MASTER_ADDR, like ranks that a user starts one by one.
     ring run ─┬─ supervisor of host1 ── rank 0, rank 1
               └─ ssh ── supervisor of host2 ── rank 2, rank 3
 
-Under mpirun, torchrun and srun, the processes that hold the slots start the supervisors (core/rendezvous/slots.py). The
-coordinator, which here is a part of `ring run`, is in one of them then, on rank 0's host.
+The process that follows the whole job is the *coordinator*: here it is `ring run`. Under mpirun, torchrun and srun, the
+processes that hold the slots start the supervisors, and on rank 0's host the coordinator (core/rendezvous/slots.py).
 
 Supervisors connect to the coordinator, with a secret. They exchange JSON:
 
