@@ -371,7 +371,7 @@ def test_an_interactive_session_is_told_how_to_start_ranks_and_can(start):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["-n", "0", "python", "train.py"], "-n 0 is not a positive number of ranks."),
+        (["-n", "0", "python", "train.py"], "-n 0 is not a positive number of ranks: give 1 or more."),
         (["-n", "2", "nothere.py"], "there is no program 'nothere.py' here"),
         (["-n", "two", "train.py"], "Invalid value for '-n'"),
     ],

@@ -216,6 +216,7 @@ report("refused", refused)
 """
 
 
+@pytest.mark.slow
 def test_a_loop_for_horovod_with_tensorflow():
     result = run_ranks(TAPE, 2, env={"KERAS_BACKEND": "tensorflow", "PYTHONHASHSEED": "0"})
     for key in ("bits", "broadcast in a function"):

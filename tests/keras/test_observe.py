@@ -3,6 +3,8 @@
 import json
 import re
 
+import pytest
+
 from tests.launch import run_ranks
 
 SCRIPT = """
@@ -40,6 +42,7 @@ except ring.DriftError as error:
 """
 
 
+@pytest.mark.slow
 def test_balance_in_the_logs_a_timeline_and_drift(tmp_path):
     result = run_ranks(SCRIPT, 2, args=[str(tmp_path)], env={"KERAS_BACKEND": "torch"}, timeout=120)
     logs = result.reports[0]["logs"]

@@ -66,14 +66,9 @@ def equality_of_sharded_optimizers(size: int) -> Result:
     return run_ranks(WORKER, size, env=env, timeout=300)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "name"),
-    [
-        pytest.param(size, name, marks=[pytest.mark.slow] * (size == 3))
-        for size in (2, 3)
-        for name in SHARDED
-        if size in SCENARIOS[name].ranks
-    ],
+    ("size", "name"), [(size, name) for size in (2, 3) for name in SHARDED if size in SCENARIOS[name].ranks]
 )
 def test_scenario_with_sharded_optimizers(size: int, name: str) -> None:
     found = equality_of_sharded_optimizers(size).values(name)

@@ -3,6 +3,7 @@
 import io
 
 import numpy as np
+import pytest
 from rich.console import Console
 
 from ring_plugins.core.control.failure_detector import Peer
@@ -40,6 +41,7 @@ if balance is not None:
 """
 
 
+@pytest.mark.slow
 def test_the_slow_rank_is_found_while_training_and_in_the_summary():
     result = run_ranks(TORCH, 2, timeout=120)
     figures = result.reports[0]["figures"]

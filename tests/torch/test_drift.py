@@ -1,5 +1,6 @@
 """Checksums of parameters."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -45,6 +46,7 @@ except ring.MismatchError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_batch_missed_before_the_first_gradient_leaves_weights_equal_or_the_learning_rates_are_compared():
     result = run_ranks(MISSED_BATCH, 2)
     first, second = result.values("inside")
