@@ -1,9 +1,9 @@
 """How a rank under test dies at a certain point."""
 
-import functools
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,12 +28,15 @@ def die(*_: object) -> None:
 
 
 def end_at(point: str) -> None:
-    """Do what a test's `point` says: "barrier 2 in", "SIGTERM", or anything else to die at once."""
+    """Do what a test's `point` says: "barrier 2 in", "SIGTERM", "stops 5" (for so long), or else to die at once."""
     if point.startswith("barrier"):
         _, number, when = point.split()
         die_in_barrier(int(number), when)
     elif point == "SIGTERM":
         os.kill(os.getpid(), signal.SIGTERM)
+    elif point.startswith("stops"):
+        subprocess.Popen(["sh", "-c", f"sleep {point.split()[1]}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
     else:
         die()
 
@@ -73,10 +76,13 @@ def die_in_barrier(number: int, when: str) -> None:
             communicator._node._synchronize = communicator._node.barriers.synchronize
 
 
-@functools.cache
 def pause_once() -> None:
-    """Make the file that TEST_PAUSED names, and wait until the test removes it."""
+    """Make the file that TEST_PAUSED names, and wait until the test removes it; only one process of a test does so."""
     file = Path(os.environ["TEST_PAUSED"])
+    try:
+        file.with_name("has paused").touch(exist_ok=False)
+    except FileExistsError:
+        return
     file.touch()
     while file.exists():
         time.sleep(0.005)

@@ -1,8 +1,8 @@
 """A job without a framework, so that it starts soon, in which other processes take the places of lost ones.
 
-TEST_DEATHS and TEST_AWAITED are as in tests/torch/checks_replacement.py, TEST_STEPS is the number of steps, and
-TEST_ADDED says that rank 0 asks for further ranks: [step, number, host]. Each rank reports what it has in the end, or
-the error with which it ends.
+TEST_DEATHS and TEST_AWAITED are as in tests/torch/checks_replacement.py. TEST_ADDED says that rank 0 asks for further
+ranks: [step, number, host]. Then the job takes more steps until there are TEST_MOST ranks. Each reports what it has in
+the end, or the error with which it ends.
 """
 
 import json
@@ -20,8 +20,8 @@ from tests.mortal import end_at, end_in_round
 from tests.newcomers import wait_for_newcomers
 from tests.worker import report
 
-STEPS, AWAITED = int(os.environ.get("TEST_STEPS", "10")), float(os.environ.get("TEST_AWAITED", "0"))
-ADDED = json.loads(os.environ.get("TEST_ADDED", "null"))
+AWAITED, ADDED = float(os.environ.get("TEST_AWAITED", "0")), json.loads(os.environ.get("TEST_ADDED", "null"))
+STEPS, MOST, LAST = 10, int(os.environ.get("TEST_MOST", "0")), 1000
 
 
 def gradient(step: int, seat: int) -> float:
@@ -82,10 +82,9 @@ def main() -> None:
     training = Training()
     try:
         if is_new:
-            begin([point for _, point in mine] if world.world_rank < ranks + 2 or seat >= ranks else [])
+            begin([point for _, point in mine])
             training.share(join("here"))
-        while training.step < STEPS:
-            report("step", training.step, seat)
+        while training.step < STEPS or (len(training.history[-1]) < MOST and training.step < LAST):
             if ADDED and seat == 0 and training.step == ADDED[0]:
                 report("answer", request_ranks(ADDED[1], None, ADDED[2]), seat)
             begin([point for step, point in mine if step == training.step and not is_new])
@@ -93,7 +92,7 @@ def main() -> None:
                 missing = set(range(ranks)).difference(world.processes.taken_seats)
                 wait_for_newcomers(missing, AWAITED)
             training.take_step(seat)
-            time.sleep(float(os.environ.get("TEST_PAUSE", "0")))
+            time.sleep(0.1 if MOST else 0)
         numbers = ring.all_gather_object(world.world_rank)
     except ring.PeerFailed as error:
         report("ended", str(error), seat)

@@ -1,5 +1,6 @@
 """The network of a host is cut while a process joins: one side goes on, whole, and the other ends and says why."""
 
+import json
 import socket
 import time
 from pathlib import Path
@@ -21,25 +22,25 @@ def cluster():
         yield cluster
 
 
-def train(cluster, tmp_path, deaths, seconds=0.0, **env):
-    """Cut host2 off when a process pauses, for so many seconds, or for good."""
+def train(cluster, tmp_path, deaths, seconds=0.0, cut="host2", options=("--no-check",), **env):
+    """Cut a host off when a process pauses, for so many seconds, or for good."""
     file = tmp_path / "paused"
     env = {"TEST_PAUSED": str(file), "RING_NETWORK_TIMEOUT": "3", **env}
     try:
-        with start(cluster, deaths, env=env, script=CHECKS) as job:
+        with start(cluster, deaths, env=env, script=CHECKS, options=options, on=2) as job:
             end = time.monotonic() + 60 * slowness()
             while not file.exists() and job.process.poll() is None and time.monotonic() < end:
                 time.sleep(0.01)
             assert file.exists(), str(job._result())
-            cluster.cut("host2")
+            cluster.cut(cut)
             file.unlink()
             if seconds:
                 time.sleep(seconds)
-                cluster.mend("host2")
+                cluster.mend(cut)
             return job.wait(60, grace=20)
     finally:
         if not seconds:
-            cluster.mend("host2")
+            cluster.mend(cut)
 
 
 def check(result, going_on):
@@ -100,3 +101,18 @@ def test_so_it_does_behind_one_that_is_little_shorter_than_the_network_may_be_si
             pytest.skip("Linux knows TCP_RTO_MAX_MS since 6.15")
     deaths = [[3, 2, "now"], paused]
     check(train(cluster, tmp_path, deaths, 4.2, RING_NETWORK_TIMEOUT="6"), EVERYONE)
+
+
+@pytest.fixture
+def three():
+    with hosts(3) as cluster:
+        yield cluster
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("paused", [[4, 0, "newcomer round 2 pauses-before"], [0, 4, "round 0 pauses-before"]], ids=str)
+def test_further_ranks_join_on_other_hosts_if_theirs_is_cut_off_while_they_join(three, tmp_path, paused):
+    env, options = {"TEST_ADDED": json.dumps([3, 2, "host3"]), "TEST_MOST": "6"}, ("--no-check", "--max-ranks", "6")
+    result = train(three, tmp_path, [paused], cut="host3", options=options, **env)
+    check(result, list(range(6)))
+    assert "ranks 4, 5 will join on host1 and host2, since host3 has no ranks any more." in result.output

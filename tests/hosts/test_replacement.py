@@ -23,17 +23,18 @@ def cluster():
         yield cluster
 
 
-def start(cluster, deaths, env=None, awaited=True, ranks_per_host=2, script=CHECKS, options=("--no-check",)):
-    """`ring run` on host1 over all hosts, as docs/healing.md starts train.py."""
-    size = ranks_per_host * len(cluster.hosts)
+def start(cluster, deaths, env=None, awaited=True, ranks_per_host=2, script=CHECKS, options=("--no-check",), on=None):
+    """`ring run` on host1 over all hosts, or the first `on` ones, as docs/healing.md starts train.py."""
+    names = cluster.hosts[:on]
+    size = ranks_per_host * len(names)
     env = {
         "TEST_DEATHS": json.dumps(deaths),
         "TEST_RANKS": str(size),
-        "TEST_HOSTS": str(len(cluster.hosts)),
+        "TEST_HOSTS": str(len(names)),
         **({"TEST_AWAITED": str(60 * slowness())} if awaited else {}),
         **(env or {}),
     }
-    where = ["-H", ",".join(f"{host}:{ranks_per_host}" for host in cluster.hosts)]
+    where = ["-H", ",".join(f"{host}:{ranks_per_host}" for host in names)]
     exported = [word for name in env for word in ("-x", name)]
     command = [RING, "run", *where, "--on-failure", "replace", *exported, *options, sys.executable]
     return cluster.start(command, script, size, env=env)
@@ -124,6 +125,24 @@ def test_a_process_joins_in_a_fit_of_keras(cluster, backend):
     result = train(cluster, [[3, 1, "now"]], script=of_keras.CHECKS, env={"KERAS_BACKEND": backend})
     found, numbers = of_keras.check(result, EVERYONE)
     assert numbers == [0, 1, 2, 5] and found["history"][-1] == EVERYONE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seat", [0, 3])
+@pytest.mark.parametrize("face", ["plain", "lightning", *of_keras.BACKENDS])
+def test_a_rank_that_is_stopped_for_longer_than_the_network_may_be_silent_is_waited_for(cluster, tmp_path, face, seat):
+    """While another one is replaced."""
+    env = {"RING_NETWORK_TIMEOUT": "2", "TEST_ROOT": str(tmp_path), "KERAS_BACKEND": face}
+    script = {"plain": CHECKS, "lightning": of_lightning.CHECKS}.get(face, of_keras.CHECKS)
+    result = train(cluster, [[1, 1, "now"], [seat, 2, "stops 5"]], script=script, env=env)
+    if face == "plain":
+        found, _ = check(result, EVERYONE)
+    elif face == "lightning":
+        found, _ = of_lightning.check(result, EVERYONE, 4)
+    else:
+        found, _ = of_keras.check(result, EVERYONE)
+    assert found["history"][-1] == EVERYONE and all(len(seats) >= 3 for seats in found["history"])
+    assert "cannot be reached" not in result.output and "(stopped?)" not in result.output
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, PeerFailed
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.control.admission import NotAdmitted
@@ -43,7 +44,8 @@ from ring_plugins.core.net.listener import Listener
 
 #: Rounds.
 CALL, OFFERS, READY = range(3)
-#: Seconds for which members wait for a newcomer in a round. It takes milliseconds to map the memory.
+#: Seconds for which members wait for a newcomer in a round, on other hosts perhaps longer. It takes milliseconds to map
+#: the memory.
 _PATIENCE = 10.0
 #: What a member tells that has waited so long.
 _LATE = "the process that was to join did not answer."
@@ -122,9 +124,18 @@ class MeshAdmission:
     def _tell_newcomer(self, number: int, payload: Mapping[str, Any]) -> None:
         self._mesh.tell(self._newcomer, "admission", {"view": self._view, "round": number, "payload": payload})
 
+    @property
+    def _patience(self) -> float:
+        """A network that is away for less than RING_NETWORK_TIMEOUT is no reason to let another host kill a process."""
+        peers = self._mesh.peers
+        is_killed_by_others = not self._pid and any(
+            peers[rank].domain == peers[self._newcomer].domain for rank in self._others
+        )
+        return max(_PATIENCE, config.NETWORK_TIMEOUT.get() * is_killed_by_others)
+
     def _check(self, is_connecting: bool = False) -> None:
         trouble = self._mesh.trouble(self._view, None if is_connecting else self._newcomer)
-        if trouble is None and self._alone_since and time.monotonic() - self._alone_since > _PATIENCE:
+        if trouble is None and self._alone_since and time.monotonic() - self._alone_since > self._patience:
             trouble = _LATE
             self._mesh.tell_all("admission", {"view": self._view, "problem": _LATE})
         if trouble == _LATE and self._pid:

@@ -1,6 +1,8 @@
 """A process joins ranks of several hosts, or all find that it does not: with threads in the place of processes."""
 
+import socket
 import threading
+import time
 
 import pytest
 
@@ -137,9 +139,23 @@ def test_if_a_member_dies_nobody_joins_and_it_is_lost(meshes, newcomer, number):
     assert not any(mesh.interrupts() for mesh, _ in meshes[1:])
 
 
-def test_members_wait_for_a_newcomer_that_does_not_answer_for_some_time_only(meshes, newcomer, monkeypatch):
+@pytest.mark.parametrize(("host", "seconds"), [("host9", 0.3), ("host3", 1.5)])
+def test_members_wait_for_a_newcomer_that_does_not_answer_for_some_time_only(meshes, monkeypatch, host, seconds):
+    """Those of other hosts as long as the network may be silent, too, if members of its host are to kill it then."""
     monkeypatch.setattr(mesh_admission, "_PATIENCE", 0.3)
-    assert at_once([lambda one=one: admit(*one, newcomer) for one in meshes]) == [None] * 4
+    monkeypatch.setenv("RING_NETWORK_TIMEOUT", "1.5")
+    last, began = meshes[3][0], time.monotonic()
+
+    def is_told():
+        until(lambda: last.trouble(1, None) is not None)
+        seen.append(time.monotonic() - began)
+        return last.agree(Wait("ring", None))
+
+    seen = []
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        newcomer = None, None, MeshPeer(host, 109, host, *silent.getsockname(), SEAT)
+        found = at_once([*(lambda one=one: admit(*one, newcomer) for one in meshes[:3]), is_told])
+    assert found == [None, None, None, []] and seen[0] >= seconds
     assert [(mesh.ranks, mesh.view) for mesh, _ in meshes] == [((0, 1, 2, 3), 1)] * 4
 
 
