@@ -15,14 +15,16 @@ from collections import deque
 from itertools import islice
 from typing import Any
 
+from ring_plugins.core.base import config
 from ring_plugins.core.net.auth import Disconnected, Purpose, wait_for
 
 #: Bytes of the longest message. The sender is authenticated, so this catches mistakes, not attacks. A message of the
 #: bootstrap holds every rank's payload; the launcher carries a user's functions and results, as large as they may be.
 _LONGEST = {Purpose.CONTROL: 1 << 24, Purpose.BOOTSTRAP: 1 << 28, Purpose.LAUNCHER: 1 << 40}
 
-#: Linux's TCP_RTO_MAX_MS, since 6.15, and the shortest such time that it accepts.
-_RTO_MAX_MS, _REPEAT_MS = 44, 1000
+#: Linux's TCP_RTO_MAX_MS, since 6.15, the shortest such time that it accepts, and how often data is repeated at least
+#: within RING_NETWORK_TIMEOUT.
+_RTO_MAX_MS, _SHORTEST_MS, _REPEATS = 44, 1000, 6
 _LENGTH = struct.Struct("!Q")
 #: Bytes of one read, and buffers of one write.
 _READ, _WRITE_AT_ONCE = 1 << 18, 16
@@ -31,14 +33,18 @@ _PROBE = 1
 
 
 def configure(connected: socket.socket) -> None:
-    """Let TCP send what is small at once, and repeat every second what the other host does not acknowledge.
+    """Let TCP send what is small at once, and soon repeat what the other host does not acknowledge.
 
     By default TCP waits twice as long each time: it repeats data after about 0.2, 0.6, 1.4, 3 and 6 s. If the network
     has been away for 4 s, that would find out only when RING_NETWORK_TIMEOUT is over. Older kernels do so.
+
+    TCP ends a connection after a number of repeats (tcp_retries2, tcp(7)), so these must not follow each other too
+    fast: every second, that would be after 15 s, however long RING_NETWORK_TIMEOUT is.
     """
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    with contextlib.suppress(OSError):
-        connected.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, _REPEAT_MS)
+    longest_ms = max(_SHORTEST_MS, round(config.NETWORK_TIMEOUT.get() * 1000 / _REPEATS))
+    with contextlib.suppress(OSError):  # also if it is longer than by default
+        connected.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, longest_ms)
 
 
 class FrameSocket:
