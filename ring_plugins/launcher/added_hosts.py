@@ -40,6 +40,8 @@ class AddedHosts:
 
     Attributes:
         start: starts the supervisor of a host, which gets this number in the job; None if that is not possible.
+        problems_of: why a host cannot run ranks, given its name and the "report" in its "here"; None if that is not
+            known yet.
     """
 
     def __init__(
@@ -51,8 +53,7 @@ class AddedHosts:
     ) -> None:
         self._hosts, self._further, self._tell, self._notify = hosts, further, tell, notify
         self.start: Callable[[str, int], subprocess.Popen[bytes]] | None = None
-        #: Why a host cannot run ranks, given the "report" in its "here"; None if that is not known yet.
-        self.problems_of: Callable[[Any], list[str] | None] = lambda report: []
+        self.problems_of: Callable[[str, Any], list[str] | None] = lambda host, report: []
         self._asked: Host | None = None  # for its join info
         self._newcomers: list[Any] = []  # as all supervisors know them
         self._is_alone = False  # whether they know that nobody is left who lets others join
@@ -118,7 +119,11 @@ class AddedHosts:
 
     def _may_begin(self, host: Host) -> bool:
         """Whether a host has come, and can run ranks."""
-        return not host.is_over and host.here is not None and self.problems_of(host.here.get("report")) == []
+        return not host.is_over and self._problems(host) == []
+
+    def _problems(self, host: Host) -> list[str] | None:
+        """Why a host cannot run ranks; None if that is not known yet."""
+        return None if host.here is None else self.problems_of(host.name, host.here.get("report"))
 
     def _drop_if_it_cannot_begin(self, host: Host) -> None:
         assert host.login is not None
@@ -127,7 +132,7 @@ class AddedHosts:
             self._drop(host, "could not be reached, as the output above says")
         elif host.here is None and time.monotonic() - since > config.START_TIMEOUT.get():
             self._drop(host, "did not come")
-        elif host.here is not None and (problems := self.problems_of(host.here.get("report"))):
+        elif problems := self._problems(host):
             self._tell(host, "end", int(signal.SIGTERM))
             self._drop(host, f"cannot run ranks as it is: {' '.join(problems).rstrip('.')}")
 

@@ -157,24 +157,27 @@ class LateCheck:
 
     def __init__(self, job: JobSpec) -> None:
         self.question = question_about(job, None) if job.is_checked else None
-        self._job, self._own = job, list[Report | str]()
+        self._job, self._own, self._here = job, list[Report | str](), set[str]()
         self._thread: HelperThread | None = None
 
-    def ask(self) -> None:
-        """Ask this host, if that has not been done."""
-        if self.question is not None and self._thread is None:
+    def ask(self, host: str) -> None:
+        """Ask this host, if that has not been done, since a host is added, which may be this one."""
+        if is_this_host(host):
+            self._here.add(host)
+        elif self.question is not None and self._thread is None:
             self._thread = HelperThread(
                 lambda: self._own.append(_ask(None, self._job, None, None, "")), "ring:preflight"
             )
             self._thread.start()
 
-    def problems(self, report: Any) -> list[str] | None:
+    def problems(self, host: str, report: Any) -> list[str] | None:
         """Why a host cannot run ranks, each reason with its remedy; None if that is not known yet.
 
         Args:
+            host: its name.
             report: what `probe.report` has returned there; None if there is none.
         """
-        if self.question is None:
+        if self.question is None or host in self._here:  # whose supervisor may have another Python than the ranks
             return []
         if not _is_report(report):
             return ["has another release of ring_plugins: install it there from what it was installed from here."]

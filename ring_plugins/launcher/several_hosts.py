@@ -382,7 +382,7 @@ def run(job: JobSpec, replaces: bool, most: int, supervisor: Supervisor, notify:
             )  # fmt: skip
             started.append((host, _start(supervisor, command_for(job, host), told, relay, index)))
             if not own:
-                check.ask()
+                check.ask(host)
                 relay.start()
             return started[-1][1]
 

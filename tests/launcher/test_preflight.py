@@ -52,16 +52,20 @@ def test_a_host_that_is_added_later_is_compared_with_this_one():
     job = JobSpec((sys.executable, __file__), 2)
     added = LateCheck(job)
     report = json.loads(json.dumps(probe.report(added.question)))
-    assert added.problems(report) is None  # this host has yet to answer
-    added.ask()
-    while (same := added.problems(report)) is None:
+    assert added.problems("host3", report) is None  # this host has yet to answer
+    added.ask("host3")
+    while (same := added.problems("host3", report)) is None:
         time.sleep(0.01)
     assert same == []
-    assert "numpy 1.0, but" in added.problems({**report, "packages": {**report["packages"], "numpy": "1.0"}})[0]
-    assert "copy of the script differs" in added.problems({**report, "program": "other"})[0]
-    assert "another release of ring_plugins" in added.problems(None)[0]
+    assert (
+        "numpy 1.0, but" in added.problems("host3", {**report, "packages": {**report["packages"], "numpy": "1.0"}})[0]
+    )
+    assert "copy of the script differs" in added.problems("host3", {**report, "program": "other"})[0]
+    assert "another release of ring_plugins" in added.problems("host3", None)[0]
+    added.ask("localhost")  # where `ring` may be installed apart from the Python of the ranks
+    assert added.problems("localhost", {**report, "python": "2.7.18"}) == []
     unchecked = LateCheck(replace(job, is_checked=False))
-    assert unchecked.question is None and unchecked.problems(None) == []
+    assert unchecked.question is None and unchecked.problems("host3", None) == []
 
 
 def test_a_host_without_an_answer_differs_by_its_reason():

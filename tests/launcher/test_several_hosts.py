@@ -192,7 +192,7 @@ def test_a_host_that_is_added_with_other_versions_runs_no_ranks():
     ended = []
     with Polled(most=6) as polled:
         found, known = polled.coordinator, []
-        found.added_hosts.problems_of = lambda report: (
+        found.added_hosts.problems_of = lambda host, report: (
             [f"torch {report}, but 2.13 on a: pip install it."] if known else None
         )
         found.added_hosts.start = lambda *_: SimpleNamespace(poll=lambda: None, terminate=lambda: ended.append(1))
