@@ -153,6 +153,25 @@ def test_links_inside_the_repository_lead_somewhere():
     assert broken == []
 
 
+def anchors(document: Path) -> set[str]:
+    """What GitHub makes of a document's headings."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*?) *$", text, re.MULTILINE)
+    names = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", name).replace(" ", "-") for name in names}
+
+
+def test_links_to_headings_lead_to_one():
+    broken = [
+        f"{document.name}: {target}#{anchor}"
+        for document in DOCUMENTS
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", document.read_text())
+        for file in [document.parent / target if target else document]
+        if file.suffix == ".md" and anchor not in anchors(file)
+    ]
+    assert broken == []
+
+
 def test_tables_and_sentences_are_those_of_kept_results(monkeypatch):
     monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
     tables = importlib.import_module("tables")
