@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -78,7 +79,7 @@ def run(
         ranks = slots(parse_hosts(hosts)) if hosts else available
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ArgumentError(f"ranks={ranks!r} is not a positive number of processes.")
-    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
+    if timeout is not None and not (isinstance(timeout, (int, float, numbers.Real)) and timeout > 0):
         raise ArgumentError(f"timeout={timeout!r} is not a positive number of seconds.")
     for name, value in (env or {}).items():
         if not isinstance(name, str) or not isinstance(value, str):  # the value may be a secret

@@ -84,7 +84,7 @@ def test_wrong_arguments_are_refused_at_once(monkeypatch):
         ((3,), {}, "function=3 cannot be called: pass the function itself, without calling it"),
         ((divide, (1,)), {"timeout": "10"}, "timeout='10' is not a positive number"),
         ((divide, (1,)), {"hosts": ["a"]}, r"hosts=\['a'\] is not a text: .*host1:2,host2:2"),
-        ((divide, (1,)), {"env": {"SECRET": 5678}}, "env: name and value of 'SECRET' must be texts"),
+        ((divide, (1,)), {"env": {"SECRET": 5678}, "timeout": np.int64(9)}, "env: name and value of 'SECRET' must be"),
     ],
     ids=["args", "args: text", "kwargs", "names in kwargs", "function", "timeout", "hosts", "env"],
 )
