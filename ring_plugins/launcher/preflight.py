@@ -165,10 +165,15 @@ class LateCheck:
         if is_this_host(host):
             self._here.add(host)
         elif self.question is not None and self._thread is None:
-            self._thread = HelperThread(
-                lambda: self._own.append(_ask(None, self._job, None, None, "")), "ring:preflight"
-            )
+            self._thread = HelperThread(self._ask_this_host, "ring:preflight")
             self._thread.start()
+
+    def _ask_this_host(self) -> None:
+        try:
+            self._own.append(_ask(None, self._job, None, None, ""))
+        except Exception as error:
+            self._own.append(repr(error))  # without an answer, added hosts would wait for it
+            raise
 
     def problems(self, host: str, report: Any) -> list[str] | None:
         """Why a host cannot run ranks, each reason with its remedy; None if that is not known yet.

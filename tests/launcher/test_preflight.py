@@ -68,6 +68,19 @@ def test_a_host_that_is_added_later_is_compared_with_this_one():
     assert unchecked.question is None and unchecked.problems("host3", None) == []
 
 
+def test_a_host_is_added_though_this_one_could_not_be_asked(monkeypatch):
+    def fail(*_):
+        raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+    monkeypatch.setattr(preflight, "_ask", fail)
+    added = LateCheck(JobSpec((sys.executable, __file__), 2))
+    added.ask("host3")
+    report = probe.report(added.question)
+    while (problems := added.problems("host3", report)) is None:
+        time.sleep(0.01)
+    assert problems == []
+
+
 def test_a_host_without_an_answer_differs_by_its_reason():
     assert differences(OWN, "no answer") == ["no answer"]
 

@@ -143,7 +143,7 @@ class MeshAdmission:
                 os.kill(self._pid, signal.SIGKILL)
             logger.warning(
                 f"process {self._pid}, which was to join as rank {self._newcomer}, has not answered for "
-                f"{_PATIENCE:g} s (stopped?). It was killed, and the other ranks go on without it."
+                f"{self._patience:g} s (stopped?). It was killed, and the other ranks go on without it."
             )
         if trouble is not None:
             raise NotAdmitted(trouble)

@@ -13,6 +13,7 @@ import struct
 import time
 from collections import deque
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from ring_plugins.core.base import config
@@ -25,6 +26,8 @@ _LONGEST = {Purpose.CONTROL: 1 << 24, Purpose.BOOTSTRAP: 1 << 28, Purpose.LAUNCH
 #: Linux's TCP_RTO_MAX_MS, since 6.15, the shortest such time that it accepts, and how often data is repeated at least
 #: within RING_NETWORK_TIMEOUT.
 _RTO_MAX_MS, _SHORTEST_MS, _REPEATS = 44, 1000, 6
+#: After how many repeats Linux ends a connection, in this network namespace. Some clusters set it to 5.
+_REPEATS_AT_MOST = Path("/proc/sys/net/ipv4/tcp_retries2")
 _LENGTH = struct.Struct("!Q")
 #: Bytes of one read, and buffers of one write.
 _READ, _WRITE_AT_ONCE = 1 << 18, 16
@@ -39,12 +42,23 @@ def configure(connected: socket.socket) -> None:
     has been away for 4 s, that would find out only when RING_NETWORK_TIMEOUT is over. Older kernels do so.
 
     TCP ends a connection after a number of repeats (tcp_retries2, tcp(7)), so these must not follow each other too
-    fast: every second, that would be after 15 s, however long RING_NETWORK_TIMEOUT is.
+    fast: every second, that would be after 15 s, however long RING_NETWORK_TIMEOUT is. Where few repeats are allowed,
+    TCP keeps its own times.
     """
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if not _has_repeats_left():
+        return
     longest_ms = max(_SHORTEST_MS, round(config.NETWORK_TIMEOUT.get() * 1000 / _REPEATS))
     with contextlib.suppress(OSError):  # also if it is longer than by default
         connected.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, longest_ms)
+
+
+def _has_repeats_left() -> bool:
+    """Whether Linux allows some more repeats than those within RING_NETWORK_TIMEOUT."""
+    try:
+        return int(_REPEATS_AT_MOST.read_text()) >= _REPEATS + 3  # the first ones follow each other faster
+    except (OSError, ValueError):
+        return False
 
 
 class FrameSocket:

@@ -6,6 +6,7 @@ import struct
 
 import pytest
 
+from ring_plugins.core.net import frames as frames_module
 from ring_plugins.core.net.auth import Disconnected, Purpose
 from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
 
@@ -29,6 +30,20 @@ def test_what_another_host_does_not_acknowledge_is_soon_repeated_where_linux_can
             pytest.skip("Linux knows TCP_RTO_MAX_MS since 6.15")
         FrameSocket(connected, Purpose.CONTROL)
         assert connected.getsockopt(socket.IPPROTO_TCP, 44) == min(milliseconds, default)
+
+
+def test_tcp_keeps_its_own_times_where_it_may_repeat_data_only_a_few_times(monkeypatch, tmp_path):
+    """Some clusters let Linux end a connection after 5 repeats. Repeating every second would use these up in 4 s."""
+    allowed = tmp_path / "tcp_retries2"
+    allowed.write_text("5\n")
+    monkeypatch.setattr(frames_module, "_REPEATS_AT_MOST", allowed)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connected:
+        try:
+            default = connected.getsockopt(socket.IPPROTO_TCP, 44)
+        except OSError:
+            pytest.skip("Linux knows TCP_RTO_MAX_MS since 6.15")
+        FrameSocket(connected, Purpose.CONTROL)
+        assert connected.getsockopt(socket.IPPROTO_TCP, 44) == default
 
 
 def test_messages_arrive_whole_and_in_order_large_ones_too():
