@@ -229,6 +229,8 @@ class Job:
 
     def signal_parent(self, number: signal.Signals) -> None:
         """Send a signal to the process that a user would have started, such as mpirun."""
+        self._next_look = 0.0
+        self._look_at_files()  # which that process cannot remove if it is killed
         self.process.send_signal(number)
 
     def interrupt(self) -> None:
