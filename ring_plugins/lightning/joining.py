@@ -177,6 +177,7 @@ class MeetingPoint:
             "reloads": (fit_loop._last_train_dl_reload_epoch, val_loop._last_val_dl_reload_epoch),
             "validates": val_loop._combined_loader is not None,
             "stops": trainer.should_stop,
+            "accumulates": trainer.accumulate_grad_batches,  # which callbacks change where an epoch begins
             "random": _random_states(),
             "trained": trained_parts(self._parts()),
         }
@@ -208,7 +209,7 @@ class MeetingPoint:
         take_versions(trainer.loggers, state["loggers"])
         for name, metrics in state["metrics"].items():
             getattr(connector, name).update(metrics)
-        trainer.should_stop = state["stops"]
+        trainer.should_stop, trainer.accumulate_grad_batches = state["stops"], state["accumulates"]
 
     def _load_data(self, state: dict[str, Any], fetcher: Any) -> None:
         """Be where the members are in the training data, and have validation data if they have."""

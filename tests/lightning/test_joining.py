@@ -1,0 +1,105 @@
+"""What a process takes over from a Trainer that has begun: it then ends as that one does. Both are in this process."""
+
+import pickle
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch.utils.data import DataLoader, TensorDataset
+
+import ring_plugins as ring
+from ring_plugins.lightning import RingStrategy
+from ring_plugins.lightning.joining import MeetingPoint
+
+EPOCHS, BATCHES = 3, 4
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_world():
+    yield
+    ring.shutdown()
+
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+
+    def training_step(self, batch, index):
+        return (self.weight - batch[0].mean(0)).square().sum()
+
+    def validation_step(self, batch, index):
+        self.log("loss", self.training_step(batch, index))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.5)
+
+
+class Place(MeetingPoint):
+    """Where a Trainer leaves its state as it is before a batch, or takes over another one's before its first."""
+
+    def __init__(self, trainer, before, state):
+        self.before, self.state, self.left = before, state, None
+        super().__init__(trainer.strategy, trainer)
+
+    def _meet_and_advance(self, fetcher):
+        loop = self._trainer.fit_loop
+        if self.state is not None:
+            state, self.state = pickle.loads(self.state), None
+            self._load(state)
+            self._load_data(state, fetcher)
+        elif (loop.epoch_progress.current.processed, loop.epoch_loop.batch_progress.current.ready) == self.before:
+            self.left = pickle.dumps(self._state())
+        self._advance(fetcher)
+
+
+class Meeting(Callback):
+    def __init__(self, before, state=None):
+        self.arguments = before, state
+
+    def on_fit_start(self, trainer, module):
+        self.place = Place(trainer, *self.arguments)
+
+    def on_fit_end(self, trainer, module):
+        self.place.close()
+
+
+def fit(tmp_path, meeting, model, callbacks=(), **options):
+    trainer = Trainer(
+        accelerator="cpu", devices=1, strategy=RingStrategy(), logger=False, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=tmp_path,
+        callbacks=[meeting, *callbacks],
+        **{"max_epochs": EPOCHS, "enable_checkpointing": False, **options},
+    )  # fmt: skip
+    data = TensorDataset(torch.arange(2.0 * BATCHES).reshape(BATCHES, 2))
+    trainer.fit(model, DataLoader(data), DataLoader(data))
+    return trainer
+
+
+def both(tmp_path, before, model=Model, callbacks=tuple, **options):
+    """The Trainers of a member and of a process that joins it before a batch, after they have ended alike.
+
+    Args:
+        before: epoch and batch.
+        model: makes one.
+        callbacks: makes those of one Trainer.
+        options: of the Trainers.
+    """
+    meeting = Meeting(before)
+    member = fit(tmp_path, meeting, model(), callbacks(), **options)
+    newcomer = fit(tmp_path, Meeting(before, meeting.place.left), model(), callbacks(), **options)
+    weights = [list(trainer.lightning_module.state_dict().values()) for trainer in (member, newcomer)]
+    assert all(map(torch.equal, *weights))
+    assert newcomer.global_step == member.global_step
+    return member, newcomer
+
+
+def test_it_goes_on_from_any_batch(tmp_path):
+    both(tmp_path, (0, 0))
+    both(tmp_path, (1, 2))
+
+
+def test_number_of_batches_that_accumulate_in_this_epoch(tmp_path):
+    member, _ = both(tmp_path, (1, 2), callbacks=lambda: [GradientAccumulationScheduler({0: 1, 1: 2})])
+    assert member.global_step == BATCHES + 2 * BATCHES // 2
