@@ -171,7 +171,10 @@ class MeetingPoint:
             "checkpoint": checkpoint,
             "buffers": {name: buffer for name, buffer in named if name not in checkpoint["state_dict"]},
             "metrics": {name: dict(getattr(connector, name)) for name in _OF_METRICS},
-            "checkpoints": [[getattr(one, name) for name in _OF_CHECKPOINTS] for one in trainer.checkpoint_callbacks],
+            "checkpoints": [
+                {name: value for name, value in vars(one).items() if name in _OF_CHECKPOINTS}
+                for one in trainer.checkpoint_callbacks  # some are no `ModelCheckpoint`
+            ],
             "loggers": versions_of(trainer.loggers),
             "batches": trainer.num_training_batches,
             "reloads": (fit_loop._last_train_dl_reload_epoch, val_loop._last_val_dl_reload_epoch),
@@ -188,8 +191,7 @@ class MeetingPoint:
     def _load(self, state: dict[str, Any]) -> None:
         trainer, fit_loop, connector = self._trainer, self._trainer.fit_loop, self._trainer._logger_connector
         for callback, values in zip(trainer.checkpoint_callbacks, state["checkpoints"], strict=True):
-            for name, value in zip(_OF_CHECKPOINTS, values, strict=True):
-                setattr(callback, name, value)
+            vars(callback).update(values)
         restore = trainer._checkpoint_connector
         restore._loaded_checkpoint = state["checkpoint"]
         restore.restore_datamodule()

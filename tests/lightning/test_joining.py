@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, OnExceptionCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import ring_plugins as ring
@@ -30,7 +30,7 @@ class Model(LightningModule):
         return (self.weight - batch[0].mean(0)).square().sum()
 
     def validation_step(self, batch, index):
-        self.log("loss", self.training_step(batch, index))
+        self.log("loss", Model.training_step(self, batch, index))
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1, momentum=0.5)
@@ -103,3 +103,7 @@ def test_it_goes_on_from_any_batch(tmp_path):
 def test_number_of_batches_that_accumulate_in_this_epoch(tmp_path):
     member, _ = both(tmp_path, (1, 2), callbacks=lambda: [GradientAccumulationScheduler({0: 1, 1: 2})])
     assert member.global_step == BATCHES + 2 * BATCHES // 2
+
+
+def test_a_callback_that_saves_only_in_an_exception(tmp_path):
+    both(tmp_path, (1, 2), callbacks=lambda: [OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
