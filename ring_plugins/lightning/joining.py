@@ -44,7 +44,7 @@ from ring_plugins.torch.trained_parts import take_trained_parts, trained_parts
 from ring_plugins.torch.training_state import share_state
 
 #: What `ModelCheckpoint` of Lightning 2.6.6 decides by and leaves out of its state.
-_OF_CHECKPOINTS = ("dirpath", "_last_global_step_saved", "_last_checkpoint_saved")
+_OF_CHECKPOINTS = ("dirpath", "_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
 _OF_METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 

@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, OnExceptionCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import ring_plugins as ring
@@ -107,3 +107,12 @@ def test_number_of_batches_that_accumulate_in_this_epoch(tmp_path):
 
 def test_a_callback_that_saves_only_in_an_exception(tmp_path):
     both(tmp_path, (1, 2), callbacks=lambda: [OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
+
+
+def test_a_checkpoint_that_waits_for_the_next_validation(tmp_path):
+    """It is due in step 3, and nothing was validated yet."""
+    saved = both(
+        tmp_path, (0, 3), max_epochs=1, enable_checkpointing=True,
+        callbacks=lambda: [ModelCheckpoint(monitor="loss", every_n_train_steps=3, save_on_train_epoch_end=False)],
+    )  # fmt: skip
+    assert all(trainer.checkpoint_callback.best_model_path for trainer in saved)
