@@ -165,11 +165,15 @@ class MeetingPoint:
         trainer, fit_loop, connector = self._trainer, self._trainer.fit_loop, self._trainer._logger_connector
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # positions in this rank's data
-        named = trainer.lightning_module.named_buffers()
         val_loop = fit_loop.epoch_loop.val_loop
         return {
             "checkpoint": checkpoint,
-            "buffers": {name: buffer for name, buffer in named if name not in checkpoint["state_dict"]},
+            "buffers": {
+                f"{owner}.{name}": buffer
+                for owner, module in trainer.lightning_module.named_modules()
+                for name, buffer in module._buffers.items()
+                if f"{owner}.{name}".lstrip(".") not in checkpoint["state_dict"]
+            },
             "metrics": {name: dict(getattr(connector, name)) for name in _OF_METRICS},
             "checkpoints": [
                 {name: value for name, value in vars(one).items() if name in _OF_CHECKPOINTS}
@@ -204,10 +208,9 @@ class MeetingPoint:
         restore.restore_training_state()
         restore._loaded_checkpoint = {}
         _go_on(fit_loop)
-        with torch.no_grad():
-            for name, buffer in trainer.lightning_module.named_buffers():
-                if name in state["buffers"]:
-                    buffer.copy_(state["buffers"][name])
+        for path, buffer in state["buffers"].items():
+            owner, _, name = path.rpartition(".")
+            _take_buffer(trainer.lightning_module.get_submodule(owner), name, buffer)
         take_versions(trainer.loggers, state["loggers"])
         for name, metrics in state["metrics"].items():
             getattr(connector, name).update(metrics)
@@ -266,6 +269,17 @@ _TAKE_STATE: dict[str, Callable[[Any], Any]] = {
 
 def _random_states() -> dict[str, Any]:
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.random.get_rng_state()}
+
+
+def _take_buffer(owner: torch.nn.Module, name: str, value: torch.Tensor | None) -> None:
+    """Give a module a buffer that is not saved: it may be None, or made by the forward, which this one may lack."""
+    own = owner._buffers.get(name)
+    if own is not None and value is not None and (own.shape, own.dtype) == (value.shape, value.dtype):
+        own.detach().copy_(value)  # others may share it
+    elif name in owner._buffers:
+        owner._buffers[name] = value
+    else:
+        owner.register_buffer(name, value, persistent=False)
 
 
 def _digest(state: Any) -> str:

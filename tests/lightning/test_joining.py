@@ -116,3 +116,33 @@ def test_a_checkpoint_that_waits_for_the_next_validation(tmp_path):
         callbacks=lambda: [ModelCheckpoint(monitor="loss", every_n_train_steps=3, save_on_train_epoch_end=False)],
     )  # fmt: skip
     assert all(trainer.checkpoint_callback.best_model_path for trainer in saved)
+
+
+class Caching(Model):
+    """Its buffers have a value for each batch; they are made, grow and go in training steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("made", None, persistent=False)
+        self.register_buffer("grown", torch.ones(1), persistent=False)
+        self.register_buffer("filled", torch.zeros(EPOCHS * BATCHES), persistent=False)
+        self.register_buffer("gone", torch.ones(1), persistent=False)
+        self.part = torch.nn.Identity()
+
+    def training_step(self, batch, index):
+        value = torch.full((1,), float(self.global_step))
+        self.made = value if self.made is None else torch.cat([self.made, value])
+        self.grown, self.gone = torch.cat([self.grown, value]), None
+        self.filled[self.global_step] = value
+        if "late" not in self.part._buffers:
+            self.part.register_buffer("late", torch.zeros(1), persistent=False)
+        self.part.late += value
+        return super().training_step(batch, index)
+
+
+def test_buffers_that_are_not_saved_and_not_those_of_the_first_step(tmp_path):
+    member, newcomer = (dict(one.lightning_module.named_buffers()) for one in both(tmp_path, (1, 2), Caching))
+    assert list(member) == ["made", "grown", "filled", "part.late"]
+    assert {name: buffer.tolist() for name, buffer in newcomer.items()} == {
+        name: buffer.tolist() for name, buffer in member.items()
+    }
