@@ -56,10 +56,15 @@ class MeetingPoint:
         trainer: about to run ``fit``.
 
     Raises:
-        ArgumentError: the module fetches its batches itself.
+        ArgumentError: validation is due by the clock.
     """
 
     def __init__(self, strategy: Any, trainer: Any) -> None:
+        if getattr(trainer, "_val_check_time_interval", None) is not None:  # since Lightning 2.6
+            raise ArgumentError(
+                f"Trainer(val_check_interval=...) as a time (of {trainer._val_check_time_interval:g} s) does not "
+                'support on_failure="replace", since a process that joins has another clock. Pass a number of batches.'
+            )
         self._strategy, self._trainer = strategy, trainer
         self._loop = trainer.fit_loop.epoch_loop
         self._advance: Callable[[Any], None] = self._loop.advance

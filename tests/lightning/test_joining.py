@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from torch.utils.data import DataLoader, TensorDataset
 
 import ring_plugins as ring
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.lightning import RingStrategy
 from ring_plugins.lightning.joining import MeetingPoint
 
@@ -146,3 +147,8 @@ def test_buffers_that_are_not_saved_and_not_those_of_the_first_step(tmp_path):
     assert {name: buffer.tolist() for name, buffer in newcomer.items()} == {
         name: buffer.tolist() for name, buffer in member.items()
     }
+
+
+def test_validation_by_the_clock_is_refused(tmp_path):
+    with pytest.raises(ArgumentError, match=r"as a time \(of 300 s\).*Pass a number of batches"):
+        fit(tmp_path, Meeting((0, 0)), Model(), val_check_interval="00:00:05:00")
