@@ -211,6 +211,9 @@ class MeetingPoint:
                 callback._restarting = False  # or the next fit would give optimizers the groups of this one
         take_trained_parts(self._parts(), state["trained"])
         restore.restore_training_state()
+        for callback in trainer.callbacks:
+            if hasattr(callback, "_swa_scheduler"):
+                self._begin_to_average_weights(callback)
         restore._loaded_checkpoint = {}
         _go_on(fit_loop)
         for path, buffer in state["buffers"].items():
@@ -220,6 +223,17 @@ class MeetingPoint:
         for name, metrics in state["metrics"].items():
             getattr(connector, name).update(metrics)
         trainer.should_stop, trainer.accumulate_grad_batches = state["stops"], state["accumulates"]
+
+    def _begin_to_average_weights(self, callback: Any) -> None:
+        """Be as a `StochasticWeightAveraging` of Lightning 2.6.6 which has exchanged the scheduler, if theirs has."""
+        trainer = self._trainer
+        had_begun, epoch = callback._scheduler_state is not None, trainer.current_epoch
+        if had_begun and callback.swa_start <= epoch <= callback.swa_end:
+            callback._initialized, callback.n_averaged = False, None  # this process may have begun in epoch 0
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+            # The new scheduler has changed the rates, and the members' state of it was loaded into the script's one.
+            trainer._checkpoint_connector.restore_optimizers_and_schedulers()
+        callback._scheduler_state = None  # or the next fit would remove the script's schedulers
 
     def _load_data(self, state: dict[str, Any], fetcher: Any) -> None:
         """Be where the members are in the training data, and have validation data if they have."""

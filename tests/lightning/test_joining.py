@@ -5,7 +5,12 @@ import pickle
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+)
 from torch.utils.data import DataLoader, TensorDataset
 
 import ring_plugins as ring
@@ -147,6 +152,31 @@ def test_buffers_that_are_not_saved_and_not_those_of_the_first_step(tmp_path):
     assert {name: buffer.tolist() for name, buffer in newcomer.items()} == {
         name: buffer.tolist() for name, buffer in member.items()
     }
+
+
+class Scheduled(Model):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+@pytest.mark.parametrize("model", [Model, Scheduled])
+@pytest.mark.parametrize("start", [1, 2, 3])
+@pytest.mark.parametrize("strategy", ["cos", "linear"])
+def test_stochastic_weight_averaging(tmp_path, model, start, strategy):
+    """Which has exchanged the scheduler, or has not yet."""
+    trainers = both(
+        tmp_path, (1, 2), model, max_epochs=4,
+        callbacks=lambda: [StochasticWeightAveraging(0.05, start, 3, annealing_strategy=strategy)],
+    )  # fmt: skip
+    seen = []
+    for trainer in trainers:
+        (averaging,) = (one for one in trainer.callbacks if isinstance(one, StochasticWeightAveraging))
+        (config,) = trainer.lr_scheduler_configs
+        assert config.scheduler is averaging._swa_scheduler
+        group = trainer.optimizers[0].param_groups[0]
+        seen.append([averaging.n_averaged.item(), averaging._scheduler_state, group["lr"], group["initial_lr"]])
+    assert seen[0] == seen[1]
 
 
 def test_validation_by_the_clock_is_refused(tmp_path):
