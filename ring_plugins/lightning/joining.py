@@ -140,11 +140,17 @@ class MeetingPoint:
 
     def _receive_state(self, fetcher: Any) -> None:
         """Join, and take over the others' state; their position in an epoch, too, if a fetcher is given."""
-        # Lightning's handler for SIGTERM gives way to that of a member, which leaves after its step.
-        if threading.current_thread() is threading.main_thread():
+        # Unless the script has its own, Lightning's handler for SIGTERM gives way to that of a member, which leaves
+        # after its step. At the end of `fit` Lightning 2.6.6 restores what it found (signal_connector.py:126).
+        before_fit = self._trainer._signal_connector._original_handlers
+        is_main = threading.current_thread() is threading.main_thread()
+        gives_way = is_main and before_fit.get(signal.SIGTERM) is signal.SIG_DFL
+        if gives_way:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         until = f"begin the next {'epoch' if fetcher is None else 'batch'}"
         joined = join(self._place(fetcher), until)
+        if gives_way:
+            before_fit[signal.SIGTERM] = signal.getsignal(signal.SIGTERM)
         with fails_alone():
             state = share_state(dict, joined)
             assert state is not None

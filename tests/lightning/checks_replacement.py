@@ -6,6 +6,7 @@ an epoch instead of a step.
 
 import json
 import os
+import signal
 import sys
 import warnings
 from typing import Any
@@ -149,6 +150,7 @@ def main() -> None:
         "ranks": ring.all_gather_object([trainer.global_rank, trainer.world_size, model.seat]),
         "writes": ring.all_gather_object(L.pytorch.utilities.rank_zero_only.rank),
         "devices": trainer.num_devices,
+        "on SIGTERM": getattr(signal.getsignal(signal.SIGTERM), "__qualname__", None),
     }
     report("found", found, model.seat)
     report("own", {"seen": model.seen, "hooks": model.hooks, "number": current().world_rank}, model.seat)

@@ -43,6 +43,7 @@ def check(result, seats=range(3), ranks=3):
         sum(seat + 1 for seat in members) / len(members) for members, _ in first["validated"]
     ]
     assert first["ranks"] == [[rank, len(found), seat] for rank, seat in enumerate(seats)]
+    assert first["on SIGTERM"] == "Notice._note"
     assert first["writes"] == list(range(len(found))) and first["devices"] == len(found)
     own = [result.reports[seat]["own"] for seat in seats]
     for seat, one in zip(seats, own, strict=True):
