@@ -24,8 +24,7 @@ from typing import Any
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import name_ranks
-from ring_plugins.launcher.further_seats import FurtherSeats
-from ring_plugins.launcher.host_supervisor import MOST_ADDED
+from ring_plugins.launcher.further_seats import MOST_ADDED, FurtherSeats
 from ring_plugins.launcher.job_hosts import Host
 
 

@@ -20,6 +20,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ring_plugins.core.base.errors import name_ranks
+from ring_plugins.core.control.liveness import MOST_MEMBERS
+
+#: How many hosts may be added to a job, and the world ranks that their processes have from there on.
+MOST_ADDED, _FIRST_OF_ADDED = 16, MOST_MEMBERS * 3 // 4
+
+
+def world_ranks(host: int, hosts: int | None, used: int) -> range:
+    """The world ranks for a host's processes in the places of others. No two hosts have the same.
+
+    Args:
+        host: its number.
+        hosts: with how many the job began; None for a host that was added, which does not know.
+        used: how many are used otherwise.
+    """
+    if hosts is None:
+        return range(_FIRST_OF_ADDED + host % MOST_ADDED, MOST_MEMBERS, MOST_ADDED)
+    return range(used + host, _FIRST_OF_ADDED, hosts)
 
 
 class FurtherSeat(NamedTuple):
@@ -50,6 +67,7 @@ class FurtherSeats:
     def __init__(self, size: int, most: int, ranks: Sequence[Sequence[int]], publish: Callable[[], object]) -> None:
         self._size, self._most, self._publish = size, max(most, size), publish
         self._homes = {host: list(of_host) for host, of_host in enumerate(ranks)}
+        self._hosts, self._again = len(ranks), Counter[int]()  # by host, seats it got that had been given out before
         self._given: dict[int, FurtherSeat] = {}
         self._generations = Counter(range(size))  # the first ranks have had theirs
         self._in_use = size
@@ -94,23 +112,50 @@ class FurtherSeats:
             )
         return ""
 
+    def refusal_of(self, hosts: Mapping[int, str], number: int) -> str:
+        """Why these hosts cannot have so many more seats, "" if they can.
+
+        Args:
+            hosts: as for `add`.
+            number: for which there is no `refusal`.
+        """
+        for host, seats in self._divided(self._next_ones(number), list(hosts)).items():
+            all_of_host = world_ranks(host, self._hosts if host < self._hosts else None, self._most)
+            left = max(0, len(all_of_host) - self._again[host])
+            wanted = sum(self._generations[seat] > 0 for seat in seats)
+            if wanted > left:
+                return (
+                    f"no: {hosts[host]} can start at most {left} more processes in the places of lost ranks, which is "
+                    f"less than {wanted}, since each needs a number that no process of the job has had. Let others "
+                    "start on another host"
+                )
+        return ""
+
     def _next_ones(self, number: int) -> list[int]:
         return [*sorted(self._free), *range(self._in_use, self._most)][:number]
 
-    def _give_out(self, seats: Sequence[int], hosts: Sequence[int]) -> dict[int, list[int]]:
-        """Give out seats; returns those of each host."""
+    def _divided(self, seats: Sequence[int], hosts: Sequence[int]) -> dict[int, list[int]]:
+        """Which of these seats each host is to have."""
         counts = Counter({host: len(self.of_host(host)) for host in hosts})
         chosen: list[int] = []
         for _ in seats:
             chosen.append(min(hosts, key=lambda one: (counts[one], one)))
             counts[chosen[-1]] += 1
-        given: dict[int, list[int]] = {}
+        divided: dict[int, list[int]] = {}
         for seat, host in zip(seats, sorted(chosen), strict=True):  # the ranks of one host follow each other
-            self._given[seat] = FurtherSeat(seat, host, self._generations[seat])
-            self._generations[seat] += 1
-            self._free.discard(seat)
-            self._in_use = max(self._in_use, seat + 1)
-            given.setdefault(host, []).append(seat)
+            divided.setdefault(host, []).append(seat)
+        return divided
+
+    def _give_out(self, seats: Sequence[int], hosts: Sequence[int]) -> dict[int, list[int]]:
+        """Give out seats; returns those of each host."""
+        given = self._divided(seats, hosts)
+        for host, of_host in given.items():
+            for seat in of_host:
+                self._given[seat] = FurtherSeat(seat, host, self._generations[seat])
+                self._again[host] += self._generations[seat] > 0
+                self._generations[seat] += 1
+                self._free.discard(seat)
+                self._in_use = max(self._in_use, seat + 1)
         return given
 
     def note_joined(self, seats: Sequence[int]) -> None:

@@ -23,7 +23,6 @@ from typing import Any, TextIO, cast
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, name_ranks
-from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.elastic.join_offers import newcomers_here
 from ring_plugins.core.linux.interfaces import address_towards, reserve_port
 from ring_plugins.core.linux.process import STOPPED, state
@@ -31,7 +30,7 @@ from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.rendezvous.seats import OwnSeat
 from ring_plugins.core.rendezvous.spawn import ending, silent_end
 from ring_plugins.launcher.coordinator_link import HostJob, Link
-from ring_plugins.launcher.further_seats import FurtherSeat
+from ring_plugins.launcher.further_seats import FurtherSeat, world_ranks
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.probe import report
 from ring_plugins.launcher.rank_assignment import RankAssignment
@@ -42,8 +41,6 @@ from ring_plugins.launcher.supervision import Supervisor
 _WRITE, _LOOK = 4096, 200
 #: Seconds after which a stopped process that waits to join is killed, on a host without members, who would do that.
 _PATIENCE = 10.0
-#: How many hosts may be added to a job, and the world ranks that their processes have from there on.
-MOST_ADDED, _FIRST_OF_ADDED = 16, MOST_MEMBERS * 3 // 4
 #: Seconds between two looks at ranks and messages.
 _TICK = 0.02
 
@@ -159,10 +156,7 @@ class HostRanks:
             start_rank(local, rank)
         relay.start()
         if job.replaces:
-            # No two hosts give the same number. One that is added does not know how many there were before.
-            unused = iter(range(max(job.size, job.most) + job.index, _FIRST_OF_ADDED, job.hosts))
-            if job.is_added:
-                unused = iter(range(_FIRST_OF_ADDED + job.index % MOST_ADDED, MOST_MEMBERS, MOST_ADDED))
+            unused = iter(world_ranks(job.index, None if job.is_added else job.hosts, max(job.size, job.most)))
             ranks, number = (job.ranks, job.size), len(job.ranks)
             self._replacements = Replacements(
                 supervisor, self._seats, number, unused, start_rank, _tell_user, None, ranks

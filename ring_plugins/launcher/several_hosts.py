@@ -215,10 +215,15 @@ class Coordinator:
             return "no: the job ends"
         if refusal := self._further.refusal(number):
             return refusal
-        if not chosen and wanted is not None:
-            if refusal := self.added_hosts.refusal(wanted, living.values()):
+        new = wanted if not chosen else None
+        if new is not None:
+            if refusal := self.added_hosts.refusal(new, living.values()):
                 return refusal
-            chosen = {self.added_hosts.add(wanted): wanted}
+            chosen = {len(self._hosts): new}
+        if refusal := self._further.refusal_of(chosen, number):
+            return refusal
+        if new is not None:
+            self.added_hosts.add(new)
         return self._further.add(number, chosen)
 
     def _follow(self) -> None:

@@ -1,6 +1,7 @@
 """Which hosts of a job get the seats by which it grows."""
 
-from ring_plugins.launcher.further_seats import FurtherSeats
+from ring_plugins.core.control.liveness import MOST_MEMBERS
+from ring_plugins.launcher.further_seats import MOST_ADDED, FurtherSeats, world_ranks
 
 HOSTS = {0: "host1", 1: "host2"}
 
@@ -54,3 +55,20 @@ def test_what_a_lost_host_had_and_what_waits_behind_it_is_given_out_anew():
     seats, told = growing()
     seats.add(1, HOSTS)
     assert seats.note_end(0, []) == [4] and told[-1] == [], "nobody is left"
+
+
+def test_no_host_gets_more_places_of_lost_ranks_than_it_has_numbers_for_processes():
+    seats, told = growing(most=40, ranks=(16, 16))
+    assert seats.note_end(1, []) == [] and not told
+    new = {2: "host3"}
+    assert seats.refusal_of(new, 15).startswith("no: host3 can start at most 14 more processes in the places of lost")
+    assert not seats.refusal_of({0: "host1"}, 16)
+    assert seats.refusal_of(new, 14) == "" and seats.add(10, new).startswith("ok: ranks 16")
+    assert "at most 4 more processes in the places of lost ranks, which is less than 6" in seats.refusal_of(new, 6)
+    assert seats.refusal_of(new, 4) == ""
+
+
+def test_no_two_hosts_have_the_same_numbers_for_processes():
+    numbers = [one for host in range(3) for one in world_ranks(host, 3, 8)]
+    numbers += [one for host in range(3, 3 + MOST_ADDED) for one in world_ranks(host, None, 0)]
+    assert len(set(numbers)) == len(numbers) and min(numbers) == 8 and max(numbers) < MOST_MEMBERS

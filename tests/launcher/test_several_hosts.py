@@ -129,6 +129,18 @@ def test_further_ranks_go_to_hosts_that_have_ranks():
         assert found.add_ranks(1, None) == "no: the job ends"
 
 
+def test_a_host_is_not_added_for_more_places_of_lost_ranks_than_it_can_fill():
+    hosts = [("host1", range(16)), ("host2", range(16, 32))]
+    with Coordinator(hosts, Supervisor(tolerates_losses=True), print, most=32) as of:
+        of._started, of._hosts[1].is_lost = {}, True
+        of._give_out_anew(of._hosts[1])
+        started = []
+        of.added_hosts.start = lambda *host: started.append(host)
+        assert of.add_ranks(15, "host3").startswith("no: host3 can start at most 14 more processes in the places of")
+        assert not started and len(of._hosts) == 2
+        assert of.add_ranks(14, "host3").startswith("ok: ranks 16") and started == [("host3", 2)]
+
+
 def test_further_ranks_whose_host_is_lost_join_on_another_one():
     with Polled(most=6) as polled:
         links = [Link(job(polled.coordinator, index)) for index in range(2)]
