@@ -201,10 +201,11 @@ class Consensus:
             self.dead.add(rank)
             self._step()
 
-    def note_silent(self, rank: int) -> None:
-        """A rank cannot be reached any more."""
-        if rank not in self.silent and rank not in self.left and rank != self.rank:
-            self.silent.add(rank)
+    def note_silent(self, *ranks: int) -> None:
+        """Ranks cannot be reached any more; nothing is proposed before all of them count as silent."""
+        silent = {rank for rank in ranks if rank not in self.silent and rank not in self.left and rank != self.rank}
+        if silent:
+            self.silent |= silent
             self._step()
 
     def note_left(self, rank: int, committed: int) -> None:
@@ -358,6 +359,7 @@ class Consensus:
         promises = self._promises
         if not self._have_answered(promises):
             return
+        promises[self.rank] = self._own_promise()  # some of those that have promised may be silent since
         accepted = [promise.accepted for promise in promises.values() if promise.accepted is not None]
         proposal = max(accepted)[1] if accepted else self._own_proposal()
         if proposal is None:

@@ -12,8 +12,9 @@ from rank to rank.
 **Death or silence.** Between hosts, a rank whose connection has ended is asked once more whether it listens
 (listen_probe.py): it is dead, or it counts as silent. For ranks of the same host, the lock on their memory says whether
 they are dead (liveness.py); a rank that has seen that tells all others. The kernel ends a connection whose data or
-probes nobody has acknowledged for RING_NETWORK_TIMEOUT: that is silence, too. A rank that is once silent stays so, even
-if the network comes back: by then the other side may have decided, too.
+probes nobody has acknowledged for RING_NETWORK_TIMEOUT: that is silence, too. Silence of one rank is that of its host,
+whose ranks share memory: they stay in the job or are left out together. A rank that is once silent stays so, even if
+the network comes back: by then the other side may have decided, too.
 
 Considered and rejected: connections between hosts only by one rank of each, for it may be the one that dies, and their
 number matters little: 64 ranks have 63 each. UDP with heartbeats (SWIM, Das et al. 2002) scales further, but takes a
@@ -39,7 +40,7 @@ from ring_plugins.core.control.listen_probe import SILENT, ListenProbe
 from ring_plugins.core.control.liveness import SILENT_ENDS, LocalPeers
 from ring_plugins.core.control.membership import MembersLost, Waiting
 from ring_plugins.core.net.auth import Disconnected, Purpose
-from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
+from ring_plugins.core.net.frames import FrameSocket, close_when_read, from_json, to_json
 from ring_plugins.core.net.listener import Listener
 
 #: Names these connections beside those of communicators, whose tags are not negative.
@@ -223,10 +224,7 @@ class Mesh:
     def note_unreachable(self, rank: int) -> None:
         """The network to the host of a rank is lost; any thread may call it."""
         with self._lock:
-            for other, peer in self.peers.items():
-                if peer.domain == self.peers[rank].domain and other != self.rank:
-                    self._hang_up(other)
-                    self._consensus.note_silent(other)
+            self._note_silent(rank)
         self._wake()
 
     def agree(self, wait: Waiting, leaving: Sequence[int] = (), joining: Sequence[int] = ()) -> list[int] | None:
@@ -518,7 +516,7 @@ class Mesh:
         if self.has_left(rank) or rank not in self._consensus.members:  # one that was to join is not missed
             return
         if how.code in SILENT:
-            self._consensus.note_silent(rank)
+            self._note_silent(rank)
         elif self._local_peers is not None and rank in self._local_peers.others:
             self._dying[rank] = time.monotonic() + config.NETWORK_TIMEOUT.get()
         else:
@@ -531,6 +529,18 @@ class Mesh:
             self.tell_all("dead", {"rank": rank})
             self._consensus.note_dead(rank)
 
+    def _note_silent(self, rank: int) -> None:
+        """A rank of another host cannot be reached any more: all of that host count as silent, at once.
+
+        If only this one was left out, it might learn of it late, and write to memory that those share who go on.
+        """
+        domain = self.peers[rank].domain
+        is_here = domain == self.peers[self.rank].domain
+        silent = [rank] if is_here else [other for other, peer in self.peers.items() if peer.domain == domain]
+        for other in silent:
+            self._hang_up(other)
+        self._consensus.note_silent(*silent)
+
     def _look_at_ended(self) -> None:
         for rank, end in list(self._dying.items()):
             local = self._local_peers.others.get(rank) if self._local_peers is not None else None
@@ -539,16 +549,16 @@ class Mesh:
                 if local is not None and local.is_lost():
                     self._note_dead(rank)
             elif time.monotonic() > end:
-                del self._dying[rank]
-                self._consensus.note_silent(rank)
+                self._note_silent(rank)
         for rank, probe in list(self._probes.items()):
-            found = probe.advance()
-            if found:
+            if self._probes.get(rank) is probe and (found := probe.advance()):
                 del self._probes[rank]
-                (self._consensus.note_dead if found == "dead" else self._consensus.note_silent)(rank)
+                (self._consensus.note_dead if found == "dead" else self._note_silent)(rank)
 
     def _write_all(self) -> None:
         for rank, frames in list(self._connections.items()):
+            if self._connections.get(rank) is not frames:  # one that ended took those of its host with it
+                continue
             if frames.unsent:
                 try:
                     frames.write()
@@ -566,20 +576,9 @@ class Mesh:
             self._note_end(rank, how)
 
     def _linger(self) -> None:
-        """Close so that the others can read what was sent last; see `ConnectionGroup.close` in core/net/tcp.py."""
-        end = time.monotonic() + _LINGER
         with self._lock:
-            open_ones = list(self._connections.values())
-            self._connections = {}
-        for frames in open_ones:
-            with contextlib.suppress(Disconnected, OSError, TimeoutError):
-                frames.flush(max(end - time.monotonic(), 0.01))
-                frames.socket.shutdown(socket.SHUT_WR)
-        while open_ones and time.monotonic() < end:
-            open_ones = [frames for frames in open_ones if not _has_ended(frames)]
-            time.sleep(0.005)
-        for frames in open_ones:
-            frames.close()
+            open_ones, self._connections = list(self._connections.values()), {}
+        close_when_read(open_ones, _LINGER)
         self._selector.close()
 
 
@@ -588,13 +587,3 @@ def mesh_frames(connected: socket.socket) -> FrameSocket:
     frames = FrameSocket(connected, Purpose.CONTROL)
     frames.end_when_silent(config.NETWORK_TIMEOUT.get())
     return frames
-
-
-def _has_ended(frames: FrameSocket) -> bool:
-    """Read a connection without looking at what comes; whether it has ended, and is closed now."""
-    try:
-        frames.read()
-    except Disconnected:
-        frames.close()
-        return True
-    return False

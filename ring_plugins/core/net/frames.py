@@ -12,6 +12,7 @@ import socket
 import struct
 import time
 from collections import deque
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,35 @@ class FrameSocket:
     def close(self) -> None:
         """Close the connection."""
         self.socket.close()
+
+
+def close_when_read(connections: Sequence[FrameSocket], seconds: float) -> None:
+    """Close connections so that the others can read what was sent last; see `ConnectionGroup.close` in tcp.py.
+
+    Args:
+        connections: whose messages nobody reads here any more.
+        seconds: for which this waits, at most.
+    """
+    end, left = time.monotonic() + seconds, list(connections)
+    for connection in left:
+        with contextlib.suppress(Disconnected, OSError, TimeoutError):
+            connection.flush(max(end - time.monotonic(), 0.01))
+            connection.socket.shutdown(socket.SHUT_WR)
+    while left and time.monotonic() < end:
+        left = [connection for connection in left if not _has_ended(connection)]
+        time.sleep(0.005)
+    for connection in left:
+        connection.close()
+
+
+def _has_ended(connection: FrameSocket) -> bool:
+    """Read a connection without looking at what comes; whether it has ended, and is closed now."""
+    try:
+        connection.read()
+    except Disconnected:
+        connection.close()
+        return True
+    return False
 
 
 def to_json(message: Any) -> bytes:

@@ -371,6 +371,17 @@ def test_a_leader_that_is_cut_off_after_it_has_decided_binds_the_others():
     assert job.living == [1, 2, 3]
 
 
+def test_ranks_that_go_silent_together_are_left_out_together():
+    """Though one of them has promised before, and the other has not."""
+    job = Job(4)
+    for rank in (0, 1, 2):
+        job.arrive(rank)
+    deliver_all(job)
+    job.ranks[0].note_silent(2, 3)
+    deliver_all(job)
+    assert job.ranks[0].decisions[1] == job.ranks[1].decisions[1] == ((0, 1), 7, (), ())
+
+
 def test_the_dead_count_where_somebody_is_silent_since_they_may_have_helped_the_other_side():
     """Ranks 2 to 4 go on together, and two of them die then, of which the other side gets proof."""
     job = Job(5)

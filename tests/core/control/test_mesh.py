@@ -1,6 +1,7 @@
 """Direct connections among ranks: how losses are seen on them, and agreements over them."""
 
 import contextlib
+import errno
 import socket
 import threading
 import time
@@ -10,6 +11,7 @@ import pytest
 from ring_plugins.core.base.errors import PeerFailed
 from ring_plugins.core.control.mesh import Mesh, MeshPeer
 from ring_plugins.core.control.wait import Wait
+from ring_plugins.core.net.auth import Disconnected
 from ring_plugins.core.net.listener import Listener, Peer
 
 
@@ -129,3 +131,19 @@ def test_ranks_that_are_out_of_reach_are_left_behind(meshes):
     assert results[:3] == [[3]] * 3
     assert "this side ends" in str(results[3]) and meshes[3][0].is_cut_off
     assert meshes[0][0].was_silent(3)
+
+
+def put_on_one_host(meshes, *ranks):
+    for mesh, _ in meshes:
+        for rank in ranks:
+            mesh.peers[rank] = mesh.peers[rank]._replace(domain="one host")
+
+
+def test_ranks_of_a_host_are_left_behind_together_though_only_one_of_their_connections_has_ended(meshes):
+    put_on_one_host(meshes, 2, 3)
+    with meshes[0][0]._lock:
+        meshes[0][0]._note_end(3, Disconnected("no answer", errno.ETIMEDOUT))
+    assert all(until(mesh.interrupts) for mesh, _ in meshes if mesh.rank != 1)
+    results = agreed(meshes)
+    assert results[:2] == [[2, 3]] * 2
+    assert all(isinstance(result, PeerFailed) and mesh.is_cut_off for result, (mesh, _) in zip(results[2:], meshes[2:], strict=True))
