@@ -14,7 +14,8 @@ all have the result and take it, even if they saw the loss while they waited the
 passed find the loss in their next operation. So do the others: they keep it to themselves until then, since scripts may
 do something else after a loss, and all must do it at the same place. The connections carry parts of messages then, so
 they are closed, and new ones are made under another tag. The barriers in shared memory go on from a common number above
-all others.
+all others. A rank that has been left out sees that number at every barrier, and so waits at none: before each operation
+it asks whether it has been.
 
 **What is repeated.** The operation has happened for nobody, but it may have overwritten memory that it works on in
 place. Here, operations are called again where they can be: from a copy of an all-reduce's input, and from arguments
@@ -85,6 +86,12 @@ class Confirmations(Protocol):
     committed: int
     pending: list[int] | None
 
+    def must_agree(self) -> bool:
+        """Whether ranks are lost, or the others have gone on without this one, as far as is known without a look."""
+
+    def members_lost(self) -> MembersLost:
+        """The error that says so."""
+
 
 class BufferOwner(Protocol):
     """Has all shared buffers of a communicator, and can make them anew.
@@ -110,9 +117,17 @@ class _OneThreadExecutor(SerialExecutor):
 
     def run(self, fingerprint: Fingerprint, operation: Callable[[Unpack[Ts], Fingerprint], T], *args: Unpack[Ts]) -> T:
         with self._alone(fingerprint.text):
-            if self.confirmations is not None and self.confirmations.pending is not None:
-                super().run(fingerprint, _give_up)
+            confirmations = self.confirmations
+            if confirmations is not None and (confirmations.pending is not None or confirmations.must_agree()):
+                super().run(fingerprint, self._give_up)
             return super().run(fingerprint, operation, *args)
+
+    def _give_up(self, operation: Fingerprint) -> None:
+        """Agree before an operation begins: one whose members have all arrived would not wait, and so find no loss."""
+        assert self.confirmations is not None
+        if self.confirmations.pending is None:
+            raise self.confirmations.members_lost()
+        raise MembersLost(f"{operation.text} is repeated without ranks that were lost in the operation before.", -1)
 
     def run_in_line(self, description: str, function: Callable[[], T]) -> T:
         with self._alone(description):
@@ -142,10 +157,6 @@ class _OneThreadExecutor(SerialExecutor):
 _CONFIRMATION = fingerprint("confirmation")
 #: Bits of a tag, and of a barrier's number, below those that tell views apart.
 _VIEW_SHIFT = 40
-
-
-def _give_up(operation: Fingerprint) -> None:
-    raise MembersLost(f"{operation.text} is repeated without ranks that were lost in the operation before.", -1)
 
 
 class HealingCommunicator(HostCommunicator):

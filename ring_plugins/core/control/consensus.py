@@ -142,7 +142,7 @@ class Consensus:
         self._promised = self._seen = 0
         self._accepted: tuple[int, Decision] | None = None
         self._prepares: dict[int, int] = {}  # ballots of leaders that this rank has not answered
-        self._was_called = False
+        self._must_agree = bool(self.lost())
         self._has_called: int | None = None  # the leader that this rank has told of its arrival
         # As the leader:
         self._ballot = 0
@@ -159,7 +159,7 @@ class Consensus:
 
     def must_agree(self) -> bool:
         """Whether this rank has to interrupt what it does, and to arrive in the next agreement."""
-        return self._was_called or bool(self.lost())
+        return self._must_agree
 
     def is_excluded(self) -> bool:
         """Whether the others have gone on without this rank."""
@@ -199,6 +199,7 @@ class Consensus:
         """A rank's process has ended without a word."""
         if rank not in self.dead and rank not in self.left and rank != self.rank:
             self.dead.add(rank)
+            self._must_agree |= rank in self.members
             self._step()
 
     def note_silent(self, *ranks: int) -> None:
@@ -206,6 +207,7 @@ class Consensus:
         silent = {rank for rank in ranks if rank not in self.silent and rank not in self.left and rank != self.rank}
         if silent:
             self.silent |= silent
+            self._must_agree |= not silent.isdisjoint(self.members)
             self._step()
 
     def note_left(self, rank: int, committed: int) -> None:
@@ -244,10 +246,10 @@ class Consensus:
         self._tell(rank, "decided", view, decision=list(self.decisions[view]))
 
     def _receive_call(self, sender: int) -> None:
-        self._was_called = True
+        self._must_agree = True
 
     def _receive_prepare(self, sender: int, ballot: int, dead: Sequence[int]) -> None:
-        self._was_called = True
+        self._must_agree = True
         for rank in dead:
             if rank != self.rank and rank not in self.left:
                 self.dead.add(rank)

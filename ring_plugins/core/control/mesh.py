@@ -203,18 +203,23 @@ class Mesh:
 
     def interrupts(self) -> bool:
         """Whether this rank must give up the operation under way, to agree on who is left."""
+        if not self._is_agreeing and not self._is_admitting:
+            with self._lock:
+                self._look_at_locks()
+        return self.must_agree()
+
+    def must_agree(self) -> bool:
+        """As `interrupts`, as far as this rank knows already; so cheap that it can be asked before each operation."""
         if self._is_agreeing or self._is_admitting:
             return False
-        with self._lock:
-            self._look_at_locks()
-            return self._consensus.must_agree()
+        return self._consensus.must_agree() or self._consensus.view > self._agreed  # decided without this rank
 
     def members_lost(self) -> MembersLost:
         """The error of an operation that this rank gives up."""
         with self._lock:
             lost = self._consensus.lost()
             if not lost:
-                return MembersLost("another rank has lost a rank.", self._consensus.leader())
+                return MembersLost("another rank has lost a rank.", self.ranks[0])
             return MembersLost(self._how_lost(lost[0]), lost[0])
 
     def has_left(self, rank: int) -> bool:

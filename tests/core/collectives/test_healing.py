@@ -4,6 +4,7 @@
 """
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ import pytest
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import ArgumentError, PeerFailed
-from ring_plugins.core.collectives.healing import repeated
+from ring_plugins.core.collectives.fingerprint import fingerprint
+from ring_plugins.core.collectives.healing import _OneThreadExecutor, repeated
 from ring_plugins.core.collectives.shm_group import SMALL_BYTES, STAGING_BYTES
 from ring_plugins.core.control.membership import MembersLost
+from ring_plugins.core.control.wait import Wait
 from tests.core.collectives.mortal_ranks import on_mortal_ranks
 
 #: Multiples of this have exact averages over 1, 2, 3 and 4 ranks.
@@ -215,3 +218,18 @@ def test_a_second_thread_is_refused_while_the_first_is_in_a_collective(monkeypat
         return one.size
 
     assert on_mortal_ranks(monkeypatch, 2, run)[0] == 2
+
+
+def test_no_operation_begins_while_it_is_known_that_members_are_lost():
+    """They might all have arrived at its barriers before, in a view of which this rank has not heard."""
+    lost, begun = [1], []
+    executor = _OneThreadExecutor("one", Wait("one", None))
+    executor.on_members_lost = lambda wait: lost.clear()
+    executor.confirmations = SimpleNamespace(
+        committed=0, pending=None, must_agree=lambda: bool(lost), members_lost=lambda: MembersLost("rank 1 died.", 1)
+    )
+    with pytest.raises(MembersLost, match="rank 1 died"):
+        executor.run(fingerprint("barrier"), begun.append)
+    assert not begun and not lost
+    executor.run(fingerprint("barrier"), begun.append)
+    assert begun

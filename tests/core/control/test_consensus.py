@@ -156,15 +156,14 @@ class Job:
     def is_going_on(self, rank):
         return not self.ranks[rank].is_excluded() and not self.ranks[rank].is_stranded
 
-    def strand(self):
-        """What stranded ranks do: they end."""
-        for rank in self.living:
-            if self.ranks[rank].is_stranded or self.ranks[rank].is_excluded():
-                self.kill(rank)
+    def end(self, rank):
+        """What a rank does, sooner or later, once it is stranded or left out."""
+        self.kill(rank)
 
     def moves(self):
         moves = [(self.deliver, pair) for pair in self.queues]
         moves += [(self.notice, notice) for notice in self.notices()]
+        moves += [(self.end, (rank,)) for rank in self.living if not self.is_going_on(rank)]
         return moves + [(self.arrive, (rank,)) for rank in self.arrivals()]
 
     def check(self):
@@ -195,7 +194,6 @@ class Job:
             function, arguments = draw.choice(sorted(moves, key=lambda one: (one[0].__name__, one[1])))
             function(*arguments)
             self.check()
-            self.strand()
 
 
 def at_random(job, draw, deaths, cuts):

@@ -146,4 +146,18 @@ def test_ranks_of_a_host_are_left_behind_together_though_only_one_of_their_conne
     assert all(until(mesh.interrupts) for mesh, _ in meshes if mesh.rank != 1)
     results = agreed(meshes)
     assert results[:2] == [[2, 3]] * 2
-    assert all(isinstance(result, PeerFailed) and mesh.is_cut_off for result, (mesh, _) in zip(results[2:], meshes[2:], strict=True))
+    assert all(isinstance(result, PeerFailed) for result in results[2:]) and meshes[2][0].is_cut_off
+
+
+def test_a_rank_that_the_others_have_left_out_hears_of_it_from_them(meshes):
+    """Though its own connections stand."""
+    with meshes[0][0]._lock:
+        meshes[0][0]._consensus.note_silent(3)
+    assert agreed(meshes[:3]) == [[3]] * 3
+    left_out = meshes[3][0]
+    assert until(left_out.interrupts) and left_out.must_agree() and not left_out._consensus.lost()
+    assert "another rank has lost a rank" in str(left_out.members_lost())
+    for _ in range(2):  # whatever its script does then
+        assert "the job goes on without rank 3 on host3" in str(agreed(meshes[3:])[0])
+        assert left_out.interrupts() and left_out.is_cut_off
+    assert not any(mesh.interrupts() for mesh, _ in meshes[:3])
