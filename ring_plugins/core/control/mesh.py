@@ -147,6 +147,10 @@ class Mesh:
         """Call `handler` with every message of this kind, and its sender."""
         self._handlers[kind] = handler
 
+    def on_of_members(self, kind: str, handler: Handler) -> None:
+        """As `on`, but what a rank says counts for nothing once it has been left out."""
+        self.on(kind, lambda sender, body: handler(sender, body) if sender in self._consensus.members else None)
+
     def connect(self, wait: Waiting) -> None:
         """Connect to all other ranks, which call this too, and begin to watch them."""
         missing = [rank for rank in self.ranks if rank != self.rank]

@@ -9,10 +9,12 @@ import time
 import pytest
 
 from ring_plugins.core.base.errors import PeerFailed
+from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.mesh import Mesh, MeshPeer
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.net.auth import Disconnected
 from ring_plugins.core.net.listener import Listener, Peer
+from tests.core.collectives.mortal_ranks import Silent
 
 
 @pytest.fixture
@@ -161,3 +163,18 @@ def test_a_rank_that_the_others_have_left_out_hears_of_it_from_them(meshes):
         assert "the job goes on without rank 3 on host3" in str(agreed(meshes[3:])[0])
         assert left_out.interrupts() and left_out.is_cut_off
     assert not any(mesh.interrupts() for mesh, _ in meshes[:3])
+
+
+def test_a_failure_of_a_rank_that_has_been_left_out_does_not_end_the_others(meshes):
+    detectors = [FailureDetector(mesh.rank, [], None, Silent()) for mesh, _ in meshes]
+    for detector, (mesh, _) in zip(detectors, meshes, strict=True):
+        detector.go_on_over(mesh)
+    with meshes[0][0]._lock:
+        meshes[0][0]._consensus.note_silent(3)
+    agreed(meshes[:3])
+    detectors[3].fail(ValueError("different operations"))
+    meshes[3][0].announce({"address": "sent after that"})
+    assert all(until(lambda mesh=mesh: 3 in mesh.announced) for mesh, _ in meshes[1:3])
+    assert [detector.failure() for detector in detectors[:3]] == [None] * 3
+    detectors[2].fail(ValueError("no data"))
+    assert until(detectors[0].failure) and "no data" in str(detectors[0].failure())
