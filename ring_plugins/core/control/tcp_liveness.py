@@ -129,7 +129,7 @@ class TcpLiveness:
         before, self._silent = self._silent, {}
         for connection, times in self._look().items():
             ranks = self._ranks.get(connection.remote[0])
-            if ranks is None:
+            if ranks is None or not self._may_be_of_the_job(connection):
                 continue
             since, last = before.get(connection, (now, 0))
             since = since if times >= last else now  # something was acknowledged meanwhile
@@ -142,6 +142,18 @@ class TcpLiveness:
                     f"{now - since:.0f} s",
                 )
         self._next = now + max(_EVERY, _COST_FACTOR * (time.monotonic() - began))
+
+    def _may_be_of_the_job(self, connection: TcpConnection) -> bool:
+        """Whether a connection is no other one of the script, such as to a database.
+
+        A firewall may drop that while the network lives. A job that goes on would give up a healthy host. All of its
+        own connections have the port where a rank listens at one end. Of MPI and NCCL, nobody knows the ports.
+        """
+        mesh = self._failure_detector.mesh
+        if mesh is None:
+            return True
+        ports = {peer.port for peer in list(mesh.peers.values())}
+        return connection.local[1] == mesh.peers[mesh.rank].port or connection.remote[1] in ports
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""

@@ -12,16 +12,16 @@ ADDRESSES = [["10.0.0.1", "172.17.0.1"], ["10.0.0.2", "172.17.0.1"], ["10.0.0.2"
 class Detector:
     rank = 0
 
-    def __init__(self):
-        self.lost = []
+    def __init__(self, mesh=None):
+        self.lost, self.mesh = [], mesh
 
     def lose_network(self, rank, how):
         self.lost.append((rank, how))
 
 
-def look_on(looks, connection=CONNECTION):
+def look_on(looks, connection=CONNECTION, mesh=None):
     """What is reported after each check, one per second; a look is the kernel's count of retransmissions."""
-    detector, left = Detector(), list(looks)
+    detector, left = Detector(mesh), list(looks)
     liveness = TcpLiveness(detector, ADDRESSES, lambda: {connection: left.pop(0)})
     lost = []
     for second in range(len(looks)):
@@ -44,6 +44,14 @@ def test_a_congested_network_acknowledges_something_now_and_then():
 def test_other_connections_of_the_process_do_not_count():
     for other in ("8.8.8.8", "172.17.0.1"):
         assert look_on([9] * 10, TcpConnection(("10.0.0.1", 5), (other, 7)))[1] == []
+
+
+def test_nor_do_those_to_other_programs_on_a_ranks_host_if_the_job_goes_on_without_lost_ranks():
+    mesh = SimpleNamespace(rank=0, peers={0: SimpleNamespace(port=5), 1: SimpleNamespace(port=7)})
+    for local, remote, is_of_the_job in ((40_000, 7, True), (5, 40_000, True), (40_000, 5432, False)):
+        connection = TcpConnection(("10.0.0.1", local), ("10.0.0.2", remote))
+        assert bool(look_on([9] * 10, connection, mesh)[1]) == is_of_the_job
+        assert look_on([9] * 10, connection)[1]
 
 
 def test_a_rank_that_is_waited_for_is_named_rather_than_another_of_its_host(monkeypatch):
