@@ -129,7 +129,7 @@ class SerialExecutor:
                 self._fail_by_mismatch(fingerprint.text, error, inside)
                 raise
             except (PeerFailed, DeadlockError) as error:  # which the other members raise too
-                self._end_or_heal(error)
+                self._end_or_heal(error, fingerprint.text)
                 raise
             except BaseException as error:
                 if wait.begun or isinstance(error, RingError):
@@ -173,7 +173,7 @@ class SerialExecutor:
             waited_ms=round(waited * 1e3, 3),
         )
 
-    def _end_or_heal(self, error: RingError) -> None:
+    def _end_or_heal(self, error: RingError, operation: str) -> None:
         """Let nothing follow after an error, unless members died and the others agree to go on without them."""
         if not isinstance(error, MembersLost):
             self.failure.fail(error)
@@ -182,8 +182,11 @@ class SerialExecutor:
             if self.on_members_lost is None:  # a communicator that is still being made
                 raise PeerFailed(str(error), error.rank)
             self.on_members_lost(self._wait)
-        except BaseException as reason:
+        except (PeerFailed, DeadlockError) as reason:
             self.failure.fail(reason)
+            raise
+        except BaseException as reason:  # the others wait for this rank's part in the agreement
+            self.interrupt(operation, reason)
             raise
 
     def _fail_by_mismatch(self, text: str, error: MismatchError, inside: bool) -> None:

@@ -9,6 +9,7 @@ import pytest
 from ring_plugins.core.base.errors import ArgumentError, PeerFailed, RingError
 from ring_plugins.core.collectives.executor import SerialExecutor
 from ring_plugins.core.collectives.fingerprint import fingerprint
+from ring_plugins.core.control.membership import MembersLost
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.trace.recorder import recorder
 from ring_plugins.core.trace.steps import steps
@@ -171,6 +172,32 @@ def test_members_are_told_before_this_one_withdraws():
     executor.interrupt("bucket 0", KeyboardInterrupt())
     executor.interrupt("bucket 0", KeyboardInterrupt())
     assert told == [("bucket 0", KeyboardInterrupt), "withdrawn"]
+    executor.close()
+
+
+def test_members_are_told_that_this_one_was_interrupted_while_they_agree_on_who_is_left():
+    told = []
+
+    class Members:
+        def tell(self, operation, cause):
+            told.append((operation, type(cause)))
+
+        def withdraw(self, operation, cause):
+            told.append("withdrawn")
+
+    def lose_a_member(operation):
+        raise MembersLost("rank 1 died.", 1)
+
+    def interrupt(wait):
+        raise KeyboardInterrupt
+
+    executor = SerialExecutor("test", Wait("test", None), Members())
+    executor.on_members_lost = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        executor.run(OPERATION, lose_a_member)
+    assert told == [(OPERATION.text, KeyboardInterrupt), "withdrawn"]
+    with pytest.raises(RingError, match=r"interrupted in all_reduce.* by KeyboardInterrupt"):
+        executor.run(OPERATION, thread_name)
     executor.close()
 
 
