@@ -277,7 +277,7 @@ class Mesh:
             raise self._cut_off(decision)
         lost = [rank for rank in self.ranks if rank not in decision.members]
         left = [rank for rank in decision.members if not self.has_left(rank)]
-        if len(left) < self._min_ranks and self.rank not in decision.leaving:
+        if lost and len(left) < self._min_ranks and self.rank not in decision.leaving:
             raise PeerFailed(
                 f"{self._how_lost(lost[0])} Training cannot go on with {len(left)} rank{'s' * (len(left) != 1)}: "
                 f"min_ranks={self._min_ranks}.",

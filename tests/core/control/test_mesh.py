@@ -178,3 +178,11 @@ def test_a_failure_of_a_rank_that_has_been_left_out_does_not_end_the_others(mesh
     assert [detector.failure() for detector in detectors[:3]] == [None] * 3
     detectors[2].fail(ValueError("no data"))
     assert until(detectors[0].failure) and "no data" in str(detectors[0].failure())
+
+
+def test_too_few_may_be_left_after_normal_ends(meshes):
+    """Whoever waits for those that have ended finds that."""
+    for mesh, _ in meshes[1:]:
+        mesh.close()
+    assert until(lambda: all(meshes[0][0].has_left(rank) for rank in (1, 2, 3)))
+    assert agreed(meshes[:1]) == [[]]
