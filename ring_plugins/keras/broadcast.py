@@ -174,6 +174,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._passes_before, self._steps_until_check = 0, 0
         self._saves_weights = False
         self._is_synchronized = False
+        self._first_epoch: Any = None
 
     #: Tells `check_first_step` not to add another callback that compares weights.
     compares_weights = True
@@ -218,7 +219,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         check_other_parallelism(model)
         check_equal_steps(self.params, self._communicator)
         # If the root restored a backup, all ranks continue from there.
-        model._initial_epoch = repeated(self._initial_epoch)
+        model._initial_epoch = self._first_epoch = repeated(self._initial_epoch)
         continue_at(model._initial_epoch or 0)
         # A script may give the callback that saves to one rank only.
         self._saves_weights = any(self._communicator.all_gather_object(self._saves_weights))
@@ -292,14 +293,19 @@ class BroadcastCallback(keras.callbacks.Callback):
         assert self._root is not None
         self._root.world_rank, self._saves_weights = told["root"], told["saves_weights"]
         self._has_begun, self._steps_until_check = True, 0
-        self._model._initial_epoch = told["epoch"] + 1
+        self._first_epoch, self._model._initial_epoch = told["first_epoch"], told["epoch"] + 1
         continue_at(told["epoch"] + 1)
 
     def _share_state(self, epoch: int, joined: tuple[int, ...]) -> dict[str, Any] | None:
         """Give those that have joined this rank's state, and what it knows of this `fit`; returns that on them."""
         assert self._root is not None
         callbacks = enclosing_list(self)
-        told = {"epoch": epoch, "root": self._root.world_rank, "saves_weights": self._saves_weights}
+        told = {
+            "epoch": epoch,
+            "first_epoch": self._first_epoch,
+            "root": self._root.world_rank,
+            "saves_weights": self._saves_weights,
+        }
         own = [] if callbacks is None else callbacks.callbacks
         return share_state([self.model], own, told, joined, self._communicator)
 
@@ -307,6 +313,10 @@ class BroadcastCallback(keras.callbacks.Callback):
         current().elastic.tell_changes()
         for writer in self._writers:
             writer.hand_over()
+
+    def _forget_joining(self) -> None:
+        """Let a later `fit` begin where the other ranks' does: Keras has read where this one begins, but keeps it."""
+        self._model._initial_epoch = self._first_epoch
 
     def _install(self) -> None:
         """Let the model's optimizers average, those that do not yet."""
@@ -347,7 +357,10 @@ class BroadcastCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._is_synchronized = False
-        if self._is_fitting and not self._has_begun:
+        if not self._is_fitting:
+            return
+        self._forget_joining()
+        if not self._has_begun:
             self._has_begun = True
             check_equal_epochs(epoch, self._communicator)
 
@@ -382,6 +395,7 @@ class BroadcastCallback(keras.callbacks.Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if not self._is_fitting:
             return
+        self._forget_joining()  # again, as there may have been no epoch left
         sharded = [averaging.sharded for averaging in self._active() if averaging.sharded is not None]
         # A writer may still be lost while it completes its files, or save here.
         if current().heals or sharded:

@@ -103,3 +103,8 @@ def test_weights_that_differ_are_reported_before_they_are_saved(seen):
         assert all(
             line.startswith("at the end of this epoch, before checkpoints are saved, the weights") for line in saving
         )
+
+
+@on_ranks("fits_after_a_join", "torch", slow=("tensorflow", "jax"))
+def test_a_fit_after_that_which_a_process_has_joined_has_all_its_epochs(seen):
+    assert seen == [[[1, 2], [0, 1, 2], [], [0, 1, 2]]] * 2

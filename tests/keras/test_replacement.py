@@ -139,7 +139,7 @@ def test_the_rate_follows_the_ranks(backend, epochs):
     assert found["rates"] == pytest.approx(expected)
 
 
-#: Rank 1 dies in the fit or step that TEST_DEATH names; the other waits for whoever takes its place.
+#: A rank dies in the fit or step that TEST_DEATH names; the other waits for whoever takes its place.
 SCRIPT = """
     import os, signal, time
     import keras, numpy as np
@@ -151,11 +151,12 @@ SCRIPT = """
 
     ring.init(ranks=2, on_failure="replace")
     is_new = current().is_joining
+    dies = ring.rank() == int(os.environ.get("TEST_VICTIM", "1")) and not is_new
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.Adam(0.1), "mse")
 
     def die_or_wait(number):
-        if ring.rank() == 1 and not is_new and number == int(os.environ["TEST_DEATH"]):
+        if dies and number == int(os.environ["TEST_DEATH"]):
             os.kill(os.getpid(), signal.SIGKILL)
         end = time.monotonic() + float(os.environ["TEST_PATIENCE"])
         while len(current().world_ranks) == 1 and not seats().has_waiting() and time.monotonic() < end:
@@ -163,7 +164,7 @@ SCRIPT = """
 
     def fit(number):
         steps = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs=None: die_or_wait(number))
-        model.fit(*data, batch_size=4, verbose=0, callbacks=[steps, BroadcastCallback()])
+        return model.fit(*data, batch_size=4, verbose=0, callbacks=[steps, BroadcastCallback()]).epoch
 
     data = np.ones((16, 2), np.float32), np.ones((16, 1), np.float32)
     way, first = os.environ["TEST_WAY"], 0
@@ -174,8 +175,9 @@ SCRIPT = """
             die_or_wait(step)
             model.train_on_batch(*data)
     elif way == "several fits":
-        for number in range(3):
-            fit(number)
+        epochs = [fit(number) for number in range(3)]
+        if "TEST_VICTIM" in os.environ:
+            report("epochs", epochs, ring.rank())
     else:
         state = TrainingState(model, number=0)
         first = state.number
@@ -210,6 +212,16 @@ def test_a_process_joins_between_two_fits(backend):
     env = {"KERAS_BACKEND": backend, "TEST_WAY": "state", "TEST_PATIENCE": str(60 * slowness()), "TEST_DEATH": "1"}
     result = run_ranks(SCRIPT, 2, env=env, timeout=150)
     assert result.reports == {0: {"left": [2, False, 0], "equal": True}, 1: {"left": [2, True, 2], "equal": True}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fits_after_that_in_which_rank_0_was_replaced_have_all_their_epochs(backend):
+    env = {"KERAS_BACKEND": backend, "TEST_WAY": "several fits", "TEST_PATIENCE": str(60 * slowness())}
+    result = run_ranks(SCRIPT, 2, env={**env, "TEST_VICTIM": "0", "TEST_DEATH": "0"}, timeout=150)
+    assert result.values("left") == [[2, True, 0], [2, False, 0]]
+    assert result.values("epochs") == [[[0], [0], [0]]] * 2
+    assert result.values("equal") == [True, True]
 
 
 LOOP = Path(__file__).with_name("checks_loop.py")

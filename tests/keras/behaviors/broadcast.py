@@ -6,6 +6,7 @@ import zipfile
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -19,6 +20,7 @@ from ring_plugins.keras import (
     LearningRateWarmupCallback,
     MetricAverageCallback,
 )
+from ring_plugins.keras import broadcast as module
 from tests.keras.behaviors import behavior, error_of, fit, logged
 from tests.keras.scenarios import BACKEND, dense, features, momentum
 
@@ -225,3 +227,28 @@ def fit_that_raises() -> Any:
     fit(model, [BroadcastCallback(), again])
     together = [float(np.sum(value)) for value in model.get_weights()]
     return {"error": error, "left": left, "apart": float(np.sum(apart[0])), "together": together}
+
+
+@behavior
+def fits_after_a_join() -> Any:
+    """The epochs of a `fit` that all join as if others had ended its first epoch, or all of them, and of later ones."""
+
+    class Joins(BroadcastCallback):
+        def _start(self) -> None:
+            super()._start()
+            if ended >= 0:
+                self._join()
+
+        def _share_state(self, epoch: int, joined: tuple[int, ...]) -> Any:
+            return super()._share_state(ended, joined)
+
+    model = keras.Sequential([keras.Input((5,)), layers.Dense(1)])
+    model.compile(optimizer="sgd", loss="mse")
+    epochs = []
+    with (
+        mock.patch.object(module, "join", return_value=()),
+        mock.patch.object(module, "share_state", lambda parts, callbacks, told, *_: told),
+    ):
+        for ended in (0, -1, 2, -1):  # noqa: B007 - read above
+            epochs.append(fit(model, [Joins()], steps=1, epochs=3).epoch)
+    return epochs
