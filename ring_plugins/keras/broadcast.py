@@ -294,7 +294,6 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._root.world_rank, self._saves_weights = told["root"], told["saves_weights"]
         self._has_begun, self._steps_until_check = True, 0
         self._first_epoch, self._model._initial_epoch = told["first_epoch"], told["epoch"] + 1
-        continue_at(told["epoch"] + 1)
 
     def _share_state(self, epoch: int, joined: tuple[int, ...]) -> dict[str, Any] | None:
         """Give those that have joined this rank's state, and what it knows of this `fit`; returns that on them."""

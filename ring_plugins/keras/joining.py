@@ -8,7 +8,7 @@ weights, the optimizer's variables and the number of the epoch, and `fit` begins
 Callbacks know how training went: the best result, how long to wait, how fast to learn. Keras's have no interface for
 that, but keep it in attributes that are numbers, arrays and lists of them. These are copied, unless a script may have
 passed them to the constructor, and so are those of subclasses. Any other callback takes part if it has `state_dict` and
-`load_state_dict`.
+`load_state_dict`. Shuffled parts of `shard` go on in the order that the others' have.
 
 Considered and rejected: to join at the end of a batch. The number of the epoch is a local variable of `fit`, and so is
 the iterator over the data, which cannot be moved to a batch on every backend.
@@ -31,6 +31,7 @@ from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.elastic.handover import hand_over
 from ring_plugins.core.world import World, current
+from ring_plugins.keras.shard import go_on_in_orders, places_in_orders
 from ring_plugins.keras.state import SEED_STRIDE, broadcast_array, state_and_seeds, value_of
 from ring_plugins.keras.writers import HeldWriter
 
@@ -106,7 +107,8 @@ def share_state(
     values: list[Array] = []
 
     def own() -> tuple[None, Any]:
-        return None, (told, {name: _state_of(callback) for name, callback in _named(callbacks)}, current().share[0])
+        states = {name: _state_of(callback) for name, callback in _named(callbacks)}
+        return None, (told, states, places_in_orders(), current().share[0])
 
     def send(_: None, root: Callable[[], int]) -> None:
         nonlocal values
@@ -116,7 +118,7 @@ def share_state(
     if received is None:
         return None
     result: dict[str, Any]
-    result, states, seat = received
+    result, states, places, seat = received
     for variable, value in zip(variables, values, strict=False):
         variable.assign(value)
     own_seat, seats = current().share
@@ -125,6 +127,7 @@ def share_state(
         variable.assign(value)
     for name, callback in _named(callbacks):
         _load_state(callback, states.get(name))
+    go_on_in_orders(places)
     return result
 
 

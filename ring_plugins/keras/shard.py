@@ -8,6 +8,7 @@ TensorFlow and torch are not imported; new objects are created with the class of
 from __future__ import annotations
 
 import inspect
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, Literal
@@ -26,8 +27,9 @@ _MARK = "_ring_is_divided"
 #: Highest epoch of data that has not been trained on: before the first epoch `fit` resets the iterator once, which
 #: counts.
 _NEW = 1
-#: Orders of all data that is in use.
-_orders: weakref.WeakSet[Order] = weakref.WeakSet()
+#: Orders of all data that is in use, by how many were made before: on all ranks, those with a number belong together.
+_orders: weakref.WeakValueDictionary[int, Order] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 def shard(
@@ -115,15 +117,34 @@ def _holds_mark(data: Any) -> bool:
 def continue_at(epoch: int) -> None:
     """Let data that has not been trained on yet begin with the order of this epoch.
 
-    After `BackupAndRestore` or with `initial_epoch`, `fit` begins with a later epoch, while new data would begin with
-    the order of epoch 0. Streams always begin as the script made them.
+    After `BackupAndRestore`, `fit` begins with a later epoch, while new data would begin with the order of epoch 0.
+    Streams always begin as the script made them.
 
     Args:
         epoch: the first epoch of this fit, from 0.
     """
-    for order in list(_orders) if epoch else ():
+    for order in list(_orders.values()) if epoch else ():
         if order.epoch <= _NEW:
             order.set_epoch(order.epoch + epoch)
+
+
+def places_in_orders() -> dict[int, Any]:
+    """Where all shuffled data of this rank is, for `go_on_in_orders` on a rank that takes the place of a lost one."""
+    return {number: order.place for number, order in list(_orders.items()) if order.is_shuffled}
+
+
+def go_on_in_orders(places: dict[int, Any]) -> None:
+    """Let data go on in the orders of another rank. They cannot be told from an epoch: validation uses two each time.
+
+    Args:
+        places: `places_in_orders` of that rank. What it has made since this rank's script stands still is ignored.
+
+    Raises:
+        MismatchError: that rank has divided other data.
+    """
+    for number, order in list(_orders.items()):
+        if number in places:
+            order.go_on(places[number])
 
 
 def _is_from(data: Any, package: str, name: str) -> bool:
@@ -169,19 +190,35 @@ class Order:
                 'smaller batch_size, or remainder="pad".'
             )
         self._count, self._per_rank, self._rank, self._size = count, per_rank, rank, size
-        self._shuffle, self._seed, self._remainder = shuffle, seed, remainder
+        self.is_shuffled, self._seed, self._remainder = shuffle, seed, remainder
+        self._is_used = False
         self.set_epoch(0)
-        _orders.add(self)
+        _orders[next(_numbers)] = self
 
     def set_epoch(self, epoch: int) -> None:
         """Compute the order of an epoch."""
         self.epoch = epoch
         order = np.arange(self._count)
-        if self._shuffle:
+        if self.is_shuffled:
             np.random.default_rng((self._seed, epoch)).shuffle(order)
         if self._remainder == "pad":
             order = np.resize(order, self.steps * self._per_rank * self._size)
         self._order = order
+
+    @property
+    def place(self) -> tuple[tuple[int, int], int, bool]:
+        """What is ordered, and which order of that is in use."""
+        return (self._count, self._seed), self.epoch, self._is_used
+
+    def go_on(self, place: tuple[tuple[int, int], int, bool]) -> None:
+        """Use the order that another rank's counterpart uses; see `go_on_in_orders`."""
+        theirs, epoch, self._is_used = place
+        if theirs != self.place[0]:
+            raise MismatchError(
+                f"shard(): data has {self._count} elements and seed={self._seed}, and on the other ranks {theirs[0]} "
+                f"elements and seed={theirs[1]}. Divide the same data on all ranks, in the same sequence."
+            )
+        self.set_epoch(epoch)
 
     def step(self, number: int) -> Indices:
         """This rank's items of a step."""
@@ -277,12 +314,10 @@ def shard_data_loader(loader: Any, rank: int, size: int, shuffle: bool | int | N
 class _EpochOrder(Order):
     """A sampler that advances to the next epoch with each iteration."""
 
-    _was_iterated = False
-
     def __iter__(self) -> Iterator[int]:
-        if self._was_iterated:
+        if self._is_used:
             self.set_epoch(self.epoch + 1)
-        self._was_iterated = True
+        self._is_used = True
         return super().__iter__()
 
 

@@ -336,3 +336,102 @@ def test_ranks_that_cannot_be_added_say_why_and_disturb_nobody():
     result = run_ranks(GROWS, 2, env={**env, "KERAS_BACKEND": "torch"}, timeout=150)
     assert result.values("found") == [[[0, 1]]] * 2
     assert "ranks cannot be added within a fit(), whose data is divided once for all epochs" in result.output
+
+
+#: Notes what each rank takes of shuffled data in each epoch; rank 0 is replaced in the first one.
+NOTED = """
+    import os
+    import keras, numpy as np
+    import ring_plugins as ring
+    from ring_plugins.core.world import current
+    from ring_plugins.keras import BroadcastCallback, TrainingState, shard
+    from tests.torch.checks_replacement import begin_step, own_deaths
+    from tests.worker import report
+
+    class Noted:
+        # Stands for an array of inputs.
+        def __init__(self, count):
+            self.shape, self.taken = (count, 1), []
+
+        def __len__(self):
+            return self.shape[0]
+
+        def __getitem__(self, indices):
+            self.taken += [int(index) for index in indices]
+            return np.ones((len(indices), 1), np.float32)
+
+    class Follows(keras.callbacks.Callback):
+        step = 0
+
+        def on_epoch_begin(self, epoch, logs=None):
+            training.taken.clear()
+
+        def on_train_batch_begin(self, batch, logs=None):
+            begin_step(self.step, mine, 2)
+            self.step += 1
+
+        def on_test_begin(self, logs=None):
+            validation.taken.clear()
+
+        def on_epoch_end(self, epoch, logs=None):
+            found[f"fit {number} epoch {epoch}"] = [list(training.taken), list(validation.taken)]
+
+    ring.init(ranks=2, on_failure="replace")
+    seat, found = current().share[0], {}
+    mine = own_deaths(seat, 2)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    training, validation = Noted(24), Noted(16)
+    if "TEST_LOADER" in os.environ:
+        import torch
+
+        class Loader(torch.utils.data.DataLoader):
+            def __iter__(self):
+                return map(self.noted, super().__iter__())
+
+            def noted(self, batch):
+                (training if len(self.dataset) == 24 else validation).taken += batch[1].flatten().tolist()
+                return batch
+
+        parts = []
+        for noted in (training, validation):
+            numbers = torch.arange(float(len(noted)))[:, None]
+            loader = Loader(torch.utils.data.TensorDataset(numbers, numbers), 2, shuffle=True, num_workers=1)
+            parts.append(shard(loader))
+    else:
+        parts = [shard((noted, np.ones((len(noted), 1), np.float32)), batch_size=2) for noted in (training, validation)]
+
+    def fit(**options):
+        return model.fit(
+            parts[0], validation_data=parts[1], shuffle=False, verbose=0, callbacks=[Follows(), BroadcastCallback()],
+            **options,
+        )
+
+    number = 0
+    if os.environ["TEST_WAY"] == "state":
+        state = TrainingState(model, number=0)
+        for number in range(state.number, 3):
+            state.number = number
+            state.commit()
+            fit()
+    else:
+        fit(initial_epoch=int(os.environ["TEST_WAY"]), epochs=int(os.environ["TEST_WAY"]) + 3)
+        number = 1
+        fit(epochs=2)
+    report("found", found, seat)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("way", ["0", "2", "state", "0 in loaders"])
+def test_shuffled_data_goes_on_in_the_order_that_the_others_have(backend, way):
+    if "loaders" in way and backend != "torch":
+        pytest.skip("torch's loaders are for its backend")
+    env = {"TEST_WAY": way.split()[0], **({"TEST_LOADER": "1"} if "loaders" in way else {})}
+    env |= {"TEST_DEATHS": '[[0, 1, "now"]]', "TEST_AWAITED": str(60 * slowness()), "KERAS_BACKEND": backend}
+    new, old = run_ranks(NOTED, 2, env=env, timeout=150).values("found")
+    assert len(old) == len(new) + 1 == (3 if way == "state" else 5)
+    for epoch, (training, validation) in new.items():
+        assert sorted(training + old[epoch][0]) == list(range(24)), epoch
+        assert sorted(validation + old[epoch][1]) == list(range(16)), epoch

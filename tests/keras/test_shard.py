@@ -65,3 +65,11 @@ def test_after_a_restart_data_continue_with_the_order_of_that_epoch(seen):
     for found in seen:
         assert found["whole"] == found["parts"]
         assert len({tuple(order) for order in found["whole"]}) == 3
+
+
+@on_ranks("orders_after_a_join", "torch")
+def test_a_process_that_joins_goes_on_in_the_orders_of_the_others(seen):
+    first, second = seen
+    for one, other in zip(first["taken"], second["taken"], strict=True):
+        assert sorted(one + other) == list(range(16))
+    assert first["other data"].startswith("MismatchError: shard(): data has 16 elements and seed=0, and on the other")

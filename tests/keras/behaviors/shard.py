@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import sys
+import weakref
 from tempfile import mkdtemp
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -92,6 +96,34 @@ def orders_after_a_restart() -> Any:
 
     backup = mkdtemp()  # of each rank; only the root writes
     return {"whole": train(3, None), "parts": [*train(1, backup), *train(3, backup)]}
+
+
+@behavior
+def orders_after_a_join() -> Any:
+    """Rank 0 has trained, and rank 1 goes on with its orders: what both take then, and what rank 1 refuses."""
+    import torch
+
+    numbers = torch.utils.data.TensorDataset(torch.arange(16))
+    module = sys.modules[shard.__module__]
+    with (
+        mock.patch.object(module, "_orders", weakref.WeakValueDictionary()),
+        mock.patch.object(module, "_numbers", itertools.count()),
+    ):
+        parts = [shard(np.arange(16), batch_size=2, seed=seed) for seed in (0, 1)]
+        loader = shard(torch.utils.data.DataLoader(numbers, batch_size=2, shuffle=True))
+        for part in parts[: 2 * (1 - ring.rank())]:
+            part.on_epoch_end()
+            list(loader)
+            parts[0].on_epoch_end()
+        places = ring.broadcast_object(module.places_in_orders(), 0)
+        if ring.rank() == 1:
+            module.go_on_in_orders(places)
+        taken = [[int(v) for batch in loader for v in batch[0]]]
+        for part in parts:
+            part.on_epoch_end()
+            taken.append([int(v) for i in range(len(part)) for v in part[i]])
+        wrong = {0: ((16, 1), 0, False)}
+        return {"taken": taken, "other data": error_of(lambda: module.go_on_in_orders(wrong))}
 
 
 @behavior
