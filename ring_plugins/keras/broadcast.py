@@ -292,7 +292,8 @@ class BroadcastCallback(keras.callbacks.Callback):
         assert told is not None
         assert self._root is not None
         self._root.world_rank, self._saves_weights = told["root"], told["saves_weights"]
-        self._has_begun, self._steps_until_check = True, 0
+        self._has_begun, self._steps_until_check = True, told["steps_until_check"]
+        self._passes_before = self._passes() - told["passes"]
         self._first_epoch, self._model._initial_epoch = told["first_epoch"], told["epoch"] + 1
 
     def _share_state(self, epoch: int, joined: tuple[int, ...]) -> dict[str, Any] | None:
@@ -304,6 +305,8 @@ class BroadcastCallback(keras.callbacks.Callback):
             "first_epoch": self._first_epoch,
             "root": self._root.world_rank,
             "saves_weights": self._saves_weights,
+            "steps_until_check": self._steps_until_check,
+            "passes": self._passes() - self._passes_before,
         }
         own = [] if callbacks is None else callbacks.callbacks
         return share_state([self.model], own, told, joined, self._communicator)

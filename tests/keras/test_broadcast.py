@@ -108,3 +108,8 @@ def test_weights_that_differ_are_reported_before_they_are_saved(seen):
 @on_ranks("fits_after_a_join", "torch", slow=("tensorflow", "jax"))
 def test_a_fit_after_that_which_a_process_has_joined_has_all_its_epochs(seen):
     assert seen == [[[1, 2], [0, 1, 2], [], [0, 1, 2]]] * 2
+
+
+@on_ranks("first_check_after_a_join", "torch", slow=("tensorflow", "jax"))
+def test_a_process_that_has_joined_compares_weights_with_the_others_after_the_first_update(seen):
+    assert seen == [["after the first step"]] * 2

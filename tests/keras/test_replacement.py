@@ -435,3 +435,40 @@ def test_shuffled_data_goes_on_in_the_order_that_the_others_have(backend, way):
     for epoch, (training, validation) in new.items():
         assert sorted(training + old[epoch][0]) == list(range(24)), epoch
         assert sorted(validation + old[epoch][1]) == list(range(16)), epoch
+
+
+#: Accumulates gradients over more steps than the first epoch has, in which rank 0 is replaced.
+ACCUMULATES = """
+    import keras, numpy as np
+    import ring_plugins as ring
+    from ring_plugins.core.world import current
+    from ring_plugins.keras import BroadcastCallback, shard
+    from tests.torch.checks_replacement import begin_step, own_deaths
+    from tests.worker import report
+
+    class Follows(keras.callbacks.Callback):
+        step = 0
+
+        def on_train_batch_begin(self, batch, logs=None):
+            begin_step(self.step, mine, 2)
+            self.step += 1
+
+    ring.init(ranks=2, on_failure="replace")
+    seat, mine = current().share[0], own_deaths(current().share[0], 2)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.125, gradient_accumulation_steps=3), "mse")
+    data = np.arange(8, dtype=np.float32)[:, None] / 8
+    data = shard((data, 2 * data), batch_size=2)
+    model.fit(data, epochs=6, shuffle=False, verbose=0, callbacks=[Follows(), BroadcastCallback()])
+    weights = np.concatenate([weight.ravel() for weight in model.get_weights()]).tolist()
+    report("found", [weights, int(keras.ops.convert_to_numpy(model.optimizer.iterations))], seat)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_process_may_join_before_the_first_update(backend):
+    env = {"TEST_DEATHS": '[[0, 1, "now"]]', "TEST_AWAITED": str(60 * slowness()), "KERAS_BACKEND": backend}
+    new, old = run_ranks(ACCUMULATES, 2, env=env, timeout=150).values("found")
+    assert new == old
+    assert new[0] != [0, 0]

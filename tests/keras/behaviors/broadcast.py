@@ -229,26 +229,42 @@ def fit_that_raises() -> Any:
     return {"error": error, "left": left, "apart": float(np.sum(apart[0])), "together": together}
 
 
+class JoinsItself(BroadcastCallback):
+    """Joins as if others, which know what this rank does, had ended the epoch `ended`; not if that is -1."""
+
+    ended = -1
+
+    def _start(self) -> None:
+        super()._start()
+        if self.ended >= 0:
+            with (
+                mock.patch.object(module, "join", return_value=()),
+                mock.patch.object(module, "share_state", lambda parts, callbacks, told, *_: told),
+            ):
+                self._join()
+
+    def _share_state(self, epoch: int, joined: tuple[int, ...]) -> Any:
+        return super()._share_state(self.ended, joined)
+
+
 @behavior
 def fits_after_a_join() -> Any:
     """The epochs of a `fit` that all join as if others had ended its first epoch, or all of them, and of later ones."""
-
-    class Joins(BroadcastCallback):
-        def _start(self) -> None:
-            super()._start()
-            if ended >= 0:
-                self._join()
-
-        def _share_state(self, epoch: int, joined: tuple[int, ...]) -> Any:
-            return super()._share_state(ended, joined)
-
     model = keras.Sequential([keras.Input((5,)), layers.Dense(1)])
     model.compile(optimizer="sgd", loss="mse")
-    epochs = []
-    with (
-        mock.patch.object(module, "join", return_value=()),
-        mock.patch.object(module, "share_state", lambda parts, callbacks, told, *_: told),
-    ):
-        for ended in (0, -1, 2, -1):  # noqa: B007 - read above
-            epochs.append(fit(model, [Joins()], steps=1, epochs=3).epoch)
+    epochs, callback = [], JoinsItself()
+    for callback.ended in (0, -1, 2, -1):
+        epochs.append(fit(model, [callback], steps=1, epochs=3).epoch)
     return epochs
+
+
+@behavior
+def first_check_after_a_join() -> Any:
+    """When weights are compared in a `fit` that all join before they have taken enough steps for one update."""
+    model = keras.Sequential([keras.Input((5,)), layers.Dense(1)])
+    model.compile(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=3), loss="mse")
+    callback, found = JoinsItself(), []
+    callback.ended = 0
+    with mock.patch.object(module, "differing_weights", lambda _, when, *__: found.append(when)):
+        fit(model, [callback], steps=2, epochs=3)
+    return found
