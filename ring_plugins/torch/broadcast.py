@@ -19,6 +19,7 @@ from ring_plugins.torch import device
 from ring_plugins.torch.averaging_check import expect_averaging
 from ring_plugins.torch.device import index_of, is_on_gpu, streams
 from ring_plugins.torch.sharded_optimizer import is_sharded
+from ring_plugins.torch.tensor_memory import is_dense
 from ring_plugins.torch.tensors import Target
 
 
@@ -78,14 +79,21 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -
 
 
 class Placeholder:
-    """Dtype, shape and kind of device of a tensor."""
+    """Dtype, shape, strides and kind of device of a tensor.
+
+    The strides belong to it since a fused optimizer walks through the memory of a weight and of its state side by side.
+    If one lay there in another order, as in torch.channels_last, it would pair wrong elements.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype, self.shape, self.is_on_gpu = tensor.dtype, tuple(tensor.shape), is_on_gpu(tensor)
+        #: Those of a contiguous tensor, if the tensor has gaps.
+        self.strides = (tensor if is_dense(tensor) else torch.empty(self.shape, device="meta")).stride()
 
     def empty(self) -> torch.Tensor:
         """Uninitialized memory for such a tensor, on this rank's GPU if the original is on the root's."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device.own_device() if self.is_on_gpu else None)
+        own = device.own_device() if self.is_on_gpu else None
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=own)
 
 
 def _broadcast(tensors: list[torch.Tensor], source: Root) -> None:

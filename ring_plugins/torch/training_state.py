@@ -26,7 +26,7 @@ from ring_plugins.core.world import current
 from ring_plugins.torch.broadcast import Placeholder
 from ring_plugins.torch.compared_options import common_place, place_error
 from ring_plugins.torch.loaders import batches_from, divide_anew
-from ring_plugins.torch.tensor_memory import dense_memory
+from ring_plugins.torch.tensor_memory import dense_memory, is_dense
 from ring_plugins.torch.trained_parts import averaged_orders, take_trained_parts, trained_parts
 
 T = TypeVar("T")
@@ -258,8 +258,9 @@ def share_state(state: Callable[[], dict[str, Any]], joined: Sequence[int]) -> d
         if communicator.rank != root():
             tensors = [placeholder.empty() for placeholder in placeholders]
         for tensor in tensors:
-            if tensor.numel():  # the giver's may be a view with gaps; a new one has none
-                communicator.broadcast(dense_memory(tensor.contiguous()), root())
+            if tensor.numel():  # the giver's may be a view with gaps, which a new one lacks; otherwise both lie alike
+                dense = tensor if is_dense(tensor) else tensor.contiguous()
+                communicator.broadcast(dense_memory(dense), root())
 
     found = hand_over(described, joined, send)
     received = iter(tensors)

@@ -1243,6 +1243,26 @@ def broadcast_of_parameters_and_optimizer_state() -> None:
             raise AssertionError("models on different kinds of devices were not refused")
 
 
+@check
+def broadcast_of_a_fused_optimizer_state_keeps_its_order_in_memory() -> None:
+    torch.manual_seed(RANK)
+    model = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.linspace(-1, 1, 512).reshape(2, 4, 8, 8)).square().mean().backward()
+        optimizer.step()
+
+    if RANK == 0:
+        step()
+    broadcast_parameters(model)
+    broadcast_optimizer_state(optimizer)
+    assert optimizer.state[model.weight]["exp_avg"].stride() == model.weight.stride() == (36, 1, 12, 4)
+    step()
+    assert same_everywhere(model.parameters())
+
+
 @check_among_several
 def different_models_are_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5 if RANK == SIZE - 1 else 4))

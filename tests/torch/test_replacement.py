@@ -397,3 +397,45 @@ def test_a_process_joins_a_script_that_commits_after_each_pass_and_hears_of_it_i
     """Its first `commit` is one before which it has communicated nothing, and it counts."""
     result = run_ranks(ACCUMULATING, 2, env={"TEST_BY": by}, timeout=120)
     assert result.reports == {0: {"left": [2, 1.0, False]}, 1: {"left": [2, 1.0, True]}}
+
+
+#: Rank 1 dies in its third step; rank 0 waits for the process that takes its place.
+CHANNELS_LAST = """
+    import hashlib, os, signal, time, torch
+    import ring_plugins as ring
+    from ring_plugins.core.rendezvous.spawn import seats
+    from ring_plugins.core.world import current
+    from ring_plugins.torch import DistributedOptimizer, TrainingState
+    from tests.worker import report
+
+    ring.init(ranks=2, on_failure="replace")
+    is_new = current().is_joining
+    torch.manual_seed(1)
+    model = torch.nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+    optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters(), 0.01, fused=True), model.named_parameters())
+    state = TrainingState(model=model, optimizer=optimizer, step=0)
+    while state.step < 8:
+        if ring.rank() == 1 and not is_new and state.step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while state.step == 4 and len(current().world_ranks) == 1 and not seats().has_waiting():
+            time.sleep(0.01)
+        optimizer.zero_grad()
+        torch.manual_seed(state.step)
+        model(torch.randn(2, 4, 8, 8)).square().mean().backward()
+        optimizer.step()
+        state.step += 1
+        state.commit()
+    strides = [optimizer.state[model.weight]["exp_avg"].stride(), model.weight.stride()]
+    digest = hashlib.sha256(model.weight.detach().contiguous().numpy()).hexdigest()
+    report("left", [digest, strides, ring.size()], ring.rank())
+    report("new", is_new, ring.rank())
+"""
+
+
+@pytest.mark.slow
+def test_a_process_joins_the_fused_optimizer_of_a_model_in_channels_last():
+    result = run_ranks(CHANNELS_LAST, 2, timeout=120)
+    assert [result.reports[rank]["new"] for rank in (0, 1)] == [False, True]
+    assert result.reports[0]["left"] == result.reports[1]["left"]
+    _, strides, size = result.reports[0]["left"]
+    assert strides == [[36, 1, 12, 4]] * 2 and size == 2
