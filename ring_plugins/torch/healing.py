@@ -4,6 +4,9 @@ The survivors average that step's gradients once more, without the rank that die
 They have computed nothing else again, so their weights must be equal to the last bit, and so must be the averages with
 which they step. That is checked there and then, before the update: a job that went on with different weights would end
 with a useless model, and nobody would know.
+
+A process that joins also gets the optimizer's state, of which the weights tell nothing before it is used. So they are
+compared in the next pass, too, behind the first update.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ from ring_plugins.core.gradients.tuning import is_wanted
 from ring_plugins.core.world import current
 from ring_plugins.observe.drift import differing_weights
 from ring_plugins.torch.drift import parameter_checksums
+
+#: Passes after a change of the ranks in which weights are compared.
+_COMPARED = 2
 
 
 class HealingCheck:
@@ -38,7 +44,7 @@ class HealingCheck:
             current().refuse_to_heal("averaging gradients while backward runs (overlap=True, RING_OVERLAP=1)")
         if is_wanted(autotune):
             current().refuse_to_heal("autotuning of bucket sizes (autotune=True, RING_AUTOTUNE=1)")
-        self._view = current().elastic.view
+        self._view, self._to_compare = current().elastic.view, 0
 
     def check_has_joined(self) -> None:
         """Refuse to average before this process has joined the others.
@@ -54,7 +60,9 @@ class HealingCheck:
             )
 
     def after_pass(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """If ranks were lost since the last call, compare weights and averages, and tell the script; collective then.
+        """If ranks were lost or joined since the last call or the one before, compare weights and averages.
+
+        Collective then. The script is told of the change, too.
 
         Args:
             named: (name, parameter) pairs, equal on all ranks, at the end of a backward.
@@ -63,9 +71,11 @@ class HealingCheck:
             DriftError: on all ranks, if they differ. Not if RING_WEIGHT_CHECK=0.
         """
         view = current().elastic.view
-        if view == self._view:
+        if view != self._view:
+            self._view, self._to_compare = view, _COMPARED
+        if not self._to_compare:
             return
-        self._view = view
+        self._to_compare -= 1
         trained = [(name, p.grad) for name, p in named if p.requires_grad]
         averages = [(f"the gradient of {name}", average) for name, average in trained if average is not None]
         found = differing_weights(
