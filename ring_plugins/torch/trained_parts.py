@@ -6,6 +6,8 @@ does. So these are told by name, and taken over before the optimizers' state is 
 
 A module's mode belongs to them: what scripts freeze, they often switch to evaluation, too, and Lightning has batch
 normalization no longer track its statistics.
+
+So do the buffers that are not saved (`persistent=False`), such as a count of steps or a mask that `forward` makes.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.torch.gradients import GradientAverager
+from ring_plugins.torch.tensor_memory import is_dense
 
 #: A parameter: the name of its module among the parts, and its own name in it.
 _Name = tuple[str, str]
@@ -34,11 +38,13 @@ class TrainedParts(NamedTuple):
         requires_grad: of each parameter.
         modes: of each module, whether it trains, and whether it tracks statistics (None if it never does).
         groups: by optimizer, the parameters of each of its groups; None for those that are in none of the modules.
+        buffers: by module, those that are not saved, by name; None for one that is yet to be made.
     """
 
     requires_grad: dict[_Name, bool]
     modes: dict[_Name, tuple[bool, bool | None]]
     groups: dict[str, list[list[_Name | None]]]
+    buffers: dict[_Name, dict[str, torch.Tensor | None]]
 
 
 def trained_parts(parts: Mapping[str, Any]) -> TrainedParts:
@@ -58,6 +64,10 @@ def trained_parts(parts: Mapping[str, Any]) -> TrainedParts:
             name: [[names.get(parameter) for parameter in group["params"]] for group in part.param_groups]
             for name, part in parts.items()
             if isinstance(part, Optimizer)
+        },
+        {
+            name: {own: one for own, one in module._buffers.items() if own in module._non_persistent_buffers_set}
+            for name, module in _modules(parts).items()
         },
     )
 
@@ -81,6 +91,8 @@ def take_trained_parts(parts: Mapping[str, Any], told: TrainedParts) -> None:
             module.training = trains
             if tracks is not None:
                 setattr(module, "track_running_stats", tracks)  # noqa: B010 - of the modules that have it
+        for buffer, value in told.buffers.get(name, {}).items():
+            _take_buffer(module, buffer, value)
     own = trained_parts(parts).groups
     for optimizer, groups in told.groups.items():
         if groups == own.get(optimizer):
@@ -94,6 +106,16 @@ def take_trained_parts(parts: Mapping[str, Any], told: TrainedParts) -> None:
                 "training begins."
             )
         parts[optimizer].param_groups[:] = [{"params": group} for group in found]  # the state has their options
+
+
+def _take_buffer(module: nn.Module, name: str, value: torch.Tensor | None) -> None:
+    """Have a buffer that is not saved, in its own memory if it fits there."""
+    own = module._buffers.get(name)
+    if own is None or value is None or own.shape != value.shape or own.dtype != value.dtype or not is_dense(own):
+        module.register_buffer(name, value, persistent=False)
+    else:
+        with torch.no_grad():
+            own.copy_(value)
 
 
 def averaged_orders(parts: Mapping[str, Any]) -> str:

@@ -47,6 +47,37 @@ def test_groups_with_parameters_that_have_no_name_are_refused_with_a_remedy():
     take_trained_parts({"optimizer": ours}, equal)  # without any names, as long as the groups are equal
 
 
+class Masked(nn.Module):
+    """Counts its forwards, and keeps a mask of the largest input that it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1), persistent=False)
+        self.register_buffer("mask", None, persistent=False)
+        self.register_buffer("rows", torch.zeros(1).expand(3), persistent=False)
+
+    def forward(self, x):
+        self.count += 1
+        if self.mask is None or len(self.mask) < x.shape[1]:
+            self.mask = torch.ones(x.shape[1], x.shape[1]).tril()
+        self.rows = self.rows + 1
+        if not hasattr(self, "made"):
+            self.register_buffer("made", torch.ones(2), persistent=False)
+        return x
+
+
+def test_buffers_that_are_not_saved_are_taken_over_even_if_they_are_made_later_or_have_grown():
+    member, newcomer = nn.Sequential(Masked(), Masked()), nn.Sequential(Masked(), Masked())
+    count = newcomer[0].count
+    newcomer[0](torch.ones(1, 2))
+    member[0](torch.ones(1, 3))
+    member[0](torch.ones(1, 4))
+    take_trained_parts({"model": newcomer}, trained_parts({"model": member}))
+    theirs, ours = dict(member.named_buffers()), dict(newcomer.named_buffers())
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert ours["0.count"] is count and ours["0.mask"].shape == (4, 4) and not newcomer.state_dict()
+
+
 #: Rank 1 dies after the others have changed what is trained, and later rank 0; the others wait for those that take
 #: their places.
 SCRIPT = """
