@@ -323,8 +323,14 @@ class Elastic:
                 self.seat.leave()
             self._job.exit_from_job(0)
         if isinstance(self._membership, Membership):
-            # The next barriers do not wait for those that leave, which may still read what was gathered.
-            wait.until(partial(peers.are_gone, leaving), lambda: leaving, lambda: "ranks that leave the job")
+            # The next barriers do not wait for those that leave, which may still read what was gathered. They leave one
+            # by one, and that some have left is no failure of this wait.
+            wait.until(
+                partial(peers.are_gone, leaving),
+                lambda: leaving,
+                lambda: "ranks that leave the job",
+                receiving=lambda rank: True,
+            )
             self._membership.drop(leaving)
         return lost
 
