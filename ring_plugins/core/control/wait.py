@@ -52,7 +52,8 @@ _CHECK_EVERY = 0.02
 #: Seconds after which a wait is long, that is, published in `long_waits`.
 LONG = 1.0
 #: Seconds for which a broken connection waits for the peer's reason. Above the two seconds after which the failure
-#: detector reports that a rank left normally.
+#: detector reports that a rank left normally. On several hosts that go on after losses, it comes on top of the
+#: RING_NETWORK_TIMEOUT after which the mesh knows whether the peer is dead or silent.
 REASON = 3.0
 
 #: Seconds for which the last refusal of a rank that has left may be in flight on the control channel.
@@ -308,17 +309,18 @@ class Wait:
             rank: the peer's world rank.
             what: the operation, for messages.
         """
-        end = time.monotonic() + REASON
+        detector = self._failure_detector
+        mesh = detector.mesh if detector is not None else None
+        end = time.monotonic() + REASON + (config.NETWORK_TIMEOUT.get() if mesh is not None else 0.0)
         while time.monotonic() < end:
             self._check_failure()
-            if self._failure_detector is not None:
-                self._check_members(self._failure_detector, [rank], what)
-                self._check_refusals(self._failure_detector, [rank], what)
-                mesh = self._failure_detector.mesh
+            if detector is not None:
+                self._check_members(detector, [rank], what)
+                self._check_refusals(detector, [rank], what)
                 if mesh is not None and mesh.interrupts():
                     raise mesh.members_lost()
-                if mesh is None and rank in self._failure_detector.lost():
-                    raise PeerFailed(str(self._failure_detector.members_lost([rank])), rank)
+                if mesh is None and rank in detector.lost():
+                    raise PeerFailed(str(detector.members_lost([rank])), rank)
             time.sleep(0.01)
 
 

@@ -32,7 +32,7 @@ from itertools import islice
 from typing import Any
 
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import ArgumentError, PeerFailed, RingError
+from ring_plugins.core.base.errors import ArgumentError, LaunchError, PeerFailed, RingError
 from ring_plugins.core.base.types import Bytes
 from ring_plugins.core.net.listener import Listener, Peer
 
@@ -294,6 +294,8 @@ class TcpTransport:
         for connection in group.busy:
             try:
                 connection.move()
+            except LaunchError as error:  # a connection of a communicator that has lost members is made only now
+                raise PeerFailed(str(error), connection.peer) from error
             except (OSError, EOFError) as error:
                 raise self._lost(connection.peer, error) from error
             finished = finished or not connection.is_busy()

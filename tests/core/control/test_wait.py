@@ -2,11 +2,13 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from ring_plugins.core.base.errors import PeerFailed, TimeoutExceeded
 from ring_plugins.core.control import wait as module
+from ring_plugins.core.control.membership import MembersLost
 from ring_plugins.core.control.wait import Wait, long_waits
 
 
@@ -77,6 +79,22 @@ def test_without_a_reason_the_broken_connection_is_raised_and_the_rank_counts_as
     with pytest.raises(PeerFailed, match="lost the connection"):
         until(Wait("ring", detector), broken)
     assert detector.aborted
+
+
+def test_a_broken_connection_waits_until_the_mesh_knows_whether_its_peer_is_lost(monkeypatch):
+    """It asks a host that is gone for RING_NETWORK_TIMEOUT."""
+    monkeypatch.setattr(module, "REASON", 0.05)
+    monkeypatch.setenv("RING_NETWORK_TIMEOUT", "20")
+    began, detector = time.monotonic(), Detector()
+    detector.mesh = SimpleNamespace(
+        interrupts=lambda: time.monotonic() - began > 0.3, members_lost=lambda: MembersLost("rank 1 is lost", 1)
+    )
+
+    def broken():
+        raise PeerFailed("lost the connection to rank 1", 1)
+
+    with pytest.raises(MembersLost, match="rank 1 is lost"):
+        until(Wait("ring", detector), broken)
 
 
 def test_a_wait_without_end_times_out_and_names_the_missing(monkeypatch):

@@ -98,6 +98,15 @@ def test_a_peer_that_closes_in_the_middle_is_named_but_its_data_is_read_first():
         assert np.array_equal(first, data(5, 0))
 
 
+def test_a_host_that_is_lost_before_a_connection_to_it_is_made_is_a_lost_peer():
+    """The waits can then go on without it. Without that, the job would end as at a start."""
+    with transports(2) as (one, _):
+        one.add(1, Peer("host1", "192.0.2.1", 1))  # to which nothing leads from the loopback interface
+        with pytest.raises(PeerFailed, match="rank 0 on host0 cannot reach rank 1 on host1") as error:
+            finish(one.exchange([(1, data(5, 0))], [], tag=1))
+    assert error.value.rank == 1
+
+
 def test_a_rank_that_gives_up_drains_what_arrives_so_that_its_own_data_is_not_lost():
     with transports(2) as (one, two):
         finish(one.connect([1], 1), two.connect([0], 1))
