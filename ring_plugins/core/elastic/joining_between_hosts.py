@@ -107,10 +107,12 @@ def _admit_all(world: World, join_point: _JoinPoint) -> tuple[int, ...]:
         lost, further = range(shares * join_point.lost), range(shares, shares + join_point.further)
         next_one = min((one for one in waiting if one.seat in lost or one.seat in further), default=None)
         elastic.awaited = frozenset(one.seat for one in waiting if next_one is None or one.seat != next_one.seat)
-        if mesh.pending is not None:  # others have found a loss here, and nobody joins
+        if next_one is None:  # members that have the result of the gather find a loss in it in their next operation
+            break
+        if mesh.pending is not None:  # they have found it here, since they have begun to let the process join
             elastic.agree_on_members()
             break
-        if next_one is None or not _admit_one(world, next_one, join_point):
+        if not _admit_one(world, next_one, join_point):
             break
         joined.append(next_one.rank)
         if world.world_rank == min(rank for rank in world.world_ranks if rank not in joined):
