@@ -16,6 +16,10 @@ A member that is in trouble tells the others, so that none waits for it, and arr
 those in step 2 or 3. So after each attempt all members are in the next view, with the newcomer or without. If it dies
 before the decision, its connections end, and nobody joins. If it dies behind it, it is lost as any member.
 
+A member that once heard nothing from the newcomer's host never takes it for reachable again (consensus.py), also if the
+network comes back before the newcomer has joined, or has learned of it. It says so, the newcomer ends, and its
+successor joins under another number.
+
 A newcomer that stops would keep all members waiting at each step. After some seconds they give up, and those of its
 host kill it. One that stops behind the decision has joined, and they kill it, too (`admission.begin_together`).
 
@@ -49,6 +53,8 @@ CALL, OFFERS, READY = range(3)
 _PATIENCE = 10.0
 #: What a member tells that has waited so long.
 _LATE = "the process that was to join did not answer."
+#: What a member tells for which the newcomer is lost already.
+_LOST = "the process that was to join is lost, as its host could not be reached."
 _WHAT = "the admission of a new rank"
 
 
@@ -88,6 +94,9 @@ class MeshAdmission:
 
         self._wait.until(is_connected, lambda: [self._newcomer], lambda: _WHAT)
         self._tell_newcomer(CALL, body)
+        if self._mesh.was_silent(self._newcomer):
+            self._mesh.tell_all("admission", {"view": self._view, "problem": _LOST})
+            raise NotAdmitted(_LOST)
 
     def gather(self, number: int, payload: Mapping[str, Any]) -> dict[int, Any]:
         """Exchange what JSON can hold with all members and the newcomer; returns everyone's by world rank.
@@ -159,12 +168,14 @@ class Candidate:
     Attributes:
         connections: by rank of the member.
         backlog: messages of members behind their decision, each with its sender.
+        is_lost: whether members have told that this process can never join.
     """
 
     def __init__(self, rank: int, listener: Listener) -> None:
         self.rank, self._listener = rank, listener
         self.connections: dict[int, FrameSocket] = {}
         self.backlog: list[tuple[int, bytes]] = []
+        self.is_lost = False
         self._told: dict[tuple[int, int, int], Any] = {}  # by view, round and rank
         self._called_for: dict[int, int] = {}  # by rank, the view for which it has called over its connection
         self._problems: dict[int, str] = {}
@@ -282,6 +293,7 @@ class Candidate:
                 view = int(body["view"])
                 if "problem" in body:
                     self._problems[view] = str(body["problem"])
+                    self.is_lost |= body["problem"] == _LOST
                 else:
                     self._told[view, int(body["round"]), rank] = body["payload"]
                     if body["round"] == CALL:

@@ -24,7 +24,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ring_plugins.core.base.errors import MismatchError, SharedMemoryError
+from ring_plugins.core.base import config
+from ring_plugins.core.base.errors import MismatchError, PeerFailed, SharedMemoryError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.progress_line import ProgressLine
 from ring_plugins.core.collectives.healing import HealingCommunicator
@@ -211,6 +212,13 @@ def join(world: World, place: str, until: str) -> tuple[int, ...]:
             raise MismatchError(str(reason)) from None
         except NotAdmitted as reason:  # perhaps since a process has died, whose memory could not be mapped
             candidate.withdraw(view)
+            if candidate.is_lost:
+                raise PeerFailed(
+                    f"the other ranks could not reach this process (process {os.getpid()} on {entry.host}), which "
+                    f"waits to join, for {config.NETWORK_TIMEOUT.get():g} s, and count it as lost. Another one may "
+                    "take its place.",
+                    world.world_rank,
+                ) from None
             problems += filter(None, [str(reason)])
             continue
         agreement.go_on(world)

@@ -175,3 +175,15 @@ def test_a_process_joins_that_has_not_heard_of_all_that_they_are_ready_but_of_th
     *found, joined = attempt(meshes, newcomer)
     assert found == [[0, 1, 2, 3, NEW]] * 4 and joined.ranks == (0, 1, NEW, 2, 3)
     joined.close()
+
+
+def test_one_that_a_member_takes_for_lost_hears_that_it_can_never_join(meshes, newcomer):
+    """As when the network to it was lost in an attempt, and comes back."""
+    mesh, candidate = meshes[2][0], newcomer[0]
+    mesh._consensus.note_silent(NEW)
+    attempts = 0
+    while not candidate.is_lost and attempts < 10:  # it may hear of the others' trouble first
+        assert attempt(meshes, newcomer) == [None] * 5
+        attempts += 1
+    assert candidate.is_lost
+    assert [(mesh.ranks, mesh.view) for mesh, _ in meshes] == [((0, 1, 2, 3), attempts)] * 4
