@@ -179,12 +179,6 @@ class MeetingPoint:
         val_loop = fit_loop.epoch_loop.val_loop
         return {
             "checkpoint": checkpoint,
-            "buffers": {
-                f"{owner}.{name}": buffer
-                for owner, module in trainer.lightning_module.named_modules()
-                for name, buffer in module._buffers.items()
-                if f"{owner}.{name}".lstrip(".") not in checkpoint["state_dict"]
-            },
             "metrics": {name: dict(getattr(connector, name)) for name in _OF_METRICS},
             "checkpoints": [
                 {name: value for name, value in vars(one).items() if name in _OF_CHECKPOINTS}
@@ -222,9 +216,6 @@ class MeetingPoint:
                 self._begin_to_average_weights(callback)
         restore._loaded_checkpoint = {}
         _go_on(fit_loop)
-        for path, buffer in state["buffers"].items():
-            owner, _, name = path.rpartition(".")
-            _take_buffer(trainer.lightning_module.get_submodule(owner), name, buffer)
         take_versions(trainer.loggers, state["loggers"])
         for name, metrics in state["metrics"].items():
             getattr(connector, name).update(metrics)
@@ -294,17 +285,6 @@ _TAKE_STATE: dict[str, Callable[[Any], Any]] = {
 
 def _random_states() -> dict[str, Any]:
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.random.get_rng_state()}
-
-
-def _take_buffer(owner: torch.nn.Module, name: str, value: torch.Tensor | None) -> None:
-    """Give a module a buffer that is not saved: it may be None, or made by the forward, which this one may lack."""
-    own = owner._buffers.get(name)
-    if own is not None and value is not None and (own.shape, own.dtype) == (value.shape, value.dtype):
-        own.detach().copy_(value)  # others may share it
-    elif name in owner._buffers:
-        owner._buffers[name] = value
-    else:
-        owner.register_buffer(name, value, persistent=False)
 
 
 def _digest(state: Any) -> str:

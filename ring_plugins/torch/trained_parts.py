@@ -7,7 +7,8 @@ does. So these are told by name, and taken over before the optimizers' state is 
 A module's mode belongs to them: what scripts freeze, they often switch to evaluation, too, and Lightning has batch
 normalization no longer track its statistics.
 
-So do the buffers that are not saved (`persistent=False`), such as a count of steps or a mask that `forward` makes.
+So do the buffers that `state_dict()` lacks (`persistent=False`), such as a count of steps or a mask that `forward`
+makes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class TrainedParts(NamedTuple):
         requires_grad: of each parameter.
         modes: of each module, whether it trains, and whether it tracks statistics (None if it never does).
         groups: by optimizer, the parameters of each of its groups; None for those that are in none of the modules.
-        buffers: by module, those that are not saved, by name; None for one that is yet to be made.
+        buffers: by module, those that `state_dict()` lacks, by name; None for one that is yet to be made.
     """
 
     requires_grad: dict[_Name, bool]
@@ -54,6 +55,7 @@ def trained_parts(parts: Mapping[str, Any]) -> TrainedParts:
         parts: modules, optimizers and anything else, by name.
     """
     names = {parameter: name for name, parameter in _parameters(parts).items()}
+    saved = {(of, name) for of, part in parts.items() if isinstance(part, nn.Module) for name in part.state_dict()}
     return TrainedParts(
         {name: parameter.requires_grad for name, parameter in _parameters(parts).items()},
         {
@@ -66,8 +68,10 @@ def trained_parts(parts: Mapping[str, Any]) -> TrainedParts:
             if isinstance(part, Optimizer)
         },
         {
-            name: {own: one for own, one in module._buffers.items() if own in module._non_persistent_buffers_set}
-            for name, module in _modules(parts).items()
+            (of, path): {
+                own: one for own, one in module._buffers.items() if (of, f"{path}.{own}".lstrip(".")) not in saved
+            }
+            for (of, path), module in _modules(parts).items()
         },
     )
 
@@ -89,7 +93,7 @@ def take_trained_parts(parts: Mapping[str, Any], told: TrainedParts) -> None:
         if name in told.modes:
             trains, tracks = told.modes[name]
             module.training = trains
-            if tracks is not None:
+            if tracks not in (None, getattr(module, "track_running_stats", None)):  # a scripted one cannot be set
                 setattr(module, "track_running_stats", tracks)  # noqa: B010 - of the modules that have it
         for buffer, value in told.buffers.get(name, {}).items():
             _take_buffer(module, buffer, value)
@@ -109,13 +113,14 @@ def take_trained_parts(parts: Mapping[str, Any], told: TrainedParts) -> None:
 
 
 def _take_buffer(module: nn.Module, name: str, value: torch.Tensor | None) -> None:
-    """Have a buffer that is not saved, in its own memory if it fits there."""
+    """Give a module a buffer that another process has. `forward`, which has not run here, may make or enlarge it."""
     own = module._buffers.get(name)
-    if own is None or value is None or own.shape != value.shape or own.dtype != value.dtype or not is_dense(own):
-        module.register_buffer(name, value, persistent=False)
+    if own is not None and value is not None and (own.shape, own.dtype) == (value.shape, value.dtype) and is_dense(own):
+        own.detach().copy_(value)  # others may share it
+    elif name in module._buffers:
+        module._buffers[name] = value
     else:
-        with torch.no_grad():
-            own.copy_(value)
+        module.register_buffer(name, value, persistent=False)
 
 
 def averaged_orders(parts: Mapping[str, Any]) -> str:
