@@ -128,10 +128,10 @@ class FailureDetector:
 
     def go_on_over(self, mesh: Mesh) -> None:
         """From now on, losses do not end the job, and other failures are told over these connections."""
-        mesh.on_of_members("failed", lambda sender, body: self._note_failed(body))
-        mesh.on_of_members("exits", lambda sender, body: self._note_exit(body))
-        mesh.on_of_members("broken", lambda sender, body: self._note_broken(body))
-        mesh.on_of_members("refused", lambda sender, body: self._note_refused(body))
+        mesh.on("failed", lambda sender, body: self._note_failed(body), only_from_members=True)
+        mesh.on("exits", lambda sender, body: self._note_exit(body), only_from_members=True)
+        mesh.on("broken", lambda sender, body: self._note_broken(body), only_from_members=True)
+        mesh.on("refused", lambda sender, body: self._note_refused(body), only_from_members=True)
         self.mesh = mesh
         if self._local_peers is not None:
             self._local_peers.min_ranks = 1  # the agreement counts the ranks of all hosts

@@ -143,13 +143,19 @@ class Mesh:
     def _in_order(self, ranks: Collection[int]) -> tuple[int, ...]:
         return tuple(sorted(ranks, key=lambda rank: self.peers[rank].seat))
 
-    def on(self, kind: str, handler: Handler) -> None:
-        """Call `handler` with every message of this kind, and its sender."""
-        self._handlers[kind] = handler
+    def on(self, kind: str, handler: Handler, only_from_members: bool = False) -> None:
+        """Call `handler` with every message of this kind, and its sender.
 
-    def on_of_members(self, kind: str, handler: Handler) -> None:
-        """As `on`, but what a rank says counts for nothing once it has been left out."""
-        self.on(kind, lambda sender, body: handler(sender, body) if sender in self._consensus.members else None)
+        Args:
+            kind, handler: of which messages, and what to call.
+            only_from_members: whether to drop what a rank says that has been left out.
+        """
+
+        def from_members(sender: int, body: dict[str, Any]) -> None:
+            if sender in self._consensus.members:
+                handler(sender, body)
+
+        self._handlers[kind] = from_members if only_from_members else handler
 
     def connect(self, wait: Waiting) -> None:
         """Connect to all other ranks, which call this too, and begin to watch them."""
