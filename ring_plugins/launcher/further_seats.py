@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from ring_plugins.core.base.errors import name_ranks
 from ring_plugins.core.control.liveness import MOST_MEMBERS
+from ring_plugins.launcher.growth import refusal
 
 #: How many hosts may be added to a job, and the world ranks that their processes have from there on.
 MOST_ADDED, _FIRST_OF_ADDED = 16, MOST_MEMBERS * 3 // 4
@@ -103,14 +104,7 @@ class FurtherSeats:
     def refusal(self, number: int) -> str:
         """Why so many seats cannot be given out, "" if they can."""
         free = len(self._free) + self._most - self._in_use
-        if self._most == self._size and not free:
-            return "no: the job was started without --max-ranks, so it has no seats for further ranks"
-        if number > free:
-            return (
-                f"no: {free} of the job's {self._most} seats {'is' if free == 1 else 'are'} free "
-                f"(--max-ranks {self._most}), which is less than {number}"
-            )
-        return ""
+        return refusal(number, free, self._most, may_grow=self._most > self._size or free > 0)
 
     def refusal_of(self, hosts: Mapping[int, str], number: int) -> str:
         """Why these hosts cannot have so many more seats, "" if they can.
@@ -125,9 +119,9 @@ class FurtherSeats:
             wanted = sum(self._generations[seat] > 0 for seat in seats)
             if wanted > left:
                 return (
-                    f"no: {hosts[host]} can start at most {left} more processes in the places of lost ranks, which is "
-                    f"less than {wanted}, since each needs a number that no process of the job has had. Let others "
-                    "start on another host"
+                    f"no: {hosts[host]} can start at most {left} more processes in the places of lost ranks, not "
+                    f"{wanted}: each needs a number that no other process of the job has had, and a host has few of "
+                    "them. Start the others on another host"
                 )
         return ""
 

@@ -105,6 +105,22 @@ def running_jobs() -> dict[int, str]:
     return found
 
 
+def refusal(number: int, free: int, most: int, may_grow: bool) -> str:
+    """The answer if a job has no seats for so many further ranks, "" if it has.
+
+    Args:
+        number: of ranks that were asked for.
+        free, most: how many seats are free, and how many there are.
+        may_grow: whether that is more than the job began with, or seats of lost ranks are free.
+    """
+    if not may_grow:
+        return "no: the job was started without --max-ranks, so it has no seats for further ranks"
+    if number > free:
+        found = f"{free or 'none'} of the job's {most} seats (--max-ranks {most})"
+        return f"no: {number} asked for, but {found} {'are' if free > 1 else 'is'} free"
+    return ""
+
+
 def _connect(connection: socket.socket, name: str) -> None:
     """Connect; where too many others wait for that, the kernel answers with an error instead of letting this wait."""
     deadline = time.monotonic() + _WAITS

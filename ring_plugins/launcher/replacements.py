@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from ring_plugins.core.base.errors import LaunchError, name_ranks
 from ring_plugins.core.rendezvous.seats import Seats
 from ring_plugins.core.rendezvous.spawn import ending, silent_end
+from ring_plugins.launcher.growth import refusal
 from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.spares import Spares
 from ring_plugins.launcher.supervision import Supervisor
@@ -96,13 +97,8 @@ class Replacements:
             return f"no: --host {host} is none of the job's hosts: it runs on {socket.gethostname()} alone"
         most = self._seats.number
         free = most - self._wanted
-        if self._notify is None or most == self._size:
-            return "no: the job was started without --max-ranks, so it has no seats for further ranks"
-        if number > free:
-            return (
-                f"no: {free} of the job's {most} seats {'is' if free == 1 else 'are'} free (--max-ranks {most}), which "
-                f"is less than {number}"
-            )
+        if no := refusal(number, free, most, self._notify is not None and most > self._size):
+            return no
         first = self._wanted
         self._wanted = self._seats.in_use = first + number
         return f"ok: {name_ranks(list(range(first, self._wanted)))} will join where an epoch begins"

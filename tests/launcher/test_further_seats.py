@@ -23,7 +23,7 @@ def test_each_goes_to_a_host_that_has_the_fewest_and_those_of_one_host_follow_ea
 
 def test_more_than_there_is_room_for_is_refused():
     seats, told = growing(most=5)
-    assert seats.add(2, HOSTS) == "no: 1 of the job's 5 seats is free (--max-ranks 5), which is less than 2"
+    assert seats.add(2, HOSTS) == "no: 2 asked for, but 1 of the job's 5 seats (--max-ranks 5) is free"
     assert growing(most=0)[0].add(1, HOSTS).startswith("no: the job was started without --max-ranks")
     assert not told
 
@@ -47,7 +47,9 @@ def test_what_a_lost_host_had_and_what_waits_behind_it_is_given_out_anew():
     seats.note_joined([4])
     assert seats.note_end(1, [0]) == [5, 6]
     assert told[-2:] == [[], [(5, 0, 1), (6, 0, 1)]]
-    assert seats.add(9, {0: "host1"}).startswith("no: 4 of the job's 8 seats are free"), "with 2, 3, 4 of host2"
+    assert seats.add(9, {0: "host1"}).startswith(
+        "no: 9 asked for, but 4 of the job's 8 seats (--max-ranks 8) are free"
+    ), "with 2, 3, 4 of host2"
     assert seats.add(2, {0: "host1"}) == "ok: ranks 2, 3 on host1 will join"
     assert told[-1] == [(2, 0, 1), (3, 0, 1), (5, 0, 1), (6, 0, 1)]
     seats.note_joined([5, 6])
@@ -64,7 +66,7 @@ def test_no_host_gets_more_places_of_lost_ranks_than_it_has_numbers_for_processe
     assert seats.refusal_of(new, 15).startswith("no: host3 can start at most 14 more processes in the places of lost")
     assert not seats.refusal_of({0: "host1"}, 16)
     assert seats.refusal_of(new, 14) == "" and seats.add(10, new).startswith("ok: ranks 16")
-    assert "at most 4 more processes in the places of lost ranks, which is less than 6" in seats.refusal_of(new, 6)
+    assert "at most 4 more processes in the places of lost ranks, not 6:" in seats.refusal_of(new, 6)
     assert seats.refusal_of(new, 4) == ""
 
 

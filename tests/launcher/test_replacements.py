@@ -224,7 +224,7 @@ def test_further_ranks_take_the_seats_that_nobody_has_had(job):
     job.run("time.sleep(3600)")
     job.join(0, 0)
     job.join(1, 1)
-    assert job.replacements.add(3).startswith("no: 2 of the job's 4 seats are free (--max-ranks 4), which is less than")
+    assert job.replacements.add(3) == "no: 3 asked for, but 2 of the job's 4 seats (--max-ranks 4) are free"
     job.keep(1)
     job.replacements.tick()
     job.seats.wait_as_spare(4)

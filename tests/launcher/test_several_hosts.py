@@ -124,7 +124,7 @@ def test_further_ranks_go_to_hosts_that_have_ranks():
         assert found.add_ranks(1, "host2") == "ok: rank 4 on me@host2 will join where an epoch begins"
         found._hosts[1].report = []
         assert found.add_ranks(1, "host2") == "no: --host host2 is none of the job's hosts: host1"
-        assert found.add_ranks(2, None).startswith("no: 1 of the job's 6 seats is free")
+        assert found.add_ranks(2, None) == "no: 2 asked for, but 1 of the job's 6 seats (--max-ranks 6) is free"
         found._hosts[0].is_lost = True
         assert found.add_ranks(1, None) == "no: the job ends"
 
