@@ -23,6 +23,7 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.net.auth import Claim, Disconnected, Purpose, connect
 from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
+from ring_plugins.core.net.tcp_options import end_when_silent
 
 #: Seconds to connect to the coordinator, at each of its addresses if it may not be there yet, and to find out whether
 #: it is gone.
@@ -108,8 +109,8 @@ class Link:
                 except (OSError, Disconnected) as error:
                     problems.append(f"{address}:{job.port}: {getattr(error, 'strerror', None) or error}")
                     continue
+                end_when_silent(connected)
                 self._address, self._frames = address, FrameSocket(connected, Purpose.LAUNCHER)
-                self._frames.end_when_silent(config.NETWORK_TIMEOUT.get())
                 return
             if time.monotonic() > end or is_over():
                 raise LaunchError(

@@ -65,6 +65,7 @@ from ring_plugins.core.linux.interfaces import address_towards, own_addresses
 from ring_plugins.core.net.acceptor import Acceptor, Authenticated
 from ring_plugins.core.net.auth import Claim, Disconnected, Purpose
 from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
+from ring_plugins.core.net.tcp_options import end_when_silent
 from ring_plugins.core.rendezvous.spawn import silent_end
 from ring_plugins.launcher.added_hosts import AddedHosts
 from ring_plugins.launcher.coordinator_link import HostJob
@@ -260,8 +261,8 @@ class Coordinator:
             new.socket.close()
             return
         host = self._hosts[new.claim.rank]
+        end_when_silent(new.socket)
         host.frames = FrameSocket(new.socket, Purpose.LAUNCHER)
-        host.frames.end_when_silent(config.NETWORK_TIMEOUT.get())
         self._selector.register(host.frames, selectors.EVENT_READ, host)
 
     def _read(self, host: Host) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.control.channel import CLOSE_SECONDS, GOODBYE, MOST_QUEUED, Channel, ControlConnection
-from ring_plugins.core.control.tcp_liveness import enable_keepalive
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, Refused, advance
 from ring_plugins.core.net.frames import FrameSocket, to_json
 from ring_plugins.core.net.socket_owner import is_same_user
+from ring_plugins.core.net.tcp_options import enable_keepalive
 
 #: Seconds to connect to an address, between two rounds over all addresses, and until this rank gives up.
 _CONNECT, _PAUSE, _GIVE_UP = 1.0, 0.5, 60.0

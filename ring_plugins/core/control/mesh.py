@@ -42,6 +42,7 @@ from ring_plugins.core.control.membership import MembersLost, Waiting
 from ring_plugins.core.net.auth import Disconnected, Purpose
 from ring_plugins.core.net.frames import FrameSocket, close_when_read, from_json, to_json
 from ring_plugins.core.net.listener import Listener
+from ring_plugins.core.net.tcp_options import end_when_silent
 
 #: Names these connections beside those of communicators, whose tags are not negative.
 MESH_TAG = -1
@@ -599,6 +600,5 @@ class Mesh:
 
 def mesh_frames(connected: socket.socket) -> FrameSocket:
     """Messages on a new connection between two ranks, whose end the kernel reports if the other host is silent."""
-    frames = FrameSocket(connected, Purpose.CONTROL)
-    frames.end_when_silent(config.NETWORK_TIMEOUT.get())
-    return frames
+    end_when_silent(connected)
+    return FrameSocket(connected, Purpose.CONTROL)

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ring_plugins.core.control.channel import EVERYONE, GOODBYE, MOST_QUEUED, Channel, ControlConnection
-from ring_plugins.core.control.tcp_liveness import enable_keepalive
 from ring_plugins.core.linux.process import raise_open_file_limit
 from ring_plugins.core.net.acceptor import Acceptor, Authenticated
 from ring_plugins.core.net.auth import Claim, Purpose
 from ring_plugins.core.net.frames import FrameSocket, to_json
+from ring_plugins.core.net.tcp_options import enable_keepalive
 
 #: Open files that rank 0 needs beside a connection for every rank, and connections that it accepts beside them.
 _OTHER_FILES, _OTHER_CONNECTIONS = 512, 64

@@ -10,7 +10,7 @@ peer: how often has it retransmitted without an acknowledgment (TCP_INFO, tcp(7)
 connection of this process, including those of MPI and NCCL, whose sockets we never see otherwise. A connection with
 at least three retransmissions and no acknowledgment for RING_NETWORK_TIMEOUT seconds has lost its network.
 
-Idle connections retransmit nothing, so `enable_keepalive` has the kernel probe those, such as the control channel.
+Idle connections retransmit nothing, so the kernel probes those, such as the control channel (net/tcp_options.py).
 
 Considered and rejected: TCP_USER_TIMEOUT (RFC 5482) does the same for one socket, but it closes the connection, and
 cannot be set on sockets of MPI and NCCL before they use them. Reading /proc/net/tcp shows the counters of all
@@ -20,7 +20,6 @@ data.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import socket
@@ -39,22 +38,8 @@ if TYPE_CHECKING:
 _EVERY, _COST_FACTOR = 1.0, 500
 #: Retransmissions that count as silence; congested networks cause one or two.
 _ENOUGH = 3
-#: Seconds without traffic before the kernel probes the other host, and between its probes.
-_IDLE, _INTERVAL = 2, 1
 _ESTABLISHED = 1
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-def enable_keepalive(connected: socket.socket) -> None:
-    """Let the kernel end an idle connection (ETIMEDOUT) if the other host stays silent for RING_NETWORK_TIMEOUT."""
-    if connected.family == socket.AF_UNIX:
-        return
-    probes = max(2, round((config.NETWORK_TIMEOUT.get() - _IDLE) / _INTERVAL))
-    with contextlib.suppress(OSError):
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _INTERVAL)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)
 
 
 class TcpConnection(NamedTuple):

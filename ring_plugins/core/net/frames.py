@@ -14,52 +14,18 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-from ring_plugins.core.base import config
 from ring_plugins.core.net.auth import Disconnected, Purpose, wait_for
+from ring_plugins.core.net.tcp_options import configure
 
 #: Bytes of the longest message. The sender is authenticated, so this catches mistakes, not attacks. A message of the
 #: bootstrap holds every rank's payload; the launcher carries a user's functions and results, as large as they may be.
 _LONGEST = {Purpose.CONTROL: 1 << 24, Purpose.BOOTSTRAP: 1 << 28, Purpose.LAUNCHER: 1 << 40}
 
-#: Linux's TCP_RTO_MAX_MS, since 6.15, the shortest such time that it accepts, and how often data is repeated at least
-#: within RING_NETWORK_TIMEOUT.
-_RTO_MAX_MS, _SHORTEST_MS, _REPEATS = 44, 1000, 6
-#: After how many repeats Linux ends a connection, in this network namespace. Some clusters set it to 5.
-_REPEATS_AT_MOST = Path("/proc/sys/net/ipv4/tcp_retries2")
 _LENGTH = struct.Struct("!Q")
 #: Bytes of one read, and buffers of one write.
 _READ, _WRITE_AT_ONCE = 1 << 18, 16
-#: Seconds without traffic before the kernel probes the other host, and between its probes.
-_PROBE = 1
-
-
-def configure(connected: socket.socket) -> None:
-    """Let TCP send what is small at once, and soon repeat what the other host does not acknowledge.
-
-    By default TCP waits twice as long each time: it repeats data after about 0.2, 0.6, 1.4, 3 and 6 s. If the network
-    has been away for 4 s, that would find out only when RING_NETWORK_TIMEOUT is over. Older kernels do so.
-
-    TCP ends a connection after a number of repeats (tcp_retries2, tcp(7)), so these must not follow each other too
-    fast: every second, that would be after 15 s, however long RING_NETWORK_TIMEOUT is. Where few repeats are allowed,
-    TCP keeps its own times.
-    """
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if not _has_repeats_left():
-        return
-    longest_ms = max(_SHORTEST_MS, round(config.NETWORK_TIMEOUT.get() * 1000 / _REPEATS))
-    with contextlib.suppress(OSError):  # also if it is longer than by default
-        connected.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, longest_ms)
-
-
-def _has_repeats_left() -> bool:
-    """Whether Linux allows some more repeats than those within RING_NETWORK_TIMEOUT."""
-    try:
-        return int(_REPEATS_AT_MOST.read_text()) >= _REPEATS + 3  # the first ones follow each other faster
-    except (OSError, ValueError):
-        return False
 
 
 class FrameSocket:
@@ -89,13 +55,6 @@ class FrameSocket:
     def fileno(self) -> int:
         """For selectors."""
         return self.socket.fileno()
-
-    def end_when_silent(self, seconds: float) -> None:
-        """Let the kernel end it if the other host acknowledges neither data nor probes for so long (tcp(7))."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE)
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE)
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
     def allow_longest(self) -> None:
         """Accept messages as long as the purpose allows."""

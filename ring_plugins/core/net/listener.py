@@ -32,7 +32,7 @@ from ring_plugins.core.net.auth import (
     Refused,
     advance,
 )
-from ring_plugins.core.net.frames import configure
+from ring_plugins.core.net.tcp_options import configure
 
 #: Seconds before the next attempt to connect, after a peer dropped one before it answered.
 _RETRY_SECONDS = 0.05

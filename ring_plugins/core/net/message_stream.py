@@ -34,8 +34,8 @@ from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, advance
-from ring_plugins.core.net.frames import configure
 from ring_plugins.core.net.socket_owner import is_same_user
+from ring_plugins.core.net.tcp_options import configure
 
 T = TypeVar("T")
 

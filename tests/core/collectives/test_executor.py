@@ -158,44 +158,41 @@ def test_an_operation_interrupted_before_it_sent_anything_does_no_harm(executor)
     assert executor.run(OPERATION, lambda operation: "fine") == "fine"
 
 
+class Members:
+    """Notes what they are told."""
+
+    def __init__(self):
+        self.told = []
+
+    def tell(self, operation, cause):
+        self.told.append((operation, type(cause)))
+
+    def withdraw(self, operation, cause):
+        self.told.append("withdrawn")
+
+
 def test_members_are_told_before_this_one_withdraws():
-    told = []
-
-    class Members:
-        def tell(self, operation, cause):
-            told.append((operation, type(cause)))
-
-        def withdraw(self, operation, cause):
-            told.append("withdrawn")
-
-    executor = SerialExecutor("test", Wait("test", None), Members())
+    members = Members()
+    executor = SerialExecutor("test", Wait("test", None), members)
     executor.interrupt("bucket 0", KeyboardInterrupt())
     executor.interrupt("bucket 0", KeyboardInterrupt())
-    assert told == [("bucket 0", KeyboardInterrupt), "withdrawn"]
+    assert members.told == [("bucket 0", KeyboardInterrupt), "withdrawn"]
     executor.close()
 
 
 def test_members_are_told_that_this_one_was_interrupted_while_they_agree_on_who_is_left():
-    told = []
-
-    class Members:
-        def tell(self, operation, cause):
-            told.append((operation, type(cause)))
-
-        def withdraw(self, operation, cause):
-            told.append("withdrawn")
-
     def lose_a_member(operation):
         raise MembersLost("rank 1 died.", 1)
 
     def interrupt(wait):
         raise KeyboardInterrupt
 
-    executor = SerialExecutor("test", Wait("test", None), Members())
+    members = Members()
+    executor = SerialExecutor("test", Wait("test", None), members)
     executor.on_members_lost = interrupt
     with pytest.raises(KeyboardInterrupt):
         executor.run(OPERATION, lose_a_member)
-    assert told == [(OPERATION.text, KeyboardInterrupt), "withdrawn"]
+    assert members.told == [(OPERATION.text, KeyboardInterrupt), "withdrawn"]
     with pytest.raises(RingError, match=r"interrupted in all_reduce.* by KeyboardInterrupt"):
         executor.run(OPERATION, thread_name)
     executor.close()

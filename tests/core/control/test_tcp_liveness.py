@@ -3,7 +3,7 @@
 import socket
 from types import SimpleNamespace
 
-from ring_plugins.core.control.tcp_liveness import TcpConnection, TcpLiveness, enable_keepalive, retransmissions
+from ring_plugins.core.control.tcp_liveness import TcpConnection, TcpLiveness, retransmissions
 
 CONNECTION = TcpConnection(("10.0.0.1", 5), ("10.0.0.2", 7))
 ADDRESSES = [["10.0.0.1", "172.17.0.1"], ["10.0.0.2", "172.17.0.1"], ["10.0.0.2"]]
@@ -71,13 +71,3 @@ def test_a_process_that_does_not_read_is_not_silent():
             pass
         assert TcpConnection(full.getsockname(), taken.getsockname()) not in retransmissions()
         taken.close()
-
-
-def test_an_idle_connection_is_probed_within_the_network_timeout(monkeypatch):
-    monkeypatch.setenv("RING_NETWORK_TIMEOUT", "6")
-    with socket.socket() as connected:
-        enable_keepalive(connected)
-        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
-        idle, interval, probes = (connected.getsockopt(socket.IPPROTO_TCP, option) for option in options)
-        assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        assert idle + interval * probes == 6
