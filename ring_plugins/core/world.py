@@ -38,7 +38,7 @@ from ring_plugins.core.control.monitor import MonitorThread
 from ring_plugins.core.control.tcp_liveness import TcpLiveness
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.elastic.members import Elastic
-from ring_plugins.core.elastic.policy import FailurePolicy, check_policies, prepare_to_continue
+from ring_plugins.core.elastic.policy import FailurePolicy, check_policies, check_values, prepare_to_continue
 from ring_plugins.core.gpu import load_driver, load_nccl
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gpu.connection import choose_interface
@@ -78,8 +78,12 @@ class World:
             None in a job of one rank.
     """
 
-    def __init__(self, rendezvous: Rendezvous, launcher: str, policy: FailurePolicy) -> None:
+    def __init__(
+        self, rendezvous: Rendezvous, launcher: str, policy: FailurePolicy, asked_ranks: int | None = None
+    ) -> None:
         self._rendezvous, self._policy = rendezvous, policy
+        self._sizes = rendezvous.size, asked_ranks
+        self._variables = {variable: variable.text() for variable in config.READ_BY_INIT}
         self._pid = os.getpid()
         self.is_joining = policy.replaces and config.JOINS.is_set()
         self.world_rank = config.JOINS.get() if self.is_joining else rendezvous.rank
@@ -329,6 +333,44 @@ class World:
             raise ArgumentError(
                 f'{what} does not support on_failure="{self._policy.on_failure}" yet: leave it out, and unset '
                 f"{config.ON_FAILURE.name}. The first rank that fails then ends the job."
+            )
+
+    def check_same_arguments(
+        self,
+        caller: str,
+        ranks: int | None = None,
+        on_failure: str | None = None,
+        min_ranks: int | None = None,
+        max_ranks: int | None = None,
+    ) -> None:
+        """Check that the job is as a further call wants it; arguments that are None want nothing.
+
+        Args:
+            caller: "init" or what calls it, for the error's text.
+            ranks, on_failure, min_ranks, max_ranks: as for `init`.
+
+        Raises:
+            ArgumentError: it was made with others, or one is invalid.
+        """
+        check_values(on_failure, min_ranks, max_ranks)
+        policy, size = self._policy, self._sizes[0]
+        most = (policy.max_ranks or size) if policy.replaces else None
+        now = {"on_failure": policy.on_failure, "min_ranks": policy.min_ranks or None, "max_ranks": most, "ranks": size}
+        wanted = {"on_failure": on_failure, "min_ranks": min_ranks, "max_ranks": max_ranks, "ranks": ranks}
+        others = {name: value for name, value in wanted.items() if value not in (None, now[name])}
+        if ranks == self._sizes[1]:
+            others.pop("ranks", None)
+        told = [f"{caller}({', '.join(f'{name}={value!r}' for name, value in others.items())})"] if others else []
+        before = [f"{name} ({now[name]!r})" if now[name] else f"{name} (none)" for name in others]
+        for variable, text in self._variables.items():
+            if variable.text() != text:
+                told.append(f"{variable.name}={variable.text()!r}")
+                before.append(f"{variable.name} ({repr(text) if text else 'not set'})")
+        if told:
+            raise ArgumentError(
+                f"{' and '.join(told)}: init() was called before with another {' and '.join(before)}, and a job does "
+                "not change by another call. Pass all of it to the first call, which comes before anything else that "
+                "uses the job, on all ranks; later calls may leave it out."
             )
 
     # Joining (core/elastic/joining.py) --------------------------------------------------------------------
@@ -581,7 +623,7 @@ def init(
     min_ranks: int | None = None,
     max_ranks: int | None = None,
 ) -> World:
-    """Join the other processes of the job; calling it again changes nothing.
+    """Join the other processes of the job; another call of it must want the same, and changes nothing.
 
     Under mpirun, torchrun, srun or another launcher the job consists of the ranks that it started. A script that was
     started on its own stays a job of one, or spawns `ranks - 1` further processes that run it too.
@@ -600,7 +642,7 @@ def init(
 
     Raises:
         ArgumentError: `ranks` is not a positive integer, or `on_failure`, `min_ranks` or `max_ranks` is invalid or not
-            supported here.
+            supported here; or this process has joined a job with other arguments already.
         LaunchError: the processes cannot find each other, or this one is a child of a rank.
         MissingDependency: the launcher needs a package that is not installed.
     """
@@ -608,6 +650,7 @@ def init(
     if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
         raise ArgumentError(f"ranks={ranks!r} is not a positive number of processes.")
     if _world is not None and _world.is_mine():
+        _world.check_same_arguments("init", ranks, on_failure, min_ranks, max_ranks)
         return _world
     if _world is not None and _world.topology.size > 1:
         raise LaunchError(
@@ -626,7 +669,7 @@ def init(
     _generation += 1
     kind = detect().kind
     launcher = "single" if rendezvous.size == 1 else "spawned" if kind == "single" else kind
-    _world = World(rendezvous, launcher, policy)
+    _world = World(rendezvous, launcher, policy, ranks)
     set_rank(rendezvous.rank)
     if rendezvous.rank == 0 and _generation == 1:
         _warn_of_misspelled_variables()

@@ -8,7 +8,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 import ring_plugins as ring
 from ring_plugins.core import world
-from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.lightning.environment import RingEnvironment, set_rank_zero
 from ring_plugins.lightning.failure import has_failed, report_failure
 from ring_plugins.lightning.process_group import destroy_process_group
@@ -76,15 +75,9 @@ def join_world(environment: RingEnvironment) -> world.World:
         is_alone = world.current().topology.size == 1 and not environment.creates_processes_externally
         more = "; pass devices= to start more" if is_alone else ""
         rank_zero_info(f"ring_plugins: {world.current().summary}{more}")
-    wanted = environment.failure_policy.get("on_failure")
-    found = world.current()
-    differs = (wanted != "end", wanted == "replace") != (found.heals, found.replaces)
-    if wanted is not None and differs and found.topology.size > 1:
-        raise ArgumentError(
-            f"RingStrategy(on_failure={wanted!r}), but init() was called before with another on_failure; pass the same "
-            "to both, or to init() alone."
-        )
-    return world.current()
+    if (found := world.current()).topology.size > 1:
+        found.check_same_arguments("RingStrategy", **environment.failure_policy)
+    return found
 
 
 #: Worlds of which rank 0 has said how many ranks train.

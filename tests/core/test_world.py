@@ -30,6 +30,37 @@ def test_init_again_changes_nothing(single):
     assert isinstance(made.communicator, SingleCommunicator) and made.failure_detector is None
 
 
+def test_init_again_must_want_the_same(single, monkeypatch):
+    made, _ = single
+    assert world.init(1) is world.init(on_failure="end") is world.init(1, on_failure="end") is made
+    with pytest.raises(ArgumentError) as found:
+        world.init(4, on_failure="continue", min_ranks=3)
+    assert str(found.value).startswith(
+        "init(on_failure='continue', min_ranks=3, ranks=4): init() was called before with another on_failure ('end') "
+        "and min_ranks (none) and ranks (1), and a job does not change by another call. Pass all of it to the first"
+    )
+    for wrong, text in (({"max_ranks": 2}, r"max_ranks \(none\)"), ({"on_failure": "go on"}, 'must be "end", "cont')):
+        with pytest.raises(ArgumentError, match=text):
+            world.init(**wrong)
+    monkeypatch.setenv("RING_ON_FAILURE", "continue")
+    with pytest.raises(ArgumentError, match=r"RING_ON_FAILURE='continue': .* another RING_ON_FAILURE \(not set\)"):
+        world.init()
+    world.shutdown()
+    assert world.init() is not made  # the first call of another job
+
+
+def test_what_the_first_init_was_given_may_be_said_again(monkeypatch):
+    """Also the defaults, what a variable says, a part of it, and a number of ranks that the launcher overruled."""
+    monkeypatch.setattr(world, "_world", None)
+    monkeypatch.setattr(world, "connect", lambda ranks, generation: Rendezvous(0, 1, lambda item: [item], None))
+    monkeypatch.setattr(world, "prepare_to_continue", lambda ranks, policy, generation: None)
+    monkeypatch.setenv("RING_ON_FAILURE", "continue")
+    made = world.init(3)
+    again = [{"ranks": 1}, {"ranks": 3, "on_failure": "continue"}, {"min_ranks": 1}, {}]
+    assert all(world.init(**options) is made for options in again)
+    world.shutdown()
+
+
 def test_a_timeline_that_cannot_be_written_is_refused_even_for_root(monkeypatch, tmp_path):
     (tmp_path / FILE_NAME).mkdir()
     monkeypatch.setattr(world, "_world", None)

@@ -322,6 +322,11 @@ HOST_JOB = Variable("RING_HOST_JOB", TEXT, "", "")
 PARENT_NOTIFIER = Variable("RING_PARENT_NOTIFIER", TEXT, "", "")
 DRIVER = Variable("RING_DRIVER", TEXT, "", "")
 
+#: Those that `init` reads once for the whole job: a change after it has no effect.
+READ_BY_INIT = (
+    ON_FAILURE, MIN_RANKS, MAX_RANKS, TRANSPORT, SHARED_MEMORY, VIRTUAL_NODES, TIMELINE, STALL_WARNING, STALL_ABORT
+)  # fmt: skip
+
 
 def unknown(environment: Mapping[str, str] = os.environ, likeness: float = 0.6) -> dict[str, str]:
     """The RING_* names of an environment that nothing reads, each with the variable that was probably meant, or "".

@@ -53,11 +53,7 @@ class FailurePolicy(NamedTuple):
         Raises:
             ArgumentError: an argument or a variable is invalid.
         """
-        if on_failure not in (None, "end", "continue", "replace"):
-            raise ArgumentError(f'on_failure={on_failure!r} must be "end", "continue" or "replace".')
-        for name, number in (("min_ranks", min_ranks), ("max_ranks", max_ranks)):
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-                raise ArgumentError(f"{name}={number!r} is not a positive number of ranks.")
+        check_values(on_failure, min_ranks, max_ranks)
         least, most = config.MIN_RANKS.get(), config.MAX_RANKS.get()  # checked even where they have no effect
         if config.MIN_RANKS.is_set() and not least:
             raise ArgumentError(
@@ -113,6 +109,19 @@ class FailurePolicy(NamedTuple):
             raise ArgumentError(
                 f"max_ranks={self.max_ranks}: a job of one rank cannot grow. Start it with ranks=2 or more."
             )
+
+
+def check_values(on_failure: Any, min_ranks: Any, max_ranks: Any) -> None:
+    """Check each of `init`'s arguments by itself.
+
+    Raises:
+        ArgumentError: one is invalid.
+    """
+    if on_failure not in (None, "end", "continue", "replace"):
+        raise ArgumentError(f'on_failure={on_failure!r} must be "end", "continue" or "replace".')
+    for name, number in (("min_ranks", min_ranks), ("max_ranks", max_ranks)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise ArgumentError(f"{name}={number!r} is not a positive number of ranks.")
 
 
 def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: int) -> None:
