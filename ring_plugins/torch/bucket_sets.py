@@ -205,6 +205,22 @@ class BucketSets:
             error.args = (text,)  # what has been told to other ranks about it stays
             raise
 
+    @contextlib.contextmanager
+    def turns_named(self, buckets: GradientBuckets) -> Iterator[None]:
+        """Say in a `MismatchError` of a pass what this rank trains, if the parts of the model take turns."""
+        try:
+            yield
+        except MismatchError as error:
+            if len(self.kept) > 1 and buckets.trained:
+                first, more = buckets.trained[0], len(buckets.trained) - 1
+                text = (
+                    f"{error} This rank trains {first}{f' and {more} more' if more else ''} in this step, and has "
+                    "trained other parameters before. Freeze and unfreeze (requires_grad) the same parameters on all "
+                    "ranks, between the same two steps."
+                )
+                error.args = (text,)
+            raise
+
     def settle_ownership(self) -> None:
         """Take over from older averagers of these parameters if they are gone on all ranks; collective then.
 

@@ -13,6 +13,10 @@ again. A step takes 5 µs more, and 10 µs where a scheduler changes one group's
 
 What schedulers do not change, such as `eps` or `nesterov`, is compared once, in `check_equal_options`.
 
+**Which parameters** a rank trains in a step is compared in the same way. Each set of parameters has its buckets, and
+those of two sets may have the same sizes: ranks that draw the layer to be trained, each by its own seed, would average
+the gradient of one layer with that of another.
+
 **Places in the script** are compared in the same way, once a process has joined a job that others have begun: it may go
 on in another batch or epoch than the others (torch/training_state.py). The integers that say where a rank is go into
 the same checksum. A sum of checksums, beside the number of ranks times the own one, would not do: it finds nothing on
@@ -46,6 +50,8 @@ _NOT_COMPARED = (*_NAMES, "params", "initial_lr", "foreach", "fused", "capturabl
 _BITS = 32
 #: After so many updates their count begins anew.
 _COUNTED = 16
+#: How many parameters an error names for each rank.
+_NAMED = 4
 #: Control numbers.
 COUNT = 2 * _BITS
 
@@ -94,16 +100,21 @@ class ComparedOptions:
         self._groups: Groups | None = None
         self._values: list[Any] = []
         self._checksum = 0
-        self._numbers: dict[int, Array] = {-1: np.zeros(COUNT, np.uint8)}  # by count of updates; -1: nothing to compare
+        self._nothing: Array = np.zeros(COUNT, np.uint8)
+        self._numbers: dict[tuple[int, int | None], Array] = {}  # by count of updates and by parameters
 
     def follow(self, groups: Groups) -> None:
         """From now on compare these; `groups` returns parameter groups, as torch's optimizers have them."""
         self._groups = groups
 
-    def update(self) -> Array:
-        """Look at the options, and return the control numbers of this rank: the same array while these are the same."""
-        if self._groups is None and self.place.checksum is None:
-            return self._numbers[-1]
+    def update(self, trained: int | None = None) -> Array:
+        """Look at the options, and return the control numbers of this rank: the same array while these are the same.
+
+        Args:
+            trained: a checksum of the parameters whose gradients are averaged, to be compared, too.
+        """
+        if self._groups is None and self.place.checksum is None and trained is None:
+            return self._nothing
         if self._view != (view := self._current_view()):  # ranks that have joined begin to count
             self._view, self.updates = view, 0
         groups = self._groups() if self._groups is not None else ()
@@ -117,12 +128,13 @@ class ComparedOptions:
         if self._seen_checksum != self.place.checksum:
             self._seen_checksum, self._numbers = self.place.checksum, {}
         count = self.updates % _COUNTED
-        if (numbers := self._numbers.get(count)) is None:
+        if (numbers := self._numbers.get((count, trained))) is None:
             mixed = zlib.crc32(bytes([count]), self._checksum)
-            if self._seen_checksum is not None:
-                mixed = zlib.crc32(self._seen_checksum.to_bytes(4, "little"), mixed)
+            for more in (self._seen_checksum, trained):
+                if more is not None:
+                    mixed = zlib.crc32(more.to_bytes(4, "little"), mixed)
             numbers = np.unpackbits(np.array([mixed, mixed ^ 0xFFFFFFFF], np.uint32).view(np.uint8))
-            self._numbers[count] = numbers
+            self._numbers[count, trained] = numbers
         return numbers
 
     def differ(self, shares: Sequence[float]) -> bool:
@@ -130,12 +142,22 @@ class ComparedOptions:
         self.place.is_compared = True
         return differ(shares)
 
-    def raise_difference(self, communicator: Communicator[Any]) -> NoReturn:
-        """Raise on all ranks, because they differ; collective."""
-        told = communicator.all_gather_object((self.place.values, self.updates, self.text))
-        (places, updates, texts), ranks = zip(*told, strict=True), communicator.ranks
+    def raise_difference(self, communicator: Communicator[Any], trained: Sequence[str] = ()) -> NoReturn:
+        """Raise on all ranks, because they differ; collective.
+
+        Args:
+            communicator: of all ranks.
+            trained: names of the parameters whose gradients this rank has averaged.
+        """
+        told = communicator.all_gather_object((self.place.values, self.updates, self.text, trained))
+        (places, updates, texts, names), ranks = zip(*told, strict=True), communicator.ranks
         self.updates = 0  # so that a script may go on from equal weights
-        raise place_error(places, ranks) or updates_error(updates, ranks) or options_error(texts, ranks)
+        raise (
+            trained_error(names, ranks)
+            or place_error(places, ranks)
+            or updates_error(updates, ranks)
+            or options_error(texts, ranks)
+        )
 
     @property
     def text(self) -> list[str]:
@@ -194,6 +216,29 @@ def updates_error(updates: Sequence[int], ranks: Sequence[int]) -> MismatchError
         f"the ranks have made different numbers of updates with averaged gradients ({where}), so their weights differ. "
         "Has a rank left out step(), because of its own loss or an exception? Decide by what is equal on all ranks, "
         "such as averaged gradients or ring_plugins.all_reduce(loss), and continue from a checkpoint."
+    )
+
+
+def trained_error(trained: Sequence[Sequence[str]], ranks: Sequence[int]) -> MismatchError | None:
+    """The error that all ranks raise if they have averaged the gradients of different parameters.
+
+    Args:
+        trained: names of each rank.
+        ranks: the ranks' numbers.
+    """
+    if all(names == trained[0] for names in trained):
+        return None
+    found: dict[str, list[int]] = {}
+    shared = set(trained[0]).intersection(*trained)
+    for rank, names in zip(ranks, trained, strict=True):
+        own = [name for name in names if name not in shared]
+        more = f" and {len(own) - _NAMED} more" if len(own) > _NAMED else ""
+        found.setdefault(", ".join(own[:_NAMED]) + more or "none that others do not train", []).append(rank)
+    where = "; ".join(f"{name_ranks(some)}: {text}" for text, some in found.items())
+    return MismatchError(
+        f"the ranks train different parameters in this step ({where}), so the gradients of some were averaged with "
+        "those of others. Freeze and unfreeze (requires_grad) the same parameters on all ranks, between the same two "
+        "steps: if they are drawn at random, from a generator that has the same seed on all ranks."
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import itertools
 import operator
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -90,6 +91,7 @@ class GradientBuckets:
         reducer: launches the buckets.
         entries: by position in `named` the entry of the plan, -1 for parameters that the reducer does not know.
         parameters, names: by entry.
+        trained: names of the set's parameters, sparse ones too.
         views: by entry the gradient's place in its bucket, None for those that are reduced in place.
         is_ordered: whether buckets fill in the order in which gradients really come.
         has_others: what to tell the other ranks in this pass: whether this one has other averagers.
@@ -137,6 +139,7 @@ class GradientBuckets:
             entries, sizes, control=_CONTROL, order=None if order is None else self._entries_of(order)
         )
         self.plan.check_equal(communicator)
+        self.trained, self._trained_checksum = _described(named, trained, self.plan)
         self._half: HalfBuckets | None = None  # between GPUs; elsewhere the communicator rounds
         self._buffer, self._tensors = self._allocate(compression)
         tensors = self._tensors
@@ -315,7 +318,7 @@ class GradientBuckets:
         """Write the flags of a bucket, as if no gradient were missing, and the control numbers of the last one."""
         is_last = bucket.index == len(self.plan.buckets) - 1
         if is_last:
-            self._write_options(self._options.update())
+            self._write_options(self._options.update(self._trained_checksum))
         self._tails[bucket.index].copy_(self._usual_tails[bucket.index])
         if is_last:
             if self._is_failing:
@@ -574,6 +577,13 @@ class _Small:
         except RuntimeError:
             explain()
             raise
+
+
+def _described(named: Sequence[Named], trained: Sequence[int], plan: FusionPlan) -> tuple[list[str], int]:
+    """The names of a set of parameters, with their positions if one occurs twice, and a checksum of it."""
+    has_twice = len({name for name, _ in named}) < len(named)
+    names = [named[i][0] + (f" (number {i})" if has_twice else "") for i in trained]
+    return names, zlib.crc32(repr((plan.fingerprint, names)).encode())
 
 
 def _entry(name: str, parameter: nn.Parameter, gpu: int | None, compression: Compression | None) -> Entry:

@@ -386,7 +386,8 @@ class GradientAverager:
             self._healing.check_has_joined()
             buckets.wants_change = current().elastic.wants_change
         at_once = self._skipping.step is not None or not buckets.is_ordered
-        outcome = buckets.finish(at_once) if failure is None else buckets.fail()
+        with self._sets.turns_named(buckets):
+            outcome = buckets.finish(at_once) if failure is None else buckets.fail()
         if outcome.failed:
             self._skipping.decide(outcome.failed, failure, self._sets.parameters)
             return False
@@ -396,7 +397,7 @@ class GradientAverager:
             self._sets.leave_out(outcome.found_sparse)
         self.steps += 1
         if outcome.options_differ:
-            self._sets.options.raise_difference(self._communicator)
+            self._sets.options.raise_difference(self._communicator, buckets.trained)
         captures = self._streams is not None and is_capturing()
         if not captures and self._after_pass is not None and (method := self._after_pass()) is not None:
             method(self._sets.options.updates)

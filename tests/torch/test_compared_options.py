@@ -8,7 +8,14 @@ from torch import nn
 
 from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.torch import GradientAverager
-from ring_plugins.torch.compared_options import COUNT, ComparedOptions, ComparedPlace, differ, options_error
+from ring_plugins.torch.compared_options import (
+    COUNT,
+    ComparedOptions,
+    ComparedPlace,
+    differ,
+    options_error,
+    trained_error,
+)
 from tests.core.collectives.simulated_hosts import simulated_communicators
 from tests.core.collectives.thread_ranks import on_thread_ranks
 
@@ -243,3 +250,39 @@ def test_a_place_is_to_be_compared_until_a_pass_has_succeeded():
         return [*found, own.is_compared]
 
     assert on_thread_ranks(2, rank_of) == [[True, False, True]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("names", [["a", "b"], ["weight", "weight"]])
+def test_ranks_that_train_different_parameters_of_equal_sizes_all_raise(names, dtype):
+    """Both have buckets for either set, so nothing else differs."""
+
+    def rank_of(rank, communicator):
+        parameters = [nn.Parameter(torch.ones(3, dtype=dtype)) for _ in names]
+        averager = GradientAverager(
+            list(zip(names, parameters, strict=True)), communicator=communicator, autotune=False
+        )
+        outcomes = []
+        for step in range(8):
+            trained = (step + (step == 6 and rank == 1)) % 2
+            for place, one in enumerate(parameters):
+                one.requires_grad_(place == trained)
+            try:
+                parameters[trained].sum().backward()
+                outcomes.append("")
+            except MismatchError as error:
+                outcomes.append(str(error))
+        averager._hooks.remove()
+        return outcomes
+
+    first, second = ("a", "b") if names[0] == "a" else ("weight (number 0)", "weight (number 1)")
+    for outcomes in on_thread_ranks(3, rank_of):
+        assert [step for step, text in enumerate(outcomes) if text] == [6]
+        assert f"different parameters in this step (ranks 0, 2: {first}; rank 1: {second})" in outcomes[6]
+
+
+def test_an_error_names_the_first_of_many_parameters():
+    many = [f"layer {number}" for number in range(9)]
+    text = str(trained_error([["shared", *many], ["shared"]], [4, 7]))
+    assert "(rank 4: layer 0, layer 1, layer 2, layer 3 and 5 more; rank 7: none that others do not train)" in text
+    assert trained_error([many, many], [0, 1]) is None
