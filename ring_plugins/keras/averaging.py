@@ -273,8 +273,7 @@ class GradientAveraging:
             return
         variables = self.variables if trainable_variables is None else list(trainable_variables)
         averages = self.average(list(grads), variables, self.rate())
-        assert self.exchange is not None
-        self.exchange.update(self._originals["apply"], averages, trainable_variables)
+        self._originals["apply"](averages, trainable_variables)
 
     def stateless_apply(
         self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]

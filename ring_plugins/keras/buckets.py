@@ -15,6 +15,7 @@ import numpy as np
 from ring_plugins.core.arrays.codec import Compression
 from ring_plugins.core.arrays.dtypes import STORAGE
 from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.arrays.result_memory import LentMemory
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
@@ -37,6 +38,7 @@ _BITS = 32
 _CONTROL = 2 * _BITS
 #: The bits of 1.0; numpy stores bfloat16 as uint16.
 _ONE_BFLOAT16 = 0x3F80
+_NOTHING = np.empty(0)
 
 
 class Buckets(Protocol):
@@ -55,9 +57,9 @@ class Buckets(Protocol):
 class HostBuckets:
     """Averages the gradients of one optimizer through host memory.
 
-    Small gradients are copied into buckets. Large ones are read in the framework's memory. Their averages are written
-    to memory of this object, since the framework may read the gradient elsewhere too; with `in_place` they overwrite
-    the gradient.
+    Small gradients are copied into buckets. Large ones are read in the framework's memory, and with `in_place` their
+    averages overwrite them. Otherwise all averages go to memory that is not written again while anybody refers to it:
+    the framework may read the gradient elsewhere too, and a variable may adopt the average, as TensorFlow's do.
 
     A pass is any number of calls of `give` and one of `finish`. A bucket is reduced as soon as all gradients in it and
     in the previous buckets were given, or without overlap by `finish`. A missing gradient counts as zeros.
@@ -98,9 +100,11 @@ class HostBuckets:
         self._losses = LossWatch()
         self._given: dict[int, Array] = {}
         self._forms: dict[int, tuple[np.dtype[Any], tuple[int, ...]]] = {}  # of all gradients of this pass
-        #: The average of each entry; for a large gradient reduced in place, set in each pass.
-        self._averages: list[Array] = [np.empty(0)] * len(entries)
+        #: The average of each entry: a part of a bucket, or for a large gradient memory that is set in each pass.
+        self._averages: list[Array] = [_NOTHING] * len(entries)
         self._flags: list[Array] = []
+        self._lent_buckets = [LentMemory(b.flags * STORAGE[b.dtype].itemsize) for b in self.plan.buckets]
+        self._lent: dict[int, LentMemory] = {}  # by large entry
         for bucket, memory in zip(self.plan.buckets, self._buffer.memories, strict=True):
             self._flags.append(memory.array[bucket.flags : bucket.flags + len(bucket.entries)])
             for i, offset in zip(bucket.entries, bucket.offsets, strict=True):
@@ -108,7 +112,7 @@ class HostBuckets:
                 if i not in bucket.direct:
                     self._averages[i] = memory.array[offset : offset + count]
                 elif not in_place:
-                    self._averages[i] = aligned(count, memory.array.dtype)
+                    self._lent[i] = LentMemory(count * memory.array.itemsize)
 
     def follow_rate(self, rate: float) -> None:
         """Compare the learning rate of this pass among the ranks; call it before `give`."""
@@ -138,8 +142,8 @@ class HostBuckets:
         """Wait for every bucket.
 
         Returns:
-            The average for each given index, with the gradient's shape and dtype: an aligned view of memory that the
-            next pass overwrites; or the gradient itself, if it is large and `in_place`.
+            The average for each given index, with the gradient's shape and dtype, aligned. With `in_place` it is the
+            gradient itself if that is large, and otherwise memory that the next pass overwrites.
 
         Raises:
             MismatchError: a variable has a gradient on some ranks only, or their learning rates differ.
@@ -156,7 +160,24 @@ class HostBuckets:
         if self._losses.has_changed():
             names = [entry.name for entry in self.plan.entries]
             check_equal(lambda: (names, [checksum(average) for average in self._averages]), self._communicator)
-        return {i: self._averages[i].view(dtype).reshape(shape) for i, (dtype, shape) in forms.items()}
+        averages = self._averages if self._in_place else self._handed_out()
+        return {i: averages[i].view(dtype).reshape(shape) for i, (dtype, shape) in forms.items()}
+
+    def _handed_out(self) -> list[Array]:
+        """The averages of this pass, in memory that belongs to whoever gets them."""
+        averages = list(self._averages)
+        for i in self._lent:
+            self._averages[i] = _NOTHING
+        for bucket, lent in zip(self.plan.buckets, self._lent_buckets, strict=True):
+            if not bucket.flags:
+                continue
+            memory = self._buffer.memories[bucket.index].array[: bucket.flags]
+            copy = lent.new().view(memory.dtype)
+            np.copyto(copy, memory)
+            for i, offset in zip(bucket.entries, bucket.offsets, strict=True):
+                if offset >= 0:
+                    averages[i] = copy[offset : offset + self.plan.entries[i].count]
+        return averages
 
     def release(self) -> None:
         """Release the memory."""
@@ -183,12 +204,14 @@ class HostBuckets:
                 count = self.plan.entries[i].count
                 self._averages[i] = np.zeros(count, storage) if gradient is None else gradient.view(storage)
                 direct.append(HostMemory(self._averages[i], bucket.dtype))
-            elif gradient is None:
-                self._averages[i][...] = 0
-                direct.append(HostMemory(self._averages[i], bucket.dtype, None))
             else:
-                source = np.ascontiguousarray(gradient).view(storage).reshape(-1)
-                direct.append(HostMemory(self._averages[i], bucket.dtype, source))
+                self._averages[i] = average = self._lent[i].new().view(storage)
+                source = None
+                if gradient is None:
+                    average[...] = 0
+                else:
+                    source = np.ascontiguousarray(gradient).view(storage).reshape(-1)
+                direct.append(HostMemory(average, bucket.dtype, source))
         return direct
 
     def _control(self) -> Array:

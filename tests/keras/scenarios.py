@@ -184,6 +184,39 @@ def schedule(run: Run) -> Outcome:
     return weights(model)
 
 
+class KeepsGradients(keras.optimizers.Optimizer):
+    """Steps by the sum of this gradient, its change and an average; the change is that of Adan and Rprop."""
+
+    def build(self, variables: Any) -> None:
+        if not self.built:
+            super().build(variables)
+            self._last, self._mean = self.add_optimizer_variables(variables, ["last", "mean"])
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        i, rate = self._get_variable_index(variable), keras.ops.cast(learning_rate, variable.dtype)
+        self.assign_add(self._mean[i], 0.1 * (gradient - self._mean[i]))
+        change = gradient - self._last[i]
+        self.assign_sub(variable, rate * (gradient + 0.5 * change + self._mean[i]))
+        self.assign(self._last[i], gradient)
+
+
+@scenario
+def gradients_that_the_optimizer_keeps(run: Run) -> Outcome:
+    """Small and large ones, which TensorFlow's variables adopt."""
+    options: list[dict[str, Any]] = [{}, {"run_eagerly": True}, {"steps_per_execution": 3}]
+    if BACKEND == "tensorflow":
+        options.append({"jit_compile": True})
+    found: Outcome = {}
+    for number, chosen in enumerate(options):
+        run.seed()
+        stack = [keras.Input((5,)), layers.Dense(600, activation="tanh"), layers.Dense(500), layers.Dense(1)]
+        model = keras.Sequential(stack)
+        model.compile(optimizer=KeepsGradients(1e-4), loss="mse", **chosen)
+        run.fit(model, *features(run.ranks, steps=6))
+        found |= {f"{name} of {number}": value for name, value in weights(model).items()}
+    return found
+
+
 @scenario
 def large_layer(run: Run) -> Outcome:
     """Gradients of more than 64 KiB, beside small ones."""
@@ -475,7 +508,7 @@ def several_steps_an_execution(run: Run) -> Outcome:
 
 @scenario
 def several_accumulating_steps_an_execution(run: Run) -> Outcome:
-    """The next step does not depend on the accumulators, so the buckets must wait."""
+    """The next step does not depend on the accumulators, so its gradients may come while averages are still read."""
     run.seed()
     model = dense(keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3), steps_per_execution=6)
     run.fit(model, *features(run.ranks, steps=12))

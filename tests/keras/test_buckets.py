@@ -39,6 +39,32 @@ def test_a_step_that_was_cut_off_after_its_first_bucket_gives_nobody_old_average
     on_thread_ranks(2, rank_of)
 
 
+def test_averages_that_somebody_keeps_are_not_written_again_and_others_are():
+    from ring_plugins.keras.buckets import HostBuckets
+
+    entries = [Entry("small", "float32", 3), Entry("large", "float32", 40_000), Entry("small too", "bfloat16", 2)]
+
+    def rank_of(rank, communicator):
+        buckets = HostBuckets(entries, communicator, BucketSizes(64, 64, 1024))
+
+        def averages(value):
+            buckets.give([0, 1], [np.full(3, value, "float32"), np.full(40_000, value, "float32")])
+            return buckets.finish()
+
+        kept, addresses = [], set()
+        for step in range(9):
+            found = averages(np.float32(step))
+            addresses.add((found[0].ctypes.data, found[1].ctypes.data))
+            if step in (2, 3, 5):
+                kept.append((step, found[0][1:], memoryview(found[1])))
+            del found
+        for step, small, large in kept:
+            assert set(small.tolist()) == set(np.asarray(large).tolist()) == {step}
+        return len(addresses)
+
+    assert on_thread_ranks(2, rank_of) == [4, 4]
+
+
 @pytest.mark.parametrize("how", ["before", "in"])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_averages_of_a_pass_in_which_a_rank_dies_are_taken_over_the_same_ranks(monkeypatch, how, in_place):

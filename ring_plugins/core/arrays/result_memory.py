@@ -103,5 +103,23 @@ class _Block:
         return np.frombuffer(lease, np.uint8)
 
 
+class LentMemory:
+    """Memory for one result after another of the same size, each of which whoever gets it may keep.
+
+    It is one block as long as nobody keeps a result until the next one is due.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._blocks: list[_Block] = []
+
+    def new(self) -> Bytes:
+        """Memory that nobody else sees, with any content."""
+        free = [block for block in self._blocks if block.is_free(self._nbytes)]
+        block = free[0] if free else _Block(self._nbytes)
+        self._blocks = [block, *(other for other in self._blocks if other not in free)]
+        return block.lease()
+
+
 #: Of this process.
 kept_results = ResultMemory()

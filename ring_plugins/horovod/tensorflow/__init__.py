@@ -7,7 +7,7 @@ these. Functions of TensorFlow 1 (sessions, hooks) do not exist here.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ring_plugins.horovod import basics
@@ -136,8 +136,9 @@ class DistributedGradientTape:
         self._check_dtypes(present)
         settings = (self._compression, self._sparse_as_dense)
         exchange = _exchange_for({i: variable for i, (variable, _) in present.items()}, settings)
-        averages = _averaged(exchange, [gradient for _, gradient in present.values()])
-        found = dict(zip(present, averages, strict=True))
+        with refusals_told(exchange.communicator, "averaging gradients"):
+            averages = exchange.average(dict(enumerate(gradient for _, gradient in present.values())))
+        found = {i: averages[number] for number, i in enumerate(present)}
         return tf.nest.pack_sequence_as(sources, [found.get(i) for i in range(len(tf.nest.flatten(sources)))])
 
     def _check_dtypes(self, present: dict[int, tuple[Any, Any]]) -> None:
@@ -184,23 +185,6 @@ def _exchange_for(variables: dict[int, Any], settings: tuple[Any, bool]) -> Exch
 def _forget(key: tuple[Any, ...]) -> None:
     if (exchange := _exchanges.pop(key, None)) is not None:
         exchange.release()
-
-
-def _averaged(exchange: Exchange, gradients: Sequence[Any]) -> list[Any]:
-    """Averages in memory of their own: those of the exchange are views of buckets that the next step overwrites."""
-    copies: list[Any] = []
-
-    def copy(averages: list[Any], _: Any) -> None:
-        for average in averages:
-            if isinstance(average, tf.IndexedSlices):
-                copies.append(average)
-            else:
-                copies.append(tf.ensure_shape(tf.raw_ops.DeepCopy(x=average), average.shape))
-
-    with refusals_told(exchange.communicator, "averaging gradients"):
-        averages = exchange.average(dict(enumerate(gradients)))
-        exchange.update(copy, [averages[i] for i in range(len(gradients))], None)
-    return copies
 
 
 @as_it_is

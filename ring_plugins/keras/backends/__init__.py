@@ -92,9 +92,6 @@ class Exchange(Protocol):
                 follows from the number of steps. On GPUs it is not compared.
         """
 
-    def update(self, apply: Callable[..., None], gradients: list[Any], variables: Any) -> None:
-        """Call `apply(gradients, variables)`; later steps must not overwrite the averages before it has read them."""
-
     def release(self) -> None:
         """Release hooks, memory and communicator."""
 

@@ -101,10 +101,6 @@ class Exchange:
                 np.copyto(array, averages[i])
         self.waited_seconds += time.perf_counter() - started
 
-    def update(self, apply: Callable[..., None], gradients: list[Any], variables: Any) -> None:
-        """See the protocol."""
-        apply(gradients, variables)
-
     def release(self) -> None:
         self.buckets.release()
         self.communicator.close()

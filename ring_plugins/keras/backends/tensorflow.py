@@ -116,29 +116,10 @@ class Exchange:
             averages = tf.nest.flatten(averages)
         return {i: tf.ensure_shape(average, dense[i].shape) for i, average in zip(indices, averages, strict=True)}
 
-    def update(self, apply: Callable[..., None], gradients: list[Any], variables: Any) -> None:
-        """See the protocol.
-
-        Averages are views of the buckets, since TensorFlow does not copy an aligned array. In a graph of several steps
-        (`steps_per_execution`) the next step's calls must wait until this update has read them.
-        """
-        if tf.executing_eagerly():
-            apply(gradients, variables)
-            return
-        graph = tf.compat.v1.get_default_graph()
-        before = len(graph.get_operations())
-        apply(gradients, variables)
-        with tf.control_dependencies(graph.get_operations()[before:]):
-            tf.numpy_function(_nothing, [], [])
-
     def release(self) -> None:
         if self.buckets is not None:
             self.buckets.release()
         self.communicator.close()
-
-
-def _nothing() -> None:
-    """A host call that does nothing; TensorFlow keeps its order among other host calls."""
 
 
 def _average_sparse(gradient: Any, communicator: Communicator) -> Any:

@@ -104,10 +104,6 @@ class Exchange:
             for parameter in frozen:
                 parameter.requires_grad_(False)
 
-    def update(self, apply: Callable[..., None], gradients: list[Any], variables: Any) -> None:
-        """See the protocol."""
-        apply(gradients, variables)
-
     def release(self) -> None:
         self._averager.close()
 
