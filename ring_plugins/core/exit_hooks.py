@@ -3,7 +3,10 @@
 An uncaught exception ends this process while its peers wait for it in a collective. The hook in
 `sys.excepthook` tells them before the interpreter is torn down. If a peer's failure caused the exception, the hook
 prints one line instead of a traceback, and waits a moment: the rank that failed first should end the job, so that the
-launcher reports its status.
+launcher reports its status. Signal handlers may raise while it does so. Whatever they interrupt, the others are told:
+by a thread of its own, which no handler can interrupt, and at interpreter exit at the latest.
+
+`os._exit` with a failure's status tells them, too. Without that they would take the rank for one that was killed.
 
 A helper thread that dies ends the process at once: the script may be waiting for something that only this thread does.
 
@@ -13,8 +16,10 @@ what it inherited silently.
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import builtins
+import contextlib
 import functools
 import io
 import logging
@@ -51,6 +56,8 @@ _DIED = " died without reporting an error"
 _SAME_ERROR = 0.3
 #: Seconds that it leaves to that rank to print the traceback, if failures were reported before anything was printed.
 _PRINTING = 1.0
+#: Seconds that it takes at most to tell the others, who may be stopped, and how often handlers may interrupt that.
+_SHIELDED, _TRIES = 2.0, 20
 
 
 class Job(Protocol):
@@ -72,10 +79,14 @@ class Job(Protocol):
 
     def abort(self) -> None: ...
 
+    def close(self) -> None: ...
+
     def detach_after_fork(self) -> None: ...
 
 
 _failed = False
+#: Whether the hook has said all of it: a signal's handler that raises may end it before, or before it has begun.
+_told = False
 _installed = False
 #: The status of the last call of `sys.exit` by the main thread, and how many operations had been finished by then.
 _exit: tuple[int, int] = (0, 0)
@@ -92,15 +103,17 @@ def install(current: Callable[[], Job | None], shutdown: Callable[[], None]) -> 
     if _installed:
         return
     _installed = True
-    atexit.register(_at_exit, current, shutdown)
+    for _ in range(2):  # the second does what is left to do if a signal's handler raises in the first
+        atexit.register(_at_exit, current, shutdown)
     os.register_at_fork(after_in_child=lambda: _after_fork(current()))
     previous = sys.excepthook
     sys.exit = _noting_exit(sys.exit, current)
+    os._exit = _telling_exit(os._exit, current)  # type: ignore[assignment]  # mypy takes it for a constant
     _note_calls_of_exit_and_quit(current)
     set_on_death(lambda thread, error: _end_with_thread(current(), thread, error))
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        global _failed
+        global _failed, _told
         _failed = True
         job = current()
         if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
@@ -112,25 +125,29 @@ def install(current: Callable[[], Job | None], shutdown: Callable[[], None]) -> 
             return
         rank = job.world_rank
         is_reported = job.failure_detector is not None and job.failure_detector.failed
-        cause, other = consequence(job, error), None
-        if cause is not None:
-            cause = _with_exit_status(cause)
-        if cause is not None and logger.isEnabledFor(logging.ERROR):
-            logger.error(f"rank {rank} ends because {cause}")
-        elif isinstance(error, KeyboardInterrupt) and job.topology.rank > 0:
-            time.sleep(_SAME_ERROR)  # Ctrl-C reaches all ranks, and rank 0 shows it before the job ends
-        elif cause is None and (other := _peer_with_same_error(job, error)) is not None:
-            logger.error(f"rank {rank} failed at the same place as rank {other}: {summary(error)}")
-        else:  # also if the user has silenced the logger: no process ends without a word
-            logger.error(f"rank {rank} failed:")
-            previous(kind, error, trace)
-        flush_output()
-        job.fail(cause or error)
+        cause, other = None, None
+        try:
+            cause = consequence(job, error)
+            if cause is not None:
+                cause = _with_exit_status(cause)
+            if cause is not None and logger.isEnabledFor(logging.ERROR):
+                logger.error(f"rank {rank} ends because {cause}")
+            elif isinstance(error, KeyboardInterrupt) and job.topology.rank > 0:
+                time.sleep(_SAME_ERROR)  # Ctrl-C reaches all ranks, and rank 0 shows it before the job ends
+            elif cause is None and (other := _peer_with_same_error(job, error)) is not None:
+                logger.error(f"rank {rank} failed at the same place as rank {other}: {summary(error)}")
+            else:  # also if the user has silenced the logger: no process ends without a word
+                logger.error(f"rank {rank} failed:")
+                previous(kind, error, trace)
+            flush_output()
+        finally:  # a signal's handler may have raised; Python shows both exceptions then
+            _shielded(lambda: job.fail(cause or error))
         if cause is not None:
             detector = job.failure_detector
             time.sleep(_AFTER_NETWORK if detector is not None and detector.has_lost_the_network else _AFTER_PEER)
         elif other is not None and is_reported:
             time.sleep(_PRINTING)
+        _told = True
         job.abort()
 
     sys.excepthook = uncaught
@@ -199,6 +216,48 @@ def _note_calls_of_exit_and_quit(current: Callable[[], Job | None]) -> None:
     kind.__call__ = noted
 
 
+def _telling_exit(original: Callable[[int], NoReturn], current: Callable[[], Job | None]) -> Callable[[int], NoReturn]:
+    """Wrap `os._exit` to tell the others of a status that means a failure."""
+
+    @functools.wraps(original)
+    def telling(status: int) -> NoReturn:
+        try:
+            job = current()
+            if job is not None and job.is_mine() and isinstance(status, int) and spawn.is_failure(status & 0xFF):
+                how = f"ended with exit status {status & 0xFF} without an exception: it called os._exit."
+                failure = PeerFailed(f"rank {job.world_rank} (process {os.getpid()}) {how}", job.world_rank)
+                _shielded(lambda: job.fail(failure))
+        finally:
+            original(status)
+
+    return telling
+
+
+def _shielded(function: Callable[[], object]) -> None:
+    """Call a function on another thread, where no signal handler runs; what they raise meanwhile here is dropped.
+
+    Not with `threading.Thread`: one that is interrupted as it starts its thread may leave that unable to run.
+    """
+    lock, has_begun, is_done = threading.Lock(), threading.Event(), threading.Event()
+
+    def call() -> None:
+        has_begun.set()
+        with lock, contextlib.suppress(Exception):
+            if not is_done.is_set():
+                function()
+        is_done.set()
+
+    for _ in range(_TRIES):
+        try:
+            if not has_begun.is_set():
+                _thread.start_new_thread(call, ())
+            is_done.wait(_SHIELDED)
+            return
+        except BaseException:  # a handler's; or Python, which is about to end, starts no threads any more
+            pass
+    call()
+
+
 def _note_exit(status: object, current: Callable[[], Job | None]) -> None:
     global _exit
     if threading.current_thread() is threading.main_thread():
@@ -249,18 +308,36 @@ def _after_fork(job: Job | None) -> None:
 
 
 def _at_exit(current: Callable[[], Job | None], shutdown: Callable[[], None]) -> None:
+    global _failed
     job = current()
     if job is not None and not job.is_mine():
         return
+    error = getattr(sys, "last_value", None)  # which Python sets before it calls the hook
+    if job is not None and error is not None and not _told and job.topology.size > 1 and not hasattr(sys, "ps1"):
+        _failed = True
+        _shielded(lambda: job.fail(error))
+        job.abort()
     status, operations = _exit
     if job is not None and status and not _failed and job.operations() == operations:  # else it caught SystemExit
-        job.leave(status)
-    shutdown()
+        _shielded(lambda: job.leave(status))
     try:
-        status = spawn.wait_for_children(_failed)
-    except KeyboardInterrupt:  # the others have got it, too, and end
-        status = spawn.wait_for_children(failed=True) or 128 + signal.SIGINT
+        shutdown()
+    finally:  # a signal's handler may have raised before this rank has begun to leave
+        if job is not None:
+            job.close()
+    status = _wait_for_children()
     if status and not _failed:
         logging.shutdown()  # os._exit skips it, and the user's handlers may hold records
         flush_output()
         os._exit(status)
+
+
+def _wait_for_children() -> int:
+    for _ in range(_TRIES):
+        try:
+            return spawn.wait_for_children(_failed)
+        except KeyboardInterrupt:  # the others have got it, too, and end
+            break
+        except Exception:  # a signal handler's
+            pass
+    return spawn.wait_for_children(failed=True) or 128 + signal.SIGINT

@@ -565,7 +565,15 @@ class World:
         """Tell the other ranks that this one failed, so that they stop waiting. Only the first call counts."""
         if self.failure_detector is not None and self.observers is not None and self.is_mine():
             self.observers.flush()
+            self._note_end()
             self.failure_detector.fail(error)
+
+    def _note_end(self) -> None:
+        """Tell what started this process that the other ranks know how it ends."""
+        if self.own_seat is not None:
+            self.own_seat.note_end()
+        elif self.heals and (places := seats()) is not None:
+            places.note_end(self.processes.seat)
 
     def operations(self) -> int:
         """How many operations this rank has finished."""
@@ -585,19 +593,21 @@ class World:
         if self._closed or not self.is_mine():
             return
         self._closed = True
-        if self._messenger is not None:
-            self._messenger.close()
-        self.elastic.close()
-        if self._local_peers is not None:
-            self._local_peers.own.leave()
-        if self._monitor is not None:
-            self._monitor.close()
-        for communicator in self.in_use():
-            communicator.close()
-        self._rendezvous.close()
-        if self._rank_marker is not None:
-            self._rank_marker.release()
-            leave(self.launcher)
+        self._note_end()
+        with contextlib.ExitStack() as steps:  # all of them, the last first, even if a signal's handler raises in one
+            if self._rank_marker is not None:
+                steps.callback(leave, self.launcher)
+                steps.callback(self._rank_marker.release)
+            steps.callback(self._rendezvous.close)
+            for communicator in reversed(self.in_use()):
+                steps.callback(communicator.close)
+            if self._monitor is not None:
+                steps.callback(self._monitor.close)
+            if self._local_peers is not None:
+                steps.callback(self._local_peers.own.leave)
+            steps.callback(self.elastic.close)
+            if self._messenger is not None:
+                steps.callback(self._messenger.close)
 
     def detach_after_fork(self) -> None:
         """In a forked child: disturb neither the parent nor its peers."""

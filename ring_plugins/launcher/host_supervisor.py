@@ -28,7 +28,7 @@ from ring_plugins.core.linux.interfaces import address_towards, reserve_port
 from ring_plugins.core.linux.process import STOPPED, state
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.rendezvous.seats import OwnSeat
-from ring_plugins.core.rendezvous.spawn import ending, silent_end
+from ring_plugins.core.rendezvous.spawn import ending, is_failure, silent_end
 from ring_plugins.launcher.coordinator_link import HostJob, Link
 from ring_plugins.launcher.further_seats import FurtherSeat, world_ranks
 from ring_plugins.launcher.output import Relay
@@ -95,6 +95,7 @@ class HostRanks:
         self._seats, (self._join_info, self._remote_newcomers) = OwnSeat.parts(self._segment.array)
         self._replacements: Replacements | None = None
         supervisor.is_out, supervisor.tell_end = self._is_out, self._seats.end_all
+        supervisor.died_silently = self._seats.died_silently
         #: Signals that this process got, and that are meant for the ranks.
         self.to_send: list[int] = []
         #: The job's exit status, once the coordinator has said it.
@@ -302,7 +303,7 @@ class HostRanks:
         return [process.poll() for process in self._supervisor.processes]
 
     def _ends_job(self, local: int, code: int | None) -> bool:
-        return self._supervisor.ends_job(code) and not self._is_out(local)
+        return self._supervisor.ends_job(local, code) and not self._is_out(local)
 
     def _is_out(self, local: int) -> bool:
         """Whether the job goes on whatever a rank's exit status is: it is no member, or the others do without it."""
@@ -316,15 +317,16 @@ class HostRanks:
     def _ends(self) -> list[list[Any]]:
         """Each rank that has ended: its number, its `returncode`, and how if that does not say it.
 
-        It has "left", was "cut off" since others go on without it, was "lost" although its `returncode` is 0, or was
-        too "late" to take the place of another.
+        It has "left", was "cut off" since others go on without it, was "lost" although its `returncode` is an exit
+        status, or was too "late" to take the place of another.
         """
         ends: list[list[Any]] = []
         late = self._replacements.late if self._replacements is not None else ()
         for local, (rank, code) in enumerate(zip(self._names, self._codes(), strict=False)):  # some yet to be started
             if code is not None:
                 how = "left" if self._seats.has_left(local) else "cut off" if self._seats.is_cut_off(local) else ""
-                how = "lost" if has_vanished(self._supervisor, self._seats, local) else how
+                is_silent = is_failure(code) and self._seats.died_silently(local)
+                how = "lost" if is_silent or has_vanished(self._supervisor, self._seats, local) else how
                 ends.append([rank, code, "late" if local in late else how])
         return ends
 

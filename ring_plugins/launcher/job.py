@@ -146,6 +146,7 @@ def _run_ranks(plan: LaunchPlan, supervisor: Supervisor, notify: Callable[[str],
         told = notify if plan.replaces else None
         replacements = Replacements(supervisor, seats, job.ranks, unused, start, told, spares)
         supervisor.is_out, supervisor.tell_end = replacements.is_out, seats.end_all
+        supervisor.died_silently = seats.died_silently
         requests = stack.enter_context(GrowthRequests(replacements.add)) if plan.replaces else None
 
         def find_missing_rank() -> str | None:
@@ -172,7 +173,8 @@ def _run_ranks(plan: LaunchPlan, supervisor: Supervisor, notify: Callable[[str],
 def _failed_rank(supervisor: Supervisor, seats: Seats, replacements: Replacements) -> str | None:
     """The rank that failed; a killed rank leaves no traceback that would say so.
 
-    Ranks that end because of another exit with status 1, so any other end is the likelier cause.
+    Ranks that end because of another exit with status 1, so any other end is the likelier cause, and of two alike the
+    earlier.
     """
     everyone = range(len(supervisor.processes))
     left = [rank for rank in everyone if seats.has_left(rank)]
@@ -195,6 +197,6 @@ def _failed_rank(supervisor: Supervisor, seats: Seats, replacements: Replacement
         return f"{', '.join(told)}, and {others} {len(codes) - len(failed)} ended normally."
     if not failed:
         return None
-    failed = [one for one in failed if supervisor.ends_job(one[1])] or failed
-    rank, code = min(failed, key=lambda one: (one[1] == 1, one[1] > 0))
+    failed = [one for one in failed if supervisor.ends_job(*one)] or failed
+    rank, code = min(failed, key=lambda one: (one[1] == 1, one[1] > 0, supervisor.order_of_end(one[0])))
     return f"rank {rank} {silent_end(code)}." if code < 0 else f"rank {rank} ended with {ending(code)}."

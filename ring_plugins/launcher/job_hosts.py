@@ -83,7 +83,7 @@ def verdict(hosts: Sequence[Host], failed: Sequence[End], size: int) -> tuple[in
     if failed:
         first = min(failed, key=lambda end: end.code == 1)  # those that end because of another have 1
         return first.code, f"rank {first.rank} ended with {ending(first.code)}."
-    died = [end for end in ends if (end.code < 0 and not end.how) or end.how == "lost"]
+    died = [end for end in ends if (end.code and not end.how) or end.how == "lost"]
     cut = [end.rank for end in ends if end.how == "cut off"]
     left = [end.rank for end in ends if end.how == "left"]
     well = [end for end in ends if not end.code and end.how not in ("cut off", "late", "lost")]
@@ -107,7 +107,8 @@ def verdict(hosts: Sequence[Host], failed: Sequence[End], size: int) -> tuple[in
         where = " and ".join(host.name for host in lost)
         return 1, f"{', '.join(told)}. The ranks on {where} may have gone on; nobody here can tell."
     killed = [end for end in died if end.code]  # rather than ended with status 0, before the others
-    status = 128 - killed[0].code if killed else 1
+    code = killed[0].code if killed else 1
+    status = code if code > 0 else 128 - code
     if len(died) == 1 and killed:
         return status, f"rank {died[0].rank} {silent_end(died[0].code)}."
     return status, f"{', '.join(told)}, and no rank is left."

@@ -159,7 +159,7 @@ class Replacements:
             self._spares.fill_up(self._notify)
 
     def _ends_job(self, seat: int, code: int | None) -> bool:
-        return self._supervisor.ends_job(code) and not self.is_out(seat)
+        return self._supervisor.ends_job(seat, code) and not self.is_out(seat)
 
     def _is_lost(self, seat: int, code: int) -> bool:
         if self._has_joined(seat):

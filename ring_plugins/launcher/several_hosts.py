@@ -66,7 +66,7 @@ from ring_plugins.core.net.acceptor import Acceptor, Authenticated
 from ring_plugins.core.net.auth import Claim, Disconnected, Purpose
 from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
 from ring_plugins.core.net.tcp_options import end_when_silent
-from ring_plugins.core.rendezvous.spawn import silent_end
+from ring_plugins.core.rendezvous.spawn import is_failure, silent_end
 from ring_plugins.launcher.added_hosts import AddedHosts
 from ring_plugins.launcher.coordinator_link import HostJob
 from ring_plugins.launcher.further_seats import FurtherSeats
@@ -282,7 +282,8 @@ class Coordinator:
                     self._further.take_back(int(body))
                 elif kind in ("failed", "ended"):
                     ends = [End(int(rank), int(code), str(how)) for rank, code, how in body["ranks"]]
-                    self._failed += [end for end in ends if self._ends_job(end) and end not in self._failed]
+                    failed = [end for end in ends if not end.how and is_failure(end.code)]
+                    self._failed += [end for end in failed if end not in self._failed]
                     host.why = body["why"]
                     host.report = ends if kind == "ended" else None
                     host.replaced = {int(rank): int(times) for rank, times in body.get("replaced", ())}
@@ -327,9 +328,6 @@ class Coordinator:
             with contextlib.suppress(Disconnected, TimeoutError):
                 host.frames.send(to_json([kind, body]))
                 host.frames.flush(config.NETWORK_TIMEOUT.get())
-
-    def _ends_job(self, end: End) -> bool:
-        return not end.how and self._supervisor.ends_job(end.code)
 
 
 def _is_same_host(name: str, wanted: str) -> bool:

@@ -25,6 +25,7 @@ from typing import Any
 
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.linux.process import STOPPED, adopt_orphans, children, descendants, end_with_parent, state
+from ring_plugins.core.rendezvous.spawn import is_failure
 
 #: Seconds that the other processes get to end with their own errors, once the job is over.
 GRACE_SECONDS = 8.0
@@ -32,8 +33,6 @@ GRACE_SECONDS = 8.0
 _INTERRUPT_SECONDS = 3.0
 #: Seconds between two searches for orphans.
 _ORPHAN_SECONDS = 1.5
-#: To this a shell adds the signal that has killed its command, for its own exit status.
-_SHELL = 128
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -43,8 +42,8 @@ class Supervisor:
     Use it as a context manager in the main thread.
 
     Args:
-        tolerates_losses: whether the others go on when a process is killed by a signal. One that fails by an exit
-            status still ends all.
+        tolerates_losses: whether the others go on when a process is killed by a signal, or ends without telling them.
+            One that fails by an exit status otherwise ends all.
 
     Attributes:
         processes: in the order of their start.
@@ -54,6 +53,7 @@ class Supervisor:
         tell_end: called before all processes get SIGTERM.
         is_out: whether the exit status of the process of an index does not matter, as it has left the job before its
             end or has not joined it.
+        died_silently: whether the process of an index was a rank and has ended without telling the others.
     """
 
     def __init__(self, tolerates_losses: bool = False) -> None:
@@ -64,7 +64,9 @@ class Supervisor:
         self.own_helpers: Callable[[], set[int]] = set
         self.tell_end: Callable[[], None] = lambda: None
         self.is_out: Callable[[int], bool] = lambda index: False
+        self.died_silently: Callable[[int], bool] = lambda index: False
         self._previous: dict[signal.Signals, Any] = {}
+        self._ended: list[subprocess.Popen[bytes]] = []  # in the order in which that was seen
 
     def __enter__(self) -> Supervisor:  # noqa: PYI034 - typing.Self needs Python 3.11
         adopt_orphans(True)
@@ -161,11 +163,12 @@ class Supervisor:
         trouble = None
         while running := [process for process in self.processes if process.poll() is None]:
             now = time.monotonic()
+            self._note_ends()
             if over is None and self.signalled is not None:
                 over = now
             if over is None and (trouble := find_trouble()) is not None:
                 over = now
-            if over is None and any(map(self.ends_job, self._codes())):
+            if over is None and self._failures():
                 over = now
             delay = _INTERRUPT_SECONDS if self.signalled == signal.SIGINT else 0.0
             # After a failure the ranks notify each other. After a signal, or if a rank never came, nobody does.
@@ -182,19 +185,32 @@ class Supervisor:
                 next_search = now + _ORPHAN_SECONDS
                 had_orphans = self._kill_orphans_of_idle_processes(had_orphans)
             time.sleep(0.02)
+        self._note_ends()
         _kill_all([*self.processes, *self.spares])
         if self.signalled is not None:
             return 128 + self.signalled, trouble
         if self.has_succeeded():
             return (1 if trouble else 0), trouble
-        codes = self._codes()
-        bad = next(filter(self.ends_job, codes), 0) or next(filter(None, codes), 0)
+        # Ranks that end because of another exit with 1, or are killed: any other status is the likelier cause.
+        failures = sorted(self._failures(), key=lambda code: code <= 1)
+        bad = next(iter(failures), 0) or next(filter(None, self._codes()), 0)
         return (bad if bad >= 0 else 128 - bad) or (1 if trouble else 0), trouble
+
+    def _note_ends(self) -> None:
+        self._ended += [one for one in self.processes if one.returncode is not None and one not in self._ended]
+
+    def order_of_end(self, index: int) -> int:
+        """Which of the processes that ended was that of an index, from 0; those that were killed come last."""
+        process = self.processes[index]
+        return self._ended.index(process) if process in self._ended else len(self._ended)
 
     def has_succeeded(self) -> bool:
         """Whether the job has: a process ended normally, and none in a way that ends the others."""
-        codes = self._codes()
-        return 0 in codes and not any(map(self.ends_job, codes))
+        return 0 in self._codes() and not self._failures()
+
+    def _failures(self) -> list[int]:
+        """The `returncode` of each process whose end ends the job."""
+        return [code for index, code in enumerate(self._codes()) if code and self.ends_job(index, code)]
 
     def _codes(self) -> list[int | None]:
         """The `returncode` of each process, None if it runs or is out."""
@@ -203,11 +219,11 @@ class Supervisor:
             for index, process in enumerate(self.processes)
         ]
 
-    def ends_job(self, code: int | None) -> bool:
-        """Whether the others are to end after a process that has ended with this `returncode`; None if it runs."""
+    def ends_job(self, index: int, code: int | None) -> bool:
+        """Whether the others are to end after the process of an index; `code` is its `returncode`, None if it runs."""
         if not code or not self._tolerates_losses:
             return bool(code)
-        return 0 < code <= _SHELL  # not a signal's, also as a shell tells that its command was killed
+        return is_failure(code) and not self.died_silently(index)
 
     def _kill_orphans_of_idle_processes(self, had_orphans: bool) -> bool:
         """Kill orphans once no rank runs any more: mpirun waits for every process that could still print.

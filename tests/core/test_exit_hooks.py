@@ -1,7 +1,10 @@
 """What an uncaught exception reports to the other ranks."""
 
 import logging
+import os
+import signal
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -30,6 +33,9 @@ class Job:
     def abort(self):
         self.calls.append("abort")
 
+    def close(self):
+        """Has been closed."""
+
 
 @pytest.fixture
 def uncaught(monkeypatch):
@@ -37,11 +43,13 @@ def uncaught(monkeypatch):
     shown = []
     monkeypatch.setattr(exit_hooks, "_installed", False)
     monkeypatch.setattr(exit_hooks, "_failed", False)
+    monkeypatch.setattr(exit_hooks, "_told", False)
     monkeypatch.setattr(exit_hooks, "_AFTER_PEER", 0.0)
     monkeypatch.setattr(exit_hooks, "_PRINTING", 0.0)
     monkeypatch.setattr(exit_hooks.atexit, "register", lambda *_: None)
     monkeypatch.setattr(exit_hooks.os, "register_at_fork", lambda **_: None)
     monkeypatch.setattr(sys, "exit", sys.exit)
+    monkeypatch.setattr(os, "_exit", os._exit)
     monkeypatch.setattr(exit_hooks, "set_on_death", lambda handler: None)
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(error))
 
@@ -58,6 +66,52 @@ def test_an_error_of_this_rank_is_shown_and_reported_and_ends_the_job(uncaught, 
     assert uncaught(job, error) == [error]
     assert job.calls == [error, "abort"]
     assert "ring_plugins: rank 1 failed:" in capsys.readouterr().err
+
+
+def test_what_a_signal_handler_raises_meanwhile_hides_no_failure(uncaught, monkeypatch):
+    """A data loader's handler for SIGCHLD raises, for example. It may interrupt the hook, or what tells the others."""
+
+    def interrupt(*_):
+        raise RuntimeError("DataLoader worker exited unexpectedly")
+
+    monkeypatch.setattr(sys, "excepthook", interrupt)  # called by ours, to show the error
+    job, error = Job(), ValueError("no data")
+    tell = job.fail
+
+    def fail(error):
+        os.kill(os.getpid(), signal.SIGALRM)
+        time.sleep(0.05)
+        tell(error)
+
+    job.fail, before = fail, signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(RuntimeError, match="DataLoader"):  # Python shows both
+            uncaught(job, error)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert job.calls == [error]
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_failure_that_the_hook_could_not_tell_is_told_at_exit(monkeypatch, told):
+    job, error = Job(), ValueError("no data")
+    monkeypatch.setattr(exit_hooks, "_failed", False)
+    monkeypatch.setattr(exit_hooks, "_told", told)
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    monkeypatch.setattr(exit_hooks.spawn, "wait_for_children", lambda failed: 0)
+    exit_hooks._at_exit(lambda: job, lambda: None)
+    assert job.calls == ([] if told else [error, "abort"])
+
+
+@pytest.mark.parametrize(("status", "is_failure"), [(3, True), (256 + 3, True), (-1, True), (0, False), (137, False)])
+def test_the_others_are_told_of_a_failure_by_os_exit(status, is_failure):
+    """Above 128 are the statuses by which a shell tells that its command was killed."""
+    job, left = Job(), []
+    exit_hooks._telling_exit(left.append, lambda: job)(status)
+    assert left == [status] and len(job.calls) == is_failure
+    if is_failure:
+        text = f"rank 1 (process {os.getpid()}) ended with exit status {status % 256} without an exception: it called"
+        assert str(job.calls[0]).startswith(text) and job.calls[0].rank == 1
 
 
 def test_a_peers_failure_is_one_line_without_a_traceback(uncaught, capsys):

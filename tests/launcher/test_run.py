@@ -118,6 +118,33 @@ def test_a_rank_that_ends_its_process_with_status_0_before_the_others_is_lost(on
     assert f"ring run: {how}, and the other 1 ended normally." in result.output, result
 
 
+@pytest.mark.parametrize(
+    ("end", "status", "last"),
+    [
+        ("os._exit(3)", 3, "rank 1 ended with exit status 3."),
+        ("os._exit(1)", 1, "rank 1 ended with exit status 1."),
+        ("os._exit(137)", 0, "rank 1 died, and the other 2 ended normally."),
+        ("ctypes.CDLL(None)._exit(3)", 0, "rank 1 died, and the other 2 ended normally."),
+    ],
+)
+def test_how_a_rank_ends_decides_once_whether_the_others_go_on(end, status, last):
+    """With a failure's status they do not, and none says that it does; a library that ends the process is a crash."""
+    script = f"""
+        import ctypes, os, time
+        import ring_plugins as ring
+        ring.init()
+        for step in range(100):
+            if step == 5 and ring.rank() == 1 and ring.size() == 3:
+                {end}
+            ring.barrier()
+            time.sleep(0.005)
+    """
+    command = ring_run("-n", "3", "--with", "python", "--on-failure", "continue")
+    result = run_ranks(script, 3, command, check=False, timeout=60)
+    assert result.returncode == status and result.output.splitlines()[-1] == f"ring run: {last}", result
+    assert result.output.count("the job goes on with 2 of its 3 ranks") == (status == 0)
+
+
 ENDLESS = """
     import os, subprocess, sys, time
     import ring_plugins as ring

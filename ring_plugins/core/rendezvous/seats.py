@@ -38,7 +38,7 @@ from ring_plugins.core.linux.shared_memory import Address, Segment, publish
 #: Bytes of a row, and of the integers of spares, two for each world rank.
 _ROW, _SPARES = 64, 16 * MOST_MEMBERS
 #: The integers of a row. The address is that of the process's liveness segment.
-_STATE, _WORLD_RANK, _PID, _FILE, _NBYTES, _HAD_MEMBER = range(6)
+_STATE, _WORLD_RANK, _PID, _FILE, _NBYTES, _HAD_MEMBER, _HAS_TOLD = range(7)
 #: States: nobody yet, or not any more; a member of the job; one that waits to join; a member that left as it was told;
 #: one that waits in `init` for the others; a member without which the others go on, as they could not reach it; one
 #: whose process has ended before the job has, as the others found.
@@ -131,6 +131,7 @@ class Seats:
         row[_WORLD_RANK] = occupant.world_rank
         row[_PID : _NBYTES + 1] = occupant.address
         row[_HAD_MEMBER] |= as_member
+        row[_HAS_TOLD] = 0
         publish()
         row[_STATE] = _MEMBER if as_member else _WAITING
 
@@ -169,6 +170,14 @@ class Seats:
     def is_lost(self, seat: int) -> bool:
         """Whether the others go on without the process of a seat: even its exit status 0 is no normal end then."""
         return bool(self._rows[seat, _STATE] == _LOST)
+
+    def note_end(self, seat: int) -> None:
+        """Say that this process ends, and has told the others how."""
+        self._rows[seat, _HAS_TOLD] = 1
+
+    def died_silently(self, seat: int) -> bool:
+        """Whether the process of a seat, which has ended, was a member and did not tell the others that it ends."""
+        return bool(self._rows[seat, _STATE] in (_MEMBER, _LOST) and not self._rows[seat, _HAS_TOLD])
 
     def note(self, seat: int, state: int) -> None:
         """Set the state of a process whose memory no other process looks for here."""
@@ -358,6 +367,10 @@ class OwnSeat:
     def leave(self) -> None:
         """Say that it leaves the job before its end, as it was told to."""
         self._seats.leave(self._seat)
+
+    def note_end(self) -> None:
+        """As `Seats.note_end`."""
+        self._seats.note_end(self._seat)
 
     def note_lost(self, world_rank: int) -> None:
         """As `Seats.note_lost`, of a process of this host."""

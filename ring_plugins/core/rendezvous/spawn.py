@@ -406,6 +406,15 @@ def silent_end(code: int) -> str:
     return f"ended with {ending(code)} without an exception (os._exit, or a library that ends the process)"
 
 
+def is_failure(code: int | None) -> bool:
+    """Whether a process ended with a status that it chose, rather than by a signal.
+
+    Args:
+        code: its status, or the `returncode` of its Popen. A shell whose command was killed adds 128 to the signal.
+    """
+    return code is not None and code > 0 and code - 128 not in signal.valid_signals()
+
+
 def ending(code: int) -> str:
     """How a process ended, from the `returncode` of its Popen."""
     if code < 0:
