@@ -12,7 +12,7 @@ from ring_plugins.core.base.log import logger
 from ring_plugins.core.control.channel import CLOSE_SECONDS, GOODBYE, MOST_QUEUED, Channel, ControlConnection
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, Refused, advance
 from ring_plugins.core.net.frames import FrameSocket, to_json
-from ring_plugins.core.net.socket_owner import is_same_user
+from ring_plugins.core.net.socket_owner import is_same_unix_user
 from ring_plugins.core.net.tcp_options import enable_keepalive
 
 #: Seconds to connect to an address, between two rounds over all addresses, and until this rank gives up.
@@ -111,7 +111,7 @@ class ControlClient(Channel):
             try:
                 local.settimeout(_CONNECT)
                 local.connect("\0" + self._address["local"])
-                if is_same_user(local):
+                if is_same_unix_user(local):
                     return local, ""
                 why = "another user's process listens in place of rank 0"
             except OSError:

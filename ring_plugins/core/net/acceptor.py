@@ -2,8 +2,8 @@
 
 Unauthenticated connections are bounded in number and time. An error on a connection closes only that connection. On
 unix sockets the kernel also reports the user (SO_PEERCRED), and other users are rejected. The bootstrap, whose secret
-may be empty, also rejects other users on TCP connections inside a host, where the kernel's table of sockets names the
-user of both ends (socket_owner.py). auth.py describes the handshake and what it protects against.
+may be empty, also rejects other users of this host on TCP connections (socket_owner.py). auth.py describes the
+handshake and what it protects against.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import os
 import selectors
 import socket
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.net.auth import HANDSHAKE_SECONDS, Claim, Purpose, ServerHandshake, WrongSecret, advance
-from ring_plugins.core.net.socket_owner import are_same_user, is_same_unix_user
+from ring_plugins.core.net.socket_owner import is_same_unix_user
 
 #: Connections accepted at once, so that a flood of them cannot keep the caller from its other work.
 _ACCEPT_AT_ONCE = 64
@@ -56,8 +55,8 @@ class Acceptor:
         limit: unauthenticated connections kept; beyond it the oldest is dropped. Choose it larger than the number
             of clients that may connect at once.
         on_wrong_secret: called with the address of a client that does not know the secret.
-        same_user: whether to reject other users of this host on TCP sockets too, once they have proved their claim; for
-            jobs that may have no secret.
+        are_own: says which connections on TCP sockets to accept, once their clients have proved their claim; None for
+            all. For jobs that may have no secret.
 
     Attributes:
         limit: as above; may be changed.
@@ -70,10 +69,10 @@ class Acceptor:
         expects: Callable[[Claim], bool] = lambda claim: True,
         limit: int = 256,
         on_wrong_secret: Callable[[str], None] = lambda address: None,
-        same_user: bool = False,
+        are_own: Callable[[Sequence[socket.socket]], list[bool]] | None = None,
     ) -> None:
         self._secret, self._purpose, self._expects = secret, purpose, expects
-        self._same_user = same_user
+        self._are_own = are_own
         self.limit, self._on_wrong_secret = limit, on_wrong_secret
         self._selector = selectors.EpollSelector()
         self._listeners: list[socket.socket] = []
@@ -81,7 +80,7 @@ class Acceptor:
         self._waiting: dict[socket.socket, _Unauthenticated] = {}
         self._found: list[Authenticated] = []
         #: Of TCP sockets whose user is not known yet, the oldest first.
-        self._unidentified: deque[Authenticated] = deque()
+        self._unidentified: list[Authenticated] = []
         self._identify_at = 0.0
         self._resume_at = 0.0
         self._has_warned = False
@@ -191,12 +190,13 @@ class Acceptor:
         del self._waiting[client.socket]
         self._selector.unregister(client.socket)
         found = Authenticated(client.socket, client.handshake.claim, client.address)
-        if not self._same_user:
+        if self._are_own is None:
             self._found.append(found)
             return
-        if len(self._unidentified) >= self.limit:
-            self._unidentified.popleft().socket.close()
         self._unidentified.append(found)
+        if len(self._unidentified) >= self.limit:  # all at once, since the oldest may be a rank of the job
+            self._identify_at = 0.0
+            self._identify()
 
     def _identify(self) -> None:
         """Find those that this user has connected, and close others.
@@ -205,11 +205,12 @@ class Acceptor:
         before the handshake, and after it for a small share of the time only, for all of them at once.
         """
         began = time.monotonic()
-        if not self._unidentified or began < self._identify_at:
+        if self._are_own is None or not self._unidentified or began < self._identify_at:
             return
         clients = list(self._unidentified)
+        are_own = self._are_own([client.socket for client in clients])
         self._unidentified.clear()
-        for client, is_own in zip(clients, are_same_user([client.socket for client in clients]), strict=True):
+        for client, is_own in zip(clients, are_own, strict=True):
             self._found.append(client) if is_own else client.socket.close()
         ended = time.monotonic()
         self._identify_at = ended + _IDENTIFY_PAUSE * (ended - began)

@@ -34,7 +34,7 @@ from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, advance
-from ring_plugins.core.net.socket_owner import is_same_user
+from ring_plugins.core.net.socket_owner import is_same_unix_user
 from ring_plugins.core.net.tcp_options import configure
 
 T = TypeVar("T")
@@ -197,7 +197,7 @@ class Outgoing(Generic[T]):
             configure(connecting)
         with contextlib.suppress(BlockingIOError):
             connecting.connect("\0" + target if local else (target, port))
-        if local and not is_same_user(connecting):
+        if local and not is_same_unix_user(connecting):
             raise OSError(errno.EACCES, "another user's process listens in its place")
         self._handshake = self._new_handshake()
 

@@ -1,71 +1,164 @@
 """Which user opened the other end of a connection inside this host.
 
 On unix sockets the kernel reports it (SO_PEERCRED, unix(7)). For TCP it lists the user of every socket of the host in
-/proc/net/tcp, which takes milliseconds to read. sock_diag(7) would answer for a single connection, but not in all
-containers.
+/proc/net/tcp and /proc/net/tcp6, which take milliseconds to read. sock_diag(7) would answer for a single connection,
+but not in all containers.
+
+The peer chooses its address: anybody can bind a socket to any address of the host and connect from there to any other
+one, IPv4 and mapped into IPv6. So the address does not tell whether the peer is on this host; its row in the table
+does. A connection that must have one, since one of its ends is a loopback address or both addresses are the same, and
+has none, is nobody's.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
 import socket
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+#: As the tables show it; other states may be those of sockets that are closed, which show as root's.
+_ESTABLISHED = 1
+#: Of a user namespace that shows every user of the host under the own number.
+_ALL_USERS = ["0", "0", str((1 << 32) - 1)]
+
+#: An address and a port.
+_End = tuple[str, int]
 
 
-def is_same_user(connected: socket.socket) -> bool:
-    """Whether this process's user opened the other end of a connection inside this host; true for other connections.
+class UnknownUser(Exception):
+    """The kernel does not say whose a connection inside this host is; the text is a sentence with the remedy."""
 
-    Of a TCP connection, ask only after the other side has sent something: until it accepts, the kernel knows no user.
+
+class _Row(NamedTuple):
+    """A socket of this host.
+
+    Attributes:
+        remote: the other end of its connection.
+        is_own: whether this user has it open, and it is connected.
     """
-    return are_same_user([connected])[0]
+
+    remote: _End
+    is_own: bool
 
 
-def are_same_user(connected: Sequence[socket.socket]) -> list[bool]:
-    """For each connection what `is_same_user` says; they share the time that it takes."""
-    found: list[bool] = []
-    inside: dict[int, tuple[str, str]] = {}  # by index, the ends of TCP connections inside this host
-    for i, one in enumerate(connected):
-        if one.family == socket.AF_UNIX:
-            found.append(is_same_unix_user(one))
-            continue
-        try:
-            own, peer = one.getsockname(), one.getpeername()
-        except OSError:
-            found.append(False)  # it has closed already
-            continue
-        is_inside = one.family == socket.AF_INET and (peer[0].startswith("127.") or peer[0] == own[0])
-        found.append(not is_inside)
-        if is_inside:
-            inside[i] = _as_in_table(peer), _as_in_table(own)
-    if inside:
-        owned = _connections_of_this_user()
-        for i, ends in inside.items():
-            found[i] = owned is None or ends in owned
+def are_same_user(connected: Sequence[socket.socket], unknown: bool | None = None) -> list[bool]:
+    """For each TCP connection, whether its other end is this user's or on another host.
+
+    Ask only after the other side has sent something: until it accepts, the kernel knows no user.
+
+    Args:
+        connected: the connections; they share the time that this takes.
+        unknown: the answer for connections inside this host if the kernel does not tell; None to raise.
+
+    Raises:
+        UnknownUser: the kernel does not tell.
+    """
+    found = [False] * len(connected)
+    left = {i: ends for i, one in enumerate(connected) if (ends := _ends(one)) is not None}
+    for _ in range(2):  # the kernel shows the table in parts, and may skip a row if others go meanwhile
+        if not left:
+            break
+        rows, why = _rows({peer for _, peer in left.values()})
+        for i, (own, peer) in list(left.items()):
+            there = rows.get(peer, [])
+            # Between its row and this end, a packet filter may have changed the address of this end.
+            there = [row for row in there if row.remote == own] or there
+            if there and not why:
+                found[i] = all(row.is_own for row in there)
+            elif not _is_inside(own, peer):
+                found[i] = _is_connected(connected[i])  # or its row may have gone with it
+            elif not why:
+                continue
+            elif unknown is None:
+                raise UnknownUser(
+                    f"cannot tell whether the process at the other end of the connection between {own[0]}:{own[1]} and "
+                    f"{peer[0]}:{peer[1]} is this user's or a stranger's on this host, as {why}. Set RING_SECRET to "
+                    "the same random text on all ranks, which they prove to each other instead."
+                )
+            else:
+                found[i] = unknown
+            del left[i]
     return found
 
 
-def _connections_of_this_user() -> set[tuple[str, str]] | None:
-    """Both ends of this user's open IPv4 connections, as the kernel's table shows them; None if there is no table."""
-    user, established = str(os.geteuid()), "01"  # the kernel shows a closed socket as root's
-    try:
-        with open("/proc/net/tcp") as table:
-            rows = map(str.split, table)
-            return {(row[1], row[2]) for row in rows if row[3] == established and row[7] == user}
-    except OSError:
-        return None  # not Linux
-
-
-def _as_in_table(address: tuple[str, int]) -> str:
-    """An IPv4 address and port as /proc/net/tcp shows them."""
-    return f"{int.from_bytes(socket.inet_aton(address[0]), sys.byteorder):08X}:{address[1]:04X}"
-
-
 def is_same_unix_user(connected: socket.socket) -> bool:
-    """The same for unix sockets only; true for all others."""
+    """Whether this process's user opened the other end of a unix socket; true for all others."""
     if connected.family != socket.AF_UNIX:
         return True
     credentials = struct.Struct("=iII")
     _, uid, _ = credentials.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
     return bool(uid == os.geteuid())
+
+
+def _ends(connected: socket.socket) -> tuple[_End, _End] | None:
+    """This end of a connection and the other one, None if it has closed already."""
+    with contextlib.suppress(OSError):
+        own, peer = connected.getsockname(), connected.getpeername()
+        return (_plain(own[0]), own[1]), (_plain(peer[0]), peer[1])
+    return None
+
+
+def _plain(address: str) -> str:
+    """A numeric address in one form, whether it is IPv4, IPv6 or IPv4 mapped into IPv6."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    return str(getattr(found, "ipv4_mapped", None) or found)
+
+
+def _is_inside(own: _End, peer: _End) -> bool:
+    """Whether both ends must be on this host."""
+    return own[0] == peer[0] or any(ipaddress.ip_address(end[0]).is_loopback for end in (own, peer))
+
+
+def _is_connected(one: socket.socket) -> bool:
+    with contextlib.suppress(OSError):
+        return one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
+    return False
+
+
+def _rows(ends: set[_End]) -> tuple[dict[_End, list[_Row]], str]:
+    """The rows of the kernel's tables with one of these ends of connections, by end, and why they say nothing."""
+    user, found = str(os.geteuid()), dict[_End, list[_Row]]()
+    try:
+        if user == Path("/proc/sys/kernel/overflowuid").read_text().strip() and not _sees_all_users():
+            return {}, f"in this user namespace all users that it does not know show as this one ({user})"
+        shown = {text: end for end in ends for text in _as_in_tables(end)}
+        for table in [_TABLES[0], *filter(os.path.exists, _TABLES[1:])]:  # the second lacks where IPv6 is switched off
+            with open(table) as rows:
+                for row in map(str.split, rows):
+                    if (end := shown.get(row[1])) is not None:
+                        is_own = int(row[3], 16) == _ESTABLISHED and row[7] == user and row[9] != "0"
+                        found.setdefault(end, []).append(_Row(_from_table(row[2]), is_own))
+    except OSError as error:
+        return {}, f"{error.filename} cannot be read ({error.strerror})"
+    return found, ""
+
+
+def _sees_all_users() -> bool:
+    try:
+        return Path("/proc/self/uid_map").read_text().split() == _ALL_USERS
+    except FileNotFoundError:  # a kernel without user namespaces
+        return True
+
+
+def _as_in_tables(end: _End) -> Iterator[str]:
+    """What the tables show for an end of a connection."""
+    address = ipaddress.ip_address(end[0])
+    packed = [address.packed]
+    if address.version == 4:
+        packed.append(bytes(10) + b"\xff\xff" + address.packed)
+    for one in packed:
+        words = struct.unpack(f"={len(one) // 4}I", one)
+        yield "".join(f"{word:08X}" for word in words) + f":{end[1]:04X}"
+
+
+def _from_table(shown: str) -> _End:
+    address, _, port = shown.partition(":")
+    words = [int(address[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(address), 8)]
+    return _plain(str(ipaddress.ip_address(b"".join(words)))), int(port, 16)

@@ -17,6 +17,7 @@ raises an error, and rank 0 mentions refused connections while it waits.
 from __future__ import annotations
 
 import contextlib
+import functools
 import selectors
 import socket
 import time
@@ -32,7 +33,7 @@ from ring_plugins.core.linux.process import raise_open_file_limit
 from ring_plugins.core.net.acceptor import Acceptor, Authenticated
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, WrongSecret, authenticate
 from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
-from ring_plugins.core.net.socket_owner import is_same_user
+from ring_plugins.core.net.socket_owner import UnknownUser, are_same_user
 from ring_plugins.core.rendezvous.record import differences, own_versions
 
 #: Seconds that connecting, joining after the handshake, or sending a message may take.
@@ -222,12 +223,15 @@ def serve(listener: socket.socket, size: int, secret: str) -> Bootstrap:
         secret: that the ranks must know, "" for none.
 
     Raises:
-        LaunchError: ranks are missing after RING_START_TIMEOUT seconds, two claim the same number, or versions differ.
+        LaunchError: ranks are missing after RING_START_TIMEOUT seconds, two claim the same number, versions differ, or
+            without RING_SECRET, the kernel does not tell this user's processes from those of others.
     """
     raise_open_file_limit(size + _OTHER_FILES)
     server = _Server(listener, size, secret)
     try:
         problem = server.run()
+    except UnknownUser as error:
+        problem = f"rank 0 on {socket.gethostname()} {error}"
     finally:
         server.close()
     bootstrap = Bootstrap(0, size, socket.gethostname(), server.members.values())
@@ -266,7 +270,7 @@ class _Server:
             Purpose.BOOTSTRAP,
             limit=self._limit,
             on_wrong_secret=self._note_wrong_secret,
-            same_user=True,
+            are_own=functools.partial(are_same_user, unknown=_if_unknown()),
         )
         self._acceptor.add(listener)
         self._selector = selectors.DefaultSelector()
@@ -397,6 +401,8 @@ def join(rank: int, size: int, address: str, port: int, secret: str) -> Bootstra
         try:
             server = _connect(rank, address, port, secret)
             break
+        except UnknownUser as error:
+            raise LaunchError(f"rank {rank} on {name} {error}") from error
         except WrongSecret as error:
             raise LaunchError(
                 f"rank {rank} on {name} cannot join the job: rank 0 refused this rank's secret: set RING_SECRET alike "
@@ -422,15 +428,25 @@ def join(rank: int, size: int, address: str, port: int, secret: str) -> Bootstra
 
 
 def _connect(rank: int, address: str, port: int, secret: str) -> FrameSocket:
-    connected = socket.create_connection((address, port), SECONDS)
+    connected = _reach(address, port)
     try:
         authenticate(connected, ClientHandshake(_key(secret), Purpose.BOOTSTRAP, Claim(rank)), SECONDS)
-        if not is_same_user(connected):
+        if not are_same_user([connected], _if_unknown())[0]:
             raise Disconnected("another user's process listens there")
         return FrameSocket(connected, Purpose.BOOTSTRAP)
     except BaseException:
         connected.close()
         raise
+
+
+def _reach(address: str, port: int) -> socket.socket:
+    """A connection with rank 0, which listens at IPv4 addresses: at ::1, "localhost" may lead to somebody else."""
+    found = socket.getaddrinfo(address, port, socket.AF_INET, socket.SOCK_STREAM)
+    *others, last = [str(numeric) for *_, (numeric, *_) in found]
+    for other in others:
+        with contextlib.suppress(OSError):
+            return socket.create_connection((other, port), SECONDS)
+    return socket.create_connection((last, port), SECONDS)
 
 
 def unreachable(address: str, port: int, error: Exception) -> str:
@@ -500,6 +516,11 @@ class _Waiting:
 def job_secret() -> str:
     """RING_SECRET, which a launcher gives to all ranks of a job, or "" if there is none."""
     return config.SECRET.get()
+
+
+def _if_unknown() -> bool | None:
+    """What to believe of a connection inside this host if the kernel does not say whose it is: see `are_same_user`."""
+    return True if job_secret() else None
 
 
 def _key(secret: str) -> bytes:

@@ -132,10 +132,10 @@ def test_other_users_are_rejected_on_unix_sockets(monkeypatch):
 
 def test_strangers_cannot_have_the_table_of_connections_read_again_and_again(acceptor, monkeypatch):
     reads = []
-    read = socket_owner._connections_of_this_user
-    monkeypatch.setattr(socket_owner, "_connections_of_this_user", lambda: reads.append(1) or read())
+    read = socket_owner._rows
+    monkeypatch.setattr(socket_owner, "_rows", lambda ends: reads.append(1) or read(ends))
     monkeypatch.setattr(acceptor_module, "_IDENTIFY_PAUSE", 1e9)
-    server, address = acceptor(same_user=True)
+    server, address = acceptor(are_own=socket_owner.are_same_user)
 
     def connect(number):
         clients = {}
@@ -157,6 +157,30 @@ def test_strangers_cannot_have_the_table_of_connections_read_again_and_again(acc
         server._identify_at = 0.0
         found += server.poll()
         assert (len(found), len(reads)) == (31, 2)
+        for one in found:
+            one.socket.close()
+
+
+def test_strangers_who_come_in_great_numbers_do_not_push_out_a_rank(acceptor, monkeypatch):
+    """All that have come are looked at then, though others were looked at just before."""
+    monkeypatch.setattr(acceptor_module, "_IDENTIFY_PAUSE", 1e9)
+    strangers = set()
+    server, address = acceptor(are_own=lambda clients: [one.getpeername() not in strangers for one in clients], limit=8)
+    with contextlib.ExitStack() as stack:
+
+        def connect():
+            connected = stack.enter_context(socket.create_connection(address))
+            connected.setblocking(False)
+            client = ClientHandshake(SECRET, Purpose.DATA, CLAIM)
+            return connected.getsockname(), poll(server, lambda _: advance(connected, client))
+
+        assert len(connect()[1]) == 1  # and now is the pause
+        mine, found = connect()
+        for _ in range(20):
+            who, others = connect()
+            strangers.add(who)
+            found += others
+        assert mine in [one.socket.getpeername() for one in found]
         for one in found:
             one.socket.close()
 

@@ -11,7 +11,8 @@ import pytest
 
 from ring_plugins.core.base import progress_line
 from ring_plugins.core.base.errors import LaunchError
-from ring_plugins.core.net import acceptor
+from ring_plugins.core.linux.interfaces import own_addresses
+from ring_plugins.core.net import acceptor, socket_owner
 from ring_plugins.core.net.acceptor import Acceptor
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, authenticate
 from ring_plugins.core.net.frames import FrameSocket, to_json
@@ -23,9 +24,9 @@ def patience(monkeypatch):
     monkeypatch.setenv("RING_START_TIMEOUT", "1")
 
 
-def meet(size, *others, secret=""):
+def meet(size, *others, secret="", at="127.0.0.1"):
     """The outcome of rank 0 and of each of `others`, functions of the port: a Bootstrap, or the text of an error."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server((at, 0))
     port = listener.getsockname()[1]
 
     def outcome(function):
@@ -218,7 +219,9 @@ def test_many_ranks_join_at_once_and_gather():
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
-def test_another_user_of_the_host_neither_joins_nor_serves_a_job_without_a_secret():
+def test_another_user_of_the_host_neither_joins_nor_serves_a_job_without_a_secret(monkeypatch):
+    monkeypatch.setenv("RING_START_TIMEOUT", "20")
+
     def as_another_user(function):
         pid = os.fork()
         if pid == 0:
@@ -233,16 +236,28 @@ def test_another_user_of_the_host_neither_joins_nor_serves_a_job_without_a_secre
     joins = to_json(["join", {"size": 2, "host": "x", "versions": record.own_versions()}])
     "".encode("idna")  # imported here: another user may not read this Python's files
 
-    def other_joins(port):
-        pid = as_another_user(lambda: member_that_sends(joins)(port))
+    def other_joins(port, host="127.0.0.1", source="127.0.0.1"):
+        def connect(address):
+            connecting = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            connecting.bind((source, 0))
+            connecting.connect((host, address[1]))
+            return connecting
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(socket, "create_connection", connect)
+            pid = as_another_user(lambda: member_that_sends(joins)(port))
         time.sleep(0.3)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
-    at_0, _, at_1 = meet(2, other_joins, later(rank(1, 2), 0.6))
-    assert at_1.rank == 1
-    for one in (at_0, at_1):
-        one.close()
+    own = next(iter(own_addresses()), "127.0.0.3")
+    for address in ("127.0.0.1", ""):  # where rank 0 listens
+        for to in [("127.0.0.1", "127.0.0.1"), ("127.0.0.1", own), ("::ffff:127.0.0.1", f"::ffff:{own}"), (own, own)]:
+            if address == "" or to[0] != own:
+                at_0, _, at_1 = meet(2, lambda port, to=to: other_joins(port, *to), later(rank(1, 2), 0.6), at=address)
+                assert at_1.rank == 1
+                for one in (at_0, at_1):
+                    one.close()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer_everyone():
@@ -260,6 +275,44 @@ def test_another_user_of_the_host_neither_joins_nor_serves_a_job_without_a_secre
         finally:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+
+
+def test_without_a_secret_ranks_of_a_host_do_not_meet_if_the_kernel_does_not_tell_whose_they_are(monkeypatch):
+    monkeypatch.setenv("RING_START_TIMEOUT", "20")
+    monkeypatch.setattr(socket_owner, "_TABLES", ("/proc/none",))
+    for number, said in enumerate(meet(2, rank(1, 2))):
+        assert said.startswith(f"rank {number} on {socket.gethostname()} cannot tell whether the process at the other")
+        assert "/proc/none cannot be read (No such file or directory). Set RING_SECRET to the same random" in said
+    monkeypatch.setenv("RING_SECRET", "a secret")
+    for one in meet(2, rank(1, 2, "a secret"), secret="a secret"):
+        one.close()
+
+
+def test_whoever_listens_at_the_ipv6_address_of_localhost_is_not_taken_for_rank_0(monkeypatch):
+    monkeypatch.setenv("RING_START_TIMEOUT", "20")
+    with socket.socket(socket.AF_INET6) as stranger:
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        try:
+            stranger.bind(("::1", port))
+        except OSError as error:
+            pytest.skip(f"no IPv6 here: {error}")
+        stranger.listen()
+        resolve = socket.getaddrinfo
+
+        def both(name, *of, **options):
+            found = resolve("127.0.0.1" if name == "localhost" else name, *of, **options)
+            six = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", port, 0, 0))]
+            return six + found if name == "localhost" and socket.AF_INET not in (*of, *options.values()) else found
+
+        monkeypatch.setattr(socket, "getaddrinfo", both)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            at_0 = pool.submit(bootstrap.serve, listener, 2, "")
+            for one in (bootstrap.join(1, 2, "localhost", port, ""), at_0.result()):
+                one.close()
+        stranger.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            stranger.accept()
 
 
 def test_rank_0_sends_many_similar_payloads_in_a_tenth_of_their_bytes():
