@@ -6,6 +6,7 @@ makes the current stream wait, not the host.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -16,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from ring_plugins.core.base.errors import TimeoutExceeded
-from ring_plugins.core.base.threads import wait_for_event
+from ring_plugins.core.base.threads import HelperThread, wait_for_event
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.api import Work as CoreWork
-from ring_plugins.core.collectives.executor import BackgroundWork
+from ring_plugins.core.collectives.background import BackgroundWork
 from ring_plugins.core.trace.recorder import recorder
 from ring_plugins.core.trace.steps import steps
 from ring_plugins.torch import device
@@ -81,13 +82,13 @@ class RingWork(dist.Work):
             self.finish(self._error)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Complete the work, with an error or without."""
+        """Complete the work, with an error or without; what is attached to its future is called on another thread."""
         with self._lock:
             self._error = error
             self._finished.set()
-            trigger = self._trigger
-        if trigger is not None:
-            self._complete(trigger)
+            trigger = None if isinstance(self._core, BackgroundWork) else self._trigger
+        if trigger is not None:  # what is attached to it may wait for what this thread does next
+            HelperThread(self._complete, "ring:callbacks", (trigger,)).start()
 
     # torch.distributed calls these names.
 
@@ -99,6 +100,8 @@ class RingWork(dist.Work):
         """
         try:
             if timeout > _NO_TIMEOUT:
+                if isinstance(self._core, BackgroundWork):
+                    self._core.come_first()
                 self._finished.wait(timeout.total_seconds())
             elif self._core is not None:
                 self._core.wait()  # so that the core can detect deadlocks
@@ -163,6 +166,8 @@ class RingWork(dist.Work):
                 self._trigger = self._new_trigger()
                 self._future = self._trigger.then(self._value)
                 is_complete = self._finished.is_set()
+                if isinstance(self._core, BackgroundWork):  # its thread holds the queue while callbacks run
+                    is_complete = not self._core.when_done(functools.partial(self._complete, self._trigger))
             else:
                 is_complete = False
         if is_complete and self._trigger is not None:

@@ -7,7 +7,9 @@ import functools
 import gc
 import os
 import threading
+import time
 import traceback
+from datetime import timedelta
 
 import ring_plugins as ring
 
@@ -332,6 +334,56 @@ def works_and_futures():
     equal(future.value()[0], make(0))
 
 
+def callbacks_that_use_the_group():
+    """What a callback calls has the same place on all ranks, whether the work is over before it is attached or not."""
+
+    def again(done):
+        return dist.all_reduce(done.value()[0] * 2, async_op=True).get_future().wait()[0]
+
+    def everything(done):
+        tensor = done.value()[0].clone()
+        dist.all_reduce(tensor)
+        dist.broadcast(tensor, SIZE - 1)
+        if SIZE > 1:
+            received = torch.empty(7)
+            messages = dist.isend(tensor, (RANK + 1) % SIZE), dist.irecv(received, (RANK - 1) % SIZE)
+            for message in messages:
+                message.wait()
+            equal(received, tensor)
+        dist.all_reduce(tensor, async_op=True).wait(timedelta(seconds=60))
+        return tensor
+
+    total = sum(everyones())
+    futures = []
+    for step in range(20):
+        if (RANK + step) % 3 == 0:
+            time.sleep(0.003)
+        futures.append(
+            dist.all_reduce(make(RANK), async_op=True).get_future().then(again).then(lambda f: f.value() + 1)
+        )
+        behind = make(RANK)
+        dist.all_reduce(behind, async_op=step % 2 == 0)
+        futures.append(dist.all_reduce(make(RANK), async_op=True).get_future().then(everything))
+    for first, second in zip(futures[::2], futures[1::2], strict=True):
+        equal(first.wait(), 2 * SIZE * total + 1)
+        equal(second.wait(), SIZE * SIZE * total)
+    failed = dist.all_reduce(make(RANK), async_op=True).get_future().then(lambda done: 1 / 0)
+    raises(RuntimeError, "division by zero", failed.wait)
+    several = [dist.all_reduce(make(RANK), async_op=True).get_future() for _ in range(3)]
+    collected = torch.futures.collect_all(several).then(lambda done: again(done.value()[0]))
+    equal(collected.wait(), 2 * SIZE * total)
+    if SIZE > 1:  # the thread that moves messages must go on, too
+        received, answer = torch.empty(7), torch.empty(7)
+        dist.isend(make(RANK), (RANK + 1) % SIZE)
+        second = (
+            dist.irecv(received, (RANK - 1) % SIZE).get_future().then(lambda done: dist.recv(answer, (RANK - 1) % SIZE))
+        )
+        time.sleep(0.1)
+        dist.send(make(RANK), (RANK + 1) % SIZE)
+        second.wait()
+        equal(answer, make((RANK - 1) % SIZE))
+
+
 def refusals():
     raises(ring.ArgumentError, "BAND", dist.all_reduce, torch.ones(1, dtype=torch.int32), dist.ReduceOp.BAND)
     whole = torch.ones(1, dtype=torch.int32)
@@ -426,6 +478,27 @@ def a_communication_hook():
 
     for found, wanted in zip(train(hooked(dist.group.WORLD)), train(hooked(GLOO)), strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)  # half precision, summed in another order
+
+
+def a_communication_hook_whose_callbacks_wait():
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+
+    def hooked(group, **options):
+        def wrap(model):
+            model = nn.parallel.DistributedDataParallel(model, process_group=group, **options)
+            state = power_sgd.PowerSGDState(group, 1, start_powerSGD_iter=2, min_compression_rate=0.5)
+            model.register_comm_hook(state, power_sgd.powerSGD_hook)
+            return model
+
+        return wrap
+
+    for found, wanted in zip(train(hooked(dist.group.WORLD)), train(hooked(GLOO)), strict=True):
+        equal(found, wanted)
+    trained = train(hooked(dist.group.WORLD, bucket_cap_mb=1e-4))  # several buckets, whose callbacks interleave
+    for value in trained[:4] + trained[-2:]:  # without statistics of the batches
+        others = [torch.empty_like(value) for _ in range(SIZE)]
+        dist.all_gather(others, value)
+        equal(others[0], others[-1])
 
 
 def functional_collectives_and_dtensor():
@@ -560,7 +633,13 @@ def messages_between_gpus():
 
 
 #: They spend most of their time importing what they test, so they run on two ranks only.
-HEAVY = {a_communication_hook, fully_sharded, torchmetrics_synchronize, zero_optimizer}
+HEAVY = {
+    a_communication_hook,
+    a_communication_hook_whose_callbacks_wait,
+    fully_sharded,
+    torchmetrics_synchronize,
+    zero_optimizer,
+}
 #: NCCL does not notice that ranks call different things, and wants groups used in one order.
 HOST_ONLY = {an_error_reaches_the_waiting_caller, subgroups}
 #: One rank has no other to send to or to disagree with.
@@ -593,11 +672,13 @@ CHECKS = [
     messages_between_gpus,
     objects,
     works_and_futures,
+    callbacks_that_use_the_group,
     refusals,
     an_error_reaches_the_waiting_caller,
     subgroups,
     distributed_data_parallel,
     a_communication_hook,
+    a_communication_hook_whose_callbacks_wait,
     functional_collectives_and_dtensor,
     fully_sharded,
     torchmetrics_synchronize,

@@ -35,18 +35,18 @@ thread, and its futures and worker keep references that delay the release of sha
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ring_plugins.core.base.errors import ArgumentError, DeadlockError, MismatchError, PeerFailed, RingError, is_refusal
-from ring_plugins.core.base.threads import HelperThread, wait_for_event
+from ring_plugins.core.base.threads import wait_for_event
 from ring_plugins.core.collectives.api import Activity, FailureState, Statistics
+from ring_plugins.core.collectives.background import BackgroundWork, QueueThread
 from ring_plugins.core.collectives.fingerprint import Fingerprint, MismatchAfterRefusal, after_refusals
 from ring_plugins.core.control.membership import MembersLost
-from ring_plugins.core.control.wait import PeerRefused, Wait, nap_precisely
+from ring_plugins.core.control.wait import PeerRefused, Wait
 from ring_plugins.core.trace.recorder import recorder
 from ring_plugins.core.trace.steps import steps
 
@@ -88,7 +88,7 @@ class SerialExecutor:
         self._is_running = False
         self.goes_on_after_mismatch = False
         self.on_members_lost: Callable[[Wait], None] | None = None
-        self._thread: _Thread | None = None
+        self._thread: QueueThread | None = None
         self._number_base = 0  # added to the number of operations finished, see `renumber`
         #: The thread that is in `run_in_line`, 0 for none, and what it runs.
         self._in_line_thread, self._in_line = 0, ""
@@ -106,7 +106,7 @@ class SerialExecutor:
         thread = self._thread
         in_line = self._in_line_thread
         inside = (thread is not None and thread.is_current()) or (in_line != 0 and in_line == threading.get_ident())
-        if thread is not None and not inside and not thread.is_idle():
+        if thread is not None and not inside and (thread.late or not thread.is_idle()):
             return self._run_behind(fingerprint, operation, *args)
         with self._lock:
             failure, wait, statistics = self.failure, self._wait, self.statistics
@@ -252,8 +252,14 @@ class SerialExecutor:
 
     def _queue(self, description: str, function: Callable[[], T]) -> BackgroundWork[T]:
         if self._thread is None:
-            self._thread = self._wait.background = _Thread(self._name)
+            self._thread = self._wait.background = QueueThread(self._name)
+        try:
+            self._thread.check_place(description)
+        except RingError as error:
+            self.interrupt(description, error)
+            raise
         work = BackgroundWork(description, function, self._block_caller, self.interrupt)
+        work.thread = self._thread
         self._thread.give(work)
         return work
 
@@ -367,127 +373,3 @@ class Members(Protocol):
 
     def withdraw(self, operation: str, cause: BaseException) -> None:
         """Take part in nothing any more, so that no operation completes with this member's memory."""
-
-
-class BackgroundWork(Generic[T]):
-    """A `Work` that another thread runs.
-
-    Args:
-        description: for error texts and reports.
-        function: performs the work.
-        block: waits for `finished` on behalf of a caller.
-        interrupt: called with the description and an exception that ends a wait while the work is under way.
-    """
-
-    def __init__(
-        self,
-        description: str,
-        function: Callable[[], T],
-        block: Callable[[BackgroundWork[Any]], None],
-        interrupt: Callable[[str, BaseException], None],
-    ) -> None:
-        self.description = description
-        self.finished = threading.Event()
-        #: Whoever pops the function runs or cancels it.
-        self._function: list[Callable[[], T]] = [function]
-        self._block, self._interrupt = block, interrupt
-        self._result: Any = None
-        self._error: BaseException | None = None
-
-    def done(self) -> bool:
-        return self.finished.is_set()
-
-    def wait(self, breaking: bool = True) -> T:
-        try:
-            if not self.finished.is_set():
-                self._block(self)
-        except BaseException as error:
-            if breaking:
-                self.interrupt(error)
-            raise
-        if self._error is not None:
-            raise self._error
-        result: T = self._result
-        return result
-
-    def interrupt(self, cause: BaseException) -> None:
-        """Break the communicator unless the work is done: its owner no longer waits for it."""
-        if not self.done():
-            self._interrupt(self.description, cause)
-
-    def cancel(self) -> bool:
-        """Take the work back; returns whether that was possible, that is, it had not begun."""
-        try:
-            self._function.pop()
-        except IndexError:
-            return False
-        return True
-
-    def run(self) -> None:
-        """Call the function, unless it was taken back; called once."""
-        try:
-            function = self._function.pop()  # it may hold memory that the caller wants back
-        except IndexError:
-            return
-        try:
-            self._result = function()
-        except BaseException as error:  # raised in the caller's thread by `wait`
-            self._error = error
-        finally:
-            self.finished.set()
-
-
-class _Thread:
-    """Runs works in the order in which they were given.
-
-    It holds no reference to its executor, so that an unused communicator can be collected, which ends the thread.
-
-    Attributes:
-        current: the work that runs now.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.current: BackgroundWork[Any] | None = None
-        self._queue: queue.SimpleQueue[BackgroundWork[Any] | None] = queue.SimpleQueue()
-        self._unfinished = 0
-        self._lock = threading.Lock()
-        self._thread = HelperThread(self._serve, f"ring:{name}")
-        self._thread.start()
-
-    def give(self, work: BackgroundWork[Any]) -> None:
-        with self._lock:
-            self._unfinished += 1
-        self._queue.put(work)
-
-    def is_idle(self) -> bool:
-        return self._unfinished == 0
-
-    def wait_until_idle(self, seconds: float) -> None:
-        """Return when no work is left, after `seconds` at the latest."""
-        end = time.monotonic() + seconds
-        while self._unfinished and self._thread.is_alive() and time.monotonic() < end:
-            time.sleep(0.001)
-
-    def is_current(self) -> bool:
-        return threading.get_ident() == self._thread.ident
-
-    def end(self) -> None:
-        """Let the thread end once its queue is empty."""
-        self._queue.put(None)
-
-    def close(self) -> None:
-        """End the thread once its queue is empty; wait up to 5 s for that."""
-        self.end()
-        if not self.is_current():
-            with contextlib.suppress(RuntimeError):
-                self._thread.join(timeout=5.0)
-
-    def _serve(self) -> None:
-        nap_precisely()
-        while (work := self._queue.get()) is not None:
-            self.current = work
-            work.run()
-            self.current = None
-            del work  # so that its result does not live until the next work
-            with self._lock:
-                self._unfinished -= 1

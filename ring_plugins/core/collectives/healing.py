@@ -49,7 +49,8 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import ArgumentError, PeerFailed
 from ring_plugins.core.collectives.api import Work
-from ring_plugins.core.collectives.executor import BackgroundWork, Members, SerialExecutor
+from ring_plugins.core.collectives.background import BackgroundWork
+from ring_plugins.core.collectives.executor import Members, SerialExecutor
 from ring_plugins.core.collectives.fingerprint import Fingerprint, fingerprint
 from ring_plugins.core.collectives.host import HostCommunicator, Member
 from ring_plugins.core.collectives.validation import check_rank

@@ -13,7 +13,7 @@ from ring_plugins.core.arrays.codec import HalfCodec
 from ring_plugins.core.arrays.dtypes import Op, check_reducible
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.collectives.api import Statistics, Work
-from ring_plugins.core.collectives.executor import BackgroundWork
+from ring_plugins.core.collectives.background import BackgroundWork
 from ring_plugins.core.collectives.fingerprint import fingerprint, size_mismatch
 from ring_plugins.core.collectives.validation import check_counts, check_own_count, check_rank
 from ring_plugins.core.linux.shared_memory import SharedBuffer

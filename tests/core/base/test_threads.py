@@ -41,11 +41,27 @@ THREADS = {
     "ring:monitor": "monitor.MonitorThread._end_without_launcher = broken",
     "ring:listener": "Acceptor.poll = broken; socket.create_connection(('127.0.0.1', transport()._listener.port))",
     "ring:ring": "executor.BackgroundWork.run = broken; ring.all_reduce(1.0, wait=False)",
+    "ring:ring stand-in": (
+        "executor.QueueThread._stand_by = broken; "
+        "current().communicator.start('work', lambda: time.sleep(1)).when_done(lambda: None)"
+    ),
+    "ring:callbacks": (
+        "from ring_plugins.torch.work import RingWork; RingWork._complete = broken; "
+        "work = RingWork('receive', []); work.get_future(); work.finish()"
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    ("thread", "failing"), [("ring:monitor", 0), ("ring:monitor", 1), ("ring:listener", 1), ("ring:ring", 0)]
+    ("thread", "failing"),
+    [
+        ("ring:monitor", 0),
+        ("ring:monitor", 1),
+        ("ring:listener", 1),
+        ("ring:ring", 0),
+        ("ring:ring stand-in", 0),
+        ("ring:callbacks", 0),
+    ],
 )
 def test_a_thread_that_dies_ends_the_job_on_all_ranks(thread, failing):
     body = f"""
@@ -109,7 +125,10 @@ def test_all_threads_of_the_package_are_helper_threads():
 
 #: By file and by what its name is there, the test that raises in each thread.
 DEATH_TESTS = {
-    ("core/collectives/executor.py", "f'ring:{name}'"): "test_a_thread_that_dies_ends_the_job_on_all_ranks",
+    ("core/collectives/background.py", "f'ring:{name}'"): "test_a_thread_that_dies_ends_the_job_on_all_ranks",
+    ("core/collectives/background.py", "f'ring:{self._name} stand-in'"): (
+        "test_a_thread_that_dies_ends_the_job_on_all_ranks"
+    ),
     ("core/collectives/message_progress.py", "'ring:messages'"): "test_messages_end_with_the_thread_that_moves_them",
     ("core/control/mesh.py", "'ring:mesh'"): "test_the_job_ends_with_the_thread_that_watches_all_ranks",
     ("core/control/monitor.py", "'ring:abort'"): "test_a_dead_abort_thread_of_the_monitor_is_told",
@@ -121,6 +140,7 @@ DEATH_TESTS = {
     ("launcher/output.py", "f'ring:output {rank}'"): "test_a_dead_output_thread_closes_its_ranks_pipe",
     ("launcher/preflight.py", "'ring:preflight'"): "test_a_dead_preflight_thread_is_told",
     ("launcher/remote_ranks.py", "'ring:driver'"): "test_a_rank_whose_driver_thread_dies_ends",
+    ("torch/work.py", "'ring:callbacks'"): "test_a_thread_that_dies_ends_the_job_on_all_ranks",
     ("torch/point_to_point.py", "name"): "test_a_dead_thread_of_messages_between_gpus_is_told",
 }
 
