@@ -45,14 +45,14 @@ from ring_plugins.core.gpu.connection import choose_interface
 from ring_plugins.core.gpu.stream import Streams
 from ring_plugins.core.gpu.watchdog import GpuWatchdog
 from ring_plugins.core.linux import thread_count
-from ring_plugins.core.linux.interfaces import own_addresses
+from ring_plugins.core.linux.interfaces import own_addresses, reserve_port
 from ring_plugins.core.linux.malloc import keep_freed_memory
 from ring_plugins.core.linux.shared_memory import is_available
 from ring_plugins.core.net.tcp import TcpTransport
 from ring_plugins.core.observe.observers import Observers
 from ring_plugins.core.observe.timeline import check_directory
 from ring_plugins.core.processes import Entry, Processes
-from ring_plugins.core.rendezvous import Rendezvous, connect, detect, leave
+from ring_plugins.core.rendezvous import Rendezvous, connect, detect, exported, leave
 from ring_plugins.core.rendezvous.claim import RankMarker, check_ancestors
 from ring_plugins.core.rendezvous.seats import Occupant, own_seat
 from ring_plugins.core.rendezvous.spawn import seats
@@ -142,6 +142,8 @@ class World:
         own = Liveness.create(rank) if size > 1 and is_available() else None
         most = MOST_MEMBERS if policy.replaces else 0
         server = ControlServer(size, rendezvous.addresses, most) if size > 1 and rank == 0 else None
+        #: A port of rank 0 for stores of torch's, of which `export_place` tells.
+        self._reserved = reserve_port() if server is not None and not policy.continues else None
         entries = [Entry(*item) for item in rendezvous.gather(self._entry(own, server))]
         self._server: dict[str, Any] = entries[0].server or {}
         self._secret = str(self._server.get("secret", "")).encode()
@@ -181,6 +183,7 @@ class World:
     def _connect_alone(self) -> None:
         """Be a job of one that looks like one of all seats, until it joins: the others do not wait for this process."""
         rank, seat, size = self.world_rank, self._rendezvous.rank, self._rendezvous.size
+        self._reserved, self._server = None, {}
         own = Liveness.create(rank)
         entry = self._entry(own, None)
         if self.own_seat is not None:
@@ -209,7 +212,19 @@ class World:
 
     def _entry(self, own: Liveness | None, server: ControlServer | None) -> Entry:
         addresses = own_addresses() if self._rendezvous.transport is not None else []
-        return Entry.own(own, server.address if server else None, addresses, self._policy)
+        address = dict(server.address) if server else None
+        if address is not None and self._reserved is not None:
+            address["store_port"] = self._reserved.getsockname()[1]
+        return Entry.own(own, address, addresses, self._policy)
+
+    def export_place(self) -> None:
+        """Tell other libraries in this process which rank it is (core/rendezvous/exported.py)."""
+        own, port = self.topology, self._server.get("store_port")
+        if port is None:
+            return
+        reachable = [*self._rendezvous.addresses, *self.processes.entries[0].addresses] if own.num_nodes > 1 else []
+        place = (own.rank, own.size, own.local_rank, own.local_size, (reachable or ["127.0.0.1"])[0], port)
+        exported.export(dict(zip(exported.NAMES, map(str, place), strict=True)))
 
     def _give_up(self, error: BaseException) -> None:
         """Tell the other ranks that this one does not join, because of an exception, and close what is open."""
@@ -598,6 +613,8 @@ class World:
             if self._rank_marker is not None:
                 steps.callback(leave, self.launcher)
                 steps.callback(self._rank_marker.release)
+            if self._reserved is not None:
+                steps.callback(self._reserved.close)
             steps.callback(self._rendezvous.close)
             for communicator in reversed(self.in_use()):
                 steps.callback(communicator.close)
@@ -681,6 +698,7 @@ def init(
     launcher = "single" if rendezvous.size == 1 else "spawned" if kind == "single" else kind
     _world = World(rendezvous, launcher, policy, ranks)
     set_rank(rendezvous.rank)
+    _world.export_place()
     if rendezvous.rank == 0 and _generation == 1:
         _warn_of_misspelled_variables()
         for text in policy.idle_variables():
@@ -706,6 +724,7 @@ def shutdown() -> None:
         world.close()
         kept_results.clear()
         set_rank(None)
+        exported.withdraw()
 
 
 def is_initialized() -> bool:

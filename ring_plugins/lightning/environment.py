@@ -120,6 +120,7 @@ class RingEnvironment:
             MASTER_ADDR=self.main_address,
             MASTER_PORT=str(self.main_port),
         )
+        os.environ.pop(config.EXPORTED.name, None)  # by a rank that has started this script
         tcp.started_by = "Lightning"
         self._record = detect()
         # Such a process ends without running `atexit` functions, and must not look as if it had crashed.

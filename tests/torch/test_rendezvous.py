@@ -82,9 +82,9 @@ def main(rank, directory):
     value = torch.ones(1)
     dist.all_reduce(value)
     assert (value.item(), ring.rank(), ring.size()) == (2, rank, 2)
-    assert "MASTER_PORT" not in os.environ  # a file has no port
     dist.destroy_process_group()
     ring.shutdown()
+    assert "MASTER_PORT" not in os.environ  # a file has no port
     ring.init()  # through the same file
     assert ring.all_reduce(torch.ones(1), op=ring.SUM).item() == 2
 

@@ -315,6 +315,7 @@ SHARE_GPU = Variable("RING_SHARE_GPU", SWITCH, False, "1 lets several ranks shar
 # Set by our launchers for the processes that they start.
 SPAWNED = Variable("RING_SPAWNED", TEXT, "", "")
 MEMBER = Variable("RING_MEMBER", TEXT, "", "")
+EXPORTED = Variable("RING_EXPORTED", TEXT, "", "")
 LOSSES_TOLERATED = Variable("RING_LOSSES_TOLERATED", TEXT, "", "")
 JOINS = Variable("RING_JOINS", WHOLE_NUMBER, 0, "")
 SEAT = Variable("RING_SEAT", TEXT, "", "")

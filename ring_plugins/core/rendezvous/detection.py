@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
-from ring_plugins.core.rendezvous import mpi, slurm, spawn, tcp
+from ring_plugins.core.rendezvous import exported, mpi, slurm, spawn, tcp
 from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous, integer
 from ring_plugins.core.rendezvous.seats import own_seat
 
@@ -66,6 +66,8 @@ def connect(ranks: int | None, generation: int) -> Rendezvous:
         generation: how often this process has connected before.
     """
     record = detect()
+    if record.kind != "rendezvous" or record.variables:
+        exported.withdraw()  # by a rank from which this process descends
     if not config.LAUNCHER.is_set():
         _check_that_nobody_is_missing(record, ranks)
     _check_that_this_is_the_rank(record)

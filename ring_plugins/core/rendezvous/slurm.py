@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 
+from ring_plugins.core.rendezvous.exported import launchers_value
 from ring_plugins.core.rendezvous.record import LaunchRecord, integer
 
 #: What tells a task from all others.
@@ -27,8 +28,8 @@ def detect() -> LaunchRecord | None:
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_RANK": os.environ.get("SLURM_LOCALID", "0"),
-        "MASTER_ADDR": os.environ.get("MASTER_ADDR") or first_host(nodes),
-        "MASTER_PORT": os.environ.get("MASTER_PORT")
+        "MASTER_ADDR": launchers_value("MASTER_ADDR") or first_host(nodes),
+        "MASTER_PORT": launchers_value("MASTER_PORT")
         or str(port(integer("SLURM_JOB_ID") or 0, integer("SLURM_STEP_ID") or 0)),
     }
     return LaunchRecord(

@@ -26,6 +26,7 @@ from ring_plugins.core.net.listener import Listener, Peer
 from ring_plugins.core.net.network_choice import choose, measure, own_interfaces, read_interfaces, unmeasured
 from ring_plugins.core.net.tcp import TcpTransport, open_transport
 from ring_plugins.core.rendezvous import bootstrap
+from ring_plugins.core.rendezvous.exported import launchers_value
 from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous, integer
 
 #: Seconds to wait for a previous user of MASTER_PORT, such as a store of torch's that is being closed, to release it.
@@ -92,7 +93,7 @@ def is_by_hand(record: LaunchRecord) -> bool:
 def _missing_variables() -> list[str]:
     """Those of torchrun's variables that are needed here and not set."""
     has_own_store = _provider is not None and _provider.has_own_store()
-    return [name for name in (VARIABLES[:2] if has_own_store else VARIABLES) if not os.environ.get(name)]
+    return [name for name in (VARIABLES[:2] if has_own_store else VARIABLES) if not launchers_value(name)]
 
 
 def connect(record: LaunchRecord, generation: int) -> Rendezvous:

@@ -1,0 +1,79 @@
+"""Libraries that ask the environment which rank this is see the job, whatever started it; children of a rank do not."""
+
+import os
+from unittest import mock
+
+import pytest
+
+from ring_plugins.core import rendezvous as launch
+from ring_plugins.core.rendezvous import exported
+from tests.launch import run_ranks
+from tests.launchers import FOREIGN_NAMES, FOREIGN_PREFIXES
+
+PLACE = dict(zip(exported.NAMES, ("1", "2", "1", "2", "127.0.0.1", "4711"), strict=True))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_set():
+    with mock.patch.dict(os.environ):
+        for name in list(os.environ):
+            if name.startswith(FOREIGN_PREFIXES) or name in FOREIGN_NAMES:
+                del os.environ[name]
+        yield
+
+
+READERS = """
+import os, subprocess, sys
+import ring_plugins as ring
+from tests.worker import report
+
+ring.init(ranks=int(os.environ["TEST_RANKS"]))
+
+import torch.distributed as dist  # not ring_plugins.torch, whose rendezvous needs no variables
+
+dist.init_process_group("gloo")
+report("torch", [dist.get_rank(), dist.get_world_size()])
+report("ring", [ring.rank(), ring.size()])
+report("local", [os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]])
+dist.barrier()
+dist.destroy_process_group()
+if ring.rank() == 0 and "OMPI_COMM_WORLD_RANK" not in os.environ:
+    child = "import ring_plugins as ring; ring.init(); print(ring.size(), end='')"
+    report("child", subprocess.run([sys.executable, "-c", child], capture_output=True, text=True).stdout)
+ring.barrier()
+rank = ring.rank()
+ring.shutdown()
+report("left", [name for name in ("RANK", "MASTER_PORT", "RING_EXPORTED") if name in os.environ], rank=rank)
+"""
+
+
+@pytest.mark.parametrize("launcher", ["spawned", "mpirun"])
+def test_torch_finds_the_job_in_the_environment(launcher):
+    result = run_ranks(READERS, 2, launcher)
+    assert result.values("torch") == result.values("ring") == [[0, 2], [1, 2]]
+    assert result.values("local") == [["0", "2"], ["1", "2"]]
+    assert result.values("left") == [[], []]
+    if launcher == "spawned":  # mpirun's own variables say that the child is that rank, so it is refused
+        assert result.values("child") == ["1"]
+
+
+def test_exported_variables_are_no_launchers():
+    exported.export(PLACE)
+    assert {name: os.environ[name] for name in exported.NAMES} == PLACE
+    assert launch.detect().kind == "single"
+    exported.withdraw()
+    assert not set(os.environ) & {*exported.NAMES, "RING_EXPORTED"}
+
+
+def test_a_launcher_that_a_rank_starts_is_seen():
+    exported.export(PLACE)
+    os.environ.update(RANK="1", WORLD_SIZE="2", MASTER_PORT="4712")  # the same rank of another job
+    assert (launch.detect().kind, launch.detect().rank, launch.detect().size) == ("rendezvous", 1, 2)
+
+
+def test_what_the_user_has_set_stays_unless_it_names_another_rank():
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="host1", LOCAL_RANK="0")
+    exported.export(PLACE)
+    assert {name: os.environ[name] for name in exported.NAMES} == {**PLACE, "MASTER_ADDR": "host1", "LOCAL_RANK": "0"}
+    exported.withdraw()
+    assert {name for name in exported.NAMES if name in os.environ} == {"MASTER_ADDR", "LOCAL_RANK"}
