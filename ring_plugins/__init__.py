@@ -7,7 +7,7 @@
 import importlib
 import warnings
 
-from ring_plugins import framework_threads
+from ring_plugins import averaging_check, framework_threads
 from ring_plugins.core.arrays.dtypes import AVERAGE, MAX, MIN, PRODUCT, SUM, Op
 from ring_plugins.core.base.errors import (
     ArgumentError,
@@ -53,6 +53,7 @@ from ring_plugins.other_names import no_attribute
 # Under torchrun, whose agent may hold MASTER_PORT, ranks meet through torch's store, also in scripts without torch.
 register_store_loader(lambda: importlib.import_module("ring_plugins.torch.rendezvous"))
 framework_threads.register()
+averaging_check.register()
 #: Former spellings, which earlier releases documented.
 _RENAMED = {"is_initialised": "is_initialized", "NotInitialised": "NotInitialized"}
 

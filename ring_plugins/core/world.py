@@ -706,7 +706,17 @@ def init(
     thread_count.share_among(_world.topology.rank, _world.processes.cores)
     if rendezvous.size > 1 and config.KEEP_MEMORY.get():
         keep_freed_memory()
+    for function in _on_joined:
+        function()
     return _world
+
+
+_on_joined: list[Callable[[], object]] = []
+
+
+def on_joined(function: Callable[[], object]) -> None:
+    """Have `init` call a function whenever this process has joined a job, for checks that name frameworks."""
+    _on_joined.append(function)
 
 
 def _warn_of_misspelled_variables() -> None:

@@ -18,18 +18,15 @@ changes its class to the counterpart and is constructed again with the same argu
 """
 
 import importlib
-import importlib.abc
-import importlib.util
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.install import is_installed
 from ring_plugins.core.rendezvous import detect
+from ring_plugins.import_watch import ImportWatch, has_finished
 from ring_plugins.lightning.environment import RingEnvironment
 from ring_plugins.lightning.fabric import BackwardSyncControl, RingFabricLogic
 from ring_plugins.lightning.parallel import Package
@@ -70,7 +67,7 @@ def strategies_for(name: str) -> Strategies:
         name: of the package.
     """
     for module in _MODULES[name]:
-        importlib.import_module(module)  # on a first import `_ImportWatch` derives the strategies
+        importlib.import_module(module)  # on a first import `_imported` derives the strategies
     if name not in _derived:
         _derived[name] = _strategies(name, *_MODULES[name])
         if len(_derived) == len(_MODULES):
@@ -223,64 +220,27 @@ def _keep_lightning_from_starting_mpi(mpi_environment: Any) -> None:
 # Packages imported later --------------------------------------------------------------------------
 
 
-class _ImportWatch(importlib.abc.MetaPathFinder):
-    """Derives the strategies for a package right after the script has imported it.
-
-    ``lightning`` imports all of its parts; ``lightning_fabric`` may be imported without ``pytorch_lightning``.
-    """
-
-    PACKAGE_OF = {"lightning": "lightning", "pytorch_lightning": "pytorch_lightning"} | {
-        "lightning_fabric": "pytorch_lightning"
-    }
-
-    def __init__(self) -> None:
-        self._watched = {module for module in self.PACKAGE_OF if module not in sys.modules}
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname not in self._watched:
-            return None
-        self._watched.discard(fullname)  # the search comes here again
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._watched.add(fullname)  # the caller may only be asking whether the package is installed
-        if spec is not None and spec.loader is not None:
-            self._call_after(spec.loader, lambda: self._imported(fullname))
-        return spec
-
-    def _imported(self, module: str) -> None:
-        self._watched.discard(module)
-        package = self.PACKAGE_OF[module]
-        # `lightning_fabric` is a part of `pytorch_lightning`, which may itself be in the middle of its import, or
-        # absent.
-        is_part = module != package
-        if not is_part or (package not in sys.modules and is_installed(package)):
-            strategies_for(package)
-
-    @staticmethod
-    def _call_after(loader: Any, function: Callable[[], None]) -> None:
-        """Call `function` after `loader` has executed its module; every module has a loader of its own."""
-        execute = loader.exec_module
-
-        def execute_and_call(module: ModuleType) -> None:
-            execute(module)
-            function()
-
-        loader.exec_module = execute_and_call
+#: ``lightning`` imports all of its parts; ``lightning_fabric`` may be imported without ``pytorch_lightning``.
+_PACKAGE_OF = {
+    "lightning": "lightning",
+    "pytorch_lightning": "pytorch_lightning",
+    "lightning_fabric": "pytorch_lightning",
+}
 
 
-def _has_finished(name: str) -> bool:
-    """Whether a package is imported completely, not just being imported."""
-    module = sys.modules.get(name)
-    return module is not None and not getattr(module.__spec__, "_initializing", False)
+def _imported(module: str) -> None:
+    """Derive the strategies for a package right after the script has imported it."""
+    package = _PACKAGE_OF[module]
+    # `lightning_fabric` is a part of `pytorch_lightning`, which may itself be in the middle of its import, or absent.
+    is_part = module != package
+    if not is_part or (package not in sys.modules and is_installed(package)):
+        strategies_for(package)
 
 
-for _name, _package in _ImportWatch.PACKAGE_OF.items():
-    if _has_finished(_name) and is_installed(_package):
+for _name, _package in _PACKAGE_OF.items():
+    if has_finished(_name) and is_installed(_package):
         strategies_for(_package)
-sys.meta_path.insert(0, _ImportWatch())
+sys.meta_path.insert(0, ImportWatch(_PACKAGE_OF, _imported))
 
 
 # The strategies ----------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ring_plugins.averaging_check import expect_averaging
 from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.collectives.validation import check_rank
@@ -16,7 +17,6 @@ from ring_plugins.core.elastic.root import Root
 from ring_plugins.core.functions import all_gather_object, all_or_none, broadcast, broadcast_object
 from ring_plugins.core.world import current
 from ring_plugins.torch import device
-from ring_plugins.torch.averaging_check import expect_averaging
 from ring_plugins.torch.device import index_of, is_on_gpu, streams
 from ring_plugins.torch.sharded_optimizer import is_sharded
 from ring_plugins.torch.tensor_memory import is_dense

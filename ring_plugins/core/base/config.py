@@ -167,7 +167,8 @@ WEIGHT_CHECK = Variable(
     SWITCH,
     True,
     "0 switches off the comparison of all ranks' weights after the first step, and with Lightning and Keras before "
-    "checkpoints ([observing](observing.md#do-all-ranks-still-have-the-same-weights))",
+    "checkpoints ([observing](observing.md#do-all-ranks-still-have-the-same-weights)); ranks may then train models of "
+    "their own",
 )
 START_TIMEOUT = Variable(
     "RING_START_TIMEOUT",

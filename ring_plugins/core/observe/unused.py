@@ -15,6 +15,8 @@ from collections.abc import Callable
 _EXPECTED = 600.0
 #: Only scripts that import one of these are taken to train. Others may want ranks and nothing else.
 _FRAMEWORKS = ("torch", "tensorflow", "jax")
+#: Functions that tell whether a library has connected the ranks by its own means; the package registers them.
+other_connections: list[Callable[[], bool]] = []
 
 
 class UnusedWatch:
@@ -35,10 +37,12 @@ class UnusedWatch:
         self._is_over = False
 
     def tick(self, now: float) -> None:
+        self._is_over = self._is_over or any(is_connected() for is_connected in other_connections)
         if now - self._began > _EXPECTED:
             self._check(f"have not communicated in their first {_EXPECTED / 60:.0f} minutes")
 
     def close(self) -> None:
+        self.tick(self._began)
         self._check("have ended without communicating")
 
     def _check(self, what: str) -> None:

@@ -1,0 +1,172 @@
+"""Ranks that train by themselves: a loop that averages nothing, and a library that has found no other rank."""
+
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ring_plugins import averaging_check
+from ring_plugins.core.base.errors import LaunchError
+from tests.launch import run_ranks
+
+
+class Job:
+    """Rank 0 of two ranks, with one communicator."""
+
+    topology = SimpleNamespace(size=2, rank=0)
+
+    def __init__(self, is_unused=False):
+        self.operations, self.is_unused = 0, is_unused
+
+    def is_mine(self):
+        return True
+
+    def activities(self):
+        return [] if self.is_unused else [SimpleNamespace(communicator="all ranks", number=self.operations)]
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Starts the watch of a job; gives what is warned of."""
+    warnings = []
+    monkeypatch.setattr(averaging_check.logger, "warning", warnings.append)
+    monkeypatch.setattr(averaging_check, "is_initialized", lambda: True)
+
+    def watch(job):
+        monkeypatch.setattr(averaging_check, "current", lambda: job)
+        averaging_check.expect_averaging()
+        return warnings
+
+    yield watch
+    for handle in averaging_check._handles:
+        handle.remove()
+
+
+def steps(count, job=None):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
+    for _ in range(count):
+        if job is not None:
+            job.operations += 1
+        optimizer.step()
+
+
+def test_a_second_job_in_the_process_is_watched_too_and_no_step_fails(watched):
+    """torch goes on to the next hook after one that has ended its watch: that one must not have removed itself."""
+    first, second = Job(), Job()
+    for job in (first, second):
+        warnings = watched(job)
+        later = register_optimizer_step_post_hook(lambda *_: None)
+        if job is first:
+            steps(2, job)
+            steps(30)
+            assert warnings == []
+        else:
+            steps(30)
+            (warning,) = warnings
+            assert "no gradient has been averaged" in warning
+        later.remove()
+    assert len(averaging_check._handles) == 1
+
+
+def called_by(library, function):
+    """Call a function from a package of that name."""
+    package = ModuleType(f"{library}.trainer")
+    exec("def train(function):\n    function()", vars(package))
+    package.train(function)
+
+
+@pytest.mark.parametrize(
+    ("library", "remedy"),
+    [
+        ("transformers", "use_cpu=True"),
+        ("accelerate", "cpu=True"),
+        ("lightning", "'ring'"),
+        ("lightning_fabric", "'ring'"),
+    ],
+)
+def test_a_library_that_counts_processes_is_stopped_at_once_if_it_found_none(watched, library, remedy):
+    watched(Job(is_unused=True))
+    with pytest.raises(LaunchError, match=f"rank 0 of 2 trains by itself: {library} has found no other") as caught:
+        called_by(library, lambda: steps(2))
+    assert remedy in str(caught.value) and "RING_WEIGHT_CHECK=0" in str(caught.value)
+    steps(30)  # it is said once
+
+
+def test_a_library_is_left_alone_if_ranks_communicate(watched):
+    job = Job()
+    warnings = watched(job)
+    called_by("lightning", lambda: steps(30, job))
+    assert warnings == []
+    watched(Job())  # they have, before training
+    with pytest.raises(LaunchError, match="taken 20 steps"):
+        called_by("lightning", lambda: steps(20))
+
+
+def test_ranks_may_train_models_of_their_own(watched, monkeypatch):
+    monkeypatch.setenv("RING_WEIGHT_CHECK", "0")
+    warnings = watched(Job(is_unused=True))
+    called_by("lightning", lambda: steps(30))
+    assert warnings == []
+
+
+ALONE = """
+import ring_plugins as ring
+from tests.worker import report
+
+ring.init(ranks=2)  # before torch is imported
+
+import lightning
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+options = {"plugins": [LightningEnvironment()]}  # else Lightning looks for mpirun's by starting MPI
+options |= dict(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+try:
+    lightning.Trainer(devices=1, limit_val_batches=0, **options).fit(BoringModel())
+except ring.LaunchError as error:
+    report("error", str(error))
+ring.barrier()
+"""
+
+
+def test_a_trainer_without_the_strategy_is_stopped_on_every_rank():
+    errors = run_ranks(ALONE, 2, "spawned").values("error")
+    assert [error.partition(":")[0] for error in errors] == [f"rank {rank} of 2 trains by itself" for rank in range(2)]
+
+
+TRANSFORMERS = """
+import ring_plugins as ring
+from tests.worker import report
+
+ring.init(ranks=2)
+
+import torch
+from transformers import Trainer, TrainingArguments
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(4, 1)
+
+    def forward(self, x):
+        return {"loss": self.layer(x).square().mean()}
+
+
+data = [{"x": torch.full((4,), float(i))} for i in range(16)]
+options = dict(per_device_train_batch_size=2, num_train_epochs=1, save_strategy="no", report_to=[], disable_tqdm=True)
+trainer = Trainer(Model(), TrainingArguments("unused", use_cpu=True, **options), train_dataset=data)
+trainer.train()
+report("steps", trainer.state.global_step)
+report("weights", trainer.model.layer.weight.detach())
+"""
+
+
+def test_transformers_trains_on_all_ranks():
+    pytest.importorskip("transformers")
+    result = run_ranks(TRANSFORMERS, 2, "spawned", timeout=180)
+    assert result.values("steps") == [4, 4]
+    assert result.values("weights")[0] == result.values("weights")[1]
+    assert "without communicating" not in result.stderr
