@@ -32,7 +32,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
-from ring_plugins.core.base.errors import PeerFailed
+from ring_plugins.core.base.errors import DeadlockError, MismatchError, PeerFailed
 from ring_plugins.core.base.log import flush_output, logger
 from ring_plugins.core.base.threads import HelperThread, set_on_death
 from ring_plugins.core.control.failure_detector import FailureDetector, ThreadDied, summary
@@ -142,6 +142,8 @@ def install(current: Callable[[], Job | None], shutdown: Callable[[], None]) -> 
             flush_output()
         finally:  # a signal's handler may have raised; Python shows both exceptions then
             _shielded(lambda: job.fail(cause or error))
+        if cause is None and other is None and isinstance(error, (MismatchError, DeadlockError)):
+            time.sleep(_PRINTING if is_reported else _SAME_ERROR)  # the others raise it elsewhere, and print that, too
         if cause is not None:
             detector = job.failure_detector
             time.sleep(_AFTER_NETWORK if detector is not None and detector.has_lost_the_network else _AFTER_PEER)
@@ -161,7 +163,7 @@ def _with_exit_status(failure: PeerFailed) -> PeerFailed:
 
 
 def _peer_with_same_error(job: Job, error: BaseException) -> int | None:
-    """Another rank that failed by an exception of the same type in the same line, None if there is none.
+    """Another rank that failed by an exception of the same type at the same place, None if there is none.
 
     A mistake in a script makes all ranks fail at about the same time. One traceback is enough, so every rank but 0
     gives the others a moment to report theirs.

@@ -24,6 +24,7 @@ from ring_plugins.core import world
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, RankFailed, TimeoutExceeded, name_ranks
 from ring_plugins.core.base.log import logger
+from ring_plugins.core.base.places import place_of
 from ring_plugins.core.exit_hooks import consequence
 
 #: Seconds that the other ranks may still report after one has failed. A rank needs up to RING_NETWORK_TIMEOUT, 6 s by
@@ -69,6 +70,7 @@ class Failure:
         error: the pickled exception, None if it cannot be pickled.
         caused_by: the rank whose failure made this one fail, None if this rank failed first.
         is_loss: whether the rank's process was ended from outside, so that a job may go on without it.
+        place: where in the user's code it failed, "" if unknown.
     """
 
     host: str
@@ -77,6 +79,7 @@ class Failure:
     error: bytes | None = None
     caused_by: int | None = None
     is_loss: bool = False
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -187,10 +190,10 @@ def _failure(error: BaseException) -> Failure:
     summary = "".join(traceback.format_exception_only(type(error), error)).strip()
     # Skips the first frame, which is `call`.
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next))
-    packed = None
+    place, packed = place_of(error), None
     with contextlib.suppress(Exception):
         packed = pack("the error", error.with_traceback(None))
-    failure = Failure(socket.gethostname(), summary, text, packed, caused_by, is_loss=_has_not_joined())
+    failure = Failure(socket.gethostname(), summary, text, packed, caused_by, _has_not_joined(), place)
     if failure.is_loss:  # the caller may not hear of it: the outcome of the next process counts
         logger.error(
             "the call failed in a process that was to take the place of a lost rank, before it joined; the other "
@@ -254,7 +257,7 @@ def results(outcomes: Sequence[Outcome], ranks: int = 0, trouble: str | None = N
     failed = [outcome for outcome in outcomes if outcome.failure and not (ranks and outcome.failure.is_loss)]
     if failed:
         causes = [outcome for outcome in failed if outcome.failure and outcome.failure.caused_by is None]
-        _raise_failure((causes or failed)[0])
+        _raise_failure(causes or failed)
     last = {outcome.rank: outcome for outcome in outcomes if not ranks or outcome.rank < ranks}
     found = {rank: outcome for rank, outcome in last.items() if outcome.failure is None and not outcome.left}
     fates = {rank: outcome.failure.summary if outcome.failure else outcome.left for rank, outcome in last.items()}
@@ -268,7 +271,9 @@ def results(outcomes: Sequence[Outcome], ranks: int = 0, trouble: str | None = N
     return RankResults((pickle.loads(found[rank].result) for rank in sorted(found)), lost)
 
 
-def _raise_failure(outcome: Outcome) -> NoReturn:
+def _raise_failure(outcomes: Sequence[Outcome]) -> NoReturn:
+    """Raise the first failure, with the tracebacks of those that happened elsewhere."""
+    outcome = outcomes[0]
     failure = outcome.failure
     assert failure is not None
     cause = None
@@ -278,6 +283,9 @@ def _raise_failure(outcome: Outcome) -> NoReturn:
         ):  # an exception whose constructor needs more than its args: the text has to do
             cause = pickle.loads(failure.error)
     text = f"rank {outcome.rank} on {failure.host} failed: {failure.summary}"
-    if failure.traceback:
-        text += f"\n\nOn rank {outcome.rank}:\n{failure.traceback.rstrip()}"
+    shown = set()
+    for other in outcomes:
+        if other.failure is not None and other.failure.traceback and other.failure.place not in shown:
+            shown.add(other.failure.place)
+            text += f"\n\nOn rank {other.rank}:\n{other.failure.traceback.rstrip()}"
     raise RankFailed(text, outcome.rank, failure.host, failure.traceback) from cause

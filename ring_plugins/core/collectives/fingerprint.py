@@ -80,12 +80,13 @@ class MismatchAfterRefusal(MismatchError):
     """Ranks disagree after one of them refused a call, which ends the communicator: they count operations unequally."""
 
 
-def mismatch(communicator: str, calls: dict[int, str]) -> MismatchError:
+def mismatch(communicator: str, calls: dict[int, str], own_place: str = "") -> MismatchError:
     """The error for ranks in different operations.
 
     Args:
         communicator: its name.
-        calls: world rank -> text of its operation.
+        calls: world rank -> text of its operation, with the place in its script where that is known.
+        own_place: where this rank's script is, if the texts do not tell.
     """
     by_text: dict[str, list[int]] = {}
     for rank, text in calls.items():
@@ -93,8 +94,25 @@ def mismatch(communicator: str, calls: dict[int, str]) -> MismatchError:
     parts = ", but ".join(
         f"{name_ranks(ranks)} call{'' if len(ranks) > 1 else 's'} {text}" for text, ranks in by_text.items()
     )
+    where = f" This rank is at {own_place}." if own_place else ""
     kind = MismatchAfterRefusal if any(_REFUSED in text for text in by_text) else MismatchError
-    return kind(f"ranks disagree in {communicator}: {parts}. All ranks must make equal calls in the same order.")
+    return kind(
+        f"ranks disagree in {communicator}: {parts}.{where} All ranks must make equal calls in the same order. "
+        f"{_likely_causes(calls)}"
+    )
+
+
+def _likely_causes(calls: dict[int, str]) -> str:
+    """What to look for, by what is known: one collective of different sizes, or different collectives."""
+    condition = "a condition that is true on some ranks only, such as `if rank() == 0:` around a call"
+    batches = "different numbers of batches"
+    if len({text.partition("(")[0] for text in calls.values()}) == 1:
+        return f"Usually a size depends on the rank, such as the last batch's; or look for {batches}, {condition}."
+    alone = [text for text in calls.values() if list(calls.values()).count(text) == 1]
+    # Rank 0 alone calls something else than all others.
+    if len(calls) > 2 and len(alone) == 1 and calls.get(0) == alone[0]:
+        return f"Usually there is {condition}; else {batches}."
+    return f"Usually the ranks have {batches}, or there is {condition}."
 
 
 def size_mismatch(

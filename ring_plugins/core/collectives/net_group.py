@@ -25,6 +25,7 @@ from ring_plugins.core.arrays.codec import Codec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import slices
 from ring_plugins.core.base.errors import MismatchError, PeerFailed, RingError
+from ring_plugins.core.base.places import place_of_call
 from ring_plugins.core.base.types import Array, Bytes
 from ring_plugins.core.collectives.butterfly import rounds
 from ring_plugins.core.collectives.fingerprint import Fingerprint, fingerprint, mismatch, size_mismatch
@@ -233,7 +234,8 @@ class NetworkGroup:
             for i in members:
                 if words[i * step] == _REPORT:
                     raise MismatchError(texts[i])
-            raise mismatch(self._name, {rank: text for i, text in texts.items() for rank in self._behind[i]})
+            calls = {rank: text for i, text in texts.items() for rank in self._behind[i]}
+            raise mismatch(self._name, calls, place_of_call())
         own = ranks[self.position]
         for i in members:
             theirs, awaited = words[i * step + 1], words[i * step + 2]

@@ -51,6 +51,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ring_plugins.core.base.errors import MismatchError, PeerFailed, RingError
+from ring_plugins.core.base.places import place_of_call
 from ring_plugins.core.base.types import Bytes
 from ring_plugins.core.collectives.fingerprint import Fingerprint, mismatch
 from ring_plugins.core.control.wait import SPIN, Wait
@@ -232,7 +233,8 @@ class SharedMemoryBarrier:
 
     def _raise_mismatch(self) -> None:
         """Exchange texts and raise; every member sees that codes differ, so all of them call this."""
-        self._write(self._fingerprint.text, _OPERATION)
+        where = place_of_call()
+        self._write(f"{self._fingerprint.text}{where and f' at {where}'}", _OPERATION)
         end = time.monotonic() + _TEXTS_TIMEOUT
         while time.monotonic() < end and not all(text[0] for text in self._texts):
             time.sleep(0.001)

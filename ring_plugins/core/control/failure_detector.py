@@ -39,6 +39,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ring_plugins.core.base.errors import DeadlockError, PeerFailed, PeerLeft
+from ring_plugins.core.base.places import place_of
 from ring_plugins.core.control.channel import EVERYONE, Channel
 from ring_plugins.core.control.liveness import SILENT_ENDS, LocalPeers
 from ring_plugins.core.control.membership import MembersLost
@@ -421,7 +422,6 @@ class ThreadDied(Exception):
 
 def summary(error: BaseException) -> str:
     """An error in one line, with the place in the user's code where it happened."""
-    frames = traceback.extract_tb(error.__traceback__)
     text = "".join(traceback.format_exception_only(type(error), error)).strip()
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{text}{where}"
+    where = place_of(error)
+    return f"{text} ({where})" if where else text
