@@ -9,6 +9,7 @@ import warnings
 
 from ring_plugins import averaging_check, framework_threads
 from ring_plugins.core.arrays.dtypes import AVERAGE, MAX, MIN, PRODUCT, SUM, Op
+from ring_plugins.core.base.arguments import check_calls
 from ring_plugins.core.base.errors import (
     ArgumentError,
     DeadlockError,
@@ -111,3 +112,4 @@ __all__ = [
     "shutdown",
     "size",
 ]
+check_calls(globals(), __all__)

@@ -3,7 +3,10 @@
 Scripts that come from Horovod import one module as `hvd` and find everything in it.
 """
 
+import ast
 import sys
+from collections.abc import Collection
+from pathlib import Path
 
 #: Names of Horovod's, with what to write instead where the name alone does not tell.
 _HOROVOD = {
@@ -49,13 +52,45 @@ _HOROVOD = {
 }
 
 
+#: Packages whose public names are looked up without importing them, which would import a framework.
+_PLUGINS = ("torch", "keras", "lightning")
+_OF_HOROVOD = ("horovod.torch", "horovod.keras", "horovod.tensorflow")
+
+
 def no_attribute(module: str, name: str) -> AttributeError:
-    """The error for a name that a module lacks."""
-    package = module.partition(".")[0]
-    if module != package and name in getattr(sys.modules.get(package), "__all__", ()):
-        remedy = f": it is {package}.{name}"
-    elif name in _HOROVOD:
-        remedy = f": write {_HOROVOD[name]} (docs/from_horovod.md)"
-    else:
-        remedy = ""
+    """The error for a name that a module lacks; called by the module's `__getattr__`.
+
+    Raises:
+        ImportError: with the same remedy, if `from module import name` asks: Python drops an AttributeError's text.
+    """
+    remedy = _remedy(module, name)
+    asks = sys._getframe(2).f_code.co_name
+    if remedy and asks == "_handle_fromlist":  # of importlib, which first sees whether the module has the name
+        raise ImportError(f"cannot import name {name!r} from {module!r}{remedy}", name=module)
     return AttributeError(f"module {module!r} has no attribute {name!r}{remedy}", name=name)
+
+
+def _remedy(module: str, name: str) -> str:
+    package, _, inner = module.partition(".")
+    if module != package and name in getattr(sys.modules.get(package), "__all__", ()):
+        return f": it is {package}.{name}"
+    if inner in ("", "horovod") and name in _PLUGINS and sys._getframe(3).f_code.co_name != "_handle_fromlist":
+        return f": write import {module}.{name}"
+    others = _OF_HOROVOD if inner.startswith("horovod") else _PLUGINS
+    if found := [f"{package}.{other}" for other in others if other != inner and name in _public_names(other)]:
+        return f": import it from {' or '.join(found)}"
+    return f": write {_HOROVOD[name]} (docs/from_horovod.md)" if name in _HOROVOD else ""
+
+
+def _public_names(module: str) -> Collection[str]:
+    """What a module of this package has in its first `__all__`, as its source says."""
+    source = Path(__file__).parent.joinpath(*module.split("."), "__init__.py")
+    try:
+        body = ast.parse(source.read_text(encoding="utf-8")).body
+    except OSError:  # installed without sources
+        return ()
+    for line in body:
+        if isinstance(line, ast.Assign) and [ast.unparse(target) for target in line.targets] == ["__all__"]:
+            names: list[str] = ast.literal_eval(line.value)
+            return names
+    return ()

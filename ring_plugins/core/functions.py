@@ -18,6 +18,7 @@ import numpy as np
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory, OnDevice, host_array, host_memory
 from ring_plugins.core.arrays.result_memory import SMALLEST, kept_results
+from ring_plugins.core.base.arguments import wrong_call
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
@@ -121,7 +122,10 @@ def all_or_none(collective: F) -> F:
             result = collective(*args, **options)
         except Exception as error:
             world.elastic.end_if_all_are_told()  # another rank has done so already
-            communicator.refuse(collective.__name__, error)
+            wrong = wrong_call(collective, args, options, error)
+            communicator.refuse(collective.__name__, wrong or error)
+            if wrong is not None:
+                raise wrong  # noqa: B904 - it says what it comes from
             raise
         except BaseException as error:
             if communicator.statistics.operations != before:  # some collectives exchange counts first
@@ -131,6 +135,7 @@ def all_or_none(collective: F) -> F:
             world.elastic.tell_changes()
         return result
 
+    telling.checks_calls = True  # type: ignore[attr-defined]  # what base/arguments.py does, it does itself
     return cast("F", telling)
 
 

@@ -161,6 +161,10 @@ def op_of(average: bool | None, op: Op | None) -> Op:
     """
     if average is not None and op is not None:
         raise ArgumentError(f"average={average!r} and op={op!r} say the same thing; pass only op.")
+    if not isinstance(average, bool | None):
+        raise ArgumentError(
+            f"average={average!r:.60} is neither True nor False; better pass op=hvd.Average or hvd.Sum."
+        )
     if op is None:
         return Sum if average is False else Average
     if not isinstance(op, Op):

@@ -2,6 +2,7 @@
 
 import os
 
+from ring_plugins.core.base.arguments import check_calls
 from ring_plugins.core.base.install import missing
 from ring_plugins.other_names import no_attribute
 
@@ -39,6 +40,7 @@ __all__ = [
     "synchronize_batch_norm",
     "undistribute",
 ]
+check_calls(globals(), __all__)
 
 
 def __getattr__(name: str) -> object:

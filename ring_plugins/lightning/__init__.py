@@ -21,6 +21,7 @@ except ImportError as error:
 
 from ring_plugins.lightning import packages as _packages
 from ring_plugins.lightning.environment import RingEnvironment
+from ring_plugins.other_names import no_attribute
 
 if TYPE_CHECKING:
     from ring_plugins.lightning.observe import BalanceMonitor, TimelineCallback
@@ -35,4 +36,4 @@ def __getattr__(name: str) -> Any:
         return getattr(_packages, name)
     if name in ("BalanceMonitor", "TimelineCallback"):
         return getattr(importlib.import_module("ring_plugins.lightning.observe"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise no_attribute(__name__, name)

@@ -1,5 +1,6 @@
 """PyTorch: averaged gradients for plain loops, and the "ring" backend of torch.distributed."""
 
+from ring_plugins.core.base.arguments import check_calls
 from ring_plugins.core.base.install import missing
 from ring_plugins.other_names import no_attribute
 
@@ -40,6 +41,7 @@ __all__ = [
     "broadcast_parameters",
     "reduce_scatter",
 ]
+check_calls(globals(), __all__)
 
 
 def __getattr__(name: str) -> object:

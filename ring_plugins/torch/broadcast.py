@@ -38,10 +38,17 @@ def broadcast_parameters(
     """
     if current().is_joining:  # it gets the others' weights with their state
         return
+    if isinstance(parameters, torch.optim.Optimizer):
+        raise ArgumentError(
+            f"parameters={type(parameters).__name__} is an optimizer: pass the model, and call "
+            "broadcast_optimizer_state(optimizer) too."
+        )
     if isinstance(parameters, nn.Module):
         named = [*parameters.named_parameters(), *parameters.named_buffers()]
     else:
         named = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
+    if not all(isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in named):
+        raise ArgumentError("parameters holds other items than names and tensors: pass the model, or its state_dict().")
     source = Root(check_rank(root, current().communicator))
     _check_equal([(name, str(tensor.dtype), tuple(tensor.shape), tensor.device.type) for name, tensor in named])
     with torch.no_grad():
@@ -65,10 +72,14 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -
             "a sharded optimizer has no whole state on any rank that could be broadcast; call load_state_dict() on all "
             "ranks, or broadcast_optimizer_state() before the optimizer is sharded."
         )
-    if current().topology.size == 1 or current().is_joining:
-        return
+    if not hasattr(optimizer, "param_groups"):
+        raise ArgumentError(
+            f"optimizer={type(optimizer).__name__} is no optimizer; for models, use broadcast_parameters."
+        )
     communicator = current().communicator
     source = Root(check_rank(root, communicator))
+    if current().topology.size == 1 or current().is_joining:
+        return
     state: Any = optimizer.state_dict() if source.is_here() else None
     described = broadcast_object(tree_map_only(torch.Tensor, Placeholder, state), source.rank_in(communicator))
     if not source.is_here():

@@ -110,6 +110,8 @@ class GradientAverager:
                 raise ArgumentError(f'sparse={sparse!r} must be "gather" or "densify".')
             _check_passes(passes_per_step)
             model = parameters if isinstance(parameters, nn.Module) else list(parameters)
+            if isinstance(model, list) and not all(isinstance(parameter, nn.Parameter) for _, parameter in model):
+                raise ArgumentError("parameters holds other items than (name, parameter) pairs: pass the model.")
             sizes = BucketSizes(bucket_bytes, first_bucket_bytes).checked()
             codec = Compression.named(compression, error_feedback)
             chosen_overlap(overlap)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sized
 import torch
 from torch.utils.data import Sampler
 
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.world import current
 
 
@@ -29,6 +30,8 @@ class ElasticSampler(Sampler[int]):
     """
 
     def __init__(self, data: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        if not isinstance(data, Sized):
+            raise ArgumentError(f"data={type(data).__name__} has no length, so it cannot be divided among the ranks.")
         self._data = data
         self._shuffle = shuffle
         self._seed = seed

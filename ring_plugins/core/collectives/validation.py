@@ -116,7 +116,12 @@ def check_splits(splits: Sequence[int] | None, rows: int, size: int) -> list[int
         if rows % size:
             raise ArgumentError(f"x has {rows} rows, which {size} ranks cannot share equally; pass splits.")
         return [rows // size] * size
-    counts = [int(split) for split in splits]
+    try:
+        counts = [int(index(split)) for split in splits]
+    except TypeError as error:
+        raise ArgumentError(
+            f"splits={splits!r:.60} must be {size} whole numbers of rows, one for each rank."
+        ) from error
     if len(counts) != size or sum(counts) != rows or min(counts) < 0:
         raise ArgumentError(f"splits={counts} must be {size} numbers that add up to the {rows} rows of x.")
     return counts

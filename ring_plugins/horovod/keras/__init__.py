@@ -19,6 +19,7 @@ import numpy as np
 import ring_plugins as ring
 from ring_plugins import keras as ring_keras
 from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.base.arguments import check_calls
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.functions import all_or_none
 from ring_plugins.horovod.basics import *  # noqa: F403 - Horovod has these names in every module
@@ -167,3 +168,6 @@ def reducescatter(value: Any, name: str | None = None, op: Op = Average, process
 
 def _array(value: Any) -> np.ndarray[Any, Any]:
     return np.asarray(keras.ops.convert_to_numpy(value))
+
+
+check_calls(globals(), __all__)

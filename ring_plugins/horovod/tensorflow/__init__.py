@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.base.arguments import check_calls
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.validation import refusals_told
 from ring_plugins.core.gradients.fusion import BucketSizes
@@ -237,3 +238,6 @@ if keras.backend.backend() == "tensorflow":
     # Scripts read the list before this package sees their optimizer, so the classes must have it.
     for _kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         _make_variables_callable(_kind)
+
+
+check_calls(globals(), __all__)

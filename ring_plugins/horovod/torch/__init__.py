@@ -20,6 +20,7 @@ except ImportError as error:
 
 import ring_plugins.torch
 from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.base.arguments import check_calls
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.horovod import basics
 from ring_plugins.horovod.basics import *  # noqa: F403 - Horovod has these names in every module
@@ -115,3 +116,6 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[tuple[str, Any]], 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
     """Give all ranks the root's optimizer state and options; `model` is not needed."""
     ring_plugins.torch.broadcast_optimizer_state(optimizer, root_rank)
+
+
+check_calls(globals(), __all__)

@@ -1,0 +1,154 @@
+"""Calls that a public function or class cannot take at all, as errors that say what to pass instead.
+
+Python's own TypeError for an unknown argument names no remedy; most such arguments are those of another library, in
+which the same thing has another name. What a value of a wrong type raises, deep inside, does not even name it.
+Both are explained once a call has failed, from the function's signature and type hints, so calls cost nothing more.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from functools import wraps
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from ring_plugins.core.base.errors import ArgumentError, RingError
+
+#: Characters of a text that an error shows.
+_SHORT = 60
+
+#: Arguments of other libraries: the one of ours that means the same, and how to pass it.
+_ELSEWHERE: Mapping[str, tuple[str, str]] = {
+    "async_op": ("wait", "wait=False, which returns a Work,"),
+    "average": ("op", "op=SUM for a sum, or nothing for an average,"),
+    "np": ("ranks", "ranks"),
+    "num_proc": ("ranks", "ranks"),
+    "reduce_op": ("op", "op"),
+    "root_rank": ("root", "root"),
+    "src": ("root", "root"),
+    "tensor": ("x", "x"),
+    "world_size": ("ranks", "ranks"),
+}
+_GROUPS = (
+    'all ranks take part. With PyTorch, torch.distributed.init_process_group("ring") and new_group(ranks) make groups'
+)
+_WITHOUT = {
+    "group": _GROUPS, "process_set": _GROUPS, "name": "leave it out, operations match by their order on all ranks"
+}  # fmt: skip
+
+
+def wrong_call(
+    function: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any], error: Exception, name: str = ""
+) -> ArgumentError | None:
+    """The error to raise instead of one that a function has raised since it cannot take its arguments; None otherwise.
+
+    Args:
+        function: that was called.
+        args, options: what it was called with.
+        error: that it has raised.
+        name: what users call it, by default its own name.
+    """
+    if isinstance(error, RingError) or not isinstance(error, (TypeError, AttributeError, ValueError)):
+        return None
+    signature, name = inspect.signature(function), name or function.__name__
+    try:
+        given = signature.bind(*args, **options).arguments
+    except TypeError as wrong:
+        found = ArgumentError(_unknown(name, signature, options) or f"{name}(): {wrong}. {_listed(signature)}")
+        found.__suppress_context__ = True
+        return found
+    try:
+        hints = get_type_hints(function)
+    except Exception:  # a name in them may exist for type checkers only
+        return None
+    for argument, value in given.items():
+        kind = signature.parameters[argument].kind
+        if argument in hints and kind is not kind.VAR_KEYWORD and not _fits(value, hints[argument]):
+            wanted = str(signature.parameters[argument].annotation)
+            found = ArgumentError(f"{name}() got {argument}={_shown(value)}, but takes {wanted} there.")
+            found.__cause__ = error
+            return found
+    return None
+
+
+def _unknown(name: str, signature: inspect.Signature, options: Mapping[str, Any]) -> str:
+    """What is wrong with an option that a function does not have, "" if it has all."""
+    takes = signature.parameters
+    for unknown in (one for one in options if one not in takes):
+        own, meant = _ELSEWHERE.get(unknown, ("", ""))
+        if own not in takes:
+            meant = next(iter(difflib.get_close_matches(unknown, takes, 1)), "")
+        remedy = f": pass {meant} instead" if meant else f": {_WITHOUT[unknown]}" if unknown in _WITHOUT else ""
+        return f"{name}() has no argument {unknown}={_shown(options[unknown])}{remedy}. {_listed(signature)}"
+    return ""
+
+
+def _listed(signature: inspect.Signature) -> str:
+    takes = [one for one in signature.parameters if one != "self"]
+    return f"It takes {', '.join(takes)}." if takes else "It takes no arguments."
+
+
+def _shown(value: Any) -> str:
+    is_short = isinstance(value, (int, float, type(None))) or (isinstance(value, str) and len(value) < _SHORT)
+    return repr(value) if is_short else f"<{type(value).__module__}.{type(value).__qualname__}>"
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is what a type hint says, as far as that is quickly seen; of collections, the first item."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, one) for one in inner)
+    if origin is Literal:
+        return value in inner
+    kind = type(None) if hint is None else origin or hint
+    if kind is float:
+        kind = (float, int)
+    if not isinstance(kind, (type, tuple)) or getattr(kind, "_is_protocol", False) or kind is tuple[()]:
+        return True
+    if not isinstance(value, kind):
+        return False
+    if isinstance(value, (str, bytes)) and kind not in (str, bytes, object):
+        return not inner  # a collection of characters is hardly meant
+    if inner and isinstance(value, (list, tuple, dict)) and value and origin is not tuple:
+        return _fits(next(iter(value)), inner[0])
+    return True
+
+
+def check_calls(namespace: MutableMapping[str, Any], names: Iterable[str]) -> None:
+    """Let public functions and classes of a module raise `ArgumentError` for arguments that they do not have.
+
+    Args:
+        namespace: of the module.
+        names: its public names.
+    """
+    for name in names:
+        public = namespace.get(name)
+        if inspect.isfunction(public):
+            namespace[name] = checked = _checked(public, name)
+            defined_in = vars(sys.modules[public.__module__])
+            if defined_in.get(name) is public:  # so that it can be pickled
+                defined_in[name] = checked
+        elif inspect.isclass(public) and inspect.isfunction(vars(public).get("__init__")):
+            type.__setattr__(
+                public, "__init__", _checked(vars(public)["__init__"], name)
+            )  # also for what derives from it
+
+
+def _checked(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    if hasattr(function, "checks_calls"):
+        return function
+
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            return function(*args, **options)
+        except Exception as error:
+            if wrong := wrong_call(function, args, options, error, name):
+                raise wrong  # noqa: B904 - it says what it comes from
+            raise
+
+    call.checks_calls = True  # type: ignore[attr-defined]
+    return call

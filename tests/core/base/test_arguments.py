@@ -1,0 +1,96 @@
+"""What users read who pass arguments that a public function does not have, or of a wrong type."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+from typing import Literal
+
+import pytest
+
+import ring_plugins as ring
+from ring_plugins.core.base.arguments import check_calls
+from ring_plugins.core.base.errors import ArgumentError, MismatchError
+
+
+def scale(x: float, op: Literal["sum", "mean"] = "mean", *, wait: bool = True, names: Iterable[str] | None = None):
+    """As public functions are."""
+    if op == "fail":
+        raise MismatchError("of ours")
+    return [name.upper() for name in names or ()] or x * 2.0 + 0 * len(op)
+
+
+class Scaler:
+    def __init__(self, factor: int, **more: object) -> None:
+        self.factor = factor.bit_length()
+
+
+@pytest.fixture
+def checked():
+    namespace = {"scale": scale, "Scaler": Scaler, "THREE": 3}
+    original = Scaler.__init__
+    check_calls(namespace, namespace)
+    yield namespace
+    globals()["scale"], Scaler.__init__ = namespace["scale"].__wrapped__, original
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "text"),
+    [
+        ((1.0,), {"average": True}, "scale() has no argument average=True: pass op=SUM for a sum, or nothing for an a"),
+        (
+            (1.0,),
+            {"async_op": 1},
+            "scale() has no argument async_op=1: pass wait=False, which returns a Work, instead.",
+        ),
+        ((1.0,), {"name": "x"}, "scale() has no argument name='x': pass names instead. It takes x, op, wait, names."),
+        ((1.0,), {"group": ...}, "scale() has no argument group=<builtins.ellipsis>: all ranks take part. "),
+        ((), {}, "scale(): missing a required argument: 'x'. It takes x, op, wait, names."),
+        ((1.0, "sum", 3), {}, "scale(): too many positional arguments."),
+        ((None,), {}, "scale() got x=None, but takes float there."),
+        ((1.0, None), {}, "scale() got op=None, but takes Literal['sum', 'mean'] there."),
+        ((1.0,), {"names": [1]}, "scale() got names=<builtins.list>, but takes Iterable[str] | None there."),
+    ],
+)
+def test_a_call_that_cannot_be_is_explained(checked, args, options, text):
+    with pytest.raises(ArgumentError) as found:
+        checked["scale"](*args, **options)
+    assert str(found.value).startswith(text)
+
+
+def test_other_errors_and_results_stay_as_they_are(checked):
+    assert checked["scale"](1) == 2 and checked["scale"](1.0, names=["a"]) == ["A"] and checked["THREE"] == 3
+    with pytest.raises(MismatchError, match="of ours"):
+        checked["scale"](1.0, "fail")
+    with pytest.raises(AttributeError, match="upper"):  # the first is right; further ones are not looked at
+        checked["scale"](1.0, names=["a", 3])
+    assert pickle.loads(pickle.dumps(checked["scale"])) is checked["scale"]
+
+
+def test_classes_are_checked_as_well_as_what_derives_from_them(checked):
+    class Derived(Scaler):
+        def __init__(self, **options):
+            super().__init__(**options)
+
+    assert Scaler(3).factor == Derived(factor=3, other=1).factor == 2
+    for call, text in (
+        (Scaler, r"Scaler\(\): missing a required argument: 'factor'. It takes factor, more."),
+        (lambda: Scaler("3"), r"Scaler\(\) got factor='3', but takes int there."),
+        (Derived, "missing a required argument"),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            call()
+
+
+def test_public_functions_are_checked():
+    ring.init()
+    for call, text in (
+        (lambda: ring.all_reduce(1.0, average=True), r"all_reduce\(\) has no argument average=True: pass op=SUM for a"),
+        (lambda: ring.broadcast(1.0, root_rank=0), r"broadcast\(\) has no argument root_rank=0: pass root instead"),
+        (lambda: ring.init(np=2), r"init\(\) has no argument np=2: pass ranks instead"),
+        (lambda: ring.run(print, num_proc=2), r"run\(\) has no argument num_proc=2: pass ranks instead"),
+        (lambda: ring.rank(0), r"rank\(\): too many positional arguments. It takes no arguments."),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            call()
+    ring.shutdown()
