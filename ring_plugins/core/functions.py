@@ -458,7 +458,10 @@ def _writable(result: Any, name: str) -> tuple[HostMemory, Callable[[], None]]:
     """Contiguous memory for a result, and a function to call once it holds the result."""
     array, dtype = host_array(result, name)
     if not array.flags.writeable:
-        raise ArgumentError(f"{name} is read-only memory and cannot take the result; pass a writable copy.")
+        raise ArgumentError(
+            f"{name} is read-only memory and cannot take the result; leave it out and use what is returned, or pass a "
+            "writable copy, such as a numpy array."
+        )
     if array.flags.c_contiguous:
         return HostMemory(_flat(array), dtype), lambda: None
     staged = np.ascontiguousarray(array)

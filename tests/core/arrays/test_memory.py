@@ -73,6 +73,21 @@ def test_memory_that_is_a_copy_takes_no_results(x):
         host_memory(x, writable=True)
 
 
+class Unchanging:
+    """An array of a framework whose arrays do not change, so that several may share memory."""
+
+    def __init__(self, array):
+        self._array = array
+        self.__dlpack__, self.__dlpack_device__ = array.__dlpack__, array.__dlpack_device__
+
+
+def test_arrays_of_frameworks_that_never_change_them_take_no_results():
+    x = Unchanging(np.ones(3))
+    assert host_memory(x).array.tolist() == [1, 1, 1]
+    with pytest.raises(ArgumentError, match="x is read-only memory"):
+        host_memory(x, writable=True)
+
+
 @pytest.mark.parametrize("itemsize", [1, 4, 8, 16])
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 1000, 12345])
 @pytest.mark.parametrize("parts", [1, 2, 3, 16])
