@@ -21,8 +21,10 @@ averaging in `train_step` (which would miss optimizers that a user's own step ca
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
@@ -41,9 +43,9 @@ from ring_plugins.keras.healing import refuse_to_heal_overlapped
 from ring_plugins.keras.interrupted_fit import watch_fit
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.joining import refuse_before_joining
-from ring_plugins.keras.sharded_optimizer import ShardedUpdates, check_shardable, innermost, is_sharded, sharded
+from ring_plugins.keras.sharded_optimizer import ShardedUpdates, check_shardable, is_sharded, sharded
 from ring_plugins.keras.state import optimizers_of, value_of
-from ring_plugins.keras.validation import check_equal_optimizers, warn_of_gpu_copies
+from ring_plugins.keras.validation import check_equal_optimizers, updating_optimizers, warn_of_gpu_copies
 from ring_plugins.observe.drift import checksum, differing_weights
 from ring_plugins.observe.training import announce_training
 
@@ -298,21 +300,21 @@ class GradientAveraging:
         """Update with gradients that are already averaged."""
         self._originals["apply"](averages, variables)
 
-    def _rate_variable(self) -> Any:
-        """The variable of the learning rate; None if a schedule computes it, or if sharded updates compare it."""
-        rate = innermost(self.optimizer)._learning_rate  # Keras 3.15.1, optimizers/base_optimizer.py:777
-        return rate if isinstance(rate, keras.Variable) and self.sharded is None else None
+    def _rate_variables(self) -> list[Any]:
+        """The variables of the learning rates; none where schedules compute them or sharded updates compare them."""
+        # Keras 3.15.1, optimizers/base_optimizer.py:777.
+        rates = [one._learning_rate for one in updating_optimizers(self.optimizer)]
+        return [rate for rate in rates if isinstance(rate, keras.Variable) and self.sharded is None]
 
     def rate(self) -> Any:
-        """The value of the learning rate, to be compared among the ranks; None if a schedule computes it."""
-        variable = self._rate_variable()
-        return None if variable is None else variable.value
+        """The value to be compared among the ranks: the learning rate, or the sum of several; None for schedules."""
+        return sum_of([variable.value for variable in self._rate_variables()])
 
     def rate_among(self, optimizer_variables: Sequence[Any]) -> Any:
-        """The learning rate in a step that gets the values of all variables."""
-        wanted = self._rate_variable()
+        """The same in a step that gets the values of all variables."""
+        wanted = self._rate_variables()
         pairs = zip(self.optimizer.variables, optimizer_variables, strict=False)
-        return next((value for variable, value in pairs if variable is wanted), None)
+        return sum_of([value for variable, value in pairs if any(variable is rate for rate in wanted)])
 
     def average(self, gradients: list[Any], variables: list[Any], rate: Any = None) -> list[Any]:
         """Average the gradients of these variables; None stays None. `rate` is compared among the ranks."""
@@ -434,6 +436,11 @@ class GradientAveraging:
             f"variable {getattr(variable, 'path', variable)!r} is not among those the optimizer was built for; use a "
             "separate optimizer for it."
         )
+
+
+def sum_of(values: list[Any]) -> Any:
+    """Their sum; None if there are none."""
+    return functools.reduce(operator.add, values) if values else None
 
 
 def call_if_alive(method: weakref.WeakMethod[Callable[[], Any]]) -> Callable[[], Any]:

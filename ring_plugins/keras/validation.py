@@ -7,6 +7,7 @@ rank and the remedy.
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -88,13 +89,21 @@ def check_equal_epochs(epoch: int, communicator: Communicator) -> None:
     )
 
 
+def updating_optimizers(optimizer: Any) -> list[Any]:
+    """The optimizers that update: those of a `MultiOptimizer`, or the one inside any LossScaleOptimizer."""
+    while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
+        optimizer = inner
+    return list(getattr(optimizer, "optimizers", [optimizer]))
+
+
 def check_equal_learning_rates(optimizer: Any, communicator: Communicator) -> None:
-    """Check that the learning rate is the same on all ranks. Collective.
+    """Check that the learning rate, or each of several, is the same on all ranks. Collective.
 
     Raises:
         MismatchError: the rates differ.
     """
-    rates = communicator.all_gather_object(float(keras.ops.convert_to_numpy(optimizer.learning_rate)))
+    own = [float(keras.ops.convert_to_numpy(one.learning_rate)) for one in updating_optimizers(optimizer)]
+    rates = communicator.all_gather_object(own[0] if len(own) == 1 else tuple(own))
     if len(set(rates)) > 1:
         raise MismatchError(
             f"learning rates differ among ranks: {rates}, in rank order. A callback such as ReduceLROnPlateau used "
@@ -128,7 +137,11 @@ def _options_of(optimizer: Any) -> dict[str, str] | None:
     """The class and the options of an optimizer by name, those inside options too; None if they are not known now."""
     try:
         with backend().at_once():
-            options = optimizer.get_config()
+            parts = getattr(optimizer, "optimizers", None)  # of a `MultiOptimizer`
+            if parts is None:
+                options = optimizer.get_config()
+            else:
+                options = {f"optimizers.{i}": _options_of(part) for i, part in enumerate(parts)}
     except Exception:  # of any framework: a value that is traced has no number, a rate may be any function
         return None
     return {"class": type(optimizer).__name__, **_flattened(options, "")}
@@ -140,7 +153,7 @@ def _flattened(options: dict[str, Any], prefix: str) -> dict[str, str]:
         if isinstance(value, dict):
             found |= _flattened(value, f"{prefix}{name}.")
         elif name not in ("name", "registered_name"):  # which may count the optimizers of a process
-            found[prefix + name] = repr(value)
+            found[prefix + name] = re.sub(" at 0x[0-9a-f]+", "", repr(value))  # of a function
     return found
 
 

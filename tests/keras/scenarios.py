@@ -184,6 +184,17 @@ def schedule(run: Run) -> Outcome:
     return weights(model)
 
 
+@scenario
+def several_optimizers(run: Run) -> Outcome:
+    """Chosen by a function, which ranks cannot compare; one accumulates, and one has a schedule."""
+    run.seed()
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.7)
+    first, second = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2), keras.optimizers.SGD(schedule)
+    model = dense(keras.optimizers.MultiOptimizer(lambda variable: first if len(variable.shape) > 1 else second))
+    run.fit(model, *features(run.ranks, steps=4))
+    return weights(model)
+
+
 class KeepsGradients(keras.optimizers.Optimizer):
     """Steps by the sum of this gradient, its change and an average; the change is that of Adan and Rprop."""
 

@@ -103,7 +103,7 @@ def test_optimizers_with_other_options_are_refused_by_name():
     import keras
 
     from ring_plugins.core.base.errors import MismatchError
-    from ring_plugins.keras.validation import check_equal_optimizers
+    from ring_plugins.keras.validation import check_equal_learning_rates, check_equal_optimizers
 
     def rate(rank):
         return keras.optimizers.schedules.ExponentialDecay(0.1, 10 + rank, 0.9)
@@ -119,12 +119,21 @@ def test_optimizers_with_other_options_are_refused_by_name():
         "inner_optimizer.config.momentum": lambda r: keras.optimizers.LossScaleOptimizer(
             keras.optimizers.SGD(0.1, r / 2)
         ),
+        "optimizers.0.learning_rate": lambda r: built(keras.optimizers.SGD(0.1 * (1 + r))),
     }
+
+    def built(inner):
+        several = keras.optimizers.MultiOptimizer(lambda variable: inner)
+        several.build([keras.Variable([1.0])])
+        return several
 
     def rank_of(rank, communicator):
         check_equal_optimizers(keras.optimizers.Adam(rate(0), name=f"adam_{rank}"), communicator)
         for text, make in different.items():
             with pytest.raises(MismatchError, match=text):
                 check_equal_optimizers(make(rank), communicator)
+        check_equal_optimizers(built(keras.optimizers.SGD(0.1)), communicator)
+        with pytest.raises(MismatchError, match="learning rates differ among ranks"):
+            check_equal_learning_rates(built(keras.optimizers.SGD(0.1 * (1 + rank))), communicator)
 
     on_thread_ranks(2, rank_of)

@@ -49,6 +49,7 @@ BY_DEFAULT = {
     "sharded_optimizers": (),
     "sharded_with_everything_before_the_update": (TORCH,),
     "several_accumulating_steps_an_execution": (),
+    "several_optimizers": (TORCH,),
     "several_steps_an_execution": (TF, JAX),
     "two_outputs_with_weights": (TORCH,),
 }
@@ -78,6 +79,7 @@ ON_REQUEST = {
     "remainder": (TF,),
     "schedule": (TF,),
     "several_accumulating_steps_an_execution": (TF,),
+    "several_optimizers": (TF, JAX),
     "sharded_and_compiled": (TF, JAX),
     "sharded_and_eager": (TF, TORCH, JAX),
     "sharded_embedding": (TORCH, JAX),

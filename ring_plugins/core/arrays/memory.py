@@ -129,7 +129,7 @@ def host_memory(x: Any, name: str = "x", *, writable: bool = False) -> HostMemor
             f"pass {name}.contiguous() or numpy.ascontiguousarray({name})."
         )
     if writable and not array.flags.writeable:
-        raise ArgumentError(f"{name} is read-only memory and cannot take the result; pass a writable copy, such as a numpy array.")
+        raise ArgumentError(f"{name} is read-only memory and cannot take the result; pass a writable copy.")
     return HostMemory(array if array.ndim == 1 else array.reshape(-1), dtype)
 
 
@@ -220,8 +220,7 @@ def _from_dlpack(x: Any, name: str) -> tuple[Array, str]:
     memory: Any = (ctypes.c_char * span).from_address(tensor.pointer)
     memory._owner = (x, capsule)  # numpy keeps `memory` alive, `memory` keeps the tensor alive
     flat = np.frombuffer(memory, dtype=storage)
-    # A result written to a copy would be lost; and arrays of frameworks other than torch's do not change: they may share
-    # memory with variables and constants.
+    # A result written to a copy would be lost; and frameworks whose arrays never change let them share memory.
     flat.flags.writeable = not copied and hasattr(x, "new_empty")
     if strides is None:
         return flat.reshape(shape), dtype
