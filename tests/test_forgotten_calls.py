@@ -27,10 +27,13 @@ TORCH = """
             optimizer = DistributedOptimizer(optimizer, model.named_parameters())
         if broadcast:
             broadcast_parameters(model)
-        for _ in range(25):
-            optimizer.zero_grad()
-            model(torch.randn(4, 8)).square().mean().backward()
-            optimizer.step()
+        try:
+            for _ in range(25):
+                optimizer.zero_grad()
+                model(torch.randn(4, 8)).square().mean().backward()
+                optimizer.step()
+        except ring.DriftError:
+            print("DriftError after the second step", flush=True)
         ring.shutdown()
 
     for mistake in ("both", "broadcast", "averaging", "none", "broadcast on purpose"):
@@ -76,6 +79,7 @@ TEXTS = (
     "the 2 ranks of this job have ended without communicating",
     "Call ring_plugins.torch.broadcast_parameters(model) before the first step",
     "Wrap the optimizer in ring_plugins.torch.DistributedOptimizer",
+    "DriftError after the second step",
 )
 
 
@@ -84,10 +88,10 @@ def test_a_plain_loop_is_told_what_it_forgot(tmp_path):
     assert ended.returncode == 0, ended.stdout
     jobs = re.split("forgotten: (.*)\n", ended.stdout)
     said = {mistake: [text for text in TEXTS if text in jobs[i + 1]] for i, mistake in enumerate(jobs) if i % 2}
-    averages, alone, differ, silent = TEXTS
+    averages, alone, differ, silent, ends = TEXTS
     assert said == {
         "both": [alone],
-        "broadcast": [averages, differ],
+        "broadcast": [averages, differ, ends],
         "averaging": [silent],
         "none": [averages],
         "broadcast on purpose": [averages],

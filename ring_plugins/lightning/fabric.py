@@ -161,7 +161,7 @@ class RingFabricLogic(RingParallelLogic):
     @override
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self._backward_sync_control.check()
-        self._compare_weights("before a checkpoint")
+        self._backward_sync_control.compare_weights("before this checkpoint is saved")
         super().save_checkpoint(*args, **kwargs)
 
     @override
@@ -234,6 +234,11 @@ class BackwardSyncControl:
         """Raise if a failure made the last averages meaningless."""
         for _, averager in self._averagers:
             averager.check()
+
+    def compare_weights(self, when: str) -> None:
+        """Raise `DriftError` if the ranks' weights differ; `when` begins its text. Collective."""
+        for _, averager in self._averagers:
+            averager.compare_weights(when)
 
     def close(self) -> None:
         """Remove all hooks."""

@@ -307,8 +307,8 @@ class RingTrainerLogic(RingParallelLogic):
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         if self._averager is not None:
             self._averager.check()
-            if self._first.is_over:  # after a step
-                self._compare_weights("before this checkpoint is saved")
+            if self._first.is_over and not has_failed():  # after a step
+                self._averager.compare_weights("before this checkpoint is saved")
         super().save_checkpoint(*args, **kwargs)
 
     @override
@@ -324,6 +324,8 @@ class RingTrainerLogic(RingParallelLogic):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        if self._averager is not None:
+            self._averager.compare_weights("when training ended")
         self._broadcast_all_buffers()
 
     @override

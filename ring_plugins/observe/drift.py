@@ -152,7 +152,7 @@ def differing_weights(checksums: Checksums, when: str, communicator: Communicato
     communicator = communicator or current().communicator
     names, sums = checksums()
     by_rank = _unequal(sums, communicator)
-    return "" if by_rank is None else f"{when} {_what_differs(names, by_rank, communicator.ranks)}."
+    return "" if by_rank is None else f"{when} {what_differs(names, by_rank, communicator.ranks)}."
 
 
 def _unequal(sums: Sequence[int], communicator: Communicator[Any]) -> list[list[int]] | None:
@@ -183,13 +183,14 @@ def difference(names: Sequence[str], by_rank: Sequence[Sequence[int]], ranks: Se
         step: number of steps done.
     """
     return (
-        f"after {step} steps {_what_differs(names, by_rank, ranks)}. A rank made a different update (a condition that "
+        f"after {step} steps {what_differs(names, by_rank, ranks)}. A rank made a different update (a condition that "
         "is true on some ranks only, an optimizer that draws random numbers), or has a memory error. Continue from a "
         "checkpoint, or broadcast the weights of a rank you trust."
     )
 
 
-def _what_differs(names: Sequence[str], by_rank: Sequence[Sequence[int]], ranks: Sequence[int]) -> str:
+def what_differs(names: Sequence[str], by_rank: Sequence[Sequence[int]], ranks: Sequence[int]) -> str:
+    """Which ranks and weights differ, as part of a sentence; arguments as above."""
     if len(set(map(len, by_rank))) > 1:
         counts = ", ".join(f"rank {rank}: {len(sums)}" for rank, sums in zip(ranks, by_rank, strict=True))
         return f"the ranks train different numbers of weights ({counts})"

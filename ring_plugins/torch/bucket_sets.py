@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import operator
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from ring_plugins.observe.drift import membership_changes
 from ring_plugins.torch.autograd import registrations
 from ring_plugins.torch.compared_options import ComparedOptions
 from ring_plugins.torch.device import TorchStreams, is_capturing
+from ring_plugins.torch.drift import WeightsInStep, parameter_checksums
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
 from ring_plugins.torch.gradient_hooks import GradientHooks
 from ring_plugins.torch.ownership import Claim, refusal, still_there
@@ -63,6 +65,7 @@ class BucketSets:
         parameters: of `named`.
         claim: to the parameters that were ever trained.
         overlap: whether reductions overlap backward.
+        weights: compared by the averager's passes.
         options: of the optimizers that use the averages.
         sizes: of all buckets.
         kept: by which parameters are trained.
@@ -89,7 +92,9 @@ class BucketSets:
         self.claim = Claim(f"{communicator.name} (of {kind})")
         self._is_contested = False  # whether, on some rank, an older averager had one of the parameters
         self.overlap: Overlap = ALWAYS
-        self.options = ComparedOptions(membership_changes)
+        own = weakref.WeakMethod(self._trained_checksums)  # or the model would stay until a garbage collection
+        self.weights = WeightsInStep(lambda: method() if (method := own()) else ([], []))
+        self.options = ComparedOptions(membership_changes, weights=self.weights)
         self.named: list[Named] = []
         self.parameters: list[nn.Parameter] = []
         self.kept: dict[_Trained, GradientBuckets] = {}
@@ -104,6 +109,10 @@ class BucketSets:
     def all_named(self) -> Iterable[Named]:
         """The (name, parameter) pairs of the model as it is now."""
         return named_parameters(self._model)
+
+    def _trained_checksums(self) -> tuple[list[str], list[int]]:
+        """Names and checksums of the weights that were ever trained here, as far as an optimizer has them."""
+        return parameter_checksums(self.options.uses((name, p) for name, p in self.named if self.claim.has(p)))
 
     def replace_list(self, named: Sequence[Named]) -> None:
         """Replace the (name, parameter) pairs given at construction."""

@@ -11,7 +11,8 @@ precision than the flags of gradients: it works in 16 bits and among any number 
 computed only when a value has changed, and updates count up to 16, so that the numbers are the same arrays again and
 again. A step takes 5 µs more, and 10 µs where a scheduler changes one group's learning rate.
 
-What schedulers do not change, such as `eps` or `nesterov`, is compared once, in `check_equal_options`.
+What schedulers do not change, such as `eps` or `nesterov`, is compared at once, in `check_equal_options`, and again,
+together with the weights themselves, after 2, 4, 8... steps (`torch.drift`).
 
 **Which parameters** a rank trains in a step is compared in the same way. Each set of parameters has its buckets, and
 those of two sets may have the same sizes: ranks that draw the layer to be trained, each by its own seed, would average
@@ -32,16 +33,18 @@ import math
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from ring_plugins.core.base.errors import MismatchError, name_ranks
+from ring_plugins.core.base.errors import DriftError, MismatchError, name_ranks
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.elastic.joining import checksum_of
+from ring_plugins.observe.drift import is_check_wanted
+from ring_plugins.torch.drift import WeightsInStep, likely_causes
 
 #: What schedulers change.
 _NAMES = ("lr", "momentum", "betas", "weight_decay")
@@ -88,24 +91,46 @@ class ComparedOptions:
     Args:
         view: returns how often the ranks of the job have changed.
         place: compared, too.
+        weights: compared, too, where that is due.
 
     Attributes:
         updates: how many these optimizers have made since the ranks of the job last changed.
     """
 
-    def __init__(self, view: Callable[[], int] = lambda: 0, place: ComparedPlace = common_place) -> None:
+    def __init__(
+        self,
+        view: Callable[[], int] = lambda: 0,
+        place: ComparedPlace = common_place,
+        weights: WeightsInStep | None = None,
+    ) -> None:
         self.updates = 0
+        self.weights = weights
         self.place, self._seen_checksum = place, place.checksum
         self._current_view, self._view = view, view()
         self._groups: Groups | None = None
         self._values: list[Any] = []
+        self._compared_weights: int | None = None  # with all options; None if this pass does not compare them
         self._checksum = 0
         self._nothing: Array = np.zeros(COUNT, np.uint8)
         self._numbers: dict[tuple[int, int | None], Array] = {}  # by count of updates and by parameters
 
-    def follow(self, groups: Groups) -> None:
-        """From now on compare these; `groups` returns parameter groups, as torch's optimizers have them."""
+    def follow(self, groups: Groups, names: Mapping[Any, str] | None = None) -> None:
+        """From now on compare these.
+
+        Args:
+            groups: returns parameter groups, as torch's optimizers have them.
+            names: of all parameters that the script has named.
+        """
         self._groups = groups
+        if self.weights is not None:
+            self.weights.names = names or {}
+
+    def uses(self, parameters: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+        """Those of these (name, parameter) pairs that the optimizers have; all if there are none."""
+        if self._groups is None:
+            return list(parameters)
+        used = {id(one) for group in self._groups() for one in group.get("params", ())}
+        return [(name, one) for name, one in parameters if id(one) in used]
 
     def update(self, trained: int | None = None) -> Array:
         """Look at the options, and return the control numbers of this rank: the same array while these are the same.
@@ -117,6 +142,12 @@ class ComparedOptions:
             return self._nothing
         if self._view != (view := self._current_view()):  # ranks that have joined begin to count
             self._view, self.updates = view, 0
+            if self.weights is not None:
+                self.weights.count(0)
+        weights = None if self.weights is None else self.weights.number()
+        if weights is not None:
+            weights = zlib.crc32(repr(self._fixed()).encode(), weights)
+        self._compared_weights = weights
         groups = self._groups() if self._groups is not None else ()
         values = [tuple([_plain(group.get(name)) for name in _NAMES]) for group in groups]
         if values != self._values:
@@ -128,36 +159,68 @@ class ComparedOptions:
         if self._seen_checksum != self.place.checksum:
             self._seen_checksum, self._numbers = self.place.checksum, {}
         count = self.updates % _COUNTED
-        if (numbers := self._numbers.get((count, trained))) is None:
+        if weights is not None or (numbers := self._numbers.get((count, trained))) is None:
             mixed = zlib.crc32(bytes([count]), self._checksum)
-            for more in (self._seen_checksum, trained):
+            for more in (self._seen_checksum, trained, weights):
                 if more is not None:
                     mixed = zlib.crc32(more.to_bytes(4, "little"), mixed)
             numbers = np.unpackbits(np.array([mixed, mixed ^ 0xFFFFFFFF], np.uint32).view(np.uint8))
-            self._numbers[count, trained] = numbers
+            if weights is None:
+                self._numbers[count, trained] = numbers
         return numbers
 
     def differ(self, shares: Sequence[float]) -> bool:
         """Note that a pass has compared these, and return whether ranks differ; see the function below."""
         self.place.is_compared = True
+        if self.weights is not None:
+            self.weights.count(self.weights.passes + 1)
         return differ(shares)
 
-    def raise_difference(self, communicator: Communicator[Any], trained: Sequence[str] = ()) -> NoReturn:
-        """Raise on all ranks, because they differ; collective.
+    def raise_difference(self, communicator: Communicator[Any], trained: Sequence[str] = ()) -> None:
+        """Raise on all ranks, because they differ; not if only weights did, and are equal by now. Collective.
 
         Args:
             communicator: of all ranks.
             trained: names of the parameters whose gradients this rank has averaged.
+
+        Raises:
+            MismatchError: they have averaged, updated or set different things.
+            DriftError: their weights differ.
         """
-        told = communicator.all_gather_object((self.place.values, self.updates, self.text, trained))
-        (places, updates, texts, names), ranks = zip(*told, strict=True), communicator.ranks
-        self.updates = 0  # so that a script may go on from equal weights
-        raise (
-            trained_error(names, ranks)
-            or place_error(places, ranks)
-            or updates_error(updates, ranks)
-            or options_error(texts, ranks)
+        told = communicator.all_gather_object(
+            (self.place.values, self.updates, self.text, trained, self._compared_weights)
         )
+        (places, updates, texts, names, weights), ranks = zip(*told, strict=True), communicator.ranks
+        error = trained_error(names, ranks) or place_error(places, ranks) or updates_error(updates, ranks)
+        if error is None and self.weights is not None and len(set(weights)) > 1 and len(set(map(tuple, texts))) == 1:
+            self.check_weights(f"after {self.updates or self.weights.passes - 1} steps", communicator)
+            check_equal_options(self._groups() if self._groups is not None else (), communicator)
+            return
+        self.updates = 0  # so that a script may go on from equal weights
+        raise error or options_error(texts, ranks)
+
+    def check_weights(self, when: str, communicator: Communicator[Any]) -> None:
+        """Compare the weights of all ranks as they are now. Collective.
+
+        Args:
+            when: begins the text, such as "after 8 steps".
+            communicator: of all ranks.
+
+        Raises:
+            DriftError: on all ranks, if they differ. Not if RING_WEIGHT_CHECK=0.
+        """
+        if self.weights is not None and is_check_wanted() and (found := self.weights.difference(communicator)):
+            raise DriftError(f"{when} {found}. {self.likely_causes(communicator)}")
+
+    def likely_causes(self, communicator: Communicator[Any]) -> str:
+        """Why weights differ, as far as the ranks know, and what to do. Collective."""
+        assert self.weights is not None
+        fixed, hints = zip(*communicator.all_gather_object((self._fixed(), self.weights.hints())), strict=True)
+        other = other_options(fixed, communicator.ranks)
+        return f"The optimizers differ: {other}. Set the same on all ranks." if other else likely_causes(hints)
+
+    def _fixed(self) -> list[dict[str, str]]:
+        return fixed_options(self._groups() if self._groups is not None else ())
 
     @property
     def text(self) -> list[str]:
@@ -264,27 +327,40 @@ def check_equal_options(groups: Iterable[Mapping[str, Any]], communicator: Commu
     Raises:
         MismatchError: they differ among ranks.
     """
-    own = [
+    if found := other_options(communicator.all_gather_object(fixed_options(groups)), communicator.ranks):
+        raise MismatchError(
+            f"the optimizers differ among ranks: {found}. Equal gradients would become different updates. Make the "
+            "same optimizer on all ranks, and set its options alike."
+        )
+
+
+def fixed_options(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """For each group the names of all options, with the values, as texts, of those that schedulers do not change."""
+    return [
         {
-            name: value if name not in _NAMES and isinstance(value, (bool, int, float, str)) else ""
+            name: "" if name in _NAMES else _fixed_text(value)
             for name, value in group.items()
             if name in _NAMES or name not in _NOT_COMPARED
         }
         for group in groups
     ]
-    by_rank = communicator.all_gather_object(own)
+
+
+def other_options(by_rank: Sequence[Sequence[Mapping[str, str]]], ranks: Sequence[int]) -> str:
+    """The first option that differs among ranks, as part of a sentence; "" if none does.
+
+    Args:
+        by_rank: of each rank, what `fixed_options` returns.
+        ranks: the ranks' numbers.
+    """
     for number in range(max(map(len, by_rank))):
         of_group = [options[number] if number < len(options) else {} for options in by_rank]
         for name in dict.fromkeys(name for options in of_group for name in options):
-            texts = [[f"{name}={options[name]}" if name in options else f"no {name}"] for options in of_group]
+            texts = [f"{name}={options[name]}" if name in options else f"no {name}" for options in of_group]
             if any(text != texts[0] for text in texts):
-                where = "; ".join(
-                    f"rank {rank}: {text}" for rank, (text,) in zip(communicator.ranks, texts, strict=True)
-                )
-                raise MismatchError(
-                    f"the optimizers differ among ranks: parameter group {number} has other options ({where}). Equal "
-                    "gradients would become different updates. Make the same optimizer on all ranks."
-                )
+                where = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, texts, strict=True))
+                return f"parameter group {number} has other options ({where})"
+    return ""
 
 
 _REMEDY = (
@@ -324,3 +400,12 @@ def _text(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(_text, value))})"
     return "None" if value is None else f"{value:.7g}"
+
+
+def _fixed_text(value: Any) -> str:
+    """The value of an option as text, "" for one that is no plain value."""
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_fixed_text, value))})"
+    if isinstance(value, float):
+        return f"{value:.9g}"
+    return str(value) if value is None or isinstance(value, (bool, int, str)) else ""

@@ -318,7 +318,7 @@ class GradientBuckets:
         """Write the flags of a bucket, as if no gradient were missing, and the control numbers of the last one."""
         is_last = bucket.index == len(self.plan.buckets) - 1
         if is_last:
-            self._write_options(self._options.update(self._trained_checksum))
+            self._write_options()
         self._tails[bucket.index].copy_(self._usual_tails[bucket.index])
         if is_last:
             if self._is_failing:
@@ -330,8 +330,11 @@ class GradientBuckets:
             if self.wants_change:
                 self._control[_CHANGE] = 1
 
-    def _write_options(self, options: Array) -> None:
-        if options is self._written_options or (self._streams is not None and is_capturing()):
+    def _write_options(self) -> None:
+        if self._streams is not None and is_capturing():
+            return
+        options = self._options.update(self._trained_checksum)
+        if options is self._written_options:
             return
         self._written_options = options
         known = self._option_tensors.get(id(options))

@@ -13,7 +13,7 @@ import itertools
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -205,7 +205,7 @@ class GradientAverager:
         _check_passes(passes)
         self._passes_per_step, self._passes = passes, 0
 
-    def compare_options(self, groups: Groups) -> None:
+    def compare_options(self, groups: Groups, names: Mapping[nn.Parameter, str] | None = None) -> None:
         """From now on, raise `MismatchError` at the end of backward on all ranks if they make different updates.
 
         So they do if their learning rates differ, or the numbers of their updates. `DistributedOptimizer` and the
@@ -213,13 +213,14 @@ class GradientAverager:
 
         Args:
             groups: returns the parameter groups of the optimizers that use the averages.
+            names: of all parameters that the script has named, by which an error may say what is not averaged.
 
         Raises:
             MismatchError: other options of the optimizers differ.
         """
         if self._buckets is not None:
             check_equal_options(groups(), self._communicator)
-        self._sets.options.follow(groups)
+        self._sets.options.follow(groups, names or {})
 
     def count_update(self) -> None:
         """Note that an optimizer has used the averages."""
@@ -387,7 +388,8 @@ class GradientAverager:
         if self._healing is not None:
             self._healing.check_has_joined()
             buckets.wants_change = current().elastic.wants_change
-        at_once = self._skipping.step is not None or not buckets.is_ordered
+        is_due = self._sets.weights.is_due
+        at_once = self._skipping.step is not None or not buckets.is_ordered or is_due
         with self._sets.turns_named(buckets):
             outcome = buckets.finish(at_once) if failure is None else buckets.fail()
         if outcome.failed:
@@ -565,6 +567,22 @@ class GradientAverager:
             yield
         finally:
             self._synchronizes = before
+
+    def compare_weights(self, when: str) -> None:
+        """Compare the weights that this averager trains among all ranks; collective.
+
+        Args:
+            when: begins the text of the error, such as "before a checkpoint".
+
+        Raises:
+            DriftError: on all ranks, if they differ. Not if RING_WEIGHT_CHECK=0.
+        """
+        if self._buckets is not None:
+            self._sets.options.check_weights(when, self._communicator)
+
+    def likely_causes(self) -> str:
+        """Sentences that say why the ranks' weights differ, as far as they know; collective."""
+        return self._sets.options.likely_causes(self._communicator)
 
     def check(self) -> None:
         """Raise if the failure of a rank made the last averages meaningless, which a GPU does not report.

@@ -120,7 +120,7 @@ class DistributedOptimizer(WrappedOptimizer):
         )
         try:
             self.optimizer = shard_optimizer(optimizer, shard, self._named())
-            self.averager.compare_options(groups_of(self.optimizer))
+            self.averager.compare_options(groups_of(self.optimizer), self._names)
         except BaseException:
             if isinstance(self.optimizer, ShardedOptimizer):
                 self.optimizer.close()
@@ -219,12 +219,10 @@ class DistributedOptimizer(WrappedOptimizer):
             return
         self._first.end()
         found = differing_weights(lambda: parameter_checksums(self._named()), "after the first step", communicator)
-        if found and communicator.rank == 0:
-            logger.warning(
-                f"{found} Call ring_plugins.torch.broadcast_parameters(model) before the first step: ranks that begin "
-                "with different weights train different models, although their gradients are averaged. If they differ "
-                "on purpose, RING_WEIGHT_CHECK=0 switches this comparison off."
-            )
+        if found:
+            causes = self.averager.likely_causes()
+            if communicator.rank == 0:
+                logger.warning(f"{found} {causes}")
 
     def _average_what_is_left(self) -> None:
         """Take part in the reductions of ranks that ran a backward, if this one did not or only accumulated."""

@@ -46,6 +46,10 @@ class Claim:
         self._names.clear()
         _claims.discard(self)
 
+    def has(self, parameter: Any) -> bool:
+        """Whether it is to this parameter, too."""
+        return id(parameter) in self._names
+
     @property
     def is_dropped(self) -> bool:
         """Whether it has no parameters any more."""
@@ -83,7 +87,7 @@ class Claim:
 
 def is_claimed(parameter: Any) -> bool:
     """Whether some averager trains a parameter."""
-    return any(id(parameter) in claim._names for claim in list(_claims))
+    return any(claim.has(parameter) for claim in list(_claims))
 
 
 def still_there(rivals: Sequence[Claim]) -> list[Claim]:

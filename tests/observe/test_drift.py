@@ -75,6 +75,45 @@ report("batches", trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 """
 
 
+# Between two steps after which weights are compared anyway.
+LATE = """
+import os
+import ring_plugins as ring
+ring.init(ranks=2)
+import torch
+import lightning as L
+from lightning.pytorch.demos.boring_classes import BoringModel
+from ring_plugins.lightning import RingStrategy
+from tests.worker import report
+
+class Model(BoringModel):
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 5 and self.global_rank == 1:
+            self.layer.bias.data += 1
+        if batch_idx == 6 and os.environ["TEST_SAVES"]:
+            self.trainer.save_checkpoint(os.environ["TMPDIR"] + "/checkpoint")
+
+trainer = L.Trainer(
+    strategy=RingStrategy(), accelerator="cpu", devices=2, max_epochs=1, limit_val_batches=0, limit_train_batches=7,
+    enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False, logger=False)
+try:
+    trainer.fit(Model())
+except ring.DriftError as error:
+    report("error", str(error))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saves", "when"), [("", "when training ended"), ("1", "before this checkpoint is saved")])
+def test_weights_are_compared_before_checkpoints_and_when_training_ends(saves, when):
+    errors = run_ranks(LATE, 2, env={"TEST_SAVES": saves}, timeout=120).values("error")
+    assert len(errors) == 2
+    for said in errors:
+        assert said.startswith(
+            f"{when} the weights of rank 0 differ from those of rank 1: first in layer.bias, in 1 of"
+        )
+
+
 def test_one_bit_on_one_rank_in_a_torch_loop():
     result = run_ranks(TORCH, 3, timeout=120)
     assert result.values("step") == [7, 7, 7]

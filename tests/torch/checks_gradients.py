@@ -10,6 +10,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import ring_plugins as ring
 
@@ -1626,6 +1627,106 @@ def an_optimizer_that_is_not_wrapped_is_told() -> None:
                     rf"after 2 steps the weights of rank.* differ .*first in {name}, in 2 of 2 .*not averaged: Adam"
                 )
                 assert re.search(pattern, text), text
+
+
+def _ends_by(
+    change: Callable[..., None],
+    make: Any = torch.optim.SGD,
+    averages_alone: bool = False,
+    begin: Callable[[nn.Module], None] = lambda model: None,
+) -> tuple[int, str]:
+    """In which step a loop ended in which error; `change(step, model, optimizer)` comes between backward and update."""
+    torch.manual_seed(0)
+    body, head = nn.Linear(4, 4), nn.Linear(4, 4)
+    model = nn.Sequential(body, head)
+    step, text = 0, ""
+    inner = make(head.parameters(), lr=0.01)
+    if averages_alone:
+        optimizer, averager = inner, GradientAverager(head)
+    else:
+        optimizer = DistributedOptimizer(inner, [*model.named_parameters()])
+        averager = optimizer.averager
+    torch.manual_seed(RANK)
+    with warnings_of_ours():
+        try:
+            for step in range(20):
+                begin(model)
+                optimizer.zero_grad()
+                model(torch.randn(4, 4)).square().mean().backward()
+                body.zero_grad()
+                change(step, model, optimizer)
+                optimizer.step()
+        except ring.RingError as error:
+            text = f"{type(error).__name__}: {error}"
+    averager.close()
+    return step, text
+
+
+@check_among_several
+def weights_that_differ_from_some_step_on_are_an_error_on_all_ranks() -> None:
+    def noise(step: int, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+        if step >= 2 and RANK == 1:
+            model[1].weight.grad.mul_(1.5)
+
+    def clip(step: int, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+        if step >= 2:
+            model(torch.randn(4, 4) * 10).square().mean().backward(inputs=[*model[0].parameters()])
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+    def freeze_body(model: nn.Sequential) -> None:
+        model[0].requires_grad_(False)
+
+    for change, alone, cause in (
+        (noise, False, "A rank has changed its averages or weights in a way of its own"),
+        (noise, True, "A rank has changed its averages or weights in a way of its own"),
+        (clip, False, "The gradient of 0.weight and 1 more parameters is each rank's own, since no averager has it"),
+    ):
+        step, text = _ends_by(change, averages_alone=alone, begin=freeze_body if change is noise else lambda _: None)
+        assert step == 4 and text.startswith("DriftError: after 4 steps the weights of rank"), (step, text)
+        assert cause in text, text
+
+
+@check_among_several
+def an_option_that_one_rank_changes_later_is_an_error_on_all_ranks() -> None:
+    for make, name, value in (
+        (torch.optim.Adam, "eps", 1e-3),
+        (torch.optim.SGD, "maximize", True),
+        (torch.optim.SGD, "unknown", (1, None)),
+    ):
+
+        def change(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, name=name, value=value) -> None:
+            if step == 5 and RANK == 1:
+                optimizer.param_groups[0][name] = value
+
+        step, text = _ends_by(change, make)
+        assert step == 8 and f"{name}=" in text and "rank 1: " in text, (step, text)
+        assert text.startswith("MismatchError" if name == "unknown" else "DriftError"), text
+
+
+@check_among_several
+def ranks_whose_weights_differ_only_for_a_while_go_on() -> None:
+    """A script may disturb weights for a forward, or make them equal after an update."""
+
+    kept: list[torch.Tensor] = []
+
+    def disturb(model: nn.Module) -> None:
+        kept[:] = [parameter.detach().clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.data.add_(torch.randn_like(parameter))
+
+    def restore(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for parameter, before in zip(model.parameters(), kept, strict=True):
+            parameter.data.copy_(before)
+
+    class Random(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data.add_(torch.randn_like(parameter))
+
+    for alone in (False, True):
+        assert _ends_by(restore, averages_alone=alone, begin=disturb) == (19, "")
+        assert _ends_by(lambda *_: None, Random, averages_alone=alone, begin=broadcast_parameters) == (19, "")
 
 
 @check_among_several
