@@ -25,6 +25,7 @@ from ring_plugins.lightning.failure import (
     set_exit_status,
 )
 from ring_plugins.lightning.healing import LossFollower
+from ring_plugins.lightning.hyperparameters import check_equal
 from ring_plugins.lightning.launcher import RingLauncher
 from ring_plugins.lightning.parallel import RingParallelLogic, StartMethod
 from ring_plugins.lightning.shared_step import SharedStep, SkipStepOn, exceptions_to_skip
@@ -178,6 +179,8 @@ class RingTrainerLogic(RingParallelLogic):
             if self._layer_sync:
                 world.current().refuse_to_heal("Trainer(sync_batchnorm=True)")
             self._follower = LossFollower(self, trainer, self.lightning_module)
+        if is_fitting and self.is_distributed and not self._is_alone:
+            check_equal(trainer)  # before the weights, of which other numbers make other shapes
         if is_fitting and self.is_distributed and self._layer_sync:
             self._applied_layer_sync = for_device(self._layer_sync, self.root_device)
             self.model = self._applied_layer_sync.apply(self.model)
