@@ -7,10 +7,11 @@ its ranks ended, or is lost. The job has ended well if a rank that was not cut o
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ring_plugins.core.base.errors import name_ranks
+from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.net.frames import FrameSocket
 from ring_plugins.core.rendezvous.spawn import ending, silent_end
 from ring_plugins.launcher.replacements import how_often
@@ -28,6 +29,29 @@ class End(NamedTuple):
     rank: int
     code: int
     how: str
+
+    @classmethod
+    def told(cls, rank: Any, code: Any, how: Any) -> End:
+        """As a supervisor tells it.
+
+        Raises:
+            ValueError, TypeError: it is none.
+        """
+        if type(code) is not int or not -128 < code < 256 or how not in ("", "left", "cut off", "lost", "late"):
+            raise ValueError(f"{(rank, code, how)} is no end of a rank")
+        return cls(read_ranks([rank])[0], code, how)
+
+
+def read_ranks(told: Iterable[Any]) -> list[int]:
+    """Numbers of ranks, as a supervisor tells them.
+
+    Raises:
+        ValueError, TypeError: they are none.
+    """
+    ranks = list(told)
+    if not all(type(rank) is int and 0 <= rank < MOST_MEMBERS for rank in ranks):
+        raise ValueError(f"{ranks} are no ranks")
+    return ranks
 
 
 class Host:

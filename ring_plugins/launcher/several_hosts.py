@@ -72,7 +72,7 @@ from ring_plugins.launcher.coordinator_link import HostJob
 from ring_plugins.launcher.further_seats import FurtherSeats
 from ring_plugins.launcher.growth import GrowthRequests
 from ring_plugins.launcher.hosts import is_this_host
-from ring_plugins.launcher.job_hosts import End, Host, verdict, with_ranks
+from ring_plugins.launcher.job_hosts import End, Host, read_ranks, verdict, with_ranks
 from ring_plugins.launcher.mpirun import JobSpec
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.preflight import LateCheck, login
@@ -270,28 +270,40 @@ class Coordinator:
         try:
             for data in host.frames.read():
                 kind, body = from_json(data)
-                if kind == "here":
-                    host.here = body
-                elif kind == "joined":
-                    self._further.note_joined([int(rank) for rank in body])
-                elif kind == "members":
-                    host.members, host.newcomers = int(body["members"]), list(body["newcomers"])
-                elif kind == "join info":
-                    self.added_hosts.begin(self._started or {}, body)
-                elif kind == "given back":
-                    self._further.take_back(int(body))
-                elif kind in ("failed", "ended"):
-                    ends = [End(int(rank), int(code), str(how)) for rank, code, how in body["ranks"]]
-                    failed = [end for end in ends if not end.how and is_failure(end.code)]
-                    self._failed += [end for end in failed if end not in self._failed]
-                    host.why = body["why"]
-                    host.report = ends if kind == "ended" else None
-                    host.replaced = {int(rank): int(times) for rank, times in body.get("replaced", ())}
-                    host.added = [int(rank) for rank in body.get("added", ())]
-                    if kind == "ended" and not any(not end.code and not end.how for end in ends):
-                        self._give_out_anew(host)
-        except (Disconnected, ValueError, KeyError, TypeError):
+                self._take(host, kind, body)
+        except Disconnected:
             self._lose(host)
+        except Exception as error:  # what one supervisor sends must not end those of the other hosts
+            self._notify(f"{host.name} has sent what no supervisor sends ({type(error).__name__}).")
+            self._lose(host)
+
+    def _take(self, host: Host, kind: str, body: Any) -> None:
+        """Do what a message of a supervisor asks for; one that is wrong raises any error, and changes nothing."""
+        if kind == "here":
+            port = int(body["port"])
+            if not 0 <= port < 1 << 16:  # 0 without rank 0
+                raise ValueError(f"{port} is no port")
+            host.here = {**body, "port": port}
+        elif kind == "joined":
+            self._further.note_joined(read_ranks(body))
+        elif kind == "members":
+            host.members, host.newcomers = int(body["members"]), list(body["newcomers"])
+        elif kind == "join info":
+            self.added_hosts.begin(self._started or {}, body)
+        elif kind == "given back":
+            self._further.take_back(*read_ranks([body]))
+        elif kind in ("failed", "ended"):
+            ends = [End.told(*told) for told in body["ranks"]]
+            replaced = {rank: int(times) for told, times in body.get("replaced", ()) for rank in read_ranks([told])}
+            added, why = read_ranks(body.get("added", ())), body["why"]
+            if not isinstance(why, str | None):
+                raise TypeError(f"{why!r} is no text")
+            failed = [end for end in ends if not end.how and is_failure(end.code)]
+            self._failed += [end for end in failed if end not in self._failed]
+            host.why, host.replaced, host.added = why, replaced, added
+            host.report = ends if kind == "ended" else None
+            if kind == "ended" and not any(not end.code and not end.how for end in ends):
+                self._give_out_anew(host)
 
     def _lose(self, host: Host) -> None:
         assert host.frames is not None

@@ -76,7 +76,10 @@ def main() -> None:
         target = make()
         began, memory = time.perf_counter(), _mebibytes()
         try:
-            longest = fuzz(target, numbers, lambda: signal.alarm(_ENDLESS))
+            try:
+                longest = fuzz(target, numbers, lambda: signal.alarm(_ENDLESS))
+            finally:
+                signal.alarm(0)  # what follows may take as long as it likes
         except Finding as finding:
             failed = True
             traceback.print_exception(finding.__cause__)

@@ -21,6 +21,12 @@ import numpy as np
 import pytest
 
 from ring_plugins.core.base.errors import RingError, SharedMemoryError
+from ring_plugins.core.collectives import message_receiver
+from ring_plugins.core.collectives.message_closing import ClosedGroups
+from ring_plugins.core.collectives.message_receiver import Receiver
+from ring_plugins.core.collectives.message_request import Message
+from ring_plugins.core.control import mesh as mesh_module
+from ring_plugins.core.control import mesh_admission
 from ring_plugins.core.control import server as control_server
 from ring_plugins.core.control.admission import NotAdmitted
 from ring_plugins.core.control.channel import ControlConnection
@@ -28,6 +34,8 @@ from ring_plugins.core.control.consensus import Consensus
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.failure_detector import Peer as Member
 from ring_plugins.core.control.liveness import MOST_MEMBERS, RUNNING, Liveness
+from ring_plugins.core.control.mesh import Mesh, MeshPeer
+from ring_plugins.core.control.mesh_admission import Candidate
 from ring_plugins.core.control.parent_notifier import ParentNotifier, notify_parent
 from ring_plugins.core.elastic import joining
 from ring_plugins.core.gpu import nccl
@@ -36,13 +44,17 @@ from ring_plugins.core.net import network_choice
 from ring_plugins.core.net.acceptor import Acceptor, Authenticated
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, ServerHandshake
 from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
-from ring_plugins.core.net.message_stream import HEADER_BYTES, Header, Incoming, Kind
+from ring_plugins.core.net.message_stream import HEADER_BYTES, Address, Header, Incoming, Kind
 from ring_plugins.core.observe.stall import StallAggregator, StallWatch
 from ring_plugins.core.observe.step_breakdown import StepAggregator
 from ring_plugins.core.rendezvous import bootstrap, record, seats, slot_holder
 from ring_plugins.core.rendezvous import tcp as rendezvous
 from ring_plugins.launcher import control, preflight
+from ring_plugins.launcher.growth import GrowthRequests
+from ring_plugins.launcher.job_hosts import verdict
 from ring_plugins.launcher.outcomes import Outcome
+from ring_plugins.launcher.several_hosts import Coordinator
+from ring_plugins.launcher.supervision import Supervisor
 from tests.fuzz.mutations import mutated, mutated_json
 
 _SECRET = b"of the job"
@@ -705,8 +717,278 @@ class ProbeReports(JsonTarget):
             assert all(isinstance(line, str) for line in preflight.differences(own, report))
 
 
+class ReceivedMessages(Target):
+    """Tagged messages of ranks that claim any number: each receive ends once, with a member's data or an error."""
+
+    _GROUP: Any = SimpleNamespace(context=1, name="group", ranks=(0, 1, 2), rank=0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._finished: list[Message] = []
+        self._files: dict[int, object] = {}
+
+    def valid(self) -> list[bytes]:
+        eager = Header(Kind.EAGER, 0, 1, 7, 8, "float32").pack() + b"12345678"
+        offer = Header(Kind.OFFER, 3, 1, 7, 8, "float32").pack()
+        data = Header(Kind.DATA, 3, nbytes=8).pack() + b"12345678"
+        others = [Header(kind, 3, 1).pack() for kind in Kind]
+        return [
+            eager,
+            offer + data,
+            offer + Header(Kind.GONE, 3).pack(),
+            eager * 3,
+            *others,
+            *(eager + o for o in others),
+        ]
+
+    def _finish(self, message: Message, error: BaseException | None = None) -> None:
+        assert not message.done
+        assert error is None or isinstance(error, RingError)
+        message.done, message.error = True, error
+        self._finished.append(message)
+
+    def _receive(self, receiver: Receiver, rng: random.Random) -> None:
+        data = np.zeros(rng.choice([0, 8, 8, 8, 5000]), np.uint8)
+        receiver.receive(Message("receive", self._GROUP, rng.choice([None, 1, 2]), 7, "float32", data, Mock()))
+
+    def run(self, data: bytes, rng: random.Random) -> None:
+        self._finished.clear()
+        self._files.clear()
+        progress: Any = SimpleNamespace(
+            closed=False,
+            finish=self._finish,
+            owner=self._files.get,
+            register=lambda fd, owner, events, handle: self._files.update({fd: owner}),
+            forget=lambda fd: self._files.pop(fd, None),
+        )
+        closed = ClosedGroups(lambda rank, kind, context: None)
+        with pytest.MonkeyPatch.context() as patch:
+            acceptor = Mock(fileno=lambda: -1)
+            patch.setattr(message_receiver, "Acceptor", lambda *of, **options: acceptor)
+            patch.setattr(Receiver, "_listen", lambda receiver, addresses: Address("nowhere"))
+            receiver = Receiver(0, _SECRET, [], progress, closed, {})
+        senders = rng.sample([1, 2, 77, -5, (1 << 31) - 1], 2)
+        ends = [socket.socketpair() for _ in senders]
+        assert not receiver._expects(Claim(-5)) and receiver._expects(Claim(1)) and not receiver._expects(Claim(0))
+        acceptor.poll = lambda: [Authenticated(ours, Claim(n), "") for (ours, _), n in zip(ends, senders, strict=True)]
+        for ours, theirs in ends:
+            ours.setblocking(False)
+            theirs.setblocking(False)
+        receiver.accept()
+        for piece in _pieces(data, rng):
+            if rng.randrange(2):
+                self._receive(receiver, rng)
+            at = rng.randrange(2)
+            with contextlib.suppress(OSError):
+                ends[at][1].send(piece)
+            if (link := receiver._links.get(senders[at])) is not None:
+                receiver._handle(link, selectors.EVENT_READ)
+            if rng.randrange(9) == 0:
+                closed.close(1, tell=True)
+                receiver.close_group(1)
+        self._receive(receiver, rng)
+        for (_, theirs), sender in zip(ends, senders, strict=True):
+            theirs.close()
+            if (link := receiver._links.get(sender)) is not None:
+                receiver._handle(link, selectors.EVENT_READ)
+        receiver.close()
+        assert not self._files.keys() - {-1}
+        assert all(message.source in (1, 2) for message in self._finished if message.error is None)
+
+
+class MeshMessagesOfAllKinds(JsonTarget):
+    """Messages of other ranks as the mesh's thread takes them: each counts, or ends its sender's connection."""
+
+    def __init__(self) -> None:
+        self._peers = {
+            rank: MeshPeer(f"host{rank}", 100 + rank, f"host{rank}", "127.0.0.1", 1, rank) for rank in range(4)
+        }
+        self._unused: Any = SimpleNamespace(on=lambda *of: None, tell=lambda *of: None)
+        super().__init__()
+
+    def valid(self) -> list[bytes]:
+        bodies = {
+            "server": {"secret": "00", "local": "x", "port": 1, "addresses": ["127.0.0.1"]},
+            "dead": {"rank": 3},
+            "left": {"committed": 7},
+            "admission": {"view": 1, "round": 1, "payload": {"from": 1}},
+            "failed": {"rank": 1, "text": "x", "of": 1},
+            "exits": {"rank": 1, "status": 3},
+            "broken": {"key": 1, "rank": 1, "text": "x"},
+            "refused": {"operation": [1, 2, 3], "rank": 1, "text": "x"},
+        }
+        problem = {"view": 1, "problem": "no memory"}
+        agree = [["agree", json.loads(one)] for one in MeshMessages().valid()]
+        return [
+            to_json(one) for one in [*([kind, body] for kind, body in bodies.items()), ["admission", problem], *agree]
+        ]
+
+    def run(self, data: bytes, rng: random.Random) -> None:
+        rank, sender = rng.sample(range(4), 2)
+        mesh = Mesh(rank, self._peers, self._unused, None, 2)
+        members = [Member(peer.host, peer.pid, peer.domain) for peer in self._peers.values()]
+        detector = FailureDetector(rank, members, None, self._unused)
+        detector.go_on_over(mesh)
+        ends = {other: socket.socketpair() for other in range(4) if other != rank}
+        for other, (ours, theirs) in ends.items():
+            mesh._add(other, FrameSocket(ours, Purpose.CONTROL))
+            theirs.setblocking(False)
+        try:
+            ends[sender][1].send(struct.pack("!Q", len(data)) + data)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(mesh_module, "ListenProbe", lambda *of: SimpleNamespace(close=list))
+                mesh._read(sender)
+                if rng.randrange(2):
+                    mesh._note_silent(rng.choice([other for other in ends if other != sender]))
+            mesh.must_agree()
+            mesh.told(1, 1)
+            mesh.trouble(1, None)
+            mesh._forget_admissions()
+            for other in range(4):
+                detector.has_left(other)
+            failure = detector.failure()
+            assert failure is None or 0 <= failure.rank < MOST_MEMBERS
+            assert set(detector._exit_status) <= set(range(MOST_MEMBERS))
+            assert isinstance(detector.refusal(1, 2, 3, [sender]), str)
+            if mesh._consensus.lost():
+                str(mesh.members_lost())
+        finally:
+            mesh.detach_after_fork()
+            for ours, theirs in ends.values():
+                ours.close()
+                theirs.close()
+
+
+class CalledCandidates(JsonTarget):
+    """What members tell a process that is to join: it takes part, or counts that connection as ended."""
+
+    def valid(self) -> list[bytes]:
+        bodies = [{"view": 1, "round": number, "payload": {"from": 1}} for number in range(3)]
+        decided = {"view": 1, "kind": "decided", "body": {"decision": [[0, 1, 2, 9], 7, [], [9]]}}
+        without = {**decided, "body": {"decision": [[0, 1, 2], 7, [], []]}}
+        problem = {"view": 1, "problem": "no memory"}
+        messages = [["admission", body] for body in [*bodies, problem]] + [["agree", one] for one in (decided, without)]
+        return [to_json(one) for one in [*messages, ["failed", {"rank": 1, "text": "x"}]]]
+
+    def run(self, data: bytes, rng: random.Random) -> None:
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        came = [{1: ours}]
+        listener: Any = SimpleNamespace(take_accepted=lambda tag: came.pop() if came else {})
+        candidate = Candidate(9, listener)
+        with ours, theirs, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mesh_admission, "mesh_frames", lambda connected: FrameSocket(connected, Purpose.CONTROL))
+            for message in (self.seeds[0], *rng.sample(self.seeds[:6], rng.randrange(3)), data):
+                theirs.send(struct.pack("!Q", len(message)) + message)
+            called = candidate.called()
+            view = called[0] if called is not None else 1
+            assert 0 < view < 1 << 62
+            with contextlib.suppress(NotAdmitted):
+                candidate._check(view)
+            with contextlib.suppress(NotAdmitted):
+                if view in candidate._decisions:
+                    found = candidate.decision(view, [0, 1, 2])
+                    assert found.members and 9 in found.members
+            assert all(rank == 1 for rank in candidate._of(view, 1))
+            candidate.withdraw(view)
+            for frames in candidate.connections.values():
+                frames.close()
+
+
+class SupervisorMessages(JsonTarget):
+    """What supervisors of hosts tell the coordinator: it takes it, or counts the host as lost."""
+
+    def valid(self) -> list[bytes]:
+        ends = {"ranks": [[0, 0, ""], [1, -9, "lost"]], "why": None, "replaced": [[1, 2]], "added": [4]}
+        messages = [
+            ["here", {"host": "host1", "port": 1, "report": None}],
+            ["joined", [4]],
+            ["members", {"members": 1, "newcomers": [{"rank": 9, "seat": 4}]}],
+            ["join info", {"address": "127.0.0.1", "secret": "x"}],
+            ["given back", 4],
+            ["failed", ends],
+            ["ended", ends],
+        ]
+        return [to_json(message) for message in messages]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._supervisor = Supervisor(tolerates_losses=True)
+
+    def run(self, data: bytes, rng: random.Random) -> None:
+        told: list[str] = []
+        hosts = [("host1", [0, 1]), ("host2", [2, 3])]
+        ours, theirs = socket.socketpair()
+        with theirs, Coordinator(hosts, self._supervisor, told.append, most=6) as coordinator:
+            theirs.setblocking(False)
+            coordinator._expects = lambda claim: True  # type: ignore[method-assign]
+            host = coordinator._hosts[0]
+            if rng.randrange(2):
+                coordinator._further.add(rng.choice([1, 2]), {0: "host1", 1: "host2"})
+            if rng.randrange(2):
+                host.here = {"host": "host1", "port": 1}
+                coordinator._started = {}
+            host.frames = FrameSocket(ours, Purpose.LAUNCHER)
+            coordinator._selector.register(host.frames, selectors.EVENT_READ, host)
+            theirs.send(struct.pack("!Q", len(data)) + data)
+            coordinator._read(host)
+            if host.here is not None and not host.is_lost:
+                assert 0 <= host.here["port"] < 1 << 16
+                host.here.get("report")
+            coordinator.added_hosts.look_after()
+            status, why = verdict(coordinator._hosts, coordinator._failed, 4)
+            assert 0 <= status <= 255
+            assert why is None or isinstance(why, str)
+            assert all(0 <= rank < MOST_MEMBERS for each in coordinator._hosts for rank in each.added)
+            json.dumps(coordinator._further.told())
+
+
+class Requests(Target):
+    """What reaches the socket of `ring run`, and what it answers: a number of ranks and a host's name, or nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._asked: list[tuple[int, str | None]] = []
+        self._requests = GrowthRequests(self._add)
+
+    def valid(self) -> list[bytes]:
+        return [b"add 2\n", b"add 999999 me@host-2.example\n", b"add 2", b"\n", b"add 2 " + b"h" * 505 + b"\n"]
+
+    def _add(self, number: int, host: str | None) -> str:
+        self._asked.append((number, host))
+        return "ok: they will join"
+
+    def run(self, data: bytes, rng: random.Random) -> None:
+        self._asked.clear()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            ours.setblocking(False)
+            theirs.setblocking(False)
+            self._requests._open[ours] = time.monotonic(), b""
+            for piece in _pieces(data, rng):
+                with contextlib.suppress(OSError):
+                    theirs.send(piece)
+                self._requests.poll()
+            theirs.shutdown(socket.SHUT_WR)
+            for _ in range(3):
+                self._requests.poll()
+            assert not self._requests._open
+            answer = b""
+            with contextlib.suppress(ConnectionError):
+                answer = theirs.recv(5000)
+        line = data[:512].partition(b"\n")[0].decode("latin-1")
+        for number, host in self._asked:
+            assert line == f"add {number}{f' {host}' if host else ''}" or int(line.split()[1]) == number
+            assert len(self._asked) == 1
+        assert answer in (b"", b"ok: they will join")
+
+    def close(self) -> None:
+        self._requests.__exit__()
+
+
 TARGETS: list[Callable[[], Target]] = [
     Handshakes, Acceptors, Frames, TaggedMessages, Json, Joins, Answers, ControlMessages, MeshMessages, Greetings,
     SeatTexts, SeatRows, Admissions, LauncherMessages, Claims,
     ParentNotes, StoreValues, NcclIds, ProbeReports,
+    ReceivedMessages, MeshMessagesOfAllKinds, CalledCandidates, SupervisorMessages, Requests,
 ]  # fmt: skip

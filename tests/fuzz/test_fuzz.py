@@ -1,7 +1,11 @@
 """A short run of every fuzzer; tests/fuzz/run.py is the long one."""
 
+import signal
+import sys
+
 import pytest
 
+from tests.fuzz import run
 from tests.fuzz.run import fuzz
 from tests.fuzz.targets import TARGETS
 
@@ -14,3 +18,15 @@ def test_parsers_withstand_mutated_input(make):
         fuzz(target, range(400))
     finally:
         target.close()
+
+
+def test_a_long_run_leaves_no_alarm_behind(monkeypatch, capsys):
+    before = signal.getsignal(signal.SIGALRM)
+    monkeypatch.setattr(sys, "argv", ["run", "--target", "Json", "--inputs", "10"])
+    try:
+        with pytest.raises(SystemExit) as end:
+            run.main()
+        assert signal.alarm(0) == 0
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert end.value.code == 0 and "10 inputs" in capsys.readouterr().out

@@ -102,7 +102,7 @@ class Receiver:
         return Address(local, list(addresses), remote.getsockname()[1])
 
     def _expects(self, claim: Claim) -> bool:
-        return claim.target == self._rank and claim.rank != self._rank
+        return claim.target == self._rank and claim.rank != self._rank and claim.rank >= 0
 
     # Receives -------------------------------------------------------------------------------------
 

@@ -86,7 +86,8 @@ class Message:
         return [rank for position, rank in enumerate(self.group.ranks) if position != self.group.rank]
 
     def matches(self, sender: int) -> bool:
-        return self.peer is None or self.group.ranks[self.peer] == sender
+        """Whether this rank of the job is the other end; any rank may send a message with the group's number."""
+        return sender in self.group.ranks if self.peer is None else self.group.ranks[self.peer] == sender
 
     def text(self) -> str:
         return f"{self.verb}({len(self.data)} bytes of {self.dtype})"

@@ -221,7 +221,7 @@ class Consensus:
         Raises:
             ValueError: it is none of this algorithm's, so that the sender cannot be trusted; nothing has changed.
         """
-        _check(message)
+        check(message)
         if message["view"] <= self.view:
             if message["kind"] in ("prepare", "accept") and message["view"] in self.decisions:
                 self._tell_decision(sender, message["view"])
@@ -421,12 +421,13 @@ class Consensus:
 # Messages of others, which a faulty memory or another version may have changed -----------------------------
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether it may count or number something in a message."""
     return type(value) is int and 0 <= value < 1 << 62
 
 
 def _are_ranks(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(_is_number(one) and one < _STRIDE for one in value)
+    return isinstance(value, (list, tuple)) and all(is_number(one) and one < _STRIDE for one in value)
 
 
 def _is_decision(value: Any) -> bool:
@@ -434,37 +435,41 @@ def _is_decision(value: Any) -> bool:
         return False
     members, committed, leaving, joining = value
     are_ranks = _are_ranks(members) and _are_ranks(leaving) and _are_ranks(joining)
-    return are_ranks and list(members) == sorted(set(members)) and _is_number(committed)
+    return are_ranks and list(members) == sorted(set(members)) and is_number(committed)
 
 
 def _is_accepted(value: Any) -> bool:
     if value is None:
         return True
-    return isinstance(value, (list, tuple)) and len(value) == 2 and _is_number(value[0]) and _is_decision(value[1])
+    return isinstance(value, (list, tuple)) and len(value) == 2 and is_number(value[0]) and _is_decision(value[1])
 
 
 #: What the body of each kind of message holds.
 _BODIES: dict[str, dict[str, Callable[[Any], bool]]] = {
     "call": {},
-    "prepare": {"ballot": _is_number, "dead": _are_ranks},
+    "prepare": {"ballot": is_number, "dead": _are_ranks},
     "promise": {
-        "ballot": _is_number,
-        "committed": _is_number,
+        "ballot": is_number,
+        "committed": is_number,
         "silent": _are_ranks,
         "leaving": _are_ranks,
         "joining": _are_ranks,
         "accepted": _is_accepted,
     },
-    "refused": {"ballot": _is_number, "promised": _is_number},
-    "accept": {"ballot": _is_number, "decision": _is_decision},
-    "accepted": {"ballot": _is_number},
+    "refused": {"ballot": is_number, "promised": is_number},
+    "accept": {"ballot": is_number, "decision": _is_decision},
+    "accepted": {"ballot": is_number},
     "decided": {"decision": _is_decision},
 }
 
 
-def _check(message: Any) -> None:
-    """Raise `ValueError` if this is no message of the algorithm."""
-    if isinstance(message, dict) and message.keys() == {"view", "kind", "body"} and _is_number(message["view"]):
+def check(message: Any) -> None:
+    """Check what another rank has sent.
+
+    Raises:
+        ValueError: it is no message of the algorithm.
+    """
+    if isinstance(message, dict) and message.keys() == {"view", "kind", "body"} and is_number(message["view"]):
         kind, body = message["kind"], message["body"]
         form = _BODIES.get(kind) if isinstance(kind, str) else None
         is_complete = form is not None and isinstance(body, dict) and body.keys() == form.keys()

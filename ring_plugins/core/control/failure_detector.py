@@ -41,7 +41,7 @@ from typing import Any, NamedTuple, Protocol
 from ring_plugins.core.base.errors import DeadlockError, PeerFailed, PeerLeft
 from ring_plugins.core.base.places import place_of
 from ring_plugins.core.control.channel import EVERYONE, Channel
-from ring_plugins.core.control.liveness import SILENT_ENDS, LocalPeers
+from ring_plugins.core.control.liveness import MOST_MEMBERS, SILENT_ENDS, LocalPeers
 from ring_plugins.core.control.membership import MembersLost
 from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.parent_notifier import notify_parent
@@ -297,14 +297,14 @@ class FailureDetector:
             time.sleep(0.001)
 
     def _note_knowing(self, sender: int, body: dict[str, Any]) -> None:
-        key, rank, member = int(body["key"]), int(body["rank"]), int(body["member"])
+        key, rank, member = int(body["key"]), self._rank_in(body), int(body["member"])
         if rank == self.rank and key in self._knowing:
             self._knowing[key].add(member)
         elif self.rank == 0 and 0 < rank < len(self.membership):
             self._channel.tell(rank, "knows of broken", body)
 
     def _note_broken(self, body: dict[str, Any]) -> None:
-        key, error = int(body["key"]), PeerFailed(str(body["text"]), int(body["rank"]))
+        key, error = int(body["key"]), PeerFailed(str(body["text"]), self._rank_in(body))
         self._broken.setdefault(key, error)
         state = self._communicators.get(key)
         if error.rank != self.rank:
@@ -336,7 +336,7 @@ class FailureDetector:
 
     def _note_refused(self, body: dict[str, Any]) -> None:
         key, number, before = body["operation"]
-        self._refusals.setdefault((key, number, before), {})[body["rank"]] = str(body["text"])
+        self._refusals.setdefault((key, number, before), {})[self._rank_in(body)] = str(body["text"])
         while len(self._refusals) > _REFUSALS:
             del self._refusals[next(iter(self._refusals))]
         self._pass_on("refused", body)
@@ -400,14 +400,21 @@ class FailureDetector:
         if self._remote_failure is not None:
             return
         if body.get("of") != self.rank:
-            self._remote_failure = PeerFailed(str(body["text"]), int(body["rank"]))
+            self._remote_failure = PeerFailed(str(body["text"]), self._rank_in(body))
         self._has_lost_a_process |= bool(body.get("lost"))
         self.has_lost_the_network |= bool(body.get("network"))
         self._pass_on("failed", body)
 
     def _note_exit(self, body: dict[str, Any]) -> None:
-        self._exit_status[int(body["rank"])] = int(body["status"])
+        self._exit_status[self._rank_in(body)] = int(body["status"])
         self._pass_on("exits", body)
+
+    def _rank_in(self, body: dict[str, Any]) -> int:
+        """The rank in a message of another one, which may be wrong, or know of a process that has just joined."""
+        rank = body["rank"]
+        if type(rank) is not int or not 0 <= rank < max(len(self.membership), MOST_MEMBERS):
+            raise ValueError(f"{rank!r} is no rank")
+        return rank
 
     def _note_left(self, ranks: Sequence[int]) -> None:
         now = time.monotonic()

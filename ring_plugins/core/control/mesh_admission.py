@@ -39,7 +39,7 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, PeerFailed
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.control.admission import NotAdmitted
-from ring_plugins.core.control.consensus import Decision
+from ring_plugins.core.control.consensus import Decision, check, is_number
 from ring_plugins.core.control.mesh import MESH_TAG, Mesh, mesh_frames
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.net.auth import Disconnected
@@ -290,7 +290,9 @@ class Candidate:
         try:
             kind, body = message
             if kind == "admission":
-                view = int(body["view"])
+                view = body["view"]
+                if not is_number(view):
+                    raise ValueError(f"{view!r} is no view")
                 if "problem" in body:
                     self._problems[view] = str(body["problem"])
                     self.is_lost |= body["problem"] == _LOST
@@ -300,7 +302,8 @@ class Candidate:
                         self._called_for[rank] = view
                 return
             if kind == "agree" and body["kind"] == "decided":
+                check(body)
                 self._decisions.setdefault(int(body["view"]), Decision.told(body["body"]["decision"]))
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except Exception as error:  # what one member sends must not end this process
             raise Disconnected("it sent an invalid message", is_invalid=True) from error
         self.backlog.append((rank, data))

@@ -253,7 +253,12 @@ def _join_at(world: World, candidate: Candidate, view: int, call: Mapping[str, A
     """
     transport = world.transport
     assert transport is not None
-    everyone, newcomer = [_Process(*one) for one in call["everyone"]], _Process(*call["newcomer"])
+    try:
+        everyone, newcomer = [_Process(*one) for one in call["everyone"]], _Process(*call["newcomer"])
+        announced = {int(rank): dict(address) for rank, address in call["announced"].items()}
+        _JoinPoint(*call["join_point"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise NotAdmitted(f"a rank sent an invalid call: {str(call)[:200]!r}.") from None
     members = [one.rank for one in everyone]
 
     def gather(number: int, payload: Mapping[str, Any]) -> dict[int, Any]:
@@ -269,7 +274,7 @@ def _join_at(world: World, candidate: Candidate, view: int, call: Mapping[str, A
     mesh = Mesh(
         world.world_rank, peers, transport.listener, world.local_peers, world.min_ranks, view, decision.committed
     )
-    mesh.announced.update({int(rank): address for rank, address in call["announced"].items()})
+    mesh.announced.update(announced)
     agreement.mesh = mesh
     connections = {rank: one for rank, one in candidate.connections.items() if rank in mesh.peers}
     agreement.take_over = lambda: mesh.go_on_from(connections, candidate.backlog, decision)
