@@ -439,6 +439,39 @@ def lazy_model(run: Run) -> Outcome:
 
 
 @scenario
+def model_without_call(run: Run) -> Outcome:
+    """Only its `train_step` knows how its parts are called, which are built before `fit` or by the first step."""
+    import tensorflow as tf
+
+    class Autoencoder(keras.Model):
+        def __init__(self, encoder: Any, decoder: Any) -> None:
+            super().__init__()
+            self.encoder, self.decoder = encoder, decoder
+
+        def train_step(self, x: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self.decoder(self.encoder(x)) - x) ** 2)
+            gradients = tape.gradient(loss, self.trainable_weights)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+            return {"loss": loss}
+
+    found: Outcome = {}
+    x, _ = features(run.ranks)
+    for start in ([keras.Input((5,))], []):
+        run.seed()
+        model = Autoencoder(keras.Sequential([*start, layers.Dense(3)]), keras.Sequential([layers.Dense(5)]))
+        if start:
+            model.decoder.build((None, 3))
+        optimizer = momentum()
+        model.compile(optimizer=optimizer if run.is_alone or start else DistributedOptimizer(optimizer))
+        data = tf.data.Dataset.from_tensor_slices(run.share(x, 4)).batch(4 * (run.ranks if run.is_alone else 1))
+        model.fit(data, epochs=2, verbose=0, callbacks=[] if run.is_alone else [BroadcastCallback()])
+        undistribute(optimizer)
+        found |= {f"{name} of {len(start)}": value for name, value in weights(model).items()}
+    return found
+
+
+@scenario
 def two_outputs_with_weights(run: Run) -> Outcome:
     run.seed()
     inputs = keras.Input((5,))

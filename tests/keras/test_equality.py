@@ -38,6 +38,7 @@ BY_DEFAULT = {
     "lazy_model": (TF, TORCH),
     "many_buckets": (TORCH,),
     "mixed_precision": (TORCH, JAX),
+    "model_without_call": (TF,),
     "moving_mean_of_own_batches": (TORCH,),
     "not_compiled": (JAX,),
     "remainder": (TORCH,),

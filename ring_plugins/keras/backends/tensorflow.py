@@ -322,8 +322,12 @@ def check_other_parallelism(model: Any) -> None:
 
 
 def is_lazy(model: Any) -> bool:
-    """See the protocol. On this backend Keras builds a model when it traces the first step."""
-    return not all(layer.built for layer in model._flatten_layers())
+    """See the protocol. On this backend Keras builds a model when it traces the first step.
+
+    A model without `call`, such as a GAN whose `train_step` calls its parts, is never built.
+    """
+    no_call = keras.Model.call, keras.Layer.call
+    return not all(layer.built for layer in model._flatten_layers() if type(layer).call not in no_call)
 
 
 def make_train_function(model: Any, averaging: Any) -> None:
@@ -364,21 +368,31 @@ def before_first_step(model: Any, action: Callable[[], None]) -> None:
 
 
 def _build(model: Any, iterator: Iterator[Any]) -> None:
-    """Build model, loss, metrics and optimizer from the shapes of the data."""
+    """Build whatever the first step builds, from the shapes of the data, by tracing the step without running it."""
     specification = getattr(iterator, "element_spec", None)
     if specification is None:
-        raise ArgumentError(
-            "the model has no variables yet, and the shapes of its first batch are unknown; build it before fit(), "
-            "with model.build(input_shape) or by calling it on a batch."
-        )
+        raise _not_built("the shapes of its first batch are unknown")
+    data = tf.nest.map_structure(lambda spec: None if isinstance(spec, tf.OptionalSpec) else spec, specification)
+    optimizers = [held for held in vars(model).values() if isinstance(held, keras.optimizers.Optimizer)]
+    before = [vars(optimizer).get("apply") for optimizer in optimizers]
+    try:
+        for optimizer in optimizers:  # some average already, and must not before the weights are equal
+            vars(optimizer)["apply"] = lambda *_, **__: None
+        tf.function(model.train_step, autograph=False).get_concrete_function(data)
+    except Exception as error:
+        raise _not_built(f"its step could not be traced to build it ({type(error).__name__}: {error})") from error
+    finally:
+        for optimizer, apply in zip(optimizers, before, strict=True):
+            del vars(optimizer)["apply"]
+            if apply is not None:
+                vars(optimizer)["apply"] = apply
 
-    def symbol(spec: Any) -> Any:
-        if isinstance(spec, tf.OptionalSpec):
-            return None
-        return keras.KerasTensor(tuple(spec.shape), spec.dtype.name)
 
-    # Keras 3.15.1, trainers/trainer.py:1125, accepts anything with shapes and dtypes.
-    model._symbolic_build(data_batch=tf.nest.map_structure(symbol, specification))
+def _not_built(why: str) -> ArgumentError:
+    return ArgumentError(
+        f"the model has no variables yet, and {why}; build it before fit(), with model.build(input_shape) or by "
+        "calling it, or each of its parts, on a batch."
+    )
 
 
 def host_call_with_gradient(
