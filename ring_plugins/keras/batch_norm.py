@@ -126,7 +126,8 @@ class BatchMoments:
         size = self._communicator.size
         mine = np.concatenate([np.reshape(count, 1), np.ravel(own)]).astype(np.float64)
         gathered = np.empty(mine.size * size)
-        self._communicator.all_gather(HostMemory(mine, "float64"), HostMemory(gathered, "float64"), [mine.size] * size)
+        memories = HostMemory(mine, "float64"), HostMemory(gathered, "float64")
+        self._wait(lambda: self._communicator.all_gather(*memories, [mine.size] * size))
         table = gathered.reshape(size, -1)
         shares = table[:, :1] / (table[:, 0].sum() or 1.0)
         means, variances = np.split(table[:, 1:], 2, axis=1)
@@ -142,7 +143,11 @@ class BatchMoments:
             upstream: gradient of this rank's loss with respect to `combined`.
         """
         total = np.array(upstream, np.float64, order="C")
-        self._communicator.all_reduce(HostMemory(total.reshape(-1), "float64"), Op.SUM)
+        self._wait(lambda: self._communicator.all_reduce(HostMemory(total.reshape(-1), "float64"), Op.SUM))
         by_mean, by_variance = total
         mean_offset = own[0].astype(np.float64) - combined[0]
         return (float(share) * np.stack([by_mean + 2 * mean_offset * by_variance, by_variance])).astype(own.dtype)
+
+    def _wait(self, function: Callable[[], None]) -> None:
+        """Call a collective. TensorFlow does so in a thread of its own, and the script waits: deadlocks count."""
+        self._communicator.run_in_line("batch normalization of all ranks' batches", function)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import keras
 
 from ring_plugins.core.arrays.codec import Compression
-from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
+from ring_plugins.core.base.errors import ArgumentError, DriftError, MismatchError, RingError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.healing import repeated
@@ -29,12 +29,20 @@ from ring_plugins.keras.averaging import (
 )
 from ring_plugins.keras.backends import backend
 from ring_plugins.keras.batch_norm import SynchronizedBatchNorm
-from ring_plugins.keras.callback_list import arrange, call_when_over, check_formats, enclosing_list, saves_weights
+from ring_plugins.keras.callback_list import (
+    arrange,
+    call_when_over,
+    check_formats,
+    decisions_of,
+    differing_decisions,
+    enclosing_list,
+    saves_weights,
+)
 from ring_plugins.keras.healing import LossWatch, check_equal
-from ring_plugins.keras.interrupted_fit import tell_interrupted
+from ring_plugins.keras.interrupted_fit import argument_of_fit, tell_interrupted
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.joining import joins_within_fit, place_of_fit, share_state
-from ring_plugins.keras.shard import continue_at
+from ring_plugins.keras.shard import begin_epoch, continue_at
 from ring_plugins.keras.sharded_optimizer import readmit
 from ring_plugins.keras.state import (
     average_variables,
@@ -44,6 +52,8 @@ from ring_plugins.keras.state import (
     weight_checksums,
 )
 from ring_plugins.keras.validation import (
+    FIT,
+    STOP,
     SynchronizedStop,
     check_equal_epochs,
     check_equal_learning_rates,
@@ -57,6 +67,13 @@ from ring_plugins.observe.training import announce_training
 
 #: Callbacks whose `fit` has begun and not ended, as far as they know.
 _fitting: weakref.WeakSet[BroadcastCallback] = weakref.WeakSet()
+
+
+def synchronize_fit(model: Any) -> None:
+    """Bring all ranks together after the last step of an epoch, if a `BroadcastCallback` trains this model."""
+    for callback in list(_fitting):
+        if callback.model is model:
+            callback._synchronize_state()
 
 
 def broadcast_variables(model: Any, root_rank: int = 0) -> None:
@@ -161,7 +178,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         Compression.named(compression, error_feedback)  # raises now rather than in fit
         self.drift_check_every = chosen_interval(drift_check_every)
         self._drift: DriftCheck | None = None
-        self._first = _FirstAtEpochEnd(self._synchronize_state)
+        self._first = _First(self._begin_data, self._synchronize_state)
         self._installed: list[GradientAveraging] = []
         self._communicators: list[Communicator] = []
         self._batch_norm: SynchronizedBatchNorm | None = None
@@ -173,8 +190,9 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._is_fitting, self._has_begun = False, False
         self._passes_before, self._steps_until_check = 0, 0
         self._saves_weights = False
-        self._is_synchronized = False
+        self._is_synchronized = self._has_told_difference = False
         self._first_epoch: Any = None
+        self._epoch: int | None = None
 
     #: Tells `check_first_step` not to add another callback that compares weights.
     compares_weights = True
@@ -199,6 +217,7 @@ class BroadcastCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         world = connect()
+        self._epoch = None
         for callback in list(_fitting):  # an exception that the script keeps may keep an interrupted fit alive
             if callback.model is self.model:
                 callback._abandon()
@@ -210,9 +229,9 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._finalizer = call_when_over(self, self._abandon)
         if self._finalizer is not None:
             self._finalizer.atexit = False  # at exit the other ranks learn how this one ended
-        self._communicator, stop = world.new_communicator("fit"), world.new_communicator("stop")
+        self._communicator, stop = world.new_communicator(FIT), world.new_communicator(STOP)
         self._communicators = [self._communicator, stop]
-        self._stop = SynchronizedStop(stop, self._take_part_in_saving)
+        self._stop = SynchronizedStop(stop, self._take_part_in_saving, self._tell_interrupted)
         self._losses = LossWatch()
         self._drift = drift_check(self.drift_check_every, lambda: weight_checksums(self.model))
         model = self.model
@@ -220,7 +239,6 @@ class BroadcastCallback(keras.callbacks.Callback):
         check_equal_steps(self.params, self._communicator)
         # If the root restored a backup, all ranks continue from there.
         model._initial_epoch = self._first_epoch = repeated(self._initial_epoch)
-        continue_at(model._initial_epoch or 0)
         # A script may give the callback that saves to one rank only.
         self._saves_weights = any(self._communicator.all_gather_object(self._saves_weights))
         if world.heals and self.write_on_root_only:
@@ -279,6 +297,8 @@ class BroadcastCallback(keras.callbacks.Callback):
             self._batch_norm = SynchronizedBatchNorm(model, every=self.synchronized_batch_norm is True)
             self._batch_norm.install()
         make_train_function(model)
+        assert self._stop is not None
+        self._stop.watch_steps(model)
         self._passes_before = self._passes()
         self._steps_until_check = max((averaging.accumulation_steps for averaging in self._active()), default=1)
 
@@ -292,7 +312,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         assert told is not None
         assert self._root is not None
         self._root.world_rank, self._saves_weights = told["root"], told["saves_weights"]
-        self._has_begun, self._steps_until_check = True, told["steps_until_check"]
+        self._epoch, self._has_begun, self._steps_until_check = told["epoch"], True, told["steps_until_check"]
         self._passes_before = self._passes() - told["passes"]
         self._first_epoch, self._model._initial_epoch = told["first_epoch"], told["epoch"] + 1
 
@@ -359,12 +379,21 @@ class BroadcastCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._is_synchronized = False
+        self._begin_data(epoch)
         if not self._is_fitting:
             return
+        assert self._stop is not None
         self._forget_joining()
+        self._stop.watch_steps(self._model)
         if not self._has_begun:
             self._has_begun = True
             check_equal_epochs(epoch, self._communicator)
+
+    def _begin_data(self, epoch: int) -> None:
+        """Let data have the order of the first epoch of this fit, which Keras tells no earlier."""
+        if self._epoch is None:
+            continue_at(epoch, argument_of_fit("x"))
+        self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if not self._is_fitting:
@@ -379,6 +408,8 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._after_exchange(self._stop.after_step(self._model, batch))
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if self._epoch is not None:
+            begin_epoch(argument_of_fit("validation_data"), self._epoch)
         self._synchronize_state()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -398,6 +429,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         if not self._is_fitting:
             return
         self._forget_joining()  # again, as there may have been no epoch left
+        self._compare_what_callbacks_left()
         sharded = [averaging.sharded for averaging in self._active() if averaging.sharded is not None]
         # A writer may still be lost while it completes its files, or save here.
         if current().heals or sharded:
@@ -449,12 +481,35 @@ class BroadcastCallback(keras.callbacks.Callback):
             return
         assert self._root is not None
         found = differing_weights(lambda: weight_checksums(self._model), when, self._communicator)
+        self._has_told_difference |= bool(found)
         if found and self._root.is_here():
             logger.warning(
                 f"{found} A rank made a different update: a train_step or an optimizer that draws random numbers, or "
                 "weights that no averaged optimizer updates. If they differ on purpose, RING_WEIGHT_CHECK=0 switches "
                 "this comparison off."
             )
+
+    def _compare_what_callbacks_left(self) -> None:
+        """Compare what the other callbacks may have set when `fit` ends, each on its own rank.
+
+        Raises:
+            DriftError: the weights differ, and no warning has said so before.
+        """
+        decisions = self._communicator.all_gather_object(decisions_of(enclosing_list(self)))
+        told = differing_decisions(decisions, self._communicator.ranks)
+        remedy = (
+            "Callbacks that watch a metric see that of their own rank's data: add MetricAverageCallback() on all "
+            "ranks. A callback that sets weights must set the same on all."
+        )
+        all_weights = self.moving_statistics == "average"
+        found = self.average_gradients and differing_weights(
+            lambda: weight_checksums(self.model, all_weights), "when fit() ended", self._communicator
+        )
+        if found and not self._has_told_difference:
+            raise DriftError(f"{found}{f' Callbacks decided differently: {told}.' if told else ''} {remedy}")
+        assert self._root is not None
+        if told and self._root.is_here():
+            logger.warning(f"callbacks decided differently on the ranks: {told}. {remedy}")
 
     def _synchronize_state(self) -> None:
         """Average moving statistics and accumulators, once per epoch, before validation and saving."""
@@ -470,17 +525,19 @@ class BroadcastCallback(keras.callbacks.Callback):
             variables += averaging.accumulators()
         average_variables(variables, self._communicator)
 
+    def _tell_interrupted(self, cause: MismatchError | None) -> None:
+        averagers = [communicator for averaging in self._active() for communicator in averaging.communicators()]
+        tell_interrupted((*averagers, *self._communicators), cause)
+
     def _abandon(self) -> None:
         """Undo all changes after a fit that an exception ended, and tell ranks that still train and wait for this one.
 
         They raise, and a later fit works on all ranks.
         """
         if self._is_fitting:
-            active = self._active()
-            averagers = [communicator for averaging in active for communicator in averaging.communicators()]
             mismatch = self._stop.mismatch if self._stop is not None else ""
-            tell_interrupted((*averagers, *self._communicators), MismatchError(mismatch) if mismatch else None)
-            for averaging in active:  # those that the script itself has distributed stay installed
+            self._tell_interrupted(MismatchError(mismatch) if mismatch else None)
+            for averaging in self._active():  # those that the script itself has distributed stay installed
                 averaging.release()
         self._restore()
 
@@ -511,12 +568,15 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._communicators = []
 
 
-class _FirstAtEpochEnd(keras.callbacks.Callback):
-    """First in the list: synchronizes the state, so that all other callbacks see and save the average."""
+class _First(keras.callbacks.Callback):
+    """First in the list: synchronizes data and state, so that all other callbacks see these, and save the average."""
 
-    def __init__(self, synchronize_state: Callable[[], None]) -> None:
+    def __init__(self, begin_data: Callable[[int], None], synchronize_state: Callable[[], None]) -> None:
         super().__init__()
-        self._synchronize_state = synchronize_state
+        self._begin_data, self._synchronize_state = begin_data, synchronize_state
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._begin_data(epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._synchronize_state()

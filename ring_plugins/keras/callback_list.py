@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -96,6 +96,34 @@ def check_first_step(callback: Any, check: Callable[[], Any]) -> None:
 def saves_weights(callbacks: Any) -> bool:
     """Whether a `CallbackList` has a callback that saves weights."""
     return any(isinstance(callback, _SAVERS) for callback in callbacks.callbacks)
+
+
+#: What a callback decides from the numbers that its rank sees, by class.
+_DECISIONS = {
+    keras.callbacks.EarlyStopping: ("best_epoch", "stopped_epoch"),
+    keras.callbacks.ModelCheckpoint: ("best",),
+}
+
+
+def decisions_of(callbacks: Any) -> dict[str, Any]:
+    """What the callbacks of a `CallbackList`, None if it is unknown, have decided on this rank, by a name for each."""
+    return {
+        f"{type(callback).__name__}.{name}": vars(callback).get(name)
+        for callback in (callbacks.callbacks if callbacks is not None else ())
+        for kind, names in _DECISIONS.items()
+        if isinstance(callback, kind)
+        for name in names
+    }
+
+
+def differing_decisions(by_rank: Sequence[dict[str, Any]], ranks: Sequence[int]) -> str:
+    """Those that differ among the ranks that have made them, in words; "" if none does."""
+    found = []
+    for name in dict.fromkeys(name for made in by_rank for name in made):
+        made = {rank: decisions[name] for rank, decisions in zip(ranks, by_rank, strict=True) if name in decisions}
+        if len(set(made.values())) > 1:
+            found.append(f"{name} ({', '.join(f'rank {rank}: {value}' for rank, value in made.items())})")
+    return ", ".join(found)
 
 
 def check_formats(callbacks: Any) -> None:

@@ -84,6 +84,12 @@ def _fit_above(frame: FrameType | None) -> FrameType | None:
     return None
 
 
+def argument_of_fit(name: str) -> Any:
+    """What the script passed to the `fit` that is calling a callback, None if no `fit` is."""
+    frame = _fit_above(sys._getframe(1))
+    return None if frame is None else frame.f_locals.get(name)
+
+
 def _replace(model: Any, averaging: Averaging) -> None:
     original, watched = type(model).make_train_function, weakref.ref(averaging)
 

@@ -20,6 +20,7 @@ import numpy as np
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.keras.broadcast import synchronize_fit
 from ring_plugins.keras.callback_list import call_when_over
 from ring_plugins.keras.first_step import expect_broadcast
 from ring_plugins.keras.job import connect
@@ -101,6 +102,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def _read(self, read: Any, logs: Any) -> Any:
         assert self._communicator is not None
+        synchronize_fit(self._model)  # if another rank is still in its epoch, all get an error that says so
         metrics = _flat(self._model.metrics)
         averaged = [metric for metric in metrics if metric.name in self.averaged or not is_mergeable(metric)]
         self._warn(averaged)

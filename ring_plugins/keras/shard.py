@@ -114,18 +114,34 @@ def _holds_mark(data: Any) -> bool:
     return hasattr(data, _MARK) or any(map(_holds_mark, data._inputs()))
 
 
-def continue_at(epoch: int) -> None:
-    """Let data that has not been trained on yet begin with the order of this epoch.
+def continue_at(epoch: int, data: Any) -> None:
+    """Let data begin with the order of an epoch, when a `fit` begins with that.
 
-    After `BackupAndRestore`, `fit` begins with a later epoch, while new data would begin with the order of epoch 0.
-    Streams always begin as the script made them.
+    If that is a later epoch (`initial_epoch`, `BackupAndRestore`), what has not been trained on yet does so, too: the
+    script may have put it inside `data`. Streams always begin as the script made them.
 
     Args:
         epoch: the first epoch of this fit, from 0.
+        data: what `fit` trains on. Data that a later `fit` begins with epoch 0 again goes on instead: new orders.
     """
-    for order in list(_orders.values()) if epoch else ():
-        if order.epoch <= _NEW:
-            order.set_epoch(order.epoch + epoch)
+    order = _order_of(data)
+    if order is not None and (epoch or order.epoch <= _NEW):
+        order.begin(epoch)
+    for other in list(_orders.values()) if epoch else ():
+        if other is not order and other.epoch <= _NEW:
+            other.begin(epoch)
+
+
+def begin_epoch(data: Any, epoch: int) -> None:
+    """Let data begin with the order of this epoch, if `shard` has returned it."""
+    order = _order_of(data)
+    if order is not None:
+        order.begin(epoch)
+
+
+def _order_of(data: Any) -> Order | None:
+    order = getattr(data, "_order", None) or getattr(data, "sampler", None)
+    return order if isinstance(order, Order) else None
 
 
 def places_in_orders() -> dict[int, Any]:
@@ -204,6 +220,11 @@ class Order:
         if self._remainder == "pad":
             order = np.resize(order, self.steps * self._per_rank * self._size)
         self._order = order
+
+    def begin(self, epoch: int) -> None:
+        """Let the next iteration have the order of this epoch of a `fit`; see `_NEW`."""
+        self._is_used = False
+        self.set_epoch(epoch + _NEW)
 
     @property
     def place(self) -> tuple[tuple[int, int], int, bool]:

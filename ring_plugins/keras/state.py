@@ -204,11 +204,11 @@ def value_of(variable: Any) -> Array:
     return np.array(keras.ops.convert_to_numpy(variable), order="C")
 
 
-def weight_checksums(model: Any) -> tuple[list[str], list[int]]:
-    """Return the names and checksums of a model's trainable weights."""
+def weight_checksums(model: Any, all_weights: bool = False) -> tuple[list[str], list[int]]:
+    """Return the names and checksums of a model's trainable weights, or of all."""
     if hasattr(model, "jax_state_sync"):  # on JAX, Keras updates the variables during fit only on request
         model.jax_state_sync()
-    weights = model.trainable_variables
+    weights = model.weights if all_weights else model.trainable_variables
     return [weight.path for weight in weights], [checksum(value_of(weight)) for weight in weights]
 
 

@@ -6,10 +6,11 @@ rank and the remedy.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -18,7 +19,7 @@ import numpy as np
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import ArgumentError, DeadlockError, MismatchError, name_ranks
+from ring_plugins.core.base.errors import ArgumentError, MismatchError, name_ranks
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.world import World, current
 from ring_plugins.keras.backends import backend
@@ -169,12 +170,18 @@ class SynchronizedStop:
     Args:
         communicator: must have no other use.
         take_part: called on the ranks that a request reaches, with its number.
+        tell: lets ranks that wait for this one in whatever `fit` calls raise this error.
     """
 
     _STEP, _EPOCH = 0, 1
 
-    def __init__(self, communicator: Communicator, take_part: Callable[[int], None] | None = None) -> None:
-        self._communicator, self._take_part = communicator, take_part
+    def __init__(
+        self,
+        communicator: Communicator,
+        take_part: Callable[[int], None] | None = None,
+        tell: Callable[[MismatchError], None] | None = None,
+    ) -> None:
+        self._communicator, self._take_part, self._tell = communicator, take_part, tell
         self._steps = 0
         #: The text of the error that this raised, "" if none. The error itself would keep the frames of `fit` alive.
         self.mismatch = ""
@@ -222,24 +229,65 @@ class SynchronizedStop:
     def _exchange(self, model: Any, point: int) -> bool:
         # max(-point) is -min(point), so one reduction shows whether all ranks are at the same point.
         flags = [int(model.stop_training), point, -point, int(current().elastic.wants_change), 0]
-        try:
+        where = f"has {'ended its epoch after' if point == self._EPOCH else 'taken'} {self._steps} steps"
+        with self._same_step(where):
             while (found := self._reduced(flags))[4]:
                 self._serve(found[4])
-        except DeadlockError as error:
-            raise self._mismatch() from error
-        stop, largest, negated_smallest, wants_change, _ = found
-        if largest != -negated_smallest:
-            raise self._mismatch()
+            stop, largest, negated_smallest, wants_change, _ = found
+            if largest != -negated_smallest:
+                raise self._unequal(where)
         if stop:
             model.stop_training = True
         return bool(wants_change)
 
-    def _mismatch(self) -> MismatchError:
+    def watch_steps(self, model: Any) -> None:
+        """Let the train function raise as `after_step` does, in a step that another rank does not take."""
+        step = model.train_function
+        if getattr(step, "_ring_stop", None) is self:
+            return
+
+        @functools.wraps(step)
+        def same_step(*args: Any) -> Any:
+            with self._same_step(f"is in step {self._steps + 1} of its epoch"):
+                return step(*args)
+
+        same_step._ring_stop = self  # type: ignore[attr-defined]
+        model.train_function = same_step
+
+    @contextlib.contextmanager
+    def _same_step(self, where: str) -> Iterator[None]:
+        """Raise in this block, on all ranks, a `MismatchError` where another rank is not in the same step."""
+        try:
+            yield
+        except Exception as error:  # around which Keras may have put one of another class, with the same text
+            # Another rank may have found it first, told this one, or be gone.
+            if not _is_between_steps(str(error)) and _UNEQUAL not in str(error):
+                raise
+            raise self._unequal(where) from error
+
+    def _unequal(self, where: str) -> MismatchError:
         self.mismatch = (
-            f"epochs differ in length among ranks; this rank has taken {self._steps} steps. Give every rank the same "
-            "amount of data, as ring_plugins.keras.shard does, or pass steps_per_epoch to fit()."
+            f"{_UNEQUAL}: this rank {where}, and another rank is elsewhere. Probably they have unequal numbers of "
+            "batches: give every rank the same amount of data, as ring_plugins.keras.shard does, or pass "
+            "steps_per_epoch to fit(). Otherwise a condition in the training step is true on some ranks only."
         )
-        return MismatchError(self.mismatch)
+        error = MismatchError(self.mismatch)
+        if self._tell is not None:
+            self._tell(error)
+        return error
+
+
+#: Names of communicators of which all operations stand between steps, and the beginnings of those in steps.
+STOP, FIT = "stop", "fit"
+_IN_STEPS = ("gradients", "sharded updates", "batch normalization")
+_UNEQUAL = "epochs differ in length among ranks"
+
+
+def _is_between_steps(deadlock: str) -> bool:
+    """Whether a rank waits for others that have ended their step or epoch, or the reverse, in operations of ours."""
+    names = re.findall(r"waits for rank \d+ in ([^:]+):", deadlock)
+    between = [name for name in names if name in (STOP, FIT)]
+    return bool(between) and all(name in between or name.startswith(_IN_STEPS) for name in names)
 
 
 @functools.lru_cache(maxsize=1)

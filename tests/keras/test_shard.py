@@ -73,3 +73,12 @@ def test_a_process_that_joins_goes_on_in_the_orders_of_the_others(seen):
     for one, other in zip(first["taken"], second["taken"], strict=True):
         assert sorted(one + other) == list(range(16))
     assert first["other data"].startswith("MismatchError: shard(): data has 16 elements and seed=0, and on the other")
+
+
+@on_ranks("orders_with_initial_epoch", "torch", slow=("tensorflow", "jax"))
+def test_a_fit_that_begins_with_a_later_epoch_trains_on_that_epochs_data(seen):
+    for found in seen:
+        for whole, _, resumed in found.values():
+            assert len({tuple(epoch) for epoch in whole}) == 4
+            assert resumed == whole
+        assert all(parts == whole for kind, (whole, parts, _) in found.items() if kind != "inside")

@@ -49,6 +49,8 @@ from ring_plugins.core.net.auth import Disconnected
 
 #: Seconds for which data that a rank sent before it left may still be on its way.
 _IN_FLIGHT = 2.0
+#: Seconds after which what a rank of the same host has told before it left has arrived.
+_TOLD = 0.3
 #: Seconds for which a rank that breaks a communicator waits until the members know. They know within milliseconds, but
 #: a member that does not, on a crowded host, may finish an operation with memory that this rank overwrites.
 _NOTICE = 10.0
@@ -117,6 +119,7 @@ class FailureDetector:
         #: By communicator, operations finished and calls refused since: who refused the next call, and why.
         self._refusals: dict[tuple[int, int, int], dict[int, str]] = {}
         self._left: dict[int, float] = {}
+        self._left_here: dict[int, float] = {}
         self._departures: list[int] = []  # which rank 0 has not yet forwarded
         self._exit_status: dict[int, int] = {}  # of ranks that leave with another one than 0
         channel.on("failed", lambda sender, body: self._note_failed(body))
@@ -223,7 +226,8 @@ class FailureDetector:
     def has_left(self, rank: int) -> bool:
         """Whether a rank has ended normally and what it sent before must have arrived."""
         if self._local_peers is not None and self._local_peers.has_left(rank):
-            return True
+            # Seen in shared memory, before what it has told over the channel: that it refused an operation, and why.
+            return time.monotonic() - self._left_here.setdefault(rank, time.monotonic()) > _TOLD
         if self.mesh is not None and self.mesh.has_left(rank):
             self._left.setdefault(rank, time.monotonic())
         return rank in self._left and time.monotonic() - self._left[rank] > _IN_FLIGHT

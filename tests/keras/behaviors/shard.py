@@ -99,6 +99,68 @@ def orders_after_a_restart() -> Any:
 
 
 @behavior
+def orders_with_initial_epoch() -> Any:
+    """What is trained and validated on in epochs 0 to 3 in one go, and from epoch 2 on: with new and with used data."""
+    import torch
+
+    x = np.arange(19, dtype="float32").reshape(19, 1)
+    taken: list[tuple[int, float]] = []
+
+    class Seen(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            taken.extend(map(float, keras.ops.convert_to_numpy(inputs).ravel()))
+            return inputs
+
+    class Inside(keras.utils.PyDataset):  # what a script may make of a part
+        def __init__(self, part: Any) -> None:
+            super().__init__()
+            self.part = part
+
+        def __len__(self) -> int:
+            return len(self.part)
+
+        def __getitem__(self, index: int) -> Any:
+            return self.part[index]
+
+        def on_epoch_end(self) -> None:
+            self.part.on_epoch_end()
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 9
+
+        def __getitem__(self, index: int) -> Any:
+            return x[2 * index : 2 * index + 2], x[2 * index : 2 * index + 2]
+
+    pairs = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(x))
+    kinds = {
+        "arrays": lambda: shard((x, x), batch_size=2, seed=5),
+        "inside": lambda: Inside(shard((x, x), batch_size=2, seed=5)),
+        "batches": lambda: shard(Batches(), seed=3),
+        "loader": lambda: shard(torch.utils.data.DataLoader(pairs, batch_size=2, shuffle=True), seed=1),
+    }
+
+    def train(first: int, last: int, data: Any, validation: Any) -> list[Any]:
+        model = keras.Sequential([keras.Input((1,)), Seen(), layers.Dense(1)])
+        model.compile(optimizer=keras.optimizers.SGD(0.0), loss="mse", run_eagerly=True)
+        found: list[Any] = []
+        begin = keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda epoch, logs: taken.clear(), on_epoch_end=lambda epoch, logs: found.append([*taken])
+        )
+        options: Any = {"epochs": last, "initial_epoch": first, "verbose": 0, "shuffle": False}
+        model.fit(data, validation_data=validation, callbacks=[begin, BroadcastCallback()], **options)
+        return found
+
+    found = {}
+    for kind, make in kinds.items():
+        data, validation = make(), shard((x[::-1], x), batch_size=3, seed=2)
+        parts = [train(0, 2, data, validation), train(2, 4, data, validation)]
+        found[kind] = [train(0, 4, make(), shard((x[::-1], x), batch_size=3, seed=2)), [*parts[0], *parts[1]]]
+        found[kind] += [parts[0] + train(2, 4, make(), shard((x[::-1], x), batch_size=3, seed=2))]
+    return found
+
+
+@behavior
 def orders_after_a_join() -> Any:
     """Rank 0 has trained, and rank 1 goes on with its orders: what both take then, and what rank 1 refuses."""
     import torch

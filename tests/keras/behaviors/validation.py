@@ -12,8 +12,15 @@ import numpy as np
 from keras import layers
 
 import ring_plugins as ring
-from ring_plugins.keras import BroadcastCallback, DistributedOptimizer, shard, undistribute, validation
-from tests.keras.behaviors import behavior, error_of, fit
+from ring_plugins.keras import (
+    BroadcastCallback,
+    DistributedOptimizer,
+    MetricAverageCallback,
+    shard,
+    undistribute,
+    validation,
+)
+from tests.keras.behaviors import behavior, error_of, fit, logged
 from tests.keras.scenarios import BACKEND, dense, features, momentum
 
 
@@ -163,11 +170,49 @@ def warnings_of_gpu_copies() -> Any:
 
 
 @behavior
+def weights_that_a_callback_sets() -> Any:
+    """Each rank restores the weights of its own best epoch; with averaged metrics it is the same one."""
+    x, y = features(1, 8)
+    own = features(1, 4)[0], np.full((16, 1), 3.0 - 6.0 * ring.rank(), "float32")
+
+    def train(*callbacks: Any, **options: Any) -> str:
+        keras.utils.set_random_seed(3)
+        model = dense(keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True))
+        training = {"batch_size": 4, "epochs": 4, "verbose": 0, "validation_data": own, **options}
+        return error_of(lambda: model.fit(x, y, callbacks=[*callbacks, BroadcastCallback()], **training))
+
+    class Sets(keras.callbacks.Callback):
+        def on_train_end(self, logs: Any = None) -> None:
+            self.model.set_weights([weight + ring.rank() for weight in self.model.get_weights()])
+
+    stopping = {"patience": 9, "restore_best_weights": True}
+    with logged() as lines:
+        plain = train(keras.callbacks.EarlyStopping("val_loss", patience=9))
+    return {
+        "restored": train(keras.callbacks.EarlyStopping("val_loss", **stopping)),
+        "averaged": train(keras.callbacks.EarlyStopping("val_loss", **stopping), MetricAverageCallback()),
+        "set": train(Sets()),
+        "moving averages": train(keras.callbacks.SwapEMAWeights(swap_on_epoch=True)),
+        "plain": plain,
+        "said": [line for line in lines if "decided differently" in line],
+    }
+
+
+@behavior
 def unequal_steps_of_a_generator() -> Any:
     """The length is not known in advance; the mismatch is detected when one rank's epoch is over."""
 
-    def batches() -> Any:
-        for _ in range(3 + ring.rank()):
+    def batches(steps: int) -> Any:
+        for _ in range(steps):
             yield np.ones((4, 5), "float32"), np.ones((4, 1), "float32")
 
-    return error_of(lambda: dense(momentum()).fit(batches(), verbose=0, callbacks=[BroadcastCallback()]))
+    def train(steps: int, *callbacks: Any) -> str:
+        model = keras.Sequential([keras.Input((5,)), layers.BatchNormalization(), layers.Dense(1)])
+        model.compile(optimizer=momentum(), loss="mse")
+        return error_of(lambda: model.fit(batches(steps), verbose=0, callbacks=callbacks))
+
+    return [
+        train(3 + ring.rank(), BroadcastCallback()),
+        train(4 - ring.rank(), MetricAverageCallback(), BroadcastCallback()),
+        train(3 + ring.rank(), BroadcastCallback(synchronized_batch_norm=True)),
+    ]
