@@ -578,17 +578,19 @@ class World:
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed, so that they stop waiting. Only the first call counts."""
+        if self.is_joining and self.is_mine():
+            self._note_end(isinstance(error, ArgumentError))  # the script has no place where processes can join
         if self.failure_detector is not None and self.observers is not None and self.is_mine():
             self.observers.flush()
             self._note_end()
             self.failure_detector.fail(error)
 
-    def _note_end(self) -> None:
-        """Tell what started this process that the other ranks know how it ends."""
+    def _note_end(self, others_would_too: bool = False) -> None:
+        """As `Seats.note_end`, for what started this process."""
         if self.own_seat is not None:
-            self.own_seat.note_end()
+            self.own_seat.note_end(others_would_too)
         elif self.heals and (places := seats()) is not None:
-            places.note_end(self.processes.seat)
+            places.note_end(self.processes.seat, others_would_too)
 
     def operations(self) -> int:
         """How many operations this rank has finished."""
@@ -608,7 +610,8 @@ class World:
         if self._closed or not self.is_mine():
             return
         self._closed = True
-        self._note_end()
+        if not self.is_joining:
+            self._note_end()
         with contextlib.ExitStack() as steps:  # all of them, the last first, even if a signal's handler raises in one
             if self._rank_marker is not None:
                 steps.callback(leave, self.launcher)
@@ -756,6 +759,11 @@ def current() -> World:
 def is_joining() -> bool:
     """As `World.is_joining`; False outside of a job, where communicators are of threads of one process."""
     return _world is not None and _world.is_joining
+
+
+def has_not_joined() -> bool:
+    """Whether this process was to take the place of a lost rank, and has not: how it ends is of no importance."""
+    return config.JOINS.is_set() and (not is_initialized() or is_joining())
 
 
 def has_room_to_overlap(threads: int) -> bool:

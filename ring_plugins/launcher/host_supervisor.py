@@ -96,6 +96,9 @@ class HostRanks:
         self._replacements: Replacements | None = None
         supervisor.is_out, supervisor.tell_end = self._is_out, self._seats.end_all
         supervisor.died_silently = self._seats.died_silently
+        supervisor.tell_of_memory = lambda local: _tell_user(
+            f"rank {self._names[local]} {supervisor.silent_end(local)}."
+        )
         #: Signals that this process got, and that are meant for the ranks.
         self.to_send: list[int] = []
         #: The job's exit status, once the coordinator has said it.
@@ -334,8 +337,7 @@ class HostRanks:
         """Each rank whose place another process has taken, and how often."""
         if self._replacements is None:
             return []
-        late = self._replacements.late
-        return [[self._names[local], times] for local, times in self._replacements.filled.items() if local not in late]
+        return [[self._names[local], times] for local, times in self._replacements.filled.items()]
 
 
 def _tell_user(text: str) -> None:

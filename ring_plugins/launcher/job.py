@@ -147,6 +147,8 @@ def _run_ranks(plan: LaunchPlan, supervisor: Supervisor, notify: Callable[[str],
         replacements = Replacements(supervisor, seats, job.ranks, unused, start, told, spares)
         supervisor.is_out, supervisor.tell_end = replacements.is_out, seats.end_all
         supervisor.died_silently = seats.died_silently
+        if plan.tolerates_losses:  # else it is the last line
+            supervisor.tell_of_memory = lambda rank: notify(f"rank {rank} {supervisor.silent_end(rank)}.")
         requests = stack.enter_context(GrowthRequests(replacements.add)) if plan.replaces else None
 
         def find_missing_rank() -> str | None:
@@ -186,8 +188,7 @@ def _failed_rank(supervisor: Supervisor, seats: Seats, replacements: Replacement
         return None
     if supervisor.has_succeeded():
         told = [f"{name_ranks(ranks)} {how}" for ranks, how in ((left, "left"), (dead, "died")) if ranks]
-        taken = [(rank, times) for rank, times in filled.items() if rank not in late]
-        told = [*([f"other processes took the place of {how_often(dict(taken))}"] if taken else []), *told]
+        told = [*([f"other processes took the place of {how_often(filled)}"] if filled else []), *told]
         told = [*([f"{name_ranks(added)} joined"] if added else []), *told]
         further = [rank for rank in late if seats.is_new(rank)]
         empty = [rank for rank in late if rank not in further]
@@ -199,4 +200,4 @@ def _failed_rank(supervisor: Supervisor, seats: Seats, replacements: Replacement
         return None
     failed = [one for one in failed if supervisor.ends_job(*one)] or failed
     rank, code = min(failed, key=lambda one: (one[1] == 1, one[1] > 0, supervisor.order_of_end(one[0])))
-    return f"rank {rank} {silent_end(code)}." if code < 0 else f"rank {rank} ended with {ending(code)}."
+    return f"rank {rank} {supervisor.silent_end(rank)}." if code < 0 else f"rank {rank} ended with {ending(code)}."

@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
 from ring_plugins.core import world
-from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, RankFailed, TimeoutExceeded, name_ranks
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.places import place_of
@@ -170,13 +169,8 @@ def call(packed: bytes, rank: int) -> Outcome:
     return outcome
 
 
-def _has_not_joined() -> bool:
-    """Whether this process was to take the place of a lost rank, and has not: how it ends is of no importance."""
-    return config.JOINS.is_set() and (not world.is_initialized() or world.is_joining())
-
-
 def _why_it_left() -> str:
-    if _has_not_joined():
+    if world.has_not_joined():
         return NOT_JOINED
     return LEFT if world.is_initialized() and world.current().has_left else ""
 
@@ -193,7 +187,7 @@ def _failure(error: BaseException) -> Failure:
     place, packed = place_of(error), None
     with contextlib.suppress(Exception):
         packed = pack("the error", error.with_traceback(None))
-    failure = Failure(socket.gethostname(), summary, text, packed, caused_by, _has_not_joined(), place)
+    failure = Failure(socket.gethostname(), summary, text, packed, caused_by, world.has_not_joined(), place)
     if failure.is_loss:  # the caller may not hear of it: the outcome of the next process counts
         logger.error(
             "the call failed in a process that was to take the place of a lost rank, before it joined; the other "

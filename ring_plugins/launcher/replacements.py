@@ -2,7 +2,8 @@
 
 A new process is started only while a rank lives that can give it the state of the training. Until it has joined, its
 end does not matter to the job. But a script that fails before it joins would fail again, so a seat is filled a few
-times an hour at most. Where there are spares (spares.py), one of them gets the seat.
+times an hour at most, and no more once one has found that no process can join in this script. Where there are spares
+(spares.py), one of them gets the seat.
 
 A job that may grow has seats that nobody has taken yet. `add` lets processes take them, in order. Until a process has
 joined by such a seat, all behind it wait. So if the seat is given up, those behind it are, too.
@@ -41,7 +42,7 @@ class Replacements:
             world ranks are new.
 
     Attributes:
-        filled: how often each seat was filled again.
+        filled: how often another process has joined in the place of that of a seat, also if it has died again.
         names: what users call the seats that are, or are to be, in use.
         given_back: those of further seats that are given up, until somebody clears this.
     """
@@ -65,6 +66,7 @@ class Replacements:
         self.names, self.given_back = list(names), list[int]()
         self._ranks = self.names[:size]  # world rank of the process of each seat
         self._times: list[list[float]] = [[] for _ in range(seats.number)]
+        self._joined: list[set[int]] = [set() for _ in range(seats.number)]  # world ranks of those that were new
         self._given_up: set[int] = set()
         #: How many seats are to be in use.
         self._wanted = size
@@ -72,9 +74,9 @@ class Replacements:
 
     @property
     def filled(self) -> dict[int, int]:
-        first_ones = [int(seat >= self._size) for seat in range(len(self._ranks))]
-        again = {seat: len(self._times[seat]) - first for seat, first in enumerate(first_ones)}
-        return {seat: times for seat, times in again.items() if times > 0 and not self._seats.is_new(seat)}
+        self._note_joined()
+        again = {seat: len(self._joined[seat]) - (seat >= self._size) for seat in range(len(self._ranks))}
+        return {seat: times for seat, times in again.items() if times > 0}
 
     @property
     def added(self) -> list[int]:
@@ -119,6 +121,7 @@ class Replacements:
         for name, generation in further:
             if name not in self.names:
                 self._generations[len(self.names)], self._times[len(self.names)] = generation, []
+                self._joined[len(self.names)] = set()
                 self.names.append(name)
         self._wanted = len(self.names)
 
@@ -139,6 +142,7 @@ class Replacements:
     def tick(self) -> None:
         """Start processes for seats whose processes are lost, and end those that nobody is left to let join."""
         codes = [process.poll() for process in self._supervisor.processes]
+        self._note_joined()
         living = [seat for seat, code in enumerate(codes) if code is None and self._has_joined(seat)]
         have_ended = any(code == 0 and self._has_joined(seat) for seat, code in enumerate(codes))
         is_hopeless = not living and (have_ended or not self._seats.others_let_join)
@@ -157,6 +161,11 @@ class Replacements:
             pass
         if self._spares is not None:
             self._spares.fill_up(self._notify)
+
+    def _note_joined(self) -> None:
+        for seat, rank in enumerate(self._ranks):
+            if self._is_new(seat) and self._has_joined(seat):
+                self._joined[seat].add(rank)
 
     def _ends_job(self, seat: int, code: int | None) -> bool:
         return self._supervisor.ends_job(seat, code) and not self.is_out(seat)
@@ -178,6 +187,10 @@ class Replacements:
     def _fill(self, seat: int, notify: Callable[[str], None]) -> bool:
         """Let a process take a seat that nobody has any more, or yet; returns whether one is to."""
         is_further, unused = self._is_further(seat), None
+        if seat < len(self._ranks) and self._seats.is_hopeless(seat):
+            what = f"no process can {'become' if is_further else 'take the place of'} rank {self.names[seat]}"
+            self._give_up(seat, f"{what}, as the error above says", notify)
+            return False
         if seat < len(self._ranks) and not self._has_joined(seat):
             self._seats.clear(seat)  # it may have waited
         now, name = time.monotonic(), f"rank {self.names[seat]}"

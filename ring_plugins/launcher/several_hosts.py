@@ -318,6 +318,8 @@ class Coordinator:
 
     def _give_out_anew(self, host: Host) -> None:
         """Let further ranks that cannot join on a host any more join on others."""
+        if self._failed or host.why or self._supervisor.signalled is not None:
+            return  # the job is over
         left = [index for index, other in enumerate(self._hosts) if not other.is_over]
         host.ranks = tuple(self._further.of_host(self._hosts.index(host)))
         again = self._further.note_end(self._hosts.index(host), left)

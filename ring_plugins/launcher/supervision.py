@@ -24,8 +24,16 @@ from types import FrameType
 from typing import Any
 
 from ring_plugins.core.base.errors import LaunchError
-from ring_plugins.core.linux.process import STOPPED, adopt_orphans, children, descendants, end_with_parent, state
-from ring_plugins.core.rendezvous.spawn import is_failure
+from ring_plugins.core.linux.process import (
+    STOPPED,
+    adopt_orphans,
+    children,
+    descendants,
+    end_with_parent,
+    memory_kills,
+    state,
+)
+from ring_plugins.core.rendezvous.spawn import is_failure, silent_end
 
 #: Seconds that the other processes get to end with their own errors, once the job is over.
 GRACE_SECONDS = 8.0
@@ -53,6 +61,7 @@ class Supervisor:
         tell_end: called before all processes get SIGTERM.
         is_out: whether the exit status of the process of an index does not matter, as it has left the job before its
             end or has not joined it.
+        tell_of_memory: called if the process of an index was killed since memory had run out.
         died_silently: whether the process of an index was a rank and has ended without telling the others.
     """
 
@@ -66,7 +75,9 @@ class Supervisor:
         self.is_out: Callable[[int], bool] = lambda index: False
         self.died_silently: Callable[[int], bool] = lambda index: False
         self._previous: dict[signal.Signals, Any] = {}
+        self.tell_of_memory: Callable[[int], None] = lambda index: None
         self._ended: list[subprocess.Popen[bytes]] = []  # in the order in which that was seen
+        self._memory_kills, self._of_memory = memory_kills(), list[subprocess.Popen[bytes]]()
 
     def __enter__(self) -> Supervisor:  # noqa: PYI034 - typing.Self needs Python 3.11
         adopt_orphans(True)
@@ -138,6 +149,7 @@ class Supervisor:
         return process
 
     def _put(self, process: subprocess.Popen[bytes], index: int) -> None:
+        self._note_ends()  # of the one in whose place it comes
         self.processes[index : index + 1] = [process]
 
     def seat_spare(self, spare: subprocess.Popen[bytes], index: int) -> None:
@@ -197,7 +209,19 @@ class Supervisor:
         return (bad if bad >= 0 else 128 - bad) or (1 if trouble else 0), trouble
 
     def _note_ends(self) -> None:
-        self._ended += [one for one in self.processes if one.returncode is not None and one not in self._ended]
+        for index, process in enumerate(self.processes):
+            if process.returncode is None or process in self._ended:
+                continue
+            self._ended.append(process)
+            if process.returncode == -signal.SIGKILL and (kills := memory_kills()) > self._memory_kills:
+                self._memory_kills = kills
+                self._of_memory.append(process)
+                self.tell_of_memory(index)
+
+    def silent_end(self, index: int) -> str:
+        """How the process of an index ended, in words."""
+        process = self.processes[index]
+        return silent_end(process.returncode, process in self._of_memory)
 
     def order_of_end(self, index: int) -> int:
         """Which of the processes that ended was that of an index, from 0; those that were killed come last."""

@@ -30,7 +30,7 @@ from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketSizes
 from ring_plugins.core.gradients.overlap import FixedOverlap, Wanted, choose_overlap, chosen_overlap
 from ring_plugins.core.gradients.tuning import BucketTuner, is_wanted
-from ring_plugins.core.world import constructed_by_all, current, has_room_to_overlap
+from ring_plugins.core.world import constructed_by_all, current, has_not_joined, has_room_to_overlap
 from ring_plugins.torch.autograd import Backward, current_task
 from ring_plugins.torch.bucket_sets import BucketSets, named_parameters
 from ring_plugins.torch.compared_options import Groups, check_equal_options
@@ -621,7 +621,7 @@ def _discard(
     """Release what an averager had that nobody refers to any more; called at any moment, in any thread."""
     hooks.remove()
     claim.drop()
-    if kept and not any(buckets.reducer.passes for buckets in kept.values()):
+    if kept and not has_not_joined() and not any(buckets.reducer.passes for buckets in kept.values()):
         logger.warning(
             f"{communicator.name}: the averager was dropped before it averaged anything; keep a reference to it."
         )

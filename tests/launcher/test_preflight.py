@@ -120,3 +120,21 @@ def test_hosts_reach_a_crowded_launcher_and_the_secret_is_on_no_command_line(tmp
         assert report["reaches"] and report["ring_plugins"]
         assert secret not in (tmp_path / "said").read_text()
         assert not preflight._ask("there", job, mpirun, port, "another")["reaches"]
+
+
+@pytest.mark.parametrize("host", [None, "host2"])
+def test_a_host_that_does_not_answer_in_time_is_named_with_what_waits_longer(monkeypatch, host):
+    asked = []
+
+    def run(command, timeout, **_):
+        asked.append(timeout)
+        raise preflight.subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(preflight.subprocess, "run", run)
+    job = JobSpec(("python", "train.py"), 2)
+    text = preflight._ask(host, job, None, None, "")
+    looks = "`python -c pass`" if host is None else "`ssh -o BatchMode=yes -o ConnectTimeout=8 host2 true`"
+    assert text.startswith("no answer within 18 s: ") and f"does {looks} return at once" in text
+    assert text.endswith("RING_START_TIMEOUT=72 waits longer, and --no-check asks nobody.")
+    monkeypatch.setenv("RING_START_TIMEOUT", "72")
+    assert preflight._ask(host, job, None, None, "").startswith("no answer within 72 s: ") and asked == [18, 72]

@@ -72,7 +72,7 @@ def test_a_seat_is_filled_until_it_has_failed_too_often(job):
     for _ in range(8):
         job.replacements.tick()
     assert job.started == [(1, 4), (1, 5), (1, 6), (1, 7), (1, 8)]
-    assert job.replacements.filled == {1: 5} and job.replacements.is_out(1) and not job.replacements.is_out(0)
+    assert job.replacements.filled == {} and job.replacements.is_out(1) and not job.replacements.is_out(0)
     assert job.replacements.late == [1]
     assert job.told[-1] == "rank 1 was replaced 5 times within an hour; the job goes on without it."
     assert not [text for text in job.told if "before it joined" in text]  # they print errors themselves
@@ -171,15 +171,46 @@ def test_a_spare_that_waits_gets_the_seat_and_another_is_started(job):
     job.replacements.tick()
     assert job.started == [(None, 4), (None, 5), (None, 6)] and job.renamed == [(5, 1)]
     assert job.seats.given(5) == 1 and job.supervisor.processes == [living, ready]
-    assert job.replacements.filled == {1: 1} and job.replacements.is_out(1)
+    assert job.replacements.filled == {} and job.replacements.is_out(1)
     assert job.told == ["a spare process takes the place of rank 1."]
     job.join(1, 5)
-    assert not job.replacements.is_out(1)
+    assert job.replacements.filled == {1: 1} and not job.replacements.is_out(1)
     spares = job.supervisor.spares
     living.kill()
     ready.kill()
     job.supervisor.wait()
     assert len(spares) == 2 and all(spare.poll() == -9 for spare in spares)  # nobody waits for them
+
+
+def test_a_script_in_which_no_process_can_join_is_tried_once(job):
+    living = job.run("time.sleep(3600)")
+    job.run("os.kill(os.getpid(), 9)").wait()
+    job.join(0, 0)
+    job.join(1, 1)
+    job.replacements.tick()
+    job.seats.note_end(1, others_would_too=True)
+    for _ in range(3):
+        job.replacements.tick()
+    assert job.started == [(1, 4)]
+    text = "no process can take the place of rank 1, as the error above says; the job goes on without it."
+    assert job.told == ["starting another process in the place of rank 1.", text]
+    living.kill()
+
+
+def test_a_process_that_joined_and_died_again_counts(job):
+    living = job.run("time.sleep(3600)")
+    job.run("os.kill(os.getpid(), 9)").wait()
+    job.join(0, 0)
+    job.join(1, 1)
+    job.next = "os.kill(os.getpid(), 9)"
+    job.replacements.tick()
+    job.join(1, 4)
+    assert job.replacements.filled == {1: 1} and job.replacements.late == []
+    job.replacements.tick()  # its successor has not joined
+    assert job.replacements.filled == {1: 1} and job.replacements.late == [1]
+    job.join(1, 5)
+    assert job.replacements.filled == {1: 2}
+    living.kill()
 
 
 def test_spares_that_end_unused_are_replaced_a_few_times_and_count_for_no_seat(job):
@@ -241,7 +272,7 @@ def test_further_ranks_take_the_seats_that_nobody_has_had(job):
     job.replacements.tick()
     assert job.started[-1] == (None, 6) and job.renamed[-1] == (5, 3)
     job.join(3, 5)
-    assert job.replacements.added == [2, 3] and job.replacements.filled == {3: 1} and job.replacements.late == []
+    assert job.replacements.added == [2, 3] and job.replacements.filled == {} and job.replacements.late == []
     assert not job.replacements.is_out(3)
     living.kill()
 

@@ -141,6 +141,18 @@ def test_a_host_is_not_added_for_more_places_of_lost_ranks_than_it_can_fill():
         assert of.add_ranks(14, "host3").startswith("ok: ranks 16") and started == [("host3", 2)]
 
 
+@pytest.mark.parametrize("is_over", [False, True])
+def test_nobody_is_advised_to_add_ranks_to_a_job_that_is_over(is_over):
+    told = []
+    with Coordinator([("host1", [0, 1]), ("host2", [2, 3])], Supervisor(tolerates_losses=True), told.append) as of:
+        of.added_hosts.start = lambda *host: None
+        of._failed = [End(3, 1, "")] * is_over
+        of._hosts[1].report = []
+        of._give_out_anew(of._hosts[1])
+    advice = "`ring add-ranks 2` lets other processes take the places of ranks 2, 3, and --host chooses where."
+    assert told == ([] if is_over else [advice])
+
+
 def test_further_ranks_whose_host_is_lost_join_on_another_one():
     with Polled(most=6) as polled:
         links = [Link(job(polled.coordinator, index)) for index in range(2)]

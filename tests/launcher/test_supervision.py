@@ -72,3 +72,29 @@ def test_a_process_that_has_left_does_not_count():
                 ending = f"sys.exit({code})" if code >= 0 else f"os.kill(os.getpid(), {-code})"
                 supervisor.start([sys.executable, "-c", f"import os, sys; {ending}"], os.environ)
             assert supervisor.wait() == (status, None)
+
+
+def test_a_process_that_was_killed_since_memory_ran_out_is_named_as_such(monkeypatch):
+    """As the kernel's counter says, which also counts others: so only of a process that ended when it rose."""
+    kills, told = [7], []
+    monkeypatch.setattr(supervision, "memory_kills", lambda: kills[0])
+    with Supervisor(tolerates_losses=True) as supervisor:
+        supervisor.tell_of_memory = told.append
+        for ending in ("kill -9 $$", "exit 0", "kill -9 $$"):
+            supervisor.start(["sh", "-c", ending], os.environ).wait()
+            supervisor._note_ends()
+            kills[0] = 8
+        supervisor.wait()
+        assert told == [2] and supervisor.silent_end(0) == "was killed by SIGKILL (out of memory? `kill -9`?)"
+        assert supervisor.silent_end(2).startswith("was killed by SIGKILL when memory ran out: the host's, or that")
+
+
+def test_of_processes_that_end_with_1_the_one_that_ended_first_is_known():
+    with Supervisor() as supervisor:
+        last = supervisor.start(["sleep", "3600"], os.environ)
+        for status in (1, 3):
+            supervisor.start(["sh", "-c", f"exit {status}"], os.environ).wait()
+            supervisor._note_ends()
+        last.terminate()
+        assert supervisor.wait()[0] == 3  # the others may have ended because of this one
+        assert [supervisor.order_of_end(index) for index in range(3)] == [2, 0, 1]

@@ -174,7 +174,8 @@ START_TIMEOUT = Variable(
     "RING_START_TIMEOUT",
     SECONDS,
     300.0,
-    "seconds that ranks wait for each other in `init()`, and for NCCL to connect their GPUs",
+    "seconds that ranks wait for each other in `init()`, for NCCL to connect their GPUs and, if set to more than 18, "
+    "for hosts to answer `ring run`",
 )
 INTERFACE = Variable(
     "RING_INTERFACE",

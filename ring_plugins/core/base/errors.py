@@ -125,8 +125,10 @@ def name_ranks(ranks: Sequence[int], most: int = 20) -> str:
     """How errors and reports name ranks: "rank 3", "ranks 0, 1", "ranks 0, 1 and 40 more".
 
     Args:
-        ranks: at least one.
+        ranks: to name; without any, "the other ranks", since whoever waits then waits for nobody in particular.
         most: how many to list.
     """
+    if not ranks:
+        return "the other ranks"
     listed = ", ".join(map(str, ranks[:most])) + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}"

@@ -87,6 +87,8 @@ def arrivals(came: Mapping[int, str], size: int, doing: str = "") -> str:
         doing: what the missing ranks have yet to do, such as " to reach init()".
     """
     missing = [rank for rank in range(size) if rank not in came]
+    if not missing:
+        return f"all {size} ranks have come{hosts_of(came)}"
     return f"{len(came)} of {size} ranks have come{hosts_of(came)}, waiting for {name_ranks(missing)}{doing}"
 
 

@@ -420,16 +420,17 @@ class Mesh:
     def _cut_off(self, decision: Decision | None) -> PeerFailed:
         with self._lock:
             silent = [rank for rank in self.ranks if self.was_silent(rank)]
-        hosts = " and ".join(dict.fromkeys(self.peers[rank].host for rank in silent)) or "the others"
+        hosts = " and ".join(dict.fromkeys(self.peers[rank].host for rank in silent))
+        whom = f"{name_ranks(silent)} on {hosts}" if silent else "the other ranks"
         rank = silent[0] if silent else self.ranks[0]
         if decision is not None:
             return PeerFailed(
                 f"the job goes on without rank {self.rank} on {self.peers[self.rank].host}, which could not reach "
-                f"{name_ranks(silent) or 'all others'} on {hosts} for {config.NETWORK_TIMEOUT.get():g} s.",
+                f"{whom} for {config.NETWORK_TIMEOUT.get():g} s.",
                 rank,
             )
         return PeerFailed(
-            f"rank {self.rank} on {self.peers[self.rank].host} has heard nothing from {name_ranks(silent)} on {hosts} "
+            f"rank {self.rank} on {self.peers[self.rank].host} has heard nothing from {whom} "
             f"for {config.NETWORK_TIMEOUT.get():g} s: the network is lost, or these hosts are down. They may go on, "
             "and this side ends: it has neither more than half of the job's ranks nor half of them with the lowest.",
             rank,

@@ -126,6 +126,13 @@ def _quota_of(directory: Path) -> float | None:
     return limit if limit > 0 else None
 
 
+def memory_kills() -> int:
+    """How many processes of this host the kernel has killed since memory ran out: a control group's, or all of it."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/vmstat").read_text().partition("\noom_kill ")[2].split()[0])
+    return 0
+
+
 def raise_open_file_limit(wanted: int = 65536) -> None:
     """Raise the soft limit of open files: each connection is one, and the usual 1,024 is too few for a large job.
 

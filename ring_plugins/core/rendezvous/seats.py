@@ -122,6 +122,7 @@ class Seats:
     def clear(self, seat: int) -> None:
         """Free a seat whose process has ended."""
         self._rows[seat, _STATE] = _EMPTY
+        self._rows[seat, _HAS_TOLD] = 0
 
     def take(self, occupant: Occupant, as_member: bool) -> None:
         """Say that this process has a seat, and whether it takes part already or waits for that."""
@@ -171,9 +172,18 @@ class Seats:
         """Whether the others go on without the process of a seat: even its exit status 0 is no normal end then."""
         return bool(self._rows[seat, _STATE] == _LOST)
 
-    def note_end(self, seat: int) -> None:
-        """Say that this process ends, and has told the others how."""
-        self._rows[seat, _HAS_TOLD] = 1
+    def note_end(self, seat: int, others_would_too: bool = False) -> None:
+        """Say that this process ends, and has told the others how, if it was a member.
+
+        Args:
+            seat: that it has.
+            others_would_too: whether another process in its place would end in the same way, instead of joining.
+        """
+        self._rows[seat, _HAS_TOLD] = 2 if others_would_too else 1
+
+    def is_hopeless(self, seat: int) -> bool:
+        """Whether the process of a seat, which has ended, said that others would not join either."""
+        return bool(self._rows[seat, _HAS_TOLD] == 2)
 
     def died_silently(self, seat: int) -> bool:
         """Whether the process of a seat, which has ended, was a member and did not tell the others that it ends."""
@@ -368,9 +378,9 @@ class OwnSeat:
         """Say that it leaves the job before its end, as it was told to."""
         self._seats.leave(self._seat)
 
-    def note_end(self) -> None:
+    def note_end(self, others_would_too: bool = False) -> None:
         """As `Seats.note_end`."""
-        self._seats.note_end(self._seat)
+        self._seats.note_end(self._seat, others_would_too)
 
     def note_lost(self, world_rank: int) -> None:
         """As `Seats.note_lost`, of a process of this host."""

@@ -31,7 +31,7 @@ from ring_plugins.core.base.errors import LaunchError, SharedMemoryError, name_r
 from ring_plugins.core.base.log import flush_output, logger
 from ring_plugins.core.base.progress_line import ProgressLine, arrivals
 from ring_plugins.core.linux import thread_count
-from ring_plugins.core.linux.process import STOPPED, end_with_parent, state
+from ring_plugins.core.linux.process import STOPPED, end_with_parent, memory_kills, state
 from ring_plugins.core.linux.shared_memory import Segment, publish
 from ring_plugins.core.rendezvous.claim import check_is_original_script
 from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous
@@ -47,6 +47,8 @@ _EXIT = 1.0
 _CROWDED = 4
 #: In place of the rank of a process that is to wait for a free seat, and the seconds between two of its looks.
 _SPARE, _LOOK = -1, 0.01
+#: At the start of this process.
+_MEMORY_KILLS = memory_kills()
 #: Where the script was started, which may have changed directory since.
 START_DIRECTORY = os.getcwd()
 
@@ -392,11 +394,18 @@ def end_of_child(rank: int) -> str | None:
     deadline = time.monotonic() + _EXIT
     while (code := children[rank - 1].poll()) is None and time.monotonic() < deadline:
         time.sleep(0.005)
-    return None if code is None else silent_end(code)
+    return None if code is None else silent_end(code, memory_kills() > _MEMORY_KILLS)
 
 
-def silent_end(code: int) -> str:
-    """How a process ended that reported no error, in words, from the `returncode` of its Popen."""
+def silent_end(code: int, of_memory: bool = False) -> str:
+    """How a process ended that reported no error, in words.
+
+    Args:
+        code: `returncode` of its Popen.
+        of_memory: whether the kernel has killed a process meanwhile since memory ran out.
+    """
+    if code == -signal.SIGKILL and of_memory:
+        return "was killed by SIGKILL when memory ran out: the host's, or that which its control group may use"
     if code == -signal.SIGKILL:
         return "was killed by SIGKILL (out of memory? `kill -9`?)"
     if -code in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):

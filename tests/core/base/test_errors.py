@@ -25,5 +25,6 @@ def test_a_fresh_copy_of_an_error_has_all_but_its_traceback():
 
 def test_ranks_are_named_one_by_one_up_to_a_limit():
     assert name_ranks([3]) == "rank 3"
+    assert name_ranks([]) == "the other ranks"
     assert name_ranks([0, 1]) == "ranks 0, 1"
     assert name_ranks(list(range(5)), most=2) == "ranks 0, 1 and 3 more"

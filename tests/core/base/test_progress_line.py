@@ -81,6 +81,7 @@ def test_who_has_redirected_the_messages_gets_messages(clock, monkeypatch):
 
 
 def test_it_names_hosts_and_missing_ranks():
+    assert arrivals({0: "", 1: "", 2: ""}, 3, " to reach init()") == "all 3 ranks have come"
     assert arrivals({0: "", 2: ""}, 3) == "2 of 3 ranks have come, waiting for rank 1"
     came = {0: "a", 1: "b", 3: "a"}
     assert (

@@ -94,6 +94,17 @@ def test_all_notice_a_death_and_go_on_until_too_few_are_left(meshes):
     assert "Training cannot go on with 1 rank: min_ranks=2." in str(error)
 
 
+def test_a_rank_without_which_the_others_go_on_names_whom_it_could_not_reach(meshes):
+    mesh = meshes[0][0]
+    for decision, text in (
+        (None, "rank 0 on host0 has heard nothing from the other ranks for 6 s: "),
+        (object(), "the job goes on without rank 0 on host0, which could not reach the other ranks for 6 s."),
+    ):
+        assert str(mesh._cut_off(decision)).startswith(text)
+    mesh.was_silent = lambda rank: rank in (1, 2)
+    assert "could not reach ranks 1, 2 on host1 and host2 for 6 s" in str(mesh._cut_off(object()))
+
+
 def test_a_rank_that_leaves_is_not_lost(meshes):
     meshes[2][0].close()
     others = [meshes[0], meshes[1], meshes[3]]
