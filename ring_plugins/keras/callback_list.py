@@ -10,10 +10,11 @@ from typing import Any
 import keras
 
 from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.keras.writers import WRITERS, HeldWriter
+from ring_plugins.keras.job import connect
+from ring_plugins.keras.writers import ORBAX, WRITERS, HeldWriter
 
 #: Callbacks that save weights.
-_SAVERS = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
+_SAVERS = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint, *ORBAX)
 
 
 def enclosing_list(callback: Any) -> Any | None:
@@ -73,6 +74,14 @@ def arrange(
     return held
 
 
+def show_on_one_rank(callback: Any) -> None:
+    """Leave the progress bar of the `evaluate` or `predict` that is calling `callback` to rank 0."""
+    callbacks = enclosing_list(callback)
+    if callbacks is not None and connect().topology.rank:
+        shown = keras.callbacks.ProgbarLogger
+        callbacks.callbacks = [one for one in callbacks.callbacks if not isinstance(one, shown)]
+
+
 def check_first_step(callback: Any, check: Callable[[], Any]) -> None:
     """Add a callback to the running `fit` that compares the weights of all ranks after the first step.
 
@@ -130,9 +139,14 @@ def check_formats(callbacks: Any) -> None:
     """Refuse to save models in a format for which Keras asks an optimizer's variables rather than the optimizer.
 
     Raises:
-        ArgumentError: a `ModelCheckpoint` writes the old HDF5 format.
+        ArgumentError: a `ModelCheckpoint` writes the old HDF5 format, or an `OrbaxCheckpoint` more than weights.
     """
     for callback in callbacks.callbacks:
+        if isinstance(callback, ORBAX) and not callback.save_weights_only:
+            raise ArgumentError(
+                "OrbaxCheckpoint would save only a part of a sharded optimizer. Use ModelCheckpoint with the format "
+                ".keras, or OrbaxCheckpoint(save_weights_only=True)."
+            )
         if not isinstance(callback, keras.callbacks.ModelCheckpoint) or callback.save_weights_only:
             continue
         if str(callback.filepath).endswith((".h5", ".hdf5")):

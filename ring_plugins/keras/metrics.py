@@ -21,7 +21,7 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.keras.broadcast import synchronize_fit
-from ring_plugins.keras.callback_list import call_when_over
+from ring_plugins.keras.callback_list import call_when_over, show_on_one_rank
 from ring_plugins.keras.first_step import expect_broadcast
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.state import value_of
@@ -37,7 +37,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
     precision, R2 and similar metrics, and for shards of different sizes. It happens where Keras reads its metrics,
     before any callback sees them, so the position of this callback in the list does not matter. `History`,
     `EarlyStopping`, `ModelCheckpoint` and `model.evaluate(callbacks=[MetricAverageCallback()])` get the same numbers on
-    every rank. Numbers shown during an epoch are those of the rank.
+    every rank. Numbers shown during an epoch are those of the rank. Of `evaluate` and `predict` with this callback only
+    rank 0 shows the progress bar.
 
     For a metric whose state is not a sum (a maximum, for example) the results are averaged instead, with one warning.
 
@@ -65,7 +66,12 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._restore()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if self._depth == 0:
+            show_on_one_rank(self)
         self._enter()
+
+    def on_predict_begin(self, logs: dict[str, Any] | None = None) -> None:
+        show_on_one_rank(self)
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         self._leave()

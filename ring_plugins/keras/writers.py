@@ -31,6 +31,8 @@ import keras
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
 
+#: `OrbaxCheckpoint`, which older versions of Keras do not have.
+ORBAX: tuple[type[Any], ...] = tuple(filter(None, [getattr(keras.callbacks, "OrbaxCheckpoint", None)]))
 #: Callbacks that only write files or to the terminal. Only one rank needs them.
 WRITERS: tuple[type[Any], ...] = (
     keras.callbacks.BackupAndRestore,
@@ -39,6 +41,7 @@ WRITERS: tuple[type[Any], ...] = (
     keras.callbacks.ProgbarLogger,
     keras.callbacks.RemoteMonitor,
     keras.callbacks.TensorBoard,
+    *ORBAX,
 )
 _PHASES = ("epoch", "train", "train_batch", "test", "test_batch", "predict", "predict_batch")
 _HOOKS = [f"on_{phase}_{when}" for phase in _PHASES for when in ("begin", "end")]
@@ -172,6 +175,8 @@ def _without_writing(writer: Any) -> Iterator[bool]:
     elif isinstance(writer, keras.callbacks.BackupAndRestore):
         # The state of all ranks comes from the rank that writes, which restores it.
         changed = {"_load_model": _nothing, "_save_model": _nothing, "delete_checkpoint": False}
+    elif isinstance(writer, ORBAX):
+        changed = {"_save_checkpoint": _nothing}
     elif isinstance(writer, keras.callbacks.ProgbarLogger):
         changed = {"verbose": 0}
     elif isinstance(writer, keras.callbacks.TensorBoard):
@@ -190,7 +195,7 @@ def _without_writing(writer: Any) -> Iterator[bool]:
                 vars(writer).pop(name, None)
 
 
-def _nothing() -> None:
+def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 

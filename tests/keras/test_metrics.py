@@ -22,3 +22,10 @@ def test_a_metric_that_is_no_sum_is_averaged_with_a_warning(seen):
     assert first["largest"] == second["largest"] == pytest.approx(2.0)
     assert len(first["said"]) == 1 and "largest" in first["said"][0]
     assert second["said"] == []
+
+
+@on_ranks("progress_bars_of_evaluate_and_predict", "torch", slow=("tensorflow", "jax"))
+def test_one_rank_shows_the_progress_of_evaluate_and_predict(seen):
+    first, second = seen
+    assert first > 0
+    assert second == 0

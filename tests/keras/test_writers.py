@@ -1,10 +1,13 @@
 """The rank that takes over from a lost writer goes on where that one was, and repeats what it had begun."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import keras
 import pytest
 
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.keras.callback_list import arrange, check_formats, saves_weights
 from ring_plugins.keras.writers import HeldWriter
 
 
@@ -112,3 +115,40 @@ def test_a_backup_is_neither_written_nor_removed_by_the_others(model, tmp_path):
     writer.on_train_end()
     writer.settle()
     assert [file.name for file in tmp_path.iterdir()] == ["training_metadata.json"]
+
+
+def orbax_checkpoint(**attributes):
+    """One without the package that writes."""
+    callback = keras.callbacks.OrbaxCheckpoint.__new__(keras.callbacks.OrbaxCheckpoint)
+    keras.callbacks.Callback.__init__(callback)
+    vars(callback).update(attributes)
+    return callback
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_one_rank_writes_checkpoints_of_orbax(writes):
+    checkpoint, first, last = orbax_checkpoint(), keras.callbacks.Callback(), keras.callbacks.Callback()
+    callbacks = SimpleNamespace(callbacks=[checkpoint, last])
+    assert saves_weights(callbacks)
+    assert arrange(callbacks, first, last, lambda: writes, written_by_one=True, heals=False) == []
+    assert callbacks.callbacks == [first, *[checkpoint] * writes, last]
+
+
+def test_orbax_goes_on_with_the_checkpoints_that_another_rank_was_writing(model):
+    saved = []
+    options = {"save_freq": "epoch", "save_best_only": True, "monitor": "loss", "monitor_op": lambda a, b: a < b}
+    checkpoint = orbax_checkpoint(**options, best=None, _save_checkpoint=lambda step, logs: saved.append(step))
+    checkpoint._is_improvement = lambda value, best: best is None or value < best
+    writer, take_over = held(checkpoint, model)
+    epoch_ends(writer, 0, 0.5)
+    assert checkpoint.best == 0.5 and not saved
+    take_over()
+    epoch_ends(writer, 1, 0.6)
+    epoch_ends(writer, 2, 0.4)
+    assert saved == [2]
+
+
+def test_orbax_which_asks_for_the_variables_of_a_sharded_optimizer_may_save_weights_only():
+    check_formats(SimpleNamespace(callbacks=[orbax_checkpoint(save_weights_only=True)]))
+    with pytest.raises(ArgumentError, match="OrbaxCheckpoint would save only a part"):
+        check_formats(SimpleNamespace(callbacks=[orbax_checkpoint(save_weights_only=False)]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from typing import Any
 
 import keras
@@ -72,3 +74,13 @@ def metric_that_is_no_sum() -> Any:
             np.zeros((8, 5), "float32"), y, verbose=0, return_dict=True, callbacks=[MetricAverageCallback()]
         )
     return {"largest": logs["largest"], "said": [str(w.message) for w in caught if "is not a sum" in str(w.message)]}
+
+
+@behavior
+def progress_bars_of_evaluate_and_predict() -> Any:
+    model = dense(keras.optimizers.SGD(0.0))
+    x, output = np.zeros((8, 5), "float32"), io.StringIO()
+    with contextlib.redirect_stdout(output):
+        model.evaluate(x, x[:, :1], verbose=2, callbacks=[MetricAverageCallback()])
+        model.predict(x, verbose=2, callbacks=[MetricAverageCallback()])
+    return len(output.getvalue().splitlines())
