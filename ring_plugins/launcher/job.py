@@ -198,6 +198,7 @@ def _failed_rank(supervisor: Supervisor, seats: Seats, replacements: Replacement
         return f"{', '.join(told)}, and {others} {len(codes) - len(failed)} ended normally."
     if not failed:
         return None
-    failed = [one for one in failed if supervisor.ends_job(*one)] or failed
+    # Python ends a process by SIGINT that has reported a KeyboardInterrupt.
+    failed = [one for one in failed if supervisor.ends_job(*one) or one[1] == -signal.SIGINT] or failed
     rank, code = min(failed, key=lambda one: (one[1] == 1, one[1] > 0, supervisor.order_of_end(one[0])))
     return f"rank {rank} {supervisor.silent_end(rank)}." if code < 0 else f"rank {rank} ended with {ending(code)}."

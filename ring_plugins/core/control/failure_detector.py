@@ -47,6 +47,8 @@ from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.parent_notifier import notify_parent
 from ring_plugins.core.net.auth import Disconnected
 
+#: How the names of communicators begin that the public functions use.
+OF_FUNCTIONS = "ring"
 #: Seconds for which data that a rank sent before it left may still be on its way.
 _IN_FLIGHT = 2.0
 #: Seconds after which what a rank of the same host has told before it left has arrived.
@@ -208,10 +210,15 @@ class FailureDetector:
                         f"in {what}.",
                         rank,
                     )
+                batches = "the ranks took different numbers of steps: give every rank the same number of batches."
+                likely = f"Usually {batches}"
+                if communicator.startswith(OF_FUNCTIONS):  # a call of the script's own
+                    likely = (
+                        f"Does rank {rank} make this call at all? All ranks must: it must not stand under a condition "
+                        f"that is true on some ranks only, such as `if rank() == 0:`. Otherwise {batches}"
+                    )
                 raise PeerLeft(
-                    f"rank {rank} has left the job, but rank {self.rank} waits for it in {what}. "
-                    "Usually the ranks took different numbers of steps: give every rank the same number of batches.",
-                    rank,
+                    f"rank {rank} has left the job, but rank {self.rank} waits for it in {what}. {likely}", rank
                 )
         if communicator in self.deadlocks:
             self.aborted = True

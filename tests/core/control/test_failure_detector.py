@@ -146,6 +146,15 @@ def test_a_rank_that_left_fails_only_those_that_wait_for_it(monkeypatch):
     zero.check("ring", [1], "barrier()")
     with pytest.raises(PeerLeft, match=r"rank 2 has left the job, but rank 0 waits for it in barrier"):
         zero.check("ring", [1, 2], "barrier()")
+    for communicator, likely in (
+        (
+            "ring",
+            r"Does rank 2 make this call at all\? All ranks must: .* such as `if rank\(\) == 0:`. Otherwise the ranks",
+        ),
+        ("gradients", "Usually the ranks took different numbers of steps: give every rank the same number of batches"),
+    ):
+        with pytest.raises(PeerLeft, match=likely):
+            zero.check(communicator, [2], "barrier()")
     zero.forward_departures()
     zero.forward_departures()
     assert channel.sent == [(EVERYONE, "left", {"ranks": [2]})]
