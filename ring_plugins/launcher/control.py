@@ -19,7 +19,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.base.errors import LaunchError, quoted
 from ring_plugins.core.base.progress_line import ProgressLine, arrivals
 from ring_plugins.core.net.acceptor import Acceptor, Authenticated
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, Refused, authenticate
@@ -188,7 +188,7 @@ class _RankConnection:
         try:
             while events & selectors.EVENT_READ and (message := self.frames.receive(0)) is not None:
                 if not self._has_introduced_itself:
-                    self.host, self._has_introduced_itself = message.decode(errors="replace"), True
+                    self.host, self._has_introduced_itself = quoted(message.decode(errors="replace"), 64), True
                     continue
                 self.has_reported = True
                 return self._outcome(message)

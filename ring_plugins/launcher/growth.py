@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ring_plugins.core.base.errors import ArgumentError, LaunchError
+from ring_plugins.core.base.errors import ArgumentError, LaunchError, quoted
 from ring_plugins.core.net.socket_owner import is_same_unix_user
 
 #: Bytes of the longest request, and of the longest answer.
@@ -101,7 +101,7 @@ def running_jobs() -> dict[int, str]:
         for pid in re.findall(f"@{_name('([0-9]+)')}$", Path("/proc/net/unix").read_text(), re.MULTILINE):
             with contextlib.suppress(OSError):  # it has just ended
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-                found[int(pid)] = b" ".join(words).decode(errors="replace")
+                found[int(pid)] = quoted(b" ".join(words).decode(errors="replace"))
     return found
 
 
@@ -181,5 +181,5 @@ def request_ranks(number: int, job: int | None, host: str | None = None) -> str:
             raise LaunchError(f"ring run (process {pid}) does not answer: {error.strerror or error}.") from None
     kind, _, text = answer.partition(": ")
     if kind != "ok":
-        raise LaunchError(f"{text or 'ring run ended before it answered'}.")
-    return f"{text}."
+        raise LaunchError(f"{quoted(text, _ANSWER) or 'ring run ended before it answered'}.")
+    return f"{quoted(text, _ANSWER)}."

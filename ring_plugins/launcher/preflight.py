@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.base.errors import LaunchError, printable, quoted
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.linux.interfaces import address_towards
 from ring_plugins.core.net.acceptor import Acceptor
@@ -117,6 +117,7 @@ def differences(own: Report, other: Report | str) -> list[str]:
     """
     if isinstance(other, str):
         return [other]
+    own, other = (dict(printable(one)) for one in (own, other))
     here, found = own["name"], []
     if _minor(other["python"]) != _minor(own["python"]):
         found.append(f"Python {other['python']}, but {own['python']} on {here}: use the same environment on both.")
@@ -276,7 +277,7 @@ def explain(host: str, python: str, status: int, stderr: str) -> str:
         stderr: what ssh or the remote shell printed.
     """
     lines = [line for line in stderr.strip().splitlines() if line.strip()]
-    words = lines[-1].strip() if lines else f"exit status {status} without a message"
+    words = quoted(lines[-1].strip()) if lines else f"exit status {status} without a message"
     remedies = {
         "Could not resolve": "the name is unknown here: add it to /etc/hosts, or use the address",
         "Permission denied": f"login must work without a password: ssh-copy-id {host}",

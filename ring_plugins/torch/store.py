@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it unmarked
 
-from ring_plugins.core.base.errors import PeerFailed, RingError, TimeoutExceeded, name_ranks
+from ring_plugins.core.base.errors import PeerFailed, RingError, TimeoutExceeded, name_ranks, quoted
 from ring_plugins.core.control.failure_detector import FailureDetector
 
 #: torch.distributed's own default for `monitored_barrier`.
@@ -188,7 +188,7 @@ def monitored_barrier(
         f"rank 0 did not call monitored_barrier within {2 * limit} of rank {rank}; find out what it does instead.",
     )
     if outcome != _PASSED:
-        raise TimeoutExceeded(outcome.decode(errors="replace"))
+        raise TimeoutExceeded(quoted(outcome.decode(errors="replace"), 4000))  # which anybody may have set
 
 
 def _monitor(store: Store, size: int, limit: timedelta, wait_all_ranks: bool) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pickle
+import select
 import socket
 import threading
 import time
@@ -17,7 +18,7 @@ from ring_plugins.core.net import acceptor
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Purpose, authenticate
 from ring_plugins.core.net.frames import FrameSocket
 from ring_plugins.launcher import outcomes
-from ring_plugins.launcher.control import Driver, DriverConnection
+from ring_plugins.launcher.control import Driver, DriverConnection, _RankConnection
 from ring_plugins.launcher.outcomes import Outcome
 
 
@@ -198,3 +199,14 @@ def test_the_end_of_the_driver_is_noticed(pool):
     waits.result(60)
     with pytest.raises(LaunchError, match="cannot reach the driver"):
         DriverConnection("127.0.0.1", driver.port, driver.key, 0)
+
+
+def test_the_name_of_a_host_has_no_control_characters():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        connection = _RankConnection(1, "host1", FrameSocket(ours, Purpose.LAUNCHER), 3)
+        frames = FrameSocket(theirs, Purpose.LAUNCHER)
+        frames.send(b"host\x1b[2J\nring_plugins: all is well")
+        frames.flush(1)
+        connection.move(select.EPOLLIN)
+    assert connection.host == r"host\x1b[2J\nring_plugins: all is well"

@@ -138,3 +138,11 @@ def test_a_host_that_does_not_answer_in_time_is_named_with_what_waits_longer(mon
     assert text.endswith("RING_START_TIMEOUT=72 waits longer, and --no-check asks nobody.")
     monkeypatch.setenv("RING_START_TIMEOUT", "72")
     assert preflight._ask(host, job, None, None, "").startswith("no answer within 72 s: ") and asked == [18, 72]
+
+
+def test_what_a_host_says_is_shown_as_what_it_is():
+    evil = "x\x1b[2J\nring_plugins: all is well"
+    packages = dict.fromkeys(OWN["packages"], evil)
+    other = {**OWN, "python": evil, "ring_plugins": None, "trouble": evil, "packages": packages, "missing": [evil]}
+    found = [*differences(OWN, other), explain("host2", "python", 1, "\x1b[2J gone")]
+    assert len(found) >= 4 and all(text.isprintable() for text in found)

@@ -101,3 +101,11 @@ def test_what_a_stranger_writes_to_the_store_is_refused_unread(forged, tmp_path,
     with pytest.raises(RingError, match="holds a value under ranks/1 that no rank of this job has written"):
         exchange_through_store(store, "ranks", 0, 2, "here", SECRET)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_stranger_says_about_a_barrier_is_shown_as_what_it_is():
+    store = dist.HashStore()
+    store.set("outcome", "late\x1b[2J\nring_plugins: all is well")
+    with pytest.raises(TimeoutExceeded) as raised:
+        monitored_barrier(store, 1, 2)
+    assert str(raised.value) == r"late\x1b[2J\nring_plugins: all is well"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pickle import PicklingError
+from typing import Any
 
 
 class RingError(RuntimeError):
@@ -119,6 +120,31 @@ def fresh(error: BaseException) -> BaseException:
     vars(again).update(vars(error))
     again.__cause__, again.__suppress_context__ = error.__cause__, error.__suppress_context__
     return again
+
+
+def quoted(text: object, most: int = 200) -> str:
+    """Text of another process as an error or a log line may show it: one line, without control characters.
+
+    Terminals obey control characters, and what follows a line break would look like a line of ours.
+
+    Args:
+        text: anything.
+        most: characters after which it is cut.
+    """
+    shown = str(text)
+    cut = "..." if len(shown) > most else ""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown[:most]) + cut
+
+
+def printable(value: Any) -> Any:
+    """A value of JSON with all of its texts `quoted`, and none of them cut."""
+    if isinstance(value, str):
+        return value if value.isprintable() else quoted(value, len(value))
+    if isinstance(value, list):
+        return [printable(one) for one in value]
+    if isinstance(value, dict):
+        return {printable(key): printable(one) for key, one in value.items()}
+    return value
 
 
 def name_ranks(ranks: Sequence[int], most: int = 20) -> str:

@@ -25,7 +25,7 @@ from ring_plugins.core.net.socket_owner import is_same_unix_user
 _ACCEPT_AT_ONCE = 64
 #: Seconds without accepting after the process ran out of files; the kernel keeps connections waiting meanwhile.
 _PAUSE = 0.2
-#: Between two looks at the kernel's table of connections, how many times longer than one took.
+#: Between two looks at the kernel's table of connections, how many times longer than the processor took for one.
 _IDENTIFY_PAUSE = 10
 
 
@@ -204,16 +204,15 @@ class Acceptor:
         That reads a table of all connections of this host, which takes milliseconds. So strangers cannot have it read
         before the handshake, and after it for a small share of the time only, for all of them at once.
         """
-        began = time.monotonic()
-        if self._are_own is None or not self._unidentified or began < self._identify_at:
+        if self._are_own is None or not self._unidentified or time.monotonic() < self._identify_at:
             return
+        began = time.thread_time()  # not the time for which others had the core
         clients = list(self._unidentified)
         are_own = self._are_own([client.socket for client in clients])
         self._unidentified.clear()
         for client, is_own in zip(clients, are_own, strict=True):
             self._found.append(client) if is_own else client.socket.close()
-        ended = time.monotonic()
-        self._identify_at = ended + _IDENTIFY_PAUSE * (ended - began)
+        self._identify_at = time.monotonic() + _IDENTIFY_PAUSE * (time.thread_time() - began)
 
     def _drop(self, client: _Unauthenticated) -> None:
         del self._waiting[client.socket]

@@ -26,7 +26,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import LaunchError, name_ranks
+from ring_plugins.core.base.errors import LaunchError, name_ranks, printable, quoted
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.progress_line import ProgressLine, arrivals, hosts_of
 from ring_plugins.core.linux.process import raise_open_file_limit
@@ -52,6 +52,8 @@ _OTHER_FILES = 512
 _COMPRESSED, _ZLIB = 4096, b"z"
 #: Bytes of the longest message once decompressed.
 _LONGEST_UNPACKED = 1 << 28
+#: Characters of a host's name, of a version, and of what rank 0 says, as messages show them.
+_HOST, _VERSION, _ABORT = 64, 40, 4000
 #: Bytes of the first message. Without RING_SECRET everyone can send one.
 _LONGEST_JOIN = 1 << 16
 _LONGER = "Set RING_START_TIMEOUT to wait longer."
@@ -115,7 +117,7 @@ class Bootstrap:
             ) from error
 
     def _gather_all(self, payload: Any) -> list[Any]:
-        items: dict[int, Any] = {0: payload}
+        items: dict[int, Any] = {0: printable(payload)}  # as the other ranks see it
         waiting = _Waiting(f"rank 0 on {socket.gethostname()}")
         hosts = {0: self._host, **{member.rank: member.host for member in self._members}}
         with selectors.DefaultSelector() as selector, ProgressLine() as line:
@@ -195,7 +197,10 @@ def _body(data: bytes, kind: str) -> Any:
 def _content(message: Any, kind: str) -> Any:
     if not isinstance(message, list) or len(message) != 2 or message[0] != kind:
         raise Disconnected(f'it did not send "{kind}"')
-    return message[1]
+    try:
+        return printable(message[1])  # the names of hosts stand in messages to the user
+    except RecursionError as error:
+        raise Disconnected("it sent an invalid message") from error
 
 
 def _read_join(data: bytes) -> tuple[int, str, dict[str, str]]:
@@ -208,7 +213,7 @@ def _read_join(data: bytes) -> tuple[int, str, dict[str, str]]:
     size, host, versions = map(body.get, ("size", "host", "versions")) if isinstance(body, dict) else (None,) * 3
     if not (isinstance(size, int) and isinstance(host, str) and isinstance(versions, dict)):
         raise Disconnected("it sent an invalid message")
-    return size, host, {name: str(version) for name, version in versions.items()}
+    return size, quoted(host, _HOST), {name: quoted(version, _VERSION) for name, version in versions.items()}
 
 
 # Rank 0 -----------------------------------------------------------------------------------------------
@@ -484,8 +489,8 @@ def _answer(server: FrameSocket, what: str, name: str = "") -> list[Any]:
             raise LaunchError(f"{waiting.name} timed out waiting for {what}. {_LONGER}")
     message = _unpack(data)
     if isinstance(message, list) and message[:1] == ["abort"] and len(message) == 2:
-        raise LaunchError(str(message[1]))
-    found: list[Any] = _content(message, "gathered")
+        raise LaunchError(quoted(message[1], _ABORT))
+    found = _content(message, "gathered")
     if not isinstance(found, list):
         raise Disconnected("it sent an invalid message")
     return found

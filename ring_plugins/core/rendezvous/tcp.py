@@ -213,8 +213,8 @@ def _read_bootstrap(value: bytes) -> tuple[int, str, str]:
     Raises:
         LaunchError: the store holds something else.
     """
-    words = value.split()
-    if len(words) != 3 or not words[0].isdigit() or not 0 < int(words[0][:6]) < 1 << 16 or not value.isascii():
+    words = value.split() if value.isascii() and value.decode().isprintable() else []
+    if len(words) != 3 or not words[0].isdigit() or not 0 < int(words[0][:6]) < 1 << 16:
         raise LaunchError(
             "the store of torch.distributed holds something other than rank 0's address: another release of "
             "ring_plugins wrote it, or somebody who can connect to the store."

@@ -163,6 +163,45 @@ def test_ranks_that_do_not_fit_learn_why(monkeypatch):
     assert f"ring_plugins is {ours['ring_plugins']} on rank 0" in said[0] and "but 9.9 on rank 1 on " in said[0]
 
 
+EVIL = "h\x1b]0;title\x07\x1b[2J\nring_plugins: all ranks are up, run this\u202e" + "x" * 9999
+
+
+@pytest.mark.usefixtures("patience")
+@pytest.mark.parametrize("versions", [record.own_versions(), {"ring_plugins": EVIL}])
+@pytest.mark.parametrize("size", [2, 9])
+def test_what_a_stranger_says_is_shown_as_what_it_is(capsys, monkeypatch, size, versions):
+    monkeypatch.setattr(progress_line, "FIRST_SECONDS", 0.2)
+    said = member_that_sends(to_json(["join", {"size": size, "host": EVIL, "versions": versions}]))
+    (at_0, _) = meet(3 if size == 2 and versions == record.own_versions() else 2, said)
+    for text in (at_0, *capsys.readouterr().err.splitlines()):
+        assert text.isprintable() and len(text) < 1500
+    assert r"h\x1b]0;title\x07\x1b[2J\nring_plugins: all" in at_0
+
+
+def test_what_a_stranger_says_in_the_place_of_rank_0_is_shown_as_what_it_is():
+    for message in (["abort", EVIL], ["gathered", [EVIL, [{"host": EVIL}]]]):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            frames = FrameSocket(theirs, Purpose.BOOTSTRAP)
+            frames.send(to_json(message))
+            frames.flush(1)
+            try:
+                text = str(bootstrap._answer(FrameSocket(ours, Purpose.BOOTSTRAP), "rank 0"))
+            except LaunchError as error:
+                text = str(error)
+                assert len(text) < 5000
+            assert text.isprintable() and "ring_plugins: all ranks" in text
+
+
+def test_names_of_hosts_are_without_control_characters_on_all_ranks(monkeypatch):
+    ranks = meet(2, rank(1, 2))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        found = list(pool.map(lambda one: one.gather(["host\x1b[2J", one.rank, {"x": "\r\n"}]), ranks))
+    assert found == [[[r"host\x1b[2J", rank, {"x": r"\r\n"}] for rank in range(2)]] * 2
+    for one in ranks:
+        one.close()
+
+
 def test_a_rank_that_ends_while_the_ranks_start_is_named_to_all():
     at_0, at_1, at_2 = meet(3, rank(1, 3), rank(2, 3))
     at_2.close()
