@@ -84,7 +84,11 @@ class _Watch:
         operations = _operations(world) if world is not None and world.is_mine() else []
         if self._steps == 1:
             self._before = operations
-        if world is None or operations != self._before or _is_connected_otherwise():
+        if world is None or operations != self._before:
+            self._is_over = True
+        elif self._steps == 2 and _accelerate_is_alone():  # it may have connected the ranks, and not use that
+            self._name(world, operations)
+        elif _is_connected_otherwise():
             self._is_over = True
         elif self._steps == _STEPS or (self._steps == 2 and not operations):
             self._name(world, operations)
@@ -119,10 +123,16 @@ def _operations(world: World) -> list[tuple[str, int]]:
 
 def _is_connected_otherwise() -> bool:
     """Whether a library has connected the ranks with something that is not ours, and whose operations we do not see."""
-    dist: Any = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
-        return bool(dist.get_world_size() > 1 and dist.get_backend() != "ring")
-    return "jax" in sys.modules and bool(sys.modules["jax"].distributed.is_initialized())
+    if has_finished("torch"):  # another thread may be importing it
+        dist = sys.modules["torch"].distributed
+        if dist.is_available() and dist.is_initialized():
+            return bool(dist.get_world_size() > 1 and dist.get_backend() != "ring")
+    return has_finished("jax") and bool(sys.modules["jax"].distributed.is_initialized())
+
+
+def _accelerate_is_alone() -> bool:
+    """Whether Accelerate takes the step, and believes that there is one process."""
+    return "accelerate" in _packages_of_callers() and sys.modules["accelerate"].PartialState().num_processes == 1
 
 
 def _packages_of_callers() -> set[str]:

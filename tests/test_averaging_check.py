@@ -1,5 +1,6 @@
 """Ranks that train by themselves: a loop that averages nothing, and a library that has found no other rank."""
 
+import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -91,6 +92,28 @@ def test_a_library_that_counts_processes_is_stopped_at_once_if_it_found_none(wat
         called_by(library, lambda: steps(2))
     assert remedy in str(caught.value) and "RING_WEIGHT_CHECK=0" in str(caught.value)
     steps(30)  # it is said once
+
+
+def test_accelerate_may_have_connected_the_ranks_and_train_alone(watched, monkeypatch):
+    monkeypatch.setattr(averaging_check, "_is_connected_otherwise", lambda: True)
+    processes = 1
+    accelerate = SimpleNamespace(PartialState=lambda: SimpleNamespace(num_processes=processes))
+    monkeypatch.setitem(sys.modules, "accelerate", accelerate)
+    watched(Job())
+    with pytest.raises(LaunchError, match="accelerate has found no other process"):
+        called_by("accelerate", lambda: steps(2))
+    processes = 2
+    watched(Job())
+    called_by("accelerate", lambda: steps(30))
+
+
+def test_a_package_that_another_thread_imports_is_not_asked(monkeypatch):
+    """The monitor thread asks twice a second, also while the script imports torch."""
+    for name in ("torch", "jax"):
+        package = ModuleType(name)
+        package.__spec__ = SimpleNamespace(_initializing=True)
+        monkeypatch.setitem(sys.modules, name, package)
+    assert not averaging_check._is_connected_otherwise()
 
 
 def test_a_library_is_left_alone_if_ranks_communicate(watched):
