@@ -106,7 +106,7 @@ def _fits(value: Any, hint: Any) -> bool:
     kind = type(None) if hint is None else origin or hint
     if kind is float:
         kind = (float, int)
-    if not isinstance(kind, (type, tuple)) or getattr(kind, "_is_protocol", False) or kind is tuple[()]:
+    if kind is Any or not isinstance(kind, (type, tuple)) or getattr(kind, "_is_protocol", False):
         return True
     if not isinstance(value, kind):
         return False

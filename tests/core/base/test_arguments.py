@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -21,8 +21,8 @@ def scale(x: float, op: Literal["sum", "mean"] = "mean", *, wait: bool = True, n
 
 
 class Scaler:
-    def __init__(self, factor: int, **more: object) -> None:
-        self.factor = factor.bit_length()
+    def __init__(self, factor: int, unit: Any = "", **more: object) -> None:
+        self.factor = factor.bit_length() + 0 * len(unit)
 
 
 @pytest.fixture
@@ -74,12 +74,15 @@ def test_classes_are_checked_as_well_as_what_derives_from_them(checked):
 
     assert Scaler(3).factor == Derived(factor=3, other=1).factor == 2
     for call, text in (
-        (Scaler, r"Scaler\(\): missing a required argument: 'factor'. It takes factor, more."),
+        (Scaler, r"Scaler\(\): missing a required argument: 'factor'. It takes factor, unit, more."),
         (lambda: Scaler("3"), r"Scaler\(\) got factor='3', but takes int there."),
         (Derived, "missing a required argument"),
+        (lambda: Scaler("3", 4), r"Scaler\(\) got factor='3', but takes int there."),
     ):
         with pytest.raises(ArgumentError, match=text):
             call()
+    with pytest.raises(TypeError, match="has no len"):  # which may be anything, as far as the hint says
+        Scaler(3, 4)
 
 
 def test_public_functions_are_checked():
