@@ -467,7 +467,7 @@ def not_sharded(optimizer: Any) -> ArgumentError:
     )
 
 
-def communication_of(model: Any) -> tuple[float, int]:
+def communication_of(model: keras.Model) -> tuple[float, int]:
     """Return the seconds waited for communication and the bytes reduced so far, summed over a model's optimizers."""
     active: Iterable[GradientAveraging] = filter(None, map(averaging_of, optimizers_of(model)))
     totals = [(averaging.waited_seconds, averaging.reduced_bytes) for averaging in active]

@@ -27,7 +27,7 @@ from ring_plugins.keras.backends import backend
 from ring_plugins.keras.job import connect
 
 
-def synchronize_batch_norm(model: Any) -> Any:
+def synchronize_batch_norm(model: keras.Model) -> Any:
     """Make all `BatchNormalization` layers use mean and variance of all ranks' batches in training.
 
     For custom training loops; `BroadcastCallback(synchronized_batch_norm=True)` does it while `fit` runs. All ranks

@@ -76,7 +76,7 @@ def synchronize_fit(model: Any) -> None:
             callback._synchronize_state()
 
 
-def broadcast_variables(model: Any, root_rank: int = 0) -> None:
+def broadcast_variables(model: keras.Model, root_rank: int = 0) -> None:
     """Broadcast a model's state, as `BroadcastCallback` does, for custom training loops. Collective.
 
     Args:

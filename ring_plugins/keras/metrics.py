@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -203,5 +204,5 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         **options: options of `ModelCheckpoint`, such as `mode` and `save_weights_only`.
     """
 
-    def __init__(self, filepath: Any, monitor: str = "val_loss", **options: Any) -> None:
+    def __init__(self, filepath: str | os.PathLike[str], monitor: str = "val_loss", **options: Any) -> None:
         super().__init__(filepath, monitor=monitor, save_best_only=True, **options)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import wraps
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ring_plugins.core.base.errors import ArgumentError, RingError
 
@@ -77,6 +77,8 @@ def wrong_call(
 def _unknown(name: str, signature: inspect.Signature, options: Mapping[str, Any]) -> str:
     """What is wrong with an option that a function does not have, "" if it has all."""
     takes = signature.parameters
+    if any(one.kind is one.VAR_KEYWORD for one in takes.values()):
+        return ""
     for unknown in (one for one in options if one not in takes):
         own, meant = _ELSEWHERE.get(unknown, ("", ""))
         if own not in takes:
@@ -98,6 +100,8 @@ def _shown(value: Any) -> str:
 
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a value is what a type hint says, as far as that is quickly seen; of collections, the first item."""
+    if isinstance(hint, TypeVar):
+        hint = hint.__bound__ or Any
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return any(_fits(value, one) for one in inner)

@@ -6,6 +6,7 @@ averages gradients. Only rank 0 writes checkpoints, logs and the progress bar, w
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -102,7 +103,7 @@ def DistributedOptimizer(  # noqa: N802 - known by this name
 
 
 def load_model(
-    filepath: Any,
+    filepath: str | os.PathLike[str],
     custom_optimizers: Iterable[Any] | None = None,
     custom_objects: Mapping[str, Any] | None = None,
     compression: Any = Compression.none,

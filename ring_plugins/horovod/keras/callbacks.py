@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ring_plugins import keras as ring_keras
+from ring_plugins.core.base.arguments import check_calls
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.functions import local_rank  # noqa: F401 - Horovod's module has it, too
 from ring_plugins.horovod.basics import size
@@ -99,3 +100,6 @@ class LearningRateScheduleCallback(ring_keras.LearningRateScheduleCallback):
             steps_per_epoch,
             initial_learning_rate=float(initial_lr),
         )
+
+
+check_calls(globals(), __all__)

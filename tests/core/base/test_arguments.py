@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import pytest
 
 import ring_plugins as ring
 from ring_plugins.core.base.arguments import check_calls
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
+
+N = TypeVar("N", bound=int)
 
 
 def scale(x: float, op: Literal["sum", "mean"] = "mean", *, wait: bool = True, names: Iterable[str] | None = None):
@@ -77,12 +79,23 @@ def test_classes_are_checked_as_well_as_what_derives_from_them(checked):
         (Scaler, r"Scaler\(\): missing a required argument: 'factor'. It takes factor, unit, more."),
         (lambda: Scaler("3"), r"Scaler\(\) got factor='3', but takes int there."),
         (Derived, "missing a required argument"),
+        (lambda: Scaler(other=2), r"Scaler\(\): missing a required argument: 'factor'"),  # which takes any others
         (lambda: Scaler("3", 4), r"Scaler\(\) got factor='3', but takes int there."),
     ):
         with pytest.raises(ArgumentError, match=text):
             call()
     with pytest.raises(TypeError, match="has no len"):  # which may be anything, as far as the hint says
         Scaler(3, 4)
+
+
+def test_of_a_type_variable_the_bound_counts():
+    def doubled(x: N) -> N:
+        return x.real * 2
+
+    namespace = {"doubled": doubled}
+    check_calls(namespace, namespace)
+    with pytest.raises(ArgumentError, match=r"doubled\(\) got x='a', but takes N there"):
+        namespace["doubled"]("a")
 
 
 def test_public_functions_are_checked():
