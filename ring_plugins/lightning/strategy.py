@@ -28,6 +28,7 @@ from ring_plugins.lightning.healing import LossFollower
 from ring_plugins.lightning.hyperparameters import check_equal
 from ring_plugins.lightning.launcher import RingLauncher
 from ring_plugins.lightning.parallel import RingParallelLogic, StartMethod
+from ring_plugins.lightning.same_loop import SameLoop
 from ring_plugins.lightning.shared_step import SharedStep, SkipStepOn, exceptions_to_skip
 from ring_plugins.lightning.sync_batchnorm import for_device
 from ring_plugins.observe.drift import DriftCheck, FirstComparison, chosen_interval, differing_weights, drift_check
@@ -134,6 +135,7 @@ class RingTrainerLogic(RingParallelLogic):
         policy = {"on_failure": on_failure, "min_ranks": min_ranks, "max_ranks": max_ranks}
         self.cluster_environment.failure_policy = policy
         self._follower: LossFollower | None = None
+        self._same_loop: SameLoop | None = None
         self._broadcast_buffers = broadcast_buffers
         self._skip_step_on = exceptions_to_skip(skip_step_on)
         self._shared_step: SharedStep | None = None
@@ -185,6 +187,10 @@ class RingTrainerLogic(RingParallelLogic):
             self._applied_layer_sync = for_device(self._layer_sync, self.root_device)
             self.model = self._applied_layer_sync.apply(self.model)
         super().setup(trainer)
+        if self.is_distributed:
+            if self._same_loop is not None:
+                self._same_loop.close()
+            self._same_loop = SameLoop(trainer, compares=not self._heals and self.world_size > 1)
         if is_fitting and self.is_distributed:
             assert self.lightning_module is not None
             self._buffers = BufferBroadcast(self.lightning_module) if self._broadcast_buffers else None
@@ -375,6 +381,9 @@ class RingTrainerLogic(RingParallelLogic):
         if self._drift is not None:
             self._drift.close()
             self._drift = None
+        if self._same_loop is not None:
+            self._same_loop.close()
+            self._same_loop = None
         if self._follower is not None:
             self._follower.close()
             self._follower = None
@@ -388,6 +397,7 @@ class RingTrainerLogic(RingParallelLogic):
         # Hooks and communication threads stay in the process they belong to.
         state: dict[str, Any] = super().__getstate__()
         state["_averager"] = state["_shared_step"] = state["_drift"] = state["_follower"] = None
+        state["_same_loop"] = None
         return state
 
 

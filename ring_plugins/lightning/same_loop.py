@@ -1,0 +1,131 @@
+"""Ranks begin batches and end epochs together, and compute logged metrics together.
+
+**Steps.** Lightning compares nothing among ranks. Where one has a batch less, or sets ``trainer.should_stop`` alone,
+its next collective meets another one of the others. But at the start of every batch all ranks read rank 0's SIGTERM
+flag, by a broadcast. In its place they tell each other here where they are, which costs as much, and do so once more
+before they validate and at the end of an epoch. So all of them learn which rank went on alone, and why.
+
+**Metrics.** A value that is logged with ``on_epoch=True`` is reduced over the ranks when it is first read. Progress
+bars read it on rank 0 only, before the module's ``on_train_epoch_end``, and so do users' callbacks that work on rank 0
+only. All ranks read it here before callbacks do. If there is none that could, it is read as late as without this.
+
+Lightning 2.6.6 has no hook before these places, so methods of its loops are replaced in the Trainer's own objects:
+pytorch/loops/training_epoch_loop.py:259 (the flag), pytorch/loops/fit_loop.py:474 and evaluation_loop.py:293 (the end
+of an epoch), and the ``run`` of the loop that validates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ring_plugins.core import world
+from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.base.errors import PeerLeft, name_ranks
+
+_BATCH, _VALIDATION, _EPOCH_END = range(3)
+_DOING = (
+    ("goes on with another batch", "go on with another batch"),
+    ("validates", "validate"),
+    ("has left it", "have left it"),
+)
+#: Bits of what a rank tells: its phase, two flags, and how many batches of this epoch it has begun.
+_PHASE, _STOPS, _SIGTERM, _BATCHES = 3, 4, 8, 4
+
+
+class SameLoop:
+    """Keeps the loops of one Trainer in step.
+
+    Args:
+        trainer: the Trainer, in ``Strategy.setup``.
+        compares: whether ranks tell each other where they are.
+    """
+
+    def __init__(self, trainer: Any, compares: bool) -> None:
+        self._trainer = trainer
+        self._replaced: list[tuple[Any, str]] = []
+        connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
+        self._compares = compares and trainer.state.fn == "fit" and hasattr(loop, "_broadcast_sigterm_tensor")
+        if self._compares:
+            self._counts = [1] * world.current().topology.size
+            self._own = HostMemory(np.zeros(1, np.int64), "int64")
+            self._all = HostMemory(np.zeros(len(self._counts), np.int64), "int64")
+            self._replace(loop, "_broadcast_sigterm_tensor", self._begin_batch)
+            self._replace(loop.val_loop, "run", self._validate)
+        self._replace(connector, "epoch_end_reached", self._end_epoch)
+        self._replace(connector, "_evaluation_epoch_end", self._end_evaluation)
+
+    def close(self) -> None:
+        """Leave the Trainer as it was."""
+        for owner, name in self._replaced:
+            vars(owner).pop(name, None)
+
+    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+        self._replaced.append((owner, name))
+        setattr(owner, name, lambda: function(original))
+
+    def _begin_batch(self, stop_on_sigterm: Callable[[], None]) -> None:
+        if self._meet(_BATCH)[0] & _SIGTERM:
+            stop_on_sigterm()
+
+    def _validate(self, run: Callable[[], Any]) -> Any:
+        self._meet(_VALIDATION)
+        return run()
+
+    def _end_epoch(self, reach_end: Callable[[], None]) -> None:
+        reach_end()
+        if self._trainer.training:  # an evaluation calls it too
+            if self._compares:
+                self._meet(_EPOCH_END)
+            self._compute_metrics("on_train_epoch_end")
+
+    def _end_evaluation(self, end: Callable[[], None]) -> None:
+        end()
+        self._compute_metrics("on_test_epoch_end" if self._trainer.testing else "on_validation_epoch_end")
+
+    def _compute_metrics(self, hook: str) -> None:
+        late = (*self._trainer.checkpoint_callbacks, *self._trainer.early_stopping_callbacks)  # they run on all ranks
+        for callback in self._trainer.callbacks:
+            method = getattr(callback, hook)
+            if callback not in late and getattr(method, "__qualname__", "") != f"Callback.{hook}":
+                self._trainer.callback_metrics  # noqa: B018 - reading it computes all
+                return
+
+    def _meet(self, phase: int) -> list[int]:
+        """Tell the others where this rank is; return what each of them told.
+
+        Raises:
+            PeerLeft: ranks are at different places.
+        """
+        trainer = self._trainer
+        flags = (_STOPS if trainer.should_stop else 0) | (_SIGTERM if trainer.received_sigterm else 0)
+        self._own.array[0] = phase | flags | trainer.fit_loop.epoch_loop.batch_progress.current.ready << _BATCHES
+        world.current().communicator.all_gather(self._own, self._all, self._counts)
+        told: list[int] = self._all.array.tolist()
+        if any((each ^ told[0]) & _PHASE for each in told):
+            raise self._apart(told)
+        return told
+
+    def _apart(self, told: list[int]) -> PeerLeft:
+        phases = [each & _PHASE for each in told]
+        ahead = [rank for rank, phase in enumerate(phases) if phase == max(phases)]
+        behind = [rank for rank, phase in enumerate(phases) if phase == min(phases)]
+        alone = [rank for rank, each in enumerate(told) if each & _STOPS]
+        doing, others = (f"{name_ranks(ranks)} {_DOING[phases[ranks[0]]][len(ranks) > 1]}" for ranks in (ahead, behind))
+        batches = told[ahead[0]] >> _BATCHES
+        if alone and len(alone) < len(told):
+            cause = (
+                f"trainer.should_stop is set on {name_ranks(alone)} only. Let all ranks decide alike, for example by "
+                "self.trainer.strategy.reduce_boolean_decision(stop, all=False)."
+            )
+        else:
+            cause = (
+                "Usually the ranks have different numbers of batches: give every rank the same number, by "
+                "limit_train_batches, drop_last=True or a sampler that pads. Else look for a condition that is true on "
+                "some ranks only."
+            )
+        epoch = self._trainer.current_epoch
+        return PeerLeft(f"after {batches} batches of epoch {epoch}, {doing}, but {others}. {cause}", ahead[0])
