@@ -88,7 +88,7 @@ class _Watch:
             self._is_over = True
         elif self._steps == 2 and _accelerate_is_alone():  # it may have connected the ranks, and not use that
             self._name(world, operations)
-        elif _is_connected_otherwise():
+        elif self._steps > 1 and _is_connected_otherwise():
             self._is_over = True
         elif self._steps == _STEPS or (self._steps == 2 and not operations):
             self._name(world, operations)
@@ -132,7 +132,8 @@ def _is_connected_otherwise() -> bool:
 
 def _accelerate_is_alone() -> bool:
     """Whether Accelerate takes the step, and believes that there is one process."""
-    return "accelerate" in _packages_of_callers() and sys.modules["accelerate"].PartialState().num_processes == 1
+    accelerate: Any = sys.modules.get("accelerate") if "accelerate" in _packages_of_callers() else None
+    return accelerate is not None and accelerate.PartialState().num_processes == 1
 
 
 def _packages_of_callers() -> set[str]:
