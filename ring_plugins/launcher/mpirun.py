@@ -117,11 +117,15 @@ def find(wanted: str | None = None) -> Mpirun | None:
     path = wanted or locate()
     if path is None:
         return None
+    limit = max(_VERSION_SECONDS, config.START_TIMEOUT.get() if config.START_TIMEOUT.is_set() else 0.0)
     try:
-        answer = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=_VERSION_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(
+            f"{path} --version did not end within {limit:g} s. On a busy host, "
+            f"{config.START_TIMEOUT.name}={4 * limit:.0f} waits longer; otherwise name another mpirun with --mpirun."
+        ) from error
+    except OSError as error:
         raise LaunchError(f"{path} --version does not run: {error}. Name another one with --mpirun.") from error
     return recognize(shutil.which(path) or path, answer.stdout + answer.stderr)
 

@@ -141,3 +141,17 @@ def test_an_agent_may_have_options(program, begins):
     line = mpirun.command_line(program, job)
     assert line[: len(begins)] == begins
     assert program is OPEN_MPI_5 or line[len(begins) + 2 : len(begins) + 4] == ["-launcher-exec", "/opt/agent"]
+
+
+def test_an_mpirun_that_takes_too_long_to_answer_is_named_with_what_waits_longer(monkeypatch):
+    def run(command, timeout, **_):
+        raise mpirun.subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(mpirun.subprocess, "run", run)
+    with pytest.raises(
+        LaunchError, match=r"--version did not end within 20 s. On a busy host, RING_START_TIMEOUT=80 wa"
+    ):
+        mpirun.find("/opt/mpirun")
+    monkeypatch.setenv("RING_START_TIMEOUT", "80")
+    with pytest.raises(LaunchError, match="within 80 s"):
+        mpirun.find("/opt/mpirun")

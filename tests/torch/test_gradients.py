@@ -2,13 +2,14 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
-from ring_plugins.torch import GradientAverager
+from ring_plugins.torch import GradientAverager, gradients
 from tests.launch import Result, run_ranks, shared
 from tests.launchers import Launcher
 
@@ -111,3 +112,14 @@ def test_a_single_rank_averages_through_a_communicator_that_it_is_given(gpu) -> 
     assert gpu.nccl.log == [["all_reduce"]]
     assert model.weight.grad.tolist() == [[1.0] * 3] * 2
     averager.close()
+
+
+@pytest.mark.parametrize("has_not_joined", [False, True])
+def test_an_averager_that_is_dropped_unused_is_reported_unless_the_process_never_joined(
+    monkeypatch, capsys, has_not_joined
+):
+    """As a process that was to take a lost rank's place ends, when the others have ended."""
+    monkeypatch.setattr(gradients, "has_not_joined", lambda: has_not_joined)
+    nothing = SimpleNamespace(name="gradients", remove=list, drop=list, discard=list, reducer=SimpleNamespace(passes=0))
+    gradients._discard(nothing, {(): nothing}, nothing, nothing)
+    assert ("the averager was dropped before it averaged anything" in capsys.readouterr().err) != has_not_joined
