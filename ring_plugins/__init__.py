@@ -7,7 +7,7 @@
 import importlib
 import warnings
 
-from ring_plugins import averaging_check, framework_threads
+from ring_plugins import averaging_check, framework_threads, hydra_directory
 from ring_plugins.core.arrays.dtypes import AVERAGE, MAX, MIN, PRODUCT, SUM, Op
 from ring_plugins.core.base.arguments import check_calls
 from ring_plugins.core.base.errors import (
@@ -55,6 +55,7 @@ from ring_plugins.other_names import no_attribute
 register_store_loader(lambda: importlib.import_module("ring_plugins.torch.rendezvous"))
 framework_threads.register()
 averaging_check.register()
+hydra_directory.register()
 #: Former spellings, which earlier releases documented.
 _RENAMED = {"is_initialised": "is_initialized", "NotInitialised": "NotInitialized"}
 

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -299,6 +300,10 @@ def command() -> list[str]:
     return [sys.executable, *arguments]
 
 
+#: Functions that return what the command of a spawned rank gets beside this process's own; the package registers them.
+further_arguments: list[Callable[[int], list[str]]] = []
+
+
 def _spawn(ranks: int) -> SharedMemoryRendezvous:
     check_is_original_script()
     again = command()
@@ -319,7 +324,11 @@ def _spawn(ranks: int) -> SharedMemoryRendezvous:
         environment = shared | child_environment(segment, rank, ranks, os.getpid())
         children.append(
             subprocess.Popen(
-                again, env=environment, cwd=START_DIRECTORY, pass_fds=[segment.fd], stdin=subprocess.DEVNULL
+                [*again, *(word for words in further_arguments for word in words(rank))],
+                env=environment,
+                cwd=START_DIRECTORY,
+                pass_fds=[segment.fd],
+                stdin=subprocess.DEVNULL,
             )
         )
     return SharedMemoryRendezvous(segment, 0, ranks, children)
