@@ -1,9 +1,10 @@
 """How a user asks a running `ring run` for further ranks: `ring add-ranks`, from another terminal of the host.
 
-A `ring run` whose job may change listens at a socket in Linux's abstract namespace, whose name has its user and process
-id: it leaves no file behind, and /proc/net/unix lists all such jobs. Any program of the host can connect there, so both
-sides ask the kernel for the other's user (SO_PEERCRED), and take nothing from anybody else. The request is one line, a
-word, a number and perhaps a host, and the answer is one line for the user.
+A `ring run` whose job may change listens at a socket in Linux's abstract namespace, whose name has its user, its
+process id and something random: it leaves no file behind, nobody can take the name first, and /proc/net/unix lists all
+such jobs. Any program of the host can connect there, so both sides ask the kernel for the other's user (SO_PEERCRED),
+and take nothing from anybody else. The request is one line, a word, a number and perhaps a host, and the answer is one
+line for the user.
 
 `ring run` looks at the socket between two looks at its processes. It never waits for whoever has connected.
 
@@ -22,6 +23,7 @@ from pathlib import Path
 
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, quoted
 from ring_plugins.core.net.socket_owner import is_same_unix_user
+from ring_plugins.core.rendezvous.slot_holder import connect_below, listen_below
 
 #: Bytes of the longest request, and of the longest answer.
 _REQUEST, _ANSWER = 512, 4096
@@ -46,9 +48,7 @@ class GrowthRequests:
         self._add = add
         self._listener = socket.socket(socket.AF_UNIX)
         self._open: dict[socket.socket, tuple[float, bytes]] = {}  # since when, and what it has sent
-        with contextlib.suppress(OSError):  # another user has taken the name: nobody can ask then
-            self._listener.bind(f"\0{_name(os.getpid())}")
-            self._listener.listen(_MOST)
+        listen_below(self._listener, _name(os.getpid()), _MOST)
         self._listener.setblocking(False)
 
     def __enter__(self) -> GrowthRequests:  # noqa: PYI034 - typing.Self needs Python 3.11
@@ -98,8 +98,12 @@ def running_jobs() -> dict[int, str]:
     """Process ids of this user's `ring run`s on this host that listen, and the commands that they run."""
     found = {}
     with contextlib.suppress(OSError):
-        for pid in re.findall(f"@{_name('([0-9]+)')}$", Path("/proc/net/unix").read_text(), re.MULTILINE):
+        listed = re.findall(f"@{_name('([0-9]+)')}/", Path("/proc/net/unix").read_text(errors="replace"))
+        for pid in dict.fromkeys(listed):
             with contextlib.suppress(OSError):  # it has just ended
+                if (connection := connect_below(_name(pid), _PATIENCE)) is None:  # only another user says that it runs
+                    continue
+                connection.close()
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
                 found[int(pid)] = quoted(b" ".join(words).decode(errors="replace"))
     return found
@@ -119,19 +123,6 @@ def refusal(number: int, free: int, most: int, may_grow: bool) -> str:
         found = f"{free or 'none'} of the job's {most} seats (--max-ranks {most})"
         return f"no: {number} asked for, but {found} {'are' if free > 1 else 'is'} free"
     return ""
-
-
-def _connect(connection: socket.socket, name: str) -> None:
-    """Connect; where too many others wait for that, the kernel answers with an error instead of letting this wait."""
-    deadline = time.monotonic() + _WAITS
-    while True:
-        try:
-            connection.connect(name)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
 
 
 def request_ranks(number: int, job: int | None, host: str | None = None) -> str:
@@ -162,18 +153,15 @@ def request_ranks(number: int, job: int | None, host: str | None = None) -> str:
             )
         raise ArgumentError(f"several jobs run here; choose one with --job and its process id:{listed}")
     pid = next(iter(jobs)) if job is None else job
-    with socket.socket(socket.AF_UNIX) as connection:
+    connected = connect_below(_name(pid), _WAITS)
+    if connected is None:
+        others = f" Those that can:{listed}" if jobs else ""
+        raise ArgumentError(
+            f"--job {pid} is not the process id of a `ring run --on-failure replace` of yours on this host. If it runs "
+            f"on another host, ask there.{others}"
+        )
+    with connected as connection:
         connection.settimeout(_WAITS)
-        try:
-            _connect(connection, f"\0{_name(pid)}")
-        except OSError as error:
-            others = f" Those that can:{listed}" if jobs else ""
-            raise ArgumentError(
-                f"--job {pid} is not the process id of a `ring run --on-failure replace` of yours on this host "
-                f"({error.strerror}). If it runs on another host, ask there.{others}"
-            ) from None
-        if not is_same_unix_user(connection):
-            raise ArgumentError(f"process {pid} is another user's.")
         try:
             connection.sendall(f"add {number}{f' {host}' if host else ''}\n".encode())
             answer = connection.recv(_ANSWER).decode(errors="replace")

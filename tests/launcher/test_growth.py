@@ -1,9 +1,11 @@
 """Requests for further ranks, as `ring add-ranks` makes them and `ring run` answers them."""
 
 import os
+import re
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -72,16 +74,22 @@ def test_what_names_no_job_or_several_is_refused(monkeypatch):
 
 def test_neither_silence_nor_nonsense_nor_another_user_keeps_others_from_asking(asked, monkeypatch):
     monkeypatch.setattr(growth, "_PATIENCE", 0.2)
-    name = f"\0{growth._name(os.getpid())}"
+    (name,) = re.findall(f"@({growth._name(os.getpid())}/.*)", Path("/proc/net/unix").read_text())
     connections = []
     for sent in (b"", b"a" * 512, b"add x\n", b"add 1", b"add -1\n", b"add 1\nadd 1\n", *[b""] * 20):
         connections.append(connection := socket.socket(socket.AF_UNIX))
-        connection.connect(name)
+        connection.connect(f"\0{name}")
         connection.sendall(sent)
     assert request_ranks(2, os.getpid()) == "they will join."
-    monkeypatch.setattr(growth, "is_same_unix_user", lambda connection: False)
-    with pytest.raises(ArgumentError, match="another user's"):
+    user, stranger = os.geteuid(), socket.socket(socket.AF_UNIX)
+    stranger.bind(f"\0ring_plugins/run/{user + 1}/{os.getpid()}/0123456789abcdef")  # in which another user's would be
+    stranger.listen()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)  # so that all sockets are another user's
+    with pytest.raises(ArgumentError, match=f"--job {os.getpid()} is not the process id of a `ring run"):
         request_ranks(3, os.getpid())
+    assert running_jobs() == {}
+    stranger.close()
+    monkeypatch.undo()
     assert asked == [2]
     for connection in connections:
         connection.settimeout(20)

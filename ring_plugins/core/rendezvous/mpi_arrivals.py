@@ -4,8 +4,8 @@ MPI_Init returns when every rank has called it, and mpi4py holds the interpreter
 waiting rank can say anything. So each rank of a host leaves a mark first, and the first of them starts a small process
 that looks for the marks after a few seconds, says which are missing, and is ended when MPI_Init returns.
 
-A mark is a name in Linux's abstract socket namespace: it needs no file, and the kernel removes it with the process. It
-decides nothing but this line, so it does no harm that another user could take the name first.
+A mark is a socket in Linux's abstract namespace: it needs no file, and the kernel removes it with the process. Its name
+is random, and only sockets of this user count (slot_holder.py).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ring_plugins.core.base.errors import name_ranks
 from ring_plugins.core.base.log import writes_to_standard_error
 from ring_plugins.core.base.progress_line import ProgressLine, arrivals
 from ring_plugins.core.rendezvous.record import LaunchRecord
+from ring_plugins.core.rendezvous.slot_holder import connect_below, listen_below
 
 #: What the small process runs: nothing of this package is imported before there is something to say.
 _CODE = """
@@ -61,9 +62,9 @@ class ShownArrivals:
         job = _job()
         if not job or one.size is None or one.size < 2 or one.local_rank is None or one.local_size is None:
             return
-        with contextlib.suppress(OSError):  # from an earlier init()
-            self._mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            self._mark.bind(_name(job, one.local_rank))
+        self._mark = socket.socket(socket.AF_UNIX)
+        with contextlib.suppress(OSError):  # the rank comes without one
+            listen_below(self._mark, _name(job, one.local_rank), 128)
         if one.local_rank == 0 and writes_to_standard_error():
             first = progress_line.FIRST_SECONDS
             words = sys.path, os.getpid(), first, job, one.size, one.local_size, time.monotonic(), first
@@ -92,9 +93,13 @@ def show(parent: int, job: str, size: int, local_size: int, began: float, first:
         began: when the process began to wait, as `time.monotonic` counts.
         first: seconds after which to show the first line.
     """
+    marks: dict[int, socket.socket] = {}  # of ranks that have come; nobody accepts these connections
     with ProgressLine(began, first) as line:
         while os.getppid() == parent:
-            came = [rank for rank in range(local_size) if _has_come(job, rank)]
+            for rank in [rank for rank in range(local_size) if rank not in marks]:
+                if (mark := connect_below(_name(job, rank))) is not None:
+                    marks[rank] = mark
+            came = sorted(marks)
             line.show(lambda came=came: _text(came, size, local_size))  # type: ignore[misc]
             time.sleep(_EVERY)
 
@@ -127,11 +132,6 @@ def _job() -> str:
     return ""
 
 
-def _has_come(job: str, rank: int) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
-        return probe.connect_ex(_name(job, rank)) == 0
-
-
 def _name(job: str, rank: int) -> str:
     key = hashlib.sha256(f"{os.getuid()}/{job}/{rank}".encode()).hexdigest()
-    return f"\0ring_plugins/{key[:32]}"
+    return f"ring_plugins/{key[:32]}"

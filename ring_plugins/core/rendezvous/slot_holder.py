@@ -9,7 +9,9 @@ nothing of this package. All of a job's holders meet at an abstract Unix socket:
 A holder that is asked to end (Ctrl-C, SIGTERM) closes its side of the connection, and so does one that is killed. The
 first then ends the job. Each of them also looks twice a second whether the launcher is still there.
 
-Only processes of the same user are believed (SO_PEERCRED): any program of this host can reach an abstract socket.
+Any program of this host can reach an abstract socket, and take any name that is free. So only processes of the same
+user are believed (SO_PEERCRED), and the name is random: the others find it, as one of their user's, in the kernel's
+list of sockets, below a name that all of them know (`listen_below`, `connect_below`).
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def hold_first(name: str, size: int, digest: str, launcher: Launcher, timeout: f
     """Hold the first slot: wait for the others, run a command, and return its exit status, which all leave with.
 
     Args:
-        name: of the socket.
+        name: below which the socket is.
         size: number of slots.
         digest: of the command; equal in all slots.
         launcher: of all slots.
@@ -76,11 +78,7 @@ def hold_first(name: str, size: int, digest: str, launcher: Launcher, timeout: f
         command: to run.
     """
     with socket.socket(socket.AF_UNIX) as listener:
-        try:
-            listener.bind(f"\0{name}")
-        except OSError as error:
-            return _fail(f"the ranks cannot meet at the socket @{name}: {error.strerror}.")
-        listener.listen(size)
+        listen_below(listener, name, size)
         others: dict[int, socket.socket] = {}
         deadline = time.monotonic() + timeout
         listener.settimeout(_LOOK_SECONDS)
@@ -121,7 +119,7 @@ def hold_other(name: str, slot: int, digest: str, launcher: Launcher, timeout: f
         slot: which this is, from 1.
     """
     deadline = time.monotonic() + timeout
-    while (connection := _connect(name)) is None:
+    while (connection := connect_below(name)) is None:
         if launcher.is_gone():
             return _ended_by(signal.SIGTERM)
         if time.monotonic() > deadline:
@@ -152,15 +150,41 @@ def hold_other(name: str, slot: int, digest: str, launcher: Launcher, timeout: f
     return _ended_by(signal.SIGTERM)
 
 
-def _connect(name: str) -> socket.socket | None:
-    connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(_LINE_SECONDS)
-    with contextlib.suppress(OSError):
-        connection.connect(f"\0{name}")
-        if _peer(connection)[1] == os.geteuid():
-            return connection
-    connection.close()
-    return None
+def listen_below(listener: socket.socket, name: str, backlog: int) -> None:
+    """Listen in Linux's abstract namespace at a random name below this one, which nobody can take first."""
+    listener.bind(f"\0{name}/{os.urandom(8).hex()}")
+    listener.listen(backlog)
+
+
+def connect_below(name: str, seconds: float = 0.0) -> socket.socket | None:
+    """A connection to a process of this user that listens below a name, None if there is none.
+
+    Args:
+        name: as for `listen_below`.
+        seconds: to wait if too many others wait to be accepted.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        found = list[str]()
+        with contextlib.suppress(OSError), open("/proc/net/unix", errors="replace") as table:
+            found = re.findall(f"@({re.escape(name)}/[0-9a-f]{{16}})$", table.read(), re.MULTILINE)
+        is_full = False
+        for one in dict.fromkeys(found):  # the kernel lists accepted connections, too
+            connection = socket.socket(socket.AF_UNIX)
+            connection.setblocking(False)
+            try:
+                connection.connect(f"\0{one}")
+                if _peer(connection)[1] == os.geteuid():
+                    connection.settimeout(_LINE_SECONDS)
+                    return connection
+            except BlockingIOError:
+                is_full = True
+            except OSError:
+                pass  # it has ended
+            connection.close()
+        if not is_full or time.monotonic() > deadline:
+            return None
+        time.sleep(0.02)
 
 
 def _peer(connection: socket.socket) -> tuple[int, int]:

@@ -1,6 +1,8 @@
 """Jobs started by mpirun."""
 
+import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -8,6 +10,8 @@ import time
 import pytest
 
 from ring_plugins.core.rendezvous import mpi_arrivals
+from ring_plugins.core.rendezvous.record import LaunchRecord
+from ring_plugins.core.rendezvous.slot_holder import connect_below
 from tests.launch import run_ranks, start_ranks
 
 
@@ -152,6 +156,21 @@ def test_ranks_that_hydra_has_started_find_their_job_by_its_proxy(tmp_path, monk
     command = [str(proxy), "-c", ranks, sys.executable, script]
     found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.splitlines()
     assert len(found) == 2 and found[0] == found[1] and found[0].startswith("hydra_pmi_proxy "), found
+
+
+def test_nobody_can_take_the_place_of_a_ranks_mark_first(monkeypatch):
+    monkeypatch.setenv("PMIX_NAMESPACE", f"job {os.urandom(8).hex()}")
+    name = mpi_arrivals._name(mpi_arrivals._job(), 1)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind(f"\0{name}")
+        stranger.listen()
+        assert connect_below(name) is None
+        with mpi_arrivals.ShownArrivals(LaunchRecord("mpi", "mpirun", 1, 2, 1, 2)):
+            with connect_below(name):
+                pass
+            user = os.geteuid()
+            monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+            assert connect_below(name) is None
 
 
 def test_the_text_about_ranks_on_several_hosts(monkeypatch):
