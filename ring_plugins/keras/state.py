@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras.src.random.seed_generator import global_seed_generator  # Keras 3.15.1, which does not export it
 
 from ring_plugins.core.arrays.dtypes import FLOATS, Op
 from ring_plugins.core.arrays.memory import HostMemory, host_array
@@ -110,6 +111,7 @@ def broadcast_state(model: Any, root: Root, communicator: Communicator) -> None:
         PeerFailed: the root was lost meanwhile, and nobody else has all of its weights and optimizer state.
     """
     state, seeds = state_and_seeds(model)
+    seeds.append(global_seed_generator().state)  # for layers and functions without a seed
     check_equal([*state, *seeds], communicator)
     while not _has_broadcast(state, seeds, root, communicator):
         pass

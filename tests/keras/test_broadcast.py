@@ -29,6 +29,12 @@ def test_ranks_drop_different_units(seen):
     assert len({*first, *second}) == 4
 
 
+@on_ranks("noise_without_a_seed", "tensorflow", "torch")
+def test_ranks_draw_different_noise_where_no_seed_is_given(seen):
+    for of_first, of_second in zip(*seen, strict=True):
+        assert of_first != of_second
+
+
 @on_ranks("moving_statistics", "torch", slow=("tensorflow", "jax"))
 def test_moving_statistics(seen):
     first, second = seen

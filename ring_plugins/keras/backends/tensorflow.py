@@ -32,6 +32,7 @@ from ring_plugins.keras.backends.tensorflow_xla import compiled_around, refuse_i
 from ring_plugins.keras.buckets import Buckets, HostBuckets, aligned, call_weakly
 from ring_plugins.keras.job import capture_exceptions, connect, restore_exceptions
 from ring_plugins.keras.slices import SliceGather, SliceLayout, new_part, on_gpu
+from ring_plugins.keras.state import SEED_STRIDE
 
 
 class Exchange:
@@ -338,14 +339,21 @@ def make_train_function(model: Any, averaging: Any) -> None:
     """
     if model.jit_compile and not model.run_eagerly:
         # Keras 3.15.1, backend/tensorflow/trainer.py:149: the step is compiled according to `jit_compile`.
-        step = compiled_around(model, averaging)
+        step = _with_own_seed(compiled_around(model, averaging))
         model._jit_compile = False
         try:
             model.train_function = model._make_function(step)
         finally:
             model._jit_compile = True
     else:
-        model.make_train_function(force=True)
+        own, step = vars(model).get("train_step"), _with_own_seed(model.train_step)
+        vars(model)["train_step"] = step
+        try:
+            model.make_train_function(force=True)
+        finally:
+            del vars(model)["train_step"]
+            if own is not None:
+                vars(model)["train_step"] = own
     train_function = model.train_function
 
     @functools.wraps(train_function)
@@ -354,6 +362,21 @@ def make_train_function(model: Any, averaging: Any) -> None:
             return train_function(iterator)
 
     model.train_function = step_with_original_errors
+
+
+def _with_own_seed(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A step whose `tf.random` functions draw other numbers on each rank, if the script has set TensorFlow's seed.
+
+    Only the graph of the step gets another seed: outside, ranks may shuffle their data by the same.
+    """
+
+    def with_own_seed(data: Any) -> Any:
+        seed = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph().seed
+        if seed is not None:
+            tf.compat.v1.set_random_seed(seed + connect().topology.rank * SEED_STRIDE)
+        return step(data)
+
+    return with_own_seed
 
 
 def before_first_step(model: Any, action: Callable[[], None]) -> None:

@@ -132,6 +132,32 @@ def dropout_masks() -> Any:
     return [fitted.history["loss"][0] for fitted in fits]
 
 
+class Noise(layers.Layer):
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def call(self, x: Any) -> Any:
+        return x + self.draw(keras.ops.shape(x))
+
+
+@behavior
+def noise_without_a_seed() -> Any:
+    """Losses that are noise, from functions that draw by seeds that the script has set, the same on all ranks."""
+    functions = [keras.random.normal]
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        functions.append(tf.random.normal)
+    found = []
+    for function in functions:
+        keras.utils.set_random_seed(7)
+        model = keras.Sequential([keras.Input((5,)), Noise(function), layers.Dense(1, kernel_initializer="ones")])
+        model.compile(optimizer=keras.optimizers.SGD(0.0), loss=lambda y, p: p, jit_compile=False)
+        found.append(fit(model, [BroadcastCallback()]).history["loss"][0])
+    return found
+
+
 @behavior
 def moving_statistics() -> Any:
     def train(policy: Any) -> Any:
