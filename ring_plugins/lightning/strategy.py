@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sized
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
+from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
 from ring_plugins.core import world
@@ -230,6 +231,21 @@ class RingTrainerLogic(RingParallelLogic):
     def model_to_device(self) -> None:
         assert self.model is not None
         self.model.to(self.root_device)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        sampler, trainer = getattr(dataloader, "sampler", None), self._trainer
+        if (trainer.evaluating or trainer.sanity_checking) and isinstance(sampler, DistributedSampler):
+            samples = len(cast("Sized", sampler.dataset))
+            if 0 < samples < sampler.total_size:
+                rank_zero_warn(
+                    f"{samples} samples to {'test' if trainer.testing else 'validate'} on do not divide among "
+                    f"{sampler.num_replicas} ranks, so DistributedSampler repeats "
+                    f"{sampler.total_size - samples}, which metrics count again. For exact figures, evaluate in one "
+                    "process, by Trainer(devices=1), or pass Trainer(use_distributed_sampler=False) and a sampler that "
+                    "repeats nothing."
+                )
+        return super().process_dataloader(dataloader)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

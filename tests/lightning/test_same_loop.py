@@ -99,3 +99,50 @@ def test_all_ranks_hear_which_rank_left_an_epoch_alone_and_why(case, where, caus
         (line,) = [line for line in result.output.splitlines() if f"rank {rank} ends because" in line]
         assert where in line and cause in line, result
     assert "Traceback" not in result.output
+
+
+TESTED = """
+import ring_plugins as ring
+ring.init(ranks=2)
+
+import logging, os, warnings
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
+from ring_plugins.lightning import RingStrategy
+from tests.worker import report
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.count = torch.nn.Linear(1, 1), SumMetric()
+
+    def test_step(self, batch, batch_idx):
+        self.count.update(len(batch))
+        self.log("count", self.count)
+
+data = torch.zeros(5, 1)
+
+def count(sampler=None):
+    trainer = Trainer(
+        strategy=RingStrategy(), devices=2, accelerator="cpu", logger=False, enable_model_summary=False,
+        enable_progress_bar=False, use_distributed_sampler=sampler is None,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = trainer.test(Model(), DataLoader(data, 1, sampler=sampler), verbose=False)
+    return result[0]["count"], [str(one.message) for one in caught if "do not divide" in str(one.message)]
+
+report("padded", count())
+report("as the warning says", count(range(ring.rank(), 5, 2)))
+"""
+
+
+def test_repeated_samples_of_a_test_are_warned_of_with_a_remedy_that_works():
+    result = run_ranks(TESTED, 2, timeout=90)
+    assert [found for found, _ in result.values("padded")] == [6, 6]
+    ((warning,), nothing) = (told for _, told in result.values("padded"))
+    assert "5 samples to test on do not divide among 2 ranks, so DistributedSampler repeats 1" in warning
+    assert nothing == []  # rank 1
+    assert result.values("as the warning says") == [[5, []]] * 2
