@@ -8,8 +8,11 @@ shards, the mean AUC was 0.845, while all data gave 0.820.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
+import itertools
 import os
+import random
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -20,15 +23,14 @@ import numpy as np
 
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.keras.averaging import make_train_function
 from ring_plugins.keras.broadcast import synchronize_fit
 from ring_plugins.keras.callback_list import call_when_over, show_on_one_rank
 from ring_plugins.keras.first_step import expect_broadcast
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.state import value_of
-
-#: Functions, on any backend, that an `update_state` calls if its state is an extreme and not a sum.
-_EXTREMES = {"max", "min", "maximum", "minimum", "amax", "amin", "reduce_max", "reduce_min", "fmax", "fmin"}
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
@@ -41,7 +43,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
     every rank. Numbers shown during an epoch are those of the rank. Of `evaluate` and `predict` with this callback only
     rank 0 shows the progress bar.
 
-    For a metric whose state is not a sum (a maximum, for example) the results are averaged instead, with one warning.
+    For a metric whose state is not a sum (a maximum, the last value, a moving average) the results are averaged
+    instead, with one warning. Metrics of Keras are sums. Your own are tried once, with made-up data of the shapes that
+    they get: in a sum, what a batch adds does not depend on the state.
 
     Args:
         averaged: names of other metrics whose results should be averaged.
@@ -53,6 +57,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         super().__init__()
         self.averaged = tuple(averaged)
         self._warned: set[str] = set()
+        self._trials: weakref.WeakKeyDictionary[Any, Trial] = weakref.WeakKeyDictionary()
         self._depth = 0
         self._communicator: Communicator | None = None
         self._over: weakref.finalize[..., Any] | None = None
@@ -61,7 +66,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
         connect()
         expect_broadcast(self)
         self._restore()  # an earlier fit may have been interrupted
-        self._enter()
+        if self._enter():
+            make_train_function(self.model)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._restore()
@@ -69,7 +75,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         if self._depth == 0:
             show_on_one_rank(self)
-        self._enter()
+        if self._enter():
+            self.model.make_test_function(force=True)
 
     def on_predict_begin(self, logs: dict[str, Any] | None = None) -> None:
         show_on_one_rank(self)
@@ -80,16 +87,20 @@ class MetricAverageCallback(keras.callbacks.Callback):
     # Keras 3.15.1, trainers/trainer.py:1035: fit and evaluate read their metrics with this method, once, at the end.
     _METHOD = "_get_metrics_result_or_logs"
 
-    def _enter(self) -> None:
+    def _enter(self) -> bool:
+        """Begin to read metrics; returns whether to trace the step anew, with metrics that have yet to be tried."""
         self._depth += 1
         world = connect()
         if self._depth > 1 or world.topology.size == 1:
-            return
+            return False
         self._over = call_when_over(self, self._restore)
         self._communicator = world.new_communicator("metrics")
         read = getattr(self._model, self._METHOD)
 
         self._model.__dict__[self._METHOD] = lambda logs: self._read(read, logs)
+        new = [metric for metric in _given(self._model) if metric not in self._trials]
+        self._trials.update((metric, Trial(metric)) for metric in new)
+        return bool(new)
 
     def _leave(self) -> None:
         self._depth -= 1
@@ -104,6 +115,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
         if self._communicator is None:
             return
         self._model.__dict__.pop(self._METHOD, None)
+        for metric, trial in list(self._trials.items()):
+            if trial.forget():
+                del self._trials[metric]
         self._communicator.close()
         self._communicator = None
 
@@ -111,9 +125,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
         assert self._communicator is not None
         synchronize_fit(self._model)  # if another rank is still in its epoch, all get an error that says so
         metrics = _flat(self._model.metrics)
-        averaged = [metric for metric in metrics if metric.name in self.averaged or not is_mergeable(metric)]
+        averaged = self._averaged(metrics)
         self._warn(averaged)
-        with _summed([metric for metric in metrics if metric not in averaged], self._communicator):
+        begins = {id(metric): trial.begin for metric, trial in self._trials.items() if trial.begin}
+        with _summed([metric for metric in metrics if metric not in averaged], begins, self._communicator):
             result = read(logs)
         if result is logs and isinstance(logs, dict):  # returned by the user's own train_step or test_step
             return {name: self._mean(value) for name, value in logs.items()}
@@ -122,6 +137,21 @@ class MetricAverageCallback(keras.callbacks.Callback):
                 if name == metric.name or name.endswith(f"_{metric.name}"):
                     result[name] = self._mean(result[name])
         return result
+
+    def _averaged(self, metrics: list[Any]) -> list[Any]:
+        """The metrics whose state is not a sum, as far as any rank can tell. Collective."""
+        assert self._communicator is not None
+        own = [metric.name in self.averaged or not self._is_sum(metric) for metric in metrics]
+        by_rank = self._communicator.all_gather_object(own)
+        return [metric for i, metric in enumerate(metrics) if any(found[i] for found in by_rank)]
+
+    def _is_sum(self, metric: Any) -> bool:
+        if any(variable.aggregation not in (None, "sum") for variable in metric.variables):
+            return False
+        if _is_of_keras(metric):
+            return True
+        trial = self._trials.get(metric)
+        return trial is not None and trial.shows_sum()
 
     def _mean(self, value: Any) -> Any:
         """Average a number over ranks; return anything else unchanged."""
@@ -139,48 +169,201 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._warned.update(new)
         if new and self._communicator.rank == 0:
             warnings.warn(
-                f"the state of {', '.join(new)} is not a sum, so the ranks' results are averaged instead, which "
-                "differs from the result of all data.",
+                f"the state of {', '.join(new)} is not a sum, or cannot be tried, so the ranks' results are averaged "
+                "instead, which may differ from the result of all data.",
                 stacklevel=2,
             )
 
 
 @contextlib.contextmanager
-def _summed(metrics: list[Any], communicator: Communicator) -> Iterator[None]:
-    """Set metrics to the sum of all ranks' states inside this block. Collective."""
+def _summed(metrics: list[Any], begins: dict[int, list[Array]], communicator: Communicator) -> Iterator[None]:
+    """Set metrics to the sum of all ranks' states inside this block. Collective.
+
+    Args:
+        metrics: whose states are sums.
+        begins: by the id of a metric, the state with which each rank begins to add, if that is not zero.
+        communicator: of all ranks.
+    """
     variables = [variable for metric in metrics for variable in metric.variables]
+    first = [begins.get(id(metric), [np.zeros(())] * len(metric.variables)) for metric in metrics]
     own = [value_of(variable) for variable in variables]
     try:
         ranks: tuple[int, ...] = ()
         while ranks != communicator.ranks:  # all sums must be of the same ranks, if one is lost meanwhile
             ranks = communicator.ranks
-            for variable, value in zip(variables, own, strict=True):
-                total = value.astype(np.float64 if value.dtype.kind not in "iu" else np.int64).reshape(-1)
+            for variable, value, begin in zip(variables, own, itertools.chain(*first), strict=True):
+                kind = np.float64 if value.dtype.kind not in "iu" else np.int64
+                total = (value.astype(kind) - begin.astype(kind)).reshape(-1)
                 communicator.all_reduce(HostMemory(total, total.dtype.name), Op.SUM)
-                variable.assign(total.reshape(value.shape).astype(value.dtype))
+                variable.assign((total.reshape(value.shape) + begin.astype(kind)).astype(value.dtype))
         yield
     finally:
         for variable, value in zip(variables, own, strict=True):
             variable.assign(value)
 
 
-def is_mergeable(metric: keras.metrics.Metric) -> bool:
-    """Whether the state of all data is the sum of the states of its parts.
+def _is_of_keras(metric: Any) -> bool:
+    """Whether Keras itself updates and resets the metric: all such states are sums that begin with zero."""
+    methods = [inspect.unwrap(getattr(type(metric), name)) for name in ("update_state", "reset_state")]
+    return all(method.__module__.split(".")[0] == "keras" for method in methods)
 
-    That holds for all metrics of Keras. A user's own metric counts as mergeable unless its variables declare another
-    `aggregation`, or its `update_state` calls a maximum or minimum. The latter is a heuristic, since a metric does not
-    declare how it computes its state. Where it is wrong, declare `add_variable(..., aggregation="none")`.
+
+def _given(model: Any) -> list[Any]:
+    """A model's metrics of the user's own classes, also those that are built only in the first step."""
+    # Keras 3.15.1, trainers/compile_utils.py:135: CompileMetrics lists none before it is built.
+    compiled = getattr(model, "_compile_metrics", None)
+    names = "_user_metrics", "_user_weighted_metrics"
+    leaves = keras.tree.flatten([getattr(compiled, name, None) for name in names])
+    found = [leaf for leaf in leaves if isinstance(leaf, keras.metrics.Metric)] + _flat(model.metrics)
+    return [metric for metric in dict.fromkeys(found) if not _is_of_keras(metric)]
+
+
+class Trial:
+    """Tries whether the state of a metric is a sum: whether what a batch adds does not depend on the state.
+
+    The metric's `update_state` is called on made-up data, in a scope in which its variables have other values: neither
+    they nor the attributes of the metric change, and random numbers go on as before.
 
     Args:
-        metric: any Keras metric.
+        metric: records its arguments in the next call of `update_state`, which may be one that traces.
+
+    Attributes:
+        begin: the state after `reset_state`, once it is known that the state is a sum.
     """
-    update = inspect.unwrap(getattr(type(metric), "update_state"))  # noqa: B009 - the class's, not the instance's
-    if update.__module__.split(".")[0] == "keras":
-        return True
-    if any(variable.aggregation not in (None, "sum") for variable in metric.variables):
-        return False
-    code = getattr(update, "__code__", None)
-    return code is None or _EXTREMES.isdisjoint(code.co_names)
+
+    _METHOD = "update_state"
+
+    def __init__(self, metric: Any) -> None:
+        self.begin: list[Array] = []
+        self._metric = weakref.ref(metric)
+        self._given: Any = None
+        self._found: bool | None = None
+        update = getattr(metric, self._METHOD)
+
+        def record(*args: Any, **options: Any) -> Any:
+            vars(metric).pop(self._METHOD, None)
+            self._given = keras.tree.map_structure(_shape, (args, options))
+            return update(*args, **options)
+
+        vars(metric)[self._METHOD] = record  # past Keras's `__setattr__`, which tracks what is assigned
+
+    def shows_sum(self) -> bool:
+        """Whether the state is a sum; False as long as `update_state` has not been called, or if it cannot be tried."""
+        if self._found is None and self._given is not None:
+            metric = self._metric()
+            assert metric is not None
+            with _undisturbed(metric):
+                self._found = self._try(metric)
+        return bool(self._found)
+
+    def _try(self, metric: Any) -> bool:
+        has_changed = False
+        try:
+            begin = [_begin(metric, offset) for offset in (0, 1)]
+        except Exception:
+            return False
+        # A variable that is never reset goes on from zero in the first epoch.
+        start = [one if np.array_equal(one, other) else np.zeros_like(one) for one, other in zip(*begin, strict=True)]
+        generator = np.random.default_rng(0)
+        for scale in (1.0, 10.0, 0.1):
+            try:
+                batches = [self._batch(generator, by) for by in (1.0, scale, 1.0)]
+                states = [start]
+                for args, options in batches[1:]:
+                    states.append(_updated(metric, states[-1], args, options))
+                args, options = batches[0]
+                added = [_difference(_updated(metric, state, args, options), state) for state in states]
+            except Exception:  # of any kind: the data are made up
+                continue
+            largest = max(
+                (float(np.max(np.abs(value))) for state in states for value in state if value.size), default=0
+            )
+            if not np.isfinite(largest):
+                continue
+            atol = 1e-5 * max(largest, 1.0)
+            for other in added[1:]:
+                if not all(
+                    np.allclose(one, two, rtol=1e-3, atol=atol) for one, two in zip(added[0], other, strict=True)
+                ):
+                    return False
+            has_changed |= any(np.any(value) for value in added[0])
+        self.begin = start if has_changed else []
+        return has_changed
+
+    def _batch(self, generator: np.random.Generator, scale: float) -> Any:
+        return keras.tree.map_structure(
+            lambda leaf: leaf.made_up(generator, scale) if isinstance(leaf, _Shape) else leaf, self._given
+        )
+
+    def forget(self) -> bool:
+        """Record nothing any more; returns whether nothing has been recorded."""
+        metric = self._metric()
+        if metric is not None and self._given is None:
+            vars(metric).pop(self._METHOD, None)
+        return self._given is None
+
+
+@dataclasses.dataclass
+class _Shape:
+    """Of an argument, and its dtype."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def made_up(self, generator: np.random.Generator, scale: float) -> Any:
+        """A tensor of numbers from 0 to `scale`; of 0 and 1 if they are integers, which may be classes."""
+        value = (
+            generator.random(self.shape) * scale if "float" in self.dtype else generator.integers(2, size=self.shape)
+        )
+        return keras.ops.convert_to_tensor(value, dtype=self.dtype)
+
+
+def _shape(value: Any) -> Any:
+    """The shape of a tensor, which may be symbolic, with 4 samples where that is unknown; any other argument itself."""
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        return value
+    return _Shape(tuple(size or 4 for size in value.shape), keras.backend.standardize_dtype(value.dtype))
+
+
+def _updated(metric: Any, state: list[Array], args: Any, options: Any) -> list[Array]:
+    values = [
+        keras.ops.convert_to_tensor(value, dtype=variable.dtype)
+        for variable, value in zip(metric.variables, state, strict=True)
+    ]
+    return _arrays(metric.stateless_update_state(values, *args, **options))
+
+
+def _begin(metric: Any, offset: int) -> list[Array]:
+    """The state after `reset_state`, from the present state plus an offset."""
+    mapping = [(variable, keras.ops.cast(variable + offset, variable.dtype)) for variable in metric.variables]
+    with keras.StatelessScope(state_mapping=mapping) as scope:
+        metric.reset_state()
+    return _arrays([scope.get_current_value(variable) for variable in metric.variables])
+
+
+def _arrays(values: Sequence[Any]) -> list[Array]:
+    return [np.array(keras.ops.convert_to_numpy(value)) for value in values]
+
+
+def _difference(after: list[Array], before: list[Array]) -> list[Array]:
+    return [one.astype(np.float64) - other for one, other in zip(after, before, strict=True)]
+
+
+@contextlib.contextmanager
+def _undisturbed(metric: Any) -> Iterator[None]:
+    """Restore what an `update_state` may change besides its variables in a scope: attributes and random numbers."""
+    attributes, state = dict(vars(metric)), [value_of(variable) for variable in metric.variables]
+    drawn = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(drawn[0])
+        np.random.set_state(drawn[1])
+        vars(metric).clear()
+        vars(metric).update(attributes)
+        for variable, value in zip(metric.variables, state, strict=True):
+            if not np.array_equal(value_of(variable), value, equal_nan=value.dtype.kind == "f"):
+                variable.assign(value)
 
 
 def _flat(metrics: list[Any]) -> list[Any]:

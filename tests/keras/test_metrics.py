@@ -29,3 +29,18 @@ def test_one_rank_shows_the_progress_of_evaluate_and_predict(seen):
     first, second = seen
     assert first > 0
     assert second == 0
+
+
+@on_ranks("metrics_of_own_classes", "torch", slow=("tensorflow", "jax"))
+def test_whether_a_state_is_a_sum_is_tried(seen):
+    for rank, (alone, together) in enumerate(seen):
+        names = "loss", "meanerror", "smoothed", "errorofparts"
+        assert {name: together["history"][name] for name in names} == pytest.approx(
+            {name: alone["history"][name] for name in names}, rel=1e-5
+        )
+        assert together["history"] == seen[0][1]["history"]
+        assert len(together["said"]) == (rank == 0)
+        assert all("the state of last, movingaverage, halfsum is not a sum" in text for text in together["said"])
+        assert together["left"] == []
+        # The trial has changed neither the metric's own attributes nor the random numbers.
+        assert (together["calls"], together["random"]) == (alone["calls"], alone["random"])

@@ -84,3 +84,99 @@ def progress_bars_of_evaluate_and_predict() -> Any:
         model.evaluate(x, x[:, :1], verbose=2, callbacks=[MetricAverageCallback()])
         model.predict(x, verbose=2, callbacks=[MetricAverageCallback()])
     return len(output.getvalue().splitlines())
+
+
+class Own(keras.metrics.Metric):
+    """Metrics of a user's own, with some numbers of state."""
+
+    begin = 0.0
+
+    def __init__(self, count: int = 2) -> None:
+        super().__init__(name=type(self).__name__.lower())
+        self.numbers = [self.add_variable((), "zeros", name=f"number{i}") for i in range(count)]
+        self.calls = 0
+
+    def reset_state(self) -> None:
+        for number in self.numbers:
+            number.assign(self.begin)
+
+    def result(self) -> Any:
+        return self.numbers[0] / (self.numbers[1] + 1e-9)
+
+
+class MeanError(Own):
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.calls += 1
+        np.random.random()
+        self.numbers[0].assign_add(keras.ops.sum(keras.ops.abs(y_true - y_pred)))
+        self.numbers[1].assign_add(keras.ops.cast(keras.ops.shape(y_true)[0], "float32"))
+
+
+class Smoothed(MeanError):
+    begin = 1.0
+
+
+class ErrorOfParts(keras.metrics.Metric):
+    def __init__(self) -> None:
+        super().__init__(name="errorofparts")
+        self.part = keras.metrics.MeanSquaredError()
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.part.update_state(y_true, y_pred)
+
+    def reset_state(self) -> None:
+        self.part.reset_state()
+
+    def result(self) -> Any:
+        return keras.ops.sqrt(self.part.result())
+
+
+class Last(Own):
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        for number in self.numbers:
+            number.assign(keras.ops.mean(y_true))
+
+
+class MovingAverage(Own):
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        for number in self.numbers:
+            number.assign(0.5 * number + 0.5 * keras.ops.mean(y_true))
+
+
+class HalfSum(Own):
+    """One number is a sum, and the other a maximum, found in a helper."""
+
+    def larger(self, values: Any) -> Any:
+        return keras.ops.maximum(self.numbers[1], keras.ops.max(values))
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.numbers[0].assign_add(keras.ops.sum(y_true))
+        self.numbers[1].assign(self.larger(keras.ops.abs(y_true)))
+
+
+@behavior
+def metrics_of_own_classes() -> Any:
+    """The metrics of two epochs on all data, and on parts, where some of them are no sums."""
+    import warnings
+
+    random = np.random.default_rng(1)
+    x, y = random.normal(size=(32, 5)).astype("float32"), random.normal(size=(32, 1)).astype("float32")
+
+    def train(x: Any, y: Any, batch_size: int, *callbacks: Any) -> Any:
+        kinds = MeanError, Smoothed, ErrorOfParts, Last, MovingAverage, HalfSum
+        metrics: list[Any] = [kind() for kind in kinds]
+        keras.utils.set_random_seed(2)
+        model = dense(keras.optimizers.SGD(0.0), metrics=metrics)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            options: Any = {"batch_size": batch_size, "epochs": 2, "verbose": 0, "shuffle": False}
+            history = model.fit(x, y, callbacks=[*callbacks], **options).history
+        said = [str(warning.message) for warning in caught if "is not a sum" in str(warning.message)]
+        left = [metric.name for metric in metrics if "update_state" in vars(metric)]
+        return {
+            "history": {name: values[1] for name, values in history.items()}, "said": said, "left": left,
+            "calls": metrics[0].calls, "random": np.random.random(),
+        }  # fmt: skip
+
+    parts = [array.reshape(4, 2, 4, -1)[:, ring.rank()].reshape(16, -1) for array in (x, y)]
+    return train(x, y, 8), train(*parts, 4, BroadcastCallback(), MetricAverageCallback())
