@@ -282,4 +282,7 @@ def _raise_failure(outcomes: Sequence[Outcome]) -> NoReturn:
         if other.failure is not None and other.failure.traceback and other.failure.place not in shown:
             shown.add(other.failure.place)
             text += f"\n\nOn rank {other.rank}:\n{other.failure.traceback.rstrip()}"
-    raise RankFailed(text, outcome.rank, failure.host, failure.traceback) from cause
+    # A rank that could not report, as by `os._exit`, is known from those that failed because of it.
+    by = failure.caused_by
+    first, printed = (outcome.rank, failure.traceback) if by is None else (by, "")
+    raise RankFailed(text, first, failure.host, printed) from cause
