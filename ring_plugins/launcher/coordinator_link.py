@@ -81,6 +81,18 @@ class HostJob:
         return cls(**from_json(data))
 
 
+def read_message(data: bytes) -> tuple[str, Any]:
+    """The kind and the body of a message between a supervisor and the coordinator.
+
+    Raises:
+        Disconnected: it is none.
+    """
+    message = from_json(data)
+    if not isinstance(message, list) or len(message) != 2 or not isinstance(message[0], str):
+        raise Disconnected("it sent an invalid message", is_invalid=True)
+    return message[0], message[1]
+
+
 class Link:
     """The connection to the coordinator.
 
@@ -131,7 +143,7 @@ class Link:
         if self.is_lost:
             return []
         try:
-            return [tuple(from_json(data)) for data in self._frames.read()]
+            return [read_message(data) for data in self._frames.read()]
         except Disconnected as error:
             self.is_lost = True
             self._frames.close()

@@ -64,11 +64,11 @@ from ring_plugins.core.base.progress_line import ProgressLine, arrivals
 from ring_plugins.core.linux.interfaces import address_towards, own_addresses
 from ring_plugins.core.net.acceptor import Acceptor, Authenticated
 from ring_plugins.core.net.auth import Claim, Disconnected, Purpose
-from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
+from ring_plugins.core.net.frames import FrameSocket, to_json
 from ring_plugins.core.net.tcp_options import end_when_silent
 from ring_plugins.core.rendezvous.spawn import is_failure, silent_end
 from ring_plugins.launcher.added_hosts import AddedHosts
-from ring_plugins.launcher.coordinator_link import HostJob
+from ring_plugins.launcher.coordinator_link import HostJob, read_message
 from ring_plugins.launcher.further_seats import FurtherSeats
 from ring_plugins.launcher.growth import GrowthRequests
 from ring_plugins.launcher.hosts import is_this_host
@@ -269,8 +269,7 @@ class Coordinator:
         assert host.frames is not None
         try:
             for data in host.frames.read():
-                kind, body = from_json(data)
-                self._take(host, kind, body)
+                self._take(host, *read_message(data))
         except Disconnected:
             self._lose(host)
         except Exception as error:  # what one supervisor sends must not end those of the other hosts

@@ -279,6 +279,7 @@ class TaggedMessages(Target):
             for header, body in got:
                 size = header.nbytes if 0 <= header.nbytes < 1 << 16 else 0
                 assert Header.unpack(data[:HEADER_BYTES]) == header
+                assert header.dtype.isprintable()
                 assert data[HEADER_BYTES : HEADER_BYTES + size] == body
                 data = data[HEADER_BYTES + size :]
 

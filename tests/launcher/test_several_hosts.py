@@ -10,7 +10,7 @@ import pytest
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.net.auth import Disconnected
 from ring_plugins.launcher import host_supervisor, several_hosts
-from ring_plugins.launcher.coordinator_link import HostJob, Link
+from ring_plugins.launcher.coordinator_link import HostJob, Link, read_message
 from ring_plugins.launcher.hosts import Share
 from ring_plugins.launcher.job_hosts import End, verdict
 from ring_plugins.launcher.mpirun import JobSpec
@@ -270,3 +270,12 @@ def test_a_signal_ends_the_job_with_its_status():
     with coordinator() as found:
         found._supervisor.signalled = signal.SIGTERM
         assert found.wait(lambda: None) == (143, None)
+
+
+@pytest.mark.parametrize(
+    "data", [b"1", b"null", b"[]", b'["over"]', b'["over", 1, 2]', b'[["over"], 1]', b'{"a": 1, "b": 2}']
+)
+def test_what_is_no_message_between_supervisor_and_coordinator_counts_as_the_end_of_the_connection(data):
+    with pytest.raises(Disconnected, match="it sent an invalid message"):
+        read_message(data)
+    assert read_message(b'["over", null]') == ("over", None)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import MismatchError, PeerFailed, SharedMemoryError
+from ring_plugins.core.base.errors import MismatchError, PeerFailed, SharedMemoryError, quoted
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.progress_line import ProgressLine
 from ring_plugins.core.collectives.healing import HealingCommunicator
@@ -136,7 +136,7 @@ def _waiting_here(world: World) -> list[_Process]:
     elsewhere = [
         _Process(
             one["rank"], one["seat"], tuple(one["liveness"]), one["domain"],
-            one["host"], one["liveness"][0], one["domain"], one["address"], one["port"],
+            quoted(one["host"], 64), one["liveness"][0], one["domain"], one["address"], one["port"],
         )
         for one in seat.remote_newcomers()
     ]  # fmt: skip

@@ -95,9 +95,12 @@ class Header(NamedTuple):
         """
         kind, number, context, tag, nbytes, dtype = _HEADER.unpack(data)
         try:
-            return Header(Kind(kind), number, context, tag, nbytes, dtype.rstrip(b"\0").decode("ascii"))
+            found = Header(Kind(kind), number, context, tag, nbytes, dtype.rstrip(b"\0").decode("ascii"))
         except ValueError as error:
             raise Disconnected("it sent an invalid message") from error
+        if not found.dtype.isprintable():  # it stands in errors
+            raise Disconnected("it sent an invalid message")
+        return found
 
 
 class Address(NamedTuple):
