@@ -221,6 +221,8 @@ class HostRanks:
         codes = self._codes()
         lost = all((code or 0) < 0 or self._is_gone(local) for local, code in enumerate(codes))
         is_over = self._status is not None or self._supervisor.signalled is not None
+        if not self._job.most:  # else it may have grown
+            is_over |= self._job.size - len(self._job.ranks) < config.MIN_RANKS.get(self._job.environment)
         ranks = [rank for local, rank in enumerate(self._names) if not self._seats.is_new(local)]
         if self._replacements is not None and lost and ranks and self._job.hosts > 1 and not is_over:
             _tell_user(

@@ -120,6 +120,8 @@ class Coordinator:
         )
         self._started: dict[str, Any] | None = None  # what all supervisors were told
         self.added_hosts = AddedHosts(self._hosts, self._further, self._tell, notify)
+        #: With how many ranks the job goes on.
+        self.min_ranks = 1
         #: Called all the time.
         self.meanwhile: Callable[[], object] = lambda: None
         self._supervisor, self._notify = supervisor, notify
@@ -320,6 +322,8 @@ class Coordinator:
         if self._failed or host.why or self._supervisor.signalled is not None:
             return  # the job is over
         left = [index for index, other in enumerate(self._hosts) if not other.is_over]
+        if sum(len(self._further.of_host(index)) for index in left) < self.min_ranks:
+            return  # as the ranks will find
         host.ranks = tuple(self._further.of_host(self._hosts.index(host)))
         again = self._further.note_end(self._hosts.index(host), left)
         if again and left:
@@ -381,6 +385,7 @@ def run(job: JobSpec, replaces: bool, most: int, supervisor: Supervisor, notify:
     with contextlib.ExitStack() as stack:
         relay = stack.enter_context(Relay(False, always=True))
         coordinator = stack.enter_context(Coordinator(hosts, supervisor, notify, most=most))
+        coordinator.min_ranks = config.MIN_RANKS.get(environment)
         if replaces:
             coordinator.meanwhile = stack.enter_context(GrowthRequests(coordinator.add_ranks)).poll
         started: list[tuple[str, subprocess.Popen[bytes]]] = []

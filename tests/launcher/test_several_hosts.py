@@ -142,15 +142,16 @@ def test_a_host_is_not_added_for_more_places_of_lost_ranks_than_it_can_fill():
 
 
 @pytest.mark.parametrize("is_over", [False, True])
-def test_nobody_is_advised_to_add_ranks_to_a_job_that_is_over(is_over):
+@pytest.mark.parametrize("min_ranks", [1, 2, 3])
+def test_nobody_is_advised_to_add_ranks_to_a_job_that_is_over(is_over, min_ranks):
     told = []
     with Coordinator([("host1", [0, 1]), ("host2", [2, 3])], Supervisor(tolerates_losses=True), told.append) as of:
         of.added_hosts.start = lambda *host: None
-        of._failed = [End(3, 1, "")] * is_over
+        of._failed, of.min_ranks = [End(3, 1, "")] * is_over, min_ranks
         of._hosts[1].report = []
         of._give_out_anew(of._hosts[1])
     advice = "`ring add-ranks 2` lets other processes take the places of ranks 2, 3, and --host chooses where."
-    assert told == ([] if is_over else [advice])
+    assert told == ([] if is_over or min_ranks == 3 else [advice])
 
 
 def test_further_ranks_whose_host_is_lost_join_on_another_one():

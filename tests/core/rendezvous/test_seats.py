@@ -50,6 +50,23 @@ def test_a_member_that_the_others_have_lost_is_one_no_more_but_one_that_left_or_
     assert not seats.is_lost(1)
 
 
+def test_a_process_died_silently_if_it_was_a_member_and_has_told_nobody_that_it_ends():
+    seats = Seats(np.zeros(Seats.nbytes(2), np.uint8))
+    assert not seats.died_silently(0)  # it never was a member
+    seats.take(Occupant(0, 0, (1, 2, 3)), as_member=True)
+    assert seats.died_silently(0)
+    seats.note_lost(0)
+    assert seats.died_silently(0)
+    seats.note_end(0)
+    assert not seats.died_silently(0) and not seats.is_hopeless(0)
+    seats.clear(0)
+    seats.take(Occupant(0, 2, (1, 2, 3)), as_member=False)
+    seats.note_end(0, others_would_too=True)
+    assert seats.is_hopeless(0) and not seats.died_silently(0)
+    seats.clear(0)  # for the next process
+    assert not seats.is_hopeless(0)
+
+
 def test_a_spare_waits_until_it_gets_a_seat():
     seats = Seats(np.zeros(Seats.nbytes(2), np.uint8))
     assert not seats.has_come(4)
