@@ -102,3 +102,13 @@ def test_a_call_that_fails_in_a_process_that_has_not_joined_says_so_at_once(monk
     assert failure is not None and failure.is_loss
     assert "before it joined; the other ranks go on without it:\n" in caplog.text
     assert "ValueError: invalid literal for int() with base 10: 'x'" in caplog.text
+
+
+def test_failures_at_different_places_are_all_shown_and_equal_ones_once():
+    def failed(rank, place):
+        return Outcome(rank, failure=Failure("a", "MismatchError: x", f"the traceback of rank {rank}", place=place))
+
+    with pytest.raises(ring.RankFailed, match="rank 1 on a failed: MismatchError: x") as caught:
+        outcomes.results([failed(1, "line 3"), failed(0, "line 3"), failed(2, "line 8")])
+    assert str(caught.value).count("the traceback of rank") == 2
+    assert "On rank 1:\nthe traceback of rank 1\n\nOn rank 2:\nthe traceback of rank 2" in str(caught.value)
