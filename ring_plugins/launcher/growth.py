@@ -96,12 +96,13 @@ class GrowthRequests:
 
 def running_jobs() -> dict[int, str]:
     """Process ids of this user's `ring run`s on this host that listen, and the commands that they run."""
-    found = {}
+    found, deadline = {}, time.monotonic() + _PATIENCE  # for all, since others may list what never accepts
     with contextlib.suppress(OSError):
         listed = re.findall(f"@{_name('([0-9]+)')}/", Path("/proc/net/unix").read_text(errors="replace"))
         for pid in dict.fromkeys(listed):
             with contextlib.suppress(OSError):  # it has just ended
-                if (connection := connect_below(_name(pid), _PATIENCE)) is None:  # only another user says that it runs
+                connection = connect_below(_name(pid), deadline - time.monotonic())
+                if connection is None:  # only another user says that it runs
                     continue
                 connection.close()
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")

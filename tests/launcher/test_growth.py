@@ -84,11 +84,23 @@ def test_neither_silence_nor_nonsense_nor_another_user_keeps_others_from_asking(
     user, stranger = os.geteuid(), socket.socket(socket.AF_UNIX)
     stranger.bind(f"\0ring_plugins/run/{user + 1}/{os.getpid()}/0123456789abcdef")  # in which another user's would be
     stranger.listen()
+    sockets = [stranger]
+    for number in range(100):  # those of jobs that never accept
+        sockets += [full := socket.socket(socket.AF_UNIX), waiting := socket.socket(socket.AF_UNIX)]
+        full.bind(f"\0ring_plugins/run/{user}/{10**6 + number}/0123456789abcdef")
+        full.listen(0)
+        waiting.connect(full.getsockname())
+    waits = []
+    connect = growth.connect_below
+    monkeypatch.setattr(growth, "connect_below", lambda name, seconds: waits.append(seconds) or connect(name, seconds))
+    assert os.getpid() in running_jobs()
+    assert sum(seconds > 0 for seconds in waits) < 50  # they do not add up
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)  # so that all sockets are another user's
     with pytest.raises(ArgumentError, match=f"--job {os.getpid()} is not the process id of a `ring run"):
         request_ranks(3, os.getpid())
     assert running_jobs() == {}
-    stranger.close()
+    for one in sockets:
+        one.close()
     monkeypatch.undo()
     assert asked == [2]
     for connection in connections:
