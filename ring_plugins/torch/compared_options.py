@@ -277,7 +277,8 @@ def updates_error(updates: Sequence[int], ranks: Sequence[int]) -> MismatchError
     where = "; ".join(f"{name_ranks(some)}: {count}" for count, some in found.items())
     return MismatchError(
         f"the ranks have made different numbers of updates with averaged gradients ({where}), so their weights differ. "
-        "Has a rank left out step(), because of its own loss or an exception? Decide by what is equal on all ranks, "
+        "Has a rank left out step(), because of its own loss or an exception, or run a backward pass more or less "
+        "than others before it? Decide by what is equal on all ranks, "
         "such as averaged gradients or ring_plugins.all_reduce(loss), and continue from a checkpoint."
     )
 

@@ -38,6 +38,7 @@ from ring_plugins.torch.device import TorchStreams, index_of, is_capturing, is_o
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
 from ring_plugins.torch.gradient_hooks import GradientHooks, Group
 from ring_plugins.torch.healing import HealingCheck
+from ring_plugins.torch.own_gradients import OwnGradients, changed_before_average, step_inside_backward
 from ring_plugins.torch.ownership import Claim, refusal, still_there
 from ring_plugins.torch.skipped_steps import Failure, SkippableStep, SkippedSteps
 
@@ -68,6 +69,8 @@ class GradientAverager:
         first_bucket_bytes: the same for the first one, 1 MiB by default, so that communication starts early.
         sparse: "gather" keeps sparse gradients sparse, "densify" makes them dense.
         passes_per_step: number of backward passes per step, of which only the last communicates; the others accumulate.
+            Where a step of a torch optimizer has fewer, it averages first, and where it has more, each of the further
+            passes communicates.
         autotune: whether to try other bucket sizes in the first steps and keep the fastest; as RING_AUTOTUNE says by
             default. Rank 0's choice counts. A process with several averagers in host memory tries none.
         compression: "fp16" or "bf16" sends float32 and float64 gradients in 16 bits: between hosts on the CPU (exact
@@ -127,6 +130,7 @@ class GradientAverager:
         self._passes_per_step, self._passes = passes_per_step, 0
         self._accumulates = False
         self._synchronizes = True
+        self._own = OwnGradients()
         self._hooks = GradientHooks(self._count_ended, self._before_forward, self._streams)
         self._sets = BucketSets(
             *(model, self._communicator, self._hooks, self._streams, sizes, codec),
@@ -147,6 +151,7 @@ class GradientAverager:
             try:
                 with on_all_or_none(self._communicator, _CONSTRUCTING):
                     self._buckets = self._first_buckets(overlap)
+                self._own.watch(self)
             except BaseException:
                 self.close()  # the error's traceback refers to this object
                 raise
@@ -190,6 +195,21 @@ class GradientAverager:
         """What reduces the gradients."""
         return self._communicator
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether it averages in host memory."""
+        return self._streams is None
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether a newer averager has some of the parameters."""
+        return bool(self._claim.newer())
+
+    @property
+    def has_own_gradients(self) -> bool:
+        """Whether gradients have come since the last reduction."""
+        return self._own.present
+
     def set_parameters(self, parameters: Sequence[Named]) -> None:
         """Replace the list given at construction."""
         self._sets.replace_list(list(parameters))
@@ -221,6 +241,7 @@ class GradientAverager:
         if self._buckets is not None:
             check_equal_options(groups(), self._communicator)
         self._sets.options.follow(groups, names or {})
+        self._own.counts_updates = False
 
     def count_update(self) -> None:
         """Note that an optimizer has used the averages."""
@@ -261,6 +282,11 @@ class GradientAverager:
         if not self._backward.is_running:
             self._passes = 0
 
+    def forget_gradients(self) -> None:
+        """Note that there are no gradients any more."""
+        self.begin_step()
+        self._own.clear()
+
     def _prepare(self) -> bool:
         self._check_usable()
         self.abandon()
@@ -297,6 +323,7 @@ class GradientAverager:
         if self._buckets is None or self._claim.newer():
             return False
         self._prepare()
+        self._own.present = True
         self._passes += 1
         self._accumulates = self._passes < self._passes_per_step
         # A backward inside another may add to a gradient again, so all are sent at the end, unless the last had none.
@@ -311,6 +338,7 @@ class GradientAverager:
     def _count_ended(self, group: Group, parameter: torch.Tensor) -> None:
         """Handle the first gradient of a backward, the last one of a group, and any that came after it."""
         if not self._synchronizes:
+            self._own.come_in(current_task())
             return
         if self._backward.callback() is None:
             if not self._begin():
@@ -342,6 +370,7 @@ class GradientAverager:
     def _backward_ended(self) -> None:
         if self._accumulates:
             self._backward.end()
+            self._own.note()
         else:
             self.finish()
 
@@ -358,6 +387,20 @@ class GradientAverager:
             self.prepare()
         self._end_pass(None)
 
+    def average_before_step(self) -> None:
+        """Reduce once more, since an optimizer is about to use gradients that no backward has averaged.
+
+        Raises:
+            RingError: this is inside a backward, or the script has written to gradients of this rank.
+        """
+        if self._buckets is None:
+            return
+        if current_task() != -1:
+            raise step_inside_backward(self._communicator.name)
+        if self._own.present and self._own.were_changed:
+            raise changed_before_average(self._communicator.name)
+        self.finish()
+
     def _end_pass(self, failure: Failure | None) -> None:
         """End a pass on all ranks.
 
@@ -367,7 +410,10 @@ class GradientAverager:
         buckets = self._buckets
         assert buckets is not None
         self._backward.end()
-        self._passes, self._accumulates = 0, False
+        self._accumulates = False
+        if failure is not None or not self._own.sees_steps:
+            self._passes = 0  # else the step begins anew; passes before that are averaged, too
+        self._own.clear()
         try:
             members_change = self._complete(buckets, failure)
         except BaseException as error:
@@ -393,6 +439,7 @@ class GradientAverager:
         with self._sets.turns_named(buckets):
             outcome = buckets.finish(at_once) if failure is None else buckets.fail()
         if outcome.failed:
+            self._passes = 0
             self._skipping.decide(outcome.failed, failure, self._sets.parameters)
             return False
         if self._healing is not None:

@@ -166,7 +166,7 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.averager.prepare()
-        self.averager.begin_step()
+        self.averager.forget_gradients()
         self._reductions_so_far = self.averager.steps
         self.optimizer.zero_grad(set_to_none)
 
@@ -225,9 +225,13 @@ class DistributedOptimizer(WrappedOptimizer):
                 logger.warning(f"{found} {causes}")
 
     def _average_what_is_left(self) -> None:
-        """Take part in the reductions of ranks that ran a backward, if this one did not or only accumulated."""
-        if self.averager.steps == self._reductions_so_far:
-            self.averager.finish()
+        """Average gradients that came after the last reduction.
+
+        Without a reduction in this step, this takes part in those of ranks that ran a backward, if this one did not or
+        only accumulated.
+        """
+        if self.averager.steps == self._reductions_so_far or self.averager.has_own_gradients:
+            self.averager.average_before_step()
 
     def _averaged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure as all ranks together see it."""
@@ -259,7 +263,12 @@ class DistributedOptimizer(WrappedOptimizer):
     # Additions ------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Do nothing: gradients are averaged when backward returns. Scripts for Horovod call it."""
+        """Average the gradients of passes that only accumulated; otherwise they are averages when backward returns.
+
+        Call it before clipping or unscaling in a step that has had fewer passes than `backward_passes_per_step`, or
+        had them all in `no_sync()`; on all ranks.
+        """
+        self._average_what_is_left()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Let backward only accumulate this rank's gradients inside the context."""

@@ -1597,6 +1597,136 @@ def optimizers_of_several_threads_compare_their_own_weights() -> None:
     assert same_everywhere([p for model in models for p in model.parameters()])
 
 
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+def accumulating_loop(
+    model: nn.Module, zero: Callable[[], None], step: Callable[[], None], part: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """The usual loop of two batches a step, over epochs of five, with clipping."""
+    for epoch in range(3):
+        for i in range(5):
+            x = torch.randn(4 * SIZE, 4, generator=torch.Generator().manual_seed(10 * epoch + i))
+            (model(part(x)).square().mean() / 2).backward()
+            if i % 2:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                step()
+                zero()
+
+
+@check
+def the_rest_of_an_epoch_is_averaged_with_the_next_step() -> None:
+    """The pass that communicates is the first of two then, and the second one's gradients are each rank's own."""
+    for wraps in (True, False):
+        for clears in (True, False):
+            models = [small_model(), small_model()]
+            plain, inner = (torch.optim.SGD(model.parameters(), 0.05) for model in models)
+            accumulating_loop(models[0], models[0].zero_grad if clears else list, plain.step, lambda x: x)
+            if wraps:
+                ours = DistributedOptimizer(inner, models[1].named_parameters(), backward_passes_per_step=2)
+            else:
+                ours, averager = inner, GradientAverager(models[1], passes_per_step=2)
+            accumulating_loop(models[1], models[1].zero_grad if clears else list, ours.step, shard)
+            assert close(*models) and same_everywhere(models[1].parameters()), (wraps, clears)
+            (ours if wraps else averager).close()
+
+
+def train_by(kind: str, model: nn.Module, part: Callable[[torch.Tensor], torch.Tensor], averages: bool) -> None:
+    """Three steps for whose gradients no backward communicates."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    averager = GradientAverager(model, passes_per_step=4) if averages else None
+    batches = iter([torch.randn(4 * SIZE, 4, generator=torch.Generator().manual_seed(k)) for k in range(3)])
+
+    def compute() -> torch.Tensor:
+        optimizer.zero_grad()
+        result = model(part(next(batches))).square().mean()
+        if kind == "assigned":
+            for p, gradient in zip(model.parameters(), torch.autograd.grad(result, [*model.parameters()]), strict=True):
+                p.grad = gradient
+        else:
+            result.backward()
+        return result
+
+    for _ in range(3):
+        with averager.no_sync() if averager and kind == "in no_sync" else contextlib.nullcontext():
+            if kind != "closure":
+                compute()
+        optimizer.step(compute if kind == "closure" else None)
+    if averager:
+        averager.close()
+
+
+@check
+def a_step_averages_what_no_backward_has_averaged() -> None:
+    kinds = ["in no_sync", "fewer passes", "closure"]
+    if not os.environ.get("TEST_GPU_STAND_IN"):
+        kinds.append("assigned")  # on a GPU, a captured graph might have averaged
+    for kind in kinds:
+        models = [small_model(), small_model()]
+        train_by(kind, models[0], lambda x: x, averages=False)
+        train_by(kind, models[1], shard, averages=True)
+        assert close(*models) and same_everywhere(models[1].parameters()), kind
+
+
+@check_among_several
+def a_step_that_cannot_be_averaged_is_refused() -> None:
+    for steps_inside in (True, False):
+        for wraps in (True, False):
+            model = small_model()
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            if wraps:
+                optimizer = DistributedOptimizer(optimizer, model.named_parameters(), backward_passes_per_step=2)
+            averager = optimizer.averager if wraps else GradientAverager(model, passes_per_step=2)
+            step = optimizer.step
+            hooks = [p.register_post_accumulate_grad_hook(lambda _, step=step: step()) for p in model.parameters()]
+            for hook in () if steps_inside else hooks:
+                hook.remove()
+            text = ""
+            try:
+                model(torch.full((1, 4), RANK + 1.0)).sum().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+            except ring.RingError as error:
+                text = str(error)
+            assert ("inside a backward" if steps_inside else "synchronize()") in text, text
+            assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+            if wraps and not steps_inside:
+                optimizer.zero_grad()
+                model(torch.full((1, 4), RANK + 1.0)).sum().backward()
+                optimizer.synchronize()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                assert same_everywhere(model.parameters())
+            averager.close()
+
+
+@check_among_several
+def ranks_with_other_numbers_of_passes_get_an_error() -> None:
+    if os.environ.get("TEST_GPU_STAND_IN"):
+        return  # it comes a step later there
+    for wraps in (True, False):
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        averager = None if wraps else GradientAverager(model, passes_per_step=2)
+        if wraps:
+            optimizer = DistributedOptimizer(optimizer, model.named_parameters(), backward_passes_per_step=2)
+        text = ""
+        try:
+            for _ in range(2):
+                for i in range(4 + (RANK == 0)):
+                    model(torch.full((1, 4), RANK + 1.0)).sum().backward()
+                    if i % 2:
+                        optimizer.step()
+                        model.zero_grad()
+        except ring.MismatchError as error:
+            text = str(error)
+        assert "different numbers of updates" in text, text
+        (averager or optimizer).close()
+
+
 @check_among_several
 def an_optimizer_that_is_not_wrapped_is_told() -> None:
     """Its parameters drift apart, unless the script averages their gradients in another way."""
