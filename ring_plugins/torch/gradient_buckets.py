@@ -1,8 +1,9 @@
 """The gradients of some parameters, and how they are reduced: in buckets, in place, or gathered as sparse rows.
 
-A small gradient lives in its bucket: `p.grad` is a view of the bucket's memory. A large one is reduced where autograd
-put it. Both need the same layout on all ranks, without gaps. Autograd accumulates fastest into a gradient that is laid
-out like its parameter, so gradients have that layout unless it has gaps.
+A small gradient lives in its bucket: `p.grad` is a view of the bucket's memory, which others may hold, too (see
+`held_gradients`). A large one is reduced where autograd put it. Both need the same layout on all ranks, without gaps.
+Autograd accumulates fastest into a gradient that is laid out like its parameter, so gradients have that layout unless
+it has gaps.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from ring_plugins.core.gradients.reducer import GradientReducer
 from ring_plugins.torch.compared_options import COUNT, ComparedOptions, differ, options_error
 from ring_plugins.torch.device import index_of, is_capturing, is_on_gpu, streams
 from ring_plugins.torch.device_buckets import DeviceBuckets, HalfBuckets
+from ring_plugins.torch.held_gradients import HeldGradients, references_of
 from ring_plugins.torch.intact_gradients import IntactGradients
 from ring_plugins.torch.sparse import average_sparse
 from ring_plugins.torch.tensor_memory import dense_memory, host_memory_of, is_dense, is_shared, memory_like
@@ -142,7 +144,6 @@ class GradientBuckets:
         self.trained, self._trained_checksum = _described(named, trained, self.plan)
         self._half: HalfBuckets | None = None  # between GPUs; elsewhere the communicator rounds
         self._buffer, self._tensors = self._allocate(compression)
-        tensors = self._tensors
         self.views: list[torch.Tensor | None] = [None] * len(self.parameters)
         #: NCCL sums gradients that were scaled before (see `core.gpu.communicator`); on the host the sum is divided.
         self._scale = 1.0 if gpu is None else 1 / communicator.size
@@ -151,7 +152,7 @@ class GradientBuckets:
         #: By bucket what follows its gradients, its flags and perhaps the control numbers, and what a rank writes there
         #: that has all gradients, and nothing to tell but its options.
         self._tails: list[torch.Tensor] = []
-        for bucket, tensor in zip(self.plan.buckets, tensors, strict=True):
+        for bucket, tensor in zip(self.plan.buckets, self._tensors, strict=True):
             self._gradients.append(tensor[: bucket.flags])
             self._flags.append(tensor[bucket.flags : bucket.flags + len(bucket.entries)])
             control = self.plan.control if bucket is self.plan.buckets[-1] else 0
@@ -176,11 +177,13 @@ class GradientBuckets:
         #: Gathers the gradients that are known to be sparse, if `launch_rest` launched that.
         self._sparse_work: Work[None] | None = None
         self._is_failing, self._is_first = False, True
-        op = Op.AVERAGE if gpu is None else Op.SUM
         self.reducer = GradientReducer(
-            self._buffer, communicator, self._fill, op, compression, holds_last=True, overlap=overlap
+            *(self._buffer, communicator, self._fill, Op.AVERAGE if gpu is None else Op.SUM, compression),
+            holds_last=True,
+            overlap=overlap,
         )
         self._intact = IntactGradients(self.reducer.kept) if self.reducer.kept is not None else None
+        self._held = HeldGradients(self.plan.buckets, self._tensors, self.parameters, self.views)
 
     def _allocate(self, compression: Compression | None) -> tuple[BucketMemory, list[torch.Tensor]]:
         """The buckets' memory, and each bucket as a 1-d tensor."""
@@ -234,6 +237,8 @@ class GradientBuckets:
         direct: list[torch.Tensor] = []
         small = self._small_of(bucket)
         gradients = small.gradients()
+        if gradients != []:
+            self._held.keep(bucket, small.entries, small.views, small.references)
         for place, i in small.others if gradients is not None else enumerate(bucket.entries):
             parameter, view = self.parameters[i], self.views[i]
             gradient = parameter.grad
@@ -252,8 +257,9 @@ class GradientBuckets:
                 source.append(gradient)
                 moved.append(i)
             else:
-                self._check_unchanged(i)
-                direct.append(_laid_out(parameter, gradient))
+                direct.append(self._direct(i, gradient))
+        gradient = None  # or it would seem to be held
+        self._held.note(small.entries if gradients else moved, gradients or source)
         with torch.inference_mode():  # takes a third less than `no_grad` for small tensors
             small.take(gradients, lambda: self._check_unchanged(*bucket.entries))
             if to:
@@ -277,6 +283,14 @@ class GradientBuckets:
                     self.views[i] = _view_of(self._tensors[bucket.index], offset, self.parameters[i])
             small = self._small[bucket.index] = _Small(bucket, self.parameters, self.views)
         return small
+
+    def _direct(self, i: int, gradient: torch.Tensor) -> torch.Tensor:
+        """What is reduced of a large gradient: itself, or a copy if its memory is not what all ranks have."""
+        self._check_unchanged(i)
+        laid_out = _laid_out(self.parameters[i], gradient)
+        if laid_out is not gradient:
+            self._held.note_direct(i, gradient)
+        return laid_out
 
     def _check_unchanged(self, *entries: int) -> None:
         """Check that parameters are as they were when the buckets were planned.
@@ -387,9 +401,12 @@ class GradientBuckets:
             at_once: whether the host waits for a GPU to learn the outcome, equal on all ranks. If not, `check_late`
                 tells later.
         """
-        self.reducer.finish()
-        if self._half is not None:
-            self._half.unpack()
+        try:
+            self.reducer.finish()
+            if self._half is not None:
+                self._half.unpack()
+        finally:
+            self._held.give_back(self._absent)
         failed, any_sparse, has_others, members_change, *options = self._read_control(at_once)
         if failed:
             self._forget_pass()
@@ -408,10 +425,11 @@ class GradientBuckets:
         self._is_failing = True
         try:
             self.reducer.abandon(self._scratch)
+            if self._half is not None:
+                self._half.unpack()
         finally:
             self._is_failing = False
-        if self._half is not None:
-            self._half.unpack()
+            self._held.give_back(self._absent)
         failed, *_ = self._read_control(at_once=True)
         self._forget_pass()
         return Outcome(failed, [])
@@ -518,6 +536,8 @@ class GradientBuckets:
 
     def _scratch(self, bucket: Bucket) -> list[Memory]:
         """Memory of the direct gradients' sizes, in place of gradients that may not exist; all share it."""
+        small = self._small[bucket.index]
+        self._held.keep(bucket, small.entries, small.views, small.references)
         counts = [self.plan.entries[i].count for i in bucket.direct]
         tensor = self._gradients[bucket.index]
         whole = torch.zeros(max(counts, default=0), dtype=tensor.dtype, device=tensor.device)
@@ -539,15 +559,18 @@ class _Small:
         parameters, views: by entry, see `GradientBuckets`.
 
     Attributes:
-        views: of these gradients.
+        entries, views: of these gradients.
+        references: to the views, if no script has any.
         others: the bucket's other gradients, as pairs of place and entry.
     """
 
     def __init__(
         self, bucket: Bucket, parameters: Sequence[nn.Parameter], views: Sequence[torch.Tensor | None]
     ) -> None:
-        pairs = [(parameters[i], view) for i in bucket.entries if (view := views[i]) is not None]
-        self._parameters, self.views = [parameter for parameter, _ in pairs], [view for _, view in pairs]
+        self.entries = [i for i in bucket.entries if views[i] is not None]
+        self._parameters = [parameters[i] for i in self.entries]
+        self.views = [view for i in self.entries if (view := views[i]) is not None]
+        self.references = references_of(len(self.views))
         self._addresses = list(map(_address, self.views))
         self.others = [(place, i) for place, i in enumerate(bucket.entries) if views[i] is None]
 

@@ -1597,6 +1597,68 @@ def optimizers_of_several_threads_compare_their_own_weights() -> None:
     assert same_everywhere([p for model in models for p in model.parameters()])
 
 
+def kept_gradients(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    part: Callable[[torch.Tensor], torch.Tensor],
+    keep: Callable[[torch.Tensor], object] | None,
+) -> list[torch.Tensor]:
+    """What a script keeps of two losses a step, over three steps, without a copy if `keep` makes none."""
+    kept = []
+    for k in range(6):
+        optimizer.zero_grad()
+        x = torch.randn(4 * SIZE, 4, generator=torch.Generator().manual_seed(k))
+        (model(part(x)) - k % 2).square().mean().backward()
+        kept += [keep(p.grad) for p in model.parameters()] if keep else []
+        if k % 2:
+            optimizer.step()
+    return [torch.as_tensor(one) for one in kept]
+
+
+@check
+def gradients_that_a_script_keeps_are_not_overwritten() -> None:
+    ways = [lambda g: g, lambda g: g.detach(), lambda g: g.view(-1), torch.from_dlpack]
+    ways += [] if os.environ.get("TEST_GPU_STAND_IN") else [lambda g: g.numpy()[:1]]
+    for keep in ways:
+        models = [small_model(), small_model()]
+        plain, inner = (torch.optim.SGD(model.parameters(), 0.05) for model in models)
+        ours = DistributedOptimizer(inner, models[1].named_parameters())
+        wanted = kept_gradients(models[0], plain, lambda x: x, lambda g, keep=keep: keep(g.clone()))
+        # On some ranks only: the memory of the others is written by this rank, too.
+        kept = kept_gradients(models[1], ours, shard, keep if RANK != 1 else None)
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(wanted, kept, strict=bool(kept))), keep
+        assert close(*models) and same_everywhere(models[1].parameters())
+        ours.close()
+
+
+@check
+def gradients_that_a_script_made_hold_the_averages() -> None:
+    """It reads them where it made them, as one buffer or as a list; large ones too."""
+    for width in (3, 300):
+        for is_flat in (True, False):
+            models = [nn.Linear(4, width), nn.Linear(4, width)]
+            models[1].load_state_dict(models[0].state_dict())
+            broadcast_parameters(models[1])
+            broadcast_parameters(models[0])
+            averager = GradientAverager(models[1], bucket_bytes=1 << 20)
+            for model, part in ((models[0], lambda x: x), (models[1], shard)):
+                sizes = [p.numel() for p in model.parameters()]
+                flat = torch.zeros(sum(sizes))
+                own = flat.split(sizes) if is_flat else [torch.zeros(size) for size in sizes]
+                for p, gradient in zip(model.parameters(), own, strict=True):
+                    p.grad = gradient.view_as(p)
+                for k in range(3):
+                    x = torch.randn(4 * SIZE, 4, generator=torch.Generator().manual_seed(k))
+                    for gradient in own:
+                        gradient.zero_()
+                    model(part(x)).square().mean().backward()
+                    with torch.no_grad():
+                        for p, gradient in zip(model.parameters(), own, strict=True):
+                            p.sub_(gradient.view_as(p), alpha=0.05)
+            assert close(*models) and same_everywhere(models[1].parameters()), (width, is_flat)
+            averager.close()
+
+
 def small_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
@@ -1700,6 +1762,7 @@ def a_step_that_cannot_be_averaged_is_refused() -> None:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
                 optimizer.step()
                 assert same_everywhere(model.parameters())
+            averager.prepare()  # or closing it would tell ranks that wait for this backward
             averager.close()
 
 
