@@ -169,7 +169,8 @@ class GradientBuckets:
         self._usual_tails = [torch.ones_like(tail) for tail in self._tails]
         flags = len(self.plan.buckets[-1].entries)
         self._control, self._usual_control = self._tails[-1][flags:], self._usual_tails[-1][flags:].zero_()
-        self._written_options: object = None  # those in `_usual_control`
+        self._usual_options = self._usual_control[_OPTIONS:]
+        self._written_options: object = None  # those there
         #: The numbers that were written before, as tensors, by identity.
         self._option_tensors: dict[int, tuple[Array, torch.Tensor]] = {}
         #: Control numbers of the last pass, for which the host did not wait; None if it reads them in every pass.
@@ -360,7 +361,7 @@ class GradientBuckets:
             if len(self._option_tensors) >= _OPTION_TENSORS:
                 self._option_tensors.clear()
             self._option_tensors[id(options)] = known
-        self._usual_control[_OPTIONS:].copy_(known[1], non_blocking=True)
+        self._usual_options.copy_(known[1], non_blocking=True)
 
     def _densified(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """The gradient as a dense one; None if it is to stay sparse, which is only noted."""

@@ -8,11 +8,13 @@ torch has no hook in C++ for many parameters: `torch.autograd.graph.register_mul
 each, and takes 4.3 µs a parameter where these take 0.7 (5,000 parameters, torch 2.13, busy machine). A hook that does
 nothing takes as long as these: the time is autograd's own.
 
-Hooks hold the averager weakly: an averager that nobody refers to any more is gone, and its hooks do nothing.
+Hooks hold the averager weakly: an averager that nobody refers to any more is gone. If it averaged, its hooks stay, and
+tell of gradients that nobody averages any more, until another averager takes the parameters.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -23,6 +25,7 @@ from torch import nn
 from ring_plugins.torch.autograd import when_accumulated
 from ring_plugins.torch.device import TorchStreams
 from ring_plugins.torch.gradient_buckets import GradientBuckets
+from ring_plugins.torch.own_gradients import forget_dropped
 
 #: The count of a group whose gradients nobody counts.
 _UNCOUNTED = 1 << 62
@@ -53,7 +56,8 @@ class GradientHooks:
         self._count_ended, self._before_forward = weakref.WeakMethod(count_ended), weakref.WeakMethod(before_forward)
         self._streams = streams
         self.arrivals: list[int] | None = None
-        self._handles: list[Any] = []
+        self._handles: list[Any] = []  # but those of groups
+        self._handles_of_groups: list[Any] = []
         self._groups: list[Group] = []
 
     def put(
@@ -67,6 +71,8 @@ class GradientHooks:
             module: the model, if its forward is to be noticed.
         """
         self.remove()
+        for parameter in parameters:
+            retire(parameter)
         together: dict[tuple[int, ...], list[int]] = {}
         for position in range(len(parameters)):
             key = tuple(buckets.bucket_at(position) for buckets in kept)
@@ -78,7 +84,7 @@ class GradientHooks:
                 group = _GroupOnGpu(self._count_ended, positions, self._streams.note)
             self._groups.append(group)
             for position in positions:
-                self._handles += when_accumulated(parameters[position], group)
+                self._handles_of_groups += when_accumulated(parameters[position], group)
         if (arrivals := self.arrivals) is not None:
             for parameter in parameters:
                 self._handles += when_accumulated(parameter, lambda parameter: arrivals.append(id(parameter)))
@@ -87,10 +93,19 @@ class GradientHooks:
 
     def remove(self) -> None:
         """Remove all hooks."""
-        for handle in self._handles:
+        for handle in itertools.chain(self._handles, self._handles_of_groups):
             handle.remove()
         self._handles.clear()
+        self._handles_of_groups.clear()
         self._groups.clear()
+
+    def leave_behind(self, call: Callable[[torch.Tensor], None]) -> None:
+        """From now on, call a function with every parameter that gets a gradient: the averager is gone."""
+        groups, handles = self._groups.copy(), self._handles_of_groups.copy()
+        self._handles_of_groups.clear()
+        self.remove()
+        for group in groups if handles else ():
+            group.left, group.when_dropped = 0, call
 
     def fit(self, buckets: GradientBuckets) -> bool:
         """Whether the parameters of each group are in one of these buckets."""
@@ -121,6 +136,15 @@ class GradientHooks:
         return next(group for group in self._groups if position in group.positions)
 
 
+def retire(parameter: torch.Tensor) -> None:
+    """Let hooks of averagers that are gone do nothing from now on."""
+    forget_dropped(parameter)
+    # torch 2.4 to 2.13: hooks by the number that their handle has, or None.
+    for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+        if isinstance(hook, Group) and hook.when_dropped is not None:
+            hook.left, hook.when_dropped = _UNCOUNTED, None
+
+
 class Group:
     """Parameters of one bucket, whichever set of parameters is trained, and the hook that counts their gradients.
 
@@ -136,20 +160,26 @@ class Group:
     Attributes:
         left: gradients that have not come in this pass.
         bucket: theirs in this pass, -1 for parameters that the reducer does not know.
+        when_dropped: called with a parameter that gets a gradient when the averager is gone.
     """
 
-    __slots__ = ("_count_ended", "bucket", "left", "positions")
+    __slots__ = ("_count_ended", "bucket", "left", "positions", "when_dropped")
 
     def __init__(
         self, count_ended: Callable[[], Callable[[Group, torch.Tensor], None] | None], positions: Sequence[int]
     ) -> None:
         self._count_ended, self.positions = count_ended, tuple(positions)
         self.left, self.bucket = 0, -1
+        self.when_dropped: Callable[[torch.Tensor], None] | None = None
 
     def __call__(self, parameter: torch.Tensor) -> None:
         self.left = left = self.left - 1
-        if left <= 0 and (count_ended := self._count_ended()) is not None:
+        if left > 0:
+            return
+        if (count_ended := self._count_ended()) is not None:
             count_ended(self, parameter)
+        elif self.when_dropped is not None:
+            self.when_dropped(parameter)
 
 
 class _GroupOnGpu(Group):

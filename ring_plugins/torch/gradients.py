@@ -30,7 +30,7 @@ from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketSizes
 from ring_plugins.core.gradients.overlap import FixedOverlap, Wanted, choose_overlap, chosen_overlap
 from ring_plugins.core.gradients.tuning import BucketTuner, is_wanted
-from ring_plugins.core.world import constructed_by_all, current, has_not_joined, has_room_to_overlap
+from ring_plugins.core.world import constructed_by_all, current, has_not_joined, has_room_to_overlap, is_initialized
 from ring_plugins.torch.autograd import Backward, current_task
 from ring_plugins.torch.bucket_sets import BucketSets, named_parameters
 from ring_plugins.torch.compared_options import Groups, check_equal_options
@@ -38,7 +38,12 @@ from ring_plugins.torch.device import TorchStreams, index_of, is_capturing, is_o
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
 from ring_plugins.torch.gradient_hooks import GradientHooks, Group
 from ring_plugins.torch.healing import HealingCheck
-from ring_plugins.torch.own_gradients import OwnGradients, changed_before_average, step_inside_backward
+from ring_plugins.torch.own_gradients import (
+    DroppedAverager,
+    OwnGradients,
+    changed_before_average,
+    step_inside_backward,
+)
 from ring_plugins.torch.ownership import Claim, refusal, still_there
 from ring_plugins.torch.skipped_steps import Failure, SkippableStep, SkippedSteps
 
@@ -60,8 +65,9 @@ class GradientAverager:
     Frozen parameters take no part. Every backward first looks at the parameters again, so freezing,
     unfreezing and adding parameters work, if all ranks do it in the same step.
 
-    Keep a reference: an averager that nothing refers to stops averaging. A parameter has one averager. A newer one
-    takes over from one that was closed or is no longer referred to; to use both is an error.
+    Keep a reference: an averager that nothing refers to stops averaging, and to train on without it is an error, unless
+    it was closed. A parameter has one averager. A newer one takes over from one that was closed or is no longer
+    referred to; to use both is an error.
 
     Args:
         parameters: a module, or (name, parameter) pairs, equal on all ranks and in the same order.
@@ -666,9 +672,13 @@ def _discard(
     hooks: GradientHooks, kept: dict[tuple[bool, ...], GradientBuckets], communicator: Communicator[Any], claim: Claim
 ) -> None:
     """Release what an averager had that nobody refers to any more; called at any moment, in any thread."""
-    hooks.remove()
+    has_averaged = any(buckets.reducer.passes for buckets in kept.values())
+    if has_averaged and is_initialized() and not claim.is_superseded:
+        hooks.leave_behind(DroppedAverager(communicator.name, current()).note)
+    else:
+        hooks.remove()
     claim.drop()
-    if kept and not has_not_joined() and not any(buckets.reducer.passes for buckets in kept.values()):
+    if kept and not has_averaged and not has_not_joined():
         logger.warning(
             f"{communicator.name}: the averager was dropped before it averaged anything; keep a reference to it."
         )

@@ -89,13 +89,17 @@ class HeldGradients:
         if gradient._version and is_shared(gradient):
             self._staying[entry] = gradient
 
-    @torch.no_grad()
     def give_back(self, absent: dict[int, torch.Tensor]) -> None:
         """After a pass, give everyone the values that they expect.
 
         Args:
             absent: averages of gradients that this rank does not have; those in memory that is given back are moved.
         """
+        if self._values or self._staying:
+            with torch.no_grad():
+                self._give_back(absent)
+
+    def _give_back(self, absent: dict[int, torch.Tensor]) -> None:
         for values in self._values.values():
             for i, value in values.items():
                 view, parameter = self._views[i], self._parameters[i]

@@ -10,14 +10,19 @@ all ranks average once more. That is right whatever `p.grad` holds: averaging is
 before is equal on all ranks. Ranks that would pair such a reduction with one of another step raise, since their numbers
 of updates differ (`compared_options`). Two things cannot be made right, and are errors. Inside a backward, other
 gradients are still to come. And what a script has changed in place before the average, as clipping does, is not linear.
+
+**An averager that nobody refers to any more** averages nothing, and says so when its parameters are trained on: when an
+optimizer steps on gradients that came since, or when a second backward finds other values of a parameter. A gradient
+alone is no error: a script may look at gradients when training is over.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.autograd import Variable
@@ -25,11 +30,31 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ring_plugins.core.base.errors import RingError
-
-if TYPE_CHECKING:
-    from ring_plugins.torch.gradients import GradientAverager
+from ring_plugins.core.world import World, current, is_initialized
 
 _watched: list[weakref.ref[OwnGradients]] = []
+
+
+class Averager(Protocol):
+    """What is used of a `GradientAverager`."""
+
+    is_closed: bool
+    steps: int
+
+    @property
+    def is_on_host(self) -> bool: ...
+
+    @property
+    def is_superseded(self) -> bool: ...
+
+    @property
+    def named_parameters(self) -> Sequence[tuple[str, torch.Tensor]]: ...
+
+    def average_before_step(self) -> None: ...
+
+    def begin_step(self) -> None: ...
+
+    def count_update(self) -> None: ...
 
 
 class OwnGradients:
@@ -44,14 +69,12 @@ class OwnGradients:
     def __init__(self) -> None:
         self.present = self.sees_steps = False
         self.counts_updates = True
-        self._averager: Callable[[], GradientAverager | None] = lambda: None
+        self._averager: Callable[[], Averager | None] = lambda: None
         self._task = -1
         self._noted: dict[int, int] = {}  # versions of the gradients after the last backward, by identity
-        #: By optimizer, how many groups it had, and the averager's reductions at its last step; -1 if it has none of
-        #: the averager's parameters.
-        self._seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._steps: weakref.WeakKeyDictionary[Optimizer, _Step] = weakref.WeakKeyDictionary()
 
-    def watch(self, averager: GradientAverager) -> None:
+    def watch(self, averager: Averager) -> None:
         """Look at the steps of all optimizers from now on."""
         self._averager = weakref.ref(averager)
         _watched.append(weakref.ref(self, _watched.remove))
@@ -89,32 +112,100 @@ class OwnGradients:
         averager = self._averager()
         if averager is None or averager.is_closed:
             return
-        groups = len(optimizer.param_groups)
-        known = self._seen.get(optimizer)
-        if known is None or known[0] != groups:
-            known = groups, 0 if self._updated_by(optimizer, averager) else -1
-        if known[1] >= 0:
-            wants = self.present or (known[1] == averager.steps and self._has_assigned(optimizer, averager))
-            if wants and not averager.is_superseded:
-                averager.average_before_step()
-            averager.begin_step()
-            self.sees_steps = True
-            if self.counts_updates:
-                averager.count_update()
-            known = groups, averager.steps
-        self._seen[optimizer] = known
+        last, groups = self._steps.get(optimizer), len(optimizer.param_groups)
+        if last is None or last.groups != groups:
+            own = {id(parameter) for _, parameter in averager.named_parameters}
+            updated = [one for group in optimizer.param_groups for one in group["params"] if id(one) in own]
+            last = self._steps[optimizer] = _Step(groups, updated)
+        if not last.updated:
+            return
+        # Where nothing was reduced, the script has assigned gradients. Not on GPUs, where a graph that was captured may
+        # have reduced.
+        is_assigned = last.reductions == averager.steps and averager.is_on_host and last.first != _first(last.updated)
+        if (self.present or is_assigned) and not averager.is_superseded:
+            averager.average_before_step()
+        averager.begin_step()
+        self.sees_steps = True
+        if self.counts_updates:
+            averager.count_update()
+        last.reductions, last.first = averager.steps, _first(last.updated)
 
-    def _updated_by(self, optimizer: Optimizer, averager: GradientAverager) -> list[torch.Tensor]:
-        """The averager's parameters that an optimizer updates."""
-        own = {id(parameter) for _, parameter in averager.named_parameters}
-        return [one for group in optimizer.param_groups for one in group["params"] if id(one) in own]
 
-    def _has_assigned(self, optimizer: Optimizer, averager: GradientAverager) -> bool:
-        """Whether there are gradients though nothing was reduced since the last step: the script has assigned them.
+class _Step:
+    """The last step of an optimizer.
 
-        Not on GPUs, where a graph that was captured may have reduced.
+    Attributes:
+        groups: how many parameter groups it had.
+        updated: the averager's parameters that it updates.
+        reductions: the averager's so far.
+        first: see `_first`.
+    """
+
+    __slots__ = ("first", "groups", "reductions", "updated")
+
+    def __init__(self, groups: int, updated: list[torch.Tensor]) -> None:
+        self.groups, self.updated, self.reductions = groups, updated, 0
+        self.first: tuple[int, int] | None = None
+
+
+def _first(parameters: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """Identity and version of the first gradient that there is; None without any."""
+    for parameter in parameters:
+        if (gradient := parameter.grad) is not None:
+            return id(gradient), _version(gradient)
+    return None
+
+
+#: By identity, parameters that got gradients when their averager was gone: with its name, and what they summed up to.
+_dropped: dict[int, tuple[weakref.ref[torch.Tensor], str, float]] = {}
+
+
+class DroppedAverager:
+    """What hooks leave behind of an averager that was dropped after it had averaged, and not closed.
+
+    Args:
+        name: of the averager.
+        world: the job in which it averaged.
+    """
+
+    def __init__(self, name: str, world: World) -> None:
+        self._name, self._world = name, weakref.ref(world)
+
+    def note(self, parameter: torch.Tensor) -> None:
+        """Note that a parameter got a gradient.
+
+        Raises:
+            RingError: it has another value than at the gradient before.
         """
-        return averager.is_on_host and any(one.grad is not None for one in self._updated_by(optimizer, averager))
+        if not is_initialized() or self._world() is not current():
+            return
+        value = float(parameter.detach().double().sum())
+        known = _dropped.get(id(parameter))
+        if known is not None and known[0]() is parameter and value != known[2] and not math.isnan(value):
+            raise _dropped_error(self._name)
+        _dropped[id(parameter)] = weakref.ref(parameter), self._name, value
+
+
+def forget_dropped(parameter: torch.Tensor) -> None:
+    """Note that another averager has a parameter."""
+    _dropped.pop(id(parameter), None)
+
+
+def _refuse_dropped(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            reference, name, _ = _dropped.get(id(parameter), (None, "", 0.0))
+            if reference is not None and reference() is parameter and is_initialized():
+                raise _dropped_error(name)
+
+
+def _dropped_error(name: str) -> RingError:
+    return RingError(
+        f"{name}: what averaged the gradients of these parameters (a GradientAverager or DistributedOptimizer) was "
+        "dropped, since nothing refers to it any more, and they are trained on without averages, so each rank would "
+        "train a model of its own. Keep a reference to it as long as you train, or close() it before, if each rank is "
+        "to go on alone."
+    )
 
 
 def before_step(optimizer: Optimizer) -> None:
@@ -128,7 +219,7 @@ def before_step(optimizer: Optimizer) -> None:
             own.before_step(optimizer)
 
 
-def _gradients(averager: GradientAverager) -> list[torch.Tensor]:
+def _gradients(averager: Averager) -> list[torch.Tensor]:
     return [gradient for _, one in averager.named_parameters if (gradient := one.grad) is not None]
 
 
@@ -162,8 +253,10 @@ def _register() -> None:
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The hook. A closure computes gradients, so with one the look comes after each of its calls."""
-    if not _watched or torch.compiler.is_compiling():
+    if not (_watched or _dropped) or torch.compiler.is_compiling():
         return None
+    if _dropped:
+        _refuse_dropped(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
         before_step(optimizer)

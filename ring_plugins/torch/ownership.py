@@ -34,12 +34,16 @@ class Claim:
         self.name = name
         self._names: dict[int, str] = {}  # by identity: a parameter lives as long as an averager that trains it
         self._order = -1
+        #: Whether a newer claim to some of these parameters has been made.
+        self.is_superseded = False
 
     def take(self, parameters: Iterable[tuple[str, Any]]) -> None:
         """Claim these parameters too; this claim is then newer than all others."""
         self._names.update((id(parameter), name) for name, parameter in parameters)
         self._order = next(_order)
         _claims.add(self)
+        for claim in self.older():
+            claim.is_superseded = True
 
     def drop(self) -> None:
         """Give all parameters up."""

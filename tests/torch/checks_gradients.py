@@ -901,6 +901,56 @@ def averagers_that_were_dropped_leave_nothing_behind() -> None:
     raise AssertionError(f"{held_by_this_process()} threads, files and mappings, {before} before")
 
 
+def train_a_little(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
+    """Train by an optimizer, or by hand; returns the text of the error if there is one of ours."""
+    try:
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.full((1, 4), RANK + 1.0)).sum().backward()
+            for p in () if optimizer else model.parameters():
+                p.data -= 0.1 * p.grad
+            if optimizer:
+                optimizer.step()
+    except ring.RingError as error:
+        return str(error)
+    return ""
+
+
+@check_among_several
+def training_on_without_the_averager_is_refused() -> None:
+    for wraps in (True, False):
+        for by_hand in (True, False):
+            model = small_model()
+            inner = torch.optim.SGD(model.parameters(), 0.1)
+            keeper = DistributedOptimizer(inner) if wraps else GradientAverager(model)
+            assert not train_a_little(model, keeper if wraps else inner)
+            assert same_everywhere(model.parameters())
+            del keeper
+            text = train_a_little(model, None if by_hand else inner)
+            assert "nothing refers to it any more" in text, (wraps, by_hand, text)
+
+
+@check_among_several
+def averagers_that_end_as_they_should_say_nothing() -> None:
+    model = small_model()
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    averager = GradientAverager(model)
+    train_a_little(model, inner)
+    del averager  # between two runs
+    for _ in range(2):  # a script may look at gradients
+        model(torch.ones(1, 4)).sum().backward()
+    newer = DistributedOptimizer(inner)
+    newer.itself = newer  # garbage, when the next one is made
+    assert not train_a_little(model, newer)
+    newer = DistributedOptimizer(inner)
+    assert not train_a_little(model, newer)
+    assert same_everywhere(model.parameters())
+    newer.close()
+    del newer
+    gc.collect()
+    assert not train_a_little(model, inner)  # each rank alone
+
+
 @check_among_several
 def averagers_used_in_another_order_on_each_rank_end_together() -> None:
     models = [Branches(), Branches()]
