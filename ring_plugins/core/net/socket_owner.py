@@ -62,14 +62,19 @@ def are_same_user(connected: Sequence[socket.socket], unknown: bool | None = Non
     """
     found = [False] * len(connected)
     left = {i: ends for i, one in enumerate(connected) if (ends := _ends(one)) is not None}
-    for _ in range(2):  # the kernel shows the table in parts, and may skip a row if others go meanwhile
+    rows, why = dict[_End, list[_Row]](), ""
+    # The first table suffices for most. Then both again: the kernel may skip a row if others go while it is read.
+    for tables in (_TABLES[:1], _TABLES[1:], _TABLES):
         if not left:
             break
-        rows, why = _rows({peer for _, peer in left.values()})
+        why = why or _read(rows, {peer for _, peer in left.values()}, tables)
         for i, (own, peer) in list(left.items()):
             there = rows.get(peer, [])
+            exact = [row for row in there if row.remote == own]
             # Between its row and this end, a packet filter may have changed the address of this end.
-            there = [row for row in there if row.remote == own] or there
+            there = exact or there
+            if not (exact or why) and tables == _TABLES[:1]:
+                continue
             if there and not why:
                 found[i] = all(row.is_own for row in there)
             elif not _is_inside(own, peer):
@@ -122,22 +127,24 @@ def _is_connected(one: socket.socket) -> bool:
     return False
 
 
-def _rows(ends: set[_End]) -> tuple[dict[_End, list[_Row]], str]:
-    """The rows of the kernel's tables with one of these ends of connections, by end, and why they say nothing."""
-    user, found = str(os.geteuid()), dict[_End, list[_Row]]()
+def _read(found: dict[_End, list[_Row]], ends: set[_End], tables: Sequence[str]) -> str:
+    """Add the rows of tables with one of these ends of connections, by end; returns why they say nothing."""
+    user = str(os.geteuid())
     try:
         if user == Path("/proc/sys/kernel/overflowuid").read_text().strip() and not _sees_all_users():
-            return {}, f"in this user namespace all users that it does not know show as this one ({user})"
+            return f"in this user namespace all users that it does not know show as this one ({user})"
         shown = {text: end for end in ends for text in _as_in_tables(end)}
-        for table in [_TABLES[0], *filter(os.path.exists, _TABLES[1:])]:  # the second lacks where IPv6 is switched off
+        for table in tables:
+            if table != _TABLES[0] and not os.path.exists(table):
+                continue  # IPv6 is switched off
             with open(table) as rows:
                 for row in map(str.split, rows):
                     if (end := shown.get(row[1])) is not None:
                         is_own = int(row[3], 16) == _ESTABLISHED and row[7] == user and row[9] != "0"
                         found.setdefault(end, []).append(_Row(_from_table(row[2]), is_own))
     except OSError as error:
-        return {}, f"{error.filename} cannot be read ({error.strerror})"
-    return found, ""
+        return f"{error.filename} cannot be read ({error.strerror})"
+    return ""
 
 
 def _sees_all_users() -> bool:

@@ -132,8 +132,8 @@ def test_other_users_are_rejected_on_unix_sockets(monkeypatch):
 
 def test_strangers_cannot_have_the_table_of_connections_read_again_and_again(acceptor, monkeypatch):
     reads = []
-    read = socket_owner._rows
-    monkeypatch.setattr(socket_owner, "_rows", lambda ends: reads.append(1) or read(ends))
+    read = socket_owner._read
+    monkeypatch.setattr(socket_owner, "_read", lambda *of: reads.append(1) or read(*of))
     monkeypatch.setattr(acceptor_module, "_IDENTIFY_PAUSE", 1e9)
     server, address = acceptor(are_own=socket_owner.are_same_user)
 

@@ -99,7 +99,13 @@ def test_if_the_kernel_does_not_tell_connections_inside_the_host_are_refused(mon
 
 
 def test_a_row_that_the_kernel_skipped_once_is_looked_for_again(monkeypatch):
-    read, reads = socket_owner._rows, []
-    monkeypatch.setattr(socket_owner, "_rows", lambda ends: read(ends) if reads else (reads.append(1) or {}, ""))
+    read, reads = socket_owner._read, []
+
+    def skip_once(found, ends, tables):
+        reads.append(tables)
+        return "" if len(reads) == 1 else read(found, ends, tables)
+
+    monkeypatch.setattr(socket_owner, "_read", skip_once)
     with connection("127.0.0.1", "127.0.0.1") as (server, _):
         assert are_same_user([server]) == [True]
+    assert len(reads) == 3
