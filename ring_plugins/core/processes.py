@@ -35,6 +35,7 @@ class Entry(NamedTuple):
         records: whether rank 0 writes a timeline of the whole job.
         kernel, container, cores, quota: as in `thread_count.Cores`.
         policy: its `FailurePolicy`.
+        port: one that it has reserved, for other libraries; 0 if there is none.
     """
 
     domain: str
@@ -49,10 +50,16 @@ class Entry(NamedTuple):
     cores: str
     quota: float | None
     policy: list[Any]
+    port: int
 
     @classmethod
     def own(
-        cls, liveness: Liveness | None, server: dict[str, Any] | None, addresses: list[str], policy: Sequence[Any]
+        cls,
+        liveness: Liveness | None,
+        server: dict[str, Any] | None,
+        addresses: list[str],
+        policy: Sequence[Any],
+        port: int,
     ) -> Entry:
         """That of this process; arguments as the attributes."""
         return cls(
@@ -65,6 +72,7 @@ class Entry(NamedTuple):
             config.TIMELINE.is_set(),
             *own_cores(),
             list(policy),
+            port,
         )
 
     @property

@@ -142,8 +142,8 @@ class World:
         own = Liveness.create(rank) if size > 1 and is_available() else None
         most = MOST_MEMBERS if policy.replaces else 0
         server = ControlServer(size, rendezvous.addresses, most) if size > 1 and rank == 0 else None
-        #: A port of rank 0 for stores of torch's, of which `export_place` tells.
-        self._reserved = reserve_port() if server is not None and not policy.continues else None
+        #: A port of this host for other libraries, of which `export_place` tells.
+        self._reserved = reserve_port() if size > 1 and not policy.continues else None
         entries = [Entry(*item) for item in rendezvous.gather(self._entry(own, server))]
         self._server: dict[str, Any] = entries[0].server or {}
         self._secret = str(self._server.get("secret", "")).encode()
@@ -183,7 +183,7 @@ class World:
     def _connect_alone(self) -> None:
         """Be a job of one that looks like one of all seats, until it joins: the others do not wait for this process."""
         rank, seat, size = self.world_rank, self._rendezvous.rank, self._rendezvous.size
-        self._reserved, self._server = None, {}
+        self._reserved = None
         own = Liveness.create(rank)
         entry = self._entry(own, None)
         if self.own_seat is not None:
@@ -212,19 +212,19 @@ class World:
 
     def _entry(self, own: Liveness | None, server: ControlServer | None) -> Entry:
         addresses = own_addresses() if self._rendezvous.transport is not None else []
-        address = dict(server.address) if server else None
-        if address is not None and self._reserved is not None:
-            address["store_port"] = self._reserved.getsockname()[1]
-        return Entry.own(own, address, addresses, self._policy)
+        port = self._reserved.getsockname()[1] if self._reserved is not None else 0
+        return Entry.own(own, server.address if server else None, addresses, self._policy, port)
 
     def export_place(self) -> None:
         """Tell other libraries in this process which rank it is (core/rendezvous/exported.py)."""
-        own, port = self.topology, self._server.get("store_port")
-        if port is None:
+        if self._reserved is None:
             return
-        reachable = [*self._rendezvous.addresses, *self.processes.entries[0].addresses] if own.num_nodes > 1 else []
-        place = (own.rank, own.size, own.local_rank, own.local_size, (reachable or ["127.0.0.1"])[0], port)
-        exported.export(dict(zip(exported.NAMES, map(str, place), strict=True)))
+        own, entries = self.topology, self.processes.entries
+        hosts = [(entries[rank].addresses if own.num_nodes > 1 else []) or ["127.0.0.1"] for rank in sorted(entries)]
+        hosts[0] = [*(self._rendezvous.addresses if own.num_nodes > 1 else ()), *hosts[0]]
+        ports = [entries[rank].port for rank in sorted(entries)]
+        place = [own.rank, own.size, own.local_rank, own.local_size]
+        exported.export(place, [(addresses[0], port) for addresses, port in zip(hosts, ports, strict=True)])
 
     def _give_up(self, error: BaseException) -> None:
         """Tell the other ranks that this one does not join, because of an exception, and close what is open."""

@@ -1,58 +1,77 @@
-"""Tells libraries of a rank's process which rank it is, in the variables that torchrun sets.
+"""Tells libraries of a rank's process which rank it is, in torchrun's variables and in TensorFlow's TF_CONFIG.
 
 Many libraries train on several processes if the environment speaks of several, and alone, without a word, if it does
 not: it says nothing under mpirun and srun, and in a script that started its own ranks. So `init` sets the variables
 that are missing, and `shutdown` removes them.
 
 Processes that a rank starts inherit them, as they do under torchrun. To `init` in such a process they say nothing: they
-are not a launcher's as long as all still have the values that RING_EXPORTED lists.
+are not a launcher's as long as all still have the values whose checksums RING_EXPORTED lists.
 
 Not in a job that goes on after losses: its ranks and size change, and the variables could not.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+import zlib
+from collections.abc import Sequence
 
 from ring_plugins.core.base import config
 
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG")
 #: Those that say which rank of how many this process is. Left by something else, they may be wrong.
 _PLACE = NAMES[:2]
+#: TF_CONFIG names all ranks, and the kernel starts no program with a variable of more than 128 KiB.
+_MOST_IN_TF_CONFIG = 1024
 
 
 def launchers_value(name: str) -> str:
     """A variable as a launcher, or the user, has set it: "" if it is not set, or was exported by a rank."""
-    return "" if name in _exported() else os.environ.get(name, "")
+    names, checksums = _exported()
+    is_ours = name in names and checksums == [_checksum(name) for name in NAMES]
+    return "" if is_ours else os.environ.get(name, "")
 
 
-def export(values: Mapping[str, str]) -> None:
+def export(place: Sequence[int], ports: Sequence[tuple[str, int]]) -> None:
     """Set those of the variables that are missing or call this process another rank.
 
     Args:
-        values: of all `NAMES`.
+        place: rank, number of ranks, and the same two on this host.
+        ports: by rank, an address of its host and a port there that is free.
     """
+    values = dict(zip(NAMES, map(str, (*place, *ports[0])), strict=False))
+    if len(ports) <= _MOST_IN_TF_CONFIG:
+        workers = [f"{address}:{port}" for address, port in ports]
+        values["TF_CONFIG"] = json.dumps(
+            {"cluster": {"worker": workers}, "task": {"type": "worker", "index": place[0]}}
+        )
+    names, checksums = _exported()  # by a rank that has started this one's launcher
+    inherited = {n for n, checksum in zip(NAMES, checksums, strict=False) if n in names and _checksum(n) == checksum}
     chosen = {
         name: value
         for name, value in values.items()
-        if not os.environ.get(name) or (name in _PLACE and os.environ[name] != value)
+        if not os.environ.get(name) or name in inherited or (name in _PLACE and os.environ[name] != value)
     }
     os.environ.update(chosen)
     if chosen:
-        os.environ[config.EXPORTED.name] = " ".join([",".join(chosen), *(os.environ[name] for name in NAMES)])
+        os.environ[config.EXPORTED.name] = " ".join([",".join(chosen), *map(_checksum, NAMES)])
 
 
 def withdraw() -> None:
     """Remove what a rank has exported, this process or one from which it has inherited it."""
-    names, *values = config.EXPORTED.get().split() or ("",)
-    for name, value in zip(NAMES, values, strict=False):
-        if name in names.split(",") and os.environ.get(name) == value:
-            del os.environ[name]
+    names, checksums = _exported()
+    for name, checksum in zip(NAMES, checksums, strict=False):
+        if name in names and _checksum(name) == checksum:
+            os.environ.pop(name, None)
     os.environ.pop(config.EXPORTED.name, None)
 
 
-def _exported() -> list[str]:
-    """The variables that a rank has exported and no launcher has set since."""
-    names, *values = config.EXPORTED.get().split() or ("",)
-    return names.split(",") if values and values == [os.environ.get(name, "") for name in NAMES] else []
+def _exported() -> tuple[list[str], list[str]]:
+    """The variables that a rank has exported, and the checksums that all of `NAMES` had then."""
+    names, *checksums = config.EXPORTED.get().split() or ("",)
+    return names.split(","), checksums
+
+
+def _checksum(name: str) -> str:
+    return f"{zlib.crc32(os.environ.get(name, '').encode('utf-8', 'surrogateescape')):x}"

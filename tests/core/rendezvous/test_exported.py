@@ -1,5 +1,6 @@
 """Libraries that ask the environment which rank this is see the job, whatever started it; children of a rank do not."""
 
+import json
 import os
 from unittest import mock
 
@@ -10,14 +11,15 @@ from ring_plugins.core.rendezvous import exported
 from tests.launch import run_ranks
 from tests.launchers import FOREIGN_NAMES, FOREIGN_PREFIXES
 
-PLACE = dict(zip(exported.NAMES, ("1", "2", "1", "2", "127.0.0.1", "4711"), strict=True))
+PORTS = [("127.0.0.1", 4711), ("127.0.0.1", 4712)]
+PLACE = dict(zip(exported.NAMES, ("1", "2", "1", "2", "127.0.0.1", "4711"), strict=False))
 
 
 @pytest.fixture(autouse=True)
 def _nothing_set():
     with mock.patch.dict(os.environ):
         for name in list(os.environ):
-            if name.startswith(FOREIGN_PREFIXES) or name in FOREIGN_NAMES:
+            if name == "TF_CONFIG" or name.startswith(FOREIGN_PREFIXES) or name in FOREIGN_NAMES:
                 del os.environ[name]
         yield
 
@@ -58,22 +60,52 @@ def test_torch_finds_the_job_in_the_environment(launcher):
 
 
 def test_exported_variables_are_no_launchers():
-    exported.export(PLACE)
-    assert {name: os.environ[name] for name in exported.NAMES} == PLACE
+    exported.export([1, 2, 1, 2], PORTS)
+    config = json.loads(os.environ["TF_CONFIG"])
+    assert {name: os.environ[name] for name in PLACE} == PLACE
+    assert (config["cluster"]["worker"], config["task"]["index"]) == (["127.0.0.1:4711", "127.0.0.1:4712"], 1)
     assert launch.detect().kind == "single"
     exported.withdraw()
     assert not set(os.environ) & {*exported.NAMES, "RING_EXPORTED"}
 
 
 def test_a_launcher_that_a_rank_starts_is_seen():
-    exported.export(PLACE)
-    os.environ.update(RANK="1", WORLD_SIZE="2", MASTER_PORT="4712")  # the same rank of another job
+    exported.export([1, 2, 1, 2], PORTS)
+    os.environ.update(RANK="1", WORLD_SIZE="2", MASTER_PORT="4713")  # the same rank of another job
     assert (launch.detect().kind, launch.detect().rank, launch.detect().size) == ("rendezvous", 1, 2)
+    exported.export([1, 2, 1, 2], [("127.0.0.1", 4714)] * 2)
+    assert (os.environ["MASTER_PORT"], "4711" in os.environ["TF_CONFIG"]) == ("4713", False)
 
 
 def test_what_the_user_has_set_stays_unless_it_names_another_rank():
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="host1", LOCAL_RANK="0")
-    exported.export(PLACE)
-    assert {name: os.environ[name] for name in exported.NAMES} == {**PLACE, "MASTER_ADDR": "host1", "LOCAL_RANK": "0"}
+    exported.export([1, 2, 1, 2], PORTS)
+    assert {name: os.environ[name] for name in PLACE} == {**PLACE, "MASTER_ADDR": "host1", "LOCAL_RANK": "0"}
     exported.withdraw()
     assert {name for name in exported.NAMES if name in os.environ} == {"MASTER_ADDR", "LOCAL_RANK"}
+
+
+def test_a_configuration_too_large_for_a_variable_is_left_out():
+    exported.export([0, 2000, 0, 1], [("127.0.0.1", 4711)] * 2000)
+    assert os.environ["WORLD_SIZE"] == "2000" and "TF_CONFIG" not in os.environ
+
+
+STRATEGY = """
+import ring_plugins as ring
+from tests.worker import report
+
+ring.init(ranks=2)
+import tensorflow as tf
+
+strategy = tf.distribute.MultiWorkerMirroredStrategy()
+add = tf.function(lambda: strategy.reduce("SUM", strategy.run(lambda: tf.constant(1.0)), axis=None))
+report("sum", float(add()))
+"""
+
+
+@pytest.mark.slow
+def test_a_strategy_of_tensorflow_finds_all_ranks():
+    pytest.importorskip("tensorflow")
+    result = run_ranks(STRATEGY, 2, "spawned", timeout=120, env={"TF_CPP_MIN_LOG_LEVEL": "3"})
+    assert result.values("sum") == [2, 2]
+    assert "without communicating" not in result.stderr
