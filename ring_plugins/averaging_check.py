@@ -123,10 +123,9 @@ def _operations(world: World) -> list[tuple[str, int]]:
 
 def _is_connected_otherwise() -> bool:
     """Whether a library has connected the ranks with something that is not ours, and whose operations we do not see."""
-    if has_finished("torch"):  # another thread may be importing it
-        dist = sys.modules["torch"].distributed
-        if dist.is_available() and dist.is_initialized():
-            return bool(dist.get_world_size() > 1 and dist.get_backend() != "ring")
+    dist: Any = sys.modules.get("torch.distributed") if has_finished("torch") else None  # else a thread may import it
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return bool(dist.get_world_size() > 1 and dist.get_backend() != "ring")
     if has_finished("tensorflow"):
         # TensorFlow 2.21, python/eager/context.py: set by strategies for several workers; there is no public name.
         context = sys.modules["tensorflow.python.eager.context"].context_safe()
