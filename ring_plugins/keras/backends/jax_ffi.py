@@ -25,10 +25,16 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.interpreters import mlir
 
-from ring_plugins.core.base.errors import DeviceError
+from ring_plugins.core.base.errors import ArgumentError, DeviceError
 from ring_plugins.keras.buckets import averaging_is_over
 from ring_plugins.keras.job import capture_exceptions
+
+try:
+    from jax.extend.core import Primitive
+except ImportError:  # JAX before 0.4.36
+    from jax.core import Primitive  # type: ignore[no-redef, attr-defined, unused-ignore]
 
 #: Of a host call: overwrites arrays. Of a call on a GPU: takes the handle of XLA's stream, and addresses.
 HostFunction = Callable[[list[np.ndarray[Any, Any]]], None]
@@ -203,9 +209,32 @@ class HostCalls:
         aliases = {i: i for i in range(len(shapes))}
         foreign = jax.ffi.ffi_call(target, shapes, has_side_effect=True, input_output_aliases=aliases)
         # XLA runs independent calls in any order, so each call takes a result of the previous one.
-        results = list(foreign(*operands, *before, number=np.int64(call.number)))
+        results = list(foreign(_on_one_device.bind(operands[0]), *operands[1:], *before, number=np.int64(call.number)))
         _last_call = trace, min(results, key=lambda result: result.size)
         return results
+
+
+def _refuse_several_devices(ctx: Any, operand: Any) -> list[Any]:
+    """Lower a value as it is, in a step that is compiled for one device; XLA's own error would have no remedy.
+
+    Raises:
+        ArgumentError: the step is compiled for several devices.
+    """
+    # JAX 0.10.2, interpreters/mlir.py: contexts of jit have a number of devices, those of shard_map and pmap a mesh.
+    context = ctx.module_context.axis_context
+    count: int = getattr(getattr(context, "mesh", context), "size", None) or getattr(context, "num_devices", None) or 1
+    if count > 1:
+        raise ArgumentError(
+            f"this step is compiled for {count} devices of this process, and ring_plugins averages among processes of "
+            "one device each. Start one process for each device, and put its variables and data there; or leave out "
+            "ring_plugins, and let JAX alone divide the work among the devices of one process."
+        )
+    return [operand]
+
+
+_on_one_device = Primitive("ring_plugins_on_one_device")
+_on_one_device.def_abstract_eval(lambda operand: operand)
+mlir.register_lowering(_on_one_device, _refuse_several_devices)
 
 
 class DeviceCalls(HostCalls):

@@ -1,6 +1,9 @@
 """Compiled JAX functions call Python on XLA's own memory."""
 
 import gc
+import os
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -68,3 +71,42 @@ def test_a_step_that_outlived_its_averaging_says_so():
     calls._calls.clear()  # as when its owner is gone
     with pytest.raises(Exception, match="averages with an optimizer that does so no longer"):
         step(jax.numpy.ones(3)).block_until_ready()
+
+
+SEVERAL_DEVICES = """
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.keras.backends.jax_ffi import HostCalls
+
+calls = HostCalls()
+
+def double(arrays):
+    arrays[0] *= 2
+
+def step(x):
+    return calls.in_place("double", double, [x + 0])[0]
+
+assert len(jax.devices()) == 2
+x = jax.numpy.ones((2, 3))
+assert jax.jit(step)(jax.device_put(x, jax.devices()[1])).tolist() == [[2.0] * 3] * 2
+mesh = Mesh(jax.devices(), ("batch",))
+divided = jax.device_put(x, NamedSharding(mesh, PartitionSpec("batch")))
+for compiled, operand in ((jax.jit(step), divided), (jax.pmap(step), x)):
+    try:
+        compiled(operand)
+    except ArgumentError as error:
+        print(error)
+"""
+
+
+def test_a_step_on_several_devices_of_a_process_is_refused_with_the_remedy():
+    flags = "--xla_force_host_platform_device_count=2"
+    environment = {**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    command = [sys.executable, "-c", SEVERAL_DEVICES]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 0, found.stderr
+    lines = found.stdout.splitlines()
+    assert len(lines) == 2, found.stdout
+    for line in lines:
+        assert line.startswith("this step is compiled for 2 devices") and "one process for each device" in line
