@@ -22,6 +22,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ring_plugins.core.linux.interfaces import own_addresses
+
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 #: As the tables show it; other states may be those of sockets that are closed, which show as root's.
 _ESTABLISHED = 1
@@ -77,7 +79,7 @@ def are_same_user(connected: Sequence[socket.socket], unknown: bool | None = Non
                 continue
             if there and not why:
                 found[i] = all(row.is_own for row in there)
-            elif not _is_inside(own, peer):
+            elif not (_is_inside(own, peer) or (why and peer[0] in own_addresses())):
                 found[i] = _is_connected(connected[i])  # or its row may have gone with it
             elif not why:
                 continue

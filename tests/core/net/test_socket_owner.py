@@ -96,6 +96,9 @@ def test_if_the_kernel_does_not_tell_connections_inside_the_host_are_refused(mon
     monkeypatch.setattr(socket_owner, "_ends", lambda connected: OTHER_HOST)
     with connection("127.0.0.1", "127.0.0.1") as (server, _):
         assert are_same_user([server]) == [True]
+        monkeypatch.setattr(socket_owner, "own_addresses", lambda: ["192.0.2.7", "192.0.2.8"])  # of one host
+        with pytest.raises(UnknownUser, match=expected):
+            are_same_user([server])
 
 
 def test_a_row_that_the_kernel_skipped_once_is_looked_for_again(monkeypatch):
