@@ -10,6 +10,7 @@ imports neither of them before ``RingStrategy`` or another name that derives fro
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ring_plugins.core.base.arguments import check_calls
 from ring_plugins.core.base.install import is_installed, missing
 
 if not (is_installed("lightning") or is_installed("pytorch_lightning")):
@@ -37,3 +38,6 @@ def __getattr__(name: str) -> Any:
     if name in ("BalanceMonitor", "TimelineCallback"):
         return getattr(importlib.import_module("ring_plugins.lightning.observe"), name)
     raise no_attribute(__name__, name)
+
+
+check_calls(globals(), ("RingEnvironment",))

@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import Module, Parameter
 from typing_extensions import override
 
+from ring_plugins.core.base.arguments import check_calls
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.lightning.environment import RingEnvironment
 from ring_plugins.lightning.launcher import RingFabricLauncher
@@ -254,3 +255,6 @@ def _groups_of(optimizers: list[Any]) -> list[dict[str, Any]]:
 
 def _parameters_of(optimizer: Any) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+check_calls({"RingFabricStrategy": RingFabricLogic}, ("RingFabricStrategy",))

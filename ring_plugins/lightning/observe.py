@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from ring_plugins.core.base.arguments import check_calls
 from ring_plugins.observe import balance_monitor as monitor
 from ring_plugins.observe import timeline
 
@@ -82,3 +83,6 @@ class TimelineCallback(Callback):
     @override
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._timeline.stop()
+
+
+check_calls(globals(), ("BalanceMonitor", "TimelineCallback"))

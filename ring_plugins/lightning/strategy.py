@@ -16,6 +16,7 @@ from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
 from ring_plugins.core import world
+from ring_plugins.core.base.arguments import check_calls
 from ring_plugins.core.elastic.policy import FailurePolicy
 from ring_plugins.lightning.buffers import BufferBroadcast
 from ring_plugins.lightning.environment import RingEnvironment
@@ -426,3 +427,6 @@ def _groups_of(strategy: Any) -> Groups:
         return [group for optimizer in found.optimizers for group in optimizer.param_groups] if found else []
 
     return groups
+
+
+check_calls({"RingStrategy": RingTrainerLogic}, ("RingStrategy",))

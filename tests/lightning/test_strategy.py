@@ -8,6 +8,8 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+import ring_plugins.lightning
+from ring_plugins.core.base.errors import ArgumentError
 from tests.launch import Result, run_ranks
 from tests.lightning.scenarios import SCENARIOS
 
@@ -163,3 +165,9 @@ def test_training_is_the_same_as_on_the_cpu():
         assert first == second
         on_cpu = result.values(f"CPU {precision}")[0]
         assert torch.allclose(torch.tensor(first), torch.tensor(on_cpu), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["BalanceMonitor", "RingEnvironment", "RingFabricStrategy", "RingStrategy"])
+def test_arguments_that_do_not_exist_are_errors_of_ours(name):
+    with pytest.raises(ArgumentError, match=rf"{name}\(\): too many positional arguments. It takes "):
+        getattr(ring_plugins.lightning, name)(*range(9))
