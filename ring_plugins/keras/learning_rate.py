@@ -4,6 +4,11 @@ A rate is stored as base times multiplier: the base is the rate for one process,
 the multiplier. A change by other callbacks (`ReduceLROnPlateau`) changes the base permanently. A rate computed by a
 `LearningRateSchedule` cannot be set; instead the optimizer's method that reads it is replaced by one that multiplies.
 
+One rule tells what a number means: what a script gives (`compile`, a file, `optimizer.learning_rate = x` between two
+fits) is the rate for one process, and what a callback sets during `fit` is the rate of the job. So files must hold the
+rate for one process: the optimizer's methods that save are replaced, also after `fit`, and a file can be continued with
+any number of ranks, or without this package.
+
 The rate is always set through `self.model.optimizer`, since Keras on JAX synchronizes the optimizer's state on that
 access; setting it on an older reference has no effect there. SGD's velocities include the rate of earlier steps, so
 they are scaled along with it (Goyal et al. 2017, arXiv 1706.02677, section 3). Changing `momentum` instead would have
@@ -13,6 +18,7 @@ no effect once the step is traced.
 from __future__ import annotations
 
 import abc
+import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -57,12 +63,14 @@ class _RateCallback(keras.callbacks.Callback):
     def state_dict(self) -> dict[str, Any]:
         """What a process that joins in the middle of a `fit` has to know; see keras/joining.py."""
         has_rate = self._started and self._rate is not None
-        return {"rate": vars(self._rate) if has_rate else None, "size": self._size, "epoch": self._epoch}
+        rate = {name: getattr(self._rate, name) for name in ("base", "scale", "_last")} if has_rate else None
+        return {"rate": rate, "size": self._size, "epoch": self._epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with a rate that is a number. One that a schedule computes is multiplied anew in the next epoch."""
         if state["rate"] is not None:
             self._rate = Rate.restored(innermost(self.model.optimizer), state["rate"])
+            self._rate.begin_fit(self.model.optimizer, self.momentum_correction)
             self._started, self._size, self._epoch = True, state["size"], state["epoch"]
 
     @abc.abstractmethod
@@ -88,6 +96,8 @@ class _RateCallback(keras.callbacks.Callback):
         if self._over is not None:
             self._over.detach()
             self._over = None
+        if self._rate is not None:
+            self._rate.end_fit()
         optimizer, self._multiplied = self._multiplied, None
         if optimizer is not None:
             stop_multiplying(optimizer, self)
@@ -105,9 +115,8 @@ class _RateCallback(keras.callbacks.Callback):
         if has_schedule(optimizer):
             self._multiply(optimizer, epoch, 0)
             return
-        resumed = epoch > 0 and int(keras.ops.convert_to_numpy(optimizer.iterations)) > 0
-        so_far = self._multiplier(epoch - 1 / self._steps()) if resumed else None
-        self._rate = Rate.of(optimizer, self.initial_learning_rate, so_far or 1.0)
+        self._rate = Rate.of(optimizer, self.initial_learning_rate)
+        self._rate.begin_fit(self.model.optimizer, self.momentum_correction)
 
     def _multiply(self, optimizer: Any, epoch: int, batch: int) -> None:
         """Multiply a scheduled rate from this batch on."""
@@ -157,8 +166,9 @@ class LearningRateWarmupCallback(_RateCallback):
     for one process.
 
     The rate may be a number or a `LearningRateSchedule`, whose values are multiplied. `ReduceLROnPlateau` and schedule
-    callbacks still take effect. Training that resumes at `initial_epoch` with a loaded optimizer continues with its
-    rate. If ranks are lost and the job goes on, the rate follows the number of those that are left.
+    callbacks still take effect. A rate that the script sets between two fits is the rate for one process, and so is
+    the one in a file, whatever number of ranks has saved it; with `initial_epoch`, warm-up continues there. If ranks
+    are lost and the job goes on, the rate follows the number of those that are left.
 
     Args:
         warmup_epochs: epochs until the full rate; 0 uses the full rate from the first step.
@@ -332,33 +342,90 @@ class Rate:
         scale: the multiplier after warm-up.
     """
 
-    def __init__(self, base: float, last: float) -> None:
+    def __init__(self, base: float) -> None:
         self.base, self.scale = base, 1.0
-        self._last = last
+        self._last = base
+        self._is_fitting = False
+        self._corrects = True  # whether velocities are scaled along
+        self._optimizer: weakref.ref[Any] = lambda: None  # type: ignore[assignment]
 
     @classmethod
-    def of(cls, optimizer: Any, given: float | None, multiplier_so_far: float) -> Rate:
+    def of(cls, optimizer: Any, given: float | None) -> Rate:
         """Return the rate of this optimizer, which the optimizer keeps from one fit to the next.
 
         Args:
             optimizer: an optimizer whose learning rate is a number.
             given: the rate for one process, if the user passed it.
-            multiplier_so_far: the multiplier in the optimizer's current rate, if training resumes.
         """
         rate: Rate | None = vars(optimizer).get(_ATTRIBUTE)
         current = _read(optimizer)
         if rate is None:
-            rate = cls(current / multiplier_so_far, current)
-            optimizer.__dict__[_ATTRIBUTE] = rate
-        rate._follow(current)
-        if given is not None:
-            rate.base, rate._last = given, current
+            rate = optimizer.__dict__[_ATTRIBUTE] = cls(current)
+        rate.base, rate._last = given if given is not None else rate._for_one_process(current), current
         return rate
+
+    def begin_fit(self, outer: Any, momentum_correction: bool) -> None:
+        """From now on, others that change the rate change the job's; and files hold the one for one process, for good.
+
+        Args:
+            outer: the optimizer, or a LossScaleOptimizer around it.
+            momentum_correction: whether SGD's velocities are scaled along with the rate.
+        """
+        optimizer = innermost(outer)
+        self._is_fitting, self._corrects, self._optimizer = True, momentum_correction, weakref.ref(optimizer)
+        vars(optimizer)["get_config"] = functools.partial(self._config, weakref.ref(optimizer))
+        self.replace_saving(outer)
+
+    def end_fit(self) -> None:
+        """Note what others have set in this fit."""
+        optimizer = self._optimizer()
+        if self._is_fitting and optimizer is not None:
+            self._follow(_read(optimizer))
+        self._is_fitting = False
+
+    def replace_saving(self, outer: Any) -> None:
+        """Let files hold the rate for one process; called again after the sharding has put back its own methods."""
+        while outer is not None:
+            before = vars(outer).get("save_own_variables")
+            if not isinstance(before, functools.partial):
+                vars(outer)["save_own_variables"] = functools.partial(self._save, weakref.ref(outer), before)
+            outer = getattr(outer, "inner_optimizer", None)
+
+    def _for_one_process(self, current: float) -> float:
+        if math.isclose(current, self._last, rel_tol=1e-6) or self._last <= 0:
+            return self.base
+        return self.base * current / self._last if self._is_fitting else current
+
+    def _config(self, reference: weakref.ref[Any]) -> dict[str, Any]:
+        """Replaces `get_config`."""
+        optimizer: Any = reference()
+        config: dict[str, Any] = type(optimizer).get_config(optimizer)
+        return {**config, "learning_rate": self._for_one_process(config["learning_rate"])}
+
+    def _save(self, reference: weakref.ref[Any], before: Callable[[Any], None] | None, store: Any) -> None:
+        """Replaces `save_own_variables`: while it runs, the variables have the values for one process."""
+        saved: Any = reference()
+        optimizer = innermost(saved)
+        current = _read(optimizer)
+        wanted = self._for_one_process(current)
+        variables = [optimizer._learning_rate, *(_velocities(optimizer) if self._corrects and current > 0 else [])]
+        values = [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
+        try:
+            for variable, value in zip(variables, values, strict=True) if wanted != current else ():
+                variable.assign((value * (wanted / current)).astype(value.dtype))
+            variables[0].assign(wanted)
+            if before is None:
+                type(saved).save_own_variables(saved, store)
+            else:
+                before(store)
+        finally:
+            for variable, value in zip(variables, values, strict=True):
+                variable.assign(value)
 
     @classmethod
     def restored(cls, optimizer: Any, state: dict[str, float]) -> Rate:
         """The rate of this optimizer with another's attributes; the callbacks of an optimizer share one object."""
-        rate: Rate = optimizer.__dict__.setdefault(_ATTRIBUTE, cls(0.0, 0.0))
+        rate: Rate = optimizer.__dict__.setdefault(_ATTRIBUTE, cls(0.0))
         vars(rate).update(state)
         return rate
 
@@ -385,15 +452,16 @@ class Rate:
         if new == current:
             return
         optimizer.learning_rate = new
-        velocities = getattr(optimizer, "momentums", None)
-        if momentum_correction and velocities and isinstance(optimizer, keras.optimizers.SGD) and current > 0:
-            for velocity in velocities:
-                velocity.assign(velocity * (new / current))
+        for velocity in _velocities(optimizer) if momentum_correction and current > 0 else ():
+            velocity.assign(velocity * (new / current))
 
     def _follow(self, current: float) -> None:
-        if not math.isclose(current, self._last, rel_tol=1e-6) and self._last > 0:
-            self.base *= current / self._last
-            self._last = current
+        self.base, self._last = self._for_one_process(current), current
+
+
+def _velocities(optimizer: Any) -> list[Any]:
+    """Those of SGD, which include the rate of earlier steps."""
+    return list(getattr(optimizer, "momentums", None) or []) if isinstance(optimizer, keras.optimizers.SGD) else []
 
 
 def innermost(optimizer: Any) -> Any:
@@ -420,7 +488,8 @@ def multiply_schedule(optimizer: Any, owner: Any, multipliers: Sequence[float]) 
         owner: the callback that multiplies; its earlier multipliers are replaced.
         multipliers: one for each following update.
     """
-    first = int(keras.ops.convert_to_numpy(optimizer.iterations))
+    # Keras 3.15.1, optimizers/base_optimizer.py: `iterations` counts updates, this one also what only accumulates.
+    first = int(keras.ops.convert_to_numpy(optimizer._iterations))
     tables: dict[int, tuple[int, np.ndarray[Any, Any]]] = optimizer.__dict__.setdefault(_TABLES, {})
     tables[id(owner)] = first, np.asarray(multipliers, np.float32)
     scheduled: Callable[[], Any] = type(optimizer)._get_current_learning_rate.__get__(optimizer)

@@ -145,6 +145,8 @@ class ShardedUpdates:
         for one in _nested(self._outer):
             one.__dict__.pop("save_own_variables", None)
             one.__dict__.pop("load_own_variables", None)
+        if (rate := vars(self._optimizer).get("_ring_rate")) is not None:  # which keeps files as for one process
+            rate.replace_saving(self._outer)
 
     def disconnect(self) -> None:
         """Leave the other ranks; the parts stay."""

@@ -30,6 +30,14 @@ def test_warm_up_resumes_where_it_was_saved(seen):
         assert found == pytest.approx([0.15 + 0.1 * step / 16 for step in range(8)] + [0.2] * 4)
 
 
+@on_ranks("rates_for_one_process", "torch", slow=("tensorflow", "jax"))
+def test_what_a_script_or_a_file_gives_is_the_rate_for_one_process(seen):
+    expected = {"first": 0.2, "second": 0.2, "kept": 0.2, "file": 0.1, "loaded": 0.2, "resumed": 0.2, "velocities": 2.0}
+    expected |= {"set": 0.1, "plateau": 0.05, "after plateau": 0.05, "copied": 0.025}
+    for found in seen:
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
 @on_ranks("multiples_in_a_range_of_epochs", "torch", slow=("tensorflow", "jax"))
 def test_multiples_in_a_range_of_epochs(seen):
     expected = [1.0] * 4 + [0.5 ** (1 + step / 4) for step in range(4)] + [0.5**1.75] * 4

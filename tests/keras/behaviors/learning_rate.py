@@ -104,6 +104,37 @@ def warm_up_resumed() -> Any:
 
 
 @behavior
+def rates_for_one_process() -> Any:
+    """The rates of the job after fits that begin with a rate from elsewhere, and those in files."""
+    path = Path(mkdtemp()) / "model.keras"
+    model = dense(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), initial_scale=1.0))
+    optimizer = model.optimizer.inner_optimizer
+
+    def train(model: Any, *callbacks: Any, **options: Any) -> float:
+        warm = LearningRateWarmupCallback(warmup_epochs=1)
+        fit(model, [*callbacks, warm, BroadcastCallback(), MetricAverageCallback()], **{"epochs": 2, **options})
+        return read(model)
+
+    def read(model: Any) -> float:
+        return float(keras.ops.convert_to_numpy(getattr(model.optimizer, "inner_optimizer", None).learning_rate))
+
+    def velocity(model: Any) -> float:
+        return float(np.sum(keras.ops.convert_to_numpy(model.optimizer.inner_optimizer.momentums[0])))
+
+    found = {"first": train(model), "second": train(model)}
+    model.save(path)
+    loaded = keras.saving.load_model(path)
+    found |= {"kept": read(model), "file": read(loaded), "velocities": velocity(model) / velocity(loaded)}
+    found |= {"loaded": train(loaded), "resumed": train(keras.saving.load_model(path), initial_epoch=4, epochs=5)}
+    optimizer.learning_rate = 0.05
+    found["set"] = train(model)
+    plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", factor=0.5, patience=1, min_delta=1e9, min_lr=0)
+    found |= {"plateau": train(model, plateau), "after plateau": train(model)}
+    other = dense(keras.optimizers.SGD.from_config(optimizer.get_config()))
+    return {**found, "copied": float(keras.ops.convert_to_numpy(other.optimizer.learning_rate))}
+
+
+@behavior
 def multiples_in_a_range_of_epochs() -> Any:
     """Square-root scaling, and a multiplier that follows the fraction of an epoch."""
     rates, log = Rates(), Path(mkdtemp()) / "log.csv"
