@@ -41,7 +41,7 @@ def place(frames: Iterable[tuple[str, int]]) -> str:
     last = ""
     for file, line in frames:
         owner = _owner(file)
-        if owner in ("ours", "python") or (owner == "installed" and told):
+        if owner in ("ours", "python") or (told and (owner == "installed" or file == "<string>")):
             continue
         path = file if owner == "user" else next(file.rpartition(part)[2] for part in _INSTALLED if part in file)
         told.append((owner, f"line {line}" if path == last else f"{path}, line {line}"))
