@@ -17,9 +17,9 @@ from ring_plugins.core.elastic.root import Root
 from ring_plugins.core.functions import all_gather_object, all_or_none, broadcast, broadcast_object
 from ring_plugins.core.world import current
 from ring_plugins.torch import device
-from ring_plugins.torch.device import index_of, is_on_gpu, streams
+from ring_plugins.torch.device import index_of, is_on_gpu, known_bytes, streams
 from ring_plugins.torch.sharded_optimizer import is_sharded
-from ring_plugins.torch.tensor_memory import is_dense
+from ring_plugins.torch.tensor_memory import check_plain, is_dense
 from ring_plugins.torch.tensors import Target
 
 
@@ -49,6 +49,8 @@ def broadcast_parameters(
         named = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
     if not all(isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in named):
         raise ArgumentError("parameters holds other items than names and tensors: pass the model, or its state_dict().")
+    for name, tensor in named:
+        check_plain(tensor, name, is_written=True)
     source = Root(check_rank(root, current().communicator))
     _check_equal([(name, str(tensor.dtype), tuple(tensor.shape), tensor.device.type) for name, tensor in named])
     with torch.no_grad():
@@ -81,6 +83,9 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -
     if current().topology.size == 1 or current().is_joining:
         return
     state: Any = optimizer.state_dict() if source.is_here() else None
+    for leaf in tree_leaves(state):
+        if isinstance(leaf, torch.Tensor):
+            check_plain(leaf, "a tensor of the optimizer's state")
     described = broadcast_object(tree_map_only(torch.Tensor, Placeholder, state), source.rank_in(communicator))
     if not source.is_here():
         state = tree_map_only(Placeholder, Placeholder.empty, described)
@@ -116,7 +121,8 @@ def _broadcast(tensors: list[torch.Tensor], source: Root) -> None:
         if is_on_gpu(tensor):
             targets.append(Target(tensor, "tensor", keep=True))
         else:
-            broadcast(tensor, source.rank_in(current().communicator), out=tensor)
+            plain = known_bytes(tensor)
+            broadcast(plain, source.rank_in(current().communicator), out=plain)
     if targets:
         index = index_of(targets[0].flat)
         communicator = current().device_communicator(index, streams(index))

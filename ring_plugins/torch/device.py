@@ -53,10 +53,17 @@ def memory_of(flat: torch.Tensor) -> Memory:
 
 
 def _host_memory_of(flat: torch.Tensor) -> HostMemory:
-    # The core does not know every one-byte type of torch; those travel as bytes.
-    if flat.dtype.itemsize == 1 and flat.dtype not in _ONE_BYTE_TYPES:
-        flat = flat.view(torch.uint8)
-    return host_memory(flat, writable=True)
+    return host_memory(known_bytes(flat), writable=True)
+
+
+def is_only_moved(dtype: torch.dtype) -> bool:
+    """Whether the core does not know this one-byte type, such as an 8-bit float: it may be sent, but not reduced."""
+    return dtype.itemsize == 1 and dtype not in _ONE_BYTE_TYPES
+
+
+def known_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or its bytes if it is of a type that can only be moved."""
+    return tensor.view(torch.uint8) if is_only_moved(tensor.dtype) else tensor
 
 
 def tensor_over(memory: RegisteredMemory) -> torch.Tensor:

@@ -66,6 +66,7 @@ def all_gather(x: torch.Tensor) -> torch.Tensor:
     Raises:
         ArgumentError, MismatchError: as `all_reduce`.
     """
+    check_dense(x, "x")
     rows: list[int] = []
     shape = x.shape
 
@@ -135,6 +136,7 @@ def all_to_all(x: torch.Tensor, splits: Sequence[int] | None = None) -> torch.Te
         ArgumentError: as `all_reduce`, or `splits` do not add up.
         MismatchError: as `all_reduce`.
     """
+    check_dense(x, "x")
     sent = check_splits(splits, rows_of(x.shape, "all_to_all"), current().topology.size)
     received: list[int] = []
 

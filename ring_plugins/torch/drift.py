@@ -28,6 +28,7 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.observe.drift import Checksums, checksum, is_check_wanted, what_differs
 from ring_plugins.torch.device import is_capturing
 from ring_plugins.torch.ownership import is_claimed
+from ring_plugins.torch.tensor_memory import not_plain
 
 #: Those of all averagers that are to be read after the next update. Most steps find none.
 _due: weakref.WeakSet[WeightsInStep] = weakref.WeakSet()
@@ -36,7 +37,7 @@ _MOST_BETWEEN = 1024
 
 
 def parameter_checksums(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[str], list[int]]:
-    """Names and checksums of parameters; those on a GPU are computed there and fetched together.
+    """Names and checksums of parameters that have memory of their own; on a GPU computed there and fetched together.
 
     Args:
         named: (name, parameter) pairs.
@@ -44,8 +45,10 @@ def parameter_checksums(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[list
     names: list[str] = []
     sums: list[int | torch.Tensor] = []
     for name, parameter in named:
+        if not_plain(parameter, name):  # quantized weights that are frozen, parts of a distributed one
+            continue
         names.append(name)
-        memory = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
+        memory = parameter.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         sums.append(checksum(memory.numpy()) if memory.device.type == "cpu" else _on_device(memory))
     return names, [int(value) for value in sums]
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ring_plugins.core.arrays.codec import Compression
-from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.arrays.dtypes import STORAGE, Op
 from ring_plugins.core.arrays.memory import Memory
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, RingError
@@ -36,7 +36,15 @@ from ring_plugins.torch.device_buckets import DeviceBuckets, HalfBuckets
 from ring_plugins.torch.held_gradients import HeldGradients, references_of
 from ring_plugins.torch.intact_gradients import IntactGradients
 from ring_plugins.torch.sparse import average_sparse
-from ring_plugins.torch.tensor_memory import dense_memory, host_memory_of, is_dense, is_shared, memory_like
+from ring_plugins.torch.tensor_memory import (
+    check_plain,
+    dense_memory,
+    gradient_dtype,
+    host_memory_of,
+    is_dense,
+    is_shared,
+    memory_like,
+)
 
 Named = tuple[str, nn.Parameter]
 
@@ -131,8 +139,8 @@ class GradientBuckets:
             self.entries[position] = entry
         self.names = [named[position][0] for position in positions]
         self.parameters = [named[position][1] for position in positions]
-        self._forms = [(parameter.dtype, parameter.shape) for parameter in self.parameters]
         entries = [_entry(*named[position], gpu, compression) for position in positions]
+        self._forms = [(gradient_dtype(parameter), parameter.shape) for parameter in self.parameters]
         # Where there are copies in 16 bits, NCCL reduces those, so registering the buckets would gain nothing.
         self._is_registered = gpu is not None and compression is None and config.NCCL_REGISTER.get()
         if self._is_registered:
@@ -301,11 +309,12 @@ class GradientBuckets:
         """
         for i in entries:
             parameter, (dtype, shape) = self.parameters[i], self._forms[i]
-            if parameter.dtype != dtype or parameter.shape != shape:
+            now = gradient_dtype(parameter, self.names[i])
+            if now != dtype or parameter.shape != shape:
                 raise ArgumentError(
                     f"parameter {self.names[i]} was {dtype} of shape {tuple(shape)} when averaging was set up, and is "
-                    f"{parameter.dtype} of shape {tuple(parameter.shape)} now. Convert the model before that, or set "
-                    "averaging up anew on all ranks: close() what averages, and construct it again."
+                    f"{now} of shape {tuple(parameter.shape)} now. Convert the model before that, or set averaging up "
+                    "anew on all ranks: close() what averages, and construct it again."
                 )
 
     def _memories(
@@ -614,6 +623,7 @@ def _described(named: Sequence[Named], trained: Sequence[int], plan: FusionPlan)
 
 
 def _entry(name: str, parameter: nn.Parameter, gpu: int | None, compression: Compression | None) -> Entry:
+    check_plain(parameter, f"parameter {name}", is_written=True)
     if (index_of(parameter) if is_on_gpu(parameter) else None) != gpu:
         where = "the CPU" if gpu is None else f"GPU {gpu}"
         raise ArgumentError(
@@ -621,7 +631,12 @@ def _entry(name: str, parameter: nn.Parameter, gpu: int | None, compression: Com
             "were when averaging was set up. Move the model before that."
         )
     strides = "" if parameter.is_contiguous() else f", strides {tuple(parameter.stride())}"
-    dtype = str(parameter.dtype).removeprefix("torch.")
+    dtype = str(gradient_dtype(parameter, name)).removeprefix("torch.")
+    if dtype not in STORAGE:
+        raise ArgumentError(
+            f"the gradient of parameter {name} is {dtype}, which cannot be averaged. Freeze it "
+            "(requires_grad_(False)), or train weights of another type, such as torch.bfloat16."
+        )
     codec = f", {compression}" if compression is not None else ""
     return Entry(name, dtype, parameter.numel(), f"shape {tuple(parameter.shape)}{strides}{codec}")
 

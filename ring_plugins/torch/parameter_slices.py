@@ -119,9 +119,11 @@ class ParameterSlices:
             if gradient is not None and not self.is_whole(piece):
                 parameter = self.parameters[piece.entry]
                 if gradient.stride() != parameter.stride():
-                    gradient = torch.empty_like(parameter).copy_(gradient)
+                    gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
                 start = gradient.storage_offset() + piece.start
                 gradient = gradient.as_strided((piece.stop - piece.start,), (1,), start)
+            if gradient is not None and gradient.dtype != tensor.dtype:  # as the parameter's `grad_dtype` says
+                tensor.grad_dtype = gradient.dtype
             tensor.grad = gradient
 
     def drop_gradients(self) -> None:

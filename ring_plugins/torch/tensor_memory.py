@@ -4,16 +4,76 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ring_plugins.core.arrays.memory import HostMemory, Memory
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.torch.device import memory_of
+
+
+def check_plain(tensor: torch.Tensor, name: str, is_written: bool = False) -> None:
+    """Check that the tensor's numbers are in memory of its own.
+
+    Args:
+        tensor: which.
+        name: what to call it in an error.
+        is_written: whether it also has to take results.
+
+    Raises:
+        ArgumentError: they are not; the text says what to pass.
+    """
+    text = not_plain(tensor, name)
+    if not text and is_written and (tensor.is_conj() or tensor.is_neg()):
+        text = f"is conjugated or negated lazily: use {name}.resolve_conj().resolve_neg()"
+    if text:
+        raise ArgumentError(f"{name} {text}. ring_plugins takes dense tensors.")
+
+
+def not_plain(tensor: torch.Tensor, name: str) -> str:
+    """What a tensor is that has no memory of its own, and what to pass, as part of a sentence; "" if it has."""
+    if tensor.is_nested:
+        return f"is nested: pass torch.nested.to_padded_tensor({name}, 0)"
+    if tensor.layout is not torch.strided:
+        return f"has layout {tensor.layout}: pass {name}.to_dense()"
+    if tensor.is_quantized:
+        return f"is quantized: pass {name}.dequantize()"
+    kind = type(tensor)
+    if kind is not torch.Tensor and kind is not nn.Parameter:
+        if hasattr(tensor, "to_local"):  # a DTensor, as FSDP2's parameters are
+            return (
+                f"is a {kind.__name__}, of which each rank may hold another part: pass {name}.to_local() for this "
+                f"rank's part, or {name}.full_tensor() for the whole. If it is a parameter, what distributed the model "
+                "(FSDP2, tensor parallelism) reduces its gradient, too"
+            )
+        if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            more = f", or {name}.dequantize()" if kind.dequantize is not torch.Tensor.dequantize else ""
+            return f"is a {kind.__name__}, a class that wraps other tensors: pass the plain tensor that it holds{more}"
+        if is_lazy(tensor):
+            return "is not initialized yet: run a forward of the lazy module before"
+    return f"holds zeros that have no memory: pass {name}.clone()" if tensor._is_zerotensor() else ""
+
+
+def gradient_dtype(parameter: torch.Tensor, name: str = "a parameter") -> torch.dtype:
+    """The element type of the parameter's gradient: its own, unless `grad_dtype` (torch 2.10) says otherwise.
+
+    Raises:
+        ArgumentError: `grad_dtype` is None, which allows any.
+    """
+    dtype: torch.dtype | None = getattr(parameter, "grad_dtype", parameter.dtype)
+    if dtype is None:
+        raise ArgumentError(
+            f"grad_dtype of {name} is None, so its gradient may have a type that differs among ranks. Set one, such as "
+            "torch.float32, before averaging is set up."
+        )
+    return dtype
 
 
 def memory_like(parameter: nn.Parameter) -> torch.Tensor:
     """Uninitialized memory for a gradient."""
+    dtype = gradient_dtype(parameter)
     if is_dense(parameter):
-        return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
-    return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        return torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype, device=parameter.device)
+    return torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
 
 
 def dense_memory(tensor: torch.Tensor) -> Memory:

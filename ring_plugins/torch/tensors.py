@@ -15,7 +15,8 @@ import torch.distributed as dist
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import Memory
 from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.torch.device import is_supported, memory_of
+from ring_plugins.torch.device import is_on_gpu, is_only_moved, is_supported, memory_of
+from ring_plugins.torch.tensor_memory import check_plain
 
 T = TypeVar("T")
 
@@ -139,16 +140,13 @@ def check_dense(tensor: torch.Tensor, name: str) -> None:
     """Check that the tensor is dense, and in the memory of a CPU or a CUDA GPU.
 
     Raises:
-        ArgumentError: it is not; the text names the device or the layout.
+        ArgumentError: it is not; the text names the class, the device or the layout, and what to pass.
     """
+    check_plain(tensor, name)
     if not is_supported(tensor):
         raise ArgumentError(
             f"{name} is on device {tensor.device}; the 'ring' backend takes tensors of CPUs and of CUDA GPUs. "
             f"Pass {name}.cpu()."
-        )
-    if tensor.layout is not torch.strided:
-        raise ArgumentError(
-            f"{name} has layout {tensor.layout}; the 'ring' backend takes dense tensors. Pass {name}.to_dense()."
         )
 
 
@@ -175,6 +173,8 @@ def operation(op: Any, tensor: torch.Tensor) -> Op:
         ArgumentError: the backend does not have it.
     """
     check_dense(tensor, "tensor")
+    if is_only_moved(tensor.dtype) and not is_on_gpu(tensor):
+        raise ArgumentError(f"tensors of {tensor.dtype} can be sent, but not reduced. Pass tensor.float().")
     known = next((ours for theirs, ours in _OPERATIONS if op == theirs), None)
     if known is None:
         raise ArgumentError(

@@ -64,6 +64,9 @@ def averager_model():
         built.to("meta")
     rt.GradientAverager(built)
 
+def broadcast_sparse():
+    rt.broadcast_parameters([("x", sparse_or(torch.ones(4)))])
+
 def loss_shape():
     averager = rt.GradientAverager(model())
     averager.average_loss(torch.ones(2 if refuses else 1))
@@ -88,6 +91,7 @@ CASES = {
     "averager_argument": "the construction of a gradient averager",
     "optimizer_argument": "the construction of a DistributedOptimizer",
     "averager_model": "the construction of a gradient averager",
+    "broadcast_sparse": "broadcast_parameters",
     "loss_shape": "averaging a loss",
 }
 

@@ -5,9 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.collectives.single import SingleCommunicator
+from ring_plugins.torch import GradientAverager
+from ring_plugins.torch.drift import parameter_checksums
+from ring_plugins.torch.tensor_memory import check_plain, gradient_dtype
 from ring_plugins.torch.tensors import (
     EqualParts,
     Target,
@@ -15,11 +20,14 @@ from ring_plugins.torch.tensors import (
     all_at,
     by_type,
     elements_by_rank,
+    flat_source,
     flat_sources,
     one_per_rank,
     operation,
     single,
 )
+from tests.core.arrays.test_memory import Distributed, Wrapper
+from tests.core.collectives.thread_ranks import on_thread_ranks
 
 GROUP = SimpleNamespace(rank=lambda: 1, size=lambda: 3)
 
@@ -92,3 +100,70 @@ def test_reductions_and_types():
     assert [[len(t) for t in group] for group in by_type(mixed)] == [[1, 3], [2]]
     with pytest.raises(ArgumentError, match="all must have one type"):
         flat_sources(mixed, "inputs")
+
+
+@pytest.mark.parametrize(
+    ("x", "said"),
+    [
+        (Wrapper(torch.ones(4)), "x is a Wrapper, a class that wraps other tensors: pass the plain tensor"),
+        (Distributed(torch.ones(4)), r"x is a Distributed, .*pass x.to_local\(\) .* or x.full_tensor\(\)"),
+        (torch.nested.nested_tensor([torch.ones(1)]), r"x is nested: pass torch.nested.to_padded_tensor\(x, 0\)"),
+        (torch.ones(4).to_sparse(), r"x has layout torch.sparse_coo: pass x.to_dense\(\)"),
+        (torch.quantize_per_tensor(torch.ones(4), 1.0, 0, torch.qint8), r"x is quantized: pass x.dequantize\(\)"),
+        (torch._efficientzerotensor(4), r"x holds zeros that have no memory: pass x.clone\(\)"),
+        (nn.LazyLinear(1).weight, "x is not initialized yet: run a forward"),
+        (torch.ones(4, dtype=torch.complex64).conj(), r"x is conjugated or negated lazily: use x.resolve_conj\(\)"),
+    ],
+)
+def test_tensors_that_are_not_plain_are_refused_by_name(x, said):
+    with pytest.raises(ArgumentError, match=said):
+        check_plain(x, "x", is_written=True)
+
+
+def test_only_parameters_that_are_trained_must_be_plain():
+    """As with quantized weights that are frozen."""
+    base, adapter = nn.Parameter(Wrapper(torch.ones(4)), requires_grad=False), nn.Parameter(torch.ones(2))
+    named = [("base", base), ("adapter", adapter)]
+    averager = GradientAverager(named, communicator=SingleCommunicator("one"))
+    adapter.sum().backward()
+    base.requires_grad_(True)
+    with pytest.raises(ArgumentError, match="parameter base is a Wrapper, a class that wraps other tensors"):
+        averager.prepare()
+    assert parameter_checksums(named)[0] == ["adapter"]
+
+
+def test_8_bit_floats_are_sent_and_not_summed_up_as_bytes():
+    x = torch.ones(4).to(torch.float8_e4m3fn)
+    assert flat_source(x, "x") is not None
+    with pytest.raises(ArgumentError, match="tensors of torch.float8_e4m3fn can be sent, but not reduced"):
+        operation(dist.ReduceOp.SUM, x)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch is older than 2.10")
+def test_gradients_have_the_type_that_grad_dtype_says():
+    """Small ones in buckets, a large one where it is, and one that a rank lacks."""
+
+    def rank_of(rank, communicator):
+        sizes = {"small": 3, "large": 600_000, "absent": 3}
+        named = [(name, nn.Parameter(torch.zeros(size, dtype=torch.bfloat16))) for name, size in sizes.items()]
+        for _, parameter in named:
+            parameter.grad_dtype = torch.float32
+        averager = GradientAverager(named, communicator=communicator, autotune=False)
+        for _ in range(3):
+            for _, parameter in named:
+                parameter.grad = None
+            sum((p.float() * (1 + rank / 128)).sum() for name, p in named if name != "absent" or rank == 1).backward()
+        averager._hooks.remove()
+        return [(p.grad.dtype, p.grad[0].item()) for _, p in named]
+
+    for found in on_thread_ranks(2, rank_of):
+        assert [dtype for dtype, _ in found] == [torch.float32] * 3
+        assert [value for _, value in found] == [1 + 1 / 256, 1 + 1 / 256, 0.5 + 1 / 256]  # no bfloat16
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch is older than 2.10")
+def test_gradients_of_any_type_are_refused():
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad_dtype = None
+    with pytest.raises(ArgumentError, match="grad_dtype of p is None"):
+        gradient_dtype(parameter, "p")

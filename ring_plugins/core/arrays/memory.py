@@ -98,9 +98,11 @@ def host_array(x: Any, name: str = "x") -> tuple[Array, str]:
     if hasattr(x, "new_empty"):  # a torch tensor: `numpy()` is 10 times faster than DLPack, but knows no bfloat16
         try:
             array = x.numpy()
-            return array, name_of(array.dtype)
         except (TypeError, RuntimeError):
             return _from_dlpack(x, name)
+        if type(x) not in _own_memory:
+            _check_own_memory(x, array, name)
+        return array, name_of(array.dtype)
     if hasattr(x, "__dlpack__"):
         return _from_dlpack(x, name)
     try:
@@ -110,6 +112,39 @@ def host_array(x: Any, name: str = "x") -> tuple[Array, str]:
     array = array.view()
     array.flags.writeable = False  # a result would not reach `x`
     return array, name_of(array.dtype)
+
+
+#: Classes whose tensors have been found to have memory of their own.
+_own_memory: set[type] = set()
+
+
+def _check_own_memory(x: Any, array: Array, name: str) -> None:
+    """Check that `array` lies where the tensor says that its numbers are.
+
+    Some classes only wrap other tensors, a part of a distributed one or quantized numbers. They have a shape and no
+    memory, so what is read as theirs is anything.
+
+    Raises:
+        ArgumentError: it does not.
+    """
+    try:
+        is_own = bool(x.data_ptr() == array.__array_interface__["data"][0])
+    except Exception:  # whatever the class raises
+        is_own = False
+    if not is_own and array.size:
+        raise ArgumentError(f"{name} is a {type(x).__name__}, {_no_memory(x, name)}")
+    if array.size:
+        _own_memory.add(type(x))
+
+
+def _no_memory(x: Any, name: str) -> str:
+    """The end of a sentence on a tensor without memory of its own: why, and what to pass."""
+    if hasattr(x, "to_local"):
+        return (
+            f"which has no memory of its own: pass {name}.to_local() for this rank's part, or {name}.full_tensor() for "
+            "the whole."
+        )
+    return "which has no memory of its own: pass the plain tensor that it holds, or a dense copy of its numbers."
 
 
 def host_memory(x: Any, name: str = "x", *, writable: bool = False) -> HostMemory:
@@ -199,7 +234,9 @@ def _from_dlpack(x: Any, name: str) -> tuple[Array, str]:
         device = x.__dlpack_device__()
         capsule = x.__dlpack__() if int(device[0]) == CPU else None
     except Exception as error:
-        raise ArgumentError(f"{name} ({type(x).__name__}) cannot be read as memory: {error}") from error
+        layout = str(getattr(x, "layout", "")).rpartition(".")[2]
+        remedy = f" Pass {name}.to_dense()." if layout not in ("", "strided") and hasattr(x, "to_dense") else ""
+        raise ArgumentError(f"{name} ({type(x).__name__}) cannot be read as memory: {error}.{remedy}") from error
     if capsule is None:
         raise OnDevice(f"{name} is on device {getattr(x, 'device', device)}; this operation takes CPU memory.")
     tensor = tensor_in(capsule)
@@ -211,6 +248,8 @@ def _from_dlpack(x: Any, name: str) -> tuple[Array, str]:
     count = int(np.prod(shape, dtype=np.int64)) if shape else 1
     if count == 0:
         return np.empty(shape, storage), dtype
+    if not tensor.pointer:
+        raise ArgumentError(f"{name} is a {type(x).__name__}, {_no_memory(x, name)}")
     strides = tuple(tensor.strides[i] * storage.itemsize for i in range(tensor.ndim)) if tensor.strides else None
     span = count * storage.itemsize
     if strides is not None:

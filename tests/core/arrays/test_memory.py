@@ -73,6 +73,53 @@ def test_memory_that_is_a_copy_takes_no_results(x):
         host_memory(x, writable=True)
 
 
+class Wrapper(torch.Tensor):
+    """Wraps another tensor, as a quantized one does; has a shape, and no memory."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        result = function(*(x.inner if isinstance(x, Wrapper) else x for x in args), **(kwargs or {}))
+        return Wrapper(result) if function is torch.ops.aten.detach.default else result
+
+
+class Distributed(Wrapper):
+    def to_local(self):
+        return self.inner
+
+
+class Plain(torch.Tensor):
+    """A class of its own, with memory of its own."""
+
+
+@pytest.mark.parametrize(
+    ("x", "said"),
+    [
+        (Wrapper(torch.ones(4)), "x is a Wrapper, which has no memory of its own: pass the plain tensor"),
+        (Distributed(torch.ones(4)), r"x is a Distributed, .*pass x.to_local\(\) .* or x.full_tensor\(\)"),
+        (torch._efficientzerotensor(4), "has no memory of its own"),
+        (torch.ones(4).to_sparse(), r"cannot be read as memory: .* Pass x.to_dense\(\)"),
+    ],
+)
+def test_a_tensor_without_memory_of_its_own_is_refused(x, said):
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=said):
+            host_array(x)
+
+
+@pytest.mark.parametrize("kind", [Plain, torch.nn.Parameter, torch.nn.Buffer])
+def test_a_class_of_tensors_with_memory_of_its_own_is_taken(kind):
+    x = torch.ones(4).as_subclass(Plain) if kind is Plain else kind(torch.ones(4)).requires_grad_(False)
+    assert host_array(kind(torch.zeros(0)) if kind is not Plain else x[:0])[0].size == 0
+    assert host_array(x)[0].tolist() == [1] * 4
+
+
 class Unchanging:
     """An array of a framework whose arrays do not change, so that several may share memory."""
 
