@@ -93,8 +93,16 @@ from tests.worker import report
 ring.init(ranks=2)
 import ring_plugins.horovod.tensorflow as hvd
 
+from ring_plugins.horovod.tensorflow.keras import callbacks  # has the name of Keras, which the tape needs
+from ring_plugins.horovod import keras as of_keras
+
 hvd.init()
 rank = hvd.rank()
+report("scaled integers", [
+    np.asarray(allreduce(np.array([3, 10]), op=hvd.Sum, **factor)).tolist()
+    for allreduce in (hvd.allreduce, of_keras.allreduce)
+    for factor in ({"prescale_factor": 0.5}, {"postscale_factor": 0.5}, {"prescale_factor": 2.5})
+])
 keras.utils.set_random_seed(rank)
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(2)])
 optimizer = keras.optimizers.SGD(0.1)
@@ -222,6 +230,7 @@ def test_a_loop_for_horovod_with_tensorflow():
     for key in ("bits", "broadcast in a function"):
         assert result.values(key)[0] == result.values(key)[1], key
     assert max(result.values("apart") + result.values("losses apart")) < 1e-6
+    assert result.values("scaled integers") == [[[2, 10], [3, 10], [14, 50]] * 2] * 2
     assert result.values("kept") == [[[3, 6], [30, 60]]] * 2
     assert result.values("sparse") == [[[0.5, 0.5], [1, 1], [0.5, 0.5], [0, 0]]] * 2
     assert result.values("unused") == [True, True]

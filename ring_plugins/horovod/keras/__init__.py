@@ -138,9 +138,7 @@ def allreduce(
     reduction = op_of(average, op)
     check_name("allreduce", name)
     array = _array(value)
-    scaled = array if prescale_factor == 1.0 else array * array.dtype.type(prescale_factor)
-    result = ring.all_reduce(scaled, reduction)
-    return result if postscale_factor == 1.0 else result * result.dtype.type(postscale_factor)
+    return _times(ring.all_reduce(_times(array, prescale_factor), reduction), postscale_factor)
 
 
 @all_or_none
@@ -165,6 +163,11 @@ def reducescatter(value: Any, name: str | None = None, op: Op = Average, process
     check_process_set(process_set)
     check_name("reducescatter", name)
     return ring.reduce_scatter(_array(value), op_of(None, op))
+
+
+def _times(array: np.ndarray[Any, Any], factor: float) -> np.ndarray[Any, Any]:
+    """An array times a factor, in its dtype; integers are multiplied in float64."""
+    return array if factor == 1.0 else (array * np.float64(factor)).astype(array.dtype)
 
 
 def _array(value: Any) -> np.ndarray[Any, Any]:

@@ -14,7 +14,7 @@ from ring_plugins.horovod import basics
 from ring_plugins.horovod import keras as horovod_keras
 
 # isort: split
-import keras
+import keras as keras_itself  # `keras` is the module beside this one, once a script imports that
 import tensorflow as tf
 
 from ring_plugins.core.arrays.dtypes import Op
@@ -93,9 +93,10 @@ class DistributedGradientTape:
     ) -> None:
         check_averages(op, gradient_predivide_factor)
         check_process_set(process_set)
-        if keras.backend.backend() != "tensorflow":
+        if keras_itself.backend.backend() != "tensorflow":
             raise ArgumentError(
-                f"KERAS_BACKEND={keras.backend.backend()!r}, but DistributedGradientTape needs Keras on TensorFlow."
+                f"KERAS_BACKEND={keras_itself.backend.backend()!r}, but DistributedGradientTape needs Keras on "
+                "TensorFlow."
             )
         self._tape, self._compression = gradtape, check_compression(compression)
         self._sparse_as_dense = sparse_as_dense
@@ -145,7 +146,7 @@ class DistributedGradientTape:
     def _check_dtypes(self, present: dict[int, tuple[Any, Any]]) -> None:
         """Refuse gradients of another dtype than their variable's, whose bytes the buckets would misread."""
         for variable, gradient in present.values():
-            expected, found = (keras.backend.standardize_dtype(one.dtype) for one in (variable, gradient))
+            expected, found = (keras_itself.backend.standardize_dtype(one.dtype) for one in (variable, gradient))
             if found != expected:
                 raise ArgumentError(
                     f"the gradient of {variable.name!r} has dtype={found}, the variable {expected}. Compute the target "
@@ -169,7 +170,8 @@ def _exchange_for(variables: dict[int, Any], settings: tuple[Any, bool]) -> Exch
     key = (*settings, *map(id, variables.values()))
     if key not in _exchanges:
         with constructed_by_all("the first gradients of a DistributedGradientTape"):
-            if wrong := [one for one in variables.values() if not isinstance(one, (tf.Variable, keras.Variable))]:
+            kinds = (tf.Variable, keras_itself.Variable)
+            if wrong := [one for one in variables.values() if not isinstance(one, kinds)]:
                 raise ArgumentError(
                     f"sources has a {type(wrong[0]).__name__}, whose gradients are this rank's own; take them from the "
                     "tape itself, and only those of variables from the DistributedGradientTape."
@@ -234,9 +236,9 @@ def _make_variables_callable(kind: Any) -> None:
     kind.variables = property(lambda optimizer: _Variables(read(optimizer)), doc=kind.variables.__doc__)
 
 
-if keras.backend.backend() == "tensorflow":
+if keras_itself.backend.backend() == "tensorflow":
     # Scripts read the list before this package sees their optimizer, so the classes must have it.
-    for _kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
+    for _kind in (keras_itself.optimizers.Optimizer, keras_itself.optimizers.LossScaleOptimizer):
         _make_variables_callable(_kind)
 
 

@@ -264,9 +264,15 @@ def _scaled(tensor: Any, compression: Any, factors: tuple[float, float], reduce:
     """A reduction of what is sent for a tensor, between two factors, in the tensor's dtype."""
     tensor = tf.convert_to_tensor(tensor)
     sent = tf.cast(tensor, tf.float16) if check_compression(compression) and tensor.dtype.is_floating else tensor
-    before, after = (tf.cast(factor, sent.dtype) for factor in factors)
-    result = reduce(sent if factors[0] == 1.0 else sent * before)
-    return tf.cast(result if factors[1] == 1.0 else result * after, tensor.dtype)
+    return tf.cast(_times(reduce(_times(sent, factors[0])), factors[1]), tensor.dtype)
+
+
+def _times(tensor: Any, factor: float) -> Any:
+    """A tensor times a factor; integers are multiplied in float64, since the factor has no form in their dtype."""
+    if factor == 1.0:
+        return tensor
+    wide = tf.cast(tensor, tf.float64) if tensor.dtype.is_integer else tensor
+    return tf.cast(wide * tf.cast(factor, wide.dtype), tensor.dtype)
 
 
 def _check_has_gradient(kind: str, op: Op) -> None:
