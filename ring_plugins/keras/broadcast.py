@@ -224,7 +224,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         if world.topology.size == 1:
             return
         announce_training()
-        self._is_fitting, self._has_begun = True, False
+        self._is_fitting, self._has_begun, self._has_told_difference = True, False, False
         _fitting.add(self)
         self._finalizer = call_when_over(self, self._abandon)
         if self._finalizer is not None:
@@ -499,7 +499,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         told = differing_decisions(decisions, self._communicator.ranks)
         remedy = (
             "Callbacks that watch a metric see that of their own rank's data: add MetricAverageCallback() on all "
-            "ranks. A callback that sets weights must set the same on all."
+            "ranks. A callback that sets weights must set the same on all, and no rank may make another update."
         )
         all_weights = self.moving_statistics == "average"
         found = self.average_gradients and differing_weights(

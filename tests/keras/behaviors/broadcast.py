@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zipfile
 from pathlib import Path
 from tempfile import mkdtemp
@@ -96,8 +97,10 @@ def weights_that_drift_before_a_checkpoint() -> Any:
     path = Path(mkdtemp()) / "last.keras"
     for calls in ([Drift()], [Drift(), *([keras.callbacks.ModelCheckpoint(path)] if ring.rank() == 0 else [])]):
         with logged() as lines:
-            fit(dense(keras.optimizers.SGD(0.1)), [*calls, BroadcastCallback()], steps=3)
-        texts.append([line for line in lines if "differ" in line])
+            error = error_of(
+                functools.partial(fit, dense(keras.optimizers.SGD(0.1)), [*calls, BroadcastCallback()], steps=3)
+            )
+        texts.append([*(line for line in lines if "differ" in line), error])
     return texts
 
 
