@@ -328,7 +328,10 @@ class GradientAverager:
         """
         if self._buckets is None or self._claim.newer():
             return False
+        before, has_own = self._buckets, self._own.present
         self._prepare()
+        if has_own and before is not self._buckets:
+            self._check_accumulated(before)
         self._own.present = True
         self._passes += 1
         self._accumulates = self._passes < self._passes_per_step
@@ -340,6 +343,24 @@ class GradientAverager:
         counts = not self._accumulates and self._buckets.reducer.overlaps
         self._hooks.start_counting(self._buckets, counts)
         return True
+
+    def _check_accumulated(self, before: GradientBuckets) -> None:
+        """Refuse to average without parameters that had gradients in an earlier pass of this step.
+
+        Raises:
+            ArgumentError: there are such.
+        """
+        left = [
+            name
+            for name, parameter in zip(before.names, before.parameters, strict=True)
+            if parameter.grad is not None and not parameter.requires_grad
+        ]
+        if left:
+            more = f" and {len(left) - 1} more parameters" if len(left) > 1 else ""
+            raise ArgumentError(
+                f"{left[0]}{more} had gradients in an earlier pass of this step and were frozen since (requires_grad), "
+                "so they would not be averaged. Freeze and unfreeze between two steps, behind zero_grad()."
+            )
 
     def _count_ended(self, group: Group, parameter: torch.Tensor) -> None:
         """Handle the first gradient of a backward, the last one of a group, and any that came after it."""

@@ -1906,6 +1906,26 @@ def _ends_by(
 
 
 @check_among_several
+def parameters_that_are_frozen_between_passes_of_a_step_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), backward_passes_per_step=2
+    )
+    text = ""
+    try:
+        for freezes in (False, True):  # to unfreeze is fine
+            optimizer.zero_grad()
+            for step in range(2):
+                model[0].requires_grad_((step == 0) == freezes)
+                model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+    except ring.ArgumentError as error:
+        text = str(error)
+    assert "0.weight and 1 more parameters had gradients in an earlier pass of this step" in text, text
+    optimizer.close()
+
+
+@check_among_several
 def weights_that_differ_from_some_step_on_are_an_error_on_all_ranks() -> None:
     def noise(step: int, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
         if step >= 2 and RANK == 1:
