@@ -107,13 +107,11 @@ class OtherOptimizers:
         found = differing_weights(lambda: parameter_checksums(named), f"after {self._updates} steps", communicator)
         if not found:
             return ""
-        updated = (
-            f"{' and '.join(kinds)} updates them with each rank's own" if kinds else "no DistributedOptimizer has them"
-        )
+        steps = f", and {' and '.join(kinds)} stepped on each rank's own" if kinds else ""
         return (
-            f"{found} Their gradients are not averaged: {updated}. Wrap every optimizer in "
-            "ring_plugins.torch.DistributedOptimizer, and call broadcast_parameters(model) for the whole model. If "
-            "they differ on purpose, RING_WEIGHT_CHECK=0 switches this comparison off."
+            f"{found} Their gradients are not averaged: no DistributedOptimizer has them{steps}. Wrap every "
+            "optimizer in ring_plugins.torch.DistributedOptimizer, and call broadcast_parameters(model) for the whole "
+            "model. If they differ on purpose, RING_WEIGHT_CHECK=0 switches this comparison off."
         )
 
 
