@@ -79,11 +79,10 @@ class Exchange:
     def _average_now(self, gradients: dict[int, Any]) -> dict[int, Any]:
         """Average gradients that the hooks did not average, in temporary place of the parameters' own.
 
-        The parameters' own gradients keep their values. Those that lie in buckets, which is where the averages go too,
-        are copied out and back. Frozen parameters are averaged as well, since the caller updates them.
+        The parameters' own gradients keep their values (`ring_plugins.torch.held_gradients`). Frozen parameters are
+        averaged as well, since the caller updates them.
         """
         kept = [parameter.grad for parameter in self._parameters]
-        in_buckets = {i: own.clone() for i, own in enumerate(kept) if own is not None and own._is_view()}
         frozen = [self._parameters[i] for i in gradients if not self._parameters[i].requires_grad]
         try:
             for parameter in frozen:
@@ -94,13 +93,10 @@ class Exchange:
             for i, parameter in enumerate(self._parameters):
                 if i not in gradients and parameter.grad is not None:
                     raise unequal_gradients(False, self._entries[i].name)
-            averages = {i: self._parameters[i].grad for i in gradients}
-            return {i: average.clone() if i in in_buckets else average for i, average in averages.items()}
+            return {i: self._parameters[i].grad for i in gradients}
         finally:
-            for i, (parameter, own) in enumerate(zip(self._parameters, kept, strict=True)):
+            for parameter, own in zip(self._parameters, kept, strict=True):
                 parameter.grad = own
-                if i in in_buckets:
-                    own.copy_(in_buckets[i])
             for parameter in frozen:
                 parameter.requires_grad_(False)
 
