@@ -48,6 +48,7 @@ from ring_plugins.keras.state import (
     average_variables,
     broadcast_state,
     build_optimizer,
+    check_built,
     optimizers_of,
     weight_checksums,
 )
@@ -84,13 +85,14 @@ def broadcast_variables(model: keras.Model, root_rank: int = 0) -> None:
         root_rank: the rank whose state all ranks get.
 
     Raises:
-        ArgumentError: `root_rank` is not a rank.
+        ArgumentError: the model is not built, or `root_rank` is not a rank.
         MismatchError: the models differ among ranks.
     """
     world = connect()
     with on_all_or_none(world.communicator, "broadcast_variables"):
         check_root(root_rank, world)
         if world.topology.size > 1:
+            check_built(model)
             for optimizer in optimizers_of(model):
                 readmit(optimizer)
             build_optimizer(model)

@@ -14,7 +14,7 @@ from keras.src.random.seed_generator import global_seed_generator  # Keras 3.15.
 
 from ring_plugins.core.arrays.dtypes import FLOATS, Op
 from ring_plugins.core.arrays.memory import HostMemory, host_array
-from ring_plugins.core.base.errors import MismatchError
+from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.healing import repeated
@@ -40,7 +40,7 @@ def broadcast_all(variables: Sequence[Any], root_rank: int) -> None:
         root_rank: the rank whose values all ranks get.
 
     Raises:
-        ArgumentError: `root_rank` is not a rank.
+        ArgumentError: there are no variables, or `root_rank` is not a rank.
         MismatchError: the variables differ among ranks.
     """
     with _broadcasting(variables, root_rank) as communicator:
@@ -71,6 +71,11 @@ def _broadcasting(variables: Sequence[Any], root_rank: int) -> Iterator[Communic
     world = connect()
     with on_all_or_none(world.communicator, "broadcast_variables"):
         check_root(root_rank, world)
+        if not variables:
+            raise ArgumentError(
+                "variables is empty. Models and optimizers have their variables once they are built: broadcast them "
+                "after that, or after the first step; leave this out for an optimizer that never has any."
+            )
         if world.topology.size > 1:
             check_equal(variables, world.communicator)
         yield world.communicator
@@ -87,6 +92,24 @@ def optimizers_among(parts: Iterable[Any]) -> list[Any]:
     """Those of models, and those that are parts themselves."""
     found = [[part] if isinstance(part, keras.optimizers.Optimizer) else optimizers_of(part) for part in parts]
     return list({id(optimizer): optimizer for some in found for optimizer in some}.values())
+
+
+def check_built(model: Any) -> None:
+    """Check that all variables of a model exist, which otherwise come later, with other values on each rank.
+
+    Raises:
+        ArgumentError: names the layers that are not built.
+    """
+    # A layer without a `build` of its own gets no variables there; those of the layers inside it are asked themselves.
+    never = keras.Layer.build, keras.Model.build
+    # Keras 3.15.1, layers/layer.py: `_flatten_layers` begins with the layer itself.
+    layers = [layer for layer in model._flatten_layers() if not layer.built and type(layer).build not in never]
+    if layers or not (model.built or model.variables):
+        names = ", ".join(layer.name for layer in layers[:3]) or "it has no variables"
+        raise ArgumentError(
+            f"model={model.name} is not built ({names}), so its variables could not be broadcast, and would begin with "
+            "other values on each rank. Begin the model with keras.Input(...), or call it once, before."
+        )
 
 
 def build_optimizer(model: Any) -> None:

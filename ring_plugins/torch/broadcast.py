@@ -34,6 +34,7 @@ def broadcast_parameters(
         root: the rank whose values are broadcast.
 
     Raises:
+        ArgumentError: there are no tensors, other items, or tensors without memory of their own.
         MismatchError: names, shapes, dtypes or kinds of device differ among ranks; the text names the first that does.
     """
     if current().is_joining:  # it gets the others' weights with their state
@@ -47,6 +48,11 @@ def broadcast_parameters(
         named = [*parameters.named_parameters(), *parameters.named_buffers()]
     else:
         named = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
+        if not named and not isinstance(parameters, Mapping):
+            raise ArgumentError(
+                "parameters is empty: what named_parameters() returned can be read only once. Pass the model, or its "
+                "state_dict()."
+            )
     if not all(isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in named):
         raise ArgumentError("parameters holds other items than names and tensors: pass the model, or its state_dict().")
     for name, tensor in named:

@@ -14,6 +14,16 @@ def test_ranks_start_from_the_root_and_diverge_without_averaging(seen):
     assert (first["written"], second["written"]) == (False, True)
 
 
+@on_ranks("broadcasts_of_what_is_not_built", "torch", slow=("tensorflow", "jax"))
+def test_models_that_are_not_built_are_not_broadcast_in_part(seen):
+    first, second = seen
+    assert first["weights"] == second["weights"]
+    for found in seen:
+        for error in found["refused"]:
+            assert error.startswith("ArgumentError: model=") and "dense" in error
+            assert "Begin the model with keras.Input" in error
+
+
 @on_ranks("seeds", "torch", slow=("tensorflow", "jax"))
 def test_seeds_are_offset_once(seen):
     first, second = seen

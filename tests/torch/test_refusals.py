@@ -1,5 +1,6 @@
 """What one rank refuses reaches the ranks that wait for it, in process groups and averagers too."""
 
+import functools
 import importlib
 import re
 from types import SimpleNamespace
@@ -7,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import ring_plugins as ring
+import ring_plugins.horovod.torch as hvd
 import ring_plugins.torch as rt
 from ring_plugins.core import functions
 from ring_plugins.core.collectives.single import SingleCommunicator
@@ -126,12 +129,14 @@ WRONG = {
 }
 
 
-def test_every_function_tells_the_other_ranks_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = []
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What rank 0 of 2 refuses, and tells the other of."""
+    refused: list[str] = []
 
     class Telling(SingleCommunicator):
         def refuse(self, operation: str, error: BaseException) -> None:
-            told.append(operation)
+            refused.append(operation)
 
     topology = SimpleNamespace(rank=0, size=2)
     world = SimpleNamespace(
@@ -145,8 +150,29 @@ def test_every_function_tells_the_other_ranks_what_it_refuses(monkeypatch: pytes
     )
     for module in (functions, importlib.import_module("ring_plugins.torch.broadcast"), differentiable, root):
         monkeypatch.setattr(module, "current", lambda: world)
+    return refused
+
+
+def test_every_function_tells_the_other_ranks_what_it_refuses(told: list[str]) -> None:
     assert sorted(WRONG) == [name for name in rt.__all__ if name.islower()]
     for name, argument in WRONG.items():
         with pytest.raises((ValueError, TypeError, AttributeError)):
             getattr(rt, name)(argument)
     assert told == list(WRONG)
+
+
+def test_a_broadcast_of_nothing_is_refused_on_all_ranks(told: list[str]) -> None:
+    read = torch.nn.Linear(2, 1).named_parameters()
+    assert len(list(read)) == 2  # as an optimizer does that gets them before the broadcast
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters())
+    lazy = torch.nn.Sequential(torch.nn.LazyLinear(2))
+    for function in (rt.broadcast_parameters, functools.partial(hvd.broadcast_parameters, root_rank=0)):
+        for parameters, words in (
+            (read, "parameters is empty: what named_parameters() returned can be read only once"),
+            ([], "parameters is empty"),
+            (optimizer.state_dict(), "parameters holds other items than names and tensors"),
+            (lazy.state_dict(), "0.weight is not initialized yet: run a forward"),
+        ):
+            with pytest.raises(ring.ArgumentError, match=re.escape(words)):
+                function(parameters)
+    assert told == ["broadcast_parameters"] * 8

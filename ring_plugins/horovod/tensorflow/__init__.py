@@ -203,6 +203,7 @@ def broadcast_variables(
         inplace: has no effect; variables are always overwritten.
 
     Raises:
+        ArgumentError: there are no variables.
         MismatchError: the variables differ among ranks.
     """
     check_process_set(process_set)

@@ -110,7 +110,8 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[tuple[str, Any]], 
         raise ArgumentError(
             f"params={type(params).__name__} holds no names and tensors; pass model.state_dict()."
         ) from error
-    ring_plugins.torch.broadcast_parameters(tensors, root_rank)
+    # What holds no tensors is told as that.
+    ring_plugins.torch.broadcast_parameters(tensors or params, root_rank)
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:

@@ -20,6 +20,7 @@ from ring_plugins.keras import (
     DistributedOptimizer,
     LearningRateWarmupCallback,
     MetricAverageCallback,
+    broadcast_variables,
 )
 from ring_plugins.keras import broadcast as module
 from tests.keras.behaviors import behavior, error_of, fit, logged
@@ -48,6 +49,40 @@ def state_of_another_root() -> Any:
     calls = [begins, keras.callbacks.CSVLogger(log), BroadcastCallback(root_rank=1, average_gradients=False)]
     model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=calls)
     return {"before": before, "begins": begins.seen, "after": state(model)[-2:], "written": log.exists()}
+
+
+@behavior
+def broadcasts_of_what_is_not_built() -> Any:
+    """Models that have variables later, and others that have all they will have."""
+
+    class Part(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.built_already = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+            self.later = layers.Dense(3)
+
+        def call(self, x: Any) -> Any:
+            return self.built_already(self.later(x)[:, :2])
+
+    class NeverCalled(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = keras.Sequential([keras.Input((2,)), layers.Dense(1), layers.Dropout(0.5)])
+
+    class Wrapping(NeverCalled):
+        def call(self, x: Any) -> Any:
+            return self.one(x)
+
+    called = Part()
+    called(np.ones((1, 4)))
+    lacking = [keras.Sequential([layers.Dense(1), layers.Dropout(0.5)]), Part()]
+    refused = [error_of(functools.partial(broadcast_variables, model)) for model in lacking]
+    nothing = [NeverCalled(), Wrapping(), called, keras.Sequential([keras.Input((2,)), layers.Activation("relu")])]
+    for model in nothing:
+        model.compile(optimizer="adam", loss="mse")
+        broadcast_variables(model)
+    weights = [keras.ops.convert_to_numpy(weight).tolist() for model in nothing for weight in model.weights]
+    return {"refused": refused, "weights": weights}
 
 
 @behavior
