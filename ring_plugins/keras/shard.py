@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sized
+from types import FrameType
 from typing import Any, Literal
 
 import keras
 import numpy as np
+from keras.src.trainers.epoch_iterator import EpochIterator  # Keras 3.15.1, which does not export it
 
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.keras.job import connect
@@ -43,8 +46,9 @@ def shard(
     """Return this rank's part of `data`, for `model.fit` or `model.evaluate`.
 
     Together the ranks see every sample once per epoch, except for the remainder. Shuffled data has a new order in each
-    epoch, the same on all ranks; pass `shuffle=False` to `fit`, so that it does not shuffle again. `data` must be the
-    same on all ranks.
+    epoch, the same on all ranks; pass `shuffle=False` to `fit`, so that it does not shuffle again. With
+    `steps_per_epoch`, an order lasts until all its samples have been seen, over as many epochs as that takes. `data`
+    must be the same on all ranks.
 
     Args:
         data: data for `fit`:
@@ -226,6 +230,24 @@ class Order:
         self._is_used = False
         self.set_epoch(epoch + _NEW)
 
+    def end_epoch(self, caller: FrameType | None) -> None:
+        """Compute the next order, unless Keras goes on with the iterator that reads this one.
+
+        Args:
+            caller: of `on_epoch_end`, maybe through a dataset of the script's own.
+        """
+        # Keras 3.15.1, trainers/epoch_iterator.py:97: with `steps_per_epoch`, an iterator is read to its end, over
+        # several epochs. `_steps_seen` is 0 after that. An enqueuer begins anew in each epoch, whatever was read.
+        while caller is not None:
+            reader = caller.f_locals.get("self")
+            if isinstance(reader, EpochIterator):
+                is_within = reader.steps_per_epoch and reader._current_iterator is not None and reader._steps_seen
+                if is_within and getattr(reader.data_adapter, "enqueuer", None) is None:
+                    return
+                break
+            caller = caller.f_back
+        self.set_epoch(self.epoch + 1)
+
     @property
     def place(self) -> tuple[tuple[int, int], int, bool]:
         """What is ordered, and which order of that is in use."""
@@ -282,7 +304,7 @@ class ShardedArrays(keras.utils.PyDataset):
         return tuple(batch) if isinstance(batch, list) else batch
 
     def on_epoch_end(self) -> None:
-        self._order.set_epoch(self._order.epoch + 1)
+        self._order.end_epoch(sys._getframe(1))
 
 
 class ShardedBatches(keras.utils.PyDataset):
@@ -309,7 +331,7 @@ class ShardedBatches(keras.utils.PyDataset):
 
     def on_epoch_end(self) -> None:
         self._dataset.on_epoch_end()
-        self._order.set_epoch(self._order.epoch + 1)
+        self._order.end_epoch(sys._getframe(1))
 
 
 def shard_data_loader(loader: Any, rank: int, size: int, shuffle: bool | int | None, seed: int, remainder: str) -> Any:

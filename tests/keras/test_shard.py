@@ -1,5 +1,7 @@
 """Every rank gets its own part of the data, and the same number of steps."""
 
+import itertools
+
 import pytest
 
 from tests.keras.launches import on_ranks
@@ -82,3 +84,12 @@ def test_a_fit_that_begins_with_a_later_epoch_trains_on_that_epochs_data(seen):
             assert len({tuple(epoch) for epoch in whole}) == 4
             assert resumed == whole
         assert all(parts == whole for kind, (whole, parts, _) in found.items() if kind != "inside")
+
+
+@on_ranks("orders_with_steps_per_epoch", "torch", slow=("tensorflow", "jax"))
+def test_short_epochs_go_on_in_an_order_until_all_samples_were_seen(seen):
+    for found in seen:
+        for kind, epochs in found.items():
+            passes = [list(itertools.chain(*epochs[i : i + 3])) for i in (0, 3, 6)]
+            assert [sorted(one) for one in passes] == [list(range(24))] * 3, kind
+            assert len({tuple(one) for one in passes}) == 3, kind

@@ -98,65 +98,104 @@ def orders_after_a_restart() -> Any:
     return {"whole": train(3, None), "parts": [*train(1, backup), *train(3, backup)]}
 
 
-@behavior
-def orders_with_initial_epoch() -> Any:
-    """What is trained and validated on in epochs 0 to 3 in one go, and from epoch 2 on: with new and with used data."""
+class Seeing(keras.Model):
+    """Knows which samples it has been trained and tested on."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.compile(optimizer=keras.optimizers.SGD(0.0), loss="mse", run_eagerly=True)
+        self.taken: list[float] = []
+
+    def train_step(self, *args: Any) -> Any:
+        self._take(args[-1])
+        return super().train_step(*args)
+
+    def test_step(self, *args: Any) -> Any:
+        self._take(args[-1])
+        return super().test_step(*args)
+
+    def _take(self, data: Any) -> None:
+        self.taken.extend(map(float, keras.ops.convert_to_numpy(data[0]).ravel()))
+
+
+class Inside(keras.utils.PyDataset):
+    """What a script may make of a part."""
+
+    def __init__(self, part: Any) -> None:
+        super().__init__()
+        self.part = part
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.part[index]
+
+    def on_epoch_end(self) -> None:
+        self.part.on_epoch_end()
+
+
+def kinds_of_data(count: int) -> dict[str, Any]:
+    """What makes parts of `count` samples, two in each step of each rank."""
     import torch
 
-    x = np.arange(19, dtype="float32").reshape(19, 1)
-    taken: list[tuple[int, float]] = []
-
-    class Seen(keras.layers.Layer):
-        def call(self, inputs: Any) -> Any:
-            taken.extend(map(float, keras.ops.convert_to_numpy(inputs).ravel()))
-            return inputs
-
-    class Inside(keras.utils.PyDataset):  # what a script may make of a part
-        def __init__(self, part: Any) -> None:
-            super().__init__()
-            self.part = part
-
-        def __len__(self) -> int:
-            return len(self.part)
-
-        def __getitem__(self, index: int) -> Any:
-            return self.part[index]
-
-        def on_epoch_end(self) -> None:
-            self.part.on_epoch_end()
+    x = np.arange(count, dtype="float32").reshape(count, 1)
 
     class Batches(keras.utils.PyDataset):
         def __len__(self) -> int:
-            return 9
+            return count // 2
 
         def __getitem__(self, index: int) -> Any:
             return x[2 * index : 2 * index + 2], x[2 * index : 2 * index + 2]
 
     pairs = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(x))
-    kinds = {
+    return {
         "arrays": lambda: shard((x, x), batch_size=2, seed=5),
         "inside": lambda: Inside(shard((x, x), batch_size=2, seed=5)),
         "batches": lambda: shard(Batches(), seed=3),
         "loader": lambda: shard(torch.utils.data.DataLoader(pairs, batch_size=2, shuffle=True), seed=1),
     }
 
+
+def taken_in_epochs(data: Any, **options: Any) -> list[list[float]]:
+    """Samples that each epoch of a `fit` took."""
+    inputs = keras.Input((1,))
+    model = Seeing(inputs, layers.Dense(1)(inputs))
+    found: list[Any] = []
+    begin = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: model.taken.clear(),
+        on_epoch_end=lambda epoch, logs: found.append([*model.taken]),
+    )
+    model.fit(data, verbose=0, shuffle=False, callbacks=[begin, BroadcastCallback()], **options)
+    return found
+
+
+@behavior
+def orders_with_initial_epoch() -> Any:
+    """What is trained and validated on in epochs 0 to 3 in one go, and from epoch 2 on: with new and with used data."""
+    x = np.arange(19, dtype="float32").reshape(19, 1)
+
     def train(first: int, last: int, data: Any, validation: Any) -> list[Any]:
-        model = keras.Sequential([keras.Input((1,)), Seen(), layers.Dense(1)])
-        model.compile(optimizer=keras.optimizers.SGD(0.0), loss="mse", run_eagerly=True)
-        found: list[Any] = []
-        begin = keras.callbacks.LambdaCallback(
-            on_epoch_begin=lambda epoch, logs: taken.clear(), on_epoch_end=lambda epoch, logs: found.append([*taken])
-        )
-        options: Any = {"epochs": last, "initial_epoch": first, "verbose": 0, "shuffle": False}
-        model.fit(data, validation_data=validation, callbacks=[begin, BroadcastCallback()], **options)
-        return found
+        return taken_in_epochs(data, validation_data=validation, epochs=last, initial_epoch=first)
 
     found = {}
-    for kind, make in kinds.items():
+    for kind, make in kinds_of_data(19).items():
         data, validation = make(), shard((x[::-1], x), batch_size=3, seed=2)
         parts = [train(0, 2, data, validation), train(2, 4, data, validation)]
         found[kind] = [train(0, 4, make(), shard((x[::-1], x), batch_size=3, seed=2)), [*parts[0], *parts[1]]]
         found[kind] += [parts[0] + train(2, 4, make(), shard((x[::-1], x), batch_size=3, seed=2))]
+    return found
+
+
+@behavior
+def orders_with_steps_per_epoch() -> Any:
+    """24 samples in epochs of 2 steps, two passes over them, and then one more in another fit: all ranks' samples."""
+    found = {}
+    for kind, make in kinds_of_data(24).items():
+        data = make()
+        epochs = [taken_in_epochs(data, epochs=count, steps_per_epoch=2) for count in (6, 3)]
+        together = zip(*ring.all_gather_object([*epochs[0], *epochs[1]]), strict=True)
+        found[kind] = [list(itertools.chain(*parts)) for parts in together]
     return found
 
 
