@@ -15,7 +15,8 @@ import os
 import random
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -100,6 +101,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._model.__dict__[self._METHOD] = lambda logs: self._read(read, logs)
         new = [metric for metric in _given(self._model) if metric not in self._trials]
         self._trials.update((metric, Trial(metric)) for metric in new)
+        for trial in self._trials.values():
+            trial.watch()
         return bool(new)
 
     def _leave(self) -> None:
@@ -125,9 +128,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
         assert self._communicator is not None
         synchronize_fit(self._model)  # if another rank is still in its epoch, all get an error that says so
         metrics = _flat(self._model.metrics)
-        averaged = self._averaged(metrics)
+        averaged, starting_alike = self._averaged(metrics)
         self._warn(averaged)
-        begins = {id(metric): trial.begin for metric, trial in self._trials.items() if trial.begin}
+        begins = {id(metric): trial.begin(metric in starting_alike) for metric, trial in self._trials.items()}
         with _summed([metric for metric in metrics if metric not in averaged], begins, self._communicator):
             result = read(logs)
         if result is logs and isinstance(logs, dict):  # returned by the user's own train_step or test_step
@@ -138,12 +141,18 @@ class MetricAverageCallback(keras.callbacks.Callback):
                     result[name] = self._mean(result[name])
         return result
 
-    def _averaged(self, metrics: list[Any]) -> list[Any]:
-        """The metrics whose state is not a sum, as far as any rank can tell. Collective."""
+    def _averaged(self, metrics: list[Any]) -> tuple[list[Any], list[Any]]:
+        """The metrics whose state is not a sum, for any rank, and those that all ranks met alike. Collective."""
         assert self._communicator is not None
-        own = [metric.name in self.averaged or not self._is_sum(metric) for metric in metrics]
-        by_rank = self._communicator.all_gather_object(own)
-        return [metric for i, metric in enumerate(metrics) if any(found[i] for found in by_rank)]
+        trials = [self._trials.get(metric) for metric in metrics]
+        own = [
+            (metric.name in self.averaged or not self._is_sum(metric), trial is not None and trial.met)
+            for metric, trial in zip(metrics, trials, strict=True)
+        ]
+        found = list(zip(*self._communicator.all_gather_object(own), strict=True))
+        averaged = [metric for metric, ranks in zip(metrics, found, strict=True) if any(flag for flag, _ in ranks)]
+        alike = [metric for metric, ranks in zip(metrics, found, strict=True) if len({met for _, met in ranks}) == 1]
+        return averaged, alike
 
     def _is_sum(self, metric: Any) -> bool:
         if any(variable.aggregation not in (None, "sum") for variable in metric.variables):
@@ -185,7 +194,7 @@ def _summed(metrics: list[Any], begins: dict[int, list[Array]], communicator: Co
         communicator: of all ranks.
     """
     variables = [variable for metric in metrics for variable in metric.variables]
-    first = [begins.get(id(metric), [np.zeros(())] * len(metric.variables)) for metric in metrics]
+    first = [begins.get(id(metric)) or [np.zeros(())] * len(metric.variables) for metric in metrics]
     own = [value_of(variable) for variable in variables]
     try:
         ranks: tuple[int, ...] = ()
@@ -225,35 +234,69 @@ class Trial:
     they nor the attributes of the metric change, and random numbers go on as before.
 
     Args:
-        metric: records its arguments in the next call of `update_state`, which may be one that traces.
+        metric: the metric, as it is before this callback has seen an update.
 
     Attributes:
-        begin: the state after `reset_state`, once it is known that the state is a sum.
+        met: checksum of that state.
     """
 
-    _METHOD = "update_state"
-
     def __init__(self, metric: Any) -> None:
-        self.begin: list[Array] = []
         self._metric = weakref.ref(metric)
+        self._initial = [value_of(variable) for variable in metric.variables]
+        self.met = zlib.crc32(b"".join(value.tobytes() for value in self._initial))
         self._given: Any = None
         self._found: bool | None = None
-        update = getattr(metric, self._METHOD)
+        self._start: list[Array] = []
+        self._is_reset: list[bool] = []
+        self._was_reset = False
 
-        def record(*args: Any, **options: Any) -> Any:
-            vars(metric).pop(self._METHOD, None)
-            self._given = keras.tree.map_structure(_shape, (args, options))
-            return update(*args, **options)
+    def watch(self) -> None:
+        """Record the arguments of the next `update_state`, which may trace, and whether `reset_state` is called."""
+        metric = self._metric()
+        assert metric is not None
+        if self._given is None:
+            self._call_once(metric, "update_state", self._note_arguments)
+        # TensorFlow traces the first step, which builds Keras's list of metrics, after the first epoch's reset.
+        if not self._was_reset:
+            self._call_once(metric, "reset_state", self._note_reset)
 
-        vars(metric)[self._METHOD] = record  # past Keras's `__setattr__`, which tracks what is assigned
+    def _call_once(self, metric: Any, name: str, note: Callable[..., None]) -> None:
+        original = getattr(metric, name)
+
+        def noting(*args: Any, **options: Any) -> Any:
+            vars(metric).pop(name, None)
+            note(args, options)
+            return original(*args, **options)
+
+        vars(metric)[name] = noting  # past Keras's `__setattr__`, which tracks what is assigned
+
+    def _note_arguments(self, args: Any, options: Any) -> None:
+        self._given = keras.tree.map_structure(_shape, (args, options))
+
+    def _note_reset(self, args: Any, options: Any) -> None:
+        self._was_reset = True
+
+    def begin(self, is_met_alike: bool) -> list[Array]:
+        """The state with which each rank begins to add, once it is known that the state is a sum; else nothing.
+
+        Args:
+            is_met_alike: whether all ranks had the same state when this began. What a rank had added by itself counts.
+        """
+        initial = self._initial if is_met_alike and len(self._initial) == len(self._start) else None
+        return [
+            start if self._was_reset and is_reset else np.zeros_like(start) if initial is None else initial[i]
+            for i, (start, is_reset) in enumerate(zip(self._start, self._is_reset, strict=True))
+        ]
 
     def shows_sum(self) -> bool:
         """Whether the state is a sum; False as long as `update_state` has not been called, or if it cannot be tried."""
         if self._found is None and self._given is not None:
             metric = self._metric()
             assert metric is not None
+            was_reset = self._was_reset
             with _undisturbed(metric):
                 self._found = self._try(metric)
+            self._was_reset = was_reset
         return bool(self._found)
 
     def _try(self, metric: Any) -> bool:
@@ -262,8 +305,8 @@ class Trial:
             begin = [_begin(metric, offset) for offset in (0, 1)]
         except Exception:
             return False
-        # A variable that is never reset goes on from zero in the first epoch.
-        start = [one if np.array_equal(one, other) else np.zeros_like(one) for one, other in zip(*begin, strict=True)]
+        is_reset = [np.array_equal(one, other) for one, other in zip(*begin, strict=True)]
+        start = [one if whether else np.zeros_like(one) for one, whether in zip(begin[0], is_reset, strict=True)]
         generator = np.random.default_rng(0)
         for scale in (1.0, 10.0, 0.1):
             try:
@@ -287,7 +330,8 @@ class Trial:
                 ):
                     return False
             has_changed |= any(np.any(value) for value in added[0])
-        self.begin = start if has_changed else []
+        if has_changed:
+            self._start, self._is_reset = start, is_reset
         return has_changed
 
     def _batch(self, generator: np.random.Generator, scale: float) -> Any:
@@ -296,10 +340,10 @@ class Trial:
         )
 
     def forget(self) -> bool:
-        """Record nothing any more; returns whether nothing has been recorded."""
-        metric = self._metric()
-        if metric is not None and self._given is None:
-            vars(metric).pop(self._METHOD, None)
+        """Watch no longer; returns whether no update has been seen."""
+        if (metric := self._metric()) is not None:
+            for name in ("update_state", "reset_state"):
+                vars(metric).pop(name, None)
         return self._given is None
 
 

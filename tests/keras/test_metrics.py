@@ -34,7 +34,8 @@ def test_one_rank_shows_the_progress_of_evaluate_and_predict(seen):
 @on_ranks("metrics_of_own_classes", "torch", slow=("tensorflow", "jax"))
 def test_whether_a_state_is_a_sum_is_tried(seen):
     for rank, (alone, together) in enumerate(seen):
-        names = "loss", "meanerror", "smoothed", "errorofparts"
+        kinds = "loss", "meanerror", "smoothed", "neverreset", "errorofparts"
+        names = [f"{kind} {epoch}" for kind in kinds for epoch in (0, 1)]
         assert {name: together["history"][name] for name in names} == pytest.approx(
             {name: alone["history"][name] for name in names}, rel=1e-5
         )

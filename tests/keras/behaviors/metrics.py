@@ -89,11 +89,12 @@ def progress_bars_of_evaluate_and_predict() -> Any:
 class Own(keras.metrics.Metric):
     """Metrics of a user's own, with some numbers of state."""
 
-    begin = 0.0
+    initial, begin = 0.0, 0.0
 
     def __init__(self, count: int = 2) -> None:
         super().__init__(name=type(self).__name__.lower())
-        self.numbers = [self.add_variable((), "zeros", name=f"number{i}") for i in range(count)]
+        initial = keras.initializers.Constant(self.initial)
+        self.numbers = [self.add_variable((), initializer=initial, name=f"number{i}") for i in range(count)]
         self.calls = 0
 
     def reset_state(self) -> None:
@@ -113,7 +114,16 @@ class MeanError(Own):
 
 
 class Smoothed(MeanError):
+    """Begins with zero, not one, in the first epoch on TensorFlow, where Keras resets nothing before it."""
+
     begin = 1.0
+
+
+class NeverReset(MeanError):
+    initial = 3.0
+
+    def reset_state(self) -> None:
+        pass
 
 
 class ErrorOfParts(keras.metrics.Metric):
@@ -163,7 +173,7 @@ def metrics_of_own_classes() -> Any:
     x, y = random.normal(size=(32, 5)).astype("float32"), random.normal(size=(32, 1)).astype("float32")
 
     def train(x: Any, y: Any, batch_size: int, *callbacks: Any) -> Any:
-        kinds = MeanError, Smoothed, ErrorOfParts, Last, MovingAverage, HalfSum
+        kinds = MeanError, Smoothed, NeverReset, ErrorOfParts, Last, MovingAverage, HalfSum
         metrics: list[Any] = [kind() for kind in kinds]
         keras.utils.set_random_seed(2)
         model = dense(keras.optimizers.SGD(0.0), metrics=metrics)
@@ -172,11 +182,10 @@ def metrics_of_own_classes() -> Any:
             options: Any = {"batch_size": batch_size, "epochs": 2, "verbose": 0, "shuffle": False}
             history = model.fit(x, y, callbacks=[*callbacks], **options).history
         said = [str(warning.message) for warning in caught if "is not a sum" in str(warning.message)]
-        left = [metric.name for metric in metrics if "update_state" in vars(metric)]
-        return {
-            "history": {name: values[1] for name, values in history.items()}, "said": said, "left": left,
-            "calls": metrics[0].calls, "random": np.random.random(),
-        }  # fmt: skip
+        left = [metric.name for metric in metrics if {"update_state", "reset_state"} & {*vars(metric)}]
+        values = {f"{name} {epoch}": value for name, of in history.items() for epoch, value in enumerate(of)}
+        seen = {"history": values, "said": said, "left": left}
+        return {**seen, "calls": metrics[0].calls, "random": np.random.random()}
 
     parts = [array.reshape(4, 2, 4, -1)[:, ring.rank()].reshape(16, -1) for array in (x, y)]
     return train(x, y, 8), train(*parts, 4, BroadcastCallback(), MetricAverageCallback())
