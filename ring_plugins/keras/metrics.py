@@ -45,8 +45,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
     rank 0 shows the progress bar.
 
     For a metric whose state is not a sum (a maximum, the last value, a moving average) the results are averaged
-    instead, with one warning. Metrics of Keras are sums. Your own are tried once, with made-up data of the shapes that
-    they get: in a sum, what a batch adds does not depend on the state.
+    instead, with one warning; each rank's has the same weight, however many samples it has seen. Metrics of Keras are
+    sums. Your own are tried once, with made-up data of the shapes that they get: in a sum, what a batch adds does not
+    depend on the state.
 
     Args:
         averaged: names of other metrics whose results should be averaged.
