@@ -43,6 +43,51 @@ seen["layers"] = sum(isinstance(layer, keras.layers.BatchNormalization) for laye
 seen["moments"] = callable(model.layers[1]._moments)
 callbacks = keras.callbacks.CallbackList([keras.callbacks.Callback()], model=model)
 seen["calls in a thread"] = isinstance(callbacks._async_train, bool)
+seen["layers begin with the model"] = next(iter(model._flatten_layers())) is model
+seen["places of variables"] = [optimizer._get_variable_index(one) for one in trained]
+decaying = keras.optimizers.AdamW(0.1)
+decaying.exclude_from_weight_decay(var_names=["bias"])
+decaying.build(trained)
+seen["decays"] = [decaying._use_weight_decay(one) for one in trained[:2]]
+keys = [decaying._var_key(variable) for variable in trained[:2]]
+seen["decisions are kept by"] = [*decaying._exclude_from_weight_decay_cache] == keys
+seen["rate of a step"] = float(optimizer._get_current_learning_rate()) == float(optimizer.learning_rate)
+names = {
+    keras.callbacks.ModelCheckpoint: ["_save_model"], keras.callbacks.BackupAndRestore: ["_load_model", "_save_model"],
+    keras.callbacks.TensorBoard: ["_close_writers"], keras.callbacks.ProgbarLogger: ["_maybe_init_progbar"],
+}
+seen["methods of callbacks"] = all(callable(getattr(kind, name)) for kind in names for name in names[kind])
+backend = keras.backend.backend()
+if backend == "tensorflow":
+    import tensorflow as tf
+    step = tf.function(lambda: trained[0].value + 1)
+    cached = [not [*step._function_cache.values()]]
+    step()
+    cached += [any(v is trained[0].value for v in graph.variables) for graph in step._function_cache.values()]
+    inside = []
+    for compiles in (True, False):
+        @tf.function(jit_compile=compiles)
+        def traced():
+            graph, contexts = tf.compat.v1.get_default_graph(), []
+            while graph is not None:
+                contexts.append(graph._get_control_flow_context())
+                graph = getattr(graph, "outer_graph", None)
+            inside.append(any(context is not None and context.IsXLAContext() for context in contexts))
+        tf.function(lambda: traced())()  # as Keras calls its compiled step
+    shuffled = tf.data.Dataset.range(4).shuffle(4, seed=3)
+    mapped = shuffled.map(lambda v: v)
+    own = cached == [True, True] and inside == [True, False] and mapped._inputs() == [shuffled]
+    own = own and type(shuffled).__name__ == "_ShuffleDataset" and int(shuffled._seed2) == 3
+    own = own and model._distribute_strategy is None and isinstance(model._jit_compile, bool)
+elif backend == "jax":
+    value = trained[0]._value
+    own = value.block_until_ready() is value and value.shape == trained[0].shape
+    trained[0]._value, trained[0]._initializer = None, keras.initializers.Zeros()
+    own = own and tuple(trained[0].shape) == (3, 1)  # whose value may go, as in fit
+    trained[0]._value = value
+else:
+    own = True  # see tests/torch/test_private_names.py
+seen["of the backend"] = bool(own)
 report("seen", {name: repr(value) for name, value in seen.items()})
 """
 
@@ -66,4 +111,11 @@ def test_private_names_of_keras_are_what_they_are_taken_for(backend):
         "layers": 1,
         "moments": True,
         "calls in a thread": True,
+        "layers begin with the model": True,
+        "places of variables": [0, 1, 2, 3],
+        "decays": [True, False],
+        "decisions are kept by": True,
+        "rate of a step": True,
+        "methods of callbacks": True,
+        "of the backend": True,
     }
