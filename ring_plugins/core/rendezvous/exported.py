@@ -5,7 +5,8 @@ not: it says nothing under mpirun and srun, and in a script that started its own
 that are missing, and `shutdown` removes them.
 
 Processes that a rank starts inherit them, as they do under torchrun. To `init` in such a process they say nothing: they
-are not a launcher's as long as all still have the values whose checksums RING_EXPORTED lists.
+are not a launcher's as long as those by which ranks meet still have the values whose checksums RING_EXPORTED lists, or
+are gone. A launcher sets all of these; scripts that start others remove TF_CONFIG, or change LOCAL_RANK.
 
 Not in a job that goes on after losses: its ranks and size change, and the variables could not.
 """
@@ -22,6 +23,8 @@ from ring_plugins.core.base import config
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG")
 #: Those that say which rank of how many this process is. Left by something else, they may be wrong.
 _PLACE = NAMES[:2]
+#: Those by which ranks meet.
+_MEETING = (*_PLACE, "MASTER_ADDR", "MASTER_PORT")
 #: TF_CONFIG names all ranks, and the kernel starts no program with a variable of more than 128 KiB.
 _MOST_IN_TF_CONFIG = 1024
 
@@ -29,7 +32,8 @@ _MOST_IN_TF_CONFIG = 1024
 def launchers_value(name: str) -> str:
     """A variable as a launcher, or the user, has set it: "" if it is not set, or was exported by a rank."""
     names, checksums = _exported()
-    is_ours = name in names and checksums == [_checksum(name) for name in NAMES]
+    given = [n for n, checksum in zip(NAMES, checksums, strict=False) if n in _MEETING and _checksum(n) != checksum]
+    is_ours = name in names and not any(map(os.environ.get, given))
     return "" if is_ours else os.environ.get(name, "")
 
 

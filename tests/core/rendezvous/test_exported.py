@@ -69,6 +69,20 @@ def test_exported_variables_are_no_launchers():
     assert not set(os.environ) & {*exported.NAMES, "RING_EXPORTED"}
 
 
+@pytest.mark.parametrize("name", exported.NAMES)
+def test_a_child_that_lacks_some_of_them_is_not_the_rank(name):
+    exported.export([1, 2, 1, 2], PORTS)
+    del os.environ[name]
+    assert launch.detect().kind == "single"
+
+
+@pytest.mark.parametrize("name", ["TF_CONFIG", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+def test_a_child_with_other_values_of_those_by_which_no_ranks_meet_is_not_the_rank(name):
+    exported.export([1, 2, 1, 2], PORTS)
+    os.environ[name] = "0"
+    assert launch.detect().kind == "single"
+
+
 def test_a_launcher_that_a_rank_starts_is_seen():
     exported.export([1, 2, 1, 2], PORTS)
     os.environ.update(RANK="1", WORLD_SIZE="2", MASTER_PORT="4713")  # the same rank of another job
