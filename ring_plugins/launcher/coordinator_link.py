@@ -4,9 +4,10 @@
 
 - Its host has acknowledged nothing for RING_NETWORK_TIMEOUT: the host is down, or the network is cut. The ranks agree
   among themselves who goes on, and the supervisor lets them.
-- The connection was closed or reset: the supervisor connects once more. If that is refused, the coordinator has ended
-  or was killed, and the supervisor ends its ranks (`Link.is_orphaned`). Otherwise the coordinator lives, and the ranks
-  go on.
+- The connection was closed or reset: the supervisor connects once more. If that is refused, or answered by something
+  that does not know the job's key, the coordinator has ended or was killed, and the supervisor ends its ranks
+  (`Link.is_orphaned`). Otherwise the coordinator lives, and the ranks go on. So they do if the connection is accepted
+  and nothing answers, since the coordinator may be busy with a host that is silent.
 """
 
 from __future__ import annotations
@@ -21,15 +22,24 @@ from typing import Any
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
-from ring_plugins.core.net.auth import Claim, Disconnected, Purpose, connect
+from ring_plugins.core.net.auth import (
+    Claim,
+    ClientHandshake,
+    Disconnected,
+    Purpose,
+    Refused,
+    WrongSecret,
+    authenticate,
+    connect,
+)
 from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
 from ring_plugins.core.net.tcp_options import end_when_silent
 
 #: Seconds to connect to the coordinator, at each of its addresses if it may not be there yet, and to find out whether
 #: it is gone.
 _CONNECT, _TRY, _ASK = 30.0, 3.0, 2.0
-#: How often it must have answered within that, so that a process which is just ending does not count.
-_ANSWERS = 3
+#: How often it may drop a connection without an answer.
+_TRIES = 3
 #: How a connection ends that its other end, rather than the network, has closed; 0 stands for no error.
 _CLOSED = (0, errno.ECONNRESET, errno.EPIPE)
 
@@ -110,7 +120,7 @@ class Link:
 
     def __init__(self, job: HostJob, is_over: Callable[[], bool] = lambda: True) -> None:
         self.is_lost = self.is_orphaned = False
-        self._port = job.port
+        self._job = job
         end = time.monotonic() + job.patience
         while True:
             problems = []
@@ -152,16 +162,23 @@ class Link:
             return []
 
     def _answers(self) -> bool:
-        """Whether the coordinator may live, as nothing refuses a connection in its place."""
-        for attempt in range(_ANSWERS):
+        """Whether the coordinator may live, as it answers or nothing says that it does not."""
+        for attempt in range(_TRIES):
             time.sleep(_ASK / 20 if attempt else 0.0)
+            asking = ClientHandshake(self._job.key.encode(), Purpose.LAUNCHER, Claim(self._job.index))
             try:
-                socket.create_connection((self._address, self._port), _ASK).close()
-            except ConnectionRefusedError:
+                with socket.create_connection((self._address, self._job.port), _ASK) as connected:
+                    authenticate(connected, asking, _ASK)
+                return True
+            except (ConnectionRefusedError, WrongSecret):
                 return False
+            except Refused:  # it knows the key, and that it has this host already
+                return True
+            except Disconnected:
+                pass  # it is just ending, or has too many connections, or something else listens there
             except OSError:
                 return True
-        return True
+        return False
 
     def close(self) -> None:
         """Close the connection."""

@@ -1,14 +1,17 @@
 """What the coordinator of a job on several hosts makes of its hosts' reports, and how supervisors notice its end."""
 
+import contextlib
 import os
 import signal
+import socket
 import threading
 from types import SimpleNamespace
 
 import pytest
 
 from ring_plugins.core.base.errors import LaunchError
-from ring_plugins.core.net.auth import Disconnected
+from ring_plugins.core.net.acceptor import Acceptor
+from ring_plugins.core.net.auth import Disconnected, Purpose
 from ring_plugins.launcher import host_supervisor, several_hosts
 from ring_plugins.launcher.coordinator_link import HostJob, Link, read_message
 from ring_plugins.launcher.hosts import Share
@@ -68,17 +71,48 @@ def test_a_supervisor_whose_coordinator_is_gone_is_orphaned_and_one_that_only_lo
         link.send("here", {"host": "a", "port": 1})
         while polled.coordinator._hosts[0].here is None:
             threading.Event().wait(0.01)
-        polled.stop()
-        polled.coordinator._lose(polled.coordinator._hosts[0])
+        link.send("here", {"host": "a", "port": -1})  # for which the coordinator closes the connection
         read(link, lambda: link.is_lost)
         assert not link.is_orphaned and link.read() == []
-        assert polled.told == ["host1 is lost, with ranks 0, 1; the others may go on."]
+        lost = "host1 is lost, with ranks 0, 1; the others may go on."
+        assert polled.told == ["host1 has sent what no supervisor sends (ValueError).", lost]
     with Polled() as polled:
         link = Link(job(polled.coordinator))
     read(link, lambda: link.is_lost)
     assert link.is_orphaned
     with pytest.raises(LaunchError, match=r"cannot reach the process that started this job \(127.0.0.1:"):
         Link(job(polled.coordinator))
+
+
+@pytest.mark.parametrize("speaks", ["our language", "another"])
+def test_what_listens_in_the_place_of_the_coordinator_without_its_key_is_not_taken_for_it(speaks):
+    with Polled() as polled:
+        link = Link(job(polled.coordinator))
+    over = threading.Event()
+
+    def answer(listener, acceptor):
+        while not over.is_set():
+            if acceptor is not None:
+                acceptor.poll(0.02)
+                continue
+            with contextlib.suppress(TimeoutError), listener.accept()[0] as connected:
+                connected.sendall(b"220 mail")
+
+    with socket.create_server(("127.0.0.1", polled.coordinator.port)) as listener:
+        listener.settimeout(0.02)
+        acceptor = Acceptor(b"another key", Purpose.LAUNCHER) if speaks == "our language" else None
+        if acceptor is not None:
+            acceptor.add(listener)
+        thread = threading.Thread(target=answer, args=(listener, acceptor))
+        thread.start()
+        try:
+            read(link, lambda: link.is_lost)
+            assert link.is_orphaned
+        finally:
+            over.set()
+            thread.join()
+            if acceptor is not None:
+                acceptor.close()
 
 
 def test_a_host_that_is_silent_does_not_count_as_ended(monkeypatch):
