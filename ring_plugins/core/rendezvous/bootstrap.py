@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import select
 import selectors
 import socket
 import time
@@ -31,7 +32,15 @@ from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.progress_line import ProgressLine, arrivals, hosts_of
 from ring_plugins.core.linux.process import raise_open_file_limit
 from ring_plugins.core.net.acceptor import Acceptor, Authenticated
-from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, WrongSecret, authenticate
+from ring_plugins.core.net.auth import (
+    Claim,
+    ClientHandshake,
+    Disconnected,
+    Purpose,
+    WrongSecret,
+    authenticate,
+    wait_for,
+)
 from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
 from ring_plugins.core.net.socket_owner import UnknownUser, are_same_user
 from ring_plugins.core.rendezvous.record import differences, own_versions
@@ -435,9 +444,19 @@ def join(rank: int, size: int, address: str, port: int, secret: str) -> Bootstra
 def _connect(rank: int, address: str, port: int, secret: str) -> FrameSocket:
     connected = _reach(address, port)
     try:
-        authenticate(connected, ClientHandshake(_key(secret), Purpose.BOOTSTRAP, Claim(rank)), SECONDS)
-        if not are_same_user([connected], _if_unknown())[0]:
-            raise Disconnected("another user's process listens there")
+        handshake = ClientHandshake(_key(secret), Purpose.BOOTSTRAP, Claim(rank))
+        # Asked before what it says counts, but after it has begun to speak: until it accepts, the kernel knows no user.
+        if not wait_for(connected, select.POLLIN, SECONDS):
+            raise TimeoutError("no answer")
+        try:
+            if not are_same_user([connected], _if_unknown())[0]:
+                data = connected.recv(handshake.missing)
+                handshake.feed(data)  # which says if it speaks something else; what it would answer is not sent
+                raise Disconnected("another user's process listens there" if data else "it closed the connection")
+        except UnknownUser:
+            authenticate(connected, handshake, SECONDS)  # rank 0 asks after it, and ends the start, too
+            raise
+        authenticate(connected, handshake, SECONDS)
         return FrameSocket(connected, Purpose.BOOTSTRAP)
     except BaseException:
         connected.close()

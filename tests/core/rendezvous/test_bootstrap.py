@@ -297,10 +297,11 @@ def test_another_user_of_the_host_neither_joins_nor_serves_a_job_without_a_secre
                 assert at_1.rank == 1
                 for one in (at_0, at_1):
                     one.close()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    for secret in (b"", b"another"):  # with another, it says that this rank's is wrong
+        listener = socket.create_server(("127.0.0.1", 0))
 
-        def answer_everyone():
-            acceptor = Acceptor(b"", Purpose.BOOTSTRAP)
+        def answer_everyone(listener=listener, secret=secret):
+            acceptor = Acceptor(secret, Purpose.BOOTSTRAP)
             acceptor.add(listener)
             while True:
                 acceptor.poll(1.0)
