@@ -69,6 +69,16 @@ class BackgroundWork(Generic[T]):
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], object]] | None = []
 
+    @classmethod
+    def run_now(
+        cls, description: str, function: Callable[[], T], interrupt: Callable[[str, BaseException], None]
+    ) -> BackgroundWork[T]:
+        """A work that the caller's thread has run, without a queue."""
+        work = cls(description, function, lambda _: None, interrupt)
+        work.run()
+        work.call_back()  # whoever attaches a callback from now on calls it
+        return work
+
     def done(self) -> bool:
         return self.finished.is_set()
 

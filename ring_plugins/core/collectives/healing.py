@@ -398,9 +398,7 @@ class HealingCommunicator(HostCommunicator):
     # In the caller's thread -----------------------------------------------------------------------
 
     def start(self, description: str, function: Callable[[], T]) -> Work[T]:
-        work = BackgroundWork(description, function, lambda _: None, self.interrupt)
-        work.run()
-        return work
+        return BackgroundWork.run_now(description, function, self.interrupt)
 
     def run_in_line(self, description: str, function: Callable[[], T]) -> T:
         def run() -> T:

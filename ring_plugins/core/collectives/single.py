@@ -80,9 +80,7 @@ class SingleCommunicator:
         return [copy.deepcopy(item)]
 
     def start(self, description: str, function: Callable[[], T]) -> Work[T]:
-        work = BackgroundWork(description, function, lambda _: None, self.interrupt)
-        work.run()
-        return work
+        return BackgroundWork.run_now(description, function, self.interrupt)
 
     def run_in_line(self, description: str, function: Callable[[], T]) -> T:
         return function()

@@ -135,3 +135,10 @@ def test_an_operation_that_has_lost_its_place_breaks_the_communicator(script, bl
     assert "all_reduce" in script.log[2] and "come at another place than on other ranks" in script.log[2]
     with pytest.raises(RingError, match="at another place"):
         script.executor.run(OPERATION, script.note("never"))
+
+
+def test_a_work_that_the_caller_runs_has_nobody_who_calls_back_later():
+    """Of one rank, and where lost ranks are replaced: a future must not wait for a thread that there is not."""
+    work = background.BackgroundWork.run_now("all_reduce", lambda: 3, lambda *_: None)
+    assert work.done() and work.wait() == 3
+    assert not work.when_done(lambda: None)
